@@ -1,0 +1,1 @@
+"""specbuild: Hugging Face checkpoints -> ONNX checkpoints -> engines."""

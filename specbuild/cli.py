@@ -1,0 +1,71 @@
+"""The ``specbuild`` command: options in, one library call, errors in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+
+from specbuild.config import Backend
+from specbuild.huggingface import DTYPES
+from specrun.command_line import CONTEXT, FolderPath, OneLineErrors
+from specrun.engine_dir import SpeculativeMode
+
+
+@click.group(cls=OneLineErrors, context_settings=CONTEXT)
+@click.version_option(package_name="specbuild", prog_name="specbuild")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def main(debug: bool) -> None:
+    """Turn Hugging Face checkpoints into ONNX checkpoints and engines for specrun."""
+
+
+@main.command()
+@click.option("--model_dir", required=True, metavar="DIR|HUB_ID", help="Hugging Face checkpoint, or its Hub ID.")
+@click.option("--output_dir", required=True, type=FolderPath, help="Where the ONNX checkpoint goes.")
+@click.option("--dtype", type=click.Choice(["auto", *DTYPES]), default="auto", show_default=True)
+@click.option("--max_seq_len", type=int, help="Positions to serve; default: what the model was trained for.")
+@click.option("--revision", help="Branch, tag or commit, for a Hub ID.")
+@click.option("--trust_remote_code", is_flag=True, help="Run Python code that comes with the checkpoint.")
+@click.option("--verify/--no-verify", default=True, show_default=True, help="Compare the graph with the model.")
+@click.option("--force", is_flag=True, help="Replace output_dir if it exists.")
+def convert(model_dir: str, output_dir: Path, **options: Any) -> None:
+    """Hugging Face checkpoint -> ONNX checkpoint directory."""
+    from specbuild.convert import ConvertOptions
+    from specbuild.convert import convert as run
+    from specbuild.progress import Stages
+
+    run(ConvertOptions(model=model_dir, output_dir=output_dir, **options), Stages())
+
+
+@main.command()
+@click.option("--checkpoint_dir", type=FolderPath, help="ONNX checkpoint directory (from specbuild convert).")
+@click.option("--output_dir", type=FolderPath, help="Where the engine goes.")
+@click.option("--config", "config_file", type=click.Path(path_type=Path), help="YAML file with these settings.")
+@click.option("--backend", type=click.Choice(get_args(Backend)), help="Default: auto.")
+@click.option("--max_batch_size", type=int, help="Default: 4.")
+@click.option("--max_input_len", type=int, help="Longest prompt, tokens. Default: 3200, or what the model has.")
+@click.option("--max_seq_len", type=int, help="Longest prompt + output. Default: 4800, or what the model has.")
+@click.option("--speculative_decoding_mode", type=click.Choice(get_args(SpeculativeMode)))
+@click.option("--max_draft_len", type=int, help="Draft tokens a target checks in one pass; implies the mode.")
+@click.option("--gather_generation_logits", is_flag=True, default=None, help="Allow the logits of every position.")
+@click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Engines built side by side.")
+@click.option("--force", is_flag=True, help="Replace output directories that exist.")
+def engine(config_file: Path | None, workers: int, force: bool, **flags: Any) -> None:
+    """ONNX checkpoint directory -> engine directory."""
+    from specbuild.config import engine_options
+    from specbuild.engine import build_engines
+    from specbuild.progress import Stages
+
+    given = {name: value for name, value in flags.items() if value is not None}
+    build_engines(engine_options(given, config_file), workers, force, Stages())
+
+
+@main.command()
+@click.argument("directory", type=FolderPath)
+@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+def inspect(directory: Path, as_json: bool) -> None:
+    """Show what a checkpoint or engine directory holds."""
+    from specbuild.inspect import describe
+
+    click.echo(describe(directory, as_json))

@@ -1,0 +1,54 @@
+"""The compilers behind one small protocol: ONNX checkpoint in, engine files out."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from specrun.engine_dir import BackendInfo, BuildConfig, GraphInfo, Tensor
+from specrun.errors import BackendError
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a compiler wrote into the engine directory."""
+
+    backend: BackendInfo
+    graph: GraphInfo
+    io: list[Tensor]
+    files: list[str]
+    notes: list[str]
+
+
+class Compiler(Protocol):
+    """Compiles a checkpoint's graph; raises BackendError when it cannot run here, BuildError when it refuses."""
+
+    def __call__(
+        self, checkpoint: Path, graph: GraphInfo, build: BuildConfig, output: Path, advance: Callable[[float], None]
+    ) -> Compiled: ...
+
+
+def choose(backend: str) -> tuple[str, Compiler, str]:
+    """The backend's name, its compiler and why it was chosen. Raises BackendError when it is not usable here."""
+    from specbuild.compilers import onnxruntime, tensorrt
+
+    if backend == "auto":
+        problem = tensorrt.why_unusable("tensorrt")
+        if problem is None:
+            return "tensorrt", tensorrt.Tensorrt("tensorrt"), "a usable NVIDIA GPU and tensorrt are here"
+        return "onnxruntime", onnxruntime.compile_graph, f"tensorrt is not usable ({problem})"
+    if backend == "onnxruntime":
+        return backend, onnxruntime.compile_graph, "asked for"
+    problem = tensorrt.why_unusable(backend)
+    if problem is not None:
+        hint = "; --backend tensorrt_rtx compiles plans without a GPU" if backend == "tensorrt" else ""
+        raise BackendError(f"--backend {backend}: {problem}{hint}")
+    return backend, tensorrt.Tensorrt(backend), "asked for"
+
+
+def machine() -> str:
+    """This machine's processor architecture."""
+    return platform.machine()

@@ -1,0 +1,64 @@
+"""ONNX Runtime: the graph optimised for this machine at build time and saved, so that loading is quick."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx_ir as ir
+
+from specbuild import graph as graphs
+from specbuild.checkpoint import GRAPH_NAME, WEIGHTS_NAME
+from specbuild.compilers import Compiled, machine
+from specrun.engine_dir import BackendInfo, BuildConfig, GraphInfo, Tensor
+from specrun.errors import BackendError, BuildError
+
+_TYPES = {"tensor(int64)": "int64", "tensor(float)": "float32", "tensor(float16)": "float16"}
+
+
+def compile_graph(
+    checkpoint: Path, graph: GraphInfo, build: BuildConfig, output: Path, advance: Callable[[float], None]
+) -> Compiled:
+    """Optimise the graph for this processor and save it. See ``Compiler``."""
+    try:
+        import onnxruntime as ort
+    except ImportError as error:
+        raise BackendError("--backend onnxruntime: onnxruntime is not installed; pip install onnxruntime") from error
+
+    notes = []
+    model = ir.load(checkpoint / GRAPH_NAME)
+    if graph.dtype != "float32":
+        # Processors have no 16-bit arithmetic that ONNX Runtime uses: computing in float32 is exact and faster.
+        graphs.widen_to_float32(model)
+        notes.append(f"{graph.dtype} checkpoint: computed in float32 on the CPU")
+        graph = graph.model_copy(update={"dtype": "float32"})
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
+    options.optimized_model_filepath = str(output / GRAPH_NAME)
+    options.add_session_config_entry("session.optimized_model_external_initializers_file_name", WEIGHTS_NAME)
+    options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(checkpoint))
+    advance(0.1)
+    try:
+        session = ort.InferenceSession(graphs.to_bytes(model), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # ONNX Runtime's exceptions share no base class.
+        raise BuildError(f"{checkpoint}: ONNX Runtime refused the graph: {error}") from error
+    advance(0.9)
+    return Compiled(
+        backend=BackendInfo(name="onnxruntime", version=ort.__version__, device="cpu", machine=machine()),
+        graph=graph,
+        io=_io(session),
+        files=[name for name in (GRAPH_NAME, WEIGHTS_NAME) if (output / name).exists()],
+        notes=notes,
+    )
+
+
+def _io(session: object) -> list[Tensor]:
+    tensors = []
+    for kind, values in (("input", session.get_inputs()), ("output", session.get_outputs())):  # type: ignore[attr-defined]
+        for value in values:
+            alias = value.name.replace("present.", "past_key_values.") if value.name.startswith("present.") else None
+            shape = list(value.shape)
+            tensors.append(Tensor(name=value.name, kind=kind, dtype=_TYPES[value.type], shape=shape, aliases=alias))  # type: ignore[arg-type]
+    return tensors

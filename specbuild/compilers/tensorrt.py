@@ -1,0 +1,233 @@
+"""TensorRT and TensorRT-RTX: one module, two import names.
+
+TensorRT-RTX's builder compiles without a GPU, for the compute capabilities it lists; TensorRT's needs its GPU.
+Networks are strongly typed: the ONNX graph's dtypes are the engine's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from specbuild import graph as graphs
+from specbuild.checkpoint import GRAPH_NAME
+from specbuild.compilers import Compiled, machine
+from specrun.contract import INPUT_IDS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
+from specrun.engine_dir import BackendInfo, BuildConfig, GraphInfo, Profile, Tensor
+from specrun.errors import BuildError
+
+PLAN_NAME = "rank0.engine"
+
+
+def why_unusable(name: str) -> str | None:
+    """Why the builder called ``name`` cannot run on this machine, or None when it can."""
+    try:
+        trt = importlib.import_module(name)
+    except ImportError:
+        package = name.replace("_", "-")
+        return f"{name} is not installed: pip install {package}"
+    except Exception as error:  # Broken installations raise what they like.
+        return f"{name} does not load ({error})"
+    if name == "tensorrt" and not _has_gpu():
+        return "it needs an NVIDIA GPU, and none is usable here"
+    missing = [part for part in ("Builder", "OnnxParser", "IKVCacheUpdateLayer") if not hasattr(trt, part)]
+    if missing:
+        return f"{name} {trt.__version__} is too old: it has no {missing[0]}; 10.15 or newer is needed"
+    return None
+
+
+def _has_gpu() -> bool:
+    """Ask the driver library itself: without one, importing cuda bindings and asking for a device can hang."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int(0)
+    return cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+
+
+class Tensorrt:
+    """The compiler for import name ``tensorrt`` or ``tensorrt_rtx``."""
+
+    def __init__(self, name: str) -> None:
+        self.name: Any = name
+
+    def __call__(
+        self, checkpoint: Path, graph: GraphInfo, build: BuildConfig, output: Path, advance: Callable[[float], None]
+    ) -> Compiled:
+        """Compile a plan. See ``Compiler``."""
+        trt = importlib.import_module(self.name)
+        log = _log(trt)
+        builder = trt.Builder(log)
+        network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+        parser = trt.OnnxParser(network, log)
+        _parse(parser, checkpoint, build)
+        advance(0.1)
+        io = _check_network(trt, network, graph)
+        config = builder.create_builder_config()
+        for profile in build.profiles:
+            config.add_optimization_profile(_profile(builder, network, profile))
+        capabilities = _capabilities(trt, config)
+        if hasattr(trt, "IProgressMonitor"):
+            config.progress_monitor = _progress(trt, advance)
+        plan = builder.build_serialized_network(network, config)
+        if plan is None:
+            raise BuildError(f"{checkpoint}: {self.name} {trt.__version__} refused the graph: {log.reason()}")
+        if unused := log.unused():
+            raise BuildError(
+                f"{checkpoint}: {self.name} ignores the input {unused}; the engine would compute something else"
+            )
+        (output / PLAN_NAME).write_bytes(plan)
+        return Compiled(
+            backend=BackendInfo(
+                name=self.name,
+                version=trt.__version__,
+                device="cuda",
+                machine=machine(),
+                compute_capabilities=capabilities,
+            ),
+            graph=graph,
+            io=io,
+            files=[PLAN_NAME],
+            notes=log.notes(),
+        )
+
+
+def _log(trt: Any) -> Any:
+    """A TensorRT logger that keeps errors and what matters among the warnings."""
+
+    class Log(trt.ILogger):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.errors: list[str] = []
+            self.warnings: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
+                self.errors.append(message)
+            elif severity == trt.ILogger.WARNING:
+                self.warnings.append(message)
+
+        def reason(self) -> str:
+            return self.errors[0] if self.errors else "no reason given"
+
+        def unused(self) -> str | None:
+            found = [text for text in self.warnings if "unused" in text.lower() and "input" in text.lower()]
+            return found[0] if found else None
+
+        def notes(self) -> list[str]:
+            return [text for text in self.warnings if "Int64 binding" not in text]
+
+    return Log()
+
+
+def _parse(parser: Any, checkpoint: Path, build: BuildConfig) -> None:
+    """Parse TensorRT's copy of the graph: a static cache length, and Attention it may break up."""
+    model = ir.load(checkpoint / GRAPH_NAME)
+    graphs.pin_cache_length(model, build.cache_length)
+    graphs.mark_decomposable(model)
+    # The path is where the weights lie; the graph itself is parsed from memory.
+    if not parser.parse(graphs.to_bytes(model), str(checkpoint / GRAPH_NAME)):
+        reasons = "; ".join(str(parser.get_error(i).desc()) for i in range(parser.num_errors))
+        raise BuildError(f"{checkpoint}: TensorRT's ONNX parser refused the graph: {reasons}")
+
+
+def _check_network(trt: Any, network: Any, graph: GraphInfo) -> list[Tensor]:
+    """The network's inputs and outputs, each cache output with the input whose memory it shares.
+
+    Raises BuildError where a contract tensor is missing or a cache is not updated in place.
+    """
+    aliases = {}
+    for index in range(network.num_layers):
+        layer = network.get_layer(index)
+        if layer.type == trt.LayerType.KV_CACHE_UPDATE:
+            aliases[layer.get_output(0).name] = layer.get_input(0).name
+    past, present = past_names(graph.layers), present_names(graph.layers)
+    if aliases != dict(zip(present, past, strict=True)):
+        raise BuildError(
+            f"TensorRT does not update the cache in place: expected {len(past)} aliased tensors, found {len(aliases)}"
+        )
+    inputs = [network.get_input(i) for i in range(network.num_inputs)]
+    outputs = [network.get_output(i) for i in range(network.num_outputs)]
+    if missing := {INPUT_IDS, WRITE_INDICES, LOGITS_INDICES, *past} - {tensor.name for tensor in inputs}:
+        raise BuildError(f"TensorRT dropped the input {sorted(missing)[0]}; the engine would compute something else")
+    return [
+        Tensor(
+            name=tensor.name,
+            kind=kind,
+            dtype=_dtype(tensor),
+            shape=_shape(tensor.name, tensor.shape),
+            aliases=aliases.get(tensor.name),
+        )
+        for kind, tensors in (("input", inputs), ("output", outputs))
+        for tensor in tensors
+    ]
+
+
+def _dtype(tensor: Any) -> str:
+    name = str(tensor.dtype).rpartition(".")[2].lower()
+    return {"float": "float32", "half": "float16", "bf16": "bfloat16"}.get(name, name)
+
+
+_VARIABLE = {
+    INPUT_IDS: (graphs.BATCH, graphs.SEQUENCE),
+    WRITE_INDICES: (graphs.BATCH,),
+    LOGITS_INDICES: (graphs.BATCH, graphs.KEPT),
+    "logits": (graphs.BATCH, graphs.KEPT),
+}
+
+
+def _shape(name: str, dims: Any) -> list[int | str]:
+    names = _VARIABLE.get(name, (graphs.BATCH,))
+    return [names[i] if dim < 0 and i < len(names) else int(dim) for i, dim in enumerate(dims)]
+
+
+def _profile(builder: Any, network: Any, sizes: Profile) -> Any:
+    profile = builder.create_optimization_profile()
+    for index in range(network.num_inputs):
+        tensor = network.get_input(index)
+        by_name = {INPUT_IDS: sizes.sequence, LOGITS_INDICES: sizes.logits}
+        shapes = []
+        for step in range(3):
+            batch = sizes.batch[step]
+            if tensor.name in by_name:
+                shapes.append((batch, by_name[tensor.name][step]))
+            else:
+                shapes.append((batch, *tuple(tensor.shape)[1:]))
+        profile.set_shape(tensor.name, *shapes)
+    return profile
+
+
+def _capabilities(trt: Any, config: Any) -> list[str]:
+    """Compute capabilities the plan is compiled for, as TensorRT-RTX names them; empty where the builder has no say."""
+    if not hasattr(config, "num_compute_capabilities"):
+        return []
+    return [str(config.get_compute_capability(i)).rpartition(".")[2] for i in range(config.num_compute_capabilities)]
+
+
+def _progress(trt: Any, advance: Callable[[float], None]) -> Any:
+    """Forward the builder's top-level phases to the progress bar."""
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+            self.steps: dict[str, int] = {}
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+            if parent_phase is None:
+                self.steps[phase_name] = max(1, num_steps)
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            if phase_name in self.steps:
+                advance(0.9 / self.steps[phase_name])
+            return True
+
+        def phase_finish(self, phase_name: str) -> None:
+            self.steps.pop(phase_name, None)
+
+    return Monitor()

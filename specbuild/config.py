@@ -1,0 +1,153 @@
+"""Build settings: flags over the YAML file over defaults, checked against each other and the checkpoint."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError
+
+from specbuild.checkpoint import CheckpointConfig
+from specrun.engine_dir import BuildConfig, Profile, SpeculativeMode, Strict
+from specrun.errors import BuildConfigError
+
+Backend = Literal["auto", "onnxruntime", "tensorrt", "tensorrt_rtx"]
+
+DEFAULT_INPUT_LEN, DEFAULT_SEQ_LEN = 3200, 4800
+
+
+class EngineOptions(Strict):
+    """One engine to build, as asked for; None means that nobody asked."""
+
+    checkpoint_dir: Path
+    output_dir: Path
+    backend: Backend = "auto"
+    max_batch_size: int = Field(4, ge=1)
+    max_input_len: int | None = Field(None, ge=1)
+    max_seq_len: int | None = Field(None, ge=2)
+    speculative_decoding_mode: SpeculativeMode | None = None
+    max_draft_len: int | None = Field(None, ge=0)
+    gather_generation_logits: bool = False
+
+
+def engine_options(flags: dict[str, Any], file: Path | None) -> list[EngineOptions]:
+    """The engines to build. ``flags`` holds only what was given on the command line; it beats the file.
+
+    The file sets defaults at its top level and lists engines, each with its own settings, under ``engines``.
+    Raises BuildConfigError.
+    """
+    common, entries = _read(file) if file else ({}, [{}])
+    if len(entries) > 1 and (clash := {"checkpoint_dir", "output_dir"} & flags.keys()):
+        raise BuildConfigError(f"--{sorted(clash)[0]} cannot stand beside {file}, which lists {len(entries)} engines")
+    engines = []
+    for number, entry in enumerate(entries, 1):
+        where = f"{file}: engine {number}" if file else "options"
+        engines.append(_validate({**common, **entry, **flags}, where))
+    outputs = [engine.output_dir.absolute() for engine in engines]
+    if len(set(outputs)) < len(outputs):
+        raise BuildConfigError(f"{file}: two engines have the same output_dir; give each its own")
+    return engines
+
+
+def _read(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    try:
+        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise BuildConfigError(f"{file}: no such file; --config wants a YAML file like configs/demo.yaml") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BuildConfigError(f"{file}: not readable YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise BuildConfigError(f"{file}: expected settings (key: value), found {type(data).__name__}")
+    entries = data.pop("engines", [{}])
+    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
+        raise BuildConfigError(f"{file}: 'engines' must be a list of settings, one item for each engine")
+    for keys in (data, *entries):
+        for key in keys:
+            _known(str(key), file, top=keys is data)
+    return data, entries
+
+
+def _known(key: str, file: Path, top: bool) -> None:
+    valid = [*EngineOptions.model_fields, *(["engines"] if top else [])]
+    if key not in valid:
+        close = difflib.get_close_matches(key, valid, n=1, cutoff=0.0)[0]
+        raise BuildConfigError(f"{file}: unknown key {key!r}; did you mean {close!r}?")
+
+
+def _validate(settings: dict[str, Any], where: str) -> EngineOptions:
+    for key in ("checkpoint_dir", "output_dir"):
+        if key not in settings:
+            raise BuildConfigError(f"{where}: {key} is missing; give --{key} or a --config file that names it")
+    try:
+        options = EngineOptions.model_validate(settings)
+    except ValidationError as error:
+        first = error.errors()[0]
+        found = f", found {first['input']!r}"
+        raise BuildConfigError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}{found}") from error
+    _check_mode(options, where)
+    return options
+
+
+def _check_mode(options: EngineOptions, where: str) -> None:
+    mode, length = options.speculative_decoding_mode, options.max_draft_len
+    if mode == "draft_tokens_external" and not length:
+        raise BuildConfigError(
+            f"{where}: speculative_decoding_mode draft_tokens_external needs max_draft_len of 1 or more"
+        )
+    if mode == "none" and length:
+        raise BuildConfigError(
+            f"{where}: max_draft_len {length} contradicts speculative_decoding_mode none; "
+            "leave out one of them (max_draft_len alone implies draft_tokens_external)"
+        )
+
+
+def plan_build(options: EngineOptions, checkpoint: CheckpointConfig) -> tuple[BuildConfig, list[str]]:
+    """The engine's sizes and profiles, and notes on defaults that the checkpoint made smaller.
+
+    The cache is ``max_draft_len + 1`` positions longer than ``max_seq_len``: padded and rejected positions write
+    there. Raises BuildConfigError.
+    """
+    notes = []
+    draft_len = options.max_draft_len or 0
+    limit = checkpoint.max_seq_len
+    seq_len = options.max_seq_len or min(DEFAULT_SEQ_LEN, limit)
+    if seq_len > limit:
+        raise BuildConfigError(
+            f"--max_seq_len {seq_len}: {options.checkpoint_dir} was converted for {limit} positions; give at most that"
+        )
+    if options.max_seq_len is None and seq_len < DEFAULT_SEQ_LEN:
+        notes.append(f"max_seq_len {seq_len}: all that the checkpoint has")
+    input_len = options.max_input_len or min(DEFAULT_INPUT_LEN, seq_len - 1)
+    if input_len >= seq_len:
+        raise BuildConfigError(f"--max_input_len {input_len} leaves no room for output in --max_seq_len {seq_len}")
+    if options.max_input_len is None and input_len < DEFAULT_INPUT_LEN:
+        notes.append(f"max_input_len {input_len}: leaves room for output in max_seq_len")
+    build = BuildConfig(
+        max_batch_size=options.max_batch_size,
+        max_input_len=input_len,
+        max_seq_len=seq_len,
+        max_draft_len=draft_len,
+        speculative_decoding_mode="draft_tokens_external" if draft_len else "none",
+        gather_generation_logits=options.gather_generation_logits,
+        cache_length=seq_len + draft_len + 1,
+        profiles=_profiles(options, input_len, draft_len),
+    )
+    return build, notes
+
+
+def _profiles(options: EngineOptions, input_len: int, draft_len: int) -> list[Profile]:
+    """Context: S = 1..max_input_len. Generation: a verify pass (1..draft_len + 1), or a draft step of 1..2 tokens.
+
+    A draft step feeds two tokens after a round in which every draft token was accepted.
+    """
+    batch = (1, 1, options.max_batch_size)
+    step = (1, draft_len + 1, draft_len + 1) if draft_len else (1, 1, 2)
+    every = options.gather_generation_logits
+    context_logits = (1, 1, input_len) if every else (1, 1, min(step[2], input_len))
+    usual = min(input_len, max(1, input_len // 2))
+    return [
+        Profile(name="context", batch=batch, sequence=(1, usual, input_len), logits=context_logits),
+        Profile(name="generation", batch=batch, sequence=step, logits=step),
+    ]

@@ -1,0 +1,182 @@
+"""``specbuild convert``: Hugging Face checkpoint -> ONNX checkpoint directory."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specbuild.checkpoint import GRAPH_NAME, WEIGHTS_NAME, CheckpointConfig
+from specbuild.files import new_directory, require_free
+from specbuild.huggingface import (
+    DTYPES,
+    check_weights,
+    eos_token_ids,
+    load_model,
+    locate,
+    read_model_config,
+    save_tokenizer,
+)
+from specbuild.progress import Stages, human_bytes, peak_memory
+from specrun.engine_dir import CONFIG_NAME, CacheTensor, GraphInfo, Provenance, describe_file
+from specrun.errors import BuildConfigError, UnsupportedModelError
+from specrun.tokenizer import describe_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """What ``specbuild convert`` was asked for."""
+
+    model: str
+    output_dir: Path
+    dtype: str = "auto"
+    max_seq_len: int | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    verify: bool = True
+    force: bool = False
+
+
+def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
+    """Convert one checkpoint; see the stages below. Raises SpecError."""
+    require_free(options.output_dir, options.force)
+    with stages.stage("check checkpoint"):
+        source = locate(options.model, options.revision)
+        hf_config = read_model_config(source, options.trust_remote_code)
+        weight_bytes = check_weights(source)
+        max_seq_len = _max_seq_len(hf_config, options.max_seq_len)
+    with new_directory(options.output_dir, options.force) as work:
+        with stages.stage("load weights"):
+            model = load_model(source, hf_config, options.dtype, options.trust_remote_code)
+        config = _write(model, max_seq_len, source, options, stages, work)
+        (work / CONFIG_NAME).write_text(config.model_dump_json(indent=2) + "\n")
+    _summarise(config, weight_bytes, options.output_dir, stages)
+    return config
+
+
+def _write(
+    model: PreTrainedModel, max_seq_len: int, source: Path, options: ConvertOptions, stages: Stages, work: Path
+) -> CheckpointConfig:
+    """Export ``model`` into ``work``, verify it, and return the config that describes the result."""
+    # torch and onnx are imported here, so that --help and bad input cost no seconds.
+    from specbuild import graph as graphs
+    from specbuild.export.exporter import cache_shapes, export_onnx
+    from specbuild.export.rope import pin_rope
+    from specbuild.verify import compare, reference_logits
+
+    notes = pin_rope(model, max_seq_len)
+    for note in notes:
+        stages.say(f"note: {note}")
+    info = GraphInfo(
+        vocab_size=_vocab_size(model),
+        dtype=_dtype_name(model),
+        caches=[CacheTensor(heads=shape.heads, width=shape.width) for shape in cache_shapes(model)],
+    )
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    eos, pretrained = eos_token_ids(model), model.config.to_dict()
+    reference = None
+    if options.verify:
+        with stages.stage("run the model for reference"):
+            reference = reference_logits(model, info.vocab_size, max_seq_len)
+    with stages.stage("export graph"):
+        graph = export_onnx(model, cache_shapes(model), max_seq_len)
+        graphs.tidy(graph)
+    total = sum(value.const_value.nbytes for value in graph.graph.initializers.values() if value.const_value)
+    with stages.stage("write weights", total) as advance:
+        graphs.save(graph, work / GRAPH_NAME, lambda tensor, _info: advance(tensor.nbytes))
+    del graph, model
+    gc.collect()
+    difference = None
+    if reference is not None:
+        with stages.stage("verify in ONNX Runtime"):
+            difference = compare(work / GRAPH_NAME, info, reference, max_seq_len)
+        stages.say(f"verified: largest logit difference {difference:.3g}")
+    if not save_tokenizer(source, work, options.trust_remote_code):
+        stages.say(f"note: {source} has no tokenizer; specrun will need --tokenizer_dir")
+    _check_opset(work)
+    return CheckpointConfig(
+        graph=info,
+        max_seq_len=max_seq_len,
+        parameters=parameters,
+        eos_token_ids=eos,
+        tokenizer=describe_tokenizer(work),
+        max_logit_difference=difference,
+        pretrained_config=_plain(pretrained),
+        provenance=provenance("specbuild convert", options.model, notes, "torch", "transformers", "onnx", "onnxscript"),
+        files={name: describe_file(work / name) for name in (GRAPH_NAME, WEIGHTS_NAME)},
+    )
+
+
+def _max_seq_len(config: PreTrainedConfig, wanted: int | None) -> int:
+    """Positions the graph serves: what was asked for, else what the model was trained for."""
+    trained = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    if wanted is None:
+        if trained is None:
+            raise BuildConfigError("config.json names no max_position_embeddings; give --max_seq_len")
+        return int(trained)
+    if wanted < 2:
+        raise BuildConfigError(f"--max_seq_len {wanted}: expected at least 2")
+    if trained is not None and wanted > trained:
+        raise BuildConfigError(
+            f"--max_seq_len {wanted}: the model was trained for {trained} positions (config.json); give at most that"
+        )
+    return wanted
+
+
+def _vocab_size(model: PreTrainedModel) -> int:
+    head = model.get_output_embeddings()
+    if head is None:
+        raise UnsupportedModelError(f"{type(model).__name__} has no output embeddings (lm_head)")
+    return int(head.weight.shape[0])
+
+
+def _dtype_name(model: PreTrainedModel) -> Any:
+    name = str(model.dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise UnsupportedModelError(f"weights are {name}; give --dtype {'|'.join(DTYPES)}")
+    return name
+
+
+def _check_opset(work: Path) -> None:
+    """Only standard operators may stand in a checkpoint, so that every backend compiles the same graph."""
+    import onnx
+
+    domains = {opset.domain for opset in onnx.load(work / GRAPH_NAME, load_external_data=False).opset_import}
+    if foreign := sorted(domains - {"", "ai.onnx"}):
+        raise UnsupportedModelError(f"the exported graph needs operators outside standard ONNX: {', '.join(foreign)}")
+
+
+def provenance(tool: str, source: str, notes: list[str], *packages: str) -> Provenance:
+    """Who made a directory, when, from what, with which versions."""
+    return Provenance(
+        tool=tool,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        source=source,
+        versions={package: metadata.version(package) for package in packages},
+        notes=notes,
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Config values as JSON can hold them."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _summarise(config: CheckpointConfig, weight_bytes: int, output: Path, stages: Stages) -> None:
+    graph = config.files[GRAPH_NAME].bytes
+    weights = config.files[WEIGHTS_NAME].bytes
+    stages.say(
+        f"{output}: {config.parameters / 1e6:.1f}M parameters, {config.graph.dtype}, graph {human_bytes(graph)}, "
+        f"weights {human_bytes(weights)} (checkpoint {human_bytes(weight_bytes)}), {stages.seconds:.1f} s, "
+        f"peak memory {human_bytes(peak_memory())}"
+    )

@@ -1,0 +1,151 @@
+"""HF model -> ONNX graph in the contract's shape (see ``specrun/contract.py``)."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import nn
+from torch.export import Dim
+from transformers import PreTrainedModel
+
+from specbuild.export.fused import fused_operators
+from specbuild.export.hooks import EXPERTS, IMPLEMENTATION, ScatterCache, register
+from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, OPSET, WRITE_INDICES, past_names, present_names
+from specrun.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """One cache tensor of one layer: [B, heads, S_max, width]."""
+
+    heads: int
+    width: int
+
+
+class ContractModule(nn.Module):
+    """The HF model behind the contract's inputs and outputs."""
+
+    def __init__(self, model: PreTrainedModel, max_seq_len: int) -> None:
+        super().__init__()
+        self.model = model
+        self.last_position = max_seq_len - 1
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        write_indices: torch.Tensor,
+        logits_indices: torch.Tensor,
+        past: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        cache = ScatterCache(past, write_indices)
+        positions = write_indices[:, None] + torch.arange(input_ids.shape[1])[None, :]
+        # Padding may lie beyond the last position; a table of learned positions has no row for it.
+        positions = positions.clamp(max=self.last_position)
+        output = self.model(
+            input_ids=input_ids,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=logits_indices,
+        )
+        return (output.logits.float(), *cache.present())
+
+
+def cache_shapes(model: PreTrainedModel) -> list[CacheShape]:
+    """[key_0, value_0, key_1, ...] as the model really writes them, seen by running three tokens through it.
+
+    Configs disagree on how they spell head counts and sizes; the tensors do not.
+    Raises UnsupportedModelError for models whose cache is not one key and one value tensor a layer.
+    """
+    with torch.no_grad():
+        output = model(input_ids=torch.zeros(1, 3, dtype=torch.int64), use_cache=True)
+    shapes = []
+    for index, layer in enumerate(getattr(output.past_key_values, "layers", [])):
+        tensors = (getattr(layer, "keys", None), getattr(layer, "values", None))
+        if any(tensor is None or tensor.dim() != 4 for tensor in tensors):
+            raise UnsupportedModelError(
+                f"layer {index} keeps {type(layer).__name__} state instead of one key and one value tensor; "
+                "only models with plain attention in every layer can be converted"
+            )
+        shapes += [CacheShape(tensor.shape[1], tensor.shape[3]) for tensor in tensors]
+    if not shapes:
+        raise UnsupportedModelError(f"{type(model).__name__} returned no key-value cache")
+    return shapes
+
+
+def export_onnx(model: PreTrainedModel, shapes: list[CacheShape], max_seq_len: int) -> ir.Model:
+    """Export ``model`` as it stands in memory; weights are referenced, not copied.
+
+    Dimensions are symbolic: batch B, tokens S, logits K, cache length S_max.
+    Raises UnsupportedModelError with the exporter's reason where the model cannot be traced.
+    """
+    register()
+    rows, tokens, kept, room = 2, 3, 4, 16  # Distinct, so that no two dimensions are taken for the same one.
+    past = [torch.zeros(rows, shape.heads, room, shape.width, dtype=model.dtype) for shape in shapes]
+    arguments = (
+        torch.zeros(rows, tokens, dtype=torch.int64),
+        torch.tensor([5, 2]),
+        torch.zeros(rows, kept, dtype=torch.int64),
+        past,
+    )
+    batch, sequence, logits, length = (Dim(name, min=1) for name in ("batch", "sequence", "logits", "cache_length"))
+    dynamic = ({0: batch, 1: sequence}, {0: batch}, {0: batch, 1: logits}, [{0: batch, 2: length} for _ in past])
+    inputs = [INPUT_IDS, WRITE_INDICES, LOGITS_INDICES, *past_names(len(shapes) // 2)]
+    outputs = [LOGITS, *present_names(len(shapes) // 2)]
+    with _implementation(model), fused_operators(model), _quiet(), torch.no_grad():
+        try:
+            program = torch.export.export(
+                ContractModule(model, max_seq_len), arguments, dynamic_shapes=dynamic, strict=False
+            )
+            exported = torch.onnx.export(
+                program,
+                (),
+                opset_version=OPSET,
+                input_names=inputs,
+                output_names=outputs,
+                optimize=False,
+                verbose=False,
+            )
+        except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise UnsupportedModelError(f"{type(model).__name__} cannot be exported: {reason}") from error
+    if exported is None:
+        raise UnsupportedModelError(f"{type(model).__name__} cannot be exported: the exporter returned nothing")
+    return exported.model
+
+
+@contextmanager
+def _implementation(model: PreTrainedModel) -> Iterator[None]:
+    """Select our attention and experts, and put back what was there."""
+    config: Any = model.config
+    attention, experts = config._attn_implementation, config._experts_implementation
+    model.set_attn_implementation(IMPLEMENTATION)
+    model.set_experts_implementation(EXPERTS)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(attention)
+        model.set_experts_implementation(experts)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporters' warnings concern their own internals; errors still come through as exceptions."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir", "torch.export")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)

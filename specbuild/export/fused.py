@@ -1,0 +1,136 @@
+"""Swap hand-written RoPE and RMSNorm for the ONNX operators that compilers recognise.
+
+Each swap is proved on random inputs against the model's own code first; where the two differ, the model's code
+stays and the operator is simply not used.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.onnx.ops import rotary_embedding, symbolic
+
+from specbuild.export.hooks import gather_logits_positions
+
+
+@contextmanager
+def fused_operators(model: nn.Module) -> Iterator[list[str]]:
+    """While active, ``model`` computes RoPE and RMSNorm through ONNX operators. Yields what was replaced."""
+    swaps = [*_rope_swaps(model), *_norm_swaps(model), *_logits_swaps(model)]
+    with ExitStack() as undo:
+        for owner, name, replacement in swaps:
+            undo.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, replacement)
+        yield [f"{owner.__name__}.{name}" for owner, name, _ in swaps]
+
+
+Swap = tuple[Any, str, Callable[..., Any]]
+"""Owner, attribute name, what stands there during the export."""
+
+
+def _modeling_files(model: nn.Module) -> list[Any]:
+    """The Python modules that the parts of ``model`` come from."""
+    names = {type(part).__module__ for part in model.modules()}
+    return [sys.modules[name] for name in sorted(names) if not name.startswith("torch.")]
+
+
+def _logits_swaps(model: nn.Module) -> list[Swap]:
+    name = "slice_logits_to_keep"
+    return [(file, name, gather_logits_positions) for file in _modeling_files(model) if hasattr(file, name)]
+
+
+# RoPE
+
+
+def _rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *_args: Any) -> Any:
+    """RotaryEmbedding-23 on q, k [B, H, S, D] with cos, sin [B, S, R] whose two halves are the same, R <= D."""
+    width = cos.shape[-1]
+    cos, sin = cos[..., : width // 2], sin[..., : width // 2]
+    partial = width if width < q.shape[-1] else 0
+    return tuple(rotary_embedding(x.to(cos.dtype), cos, sin, rotary_embedding_dim=partial) for x in (q, k))
+
+
+def _rope_swaps(model: nn.Module) -> list[Swap]:
+    name = "apply_rotary_pos_emb"
+    found = [file for file in _modeling_files(model) if _takes_qk(getattr(file, name, None))]
+    return [(file, name, _rope) for file in found if _same_rope(getattr(file, name))]
+
+
+def _takes_qk(function: Callable[..., Any] | None) -> bool:
+    return function is not None and list(inspect.signature(function).parameters)[:4] == ["q", "k", "cos", "sin"]
+
+
+def _same_rope(original: Callable[..., Any]) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, heads, 3, 8, generator=generator) for heads in (4, 2))
+    angles = torch.randn(2, 3, 4, generator=generator)
+    cos, sin = (torch.cat([f(angles), f(angles)], dim=-1) for f in (torch.cos, torch.sin))
+    try:
+        return _close(original(q, k, cos, sin), _rope(q, k, cos, sin))
+    except (TypeError, RuntimeError, ValueError, IndexError):
+        return False  # Another convention (interleaved, 2-D positions): keep the model's own.
+
+
+# RMSNorm
+
+
+def _norm_swaps(model: nn.Module) -> list[Swap]:
+    samples: dict[type[nn.Module], nn.Module] = {}
+    for part in model.modules():
+        if type(part).__name__.endswith("RMSNorm"):
+            samples.setdefault(type(part), part)
+    swaps: list[Swap] = []
+    for cls, sample in samples.items():
+        for forward in (_plain_norm, _one_plus_norm):
+            if _same_norm(sample, forward):
+                swaps.append((cls, "forward", forward))
+                break
+    return swaps
+
+
+def _epsilon(norm: Any) -> float:
+    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
+
+
+def _plain_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """RMSNormalization-23: fp32 inside, scaled by the weight in the model's dtype (Llama and its kin)."""
+    return _rms(hidden_states, self.weight, _epsilon(self))
+
+
+def _one_plus_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """The same with a weight of (1 + w) and fp32 throughout (Gemma)."""
+    return _rms(hidden_states.float(), 1.0 + self.weight.float(), _epsilon(self)).to(hidden_states.dtype)
+
+
+def _rms(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    if torch.compiler.is_exporting():
+        attributes: dict[str, Any] = {"axis": -1, "epsilon": epsilon, "stash_type": 1}
+        return symbolic("RMSNormalization", (x, weight), attributes, dtype=x.dtype, shape=x.shape, version=23)
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    return normed.to(x.dtype) * weight
+
+
+def _same_norm(sample: Any, forward: Callable[..., torch.Tensor]) -> bool:
+    if getattr(sample, "weight", None) is None or not hasattr(sample, "forward"):
+        return False
+    x = torch.randn(2, 3, sample.weight.shape[-1], generator=torch.Generator().manual_seed(0))
+    x = x.to(sample.weight.dtype)
+    try:
+        with torch.no_grad():
+            return _close([sample(x)], [forward(sample, x)])
+    except (TypeError, RuntimeError, AttributeError):
+        return False
+
+
+def _close(expected: Any, actual: Any) -> bool:
+    return all(
+        a.dtype == b.dtype and a.shape == b.shape and torch.allclose(a.float(), b.float(), rtol=1e-5, atol=1e-5)
+        for a, b in zip(expected, actual, strict=True)
+    )

@@ -1,0 +1,198 @@
+"""What a transformers model calls instead of its own attention, mask, cache and experts while it is exported.
+
+transformers looks these up by name (``AttentionInterface``, ``AttentionMaskInterface``, ``ALL_EXPERTS_FUNCTIONS``,
+the ``Cache`` protocol), so no modelling code is copied or patched for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.onnx.ops import symbolic
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import AttentionMaskInterface
+
+IMPLEMENTATION = "specbuild_onnx"
+"""The name under which attention and mask are registered with transformers."""
+
+EXPERTS = "specbuild_dense"
+"""The name under which the dense mixture-of-experts function is registered."""
+
+
+class ScatterLayer(CacheLayerMixin):
+    """One layer's cache: a static tensor [B, H_kv, S_max, D] that ``TensorScatter`` updates in place."""
+
+    def __init__(self, key: torch.Tensor, value: torch.Tensor, write_indices: torch.Tensor) -> None:
+        super().__init__()
+        self.keys, self.values = key, value
+        self.write_indices = write_indices
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the tensors are the graph's inputs."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.keys = self._scatter(self.keys, key_states)
+        self.values = self._scatter(self.values, value_states)
+        return self.keys, self.values
+
+    def _scatter(self, past: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        attributes: dict[str, Any] = {"axis": -2, "mode": "linear"}
+        return symbolic(
+            "TensorScatter",
+            (past, new.to(past.dtype), self.write_indices),
+            attributes,
+            dtype=past.dtype,
+            shape=past.shape,
+            version=24,
+        )
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.keys.shape[-2], 0
+
+    def get_seq_length(self) -> int:
+        return 0  # Positions are given explicitly; no model may derive them from the cache.
+
+    def get_max_length(self) -> int:
+        return self.keys.shape[-2]
+
+
+class ScatterCache(Cache):
+    """The whole cache; ``past`` is [key_0, value_0, key_1, value_1, ...]."""
+
+    def __init__(self, past: list[torch.Tensor], write_indices: torch.Tensor) -> None:
+        pairs = zip(past[0::2], past[1::2], strict=True)
+        super().__init__(layers=[ScatterLayer(k, v, write_indices) for k, v in pairs])
+        self.write_indices = write_indices
+
+    def get_query_offset(self, layer_idx: int = 0) -> torch.Tensor:  # type: ignore[override]
+        return self.write_indices
+
+    def present(self) -> list[torch.Tensor]:
+        return [tensor for layer in self.layers for tensor in (layer.keys, layer.values)]
+
+
+def contract_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: torch.Tensor,
+    mask_function: Callable[..., torch.Tensor],
+    device: torch.device | str = "cpu",
+    **_kwargs: Any,
+) -> torch.Tensor:
+    """The model's own mask rule on index tensors: bool [B, 1, S, S_max], True where a key is seen.
+
+    HF's mask functions compare indices, so sliding windows and chunks need no code here. ``q_offset`` is
+    ``write_indices`` [B], which gives every row its own positions.
+    """
+    rows = torch.arange(batch_size, device=device)[:, None, None, None]
+    heads = torch.zeros(1, dtype=torch.int64, device=device)[None, :, None, None]
+    queries = (torch.arange(q_length, device=device)[None, :] + q_offset[:, None])[:, None, :, None]
+    keys = torch.arange(kv_length, device=device)[None, None, None, :]
+    return mask_function(rows, heads, queries, keys)
+
+
+def contract_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention over the whole cache under an explicit boolean mask.
+
+    query [B, H, S, D], key and value [B, H_kv, S_max, D], mask bool [B, 1, S, S_max] -> [B, S, H, D].
+    One ONNX ``Attention`` node; soft-capped scores and attention sinks, which TensorRT's parser refuses, are
+    spelled out.
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if softcap is not None or s_aux is not None:
+        output = _plain_attention(query, key, value, attention_mask, scale, softcap, s_aux)
+    else:
+        output = symbolic(
+            "Attention",
+            (query, key, value, attention_mask),
+            {"scale": float(scale)},
+            dtype=query.dtype,
+            shape=(*query.shape[:-1], value.shape[-1]),
+            version=24,
+        )
+    return output.transpose(1, 2), None
+
+
+def _plain_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention as MatMul and an fp32 softmax, with optional soft cap (Gemma 2) and sinks [H] (GPT-OSS)."""
+    batch, heads, length, width = query.shape
+    kv_heads = key.shape[1]
+    grouped = query.reshape(batch, kv_heads, heads // kv_heads, length, width)
+    scores = torch.matmul(grouped, key[:, :, None].transpose(-1, -2)) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.float().masked_fill(~mask[:, :, None], torch.finfo(torch.float32).min)
+    if sinks is not None:
+        column = sinks.float().reshape(1, kv_heads, heads // kv_heads, 1, 1).expand(batch, -1, -1, length, 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = torch.softmax(scores, dim=-1)
+    if sinks is not None:
+        weights = weights[..., :-1]
+    output = torch.matmul(weights.to(value.dtype), value[:, :, None])
+    return output.reshape(batch, heads, length, value.shape[-1])
+
+
+def dense_experts(
+    self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Every expert on every token, weighted by the router: no data-dependent shapes, so it exports.
+
+    hidden_states [T, H], top_k_index and top_k_weights [T, k] -> [T, H]. transformers' experts modules keep
+    their weights as [E, out, in], or [E, in, out] where ``is_transposed``.
+    """
+    experts: Any = self
+    routing = torch.zeros(hidden_states.shape[0], experts.num_experts, dtype=top_k_weights.dtype)
+    routing = routing.scatter(1, top_k_index, top_k_weights)
+
+    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+        weight = getattr(experts, name)
+        y = torch.matmul(x, weight if experts.is_transposed else weight.transpose(1, 2))
+        return y + getattr(experts, f"{name}_bias")[:, None, :] if experts.has_bias else y
+
+    states = hidden_states[None].expand(experts.num_experts, -1, -1)
+    if experts.has_gate:
+        inner = experts._apply_gate(linear(states, "gate_up_proj"))
+    else:
+        inner = experts.act_fn(linear(states, "up_proj"))
+    outputs = linear(inner, "down_proj")
+    weighted = outputs * routing.transpose(0, 1)[:, :, None].to(outputs.dtype)
+    return weighted.sum(dim=0).to(hidden_states.dtype)
+
+
+def register() -> None:
+    """Make the functions above selectable by name; calling it again changes nothing."""
+    AttentionInterface.register(IMPLEMENTATION, contract_attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, contract_mask)
+    ALL_EXPERTS_FUNCTIONS.register(EXPERTS, dense_experts)
+
+
+def gather_logits_positions(hidden_states: torch.Tensor, logits_to_keep: torch.Tensor) -> torch.Tensor:
+    """``hidden_states`` [B, S, H] at ``logits_to_keep`` [B, K] -> [B, K, H]; HF's own version fixes the batch size."""
+    index = logits_to_keep[:, :, None].expand(-1, -1, hidden_states.shape[-1])
+    return torch.gather(hidden_states, 1, index)

@@ -1,0 +1,153 @@
+"""ONNX -> ONNX: pure changes to a graph, each for one reason. Nothing here knows about models or backends' APIs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import (
+    ClearMetadataAndDocStringPass,
+    CommonSubexpressionEliminationPass,
+    IdentityEliminationPass,
+    RemoveUnusedNodesPass,
+)
+from onnxscript import optimizer
+
+from specrun.contract import INPUT_IDS, LOGITS_INDICES, past_names, present_names
+
+BATCH, SEQUENCE, KEPT, CACHE = "batch", "sequence", "logits", "cache_length"
+
+HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+def tidy(model: ir.Model) -> ir.Model:
+    """Fold what is small and constant, drop duplicates and leftovers, name the dimensions. In place."""
+    share_tied_weights(model)
+    ClearMetadataAndDocStringPass()(model)
+    # The size limits keep real weights out of constant folding: folding them would copy them in memory.
+    optimizer.optimize(model, input_size_limit=1024, output_size_limit=1 << 16)
+    CommonSubexpressionEliminationPass()(model)
+    IdentityEliminationPass()(model)
+    RemoveUnusedNodesPass()(model)
+    name_dimensions(model)
+    ClearMetadataAndDocStringPass()(model)
+    return model
+
+
+def name_dimensions(model: ir.Model) -> None:
+    """Give the exporter's symbols (s16, s70, ...) the contract's names, and forget shapes inside the graph."""
+    for value in _inner_values(model):
+        value.shape = None
+    layers = cache_layers(model)
+    names = {INPUT_IDS: (BATCH, SEQUENCE), "write_indices": (BATCH,), LOGITS_INDICES: (BATCH, KEPT)}
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        if value.name in names:
+            value.shape = ir.Shape(names[value.name])
+    for name, value in _caches(model, layers):
+        heads, width = value.shape[1], value.shape[3]  # type: ignore[index]
+        if not isinstance(heads, int) or not isinstance(width, int):
+            raise ValueError(f"{name}: heads and width must be numbers, found {value.shape}")
+        value.shape = ir.Shape([BATCH, heads, CACHE, width])
+    logits = model.graph.outputs[0]
+    logits.shape = ir.Shape([BATCH, KEPT, logits.shape[2]])  # type: ignore[index]
+
+
+def cache_layers(model: ir.Model) -> int:
+    """How many layers keep a cache, counted from the graph's inputs."""
+    return sum(1 for value in model.graph.inputs if (value.name or "").endswith(".key"))
+
+
+def _caches(model: ir.Model, layers: int) -> Iterable[tuple[str, ir.Value]]:
+    by_name = {value.name: value for value in (*model.graph.inputs, *model.graph.outputs)}
+    return [(name, by_name[name]) for name in (*past_names(layers), *present_names(layers))]
+
+
+def _inner_values(model: ir.Model) -> list[ir.Value]:
+    outputs = set(model.graph.outputs)
+    return [value for node in model.graph for value in node.outputs if value not in outputs]
+
+
+def share_tied_weights(model: ir.Model) -> None:
+    """Make initializers that are one tensor in memory one initializer in the file (tied embeddings)."""
+    seen: dict[object, ir.Value] = {}
+    for name, value in list(model.graph.initializers.items()):
+        raw = getattr(value.const_value, "raw", None)
+        if not hasattr(raw, "data_ptr"):
+            continue
+        key = (raw.data_ptr(), tuple(raw.shape), raw.stride(), raw.dtype)
+        first = seen.setdefault(key, value)
+        if first is not value:
+            value.replace_all_uses_with(first)
+            model.graph.initializers.pop(name)
+
+
+def pin_cache_length(model: ir.Model, cache_length: int) -> None:
+    """Make S_max a number: TensorRT's in-place cache update needs a static length."""
+    for _, value in _caches(model, cache_layers(model)):
+        value.shape = ir.Shape([cache_length if dim == CACHE else dim for dim in value.shape])  # type: ignore[union-attr]
+
+
+def mark_decomposable(model: ir.Model) -> None:
+    """Let TensorRT break fp32 Attention into pieces; it has no fused fp32 kernel. Only TensorRT reads the mark."""
+    for node in model.graph:
+        if node.op_type == "Attention":
+            node.attributes["TRT_decomposable"] = ir.AttrInt64("TRT_decomposable", 1)
+
+
+def widen_to_float32(model: ir.Model) -> None:
+    """Compute a float16 or bfloat16 graph in float32: for processors without 16-bit arithmetic.
+
+    Weights stay 16 bits wide behind a Cast, so that nothing is copied here; a compiler folds the casts.
+    """
+    graph = model.graph
+    for value in (*graph.inputs, *graph.outputs, *_inner_values(model)):
+        if value.dtype in HALF:
+            value.dtype = ir.DataType.FLOAT
+    for node in list(graph):
+        for attribute in list(node.attributes.values()):
+            if attribute.name == "to" and attribute.as_int() in [int(t) for t in HALF]:
+                node.attributes["to"] = ir.AttrInt64("to", int(ir.DataType.FLOAT))
+            elif attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype in HALF:
+                wide = ir.tensor(attribute.as_tensor().numpy().astype(np.float32))
+                node.attributes[attribute.name] = ir.AttrTensor(attribute.name, wide)
+    for weight in list(graph.initializers.values()):
+        if weight.dtype in HALF:
+            _cast_uses(graph, weight)
+
+
+def _cast_uses(graph: ir.Graph, weight: ir.Value) -> None:
+    """Put a Cast between a 16-bit weight and its readers; behind a Gather, which would otherwise cast a whole table."""
+    for node, index in list(weight.uses()):
+        if node.op_type == "Gather" and index == 0:
+            node.outputs[0].dtype = weight.dtype
+            cast = ir.node("Cast", [node.outputs[0]], {"to": int(ir.DataType.FLOAT)})
+            readers = [use for use in node.outputs[0].uses() if use.node is not cast]
+            graph.insert_after(node, cast)
+        else:
+            cast = ir.node("Cast", [weight], {"to": int(ir.DataType.FLOAT)})
+            readers = [use for use in weight.uses() if use.node is node and use.idx == index]
+            graph.insert_before(node, cast)
+        cast.outputs[0].dtype = ir.DataType.FLOAT
+        cast.outputs[0].name = f"{weight.name}.float32.{node.name}.{index}"
+        for use in readers:
+            use.node.replace_input_with(use.idx, cast.outputs[0])
+
+
+def save(model: ir.Model, path: Path, callback: object = None) -> None:
+    """Write ``path`` and ``path`` + '.data', tensor by tensor, so that memory does not hold the weights twice."""
+    ir.save(
+        model,
+        path,
+        external_data=f"{path.name}.data",
+        alignment=4096,  # Page-aligned tensors can be mapped instead of read.
+        align_threshold=1 << 16,
+        max_workers=1,
+        callback=callback,  # type: ignore[arg-type]
+    )
+
+
+def to_bytes(model: ir.Model) -> bytes:
+    """The graph alone; weights that lie in a file stay there and are referred to by name."""
+    return ir.to_proto(model).SerializeToString()

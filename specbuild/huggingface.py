@@ -1,0 +1,234 @@
+"""Hugging Face checkpoints: everything that can be wrong with one is found here, before weights are read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specrun.errors import CheckpointError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+_WANTED = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "*.model", "*.jinja", "*.py"]
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_REASONS = {
+    "llama4": "its rotary embedding uses complex numbers, which ONNX does not have",
+    "deepseek_v2": "multi-head latent attention keeps a compressed cache that the contract has no tensors for",
+    "deepseek_v3": "multi-head latent attention keeps a compressed cache that the contract has no tensors for",
+    "mamba": "it is a state-space model without a key-value cache",
+    "mamba2": "it is a state-space model without a key-value cache",
+    "jamba": "it has state-space layers without a key-value cache",
+    "rwkv": "it is a recurrent model without a key-value cache",
+    "recurrent_gemma": "it has recurrent layers without a key-value cache",
+}
+
+
+def locate(model: str, revision: str | None = None) -> Path:
+    """The local directory of ``model``, a directory or a Hub ID (which is downloaded; weights as safetensors only).
+
+    Raises CheckpointError.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{model}: is a file; --model_dir wants the directory that holds config.json")
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise CheckpointError(
+            f"{model}: no such directory; --model_dir wants a checkpoint directory or a Hub ID (owner/name)"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=_WANTED))
+    except Exception as error:  # The hub client raises a dozen unrelated types.
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"{model}: no such directory, and the Hub did not deliver it ({reason}); download it and give its directory"
+        ) from error
+
+
+def read_model_config(directory: Path, trust_remote_code: bool) -> PreTrainedConfig:
+    """The checkpoint's configuration. Raises CheckpointError; UnsupportedModelError names why a model is refused."""
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()  # Its warnings are for training; ours name the file and what to do.
+    transformers_logging.disable_progress_bar()
+    path = directory / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{directory}: no config.json; expected a Hugging Face checkpoint directory")
+    data = _read_json(path)
+    model_type = data.get("model_type")
+    if "auto_map" in data and model_type not in CONFIG_MAPPING and not trust_remote_code:
+        raise CheckpointError(
+            f"{path}: the model is code in the checkpoint (auto_map); read that code, then give --trust_remote_code to run it"
+        )
+    if not isinstance(model_type, str):
+        raise CheckpointError(f"{path}: no 'model_type'; expected a transformers configuration")
+    if model_type in _REASONS:
+        raise UnsupportedModelError(f"{path}: {model_type} cannot be converted: {_REASONS[model_type]}")
+    if "auto_map" not in data:
+        if model_type not in CONFIG_MAPPING:
+            import transformers
+
+            raise UnsupportedModelError(
+                f"{path}: unknown architecture {model_type!r}; transformers {transformers.__version__} has no such model"
+            )
+        if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            raise UnsupportedModelError(
+                f"{path}: {model_type} is not a causal language model; specbuild converts decoder-only text models"
+            )
+    if "quantization_config" in data:
+        method = data["quantization_config"].get("quant_method", "unknown")
+        raise UnsupportedModelError(
+            f"{path}: weights are quantised ({method}); give the checkpoint as it was before quantisation"
+        )
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{path}: transformers cannot read it ({_first_line(error)})") from error
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{path}: {model_type} is an encoder-decoder; specbuild converts decoder-only text models"
+        )
+    return config
+
+
+def check_weights(directory: Path) -> int:
+    """Check that all weight files are safetensors, present and whole; returns their size in bytes.
+
+    Raises CheckpointError.
+    """
+    index = directory / "model.safetensors.index.json"
+    single = directory / "model.safetensors"
+    if index.is_file():
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{index}: no 'weight_map'; download the checkpoint again")
+        names = sorted(set(weight_map.values()))
+        if bad := [name for name in names if Path(str(name)).name != name]:
+            raise CheckpointError(f"{index}: shard {bad[0]!r} is not a plain file name; refusing to leave {directory}")
+        shards = [directory / name for name in names]
+    elif single.is_file():
+        shards = [single]
+    else:
+        pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
+        if pickles:
+            raise CheckpointError(
+                f"{directory}: only pickled weights ({pickles[0]}), which can run code when read; convert them where you trust them: "
+                "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR) writes safetensors"
+            )
+        raise CheckpointError(
+            f"{directory}: no model.safetensors and no model.safetensors.index.json; the checkpoint has no weights"
+        )
+    for shard in shards:
+        _check_shard(shard)
+    return sum(shard.stat().st_size for shard in shards)
+
+
+def _check_shard(path: Path) -> None:
+    """The safetensors header promises how long the file is; hold it to that."""
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path}: missing, though model.safetensors.index.json lists it; download the checkpoint again"
+        )
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise CheckpointError(
+                f"{path}: {size} bytes, too short for its safetensors header; it is empty or truncated: download it again"
+            )
+        try:
+            header = json.loads(file.read(length))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise CheckpointError(f"{path}: not a safetensors file (unreadable header); download it again") from error
+    expected = 8 + length + max(ends, default=0)
+    if size != expected:
+        raise CheckpointError(
+            f"{path}: {size} bytes, its header says {expected}; it is truncated or altered: download it again"
+        )
+
+
+def load_model(directory: Path, config: PreTrainedConfig, dtype: str, trust_remote_code: bool) -> PreTrainedModel:
+    """The model with its weights mapped from the files, in ``dtype`` (``auto``: as stored), ready for inference.
+
+    Raises CheckpointError when tensors are missing or of the wrong shape, UnsupportedModelError for models that do
+    not call transformers' attention interface.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=config,
+            dtype=dtype,
+            attn_implementation="eager",
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    except Exception as error:
+        raise CheckpointError(f"{directory}: transformers cannot load it ({_first_line(error)})") from error
+    for kind in ("missing_keys", "mismatched_keys"):
+        if keys := sorted(str(key) for key in info[kind]):
+            raise CheckpointError(
+                f"{directory}: {len(keys)} tensors {kind.split('_')[0]} in the weight files, first {keys[0]}; the checkpoint does not fit its config.json"
+            )
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedModelError(
+            f"{directory}: {config.model_type} cannot be converted: its attention does not go through transformers' attention interface"
+        )
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def eos_token_ids(model: PreTrainedModel) -> list[int]:
+    """The ids that end a text: the generation config's, else the model config's."""
+    for source in (model.generation_config, model.config):
+        ids: Any = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return sorted({int(i) for i in (ids if isinstance(ids, list) else [ids])})
+    return []
+
+
+def save_tokenizer(directory: Path, output: Path, trust_remote_code: bool) -> bool:
+    """Write the checkpoint's tokenizer into ``output`` in fast form; False when it has none. Raises CheckpointError."""
+    known = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
+    if not any((directory / name).is_file() for name in known):
+        return False
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
+        tokenizer.save_pretrained(output)
+    except Exception as error:
+        raise CheckpointError(f"{directory}: the tokenizer cannot be read ({_first_line(error)})") from error
+    if not (output / "tokenizer.json").is_file():
+        raise CheckpointError(
+            f"{directory}: the tokenizer has no fast (tokenizer.json) form; convert it with transformers first"
+        )
+    return True
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_bytes())
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path}: not readable JSON ({error}); download it again") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(data).__name__}")
+    return data
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

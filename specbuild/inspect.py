@@ -1,0 +1,109 @@
+"""``specbuild inspect``: what a checkpoint or engine directory holds."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from specbuild.checkpoint import CheckpointConfig, open_checkpoint
+from specbuild.progress import human_bytes
+from specrun.engine_dir import CONFIG_NAME, EngineConfig, check_files, read_config
+from specrun.errors import EngineDirError
+
+
+def describe(directory: Path, as_json: bool) -> str:
+    """The directory's description, for people or as JSON. Raises SpecError when it would not load.
+
+    An engine for other hardware can be inspected; only files are checked, not the machine.
+    """
+    config = _open(directory)
+    if as_json:
+        return config.model_dump_json(indent=2)
+    return _engine(config) if isinstance(config, EngineConfig) else _checkpoint(config)
+
+
+def _open(directory: Path) -> EngineConfig | CheckpointConfig:
+    if _kind(directory) == "checkpoint":
+        return open_checkpoint(directory)
+    config = read_config(directory, EngineConfig, EngineDirError, "specbuild engine")
+    check_files(directory, config.files)
+    return config
+
+
+def _kind(directory: Path) -> str:
+    try:
+        data = json.loads((directory / CONFIG_NAME).read_bytes())
+    except (OSError, ValueError):
+        return "engine"  # read_config says what is wrong.
+    return str(data.get("kind")) if isinstance(data, dict) else "engine"
+
+
+def _checkpoint(config: CheckpointConfig) -> str:
+    difference = config.max_logit_difference
+    verified = "not verified" if difference is None else f"largest logit difference {difference:.3g}"
+    rows = {
+        "kind": "ONNX checkpoint",
+        "model": f"{config.pretrained_config.get('model_type')}, {config.parameters / 1e6:.1f}M parameters",
+        "dtype": config.graph.dtype,
+        "max_seq_len": str(config.max_seq_len),
+        "verified": verified,
+    }
+    return _render(rows, config, [])
+
+
+def _engine(config: EngineConfig) -> str:
+    build, backend = config.build_config, config.backend
+    cache = config.graph.cache_bytes(build.max_batch_size, build.cache_length)
+    where = ", ".join(backend.compute_capabilities) or ("any RTX GPU" if backend.name == "tensorrt_rtx" else "this GPU")
+    rows = {
+        "kind": "engine",
+        "model": str(config.pretrained_config.get("model_type")),
+        "backend": f"{backend.name} {backend.version} ({backend.machine if backend.device == 'cpu' else where})",
+        "dtype": config.graph.dtype,
+        "speculative_decoding_mode": build.speculative_decoding_mode,
+        "max_draft_len": str(build.max_draft_len),
+        "max_batch_size": str(build.max_batch_size),
+        "max_input_len": str(build.max_input_len),
+        "max_seq_len": str(build.max_seq_len),
+        "KV cache": f"{human_bytes(cache)} for {build.max_batch_size} rows of {build.cache_length} positions",
+    }
+    tables = [_table("profile", ["name", "batch", "sequence", "logits"])]
+    for profile in build.profiles:
+        tables[0].add_row(profile.name, *(_range(r) for r in (profile.batch, profile.sequence, profile.logits)))
+    tensors = _table("tensors", ["name", "kind", "dtype", "shape", "memory of"])
+    for tensor in config.io:
+        tensors.add_row(tensor.name, tensor.kind, tensor.dtype, str(tensor.shape), tensor.aliases or "")
+    return _render(rows, config, [*tables, tensors])
+
+
+def _range(sizes: tuple[int, int, int]) -> str:
+    return f"{sizes[0]} .. {sizes[2]} (tuned for {sizes[1]})"
+
+
+def _table(title: str, columns: list[str]) -> Table:
+    return Table(*columns, title=title, title_justify="left", box=None, pad_edge=False)
+
+
+def _render(rows: dict[str, str], config: EngineConfig | CheckpointConfig, tables: list[Table]) -> str:
+    facts = Table(box=None, show_header=False, pad_edge=False)
+    source = config.provenance
+    versions = ", ".join(f"{name} {version}" for name, version in source.versions.items())
+    tokenizer = f"{config.tokenizer.vocab_size} tokens" if config.tokenizer else "none"
+    rest = {
+        "vocabulary": f"{config.graph.vocab_size} logits, tokenizer {tokenizer}",
+        "layers": str(config.graph.layers),
+        "made by": f"{source.tool} from {source.source} on {source.created}"
+        + (f" with {versions}" if versions else ""),
+        **{f"note {number}": note for number, note in enumerate(source.notes, 1)},
+        **{name: human_bytes(info.bytes) for name, info in config.files.items()},
+    }
+    for name, value in {**rows, **rest}.items():
+        facts.add_row(name, value)
+    console = Console(file=io.StringIO(), width=160)
+    for table in (facts, *tables):
+        console.print(table, markup=False)
+    return console.file.getvalue().rstrip()  # type: ignore[attr-defined, no-any-return]

@@ -1,0 +1,58 @@
+"""Progress for people, on standard error: a bar per stage on a terminal, a line per stage elsewhere."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+Advance = Callable[[float], None]
+
+
+class Stages:
+    """The stages of one command, each shown while it runs."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True)
+        self.started = time.monotonic()
+
+    @contextmanager
+    def stage(self, name: str, total: float | None = None) -> Iterator[Advance]:
+        """Show ``name`` while the block runs; it gets a function to advance the bar by (a share of ``total``)."""
+        began = time.monotonic()
+        if not self.console.is_terminal:
+            yield lambda _amount: None
+            self.console.print(f"{name}: {time.monotonic() - began:.1f} s", highlight=False, soft_wrap=True)
+            return
+        columns = (TextColumn("{task.description:<34}"), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self.console) as progress:
+            task = progress.add_task(name, total=total)
+            yield lambda amount: progress.advance(task, amount)
+            progress.update(task, total=total or 1, completed=total or 1)
+
+    def say(self, text: str) -> None:
+        """A line for people; never wrapped or coloured, so that it can be searched for."""
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the command began."""
+        return time.monotonic() - self.started
+
+
+def peak_memory() -> int:
+    """Largest resident memory of this process so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def human_bytes(count: float) -> str:
+    """1234567 -> '1.2 MB'."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"

@@ -1,0 +1,1 @@
+"""specrun: engines -> text, by draft-target speculative decoding."""

@@ -1,0 +1,31 @@
+"""The graph contract: what the inputs and outputs of every graph and engine are called and mean.
+
+| tensor                         | shape                  | meaning                                           |
+|--------------------------------|------------------------|---------------------------------------------------|
+| input_ids                      | [B, S] int64           | new tokens of each row, right-padded              |
+| write_indices                  | [B] int64              | tokens already in the row's cache                 |
+| logits_indices                 | [B, K] int64           | positions (0..S-1) whose logits are wanted        |
+| past_key_values.{i}.key/.value | [B, H_kv, S_max, D]    | cache, bound in place                             |
+| logits                         | [B, K, V] float32      |                                                   |
+| present.{i}.key/.value         | as past                | the same memory as past                           |
+
+``write_index + S <= S_max`` must hold for every row: padded positions write beyond the row's length.
+"""
+
+from __future__ import annotations
+
+INPUT_IDS = "input_ids"
+WRITE_INDICES = "write_indices"
+LOGITS_INDICES = "logits_indices"
+LOGITS = "logits"
+OPSET = 24
+
+
+def past_names(layers: int) -> list[str]:
+    """[key_0, value_0, key_1, ...] of the cache inputs."""
+    return [f"past_key_values.{i}.{part}" for i in range(layers) for part in ("key", "value")]
+
+
+def present_names(layers: int) -> list[str]:
+    """[key_0, value_0, key_1, ...] of the cache outputs."""
+    return [f"present.{i}.{part}" for i in range(layers) for part in ("key", "value")]

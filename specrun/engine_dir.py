@@ -1,0 +1,227 @@
+"""The engine directory: the only thing ``specbuild`` and ``specrun`` share.
+
+``config.json`` describes the engine and is written last; the other files are listed in it with size and sha256.
+Everything read here comes from a file somebody else may have written, so all of it is checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from specrun.errors import EngineDirError, SpecError
+
+FORMAT_VERSION = 1
+CONFIG_NAME = "config.json"
+
+SpeculativeMode = Literal["none", "draft_tokens_external"]
+BackendName = Literal["onnxruntime", "tensorrt", "tensorrt_rtx"]
+Range = tuple[int, int, int]
+"""Smallest, usual and largest value of a dimension in a profile."""
+
+
+class Strict(BaseModel):
+    """Unknown keys are errors; instances do not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FileInfo(Strict):
+    """One file of a directory."""
+
+    bytes: int = Field(ge=0)
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+
+class CacheTensor(Strict):
+    """One cache tensor of one layer, [B, heads, S_max, width]."""
+
+    heads: int = Field(gt=0)
+    width: int = Field(gt=0)
+
+
+class GraphInfo(Strict):
+    """What a graph computes with. ``caches`` is [key_0, value_0, key_1, ...]."""
+
+    vocab_size: int = Field(gt=0)
+    dtype: Literal["float32", "float16", "bfloat16"]
+    caches: list[CacheTensor]
+
+    @property
+    def layers(self) -> int:
+        return len(self.caches) // 2
+
+    def cache_bytes(self, rows: int, length: int) -> int:
+        """Bytes of a whole key-value cache for ``rows`` rows of ``length`` positions."""
+        element = 4 if self.dtype == "float32" else 2
+        return sum(cache.heads * cache.width for cache in self.caches) * rows * length * element
+
+
+class TokenizerInfo(Strict):
+    """The tokenizer that travels in the directory."""
+
+    fingerprint: str
+    vocab_size: int
+
+
+class Tensor(Strict):
+    """An input or output of the engine; a string in ``shape`` names a dimension that varies."""
+
+    name: str
+    kind: Literal["input", "output"]
+    dtype: str
+    shape: list[int | str]
+    aliases: str | None = None
+    """For a cache output: the input whose memory it is."""
+
+
+class Profile(Strict):
+    """The sizes one TensorRT optimisation profile covers."""
+
+    name: Literal["context", "generation"]
+    batch: Range
+    sequence: Range
+    logits: Range
+
+
+class BuildConfig(Strict):
+    """What the engine was built for."""
+
+    max_batch_size: int
+    max_input_len: int
+    max_seq_len: int
+    max_draft_len: int
+    speculative_decoding_mode: SpeculativeMode
+    gather_generation_logits: bool
+    cache_length: int
+    profiles: list[Profile]
+
+
+class BackendInfo(Strict):
+    """The compiler, and the hardware its output runs on."""
+
+    name: BackendName
+    version: str
+    device: Literal["cpu", "cuda"]
+    machine: str
+    """Processor architecture the engine was built on (onnxruntime engines are tuned to it)."""
+    compute_capabilities: list[str] = []
+
+
+class Provenance(Strict):
+    """Where the directory came from, for people."""
+
+    tool: str
+    created: str
+    source: str
+    versions: dict[str, str]
+    notes: list[str] = []
+
+
+class EngineConfig(Strict):
+    """``config.json`` of an engine directory."""
+
+    kind: Literal["engine"] = "engine"
+    version: int = FORMAT_VERSION
+    backend: BackendInfo
+    build_config: BuildConfig
+    graph: GraphInfo
+    io: list[Tensor]
+    tokenizer: TokenizerInfo | None
+    eos_token_ids: list[int]
+    pretrained_config: dict[str, Any]
+    provenance: Provenance
+    files: dict[str, FileInfo]
+
+    @field_validator("files")
+    @classmethod
+    def _plain_names(cls, files: dict[str, FileInfo]) -> dict[str, FileInfo]:
+        for name in files:
+            if name in ("", ".", "..") or os.path.basename(name) != name or "\\" in name:
+                raise ValueError(f"{name!r} is not a plain file name")
+        return files
+
+
+Config = TypeVar("Config", bound=BaseModel)
+
+
+def read_config(directory: Path, model: type[Config], error: type[SpecError], made_by: str) -> Config:
+    """Read and check ``directory/config.json`` as ``model``; ``made_by`` is the command that writes such a directory.
+
+    Raises ``error`` when the directory is missing, half written, of another kind, of a newer version or malformed.
+    """
+    if not directory.is_dir():
+        raise error(f"{directory}: no such directory; make it with '{made_by}'")
+    path = directory / CONFIG_NAME
+    kind = model.model_fields["kind"].default
+    if not path.is_file():
+        raise error(
+            f"{directory}: no {CONFIG_NAME}; this is no {kind} directory, or it is half written: '{made_by}' makes it"
+        )
+    try:
+        data = json.loads(path.read_bytes())
+    except (ValueError, OSError) as problem:
+        raise error(f"{path}: not readable JSON ({problem}); make the directory again with '{made_by}'") from problem
+    found = data.get("kind") if isinstance(data, dict) else None
+    if found != kind:
+        what = f"a {found} directory" if found in ("engine", "checkpoint") else "not written by this toolchain"
+        raise error(f"{directory}: expected {kind} directory, found {what}; '{made_by}' makes one")
+    version = data.get("version")
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise error(
+            f"{path}: format version {version} is newer than {FORMAT_VERSION}, which this release reads; upgrade specbuild/specrun"
+        )
+    try:
+        return model.model_validate(data)
+    except ValidationError as problem:
+        first = problem.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise error(f"{path}: {where}: {first['msg']}; make the directory again with '{made_by}'") from problem
+
+
+def open_engine(directory: Path) -> EngineConfig:
+    """Check an engine directory completely (config, files, checksums, hardware) and return its config.
+
+    Raises EngineDirError.
+    """
+    config = read_config(directory, EngineConfig, EngineDirError, "specbuild engine")
+    check_files(directory, config.files)
+    check_hardware(directory, config.backend)
+    return config
+
+
+def check_files(directory: Path, files: dict[str, FileInfo]) -> None:
+    """Raise EngineDirError unless every listed file is there with its size and sha256."""
+    for name, info in files.items():
+        path = directory / name
+        if not path.is_file():
+            raise EngineDirError(f"{path}: missing, though {CONFIG_NAME} lists it; build the engine again")
+        size = path.stat().st_size
+        if size != info.bytes:
+            raise EngineDirError(
+                f"{path}: {size} bytes, expected {info.bytes}; it is truncated or altered: build the engine again"
+            )
+        if describe_file(path).sha256 != info.sha256:
+            raise EngineDirError(f"{path}: wrong sha256 checksum, the file was altered; build the engine again")
+
+
+def check_hardware(directory: Path, backend: BackendInfo) -> None:
+    """Raise EngineDirError where the engine is for another kind of processor than this one."""
+    here = platform.machine()
+    if backend.name == "onnxruntime" and backend.machine != here:
+        raise EngineDirError(
+            f"{directory}: built for {backend.machine}, this machine is {here}; build the engine on this machine"
+        )
+
+
+def describe_file(path: Path) -> FileInfo:
+    """Size and sha256 of ``path``."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return FileInfo(bytes=path.stat().st_size, sha256=digest)

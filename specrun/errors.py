@@ -1,0 +1,60 @@
+"""Every error this project raises for a user's mistake or a file's fault.
+
+SpecError                      shown in one line; exit status 1
+├── CheckpointError            a Hugging Face or ONNX checkpoint is missing, broken or refused
+│   └── UnsupportedModelError  the architecture cannot be converted; says why
+├── VerificationError          the exported graph and the model disagree
+├── BuildConfigError           build settings contradict each other or the checkpoint
+├── BuildError                 a compiler refused the graph
+├── BackendError               a backend is not installed, or its hardware is missing
+├── OutputExistsError          the output directory exists and --force was not given
+├── EngineDirError             an engine directory is half written, newer, altered or for other hardware
+├── PairError                  the draft and the target do not fit together
+└── RequestError               a prompt or parameter cannot be served
+"""
+
+from __future__ import annotations
+
+
+class SpecError(Exception):
+    """Base of all errors here. The message is one line: what, where, what was expected, what to do."""
+
+
+class CheckpointError(SpecError):
+    """A checkpoint is missing, broken or refused."""
+
+
+class UnsupportedModelError(CheckpointError):
+    """The model's architecture cannot be converted."""
+
+
+class VerificationError(SpecError):
+    """The exported graph's logits differ from the model's."""
+
+
+class BuildConfigError(SpecError):
+    """Build settings that contradict each other or the checkpoint."""
+
+
+class BuildError(SpecError):
+    """A compiler refused the graph."""
+
+
+class BackendError(SpecError):
+    """A backend is not installed, or its hardware is missing."""
+
+
+class OutputExistsError(SpecError):
+    """The output directory exists."""
+
+
+class EngineDirError(SpecError):
+    """An engine directory cannot be loaded."""
+
+
+class PairError(SpecError):
+    """Draft and target do not fit together."""
+
+
+class RequestError(SpecError):
+    """A request that cannot be served."""

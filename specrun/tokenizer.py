@@ -1,0 +1,105 @@
+"""Tokenizers: one per pair (the target's), and the proof that the draft's is the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from specrun.engine_dir import TokenizerInfo
+from specrun.errors import PairError, RequestError, SpecError
+
+TOKENIZER_NAME = "tokenizer.json"
+TOKENIZER_FILES = (
+    TOKENIZER_NAME,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+_SECTIONS = ("normalizer", "pre_tokenizer")
+
+
+def load_tokenizer(directory: Path, error: type[SpecError] = RequestError) -> tokenizers.Tokenizer:
+    """The fast tokenizer in ``directory``. Raises ``error`` when it is missing or unreadable."""
+    path = directory / TOKENIZER_NAME
+    if not path.is_file():
+        raise error(f"{directory}: no {TOKENIZER_NAME}; give a directory that has one with --tokenizer_dir")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as problem:  # The library raises bare Exception.
+        raise error(f"{path}: not a readable tokenizer ({problem})") from problem
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def describe_tokenizer(directory: Path) -> TokenizerInfo | None:
+    """Fingerprint of what turns text into ids; None where the directory holds no tokenizer."""
+    if not (directory / TOKENIZER_NAME).is_file():
+        return None
+    tokenizer = load_tokenizer(directory)
+    canonical = json.dumps([_by_id(tokenizer), _rules(tokenizer)], sort_keys=True, ensure_ascii=True)
+    digest = hashlib.sha256(canonical.encode()).hexdigest()
+    return TokenizerInfo(fingerprint=digest, vocab_size=tokenizer.get_vocab_size(with_added_tokens=True))
+
+
+def _by_id(tokenizer: tokenizers.Tokenizer) -> dict[int, str]:
+    return {index: token for token, index in sorted(tokenizer.get_vocab(with_added_tokens=True).items())}
+
+
+def _rules(tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
+    data = json.loads(tokenizer.to_str())
+    rules = {section: data.get(section) for section in _SECTIONS}
+    rules["merges"] = data["model"].get("merges")
+    return rules
+
+
+def require_same_tokenizer(target: Path, draft: Path) -> None:
+    """Raise PairError, saying where they differ, unless both directories hold the same tokenizer.
+
+    Embedding tables padded to different sizes are no difference; only what the tokenizers themselves say counts.
+    """
+    ours, theirs = load_tokenizer(target, PairError), load_tokenizer(draft, PairError)
+    a, b = _by_id(ours), _by_id(theirs)
+    for index in sorted(a.keys() | b.keys()):
+        if a.get(index) != b.get(index):
+            raise PairError(
+                f"draft and target have different vocabularies: token {index} is {_show(a.get(index))} in {target} "
+                f"({len(a)} tokens) and {_show(b.get(index))} in {draft} ({len(b)} tokens); "
+                "use a draft with the target's tokenizer"
+            )
+    rules_a, rules_b = _rules(ours), _rules(theirs)
+    for section, rule in rules_a.items():
+        if rule != rules_b[section]:
+            raise PairError(
+                f"draft and target have different tokenizers: the vocabularies agree, but {section!r} in "
+                f"{target / TOKENIZER_NAME} and {draft / TOKENIZER_NAME} differ; use a draft with the target's tokenizer"
+            )
+
+
+def _show(token: str | None) -> str:
+    return "absent" if token is None else repr(token)
+
+
+def render_chat(directory: Path) -> Callable[[str], str]:
+    """A function that wraps a user's message in the model's chat template, as transformers renders it.
+
+    Raises RequestError when the directory has no template.
+    """
+    from transformers import AutoTokenizer  # Slow to import; only chats need it.
+
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    if not tokenizer.chat_template:
+        raise RequestError(f"{directory}: the tokenizer has no chat template; leave out --chat")
+
+    def render(message: str) -> str:
+        messages = [{"role": "user", "content": message}]
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+    return render
