@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -31,23 +30,18 @@ def new_directory(output: Path, force: bool) -> Iterator[Path]:
     require_free(output, force)
     output = output.absolute()
     output.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".tmp", dir=output.parent))
+    scratch = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".tmp", dir=output.parent))
+    work, old = scratch / "new", scratch / "old"
     try:
+        work.mkdir()
         yield work
-        work.chmod(0o777 & ~_umask())
-        old = None
         if output.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".old", dir=output.parent))
-            os.rename(output, old)
-        os.rename(work, output)
-        if old is not None:
-            shutil.rmtree(old)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+            output.rename(old)
+        try:
+            work.rename(output)
+        except OSError:
+            if old.exists():
+                old.rename(output)
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

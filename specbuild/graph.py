@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -73,7 +74,7 @@ def share_tied_weights(model: ir.Model) -> None:
     """Make initializers that are one tensor in memory one initializer in the file (tied embeddings)."""
     seen: dict[object, ir.Value] = {}
     for name, value in list(model.graph.initializers.items()):
-        raw = getattr(value.const_value, "raw", None)
+        raw: Any = getattr(value.const_value, "raw", None)
         if not hasattr(raw, "data_ptr"):
             continue
         key = (raw.data_ptr(), tuple(raw.shape), raw.stride(), raw.dtype)
@@ -121,7 +122,7 @@ def _cast_uses(graph: ir.Graph, weight: ir.Value) -> None:
     """Put a Cast between a 16-bit weight and its readers; behind a Gather, which would otherwise cast a whole table."""
     for node, index in list(weight.uses()):
         if node.op_type == "Gather" and index == 0:
-            node.outputs[0].dtype = weight.dtype
+            node.outputs[0].dtype = weight.dtype  # type: ignore[assignment]
             cast = ir.node("Cast", [node.outputs[0]], {"to": int(ir.DataType.FLOAT)})
             readers = [use for use in node.outputs[0].uses() if use.node is not cast]
             graph.insert_after(node, cast)
@@ -150,4 +151,5 @@ def save(model: ir.Model, path: Path, callback: object = None) -> None:
 
 def to_bytes(model: ir.Model) -> bytes:
     """The graph alone; weights that lie in a file stay there and are referred to by name."""
-    return ir.to_proto(model).SerializeToString()
+    data: bytes = ir.to_proto(model).SerializeToString()
+    return data

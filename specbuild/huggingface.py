@@ -91,7 +91,7 @@ def read_model_config(directory: Path, trust_remote_code: bool) -> PreTrainedCon
             f"{path}: weights are quantised ({method}); give the checkpoint as it was before quantisation"
         )
     try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:
         raise CheckpointError(f"{path}: transformers cannot read it ({_first_line(error)})") from error
     if getattr(config, "is_encoder_decoder", False):
@@ -167,7 +167,7 @@ def load_model(directory: Path, config: PreTrainedConfig, dtype: str, trust_remo
     from transformers import AutoModelForCausalLM
 
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory,
             config=config,
             dtype=dtype,
@@ -179,6 +179,8 @@ def load_model(directory: Path, config: PreTrainedConfig, dtype: str, trust_remo
         )
     except Exception as error:
         raise CheckpointError(f"{directory}: transformers cannot load it ({_first_line(error)})") from error
+    model: PreTrainedModel = loaded[0]
+    info: dict[str, Any] = loaded[1]
     for kind in ("missing_keys", "mismatched_keys"):
         if keys := sorted(str(key) for key in info[kind]):
             raise CheckpointError(
@@ -188,7 +190,8 @@ def load_model(directory: Path, config: PreTrainedConfig, dtype: str, trust_remo
         raise UnsupportedModelError(
             f"{directory}: {config.model_type} cannot be converted: its attention does not go through transformers' attention interface"
         )
-    return model.eval()  # type: ignore[no-any-return]
+    model.eval()
+    return model
 
 
 def eos_token_ids(model: PreTrainedModel) -> list[int]:

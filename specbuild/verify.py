@@ -158,7 +158,7 @@ def _float32(model: nn.Module) -> Iterator[None]:
 def _wide_linear(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     """``nn.Linear`` in float32, a slice of the weight at a time."""
     rows = max(1, _CHUNK // self.in_features)
-    parts = [functional.linear(x.float(), part.float()) for part in self.weight.split(rows)]
+    parts = [functional.linear(x.float(), part.float()) for part in torch.split(self.weight, rows)]
     output = torch.cat(parts, dim=-1)
     return output if self.bias is None else output + self.bias.float()
 

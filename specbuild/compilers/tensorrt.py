@@ -101,7 +101,7 @@ class Tensorrt:
 def _log(trt: Any) -> Any:
     """A TensorRT logger that keeps errors and what matters among the warnings."""
 
-    class Log(trt.ILogger):  # type: ignore[misc, name-defined]
+    class Log(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
             self.errors: list[str] = []
@@ -159,13 +159,12 @@ def _check_network(trt: Any, network: Any, graph: GraphInfo) -> list[Tensor]:
     return [
         Tensor(
             name=tensor.name,
-            kind=kind,
+            kind="input" if tensor.is_network_input else "output",
             dtype=_dtype(tensor),
             shape=_shape(tensor.name, tensor.shape),
             aliases=aliases.get(tensor.name),
         )
-        for kind, tensors in (("input", inputs), ("output", outputs))
-        for tensor in tensors
+        for tensor in (*inputs, *outputs)
     ]
 
 
@@ -213,7 +212,7 @@ def _capabilities(trt: Any, config: Any) -> list[str]:
 def _progress(trt: Any, advance: Callable[[float], None]) -> Any:
     """Forward the builder's top-level phases to the progress bar."""
 
-    class Monitor(trt.IProgressMonitor):  # type: ignore[misc, name-defined]
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
             self.steps: dict[str, int] = {}

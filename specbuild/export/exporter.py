@@ -68,7 +68,7 @@ def cache_shapes(model: PreTrainedModel) -> list[CacheShape]:
         output = model(input_ids=torch.zeros(1, 3, dtype=torch.int64), use_cache=True)
     shapes = []
     for index, layer in enumerate(getattr(output.past_key_values, "layers", [])):
-        tensors = (getattr(layer, "keys", None), getattr(layer, "values", None))
+        tensors: list[Any] = [getattr(layer, name, None) for name in ("keys", "values")]
         if any(tensor is None or tensor.dim() != 4 for tensor in tensors):
             raise UnsupportedModelError(
                 f"layer {index} keeps {type(layer).__name__} state instead of one key and one value tensor; "

@@ -27,13 +27,16 @@ class ScatterLayer(CacheLayerMixin):
     """One layer's cache: a static tensor [B, H_kv, S_max, D] that ``TensorScatter`` updates in place."""
 
     def __init__(self, key: torch.Tensor, value: torch.Tensor, write_indices: torch.Tensor) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.keys, self.values = key, value
         self.write_indices = write_indices
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the tensors are the graph's inputs."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
@@ -68,14 +71,15 @@ class ScatterCache(Cache):
 
     def __init__(self, past: list[torch.Tensor], write_indices: torch.Tensor) -> None:
         pairs = zip(past[0::2], past[1::2], strict=True)
-        super().__init__(layers=[ScatterLayer(k, v, write_indices) for k, v in pairs])
+        self.scatter_layers = [ScatterLayer(k, v, write_indices) for k, v in pairs]
+        super().__init__(layers=list(self.scatter_layers))
         self.write_indices = write_indices
 
     def get_query_offset(self, layer_idx: int = 0) -> torch.Tensor:  # type: ignore[override]
         return self.write_indices
 
     def present(self) -> list[torch.Tensor]:
-        return [tensor for layer in self.layers for tensor in (layer.keys, layer.values)]
+        return [tensor for layer in self.scatter_layers for tensor in (layer.keys, layer.values)]
 
 
 def contract_mask(

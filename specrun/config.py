@@ -1,0 +1,50 @@
+"""How a pair is run: TensorRT-LLM's ``--draft_target_model_config`` list and the readable settings behind it."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+
+DEFAULT_DRAFT_LEN = 4
+
+
+@dataclass(frozen=True)
+class DraftTargetConfig:
+    """``[draft_len, draft_device_list, target_device_list, use_logits]``. ``draft_len`` None: the engine's, at most 4."""
+
+    draft_len: int | None = None
+    draft_devices: tuple[int, ...] = (0,)
+    target_devices: tuple[int, ...] = (0,)
+    use_logits: bool = False
+
+
+def parse_draft_target_config(text: str) -> DraftTargetConfig:
+    """Read a list such as ``[4,[0],[0],False]``. Raises ValueError that says what is wrong with it."""
+    example = "expected [draft_len, draft_device_list, target_device_list, use_logits], like [4,[0],[0],False]"
+    try:
+        value = ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
+        raise ValueError(f"{text!r} is not a list; {example}") from error
+    if not isinstance(value, list) or len(value) != 4:
+        raise ValueError(f"{text!r} has not four items; {example}")
+    draft_len, draft_devices, target_devices, use_logits = value
+    if type(draft_len) is not int or draft_len < 0:
+        raise ValueError(f"draft_len {draft_len!r} is not a number of tokens; {example}")
+    if type(use_logits) is not bool:
+        raise ValueError(f"use_logits {use_logits!r} is neither True nor False; {example}")
+    return DraftTargetConfig(draft_len, _devices(draft_devices), _devices(target_devices), use_logits)
+
+
+def parse_device_list(text: str) -> tuple[int, ...]:
+    """Read a list such as ``[0]`` or ``0``. Raises ValueError."""
+    try:
+        value = ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
+        raise ValueError(f"{text!r} is not a device list; expected one like [0]") from error
+    return _devices([value] if type(value) is int else value)
+
+
+def _devices(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list) or not value or not all(type(item) is int and item >= 0 for item in value):
+        raise ValueError(f"device list {value!r}: expected device numbers like [0]")
+    return tuple(value)

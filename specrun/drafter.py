@@ -1,0 +1,53 @@
+"""The draft model's part of a round: propose tokens for every row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from specrun.model_runner import ModelRunner
+from specrun.request import Request
+from specrun.sampling import Floats, Purpose, choose, exponentials, probabilities, race
+
+
+@dataclass
+class Proposal:
+    """What the draft proposes for one row; ``probs`` [g, V] is kept only where acceptance needs it."""
+
+    tokens: list[int] = field(default_factory=list)
+    probs: list[Floats] = field(default_factory=list)
+
+
+class Drafter:
+    """Draws from the draft model: for token acceptance against the target's own noise, else against noise of its own."""
+
+    def __init__(self, runner: ModelRunner, vocab_size: int, use_logits: bool) -> None:
+        self.runner = runner
+        self._vocab_size = vocab_size
+        self._use_logits = use_logits
+
+    def propose(self, requests: Sequence[Request], rows: list[list[int]], counts: Sequence[int]) -> list[Proposal]:
+        """Extend each of ``rows`` (committed tokens) by ``counts[row]`` draft tokens; returns them as proposals."""
+        proposals = [Proposal() for _ in rows]
+        for step in range(max(counts, default=0)):
+            drafting = [step < count for count in counts]
+            logits = self.runner.forward(rows, [int(yes) for yes in drafting])
+            for row, request in enumerate(requests):
+                if drafting[row]:
+                    token = self._draw(logits[row, 0], request, len(rows[row]), proposals[row])
+                    rows[row].append(token)
+                    proposals[row].tokens.append(token)
+        return proposals
+
+    def _draw(self, logits: Floats, request: Request, position: int, proposal: Proposal) -> int:
+        # A padded embedding may be wider than the target's; ids beyond the target's are never proposed.
+        logits = logits[: self._vocab_size]
+        params = request.params
+        if params.greedy or not self._use_logits:
+            return choose(logits[None], params, position)[0]
+        q = np.zeros(self._vocab_size, np.float32)
+        q[: len(logits)] = probabilities(logits, params)
+        proposal.probs.append(q)
+        return race(q, exponentials(params.seed, Purpose.DRAFT, position, len(q)))

@@ -1,0 +1,86 @@
+"""Results on standard output, figures on standard error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from specrun.request import Piece, Request
+from specrun.speculative import Event, SpeculativeLoop
+
+
+def as_json(request: Request) -> str:
+    """One request's result as a line of JSON."""
+    stats = request.stats
+    output = request.output
+    result: dict[str, Any] = {
+        "text": request.stream.text if request.stream else None,
+        "token_ids": output,
+        "finish_reason": request.finish_reason,
+        "prompt_tokens": len(request.prompt),
+        "output_tokens": len(output),
+        "rounds": stats.rounds,
+        "drafted": stats.drafted,
+        "evaluated": stats.evaluated,
+        "accepted": stats.accepted,
+        "acceptance_rate": stats.acceptance_rate,
+        "tokens_per_round": stats.tokens_per_round,
+        "seconds": stats.seconds,
+        "tokens_per_second": len(output) / stats.seconds if stats.seconds else None,
+    }
+    return json.dumps(result, ensure_ascii=False)
+
+
+class TextPrinter:
+    """Prints texts in the prompts' order: the first unfinished one as it grows, the others when their turn comes."""
+
+    def __init__(self, requests: Sequence[Request], prompts: Sequence[str], live: bool, color: bool) -> None:
+        self._requests = list(requests)
+        self._prompts = prompts
+        self._live = live
+        self._color = color
+        self._waiting: dict[int, list[Piece]] = {id(request): [] for request in requests}
+        self._current = -1
+        self._next()
+
+    def show(self, event: Event) -> None:
+        """Take a round's tokens and print what is due."""
+        self._waiting[id(event.request)] += event.pieces
+        while self._current < len(self._requests):
+            request = self._requests[self._current]
+            if self._live or request.finish_reason:
+                pieces = self._waiting[id(request)]
+                click.echo("".join(map(self._render, pieces)), nl=False)
+                pieces.clear()
+            if not request.finish_reason:
+                return
+            click.echo()
+            self._next()
+
+    def _next(self) -> None:
+        self._current += 1
+        if len(self._requests) > 1 and self._current < len(self._requests):
+            prompt = " ".join(self._prompts[self._current].split())
+            click.echo(f"=== {self._current + 1}/{len(self._requests)}: {prompt[:70]}")
+
+    def _render(self, piece: Piece) -> str:
+        return click.style(piece.text, fg="green") if self._color and piece.from_draft else piece.text
+
+
+def summary(requests: Sequence[Request], loop: SpeculativeLoop, seconds: float) -> str:
+    """What happened, in one line for people."""
+    tokens = sum(len(request.output) for request in requests)
+    line = f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds:.1f} tokens/s)"
+    evaluated = sum(request.stats.evaluated for request in requests)
+    accepted = sum(request.stats.accepted for request in requests)
+    rounds = sum(request.stats.rounds for request in requests)
+    if evaluated:
+        method = "logits" if loop.use_logits else "tokens"
+        line += (
+            f"; draft_len {loop.draft_len}, acceptance by {method}: {accepted}/{evaluated} draft tokens accepted "
+            f"({accepted / evaluated:.0%}), {1 + accepted / rounds:.2f} tokens a round"
+        )
+    return line

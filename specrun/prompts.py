@@ -1,0 +1,44 @@
+"""Prompts from the command line, a file or standard input."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from specrun.errors import RequestError
+
+
+def read_prompts(texts: Sequence[str], file: Path | None) -> list[str]:
+    """``texts``, else the lines of ``file``, else the lines of standard input: one prompt a line.
+
+    Raises RequestError for an unreadable file, invalid UTF-8, a blank line or no prompt at all.
+    """
+    if texts:
+        for number, text in enumerate(texts, 1):
+            if not text.strip():
+                raise RequestError(f"--input_text {number}: empty; a text needs at least one token to follow")
+        return list(texts)
+    if file is None:
+        return _lines(sys.stdin.buffer.read(), "standard input")
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise RequestError(f"{file}: {error.strerror}; --input_file wants a text file, one prompt a line") from error
+    return _lines(data, str(file))
+
+
+def _lines(data: bytes, name: str) -> list[str]:
+    try:
+        lines = data.decode("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise RequestError(
+            f"{name}: line {line}: byte 0x{data[error.start]:02x} at offset {error.start} is not UTF-8; save the file as UTF-8"
+        ) from error
+    if not lines:
+        raise RequestError(f"{name}: empty; expected one prompt a line")
+    for number, text in enumerate(lines, 1):
+        if not text.strip():
+            raise RequestError(f"{name}: line {number}: empty prompt; remove the line")
+    return lines

@@ -1,0 +1,120 @@
+"""From logits to a distribution, and from a distribution to a token. The only place where either happens.
+
+Draws race exponentials: with E_v ~ Exp(1) for every token v, argmax p_v / E_v is distributed as p (the Gumbel-max
+trick, Maddison et al., 2014). The E_v come from a counter-based generator keyed by (seed, purpose, position), so a
+token depends on nothing but its request; draft and target racing against the same E agree as often as two
+distributions can without talking to each other (at least (1 - TV) / (1 + TV); arXiv 2408.07978).
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from specrun.errors import RequestError
+
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int64]
+
+
+class Purpose(enum.IntEnum):
+    """What random numbers are for; different purposes are independent."""
+
+    TARGET = 0
+    DRAFT = 1
+    ACCEPT = 2
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request chooses tokens. ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 are off."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise RequestError, naming the parameter, for values that mean nothing."""
+        if not 0 <= self.temperature < float("inf"):
+            raise RequestError(f"temperature {self.temperature}: expected 0 (greedy) or a positive number")
+        if self.top_k < 0:
+            raise RequestError(f"top_k {self.top_k}: expected 0 (off) or a positive number")
+        if not 0 < self.top_p <= 1:
+            raise RequestError(f"top_p {self.top_p}: expected more than 0 and at most 1 (off)")
+        if not 0 <= self.seed < 1 << 64:
+            raise RequestError(f"seed {self.seed}: expected 0 to 2**64 - 1")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every distribution is one-hot at the largest logit."""
+        return self.temperature == 0
+
+
+def probabilities(logits: Floats, params: SamplingParams) -> Floats:
+    """The distribution that tokens are drawn from: logits [..., V] -> float32 [..., V], each row summing to 1.
+
+    Temperature, then top-k, then top-p (the smallest set of most likely tokens whose mass reaches top_p). Tokens
+    that tie with the last one kept are kept too, so the result does not depend on their order.
+    """
+    if params.greedy:
+        best = logits.argmax(axis=-1)[..., None]
+        hot = np.zeros_like(logits)
+        np.put_along_axis(hot, best, 1, axis=-1)
+        return hot
+    scaled = (logits - logits.max(axis=-1, keepdims=True)) / np.float32(params.temperature)
+    weights: Floats = np.exp(scaled, dtype=np.float32)
+    if 0 < params.top_k < logits.shape[-1]:
+        smallest_kept = np.partition(weights, -params.top_k, axis=-1)[..., -params.top_k, None]
+        weights[weights < smallest_kept] = 0
+    weights /= weights.sum(axis=-1, keepdims=True)
+    if params.top_p < 1:
+        descending = -np.sort(-weights, axis=-1)
+        before = np.cumsum(descending, axis=-1, dtype=np.float64) - descending
+        last = (before < params.top_p).sum(axis=-1, keepdims=True) - 1
+        weights[weights < np.take_along_axis(descending, last, axis=-1)] = 0
+        weights /= weights.sum(axis=-1, keepdims=True)
+    return weights
+
+
+def exponentials(seed: int, purpose: Purpose, position: int, size: int) -> Floats:
+    """``size`` draws of Exp(1) as float32, fixed by (seed, purpose, position).
+
+    Philox4x64-10 (Salmon et al., 2011) with key (seed, purpose) and counter (1, position, 0, 0) upwards; each 64-bit
+    word gives two 32-bit integers n, low half first, and E = -log1p(-(n + 0.5) / 2**32), at most 24 log 2.
+    """
+    words = _words(seed, purpose, position, (size + 1) // 2)
+    uniform = words.view(np.uint32)[:size].astype(np.float32)
+    uniform += np.float32(0.5)
+    uniform *= np.float32(2**-32)
+    np.minimum(uniform, np.float32(1 - 2**-24), out=uniform)  # (n + 0.5) / 2**32 may round up to 1.
+    return -np.log1p(-uniform)
+
+
+def uniform(seed: int, purpose: Purpose, position: int) -> float:
+    """One draw from [0, 1) with 53 bits, fixed by (seed, purpose, position)."""
+    return float(_words(seed, purpose, position, 1)[0] >> np.uint64(11)) * 2.0**-53
+
+
+def _words(seed: int, purpose: Purpose, position: int, count: int) -> npt.NDArray[np.uint64]:
+    key = np.array([seed, purpose], np.uint64)
+    counter = np.array([0, position, 0, 0], np.uint64)
+    generator = np.random.Philox(key=key, counter=counter)
+    return generator.random_raw(count)
+
+
+def race(probs: Floats, noise: Floats) -> int:
+    """The token drawn from ``probs`` [V] (any scale) by ``noise`` [V]: argmax p / E."""
+    return int((probs / noise).argmax())
+
+
+def choose(logits: Floats, params: SamplingParams, first_position: int, purpose: Purpose = Purpose.TARGET) -> list[int]:
+    """The tokens a model chooses at consecutive positions from ``first_position`` on: logits [K, V] -> K ids."""
+    if params.greedy:
+        return [int(token) for token in logits.argmax(axis=-1)]
+    probs = probabilities(logits, params)
+    size = logits.shape[-1]
+    return [race(p, exponentials(params.seed, purpose, first_position + i, size)) for i, p in enumerate(probs)]

@@ -1,0 +1,44 @@
+"""What speculation did for one request. Definitions are the field's; see each property."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Stats:
+    """Counts of one request. A draft token after the first rejection, or after the text's end, was not evaluated."""
+
+    rounds: int = 0
+    drafted: int = 0
+    evaluated: int = 0
+    accepted: int = 0
+    seconds: float = 0.0
+    """Wall time from the batch's start to the request's last token, the prompt included."""
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """accepted / evaluated draft tokens; None where nothing was drafted."""
+        return self.accepted / self.evaluated if self.evaluated else None
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Mean tokens a target pass yields: 1 + accepted / rounds."""
+        return 1 + self.accepted / self.rounds if self.rounds else 0.0
+
+    def count_round(self, drafted: int, accepted: int, committed: int) -> None:
+        """Add a round in which ``accepted`` drafts stood and ``committed`` tokens were kept before the text ended."""
+        ended_early = committed <= accepted
+        self.rounds += 1
+        self.drafted += drafted
+        self.accepted += min(accepted, committed)
+        self.evaluated += committed if ended_early else min(drafted, accepted + 1)
+
+
+def predicted_speedup(alpha: float, draft_len: int, draft_cost: float, verify_cost: float) -> float:
+    """Speed-up over the target alone that an acceptance rate predicts (arXiv 2211.17192, theorem 3.8).
+
+    draft_cost: a draft step / a target step; verify_cost: a verify pass / a target step.
+    """
+    tokens = draft_len + 1 if alpha >= 1 else (1 - alpha ** (draft_len + 1)) / (1 - alpha)
+    return tokens / (draft_len * draft_cost + verify_cost)
