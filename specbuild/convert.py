@@ -52,24 +52,29 @@ def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
         weight_bytes = check_weights(source)
         max_seq_len = _max_seq_len(hf_config, options.max_seq_len)
     with new_directory(options.output_dir, options.force) as work:
-        with stages.stage("load weights"):
-            model = load_model(source, hf_config, options.dtype, options.trust_remote_code)
-        config = _write(model, max_seq_len, source, options, stages, work)
+        config = _write(source, hf_config, max_seq_len, options, stages, work)
         (work / CONFIG_NAME).write_text(config.model_dump_json(indent=2) + "\n")
     _summarise(config, weight_bytes, options.output_dir, stages)
     return config
 
 
 def _write(
-    model: PreTrainedModel, max_seq_len: int, source: Path, options: ConvertOptions, stages: Stages, work: Path
+    source: Path,
+    hf_config: PreTrainedConfig,
+    max_seq_len: int,
+    options: ConvertOptions,
+    stages: Stages,
+    work: Path,
 ) -> CheckpointConfig:
-    """Export ``model`` into ``work``, verify it, and return the config that describes the result."""
+    """Load and export the model into ``work``, verify it, and return the config that describes the result."""
     # torch and onnx are imported here, so that --help and bad input cost no seconds.
     from specbuild import graph as graphs
     from specbuild.export.exporter import cache_shapes, export_onnx
     from specbuild.export.rope import pin_rope
     from specbuild.verify import compare, reference_logits
 
+    with stages.stage("load weights"):
+        model = load_model(source, hf_config, options.dtype, options.trust_remote_code)
     notes = pin_rope(model, max_seq_len)
     for note in notes:
         stages.say(f"note: {note}")

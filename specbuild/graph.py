@@ -27,14 +27,22 @@ def tidy(model: ir.Model) -> ir.Model:
     """Fold what is small and constant, drop duplicates and leftovers, name the dimensions. In place."""
     share_tied_weights(model)
     ClearMetadataAndDocStringPass()(model)
-    # The size limits keep real weights out of constant folding: folding them would copy them in memory.
+    before = list(model.graph.initializers.values())
+    # Transposes of weights are folded into views; the size limits keep out whatever would copy a weight in memory.
     optimizer.optimize(model, input_size_limit=1024, output_size_limit=1 << 16)
     CommonSubexpressionEliminationPass()(model)
     IdentityEliminationPass()(model)
     RemoveUnusedNodesPass()(model)
     name_dimensions(model)
     ClearMetadataAndDocStringPass()(model)
+    _release(set(before) - set(model.graph.initializers.values()))
     return model
+
+
+def _release(values: Iterable[ir.Value]) -> None:
+    """Let go of weights: onnxscript's optimiser keeps the graphs it has seen, and would keep their memory too."""
+    for value in values:
+        value.const_value = None
 
 
 def name_dimensions(model: ir.Model) -> None:
@@ -137,7 +145,10 @@ def _cast_uses(graph: ir.Graph, weight: ir.Value) -> None:
 
 
 def save(model: ir.Model, path: Path, callback: object = None) -> None:
-    """Write ``path`` and ``path`` + '.data', tensor by tensor, so that memory does not hold the weights twice."""
+    """Write ``path`` and ``path`` + '.data', tensor by tensor, so that memory never holds the weights twice.
+
+    ``model`` lets go of its weights and cannot be used afterwards.
+    """
     ir.save(
         model,
         path,
@@ -147,6 +158,7 @@ def save(model: ir.Model, path: Path, callback: object = None) -> None:
         max_workers=1,
         callback=callback,  # type: ignore[arg-type]
     )
+    _release(model.graph.initializers.values())
 
 
 def to_bytes(model: ir.Model) -> bytes:

@@ -91,7 +91,9 @@ def read_model_config(directory: Path, trust_remote_code: bool) -> PreTrainedCon
             f"{path}: weights are quantised ({method}); give the checkpoint as it was before quantisation"
         )
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            directory, trust_remote_code=trust_remote_code, local_files_only=True
+        )
     except Exception as error:
         raise CheckpointError(f"{path}: transformers cannot read it ({_first_line(error)})") from error
     if getattr(config, "is_encoder_decoder", False):

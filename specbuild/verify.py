@@ -125,10 +125,15 @@ def _session(graph: Path) -> Any:
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.disable_prepacking", "1")
     options.enable_cpu_mem_arena = False
+    # In file order. Otherwise all casts of 16-bit weights run first and stand in memory as float32 at once.
+    options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(graph.parent))
     model = ir.load(graph)
     widen_to_float32(model)
-    return ort.InferenceSession(to_bytes(model), options, providers=["CPUExecutionProvider"])
+    try:
+        return ort.InferenceSession(to_bytes(model), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # ONNX Runtime's exceptions share no base class.
+        raise VerificationError(f"ONNX Runtime {ort.__version__} does not load the exported graph: {error}") from error
 
 
 @contextmanager
