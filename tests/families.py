@@ -1,0 +1,122 @@
+"""Small random checkpoints of every family, saved and loaded like real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+
+VOCAB = 320
+POSITIONS = 128
+EOS = 0
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": POSITIONS,
+    "bos_token_id": EOS,
+    "eos_token_id": EOS,
+    "pad_token_id": EOS,
+}
+EVERY_HEAD = {**SIZES, "num_key_value_heads": 4}
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0 + i / 2 for i in range(8)],
+    "original_max_position_embeddings": 32,
+}
+
+FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama2": lambda: transformers.LlamaConfig(**EVERY_HEAD),
+    "llama3": lambda: transformers.LlamaConfig(**SIZES, rope_theta=500000.0),
+    "llama3.2": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE),
+    "tinyllama": lambda: transformers.LlamaConfig(**{**SIZES, "num_attention_heads": 8, "num_key_value_heads": 1}, head_dim=16),
+    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=6),
+    "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "gemma": lambda: transformers.GemmaConfig(**SIZES, head_dim=32),
+    "gemma2": lambda: transformers.Gemma2Config(**SIZES, head_dim=32, sliding_window=6, query_pre_attn_scalar=24),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**{**SIZES, "num_hidden_layers": 6}, head_dim=32, sliding_window=6),
+    "phi2": lambda: transformers.PhiConfig(**EVERY_HEAD, partial_rotary_factor=0.5),
+    "phi3": lambda: transformers.Phi3Config(**SIZES, sliding_window=None),
+    "phi3-longrope": lambda: transformers.Phi3Config(
+        **SIZES, original_max_position_embeddings=32, rope_parameters=LONG_ROPE
+    ),
+    "qwen2": lambda: transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=32),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=POSITIONS, bos_token_id=EOS, eos_token_id=EOS
+    ),
+    "opt": lambda: transformers.OPTConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        word_embed_proj_dim=64,
+        ffn_dim=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=POSITIONS,
+        bos_token_id=EOS,
+        eos_token_id=EOS,
+        pad_token_id=1,
+    ),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(
+        **{key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
+    ),
+}
+
+TEXT = "the quick brown fox jumps over the lazy dog, and draft tokens are checked by the target in one pass. " * 3
+
+
+def save_tokenizer(directory: Path, text: str = TEXT) -> None:
+    """A byte-level BPE tokenizer trained on ``text``, written as transformers writes one."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([text], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", bos_token="<|endoftext|>")
+    fast.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    fast.save_pretrained(directory)
+
+
+def save_checkpoint(
+    directory: Path, family: str, seed: int = 0, dtype: torch.dtype = torch.float32, shards: bool = False, **changes: Any
+) -> Path:
+    """A random checkpoint of ``family`` with a tokenizer, at a scale that makes its logits differ clearly."""
+    torch.manual_seed(seed)
+    config = FAMILIES[family]()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(3.0)  # Library defaults make nearly flat logits, which hide mistakes.
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.05)  # And norms of exactly 1, biases of 0.
+    model.to(dtype).save_pretrained(directory, max_shard_size="100KB" if shards else "5GB")
+    save_tokenizer(directory)
+    return directory
