@@ -137,14 +137,14 @@ def _max_seq_len(config: PreTrainedConfig, wanted: int | None) -> int:
 def _vocab_size(model: PreTrainedModel) -> int:
     head = model.get_output_embeddings()
     if head is None:
-        raise UnsupportedModelError(f"{type(model).__name__} has no output embeddings (lm_head)")
+        raise UnsupportedModelError(f"{model.name_or_path}: {type(model).__name__} has no output embeddings (lm_head)")
     return int(head.weight.shape[0])
 
 
 def _dtype_name(model: PreTrainedModel) -> Any:
     name = str(model.dtype).removeprefix("torch.")
     if name not in DTYPES:
-        raise UnsupportedModelError(f"weights are {name}; give --dtype {'|'.join(DTYPES)}")
+        raise UnsupportedModelError(f"{model.name_or_path}: weights are {name}; give --dtype {'|'.join(DTYPES)}")
     return name
 
 

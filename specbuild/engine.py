@@ -6,6 +6,7 @@ import multiprocessing
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 from specbuild.checkpoint import CheckpointConfig, open_checkpoint
@@ -15,6 +16,7 @@ from specbuild.convert import provenance
 from specbuild.files import new_directory, require_free
 from specbuild.progress import Advance, Stages, human_bytes
 from specrun.engine_dir import CONFIG_NAME, BuildConfig, EngineConfig, describe_file
+from specrun.errors import BuildConfigError, BuildError
 from specrun.tokenizer import TOKENIZER_FILES
 
 
@@ -22,6 +24,8 @@ def build_engines(engines: list[EngineOptions], workers: int, force: bool, stage
     """Build every engine, ``workers`` at a time. All settings are checked before the first build. Raises SpecError."""
     checkpoints = [open_checkpoint(options.checkpoint_dir) for options in engines]
     for options, checkpoint in zip(engines, checkpoints, strict=True):
+        if options.output_dir.resolve() == options.checkpoint_dir.resolve():
+            raise BuildConfigError(f"{options.output_dir}: is the checkpoint itself; choose another --output_dir")
         require_free(options.output_dir, force)
         _, notes = plan_build(options, checkpoint)
         name, _, reason = choose(options.backend)
@@ -42,6 +46,10 @@ def build_engines(engines: list[EngineOptions], workers: int, force: bool, stage
                 for future in as_completed(futures):
                     future.result()
                     advance(1.0)
+            except BrokenProcessPool as error:
+                raise BuildError(
+                    f"--workers {workers}: a worker process was killed, perhaps for lack of memory; give fewer workers"
+                ) from error
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise

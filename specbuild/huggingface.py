@@ -85,8 +85,8 @@ def read_model_config(directory: Path, trust_remote_code: bool) -> PreTrainedCon
             raise UnsupportedModelError(
                 f"{path}: {model_type} is not a causal language model; specbuild converts decoder-only text models"
             )
-    if "quantization_config" in data:
-        method = data["quantization_config"].get("quant_method", "unknown")
+    if quantisation := data.get("quantization_config"):
+        method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else "unknown"
         raise UnsupportedModelError(
             f"{path}: weights are quantised ({method}); give the checkpoint as it was before quantisation"
         )
@@ -114,10 +114,9 @@ def check_weights(directory: Path) -> int:
         weight_map = _read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{index}: no 'weight_map'; download the checkpoint again")
-        names = sorted(set(weight_map.values()))
-        if bad := [name for name in names if Path(str(name)).name != name]:
+        if bad := [name for name in weight_map.values() if not isinstance(name, str) or Path(name).name != name]:
             raise CheckpointError(f"{index}: shard {bad[0]!r} is not a plain file name; refusing to leave {directory}")
-        shards = [directory / name for name in names]
+        shards = [directory / name for name in sorted(set(weight_map.values()))]
     elif single.is_file():
         shards = [single]
     else:
@@ -150,8 +149,8 @@ def _check_shard(path: Path) -> None:
             )
         try:
             header = json.loads(file.read(length))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise CheckpointError(f"{path}: not a safetensors file (unreadable header); download it again") from error
     expected = 8 + length + max(ends, default=0)
     if size != expected:
@@ -178,13 +177,14 @@ def load_model(directory: Path, config: PreTrainedConfig, dtype: str, trust_remo
             local_files_only=True,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # They are refused below, by name.
         )
     except Exception as error:
         raise CheckpointError(f"{directory}: transformers cannot load it ({_first_line(error)})") from error
     model: PreTrainedModel = loaded[0]
     info: dict[str, Any] = loaded[1]
     for kind in ("missing_keys", "mismatched_keys"):
-        if keys := sorted(str(key) for key in info[kind]):
+        if keys := sorted(key if isinstance(key, str) else str(key[0]) for key in info[kind]):
             raise CheckpointError(
                 f"{directory}: {len(keys)} tensors {kind.split('_')[0]} in the weight files, first {keys[0]}; the checkpoint does not fit its config.json"
             )
@@ -221,13 +221,26 @@ def save_tokenizer(directory: Path, output: Path, trust_remote_code: bool) -> bo
         raise CheckpointError(
             f"{directory}: the tokenizer has no fast (tokenizer.json) form; convert it with transformers first"
         )
+    if (directory / "tokenizer.json").is_file():
+        _keep_rules(directory / "tokenizer.json", output / "tokenizer.json")
     return True
+
+
+def _keep_rules(original: Path, written: Path) -> None:
+    """Undo what transformers changed: it rebuilds some tokenizers by the model's family instead of reading the file.
+
+    Otherwise a Llama and a Qwen checkpoint with the same tokenizer.json would get different tokenizers.
+    """
+    rules, tokenizer = _read_json(original), _read_json(written)
+    for section in ("normalizer", "pre_tokenizer", "model", "decoder"):
+        tokenizer[section] = rules.get(section)
+    written.write_text(json.dumps(tokenizer, ensure_ascii=False, indent=2), encoding="utf-8")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_bytes())
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"{path}: not readable JSON ({error}); download it again") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(data).__name__}")
@@ -235,5 +248,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    # "Validation error for field 'hidden_size':" says nothing without the line after it.
+    return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional
 
 from specbuild.graph import to_bytes, widen_to_float32
+from specrun.backends.ort import session_options
 from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES, past_names
 from specrun.engine_dir import GraphInfo
 from specrun.errors import VerificationError
@@ -117,10 +118,7 @@ def _steps_within(max_seq_len: int) -> list[tuple[int, int]]:
 
 
 def _session(graph: Path) -> Any:
-    import onnxruntime as ort
-
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
+    ort, options = session_options()
     # Weights stay mapped from the file: no optimised copies, no packed copies, no arena that keeps temporaries.
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.disable_prepacking", "1")

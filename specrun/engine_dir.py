@@ -19,6 +19,7 @@ from specrun.errors import EngineDirError, SpecError
 
 FORMAT_VERSION = 1
 CONFIG_NAME = "config.json"
+_KINDS = {"engine": "an engine directory", "checkpoint": "a checkpoint directory"}
 
 SpeculativeMode = Literal["none", "draft_tokens_external"]
 BackendName = Literal["onnxruntime", "tensorrt", "tensorrt_rtx"]
@@ -93,10 +94,10 @@ class Profile(Strict):
 class BuildConfig(Strict):
     """What the engine was built for."""
 
-    max_batch_size: int
-    max_input_len: int
-    max_seq_len: int
-    max_draft_len: int
+    max_batch_size: int = Field(ge=1)
+    max_input_len: int = Field(ge=1)
+    max_seq_len: int = Field(ge=1)
+    max_draft_len: int = Field(ge=0)
     speculative_decoding_mode: SpeculativeMode
     gather_generation_logits: bool
     cache_length: int
@@ -137,7 +138,7 @@ class EngineConfig(Strict):
     eos_token_ids: list[int]
     pretrained_config: dict[str, Any]
     provenance: Provenance
-    files: dict[str, FileInfo]
+    files: dict[str, FileInfo] = Field(min_length=1)
 
     @field_validator("files")
     @classmethod
@@ -162,18 +163,20 @@ def read_config(directory: Path, model: type[Config], error: type[SpecError], ma
     kind = model.model_fields["kind"].default
     if not path.is_file():
         raise error(
-            f"{directory}: no {CONFIG_NAME}; this is no {kind} directory, or it is half written: '{made_by}' makes it"
+            f"{directory}: no {CONFIG_NAME}; this is not {_KINDS[kind]}, or it is half written: '{made_by}' makes it"
         )
     try:
         data = json.loads(path.read_bytes())
-    except (ValueError, OSError) as problem:
+    except (ValueError, OSError, RecursionError) as problem:
         raise error(f"{path}: not readable JSON ({problem}); make the directory again with '{made_by}'") from problem
     found = data.get("kind") if isinstance(data, dict) else None
     if found != kind:
-        what = f"a {found} directory" if found in ("engine", "checkpoint") else "not written by this toolchain"
-        raise error(f"{directory}: expected {kind} directory, found {what}; '{made_by}' makes one")
+        what = _KINDS.get(str(found), "a directory that this toolchain did not write")
+        raise error(f"{directory}: expected {_KINDS[kind]}, found {what}; '{made_by}' makes one")
     version = data.get("version")
-    if not isinstance(version, int) or version > FORMAT_VERSION:
+    if not isinstance(version, int) or version < 1:
+        raise error(f"{path}: format version {version!r}, expected a number; make the directory again with '{made_by}'")
+    if version > FORMAT_VERSION:
         raise error(
             f"{path}: format version {version} is newer than {FORMAT_VERSION}, which this release reads; upgrade specbuild/specrun"
         )

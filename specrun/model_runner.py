@@ -72,6 +72,8 @@ class ModelRunner:
             write_indices[row] = start
             if keep[row]:
                 logits_indices[row, : keep[row]] = np.arange(count - keep[row], count)
+        # A target with a padded embedding may commit ids that a draft without the padding has no row for.
+        np.minimum(input_ids, self.vocab_size - 1, out=input_ids)
         began = time.perf_counter()
         logits = self.backend.run(input_ids, write_indices, logits_indices)
         self.seconds += time.perf_counter() - began

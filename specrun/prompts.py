@@ -18,6 +18,8 @@ def read_prompts(texts: Sequence[str], file: Path | None) -> list[str]:
         for number, text in enumerate(texts, 1):
             if not text.strip():
                 raise RequestError(f"--input_text {number}: empty; a text needs at least one token to follow")
+            if not _is_unicode(text):
+                raise RequestError(f"--input_text {number}: {text!r} is not UTF-8; write the text as UTF-8")
         return list(texts)
     if file is None:
         return _lines(sys.stdin.buffer.read(), "standard input")
@@ -30,15 +32,26 @@ def read_prompts(texts: Sequence[str], file: Path | None) -> list[str]:
 
 def _lines(data: bytes, name: str) -> list[str]:
     try:
-        lines = data.decode("utf-8").splitlines()
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise RequestError(
             f"{name}: line {line}: byte 0x{data[error.start]:02x} at offset {error.start} is not UTF-8; save the file as UTF-8"
         ) from error
+    # Not splitlines, which takes form feeds and other characters inside a prompt for line ends.
+    lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n") if text else []
     if not lines:
         raise RequestError(f"{name}: empty; expected one prompt a line")
     for number, text in enumerate(lines, 1):
         if not text.strip():
             raise RequestError(f"{name}: line {number}: empty prompt; remove the line")
     return lines
+
+
+def _is_unicode(text: str) -> bool:
+    """Bytes of an argument that are not UTF-8 arrive as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -92,14 +92,24 @@ def render_chat(directory: Path) -> Callable[[str], str]:
 
     Raises RequestError when the directory has no template.
     """
-    from transformers import AutoTokenizer  # Slow to import; only chats need it.
-
-    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    try:
+        from transformers import AutoTokenizer  # Slow to import; only chats need it.
+    except ImportError as problem:
+        raise RequestError("--chat needs transformers to render the template: pip install transformers") from problem
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as problem:  # Whatever a broken tokenizer_config.json makes it raise.
+        raise RequestError(
+            f"{directory}: the tokenizer's settings cannot be read ({problem}); leave out --chat"
+        ) from problem
     if not tokenizer.chat_template:
         raise RequestError(f"{directory}: the tokenizer has no chat template; leave out --chat")
 
     def render(message: str) -> str:
         messages = [{"role": "user", "content": message}]
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        try:
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        except Exception as problem:  # Templates are programs, and fail like programs.
+            raise RequestError(f"{directory}: the chat template failed ({problem}); leave out --chat") from problem
 
     return render

@@ -10,8 +10,9 @@ import onnx_ir as ir
 from specbuild import graph as graphs
 from specbuild.checkpoint import GRAPH_NAME, WEIGHTS_NAME
 from specbuild.compilers import Compiled, machine
+from specrun.backends.ort import session_options
 from specrun.engine_dir import BackendInfo, BuildConfig, GraphInfo, Tensor
-from specrun.errors import BackendError, BuildError
+from specrun.errors import BuildError
 
 _TYPES = {"tensor(int64)": "int64", "tensor(float)": "float32", "tensor(float16)": "float16"}
 
@@ -20,11 +21,7 @@ def compile_graph(
     checkpoint: Path, graph: GraphInfo, build: BuildConfig, output: Path, advance: Callable[[float], None]
 ) -> Compiled:
     """Optimise the graph for this processor and save it. See ``Compiler``."""
-    try:
-        import onnxruntime as ort
-    except ImportError as error:
-        raise BackendError("--backend onnxruntime: onnxruntime is not installed; pip install onnxruntime") from error
-
+    ort, options = session_options()
     notes = []
     model = ir.load(checkpoint / GRAPH_NAME)
     if graph.dtype != "float32":
@@ -32,8 +29,6 @@ def compile_graph(
         graphs.widen_to_float32(model)
         notes.append(f"{graph.dtype} checkpoint: computed in float32 on the CPU")
         graph = graph.model_copy(update={"dtype": "float32"})
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.optimized_model_filepath = str(output / GRAPH_NAME)
     options.add_session_config_entry("session.optimized_model_external_initializers_file_name", WEIGHTS_NAME)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +76,10 @@ class Tensorrt:
         for profile in build.profiles:
             config.add_optimization_profile(_profile(builder, network, profile))
         capabilities = _capabilities(trt, config)
-        if hasattr(trt, "IProgressMonitor"):
-            config.progress_monitor = _progress(trt, advance)
-        plan = builder.build_serialized_network(network, config)
+        with _interruptible() as interrupted:
+            if hasattr(trt, "IProgressMonitor"):
+                config.progress_monitor = _progress(trt, advance, interrupted)
+            plan = builder.build_serialized_network(network, config)
         if plan is None:
             raise BuildError(f"{checkpoint}: {self.name} {trt.__version__} refused the graph: {log.reason()}")
         if unused := log.unused():
@@ -209,8 +213,27 @@ def _capabilities(trt: Any, config: Any) -> list[str]:
     return [str(config.get_compute_capability(i)).rpartition(".")[2] for i in range(config.num_compute_capabilities)]
 
 
-def _progress(trt: Any, advance: Callable[[float], None]) -> Any:
-    """Forward the builder's top-level phases to the progress bar."""
+@contextmanager
+def _interruptible() -> Iterator[threading.Event]:
+    """Ctrl-C as an event while the block runs, then as KeyboardInterrupt.
+
+    The builder calls Python from C++, prints an exception that it meets there and goes on building.
+    """
+    pressed = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield pressed
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: pressed.set())
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed.is_set():
+        raise KeyboardInterrupt
+
+
+def _progress(trt: Any, advance: Callable[[float], None], interrupted: threading.Event) -> Any:
+    """Forward the builder's top-level phases to the progress bar, and stop the builder once ``interrupted``."""
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -224,7 +247,7 @@ def _progress(trt: Any, advance: Callable[[float], None]) -> Any:
         def step_complete(self, phase_name: str, step: int) -> bool:
             if phase_name in self.steps:
                 advance(0.9 / self.steps[phase_name])
-            return True
+            return not interrupted.is_set()
 
         def phase_finish(self, phase_name: str) -> None:
             self.steps.pop(phase_name, None)

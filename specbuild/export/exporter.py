@@ -71,12 +71,14 @@ def cache_shapes(model: PreTrainedModel) -> list[CacheShape]:
         tensors: list[Any] = [getattr(layer, name, None) for name in ("keys", "values")]
         if any(tensor is None or tensor.dim() != 4 for tensor in tensors):
             raise UnsupportedModelError(
-                f"layer {index} keeps {type(layer).__name__} state instead of one key and one value tensor; "
+                f"{model.name_or_path}: layer {index} keeps {type(layer).__name__} state instead of one key and one value tensor; "
                 "only models with plain attention in every layer can be converted"
             )
         shapes += [CacheShape(tensor.shape[1], tensor.shape[3]) for tensor in tensors]
     if not shapes:
-        raise UnsupportedModelError(f"{type(model).__name__} returned no key-value cache")
+        raise UnsupportedModelError(
+            f"{model.name_or_path}: {type(model).__name__} returned no key-value cache; specbuild converts decoder-only text models"
+        )
     return shapes
 
 
@@ -115,9 +117,13 @@ def export_onnx(model: PreTrainedModel, shapes: list[CacheShape], max_seq_len: i
             )
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise UnsupportedModelError(f"{type(model).__name__} cannot be exported: {reason}") from error
+            raise UnsupportedModelError(
+                f"{model.name_or_path}: {type(model).__name__} cannot be exported: {reason}"
+            ) from error
     if exported is None:
-        raise UnsupportedModelError(f"{type(model).__name__} cannot be exported: the exporter returned nothing")
+        raise UnsupportedModelError(
+            f"{model.name_or_path}: {type(model).__name__} cannot be exported: the exporter returned nothing"
+        )
     return exported.model
 
 

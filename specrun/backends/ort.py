@@ -22,10 +22,7 @@ class OrtBackend:
 
     def __init__(self, directory: Path, config: EngineConfig) -> None:
         self.config = config
-        ort = _import_onnxruntime()
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
-        options.use_per_session_threads = False
+        ort, options = session_options()
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL  # Done when it was built.
         try:
             self._session = ort.InferenceSession(directory / _GRAPH, options, providers=["CPUExecutionProvider"])
@@ -69,10 +66,11 @@ class OrtBackend:
         bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
 
 
-def _import_onnxruntime() -> Any:
-    """Import onnxruntime and give all sessions one thread pool.
+def session_options() -> tuple[Any, Any]:
+    """The onnxruntime module, and options for a session on the thread pool that all sessions of the process share.
 
     Two sessions with pools of their own slow each other down: the idle one's threads spin on the busy one's cores.
+    Once the shared pool exists, onnxruntime refuses sessions that want their own. Raises BackendError.
     """
     global _pool_made
     try:
@@ -82,4 +80,7 @@ def _import_onnxruntime() -> Any:
     if not _pool_made:
         ort.set_global_thread_pool_sizes(len(os.sched_getaffinity(0)), 1)
         _pool_made = True
-    return ort
+    options = ort.SessionOptions()
+    options.use_per_session_threads = False
+    options.log_severity_level = 3
+    return ort, options
