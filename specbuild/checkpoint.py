@@ -50,7 +50,8 @@ def open_checkpoint(directory: Path) -> CheckpointConfig:
             raise CheckpointError(f"{path}: missing; convert the model again")
         if path.stat().st_size != config.files[name].bytes:
             raise CheckpointError(
-                f"{path}: {path.stat().st_size} bytes, expected {config.files[name].bytes}; it is truncated: convert the model again"
+                f"{path}: {path.stat().st_size} bytes, expected {config.files[name].bytes}; it is truncated: "
+                "convert the model again"
             )
     # The graph is small and is parsed; weights of the right size are not read twice.
     if describe_file(directory / GRAPH_NAME).sha256 != config.files[GRAPH_NAME].sha256:

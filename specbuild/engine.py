@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import shutil
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing.synchronize import Event as EventType
 from pathlib import Path
 
 from specbuild.checkpoint import CheckpointConfig, open_checkpoint
@@ -39,9 +42,12 @@ def build_engines(engines: list[EngineOptions], workers: int, force: bool, stage
             stages.say(summary)
         return
     # Fresh processes: a fork would copy the compilers' threads in an undefined state.
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+    context = multiprocessing.get_context("spawn")
+    stop = context.Event()
+    with ProcessPoolExecutor(workers, context, _start_worker, (stop,)) as pool:
         with stages.stage(f"build {len(engines)} engines", len(engines)) as advance:
-            futures: list[Future[str]] = [pool.submit(build_engine, options, force) for options in engines]
+            with _no_interrupt():  # Workers inherit it, so that Ctrl-C finds none of them half started.
+                futures: list[Future[str]] = [pool.submit(_build_in_worker, options, force) for options in engines]
             try:
                 for future in as_completed(futures):
                     future.result()
@@ -51,10 +57,43 @@ def build_engines(engines: list[EngineOptions], workers: int, force: bool, stage
                     f"--workers {workers}: a worker process was killed, perhaps for lack of memory; give fewer workers"
                 ) from error
             except BaseException:
+                stop.set()
                 pool.shutdown(cancel_futures=True)
                 raise
         for future in futures:
             stages.say(future.result())
+
+
+@contextmanager
+def _no_interrupt() -> Iterator[None]:
+    """Ctrl-C waits until the block has ended."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start_worker(stop: EventType) -> None:
+    """A worker ignores Ctrl-C, which reaches the whole process group, except while it builds."""
+    global _stop
+    _stop = stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _build_in_worker(options: EngineOptions, force: bool) -> str:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        if _stop and _stop.is_set():
+            raise KeyboardInterrupt
+        return build_engine(options, force)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+_stop: EventType | None = None
+"""In a worker: set once the command was interrupted, so that what was waiting is not begun."""
 
 
 def build_engine(options: EngineOptions, force: bool, advance: Advance = lambda _amount: None) -> str:

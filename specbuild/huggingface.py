@@ -68,7 +68,8 @@ def read_model_config(directory: Path, trust_remote_code: bool) -> PreTrainedCon
     model_type = data.get("model_type")
     if "auto_map" in data and model_type not in CONFIG_MAPPING and not trust_remote_code:
         raise CheckpointError(
-            f"{path}: the model is code in the checkpoint (auto_map); read that code, then give --trust_remote_code to run it"
+            f"{path}: the model is code in the checkpoint (auto_map); read that code, then give "
+            "--trust_remote_code to run it"
         )
     if not isinstance(model_type, str):
         raise CheckpointError(f"{path}: no 'model_type'; expected a transformers configuration")
@@ -79,7 +80,8 @@ def read_model_config(directory: Path, trust_remote_code: bool) -> PreTrainedCon
             import transformers
 
             raise UnsupportedModelError(
-                f"{path}: unknown architecture {model_type!r}; transformers {transformers.__version__} has no such model"
+                f"{path}: unknown architecture {model_type!r}; transformers {transformers.__version__} has no "
+                "such model"
             )
         if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
             raise UnsupportedModelError(
@@ -123,7 +125,8 @@ def check_weights(directory: Path) -> int:
         pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
         if pickles:
             raise CheckpointError(
-                f"{directory}: only pickled weights ({pickles[0]}), which can run code when read; convert them where you trust them: "
+                f"{directory}: only pickled weights ({pickles[0]}), which can run code when read; convert them "
+                "where you trust them: "
                 "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR) writes safetensors"
             )
         raise CheckpointError(
@@ -145,7 +148,8 @@ def _check_shard(path: Path) -> None:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8:
             raise CheckpointError(
-                f"{path}: {size} bytes, too short for its safetensors header; it is empty or truncated: download it again"
+                f"{path}: {size} bytes, too short for its safetensors header; it is empty or truncated: download "
+                "it again"
             )
         try:
             header = json.loads(file.read(length))
@@ -186,11 +190,13 @@ def load_model(directory: Path, config: PreTrainedConfig, dtype: str, trust_remo
     for kind in ("missing_keys", "mismatched_keys"):
         if keys := sorted(key if isinstance(key, str) else str(key[0]) for key in info[kind]):
             raise CheckpointError(
-                f"{directory}: {len(keys)} tensors {kind.split('_')[0]} in the weight files, first {keys[0]}; the checkpoint does not fit its config.json"
+                f"{directory}: {len(keys)} tensors {kind.split('_')[0]} in the weight files, first {keys[0]}; the "
+                "checkpoint does not fit its config.json"
             )
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedModelError(
-            f"{directory}: {config.model_type} cannot be converted: its attention does not go through transformers' attention interface"
+            f"{directory}: {config.model_type} cannot be converted: its attention does not go through "
+            "transformers' attention interface"
         )
     model.eval()
     return model

@@ -23,9 +23,10 @@ FolderPath = click.Path(path_type=Path)
 
 
 class OneLineErrors(click.Group):
-    """A command group that shows errors in one line; exit 1 for the user's or the files', 2 for usage, 130 for Ctrl-C."""
+    """A command group that shows errors in one line; exit 1 for the user's or files', 2 for usage, 130 for Ctrl-C."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; turn what it raises into one line and an exit status."""
         try:
             return super().invoke(ctx)
         except SpecError as error:

@@ -10,7 +10,8 @@ DEFAULT_DRAFT_LEN = 4
 
 @dataclass(frozen=True)
 class DraftTargetConfig:
-    """``[draft_len, draft_device_list, target_device_list, use_logits]``. ``draft_len`` None: the engine's, at most 4."""
+    """``[draft_len, draft_device_list, target_device_list, use_logits]``; ``draft_len`` None: the engine's, at "
+    "most 4."""
 
     draft_len: int | None = None
     draft_devices: tuple[int, ...] = (0,)

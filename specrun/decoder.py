@@ -57,7 +57,8 @@ class SpeculativeDecoder:
             raise RequestError(f"{name}: {len(prompt)} tokens, the engine's max_input_len is {build.max_input_len}")
         if (worst := max(prompt)) >= self.target.graph.vocab_size:
             raise RequestError(
-                f"{name}: token id {worst}, the model has {self.target.graph.vocab_size}; the tokenizer is another model's"
+                f"{name}: token id {worst}, the model has {self.target.graph.vocab_size}; the tokenizer is "
+                "another model's"
             )
         room = build.max_seq_len - len(prompt)
         if wanted > room and (exact or room < 1):

@@ -21,7 +21,7 @@ class Proposal:
 
 
 class Drafter:
-    """Draws from the draft model: for token acceptance against the target's own noise, else against noise of its own."""
+    """Draws from the draft model: with the target's own noise for token acceptance, else with noise of its own."""
 
     def __init__(self, runner: ModelRunner, vocab_size: int, use_logits: bool) -> None:
         self.runner = runner

@@ -56,6 +56,7 @@ class GraphInfo(Strict):
 
     @property
     def layers(self) -> int:
+        """How many layers keep a cache."""
         return len(self.caches) // 2
 
     def cache_bytes(self, rows: int, length: int) -> int:
@@ -178,7 +179,8 @@ def read_config(directory: Path, model: type[Config], error: type[SpecError], ma
         raise error(f"{path}: format version {version!r}, expected a number; make the directory again with '{made_by}'")
     if version > FORMAT_VERSION:
         raise error(
-            f"{path}: format version {version} is newer than {FORMAT_VERSION}, which this release reads; upgrade specbuild/specrun"
+            f"{path}: format version {version} is newer than {FORMAT_VERSION}, which this release reads; upgrade "
+            "specbuild/specrun"
         )
     try:
         return model.model_validate(data)

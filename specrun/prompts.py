@@ -36,7 +36,8 @@ def _lines(data: bytes, name: str) -> list[str]:
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise RequestError(
-            f"{name}: line {line}: byte 0x{data[error.start]:02x} at offset {error.start} is not UTF-8; save the file as UTF-8"
+            f"{name}: line {line}: byte 0x{data[error.start]:02x} at offset {error.start} is not UTF-8; save the "
+            "file as UTF-8"
         ) from error
     # Not splitlines, which takes form feeds and other characters inside a prompt for line ends.
     lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n") if text else []

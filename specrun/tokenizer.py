@@ -79,7 +79,8 @@ def require_same_tokenizer(target: Path, draft: Path) -> None:
         if rule != rules_b[section]:
             raise PairError(
                 f"draft and target have different tokenizers: the vocabularies agree, but {section!r} in "
-                f"{target / TOKENIZER_NAME} and {draft / TOKENIZER_NAME} differ; use a draft with the target's tokenizer"
+                f"{target / TOKENIZER_NAME} and {draft / TOKENIZER_NAME} differ; use a draft with the target's "
+                "tokenizer"
             )
 
 

@@ -49,7 +49,9 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama2": lambda: transformers.LlamaConfig(**EVERY_HEAD),
     "llama3": lambda: transformers.LlamaConfig(**SIZES, rope_theta=500000.0),
     "llama3.2": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE),
-    "tinyllama": lambda: transformers.LlamaConfig(**{**SIZES, "num_attention_heads": 8, "num_key_value_heads": 1}, head_dim=16),
+    "tinyllama": lambda: transformers.LlamaConfig(
+        **{**SIZES, "num_attention_heads": 8, "num_key_value_heads": 1}, head_dim=16
+    ),
     "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=6),
     "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
     "gemma": lambda: transformers.GemmaConfig(**SIZES, head_dim=32),
@@ -103,7 +105,12 @@ def save_tokenizer(directory: Path, text: str = TEXT) -> None:
 
 
 def save_checkpoint(
-    directory: Path, family: str, seed: int = 0, dtype: torch.dtype = torch.float32, shards: bool = False, **changes: Any
+    directory: Path,
+    family: str,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    shards: bool = False,
+    **changes: Any,
 ) -> Path:
     """A random checkpoint of ``family`` with a tokenizer, at a scale that makes its logits differ clearly."""
     torch.manual_seed(seed)

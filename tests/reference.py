@@ -23,7 +23,9 @@ def exact_probabilities(logits: npt.NDArray[Any], params: SamplingParams, tie: f
     row: list[float] = logits.tolist()
     order = sorted(range(len(row)), key=row.__getitem__, reverse=True)  # Stable: of equals, the first comes first.
     if params.temperature == 0:
-        return np.eye(1, len(row), order[0])[0]
+        hot = np.zeros(len(row))
+        hot[order[0]] = 1
+        return hot
     weights = np.array([math.exp((x - row[order[0]]) / params.temperature) for x in row])
     if 0 < params.top_k < len(row):
         weights[weights < weights[order[params.top_k - 1]] * (1 - tie)] = 0
@@ -73,13 +75,12 @@ def chi_squared(tokens: npt.ArrayLike, probs: npt.NDArray[Any]) -> Fit:
     if counts[probs == 0].any():
         return Fit(math.inf, 1)
     expected = probs * counts.sum()
-    statistic, bins, wanted, found = 0.0, 0, 0.0, 0.0
-    for token in np.argsort(-expected, kind="stable"):
-        if wanted >= 5:
-            statistic, bins = statistic + (found - wanted) ** 2 / wanted, bins + 1
-            wanted, found = 0.0, 0.0
-        wanted, found = wanted + expected[token], found + counts[token]
-    if wanted >= 5 or not bins:
-        return Fit(statistic + (found - wanted) ** 2 / wanted, bins)
-    # A last group that expects less than 5 is left out; the others leave it no freedom but their own sum.
-    return Fit(statistic, bins)
+    bins: list[tuple[float, int]] = []
+    for token in np.argsort(-expected, kind="stable")[: np.count_nonzero(expected)]:
+        # From the likeliest on: a bin is closed when it expects 5. What is left at the end joins the last one.
+        wanted, found = bins.pop() if bins and bins[-1][0] < 5 else (0.0, 0)
+        bins.append((wanted + float(expected[token]), found + int(counts[token])))
+    if len(bins) > 1 and bins[-1][0] < 5:
+        (wanted, found), (more, others) = bins.pop(), bins.pop()
+        bins.append((wanted + more, found + others))
+    return Fit(sum((found - wanted) ** 2 / wanted for wanted, found in bins), len(bins) - 1)

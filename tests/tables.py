@@ -102,8 +102,8 @@ def _io(vocab_size: int) -> list[Tensor]:
 
 
 def _model(table: Floats, weight: int) -> onnx.ModelProto:
-    """Keys hold the tokens and values the tokens times ``weight``: the logits come from one key and the value before it."""
-    constants = {
+    """Keys hold the tokens and values the tokens times ``weight``: logits come from one key and the value before it."""
+    constants: dict[str, npt.NDArray[Any]] = {
         "table": table,
         "rows": np.array(len(table), np.int64),
         "weight": np.array(weight, np.float32),
@@ -124,7 +124,11 @@ def _model(table: Floats, weight: int) -> onnx.ModelProto:
         node("Reshape", [key, "as_tokens"], ["keys"]),
         node("Reshape", [value, "as_tokens"], ["values"]),
         node("Unsqueeze", [WRITE_INDICES, "column"], ["start"]),
-        node("Add", ["start", LOGITS_INDICES], ["at"]),
+        node("Shape", [INPUT_IDS], ["width"], start=1, end=2),
+        node("Squeeze", ["width"], ["scalar_width"]),
+        node("Range", ["zero", "scalar_width", "one"], ["columns"]),
+        node("Add", ["start", "columns"], ["positions"]),
+        node("GatherElements", ["positions", LOGITS_INDICES], ["at"], axis=1),
         node("Sub", ["at", "one"], ["before"]),
         node("Max", ["before", "zero"], ["at_previous"]),
         node("GatherElements", ["keys", "at"], ["last"], axis=1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 
 import numpy as np
 import numpy.typing as npt
@@ -101,7 +102,7 @@ def test_logits_that_are_one_hot_are_greedy() -> None:
     hot = np.eye(3, dtype=np.float32)
     for draft in itertools.product(range(3), repeat=2):
         for target in itertools.product(range(3), repeat=3):
-            for u in (0.0, 0.5, JUST_BELOW_1 - 1e-6):
+            for u in (0.0, 0.5, 0.999999):
                 accepted, weights = accept_logits(draft, hot[list(draft)], hot[list(target)], [u, u])
                 assert (accepted, int(weights.argmax())) == accept_tokens(draft, target)
                 assert np.count_nonzero(weights) == 1
@@ -115,47 +116,39 @@ def test_a_rejection_that_leaves_nothing_over_draws_from_the_target() -> None:
     np.testing.assert_array_equal(weights, p[0])
 
 
-def chance(draft: tuple[int, ...], q: Floats, p: Floats, accepted: list[float]) -> float:
-    """Lebesgue measure of the uniforms that accept the last of ``draft``; ``accepted`` accept those before it."""
+def chance(draft: tuple[int, ...], q: Floats, p: Floats) -> float:
+    """The probability that the last of ``draft`` stands when those before it do: where acceptance ends on [0, 1)."""
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
-        if accept_logits(draft, q, p, [*accepted, middle])[0] == len(draft):
+        if accept_logits(draft, q, p, [0.0] * (len(draft) - 1) + [middle])[0] == len(draft):
             low = middle
         else:
             high = middle
     return low
 
 
-def normalised(weights: Floats) -> Doubles:
-    exact = weights.astype(np.float64)
-    return exact / exact.sum()
+def law(q: Floats, p: Floats, draft: tuple[int, ...] = (), mass: float = 1.0) -> Counter[tuple[int, ...]]:
+    """The exact distribution of what a round commits after ``draft`` stood, over all drafts and uniforms."""
+    committed: Counter[tuple[int, ...]] = Counter()
 
+    def commit(before: tuple[int, ...], weights: Floats, share: float) -> None:
+        for token, weight in enumerate(weights.astype(np.float64)):
+            committed[*before, token] += share * weight / weights.sum(dtype=np.float64)
 
-def law(q: Floats, p: Floats) -> dict[tuple[int, ...], float]:
-    """The exact distribution of what a round commits: every draft, every uniform, every token drawn after them."""
-    found: dict[tuple[int, ...], float] = {}
-    for length in range(len(q) + 1):
-        for draft in itertools.product(range(p.shape[1]), repeat=length):
-            mass, uniforms = 1.0, list[float]()
-            for i, token in enumerate(draft):
-                stands = chance(draft[: i + 1], q[: i + 1], p, uniforms)
-                if i == length - 1 and length:
-                    # This prefix, then a rejection of ``token``.
-                    _, weights = accept_logits(draft, q[:length], p, [*uniforms, JUST_BELOW_1])
-                    if stands < 1 - 1e-9:
-                        lost = mass * float(q[i, token]) * (1 - stands)
-                        for following, share in enumerate(normalised(weights)):
-                            key = (*draft[:i], following)
-                            found[key] = found.get(key, 0.0) + lost * share
-                mass *= float(q[i, token]) * stands
-                uniforms.append(0.0)
-            if length == len(q) and mass:
-                _, weights = accept_logits(draft, q, p, uniforms)
-                for following, share in enumerate(normalised(weights)):
-                    key = (*draft, following)
-                    found[key] = found.get(key, 0.0) + mass * share
-    return found
+    here = len(draft)
+    if here == len(q):
+        commit(draft, accept_logits(draft, q, p, [0.0] * here)[1], mass)
+        return committed
+    for token in np.flatnonzero(q[here]):
+        tried, share = (*draft, int(token)), mass * float(q[here, token])
+        stands = chance(tried, q[: here + 1], p)
+        if stands < 1 - 1e-9:
+            _, weights = accept_logits(tried, q[: here + 1], p, [0.0] * here + [JUST_BELOW_1])
+            commit(draft, weights, share * (1 - stands))
+        if stands > 1e-9:
+            committed += law(q, p, tried, share * stands)
+    return committed
 
 
 def pairs_of_distributions() -> dict[str, tuple[Floats, Floats]]:

@@ -53,7 +53,8 @@ def test_specrun_never_imports_specbuild() -> None:
 
 
 def test_dependencies_point_one_way() -> None:
-    names = {path.relative_to(ROOT / "specrun").parts[0].removesuffix(".py") for path in (ROOT / "specrun").rglob("*.py")}
+    package = ROOT / "specrun"
+    names = {path.relative_to(package).parts[0].removesuffix(".py") for path in package.rglob("*.py")}
     assert names - {"__init__"} == set(ORDER), "a new module belongs into ORDER"
     for path in (ROOT / "specrun").rglob("*.py"):
         own = path.relative_to(ROOT / "specrun").parts[0].removesuffix(".py")

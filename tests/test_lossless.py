@@ -30,7 +30,9 @@ def decode(
     return requests
 
 
-def open_pair(target: Path, draft: Path | None, draft_len: int | None = None, use_logits: bool = False) -> SpeculativeDecoder:
+def open_pair(
+    target: Path, draft: Path | None, draft_len: int | None = None, use_logits: bool = False
+) -> SpeculativeDecoder:
     return SpeculativeDecoder.open(target, draft, DraftTargetConfig(draft_len=draft_len, use_logits=use_logits))
 
 
@@ -62,9 +64,7 @@ def alone(engines: Path) -> dict[str, list[list[int]]]:
 
 @pytest.mark.parametrize("draft", ["draft", "target", "padded"])
 @pytest.mark.parametrize("mode", ["greedy", "sampled"])
-def test_same_ids_as_the_target_alone(
-    engines: Path, alone: dict[str, list[list[int]]], draft: str, mode: str
-) -> None:
+def test_same_ids_as_the_target_alone(engines: Path, alone: dict[str, list[list[int]]], draft: str, mode: str) -> None:
     """draft_len 1..10 and batches of 1..4, with a draft that differs from the target and one that is the target."""
     params = SamplingParams() if mode == "greedy" else SAMPLED
     ties = accepted = evaluated = 0
@@ -89,7 +89,12 @@ def test_the_target_is_the_hugging_face_model(hf: Path, alone: dict[str, list[li
     for prompt, expected in zip(PROMPTS, alone["greedy"], strict=True):
         ids = torch.tensor([prompt])
         output = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=LENGTH, do_sample=False, eos_token_id=None, pad_token_id=0
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=LENGTH,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
         )
         assert output[0, len(prompt) :].tolist() == expected
 

@@ -166,7 +166,7 @@ def test_random_numbers_are_philox_of_seed_purpose_position(seed: int, purpose: 
     blocks = (philox((seed, purpose), (block, position, 0, 0)) for block in itertools.count(1))
     words = list(itertools.islice(itertools.chain.from_iterable(blocks), size))
     halves = [half for word in words for half in (word & 0xFFFFFFFF, word >> 32)][:size]
-    expected = [(half + 0.5) / 2**32 for half in halves]
+    expected = (np.array(halves) + 0.5) / 2**32
     found = exponentials(seed, purpose, position, size)
     assert found.dtype == np.float32
     np.testing.assert_allclose(-np.expm1(-found.astype(np.float64)), expected, rtol=2e-7, atol=6e-8)

@@ -28,7 +28,8 @@ class Compiler(Protocol):
 
     def __call__(
         self, checkpoint: Path, graph: GraphInfo, build: BuildConfig, output: Path, advance: Callable[[float], None]
-    ) -> Compiled: ...
+    ) -> Compiled:
+        """Compile the checkpoint directory's graph into ``output``; ``advance`` takes shares of 1."""
 
 
 def choose(backend: str) -> tuple[str, Compiler, str]:

@@ -64,6 +64,18 @@ class Tensorrt:
         self, checkpoint: Path, graph: GraphInfo, build: BuildConfig, output: Path, advance: Callable[[float], None]
     ) -> Compiled:
         """Compile a plan. See ``Compiler``."""
+        with _interruptible() as interrupted:
+            return self._compile(checkpoint, graph, build, output, advance, interrupted)
+
+    def _compile(
+        self,
+        checkpoint: Path,
+        graph: GraphInfo,
+        build: BuildConfig,
+        output: Path,
+        advance: Callable[[float], None],
+        interrupted: threading.Event,
+    ) -> Compiled:
         trt = importlib.import_module(self.name)
         log = _log(trt)
         builder = trt.Builder(log)
@@ -76,10 +88,11 @@ class Tensorrt:
         for profile in build.profiles:
             config.add_optimization_profile(_profile(builder, network, profile))
         capabilities = _capabilities(trt, config)
-        with _interruptible() as interrupted:
-            if hasattr(trt, "IProgressMonitor"):
-                config.progress_monitor = _progress(trt, advance, interrupted)
-            plan = builder.build_serialized_network(network, config)
+        if hasattr(trt, "IProgressMonitor"):
+            config.progress_monitor = _progress(trt, advance, interrupted)
+        plan = builder.build_serialized_network(network, config)
+        if interrupted.is_set():
+            raise KeyboardInterrupt
         if plan is None:
             raise BuildError(f"{checkpoint}: {self.name} {trt.__version__} refused the graph: {log.reason()}")
         if unused := log.unused():
@@ -137,7 +150,8 @@ def _parse(parser: Any, checkpoint: Path, build: BuildConfig) -> None:
     graphs.mark_decomposable(model)
     # The path is where the weights lie; the graph itself is parsed from memory.
     if not parser.parse(graphs.to_bytes(model), str(checkpoint / GRAPH_NAME)):
-        reasons = "; ".join(str(parser.get_error(i).desc()) for i in range(parser.num_errors))
+        errors = [parser.get_error(i) for i in range(parser.num_errors)]
+        reasons = "; ".join(f"{error.node_operator()} ({error.node_name()}): {error.desc()}" for error in errors)
         raise BuildError(f"{checkpoint}: TensorRT's ONNX parser refused the graph: {reasons}")
 
 
@@ -158,8 +172,9 @@ def _check_network(trt: Any, network: Any, graph: GraphInfo) -> list[Tensor]:
         )
     inputs = [network.get_input(i) for i in range(network.num_inputs)]
     outputs = [network.get_output(i) for i in range(network.num_outputs)]
-    if missing := {INPUT_IDS, WRITE_INDICES, LOGITS_INDICES, *past} - {tensor.name for tensor in inputs}:
-        raise BuildError(f"TensorRT dropped the input {sorted(missing)[0]}; the engine would compute something else")
+    expected = {INPUT_IDS, WRITE_INDICES, LOGITS_INDICES, *past}
+    if different := expected ^ {tensor.name for tensor in inputs}:
+        raise BuildError(f"TensorRT's network and the graph contract differ in the input {sorted(different)[0]!r}")
     return [
         Tensor(
             name=tensor.name,

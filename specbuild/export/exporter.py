@@ -64,20 +64,27 @@ def cache_shapes(model: PreTrainedModel) -> list[CacheShape]:
     Configs disagree on how they spell head counts and sizes; the tensors do not.
     Raises UnsupportedModelError for models whose cache is not one key and one value tensor a layer.
     """
-    with torch.no_grad():
-        output = model(input_ids=torch.zeros(1, 3, dtype=torch.int64), use_cache=True)
+    try:
+        with torch.no_grad():
+            output = model(input_ids=torch.zeros(1, 3, dtype=torch.int64), use_cache=True)
+    except Exception as error:  # Settings that contradict each other show up here first.
+        raise UnsupportedModelError(
+            f"{model.name_or_path}: the model does not run as its config.json describes it: {_first_line(error)}"
+        ) from error
     shapes = []
     for index, layer in enumerate(getattr(output.past_key_values, "layers", [])):
         tensors: list[Any] = [getattr(layer, name, None) for name in ("keys", "values")]
         if any(tensor is None or tensor.dim() != 4 for tensor in tensors):
             raise UnsupportedModelError(
-                f"{model.name_or_path}: layer {index} keeps {type(layer).__name__} state instead of one key and one value tensor; "
+                f"{model.name_or_path}: layer {index} keeps {type(layer).__name__} state instead of one key and "
+                "one value tensor; "
                 "only models with plain attention in every layer can be converted"
             )
         shapes += [CacheShape(tensor.shape[1], tensor.shape[3]) for tensor in tensors]
     if not shapes:
         raise UnsupportedModelError(
-            f"{model.name_or_path}: {type(model).__name__} returned no key-value cache; specbuild converts decoder-only text models"
+            f"{model.name_or_path}: {type(model).__name__} returned no key-value cache; specbuild converts "
+            "decoder-only text models"
         )
     return shapes
 
@@ -116,15 +123,18 @@ def export_onnx(model: PreTrainedModel, shapes: list[CacheShape], max_seq_len: i
                 verbose=False,
             )
         except Exception as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UnsupportedModelError(
-                f"{model.name_or_path}: {type(model).__name__} cannot be exported: {reason}"
+                f"{model.name_or_path}: {type(model).__name__} cannot be exported: {_first_line(error)}"
             ) from error
     if exported is None:
         raise UnsupportedModelError(
             f"{model.name_or_path}: {type(model).__name__} cannot be exported: the exporter returned nothing"
         )
     return exported.model
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @contextmanager

@@ -1,0 +1,823 @@
+"""Bad input through the commands: one line that names what is wrong and what to do, and nothing written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import safetensors.torch
+import transformers
+import yaml
+from click.testing import CliRunner, Result
+
+import specbuild.cli
+import specrun.cli
+from tests.families import save_checkpoint, save_tokenizer
+
+Edit = Callable[[dict[str, Any]], object]
+
+
+def invoke(command: click.Command, name: str, *args: object, stdin: bytes | None = None) -> Result:
+    return CliRunner().invoke(command, [str(arg) for arg in args], input=stdin, prog_name=name)
+
+
+def build(*args: object) -> Result:
+    return invoke(specbuild.cli.main, "specbuild", *args)
+
+
+def run(*args: object, stdin: bytes | None = None) -> Result:
+    return invoke(specrun.cli.main, "specrun", *args, stdin=stdin)
+
+
+def error_line(result: Result) -> str:
+    """The one error line of a command that failed with status 1; stage lines may stand before it."""
+    assert isinstance(result.exception, SystemExit), repr(result.exception)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    lines = result.stderr.splitlines()
+    assert [": error: " in line for line in lines] == [False] * (len(lines) - 1) + [True]
+    assert lines[-1].startswith(("specbuild: error: ", "specrun: error: "))
+    return lines[-1]
+
+
+def usage_error(result: Result) -> str:
+    """The message of a command that was called wrongly."""
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    return " ".join(result.stderr.split())
+
+
+def says(line: str, *fragments: object) -> None:
+    for fragment in fragments:
+        assert str(fragment) in line
+
+
+def files_below(directory: Path) -> list[str]:
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
+
+
+def copy_of(source: Path, target: Path, edit: Edit | None = None) -> Path:
+    """A copy of a directory with its config.json edited."""
+    shutil.copytree(source, target)
+    if edit:
+        config = json.loads((target / "config.json").read_text())
+        edit(config)
+        (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def truncate(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:size])
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """The parent of every output directory; errors leave it empty."""
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
+
+
+def convert_error(model: object, out: Path, *flags: object) -> str:
+    line = error_line(build("convert", "--model_dir", model, "--output_dir", out / "onnx", "--no_verify", *flags))
+    assert files_below(out) == []
+    return line
+
+
+def engine_error(out: Path, *flags: object) -> str:
+    line = error_line(build("engine", "--output_dir", out / "engine", *flags))
+    assert files_below(out) == []
+    return line
+
+
+# --- the commands themselves
+
+
+@pytest.mark.parametrize("call", [build, run])
+def test_version_and_help(call: Callable[..., Result]) -> None:
+    assert call("--version").stdout.endswith("version 0.1.0\n")
+    assert "Commands:" in call("--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("call", "command", "option"),
+    [
+        (build, "convert", "--model_dir"),
+        (build, "engine", "--max_draft_len"),
+        (build, "inspect", "--json"),
+        (run, "generate", "--draft_target_model_config"),
+    ],
+)
+def test_help_of_each_command(call: Callable[..., Result], command: str, option: str) -> None:
+    result = call(command, "-h")
+    assert result.exit_code == 0
+    assert option in result.stdout
+
+
+@pytest.mark.parametrize("args", [("convert",), ("engine", "--backend", "cuda"), ("bake",), ("convert", "--modle_dir")])
+def test_usage_errors_of_specbuild(args: tuple[str, ...]) -> None:
+    says(usage_error(build(*args)), "Usage: specbuild", "Error: ")
+
+
+def test_debug_shows_the_traceback(out: Path) -> None:
+    result = build("--debug", "convert", "--model_dir", out / "no", "--output_dir", out / "onnx")
+    assert result.exit_code == 1
+    says(result.stderr, "Traceback (most recent call last)", "CheckpointError")
+    assert result.stderr.splitlines()[-1].startswith("specbuild: error: ")
+
+
+def test_hyphens_mean_underscores(onnx: Path, engines: Path, out: Path) -> None:
+    flags = ("--checkpoint-dir", onnx / "target", "--output-dir", out / "engine", "--max-draft-len", "3")
+    assert build("engine", *flags, "--max-batch-size", "2").exit_code == 0
+    settings = json.loads(build("inspect", out / "engine", "--json").stdout)["build_config"]
+    assert (settings["max_draft_len"], settings["max_batch_size"]) == (3, 2)
+    said = build(
+        "convert", "--model-dir", out / "no", "--output-dir", out / "onnx", "--no-verify", "--dtype", "float32"
+    )
+    says(error_line(said), "no such directory")
+    said = run("generate", "--engine-dir", engines / "target", "--input-text", "a", "--max-output-len", 2, "--no-color")
+    assert said.exit_code == 0
+
+
+# --- convert: checkpoints
+
+
+def test_model_dir_is_missing_or_a_file(hf: Path, out: Path) -> None:
+    says(convert_error(out / "no", out), out / "no", "no such directory", "Hub ID")
+    says(convert_error(hf / "draft" / "config.json", out), "is a file", "--model_dir wants the directory")
+
+
+def test_hub_that_does_not_deliver(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    line = convert_error("nobody/no-such-model", out)
+    says(line, "nobody/no-such-model: no such directory", "the Hub did not deliver it", "give its directory")
+
+
+def test_checkpoint_without_config(out: Path, tmp_path: Path) -> None:
+    says(convert_error(tmp_path, out), tmp_path, "no config.json", "expected a Hugging Face checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("text", "fragment"),
+    [
+        ("", "not readable JSON"),
+        ('{"model_type": "llama",', "not readable JSON"),
+        ("[" * 100_000, "not readable JSON"),
+        ("[1]", "expected a JSON object, found list"),
+        ("{}", "no 'model_type'"),
+    ],
+)
+def test_config_that_is_no_config(out: Path, tmp_path: Path, text: str, fragment: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    says(convert_error(tmp_path, out), tmp_path / "config.json", fragment)
+
+
+@pytest.mark.parametrize(
+    ("config", "fragments"),
+    [
+        ({"model_type": "frobnicate"}, ["unknown architecture 'frobnicate'", "transformers 5."]),
+        ({"model_type": "llama4"}, ["llama4 cannot be converted", "complex numbers"]),
+        ({"model_type": "deepseek_v2"}, ["deepseek_v2 cannot be converted", "latent attention"]),
+        ({"model_type": "deepseek_v3"}, ["deepseek_v3 cannot be converted", "latent attention"]),
+        ({"model_type": "mamba"}, ["mamba cannot be converted", "state-space"]),
+        ({"model_type": "rwkv"}, ["rwkv cannot be converted", "recurrent"]),
+        ({"model_type": "t5"}, ["t5 is not a causal language model", "decoder-only"]),
+        ({"model_type": "bart"}, ["bart is an encoder-decoder", "decoder-only"]),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, ["quantised (gptq)", "as it was"]),
+        ({"model_type": "llama", "quantization_config": "yes"}, ["quantised (unknown)"]),
+        ({"model_type": "custom", "auto_map": {"AutoConfig": "code.Config"}}, ["auto_map", "--trust_remote_code"]),
+        ({"model_type": "llama", "hidden_size": "wide"}, ["transformers cannot read it", "hidden_size", "'wide'"]),
+    ],
+)
+def test_architecture_that_cannot_be_converted(
+    out: Path, tmp_path: Path, config: dict[str, Any], fragments: list[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    says(convert_error(tmp_path, out), tmp_path / "config.json", *fragments)
+
+
+SMALL = {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+HYBRID = {"layer_types": ["conv", "full_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "fragments"),
+    [
+        ("FalconForCausalLM", SMALL, ["falcon cannot be converted", "attention interface"]),
+        (
+            "GPTJForCausalLM",
+            {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
+            ["gptj", "attention interface"],
+        ),
+        ("BertForMaskedLM", {**SMALL, "intermediate_size": 96}, ["no key-value cache", "decoder-only"]),
+        ("Lfm2ForCausalLM", {**SMALL, **HYBRID, "num_key_value_heads": 2}, ["layer 0 keeps", "plain attention"]),
+        ("Lfm2ForCausalLM", {**SMALL, **HYBRID, "num_key_value_heads": 8}, ["does not run as its config.json"]),
+    ],
+)
+def test_loaded_model_that_cannot_be_converted(
+    out: Path, tmp_path: Path, model: str, config: dict[str, Any], fragments: list[str]
+) -> None:
+    kind = getattr(transformers, model)
+    kind(kind.config_class(**config)).save_pretrained(tmp_path / "hf")
+    says(convert_error(tmp_path / "hf", out, "--max_seq_len", 32), tmp_path / "hf", *fragments)
+
+
+def test_remote_code_runs_only_when_trusted(hf: Path, out: Path, tmp_path: Path) -> None:
+    model = copy_of(hf / "draft", tmp_path / "hf", lambda config: config.update(model_type="c", auto_map=AUTO_MAP))
+    (model / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nraise ValueError('it ran')\n")
+    says(convert_error(model, out), "is code in the checkpoint", "--trust_remote_code")
+    assert not (tmp_path / "ran").exists()
+    says(convert_error(model, out, "--trust_remote_code"), "it ran")
+
+
+AUTO_MAP = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+
+
+# --- convert: weights
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("sharded") / "hf", "llama3", seed=4, shards=True)
+
+
+def first_shard(directory: Path) -> Path:
+    return min(directory.glob("model-*.safetensors"))
+
+
+def test_missing_shard(sharded: Path, out: Path, tmp_path: Path) -> None:
+    shard = first_shard(copy_of(sharded, tmp_path / "hf"))
+    shard.unlink()
+    says(
+        convert_error(tmp_path / "hf", out), f"{shard}: missing", "index.json lists it", "download the checkpoint again"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "fragments"),
+    [
+        (b"", ["0 bytes", "empty or truncated", "download it again"]),
+        (b"1234", ["4 bytes", "empty or truncated"]),
+        ((100).to_bytes(8, "little") + b"{}", ["10 bytes", "empty or truncated"]),
+        ((4).to_bytes(8, "little") + b"junk", ["not a safetensors file"]),
+        ((2).to_bytes(8, "little") + b"[]", ["not a safetensors file"]),
+        ((31).to_bytes(8, "little") + b'{"a": {"data_offsets": [0,"x"]}}'[:31], ["not a safetensors file"]),
+        ((32).to_bytes(8, "little") + b'{"a": {"data_offsets": [0,"x"]}}', ["not a safetensors file"]),
+    ],
+)
+def test_shard_that_is_no_safetensors(
+    sharded: Path, out: Path, tmp_path: Path, content: bytes, fragments: list[str]
+) -> None:
+    shard = first_shard(copy_of(sharded, tmp_path / "hf"))
+    shard.write_bytes(content)
+    says(convert_error(tmp_path / "hf", out), shard, *fragments)
+
+
+def test_truncated_weights(hf: Path, out: Path, tmp_path: Path) -> None:
+    weights = copy_of(hf / "draft", tmp_path / "hf") / "model.safetensors"
+    whole = weights.stat().st_size
+    truncate(weights, whole - 100)
+    says(convert_error(tmp_path / "hf", out), weights, f"{whole - 100} bytes", f"says {whole}", "truncated or altered")
+
+
+@pytest.mark.parametrize("name", ["../stolen.safetensors", "/etc/passwd", "sub/model.safetensors", 7, ["a"]])
+def test_index_that_leaves_its_directory(sharded: Path, out: Path, tmp_path: Path, name: object) -> None:
+    index = copy_of(sharded, tmp_path / "hf") / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": name}}))
+    says(convert_error(tmp_path / "hf", out), index, repr(name), "not a plain file name")
+
+
+@pytest.mark.parametrize("text", ["{}", '{"weight_map": {}}', '{"weight_map": [1]}'])
+def test_index_without_weights(sharded: Path, out: Path, tmp_path: Path, text: str) -> None:
+    index = copy_of(sharded, tmp_path / "hf") / "model.safetensors.index.json"
+    index.write_text(text)
+    says(convert_error(tmp_path / "hf", out), index, "no 'weight_map'", "download the checkpoint again")
+
+
+def test_no_weights_and_pickled_weights(hf: Path, out: Path, tmp_path: Path) -> None:
+    model = copy_of(hf / "draft", tmp_path / "hf")
+    (model / "model.safetensors").unlink()
+    says(convert_error(model, out), model, "no model.safetensors", "has no weights")
+    (model / "pytorch_model.bin").write_bytes(b"pickle")
+    says(convert_error(model, out), "only pickled weights (pytorch_model.bin)", "can run code", "save_pretrained")
+
+
+def test_missing_tensor(hf: Path, out: Path, tmp_path: Path) -> None:
+    weights = copy_of(hf / "target", tmp_path / "hf") / "model.safetensors"
+    tensors = safetensors.torch.load_file(weights)
+    del tensors["model.norm.weight"]
+    safetensors.torch.save_file(tensors, weights, {"format": "pt"})
+    line = convert_error(tmp_path / "hf", out)
+    says(line, tmp_path / "hf", "1 tensors missing", "model.norm.weight", "does not fit its config.json")
+
+
+def test_tensor_of_another_shape(hf: Path, out: Path, tmp_path: Path) -> None:
+    model = copy_of(hf / "target", tmp_path / "hf", lambda config: config.update(intermediate_size=80))
+    says(convert_error(model, out), "6 tensors mismatched", "model.layers.0.mlp.down_proj.weight", "config.json")
+
+
+def test_model_that_transformers_cannot_build(hf: Path, out: Path, tmp_path: Path) -> None:
+    model = copy_of(hf / "target", tmp_path / "hf", lambda config: config.update(hidden_act="nope"))
+    says(convert_error(model, out), model, "transformers cannot load it")
+
+
+@pytest.mark.parametrize(
+    ("length", "fragments"),
+    [(1, ["--max_seq_len 1", "at least 2"]), (4096, ["--max_seq_len 4096", "trained for 128", "at most that"])],
+)
+def test_max_seq_len_of_convert(hf: Path, out: Path, length: int, fragments: list[str]) -> None:
+    says(convert_error(hf / "draft", out, "--max_seq_len", length), *fragments)
+
+
+def test_model_that_does_not_say_its_length(out: Path, tmp_path: Path) -> None:
+    kind = transformers.BloomConfig(vocab_size=320, hidden_size=64, n_layer=2, n_head=4)
+    transformers.BloomForCausalLM(kind).save_pretrained(tmp_path / "hf")
+    says(convert_error(tmp_path / "hf", out), "no max_position_embeddings", "give --max_seq_len")
+
+
+# --- output directories
+
+
+def test_output_that_exists_is_replaced_only_by_force(onnx: Path, out: Path) -> None:
+    flags = ("engine", "--checkpoint_dir", onnx / "draft", "--output_dir", out / "engine")
+    (out / "engine").mkdir()
+    assert build(*flags).exit_code == 0  # An empty directory is nobody's.
+    (out / "engine" / "note").write_text("mine")
+    says(error_line(build(*flags)), out / "engine", "exists", "give --force", "choose another --output_dir")
+    assert (out / "engine" / "note").read_text() == "mine"
+    assert build(*flags, "--force", "--max_batch_size", 1).exit_code == 0
+    assert not (out / "engine" / "note").exists()
+    assert json.loads((out / "engine" / "config.json").read_text())["build_config"]["max_batch_size"] == 1
+    assert [path.name for path in out.iterdir()] == ["engine"]
+
+
+def test_force_replaces_nothing_that_is_not_ours(hf: Path, onnx: Path, out: Path, tmp_path: Path) -> None:
+    theirs = copy_of(hf / "draft", tmp_path / "theirs")
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "thesis.txt").write_text("years")
+    for folder in (theirs, home):
+        before = files_below(folder)
+        for flags in (("convert", "--model_dir", hf / "draft"), ("engine", "--checkpoint_dir", onnx / "draft")):
+            line = error_line(build(*flags, "--output_dir", folder, "--force"))
+            says(line, folder, "no config.json of ours", "refusing", "choose another --output_dir")
+        assert files_below(folder) == before
+
+
+def test_output_that_is_the_input(onnx: Path, tmp_path: Path) -> None:
+    checkpoint = copy_of(onnx / "draft", tmp_path / "onnx")
+    before = files_below(checkpoint)
+    flags = ("engine", "--checkpoint_dir", checkpoint, "--output_dir", checkpoint, "--force")
+    says(error_line(build(*flags)), checkpoint, "is the checkpoint itself", "choose another --output_dir")
+    assert files_below(checkpoint) == before
+
+
+def test_output_that_is_a_file_or_below_one(hf: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for output in (tmp_path / "file", tmp_path / "file" / "onnx"):
+        line = error_line(build("convert", "--model_dir", hf / "draft", "--output_dir", output, "--force"))
+        says(line, tmp_path / "file", "not a directory", "choose another --output_dir")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+# --- engine: settings
+
+
+@pytest.mark.parametrize(
+    ("flags", "fragments"),
+    [
+        ({"speculative_decoding_mode": "draft_tokens_external"}, ["draft_tokens_external needs max_draft_len"]),
+        ({"speculative_decoding_mode": "none", "max_draft_len": 4}, ["max_draft_len 4 contradicts", "leave out one"]),
+        ({"max_batch_size": 0}, ["max_batch_size", "greater than or equal to 1", "found 0"]),
+        ({"max_draft_len": -1}, ["max_draft_len", "found -1"]),
+        ({"max_seq_len": 4096}, ["--max_seq_len 4096", "converted for 128 positions", "at most that"]),
+        ({"max_seq_len": 64, "max_input_len": 64}, ["--max_input_len 64", "no room for output", "--max_seq_len 64"]),
+        ({"backend": "tensorrt"}, ["--backend tensorrt", "--backend tensorrt_rtx compiles plans without a GPU"]),
+    ],
+)
+def test_build_settings(onnx: Path, out: Path, flags: dict[str, object], fragments: list[str]) -> None:
+    if flags.get("backend") == "tensorrt" and specbuild_has_gpu():
+        pytest.skip("tensorrt is usable here")
+    args = [part for name, value in flags.items() for part in (f"--{name}", value)]
+    says(engine_error(out, "--checkpoint_dir", onnx / "target", *args), *fragments)
+
+
+def specbuild_has_gpu() -> bool:
+    from specbuild.compilers.tensorrt import why_unusable
+
+    return why_unusable("tensorrt") is None
+
+
+def test_directories_must_be_named(onnx: Path, out: Path) -> None:
+    says(engine_error(out), "checkpoint_dir is missing", "--checkpoint_dir", "--config")
+    says(error_line(build("engine", "--checkpoint_dir", onnx / "draft")), "output_dir is missing", "--output_dir")
+
+
+@pytest.mark.parametrize(
+    ("text", "fragments"),
+    [
+        ("max_drft_len: 4\n", ["unknown key 'max_drft_len'", "did you mean 'max_draft_len'"]),
+        ("engines:\n- {chekpoint_dir: a}\n", ["unknown key 'chekpoint_dir'", "did you mean 'checkpoint_dir'"]),
+        ("engine: []\n", ["unknown key 'engine'", "did you mean 'engines'"]),
+        ("engines:\n- engines: []\n", ["unknown key 'engines'"]),
+        ("- a\n", ["expected settings (key: value), found list"]),
+        ("", ["expected settings (key: value), found NoneType"]),
+        ("a: [\n", ["not readable YAML"]),
+        ("\0", ["not readable YAML"]),
+        ("engines: []\n", ["'engines' must be a list of settings"]),
+        ("engines: [a, b]\n", ["'engines' must be a list of settings"]),
+        ("engines:\n- {checkpoint_dir: a}\n", ["engine 1: output_dir is missing"]),
+        ("checkpoint_dir: a\nengines:\n- {output_dir: b}\n- {output_dir: b}\n", ["same output_dir"]),
+        ("checkpoint_dir: a\noutput_dir: b\nmax_batch_size: many\n", ["engine 1: max_batch_size", "found 'many'"]),
+        ("checkpoint_dir: a\noutput_dir: b\nbackend: cuda\n", ["engine 1: backend", "found 'cuda'", "tensorrt_rtx"]),
+    ],
+)
+def test_settings_file(tmp_path: Path, text: str, fragments: list[str]) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(text)
+    says(error_line(build("engine", "--config", file)), file, *fragments)
+
+
+def test_settings_file_that_cannot_be_read(tmp_path: Path) -> None:
+    says(error_line(build("engine", "--config", tmp_path / "no.yaml")), "no such file", "configs/demo.yaml")
+    says(error_line(build("engine", "--config", tmp_path)), tmp_path, "Is a directory")
+    (tmp_path / "latin1.yaml").write_bytes(b"backend: caf\xe9\n")
+    says(error_line(build("engine", "--config", tmp_path / "latin1.yaml")), "latin1.yaml", "not readable YAML")
+
+
+def test_flags_beat_the_file(onnx: Path, out: Path, tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    engines = [{"checkpoint_dir": str(onnx / name), "output_dir": str(out / name)} for name in ("target", "draft")]
+    engines[0]["max_batch_size"] = "3"
+    file.write_text(yaml.safe_dump({"max_batch_size": 2, "max_seq_len": 64, "engines": engines}))
+    line = error_line(build("engine", "--config", file, "--output_dir", out / "x"))
+    says(line, "--output_dir cannot stand beside", "lists 2 engines")
+    assert files_below(out) == []
+    assert build("engine", "--config", file, "--max_seq_len", 48).exit_code == 0
+    for name, rows in (("target", 3), ("draft", 2)):
+        settings = json.loads((out / name / "config.json").read_text())["build_config"]
+        assert (settings["max_seq_len"], settings["max_batch_size"]) == (48, rows)
+
+
+# --- engine: ONNX checkpoint directories
+
+
+def test_directories_of_the_wrong_kind(hf: Path, onnx: Path, engines: Path, out: Path) -> None:
+    line = engine_error(out, "--checkpoint_dir", engines / "draft")
+    says(line, engines / "draft", "expected a checkpoint directory, found an engine directory", "specbuild convert")
+    says(engine_error(out, "--checkpoint_dir", hf / "draft"), "that this toolchain did not write", "specbuild convert")
+    line = error_line(run("generate", "--engine_dir", onnx / "target", "--input_text", "a"))
+    says(line, onnx / "target", "expected an engine directory, found a checkpoint directory", "specbuild engine")
+
+
+def test_missing_checkpoint_directory(out: Path) -> None:
+    says(engine_error(out, "--checkpoint_dir", out / "no"), out / "no", "no such directory", "'specbuild convert'")
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data"])
+def test_broken_checkpoint_directory(onnx: Path, out: Path, tmp_path: Path, name: str) -> None:
+    path = copy_of(onnx / "draft", tmp_path / "onnx") / name
+    whole = path.stat().st_size
+    truncate(path, whole // 2)
+    line = engine_error(out, "--checkpoint_dir", path.parent)
+    says(line, path, f"{whole // 2} bytes, expected {whole}", "truncated", "convert the model again")
+    path.unlink()
+    says(engine_error(out, "--checkpoint_dir", path.parent), f"{path}: missing", "convert the model again")
+
+
+def test_altered_checkpoint_directory(onnx: Path, out: Path, tmp_path: Path) -> None:
+    graph = copy_of(onnx / "draft", tmp_path / "onnx") / "model.onnx"
+    graph.write_bytes(bytes(graph.stat().st_size))
+    says(engine_error(out, "--checkpoint_dir", graph.parent), graph, "wrong sha256 checksum", "convert again")
+
+
+def test_checkpoint_that_does_not_list_its_files(onnx: Path, out: Path, tmp_path: Path) -> None:
+    checkpoint = copy_of(onnx / "draft", tmp_path / "onnx", lambda config: config["files"].clear())
+    says(engine_error(out, "--checkpoint_dir", checkpoint), checkpoint / "config.json", "does not list model.onnx")
+
+
+# --- engine directories
+
+
+def test_engine_directory_missing_or_half_written(engines: Path, tmp_path: Path) -> None:
+    says(generate_error(tmp_path / "no"), tmp_path / "no", "no such directory", "'specbuild engine'")
+    half = copy_of(engines / "target", tmp_path / "half")
+    (half / "config.json").unlink()
+    says(generate_error(half), half, "no config.json", "half written", "'specbuild engine'")
+    says(error_line(build("inspect", half)), half, "no config.json", "half written")
+
+
+def generate_error(engine: Path, *flags: object) -> str:
+    return error_line(run("generate", "--engine_dir", engine, "--input_text", "the quick", *flags))
+
+
+@pytest.mark.parametrize(
+    ("edit", "fragments"),
+    [
+        (lambda config: config.update(version=99), ["format version 99 is newer than 1", "upgrade"]),
+        (lambda config: config.pop("version"), ["format version None", "specbuild engine"]),
+        (lambda config: config.update(surprise=1), ["surprise", "make the directory again"]),
+        (lambda config: config.pop("io"), ["io", "Field required", "make the directory again"]),
+        (lambda config: config["build_config"].update(max_batch_size=0), ["build_config.max_batch_size"]),
+        (lambda config: config["files"].clear(), ["files", "at least 1"]),
+        (lambda config: config["files"].update({"../x": config["files"]["model.onnx"]}), ["'../x' is not a plain"]),
+        (lambda config: config["files"].update({"a\\b": config["files"]["model.onnx"]}), ["is not a plain file name"]),
+        (lambda config: config["files"]["model.onnx"].update(sha256="x"), ["files.model.onnx.sha256"]),
+    ],
+)
+def test_engine_config_that_does_not_load(engines: Path, tmp_path: Path, edit: Edit, fragments: list[str]) -> None:
+    engine = copy_of(engines / "target", tmp_path / "engine", edit)
+    says(generate_error(engine), engine / "config.json", *fragments)
+    says(error_line(build("inspect", engine)), engine / "config.json", *fragments)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000])
+def test_engine_config_that_is_no_json(engines: Path, tmp_path: Path, text: str) -> None:
+    config = copy_of(engines / "target", tmp_path / "engine") / "config.json"
+    config.write_text(text)
+    says(generate_error(config.parent), config, "not readable JSON", "'specbuild engine'")
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data"])
+def test_engine_file_missing_truncated_or_altered(engines: Path, tmp_path: Path, name: str) -> None:
+    path = copy_of(engines / "target", tmp_path / "engine") / name
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    says(generate_error(path.parent), path, "wrong sha256 checksum", "build the engine again")
+    truncate(path, 100)
+    says(generate_error(path.parent), path, f"100 bytes, expected {len(content)}", "truncated")
+    path.unlink()
+    says(generate_error(path.parent), f"{path}: missing", "build the engine again")
+
+
+def test_engine_for_other_hardware(engines: Path, tmp_path: Path) -> None:
+    other = copy_of(engines / "target", tmp_path / "a", lambda config: config["backend"].update(machine="riscv64"))
+    says(generate_error(other), other, "built for riscv64", "this machine is", "build the engine on this machine")
+    assert build("inspect", other).exit_code == 0
+    plan = copy_of(
+        engines / "target", tmp_path / "b", lambda config: config["backend"].update(name="tensorrt_rtx", device="cuda")
+    )
+    says(generate_error(plan), plan, "tensorrt_rtx engine")
+
+
+def test_engine_without_a_tokenizer(engines: Path, tmp_path: Path) -> None:
+    engine = copy_of(engines / "target", tmp_path / "engine")
+    (engine / "tokenizer.json").write_text("{")
+    says(generate_error(engine), engine / "tokenizer.json", "not a readable tokenizer")
+    (engine / "tokenizer.json").unlink()
+    says(generate_error(engine), f"{engine}: no tokenizer.json", "--tokenizer_dir")
+    says(generate_error(engine, "--tokenizer_dir", tmp_path), f"{tmp_path}: no tokenizer.json", "--tokenizer_dir")
+    flags = ("--tokenizer_dir", engines / "target", "--max_output_len", 2)
+    assert run("generate", "--engine_dir", engine, "--input_text", "a", *flags).exit_code == 0
+
+
+def test_chat_templates(engines: Path, tmp_path: Path) -> None:
+    engine = copy_of(engines / "target", tmp_path / "engine")
+    (engine / "chat_template.jinja").write_text("{{ raise_exception('no system role') }}")
+    says(generate_error(engine, "--chat"), engine, "the chat template failed", "no system role", "leave out --chat")
+    (engine / "chat_template.jinja").unlink()
+    says(generate_error(engine, "--chat"), engine, "has no chat template", "leave out --chat")
+    (engine / "tokenizer_config.json").write_text("{")
+    says(generate_error(engine, "--chat"), engine, "tokenizer's settings cannot be read", "leave out --chat")
+
+
+# --- pairs
+
+
+@pytest.fixture(scope="module")
+def strangers(engines: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Copies of the draft with another vocabulary, with other merges, without a tokenizer, and a shorter one."""
+    root = tmp_path_factory.mktemp("strangers")
+    vocabulary = copy_of(engines / "draft", root / "vocabulary", forget_tokenizer)
+    save_tokenizer(vocabulary, "completely different words make completely different merges " * 5)
+    rules = copy_of(engines / "draft", root / "rules", forget_tokenizer)
+    tokenizer = json.loads((rules / "tokenizer.json").read_text())
+    tokenizer["normalizer"] = {"type": "Lowercase"}
+    (rules / "tokenizer.json").write_text(json.dumps(tokenizer))
+    none = copy_of(engines / "padded", root / "none", lambda config: config.update(tokenizer=None))
+    short = copy_of(engines / "draft", root / "short", lambda config: config["build_config"].update(max_seq_len=64))
+    return {"vocabulary": vocabulary, "rules": rules, "none": none, "short": short}
+
+
+def forget_tokenizer(config: dict[str, Any]) -> None:
+    config["tokenizer"]["fingerprint"] = "another"
+
+
+@pytest.mark.parametrize(
+    ("draft", "fragments"),
+    [
+        ("vocabulary", ["different vocabularies: token 2", "use a draft with the target's tokenizer"]),
+        ("rules", ["different tokenizers", "vocabularies agree, but 'normalizer'", "use a draft with the target's"]),
+        ("none", ["320 logits", "352", "without a tokenizer in both"]),
+        ("short", ["max_seq_len 64 is shorter than the target's 128", "--max_seq_len 128"]),
+    ],
+)
+def test_draft_that_does_not_fit(engines: Path, strangers: dict[str, Path], draft: str, fragments: list[str]) -> None:
+    says(generate_error(engines / "target", "--draft_engine_dir", strangers[draft]), strangers[draft], *fragments)
+
+
+def tokens(*flags: object) -> list[int]:
+    result = run("generate", "--input_text", "the quick", "--max_output_len", 24, "--output_format", "json", *flags)
+    assert result.exit_code == 0, result.stderr
+    ids: list[int] = json.loads(result.stdout)["token_ids"]
+    return ids
+
+
+@pytest.mark.parametrize("draft", ["draft", "padded"])
+def test_a_padded_embedding_is_no_difference(engines: Path, draft: str) -> None:
+    alone = tokens("--engine_dir", engines / "target")
+    assert tokens("--engine_dir", engines / "target", "--draft_engine_dir", engines / draft) == alone
+
+
+@pytest.mark.parametrize("flags", [(), ("--temperature", "1", "--seed", "7")])
+def test_a_padded_target_with_a_narrower_draft(onnx: Path, engines: Path, out: Path, flags: tuple[str, ...]) -> None:
+    target = out / "target"
+    wanted = ("--checkpoint_dir", onnx / "padded", "--output_dir", target, "--max_draft_len", 4)
+    assert build("engine", *wanted).exit_code == 0
+    alone = tokens("--engine_dir", target, *flags)
+    assert max(alone) >= 320, "the test needs a target that writes ids the draft has no row for"
+    assert tokens("--engine_dir", target, "--draft_engine_dir", engines / "draft", *flags) == alone
+
+
+def test_draft_len_over_the_engine(engines: Path) -> None:
+    pair = (engines / "target", "--draft_engine_dir", engines / "draft")
+    for flags in (("--draft_len", 11), ("--draft_target_model_config", "[11,[0],[0],False]")):
+        says(generate_error(*pair, *flags), "draft_len 11", "max_draft_len 10", "give at most 10", "--max_draft_len 11")
+    line = generate_error(engines / "draft", "--draft_engine_dir", engines / "draft")
+    says(line, engines / "draft", "built without draft tokens", "--max_draft_len")
+
+
+@pytest.mark.parametrize(
+    ("flags", "fragments"),
+    [
+        (("--draft_model_device_list", "[1]"), ["draft_model_device_list [1]", "no such device", "device 0"]),
+        (("--target_model_device_list", "3"), ["target_model_device_list [3]", "no such device"]),
+        (("--draft_target_model_config", "[4,[0,1],[0],False]"), ["[0, 1]", "runs on one device", "like [0]"]),
+        (("--draft_target_model_config", "[4,[0],[9],False]"), ["target_model_device_list [9]", "no such device"]),
+    ],
+)
+def test_devices(engines: Path, flags: tuple[str, ...], fragments: list[str]) -> None:
+    says(generate_error(engines / "target", "--draft_engine_dir", engines / "draft", *flags), *fragments)
+
+
+@pytest.mark.parametrize(
+    ("text", "fragment"),
+    [
+        ("4,[0],[0]", "has not four items"),
+        ("[4,[0],[0]]", "has not four items"),
+        ("[4,[0],[0],False", "is not a list"),
+        ("four", "is not a list"),
+        ("", "is not a list"),
+        ("__import__('os')", "is not a list"),
+        ("[-1,[0],[0],False]", "draft_len -1"),
+        ("['4',[0],[0],False]", "draft_len '4'"),
+        ("[True,[0],[0],False]", "draft_len True"),
+        ("[4,0,[0],False]", "device list 0"),
+        ("[4,[],[0],False]", "device list []"),
+        ("[4,[0],[-1],False]", "device list [-1]"),
+        ("[4,[0],[0],1]", "use_logits 1 is neither True nor False"),
+        ("[4,[0],[0],false]", "is not a list"),
+    ],
+)
+def test_malformed_config_list(engines: Path, text: str, fragment: str) -> None:
+    flags = ("--engine_dir", engines / "target", "--draft_engine_dir", engines / "draft", "--input_text", "a")
+    message = usage_error(run("generate", *flags, "--draft_target_model_config", text))
+    says(message, "Invalid value for '--draft_target_model_config'", fragment, "like [")
+
+
+@pytest.mark.parametrize(
+    ("flags", "fragments"),
+    [
+        (("--draft_len", "2"), ["--draft_len needs a draft", "--draft_engine_dir"]),
+        (("--acceptance", "logits"), ["--acceptance needs a draft"]),
+        (("--draft_target_model_config", "[4,[0],[0],False]"), ["--draft_target_model_config needs a draft"]),
+        (("--stream", "--output_format", "json"), ["--stream", "--output_format json"]),
+        (("--input_file", "f"), ["--input_text and --input_file exclude each other"]),
+        (("--target_model_device_list", "zero"), ["--target_model_device_list", "'zero' is not a device list"]),
+        (("--max_output_len", "0"), ["--max_output_len"]),
+    ],
+)
+def test_flags_that_contradict(engines: Path, flags: tuple[str, ...], fragments: list[str]) -> None:
+    says(usage_error(run("generate", "--engine_dir", engines / "target", "--input_text", "a", *flags)), *fragments)
+
+
+def test_list_and_flags_say_the_same_thing_twice(engines: Path) -> None:
+    pair = ("--engine_dir", engines / "target", "--draft_engine_dir", engines / "draft", "--input_text", "a")
+    message = usage_error(run("generate", *pair, "--draft_target_model_config", "[4,[0],[0],False]", "--draft_len", 3))
+    says(message, "--draft_target_model_config already sets --draft_len", "leave out one of them")
+
+
+# --- prompts and parameters
+
+
+@pytest.mark.parametrize(
+    ("flags", "fragments"),
+    [
+        (("--num_beams", "2"), ["--num_beams 2", "give --num_beams 1"]),
+        (("--temperature", "-1"), ["temperature -1.0", "expected 0 (greedy)"]),
+        (("--temperature", "nan"), ["temperature nan"]),
+        (("--top_k", "-1"), ["top_k -1", "expected 0 (off)"]),
+        (("--top_p", "0"), ["top_p 0.0", "more than 0 and at most 1"]),
+        (("--top_p", "1.5"), ["top_p 1.5"]),
+        (("--seed", "-1"), ["seed -1", "2**64"]),
+        (("--max_output_len", "128"), ["prompt 1: 3 tokens + 128", "max_seq_len is 128", "--max_output_len 125"]),
+    ],
+)
+def test_parameters(engines: Path, flags: tuple[str, ...], fragments: list[str]) -> None:
+    says(generate_error(engines / "target", *flags), *fragments)
+
+
+def test_prompt_over_max_input_len(engines: Path) -> None:
+    flags = ("generate", "--engine_dir", engines / "target", "--input_text", "short", "--input_text", "long " * 60)
+    says(error_line(run(*flags)), "prompt 2: ", "max_input_len is 48")
+
+
+def test_prompt_that_fills_max_seq_len(onnx: Path, out: Path) -> None:
+    flags = ("--checkpoint_dir", onnx / "draft", "--output_dir", out / "engine", "--max_seq_len", 8)
+    assert build("engine", *flags, "--max_input_len", 7).exit_code == 0
+    said = run("generate", "--engine_dir", out / "engine", "--input_text", "abcdefg", "--output_format", "json")
+    assert json.loads(said.stdout)["output_tokens"] == 1
+    says(generate_error(out / "engine", "--max_output_len", 6), "the engine's max_seq_len is 8", "--max_output_len 5")
+
+
+def test_prompt_of_another_models_tokenizer(engines: Path, tmp_path: Path) -> None:
+    tokenizer = json.loads((engines / "target" / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 900, "content": "<far>", "special": True})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    flags = ("--tokenizer_dir", tmp_path, "--input_text", "a<far>")
+    result = run("generate", "--engine_dir", engines / "target", *flags)
+    says(error_line(result), "prompt 1: token id", "the model has 320", "another model's")
+
+
+@pytest.mark.parametrize("text", ["", "  ", "\n"])
+def test_empty_prompt(engines: Path, text: str) -> None:
+    flags = ("generate", "--engine_dir", engines / "target", "--input_text", "fine", "--input_text", text)
+    says(error_line(run(*flags)), "--input_text 2: empty")
+
+
+def test_prompt_argument_that_is_not_utf8(engines: Path) -> None:
+    result = run("generate", "--engine_dir", engines / "target", "--input_text", "caf\udce9")
+    says(error_line(result), "--input_text 1", "is not UTF-8")
+
+
+@pytest.mark.parametrize(
+    ("data", "fragments"),
+    [
+        (b"", ["empty", "one prompt a line"]),
+        (b"one\n\ntwo\n", ["line 2: empty prompt", "remove the line"]),
+        (b"one\n \t\n", ["line 2: empty prompt"]),
+        (b"one\ntwo caf\xe9\n", ["line 2: byte 0xe9 at offset 11 is not UTF-8", "save the file as UTF-8"]),
+        ("one\n".encode("utf-16"), ["line 1: byte 0xff at offset 0 is not UTF-8"]),
+    ],
+)
+def test_input_file_and_standard_input(engines: Path, tmp_path: Path, data: bytes, fragments: list[str]) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(data)
+    flags = ("generate", "--engine_dir", engines / "target")
+    says(error_line(run(*flags, "--input_file", file)), file, *fragments)
+    says(error_line(run(*flags, stdin=data)), "standard input", *fragments)
+
+
+def test_input_file_that_cannot_be_read(engines: Path, tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "no.txt"):
+        result = run("generate", "--engine_dir", engines / "target", "--input_file", path)
+        says(error_line(result), path, "--input_file wants a text file")
+
+
+@pytest.mark.parametrize(
+    ("data", "count"),
+    [(b"one\r\ntwo\r\n", 2), (b"\xef\xbb\xbfone", 1), (b"one\x0ctwo\n", 1), ("one\u2028two\nthree".encode(), 2)],
+)
+def test_what_a_line_is(engines: Path, data: bytes, count: int) -> None:
+    flags = ("--max_output_len", 2, "--output_format", "json")
+    result = run("generate", "--engine_dir", engines / "target", *flags, stdin=data)
+    assert result.exit_code == 0
+    assert len(result.stdout.splitlines()) == count
+
+
+FIELDS = [
+    *("text", "token_ids", "finish_reason", "prompt_tokens", "output_tokens", "rounds", "drafted", "evaluated"),
+    *("accepted", "acceptance_rate", "tokens_per_round", "seconds", "tokens_per_second"),
+]
+
+
+def test_more_prompts_than_a_batch_run_in_several(engines: Path) -> None:
+    prompts = [f"{letter} quick" for letter in "abcdefghi"]  # The engine takes 4.
+    texts = [part for prompt in prompts for part in ("--input_text", prompt)]
+    flags = ("--engine_dir", engines / "target", "--draft_engine_dir", engines / "draft", "--max_output_len", 8)
+    together = run("generate", *flags, *texts, "--output_format", "json")
+    assert together.exit_code == 0
+    results = [json.loads(line) for line in together.stdout.splitlines()]
+    assert len(results) == len(prompts)
+    for result, prompt in zip(results, prompts, strict=True):
+        assert list(result) == FIELDS
+        alone = run("generate", *flags, "--input_text", prompt, "--output_format", "json")
+        assert json.loads(alone.stdout)["token_ids"] == result["token_ids"]
+        assert result["output_tokens"] == len(result["token_ids"])
+        assert result["accepted"] <= result["evaluated"] <= result["drafted"]

@@ -1,0 +1,166 @@
+"""The three commands through the shell, on a trained pair with a real tokenizer (scripts/make_demo_pair)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).parent.parent
+PAIR = ROOT / ".cache" / "pair"
+BIN = Path(sys.executable).parent
+PROMPT = "The import statement"
+LENGTH = 48
+
+
+def shell(*command: str | Path, input: str | None = None, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run a command as a user would; stdout and stderr are kept apart."""
+    environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    return subprocess.run(
+        [str(part) for part in command], input=input, cwd=cwd, env=environment, capture_output=True, text=True
+    )
+
+
+def ok(*command: str | Path, input: str | None = None, cwd: Path = ROOT) -> str:
+    result = shell(*command, input=input, cwd=cwd)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def pair() -> Path:
+    """The trained pair as Hugging Face checkpoints."""
+    ok(sys.executable, ROOT / "scripts" / "make_demo_pair", "--output_dir", PAIR)
+    return PAIR
+
+
+@pytest.fixture(scope="module")
+def built(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Engines of the pair, built by the commands from a YAML file, two at a time."""
+    root = tmp_path_factory.mktemp("demo")
+    for name in ("target", "draft"):
+        ok("specbuild", "convert", "--model_dir", pair / name, "--output_dir", root / "onnx" / name)
+    (root / "engines.yaml").write_text(
+        "max_seq_len: 256\nengines:\n"
+        "  - {checkpoint_dir: onnx/target, output_dir: engines/target, max_draft_len: 10}\n"
+        "  - {checkpoint_dir: onnx/draft, output_dir: engines/draft}\n"
+    )
+    ok("specbuild", "engine", "--config", "engines.yaml", "--workers", "2", "--max_batch_size", "2", cwd=root)
+    return root / "engines"
+
+
+def generate(engines: Path, *options: str, draft: bool = True, input: str | None = None) -> list[dict[str, object]]:
+    with_draft = ("--draft_engine_dir", engines / "draft") if draft else ()
+    prompt = () if input is not None else ("--input_text", PROMPT)
+    output = ok(
+        "specrun", "generate", "--engine_dir", engines / "target", *with_draft, *prompt,
+        "--max_output_len", str(LENGTH), "--output_format", "json", *options, input=input,
+    )  # fmt: skip
+    return [json.loads(line) for line in output.splitlines()]
+
+
+def test_the_text_is_hugging_faces(pair: Path, built: Path) -> None:
+    """Greedy: the same ids as transformers' generate on the target checkpoint, with and without the draft."""
+    tokenizer = AutoTokenizer.from_pretrained(pair / "target")
+    model = AutoModelForCausalLM.from_pretrained(pair / "target").eval()
+    ids = torch.tensor([tokenizer(PROMPT).input_ids])
+    expected = model.generate(ids, max_new_tokens=LENGTH, do_sample=False)[0, ids.shape[1] :].tolist()
+    for result in (*generate(built), *generate(built, draft=False)):
+        assert result["token_ids"] == expected
+        assert result["text"] == tokenizer.decode(expected, skip_special_tokens=True)
+
+
+def test_about_half_of_the_drafts_are_accepted(built: Path) -> None:
+    (result,) = generate(built, "--draft_target_model_config", "[4,[0],[0],False]")
+    rate = result["acceptance_rate"]
+    assert isinstance(rate, float)
+    assert rate > 0.45
+    assert result["accepted"] == round(rate * float(str(result["evaluated"])))
+
+
+def test_the_text_reads_like_its_corpus(built: Path) -> None:
+    (result,) = generate(built)
+    words = str(result["text"]).split()
+    assert sum(word in {"the", "is", "a", "of", "to", "in", "module", "import"} for word in words) >= 4
+
+
+def test_seeded_texts_are_the_targets_own(built: Path) -> None:
+    sampling = ("--temperature", "0.8", "--top_p", "0.95", "--seed", "7")
+    (alone,) = generate(built, *sampling, draft=False)
+    for draft_len in ("1", "3", "10"):
+        (result,) = generate(built, *sampling, "--draft_len", draft_len)
+        assert result["token_ids"] == alone["token_ids"]
+    (other,) = generate(built, "--temperature", "0.8", "--top_p", "0.95", "--seed", "8")
+    assert other["token_ids"] != alone["token_ids"]
+
+
+def test_prompts_from_standard_input_in_order_and_in_several_batches(built: Path) -> None:
+    """Five prompts, a batch of at most two, each with the text it has alone."""
+    lines = [PROMPT, "A class definition", "Exceptions are", "Naïve café: 日本", "The for statement"]
+    results = generate(built, input="\n".join(lines) + "\n")
+    assert len(results) == 5
+    for line, result in zip(lines, results, strict=True):
+        (alone,) = generate(built, input=line)
+        assert result["text"] == alone["text"]
+
+
+def test_streamed_and_plain_text_are_the_same(built: Path) -> None:
+    (result,) = generate(built)
+    base = ("specrun", "generate", "--engine_dir", built / "target", "--draft_engine_dir", built / "draft",
+            "--input_text", PROMPT, "--max_output_len", str(LENGTH))  # fmt: skip
+    assert ok(*base) == ok(*base, "--stream") == f"{result['text']}\n"
+    colored = ok(*base, "--stream", "--color")
+    assert "\x1b[32m" in colored
+    for code in ("\x1b[32m", "\x1b[0m"):
+        colored = colored.replace(code, "")
+    assert colored == f"{result['text']}\n"
+
+
+def test_stop_texts_end_before_themselves(built: Path) -> None:
+    (whole,) = generate(built)
+    text = str(whole["text"])
+    stop = text[20:25]
+    (result,) = generate(built, "--stop", stop)
+    assert result["text"] == text[: text.find(stop)]
+    assert result["finish_reason"] == "stop"
+
+
+def test_grown_checkpoints_compute_the_same(pair: Path, tmp_path: Path) -> None:
+    """grow_checkpoint to another width, depth and number of heads: the same greedy ids."""
+    grown = tmp_path / "grown"
+    ok(sys.executable, ROOT / "scripts" / "grow_checkpoint", "--input_dir", pair / "draft", "--output_dir", grown,
+       "--parameters", "20M")  # fmt: skip
+    small, large = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (pair / "draft", grown))
+    assert sum(p.numel() for p in large.parameters()) > 15e6
+    ids = torch.tensor([AutoTokenizer.from_pretrained(grown)(PROMPT).input_ids])
+    outputs = [model.generate(ids, max_new_tokens=24, do_sample=False).tolist() for model in (small, large)]
+    assert outputs[0] == outputs[1]
+
+
+def test_tensorrt_rtx_compiles_the_pair_and_inspect_shows_it(pair: Path, built: Path, tmp_path: Path) -> None:
+    onnx = built.parent / "onnx" / "target"
+    plan = tmp_path / "plan"
+    ok("specbuild", "engine", "--checkpoint_dir", onnx, "--output_dir", plan, "--backend", "tensorrt_rtx",
+       "--max_draft_len", "10", "--max_seq_len", "256")  # fmt: skip
+    data = json.loads(ok("specbuild", "inspect", plan, "--json"))
+    assert data["backend"]["name"] == "tensorrt_rtx"
+    assert [profile["name"] for profile in data["build_config"]["profiles"]] == ["context", "generation"]
+    assert "draft_tokens_external" in ok("specbuild", "inspect", plan)
+    refused = shell("specrun", "generate", "--engine_dir", plan, "--input_text", PROMPT)
+    assert refused.returncode == 1
+    assert "--backend onnxruntime" in refused.stderr
+
+
+def test_shell_completion_works(tmp_path: Path) -> None:
+    """bash's completion script offers options by prefix."""
+    environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "_SPECRUN_COMPLETE": "bash_complete",
+                   "COMP_WORDS": "specrun generate --draft", "COMP_CWORD": "2"}  # fmt: skip
+    result = subprocess.run(["specrun"], env=environment, capture_output=True, text=True, check=True)
+    assert "plain,--draft_engine_dir" in result.stdout
+    assert "plain,--draft_target_model_config" in result.stdout

@@ -1,0 +1,295 @@
+"""Builds that are stopped half-way: Ctrl-C, kill, a full disk. No directory is left that would load."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from specbuild.cli import main
+from specrun.engine_dir import open_engine
+from specrun.errors import EngineDirError
+from tests.conftest import make_engine
+
+SPECBUILD = Path(sys.executable).parent / "specbuild"
+INTERRUPTED = "specbuild: error: interrupted; nothing was left behind"
+
+Moment = Callable[["Build"], bool]
+
+
+class Build:
+    """A running ``specbuild`` in a process group of its own, as a terminal starts one."""
+
+    def __init__(self, log: Path, *args: object, **options: Any) -> None:
+        self.log = log
+        with log.open("wb") as stderr:
+            command = [str(SPECBUILD), *map(str, args)]
+            self.process = subprocess.Popen(command, stderr=stderr, start_new_session=True, **options)
+
+    def until(self, moment: Moment) -> None:
+        """Wait for ``moment``; it must come before the build ends."""
+        while not moment(self):
+            assert self.process.poll() is None, self.stderr
+            time.sleep(0.001)
+
+    def end(self, how: int | None = None) -> int:
+        """Send the signal ``how`` to the whole group and wait for the exit status."""
+        if how is not None:
+            os.killpg(self.process.pid, how)
+        return self.process.wait(60)
+
+    @property
+    def stderr(self) -> str:
+        return self.log.read_text()
+
+
+def said(text: str) -> Moment:
+    """A stage has ended; the next one is running."""
+    return lambda build: text in build.stderr
+
+
+def importing_torch(build: Build) -> bool:
+    return "libtorch_cpu" in Path(f"/proc/{build.process.pid}/maps").read_text()
+
+
+def writing(folder: Path) -> Moment:
+    """The temporary directory beside the output is there."""
+    return lambda build: any(folder.glob(".*.tmp"))
+
+
+def exporting(folder: Path) -> Moment:
+    started: list[float] = []
+
+    def moment(build: Build) -> bool:
+        if "load weights" in build.stderr and not started:
+            started.append(time.monotonic())
+        return bool(started) and time.monotonic() > started[0] + 0.5
+
+    return moment
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """The parent of the outputs."""
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
+
+
+def interrupted(build: Build, moment: Moment) -> None:
+    build.until(moment)
+    assert build.end(signal.SIGINT) == 130, build.stderr
+    assert build.stderr.splitlines()[-1] == INTERRUPTED
+    assert build.stderr.count("error") == 1
+    assert "Traceback" not in build.stderr
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="sees what is imported in /proc")
+def test_interrupt_convert_before_it_writes(hf: Path, out: Path, tmp_path: Path) -> None:
+    flags = ("--model_dir", hf / "draft", "--output_dir", out / "onnx")
+    interrupted(Build(tmp_path / "log", "convert", *flags), importing_torch)
+    assert list(out.iterdir()) == []
+
+
+@pytest.mark.parametrize("moment", [lambda out: said("check checkpoint: "), exporting], ids=["load", "export"])
+def test_interrupt_convert(hf: Path, out: Path, tmp_path: Path, moment: Callable[[Path], Moment]) -> None:
+    flags = ("--model_dir", hf / "draft", "--output_dir", out / "onnx")
+    interrupted(Build(tmp_path / "log", "convert", *flags), moment(out))
+    assert list(out.iterdir()) == []
+
+
+def test_interrupt_engine(onnx: Path, out: Path, tmp_path: Path) -> None:
+    flags = ("--checkpoint_dir", onnx / "draft", "--output_dir", out / "engine", "--backend", "onnxruntime")
+    interrupted(Build(tmp_path / "log", "engine", *flags), writing(out))
+    assert list(out.iterdir()) == []
+
+
+def test_interrupt_leaves_the_old_engine(onnx: Path, engines: Path, out: Path, tmp_path: Path) -> None:
+    make_engine(onnx / "draft", out / "engine")
+    old = open_engine(out / "engine")
+    flags = ("--checkpoint_dir", onnx / "draft", "--output_dir", out / "engine", "--backend", "onnxruntime", "--force")
+    interrupted(Build(tmp_path / "log", "engine", *flags), writing(out))
+    assert [path.name for path in out.iterdir()] == ["engine"]
+    assert open_engine(out / "engine") == old
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("tensorrt_rtx"), reason="tensorrt_rtx is not installed")
+def test_interrupt_tensorrt(onnx: Path, out: Path, tmp_path: Path) -> None:
+    """The builder is C++ and would go on; Ctrl-C stops it at its next step."""
+    flags = ("--checkpoint_dir", onnx / "target", "--output_dir", out / "engine", "--backend", "tensorrt_rtx")
+    build = Build(tmp_path / "log", "engine", *flags)
+    build.until(writing(out))
+    time.sleep(0.2)
+    interrupted(build, writing(out))
+    assert list(out.iterdir()) == []
+
+
+def settings(onnx: Path, out: Path, file: Path, *backends: str) -> Path:
+    names = ("target", "draft")
+    engines = [
+        {"checkpoint_dir": str(onnx / n), "output_dir": str(out / n), "backend": b}
+        for n, b in zip(names, backends, strict=True)
+    ]
+    file.write_text(yaml.safe_dump({"engines": engines}))
+    return file
+
+
+def test_interrupt_workers(onnx: Path, out: Path, tmp_path: Path) -> None:
+    file = settings(onnx, out, tmp_path / "two.yaml", "onnxruntime", "onnxruntime")
+    interrupted(Build(tmp_path / "log", "engine", "--config", file, "--workers", 2), writing(out))
+    assert [path for path in out.iterdir() if path.name.endswith(".tmp")] == []
+    for path in out.iterdir():  # One may have been finished.
+        open_engine(path)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("tensorrt_rtx"), reason="tensorrt_rtx is not installed")
+def test_interrupt_workers_when_one_is_idle(onnx: Path, out: Path, tmp_path: Path) -> None:
+    file = settings(onnx, out, tmp_path / "two.yaml", "tensorrt_rtx", "onnxruntime")
+    build = Build(tmp_path / "log", "engine", "--config", file, "--workers", 2)
+    build.until(lambda _: (out / "draft").exists())
+    interrupted(build, writing(out))
+    assert [path.name for path in out.iterdir()] == ["draft"]  # What was finished stays.
+    open_engine(out / "draft")
+
+
+def loads(folder: Path) -> bool:
+    return CliRunner().invoke(main, ["inspect", str(folder)]).exit_code == 0
+
+
+def test_kill_convert(hf: Path, out: Path, tmp_path: Path) -> None:
+    build = Build(tmp_path / "log", "convert", "--model_dir", hf / "draft", "--output_dir", out / "onnx")
+    build.until(exporting(out))
+    assert build.end(signal.SIGKILL) == -signal.SIGKILL
+    assert not (out / "onnx").exists()
+    assert not any(loads(folder) for folder in out.rglob("*"))
+
+
+def test_kill_engine(onnx: Path, out: Path, tmp_path: Path) -> None:
+    flags = ("--checkpoint_dir", onnx / "draft", "--output_dir", out / "engine", "--backend", "onnxruntime")
+    build = Build(tmp_path / "log", "engine", *flags)
+    build.until(writing(out))
+    assert build.end(signal.SIGKILL) == -signal.SIGKILL
+    with pytest.raises(EngineDirError):
+        open_engine(out / "engine")
+    assert not any(loads(folder) for folder in out.rglob("*"))
+    assert Build(tmp_path / "log", "engine", *flags).end() == 0  # What is left does not stand in the way.
+    open_engine(out / "engine")
+
+
+def test_a_killed_worker(onnx: Path, out: Path, tmp_path: Path) -> None:
+    file = settings(onnx, out, tmp_path / "two.yaml", "onnxruntime", "onnxruntime")
+    build = Build(tmp_path / "log", "engine", "--config", file, "--workers", 2)
+    build.until(lambda build: len(workers(build)) == 2)
+    os.kill(workers(build)[0], signal.SIGKILL)
+    assert build.end() == 1
+    assert build.stderr.splitlines()[-1].startswith("specbuild: error: --workers 2: a worker process was killed")
+    assert "Traceback" not in build.stderr
+
+
+def workers(build: Build) -> list[int]:
+    """Process ids of the pool's workers."""
+    pid = build.process.pid
+    found = []
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        try:
+            command = Path(f"/proc/{child}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"spawn_main" in command:
+            found.append(int(child))
+    return found
+
+
+def small_files() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+
+def test_convert_when_files_cannot_grow(hf: Path, out: Path, tmp_path: Path) -> None:
+    flags = ("--model_dir", hf / "draft", "--output_dir", out / "onnx", "--no_verify")
+    build = Build(tmp_path / "log", "convert", *flags, preexec_fn=small_files)
+    assert build.end() == 1
+    assert build.stderr.splitlines()[-1].startswith(f"specbuild: error: {out / 'onnx'}: ")
+    assert "Traceback" not in build.stderr
+    assert list(out.iterdir()) == []
+
+
+def test_engine_when_files_cannot_grow(onnx: Path, out: Path, tmp_path: Path) -> None:
+    flags = ("--checkpoint_dir", onnx / "draft", "--output_dir", out / "engine", "--backend", "onnxruntime")
+    build = Build(tmp_path / "log", "engine", *flags, preexec_fn=small_files)
+    assert build.end() == 1
+    says = build.stderr.splitlines()[-1]
+    assert says.startswith("specbuild: error: ")
+    assert "Failed to write" in says
+    assert list(out.iterdir()) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """Mounts disks of so many kilobytes."""
+    mounted: list[Path] = []
+
+    def mount(kilobytes: int) -> Path:
+        folder = tmp_path / f"disk{kilobytes}"
+        folder.mkdir()
+        options = ["-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(folder)]
+        try:
+            done = subprocess.run(["mount", *options], capture_output=True, text=True)
+        except OSError as error:
+            pytest.skip(f"cannot mount a small disk: {error}")
+        if done.returncode != 0:
+            pytest.skip(f"cannot mount a small disk: {done.stderr.strip()}")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_engine_on_a_full_disk(onnx: Path, small_disk: Callable[[int], Path]) -> None:
+    """The disk fills up at each of the files in turn: weights, graph, tokenizer, config."""
+    outcomes = set()
+    for kilobytes in (16, 200, *range(392, 464, 4)):
+        disk = small_disk(kilobytes)
+        flags = ("--checkpoint_dir", onnx / "draft", "--output_dir", disk / "engine", "--backend", "onnxruntime")
+        result = CliRunner().invoke(main, ["engine", *map(str, flags)], prog_name="specbuild")
+        outcomes.add(result.exit_code)
+        if result.exit_code == 0:
+            open_engine(disk / "engine")
+            continue
+        assert isinstance(result.exception, SystemExit), repr(result.exception)
+        line = result.stderr.splitlines()[-1]
+        assert line.startswith("specbuild: error: "), line
+        assert "No space left on device; free some space" in line, line
+        assert list(disk.iterdir()) == []
+    assert outcomes == {0, 1}
+
+
+def test_convert_on_a_full_disk(hf: Path, small_disk: Callable[[int], Path]) -> None:
+    disk = small_disk(100)
+    flags = ("--model_dir", hf / "draft", "--output_dir", disk / "onnx", "--no_verify")
+    result = CliRunner().invoke(main, ["convert", *map(str, flags)], prog_name="specbuild")
+    assert result.exit_code == 1
+    assert "No space left on device; free some space" in result.stderr.splitlines()[-1]
+    assert list(disk.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes wherever it likes")
+def test_parent_that_cannot_be_written(onnx: Path, out: Path) -> None:
+    out.chmod(0o500)
+    flags = ("--checkpoint_dir", onnx / "draft", "--output_dir", out / "engine", "--backend", "onnxruntime")
+    result = CliRunner().invoke(main, ["engine", *map(str, flags)], prog_name="specbuild")
+    out.chmod(0o700)
+    assert result.exit_code == 1
+    assert "Permission denied" in result.stderr.splitlines()[-1]
+    assert list(out.iterdir()) == []

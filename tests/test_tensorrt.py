@@ -1,0 +1,93 @@
+"""What the TensorRT compiler refuses, checked with the real TensorRT-RTX builder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+
+from specbuild.checkpoint import GRAPH_NAME
+from specbuild.compilers import choose
+from specrun.engine_dir import describe_file
+from specrun.errors import BackendError, BuildError
+from tests.conftest import make_engine
+
+
+def edited(checkpoint: Path, output: Path, edit: Callable[[ir.Model], None]) -> Path:
+    """A copy of an ONNX checkpoint directory whose graph was changed by ``edit``."""
+    shutil.copytree(checkpoint, output)
+    model = ir.load(output / GRAPH_NAME)
+    edit(model)
+    (output / GRAPH_NAME).write_bytes(ir.to_proto(model).SerializeToString())
+    config = json.loads((output / "config.json").read_text())
+    config["files"][GRAPH_NAME] = describe_file(output / GRAPH_NAME).model_dump()
+    (output / "config.json").write_text(json.dumps(config))
+    return output
+
+
+def add_input(model: ir.Model) -> None:
+    model.graph.inputs.append(ir.Value(name="extra", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([1])))
+
+
+def ignore_the_logits_indices(model: ir.Model) -> None:
+    """The graph chooses the position itself, so the contract's input is there but nothing reads it."""
+    ids, _, indices = model.graph.inputs[:3]
+    chosen = ir.node("ArgMin", [ids], {"axis": 1, "keepdims": 1})
+    chosen.outputs[0].name = "chosen"
+    model.graph.insert_before(model.graph[0], chosen)
+    for use in list(indices.uses()):
+        use.node.replace_input_with(use.idx, chosen.outputs[0])
+
+
+def copy_the_cache(model: ir.Model) -> None:
+    """The first present output is a copy, so it cannot share its past's memory."""
+    present = next(value for value in model.graph.outputs if value.name == "present.0.key")
+    copy = ir.node("Add", [present, present])
+    copy.outputs[0].type, copy.outputs[0].shape = present.type, present.shape
+    model.graph.append(copy)
+    index = list(model.graph.outputs).index(present)
+    present.name, copy.outputs[0].name = "scattered", "present.0.key"
+    model.graph.outputs[index] = copy.outputs[0]
+
+
+def test_an_input_outside_the_contract_is_an_error(onnx: Path, tmp_path: Path) -> None:
+    checkpoint = edited(onnx / "target", tmp_path / "onnx", add_input)
+    with pytest.raises(BuildError, match="'extra'"):
+        make_engine(checkpoint, tmp_path / "plan", backend="tensorrt_rtx", max_draft_len=4)
+    assert not (tmp_path / "plan").exists()
+
+
+def test_an_input_that_nothing_reads_is_an_error(onnx: Path, tmp_path: Path) -> None:
+    checkpoint = edited(onnx / "target", tmp_path / "onnx", ignore_the_logits_indices)
+    with pytest.raises(BuildError, match="logits_indices"):
+        make_engine(checkpoint, tmp_path / "plan", backend="tensorrt_rtx", max_draft_len=4)
+
+
+def test_a_cache_that_is_not_updated_in_place_is_an_error(onnx: Path, tmp_path: Path) -> None:
+    checkpoint = edited(onnx / "target", tmp_path / "onnx", copy_the_cache)
+    with pytest.raises(BuildError, match="in place"):
+        make_engine(checkpoint, tmp_path / "plan", backend="tensorrt_rtx", max_draft_len=4)
+
+
+def test_a_graph_the_parser_refuses_names_the_reason(onnx: Path, tmp_path: Path) -> None:
+    def unknown_operator(model: ir.Model) -> None:
+        next(node for node in model.graph if node.op_type == "Attention").op_type = "Nonsense"
+
+    checkpoint = edited(onnx / "target", tmp_path / "onnx", unknown_operator)
+    with pytest.raises(BuildError, match="Nonsense"):
+        make_engine(checkpoint, tmp_path / "plan", backend="tensorrt_rtx")
+
+
+def test_tensorrt_without_its_gpu_points_to_tensorrt_rtx() -> None:
+    with pytest.raises(BackendError, match="tensorrt_rtx"):
+        choose("tensorrt")
+
+
+def test_auto_says_which_and_why() -> None:
+    name, _, reason = choose("auto")
+    assert name == "onnxruntime"
+    assert "tensorrt" in reason
