@@ -50,7 +50,7 @@ def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
         source = locate(options.model, options.revision)
         hf_config = read_model_config(source, options.trust_remote_code)
         weight_bytes = check_weights(source)
-        max_seq_len = _max_seq_len(hf_config, options.max_seq_len)
+        max_seq_len = _max_seq_len(source, hf_config, options.max_seq_len)
     with new_directory(options.output_dir, options.force) as work:
         config = _write(source, hf_config, max_seq_len, options, stages, work)
         (work / CONFIG_NAME).write_text(config.model_dump_json(indent=2) + "\n")
@@ -118,18 +118,19 @@ def _write(
     )
 
 
-def _max_seq_len(config: PreTrainedConfig, wanted: int | None) -> int:
+def _max_seq_len(source: Path, config: PreTrainedConfig, wanted: int | None) -> int:
     """Positions the graph serves: what was asked for, else what the model was trained for."""
-    trained = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    trained = getattr(config.get_text_config(), "max_position_embeddings", None)
     if wanted is None:
         if trained is None:
-            raise BuildConfigError("config.json names no max_position_embeddings; give --max_seq_len")
+            raise BuildConfigError(f"{source / CONFIG_NAME}: names no max_position_embeddings; give --max_seq_len")
         return int(trained)
     if wanted < 2:
         raise BuildConfigError(f"--max_seq_len {wanted}: expected at least 2")
     if trained is not None and wanted > trained:
         raise BuildConfigError(
-            f"--max_seq_len {wanted}: the model was trained for {trained} positions (config.json); give at most that"
+            f"--max_seq_len {wanted}: the model was trained for {trained} positions ({source / CONFIG_NAME}); "
+            "give at most that"
         )
     return wanted
 

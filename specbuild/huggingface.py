@@ -56,7 +56,7 @@ def read_model_config(directory: Path, trust_remote_code: bool) -> PreTrainedCon
     """The checkpoint's configuration. Raises CheckpointError; UnsupportedModelError names why a model is refused."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()  # Its warnings are for training; ours name the file and what to do.
@@ -101,6 +101,12 @@ def read_model_config(directory: Path, trust_remote_code: bool) -> PreTrainedCon
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"{path}: {model_type} is an encoder-decoder; specbuild converts decoder-only text models"
+        )
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is not None and not getattr(model_class, "_supports_attention_backend", False):
+        raise UnsupportedModelError(
+            f"{path}: {model_type} cannot be converted: its attention does not go through transformers' attention "
+            "interface"
         )
     return config
 
@@ -166,8 +172,7 @@ def _check_shard(path: Path) -> None:
 def load_model(directory: Path, config: PreTrainedConfig, dtype: str, trust_remote_code: bool) -> PreTrainedModel:
     """The model with its weights mapped from the files, in ``dtype`` (``auto``: as stored), ready for inference.
 
-    Raises CheckpointError when tensors are missing or of the wrong shape, UnsupportedModelError for models that do
-    not call transformers' attention interface.
+    Raises CheckpointError when it does not load, or tensors are missing or of the wrong shape.
     """
     from transformers import AutoModelForCausalLM
 
@@ -193,11 +198,6 @@ def load_model(directory: Path, config: PreTrainedConfig, dtype: str, trust_remo
                 f"{directory}: {len(keys)} tensors {kind.split('_')[0]} in the weight files, first {keys[0]}; the "
                 "checkpoint does not fit its config.json"
             )
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedModelError(
-            f"{directory}: {config.model_type} cannot be converted: its attention does not go through "
-            "transformers' attention interface"
-        )
     model.eval()
     return model
 

@@ -38,7 +38,7 @@ class OneLineErrors(click.Group):
             where = f"{error.filename}: " if error.filename else ""
             _fail(ctx, f"{where}{error.strerror or error}{full}")
         except KeyboardInterrupt:
-            _fail(ctx, "interrupted; nothing was left behind", status=130)
+            _fail(ctx, "interrupted; nothing half-written was left behind", status=130)
 
 
 def _fail(ctx: click.Context, message: str, status: int = 1) -> NoReturn:

@@ -23,7 +23,7 @@ from specrun.errors import EngineDirError
 from tests.conftest import make_engine
 
 SPECBUILD = Path(sys.executable).parent / "specbuild"
-INTERRUPTED = "specbuild: error: interrupted; nothing was left behind"
+INTERRUPTED = "specbuild: error: interrupted; nothing half-written was left behind"
 
 Moment = Callable[["Build"], bool]
 

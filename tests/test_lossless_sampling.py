@@ -48,7 +48,9 @@ def overlap(p: Doubles, q: Doubles) -> float:
 def agreement(p: Doubles, q: Doubles) -> float:
     """The chance that two races against the same noise have one winner."""
     common = np.flatnonzero((p > 0) & (q > 0))
-    return float(sum(1 / np.maximum(p / p[i], q / q[i]).sum() for i in common))
+    rate = float(sum(1 / np.maximum(p / p[i], q / q[i]).sum() for i in common))
+    assert rate >= overlap(p, q) / (2 - overlap(p, q)) - 1e-9  # (1 - TV) / (1 + TV), arXiv 2408.07978.
+    return rate
 
 
 def require_rate(requests: list[Request], expected: float) -> None:
@@ -76,7 +78,7 @@ def require_counts(requests: list[Request]) -> None:
 def test_wide(tmp_path: Path, use_logits: bool) -> None:
     target = normal(1, 4096, scale=1.5)
     draft = target + normal(2, 4096, scale=0.6)
-    decoder = open_tables(tmp_path, target, draft, draft_len=3, use_logits=use_logits)
+    decoder = open_tables(tmp_path, target, draft, draft_len=2, use_logits=use_logits)
     tokens, requests = sample(decoder, 5_000, 8, WARM)
     p, q = (exact_probabilities(logits, WARM) for logits in (target, draft))
     for fit in fits(tokens, p):

@@ -113,7 +113,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it_and_logits_stay_as_they_are
 
 def test_top_k_and_top_p_by_hand() -> None:
     logits = np.log(np.array([0.1, 0.4, 0.2, 0.3], np.float32))
-    for top_k, top_p, expected in [
+    cases: list[tuple[int, float, list[float]]] = [
         (0, 1.0, [0.1, 0.4, 0.2, 0.3]),
         (2, 1.0, [0, 4 / 7, 0, 3 / 7]),
         (1, 1.0, [0, 1, 0, 0]),
@@ -123,7 +123,8 @@ def test_top_k_and_top_p_by_hand() -> None:
         # Top-p counts the mass that top-k left: 4/9 and 3/9 reach 0.75 together.
         (3, 0.75, [0, 4 / 7, 0, 3 / 7]),
         (3, 0.80, [0, 4 / 9, 2 / 9, 3 / 9]),
-    ]:
+    ]
+    for top_k, top_p, expected in cases:
         found = probabilities(logits, SamplingParams(1.0, top_k, top_p))
         np.testing.assert_allclose(found, expected, rtol=1e-6, err_msg=f"top_k {top_k}, top_p {top_p}")
 

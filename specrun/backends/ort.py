@@ -28,6 +28,7 @@ class OrtBackend:
             self._session = ort.InferenceSession(directory / _GRAPH, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # ONNX Runtime's exceptions share no base class.
             raise EngineDirError(f"{directory}: onnxruntime {ort.__version__} does not load it ({error})") from error
+        _check_contract(directory, config, self._session)
         self._binding = self._session.io_binding()
         self._cache: list[npt.NDArray[np.float32]] = []
         self._logits = np.empty((0, 0, 0), np.float32)
@@ -64,6 +65,27 @@ class OrtBackend:
     @staticmethod
     def _bind(bind: Any, name: str, array: npt.NDArray[Any]) -> None:
         bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+
+
+def _check_contract(directory: Path, config: EngineConfig, session: Any) -> None:
+    """Raise EngineDirError unless the graph is what config.json says: memory is bound by these sizes."""
+    layers = config.graph.layers
+    caches = [[shape.heads, shape.width] for shape in config.graph.caches]
+    tokens: tuple[str, list[int]] = ("tensor(int64)", [])
+    expected = dict.fromkeys((INPUT_IDS, WRITE_INDICES, LOGITS_INDICES), tokens)
+    for names in (past_names(layers), present_names(layers)):
+        expected |= {name: ("tensor(float)", sizes) for name, sizes in zip(names, caches, strict=True)}
+    expected[LOGITS] = ("tensor(float)", [config.graph.vocab_size])
+    found = {
+        value.name: (value.type, [size for size in value.shape if isinstance(size, int)])
+        for value in (*session.get_inputs(), *session.get_outputs())
+    }
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            raise EngineDirError(
+                f"{directory}: the graph's {name} is {found.get(name)}, config.json says {expected.get(name)}; "
+                "build the engine again"
+            )
 
 
 def session_options() -> tuple[Any, Any]:
