@@ -35,7 +35,8 @@ def accept_logits(
     """
     for i, (token, u) in enumerate(zip(draft_tokens, uniforms, strict=True)):
         p, q = target_probs[i], draft_probs[i]
-        if u * q[token] >= p[token]:
+        # In double precision: as a float32, u may round up to 1.
+        if u * float(q[token]) >= float(p[token]):
             remainder = np.maximum(p - q, 0)
             # p == q up to rounding leaves nothing over; p is then the remainder's limit.
             return i, remainder if remainder.any() else p

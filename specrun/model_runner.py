@@ -45,7 +45,7 @@ class ModelRunner:
         Long inputs go in pieces of at most max_input_len tokens; short rows wait for the last piece.
         """
         longest = max(len(tokens) - length for tokens, length in zip(rows, self.lengths, strict=True))
-        piece = self.backend.config.build_config.max_input_len
+        piece = max(self.backend.config.build_config.max_input_len, *keep)
         for left in range((longest - 1) // piece, 0, -1):
             # Each row leaves whole pieces for later, so that its last tokens are fed in the last call.
             head = [tokens[: max(length, len(tokens) - left * piece)] for tokens, length in self._pairs(rows)]

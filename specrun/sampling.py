@@ -65,7 +65,10 @@ def probabilities(logits: Floats, params: SamplingParams) -> Floats:
         hot = np.zeros_like(logits)
         np.put_along_axis(hot, best, 1, axis=-1)
         return hot
-    scaled = (logits - logits.max(axis=-1, keepdims=True)) / np.float32(params.temperature)
+    # Kept within float32, where smaller ones would be 0 and larger ones infinite.
+    temperature = np.float32(min(max(params.temperature, 1e-37), 1e38))
+    with np.errstate(over="ignore"):  # Far below the best token, -inf is right.
+        scaled = (logits - logits.max(axis=-1, keepdims=True)) / temperature
     weights: Floats = np.exp(scaled, dtype=np.float32)
     if 0 < params.top_k < logits.shape[-1]:
         smallest_kept = np.partition(weights, -params.top_k, axis=-1)[..., -params.top_k, None]

@@ -92,8 +92,8 @@ def test_wide(tmp_path: Path, use_logits: bool) -> None:
 def test_narrow_with_a_draft_that_is_mostly_wrong(tmp_path: Path, use_logits: bool) -> None:
     target = normal(8, 16)
     decoder = open_tables(tmp_path, target, -target, draft_len=1, use_logits=use_logits)
-    # Half the draws for tokens, whose every output is compared below as well.
-    tokens, requests = sample(decoder, 10_000 if use_logits else 5_000, 20, WARM)
+    # Fewer draws for tokens: their every output is compared below as well.
+    tokens, requests = sample(decoder, 10_000 if use_logits else 2_500, 20, WARM)
     p, q = (exact_probabilities(logits, WARM) for logits in (target, -target))
     assert 0.2 < overlap(p, q) < 0.3
     for fit in fits(tokens, p):
@@ -119,7 +119,7 @@ def test_sampling_parameters(tmp_path: Path, params: SamplingParams, draft_len: 
     target = normal(4, 40, scale=1.5)
     draft = target + normal(5, 40)
     decoder = open_tables(tmp_path, target, draft, draft_len=draft_len, use_logits=use_logits)
-    tokens, requests = sample(decoder, 400, 11, params)
+    tokens, requests = sample(decoder, 300, 11, params)
     p, q = (exact_probabilities(logits, params) for logits in (target, draft))
     if params.top_k or params.top_p < 1:
         assert (p > 0).tolist() != (q > 0).tolist()
@@ -322,13 +322,8 @@ def test_an_output_does_not_depend_on_its_batch(tmp_path: Path, use_logits: bool
     assert outputs[0] == outputs[1] == outputs[2]
 
 
-TOO_SHORT = pytest.mark.xfail(
-    reason="a verify pass is cut in pieces, and all its logits come from the last", strict=True
-)
-
-
 @ACCEPTANCE
-@pytest.mark.parametrize("max_input_len", [*(pytest.param(n, marks=TOO_SHORT) for n in (1, 2, 3, 4)), 5, 7, 64])
+@pytest.mark.parametrize("max_input_len", [1, 2, 3, 4, 5, 7, 64])
 def test_prompts_longer_than_a_pass(tmp_path: Path, max_input_len: int, use_logits: bool) -> None:
     target, draft = tables()["close"]
     decoders = [

@@ -275,16 +275,14 @@ def test_a_meaningless_parameter_is_refused_by_name(name: str, value: float) -> 
         0.0,
         1e-30,
         1e30,
-        *(
-            pytest.param(extreme, marks=pytest.mark.xfail(reason="0 or infinite as float32", strict=True))
-            for extreme in (1e-50, 1e300)
-        ),
+        1e-50,
+        1e300,
     ],
 )
 def test_the_limits_of_every_parameter_work(temperature: float) -> None:
     logits = np.array([[0, 1, -INF]], np.float32)
     for top_k, top_p, seed in [(0, 1.0, 0), (3, 5e-324, (1 << 64) - 1), (1 << 70, 1 - 2**-53, 1)]:
         params = SamplingParams(temperature, top_k, top_p, seed)
-        with np.errstate(invalid="raise", over="ignore"):
+        with np.errstate(invalid="raise"):
             (token,) = choose(logits, params, (1 << 63) - 1)
         assert token == 1 or (token == 0 and temperature > 1)
