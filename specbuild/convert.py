@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import gc
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -95,8 +94,7 @@ def _write(
     total = sum(value.const_value.nbytes for value in graph.graph.initializers.values() if value.const_value)
     with stages.stage("write weights", total) as advance:
         graphs.save(graph, work / GRAPH_NAME, lambda tensor, _info: advance(tensor.nbytes))
-    del graph, model
-    gc.collect()
+    release(model)
     difference = None
     if reference is not None:
         with stages.stage("verify in ONNX Runtime"):
@@ -116,6 +114,14 @@ def _write(
         provenance=provenance("specbuild convert", options.model, notes, "torch", "transformers", "onnx", "onnxscript"),
         files={name: describe_file(work / name) for name in (GRAPH_NAME, WEIGHTS_NAME)},
     )
+
+
+def release(model: PreTrainedModel) -> None:
+    """Give back the weights' memory. The exporters' caches keep graphs, and with them every parameter, alive."""
+    import torch
+
+    for parameter in model.parameters():
+        parameter.data = torch.empty(0, dtype=parameter.dtype)
 
 
 def _max_seq_len(source: Path, config: PreTrainedConfig, wanted: int | None) -> int:

@@ -27,7 +27,6 @@ def tidy(model: ir.Model) -> ir.Model:
     """Fold what is small and constant, drop duplicates and leftovers, name the dimensions. In place."""
     share_tied_weights(model)
     ClearMetadataAndDocStringPass()(model)
-    before = list(model.graph.initializers.values())
     # Transposes of weights are folded into views; the size limits keep out whatever would copy a weight in memory.
     optimizer.optimize(model, input_size_limit=1024, output_size_limit=1 << 16)
     CommonSubexpressionEliminationPass()(model)
@@ -35,14 +34,7 @@ def tidy(model: ir.Model) -> ir.Model:
     RemoveUnusedNodesPass()(model)
     name_dimensions(model)
     ClearMetadataAndDocStringPass()(model)
-    _release(set(before) - set(model.graph.initializers.values()))
     return model
-
-
-def _release(values: Iterable[ir.Value]) -> None:
-    """Let go of weights: onnxscript's optimiser keeps the graphs it has seen, and would keep their memory too."""
-    for value in values:
-        value.const_value = None
 
 
 def name_dimensions(model: ir.Model) -> None:
@@ -158,7 +150,8 @@ def save(model: ir.Model, path: Path, callback: object = None) -> None:
         max_workers=1,
         callback=callback,  # type: ignore[arg-type]
     )
-    _release(model.graph.initializers.values())
+    for value in model.graph.initializers.values():
+        value.const_value = None
 
 
 def to_bytes(model: ir.Model) -> bytes:
