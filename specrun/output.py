@@ -53,7 +53,8 @@ class TextPrinter:
             request = self._requests[self._current]
             if self._live or request.finish_reason:
                 pieces = self._waiting[id(request)]
-                click.echo("".join(map(self._render, pieces)), nl=False)
+                # Colour that was asked for stays, even where click would strip it.
+                click.echo("".join(map(self._render, pieces)), nl=False, color=self._color or None)
                 pieces.clear()
             if not request.finish_reason:
                 return

@@ -335,10 +335,12 @@ def test_max_seq_len_of_convert(hf: Path, out: Path, length: int, fragments: lis
     says(convert_error(hf / "draft", out, "--max_seq_len", length), *fragments)
 
 
-def test_model_that_does_not_say_its_length(out: Path, tmp_path: Path) -> None:
+def test_attention_outside_the_interface_is_the_reason_not_the_length_bloom_does_not_give(
+    out: Path, tmp_path: Path
+) -> None:
     kind = transformers.BloomConfig(vocab_size=320, hidden_size=64, n_layer=2, n_head=4)
     transformers.BloomForCausalLM(kind).save_pretrained(tmp_path / "hf")
-    says(convert_error(tmp_path / "hf", out), "no max_position_embeddings", "give --max_seq_len")
+    says(convert_error(tmp_path / "hf", out), "config.json", "bloom", "attention interface")
 
 
 # --- output directories

@@ -23,7 +23,7 @@ from specrun.sampling import SamplingParams
 from specrun.stats import predicted_speedup
 from specrun.tokenizer import load_tokenizer
 
-PROMPTS = ("The import statement", "A class definition", "Exceptions are", "The for statement is used to")
+PROMPTS = ("The try statement", "A class definition is", "The import statement", "Exceptions are")
 
 
 @dataclass
