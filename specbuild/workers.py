@@ -1,0 +1,78 @@
+"""Run a function over several items in processes of their own, so that Ctrl-C stops all of them cleanly."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing.synchronize import Event
+from typing import TypeVar
+
+from specbuild.progress import Advance
+from specrun.errors import BuildError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def run_side_by_side(
+    function: Callable[[Item], Result], items: Sequence[Item], workers: int, advance: Advance
+) -> list[Result]:
+    """``function`` of every item, ``workers`` at a time; ``advance`` is told of each that is done.
+
+    The first exception cancels what has not begun and is raised. Raises BuildError when a worker is killed.
+    """
+    # Fresh processes: a fork would copy the compilers' threads in an undefined state.
+    context = multiprocessing.get_context("spawn")
+    stop = context.Event()
+    with ProcessPoolExecutor(workers, context, _start_worker, (stop,)) as pool:
+        with _no_interrupt():  # Workers inherit it, so that Ctrl-C finds none of them half started.
+            futures = [pool.submit(_in_worker, function, item) for item in items]
+        try:
+            for future in as_completed(futures):
+                future.result()
+                advance(1.0)
+        except BrokenProcessPool as error:
+            raise BuildError(
+                f"--workers {workers}: a worker process was killed, perhaps for lack of memory; give fewer workers"
+            ) from error
+        except BaseException:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+        return [future.result() for future in futures]
+
+
+@contextmanager
+def _no_interrupt() -> Iterator[None]:
+    """Ctrl-C waits until the block has ended."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_stop: Event | None = None
+"""In a worker: set once the command was interrupted, so that what was waiting is not begun."""
+
+
+def _start_worker(stop: Event) -> None:
+    """A worker ignores Ctrl-C, which reaches the whole process group, except while it works."""
+    global _stop
+    _stop = stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _in_worker(function: Callable[[Item], Result], item: Item) -> Result:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        if _stop and _stop.is_set():
+            raise KeyboardInterrupt
+        return function(item)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
