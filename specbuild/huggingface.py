@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +104,7 @@ def read_model_config(directory: Path, trust_remote_code: bool) -> PreTrainedCon
             f"{path}: {model_type} is an encoder-decoder; specbuild converts decoder-only text models"
         )
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if model_class is not None and not getattr(model_class, "_supports_attention_backend", False):
+    if model_class is not None and not hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS"):
         raise UnsupportedModelError(
             f"{path}: {model_type} cannot be converted: its attention does not go through transformers' attention "
             "interface"

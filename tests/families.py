@@ -64,6 +64,8 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "qwen2": lambda: transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=32),
+    "olmo2": lambda: transformers.Olmo2Config(**SIZES),  # RoPE in float32, cast back.
+    "stablelm": lambda: transformers.StableLmConfig(**SIZES),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=POSITIONS, bos_token_id=EOS, eos_token_id=EOS
     ),

@@ -56,23 +56,35 @@ def _rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     return tuple(rotary_embedding(x.to(cos.dtype), cos, sin, rotary_embedding_dim=partial) for x in (q, k))
 
 
+def _rope_in_dtype_of_q(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *_args: Any) -> Any:
+    """The same, cast back: for models whose cos and sin are float32 whatever the model's dtype (OLMo 2)."""
+    return tuple(rotated.to(x.dtype) for x, rotated in zip((q, k), _rope(q, k, cos, sin), strict=True))
+
+
 def _rope_swaps(model: nn.Module) -> list[Swap]:
     name = "apply_rotary_pos_emb"
-    found = [file for file in _modeling_files(model) if _takes_qk(getattr(file, name, None))]
-    return [(file, name, _rope) for file in found if _same_rope(getattr(file, name))]
+    swaps: list[Swap] = []
+    for file in _modeling_files(model):
+        original: Any = getattr(file, name, None)
+        if _takes_qk(original):
+            fits = [rope for rope in (_rope, _rope_in_dtype_of_q) if _same_rope(original, rope)]
+            swaps += [(file, name, rope) for rope in fits[:1]]
+    return swaps
 
 
-def _takes_qk(function: Callable[..., Any] | None) -> bool:
+def _takes_qk(function: Any) -> bool:
     return function is not None and list(inspect.signature(function).parameters)[:4] == ["q", "k", "cos", "sin"]
 
 
-def _same_rope(original: Callable[..., Any]) -> bool:
+def _same_rope(original: Callable[..., Any], rope: Callable[..., Any]) -> bool:
+    """Equal in float32, and of the same dtype where q and k are 16 bits wide and cos and sin are not."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(2, heads, 3, 8, generator=generator) for heads in (4, 2))
     angles = torch.randn(2, 3, 4, generator=generator)
     cos, sin = (torch.cat([f(angles), f(angles)], dim=-1) for f in (torch.cos, torch.sin))
     try:
-        return _close(original(q, k, cos, sin), _rope(q, k, cos, sin))
+        half = [[x.dtype for x in f(q.half(), k.half(), cos, sin)] for f in (original, rope)]
+        return half[0] == half[1] and _close(original(q, k, cos, sin), rope(q, k, cos, sin))
     except (TypeError, RuntimeError, ValueError, IndexError):
         return False  # Another convention (interleaved, 2-D positions): keep the model's own.
 
