@@ -164,3 +164,10 @@ def test_shell_completion_works(tmp_path: Path) -> None:
     result = subprocess.run(["specrun"], env=environment, capture_output=True, text=True, check=True)
     assert "plain,--draft_engine_dir" in result.stdout
     assert "plain,--draft_target_model_config" in result.stdout
+
+
+def test_chat_wraps_the_prompt_in_the_template(engines: Path) -> None:
+    """The fixture's tokenizers have a template; --chat on a message is that text on its own."""
+    (chat,) = generate(engines, "--chat", input="hi there")
+    (plain,) = generate(engines, input="<user>hi there<assistant>")
+    assert chat["token_ids"] == plain["token_ids"]
