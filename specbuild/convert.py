@@ -20,7 +20,7 @@ from specbuild.huggingface import (
     save_tokenizer,
 )
 from specbuild.progress import Stages, human_bytes, peak_memory
-from specrun.engine_dir import CONFIG_NAME, CacheTensor, GraphInfo, Provenance, describe_file
+from specrun.engine_dir import CONFIG_NAME, GraphInfo, Provenance, describe_file
 from specrun.errors import BuildConfigError, UnsupportedModelError
 from specrun.tokenizer import describe_tokenizer
 
@@ -80,7 +80,7 @@ def _write(
     info = GraphInfo(
         vocab_size=_vocab_size(model),
         dtype=_dtype_name(model),
-        caches=[CacheTensor(heads=shape.heads, width=shape.width) for shape in cache_shapes(model)],
+        caches=cache_shapes(model),
     )
     parameters = sum(parameter.numel() for parameter in model.parameters())
     eos, pretrained = eos_token_ids(model), model.config.to_dict()
@@ -89,7 +89,7 @@ def _write(
         with stages.stage("run the model for reference"):
             reference = reference_logits(model, info.vocab_size, max_seq_len)
     with stages.stage("export graph"):
-        graph = export_onnx(model, cache_shapes(model), max_seq_len)
+        graph = export_onnx(model, info.caches, max_seq_len)
         graphs.tidy(graph)
     total = sum(value.const_value.nbytes for value in graph.graph.initializers.values() if value.const_value)
     with stages.stage("write weights", total) as advance:

@@ -17,7 +17,6 @@ import numpy.typing as npt
 from specrun.errors import RequestError
 
 Floats = npt.NDArray[np.float32]
-Ints = npt.NDArray[np.int64]
 
 
 class Purpose(enum.IntEnum):

@@ -6,7 +6,6 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
@@ -18,15 +17,8 @@ from transformers import PreTrainedModel
 from specbuild.export.fused import fused_operators
 from specbuild.export.hooks import EXPERTS, IMPLEMENTATION, ScatterCache, register
 from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, OPSET, WRITE_INDICES, past_names, present_names
+from specrun.engine_dir import CacheTensor
 from specrun.errors import UnsupportedModelError
-
-
-@dataclass(frozen=True)
-class CacheShape:
-    """One cache tensor of one layer: [B, heads, S_max, width]."""
-
-    heads: int
-    width: int
 
 
 class ContractModule(nn.Module):
@@ -58,7 +50,7 @@ class ContractModule(nn.Module):
         return (output.logits.float(), *cache.present())
 
 
-def cache_shapes(model: PreTrainedModel) -> list[CacheShape]:
+def cache_shapes(model: PreTrainedModel) -> list[CacheTensor]:
     """[key_0, value_0, key_1, ...] as the model really writes them, seen by running three tokens through it.
 
     Configs disagree on how they spell head counts and sizes; the tensors do not.
@@ -80,7 +72,7 @@ def cache_shapes(model: PreTrainedModel) -> list[CacheShape]:
                 "one value tensor; "
                 "only models with plain attention in every layer can be converted"
             )
-        shapes += [CacheShape(tensor.shape[1], tensor.shape[3]) for tensor in tensors]
+        shapes += [CacheTensor(heads=tensor.shape[1], width=tensor.shape[3]) for tensor in tensors]
     if not shapes:
         raise UnsupportedModelError(
             f"{model.name_or_path}: {type(model).__name__} returned no key-value cache; specbuild converts "
@@ -89,7 +81,7 @@ def cache_shapes(model: PreTrainedModel) -> list[CacheShape]:
     return shapes
 
 
-def export_onnx(model: PreTrainedModel, shapes: list[CacheShape], max_seq_len: int) -> ir.Model:
+def export_onnx(model: PreTrainedModel, shapes: list[CacheTensor], max_seq_len: int) -> ir.Model:
     """Export ``model`` as it stands in memory; weights are referenced, not copied.
 
     Dimensions are symbolic: batch B, tokens S, logits K, cache length S_max.
