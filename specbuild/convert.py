@@ -19,6 +19,7 @@ from specbuild.huggingface import (
     read_model_config,
     save_tokenizer,
 )
+from specbuild.memory import mapped_weights, not_resident
 from specbuild.progress import Stages, human_bytes, peak_memory
 from specrun.engine_dir import CONFIG_NAME, GraphInfo, Provenance, describe_file
 from specrun.errors import BuildConfigError, UnsupportedModelError
@@ -77,23 +78,20 @@ def _write(
     notes = pin_rope(model, max_seq_len)
     for note in notes:
         stages.say(f"note: {note}")
-    info = GraphInfo(
-        vocab_size=_vocab_size(model),
-        dtype=_dtype_name(model),
-        caches=cache_shapes(model),
-    )
     parameters = sum(parameter.numel() for parameter in model.parameters())
     eos, pretrained = eos_token_ids(model), model.config.to_dict()
     reference = None
-    if options.verify:
-        with stages.stage("run the model for reference"):
-            reference = reference_logits(model, info.vocab_size, max_seq_len)
-    with stages.stage("export graph"):
-        graph = export_onnx(model, info.caches, max_seq_len)
-        graphs.tidy(graph)
-    total = sum(value.const_value.nbytes for value in graph.graph.initializers.values() if value.const_value)
-    with stages.stage("write weights", total) as advance:
-        graphs.save(graph, work / GRAPH_NAME, lambda tensor, _info: advance(tensor.nbytes))
+    with not_resident(mapped_weights(model, source)):
+        info = GraphInfo(vocab_size=_vocab_size(model), dtype=_dtype_name(model), caches=cache_shapes(model))
+        if options.verify:
+            with stages.stage("run the model for reference"):
+                reference = reference_logits(model, info.vocab_size, max_seq_len)
+        with stages.stage("export graph"):
+            graph = export_onnx(model, info.caches, max_seq_len)
+            graphs.tidy(graph)
+        total = sum(value.const_value.nbytes for value in graph.graph.initializers.values() if value.const_value)
+        with stages.stage("write weights", total) as advance:
+            graphs.save(graph, work / GRAPH_NAME, lambda tensor, _info: advance(tensor.nbytes))
     release(model)
     difference = None
     if reference is not None:

@@ -118,10 +118,50 @@ def widen_to_float32(model: ir.Model) -> None:
             _cast_uses(graph, weight)
 
 
+def slice_products(model: ir.Model, elements: int) -> None:
+    """Multiply by weights of more than ``elements`` in slices, so that casting or transposing one copies a slice only.
+
+    The vocabulary's matrix is the one that matters: a fifth of a small model.
+    """
+    graph = model.graph
+    for product in [node for node in graph if node.op_type == "MatMul"]:
+        factor = product.inputs[1]
+        transpose = factor.producer() if factor is not None else None
+        transposed = transpose is not None and transpose.op_type == "Transpose"
+        weight = transpose.inputs[0] if transpose is not None and transposed else factor
+        if weight is None or not weight.is_initializer() or weight.shape is None or len(weight.shape) != 2:
+            continue
+        rows, columns = (int(size) for size in (reversed(weight.shape) if transposed else weight.shape))  # type: ignore[arg-type]
+        if rows * columns > elements:
+            _slice_product(graph, product, weight, transposed, columns, max(1, elements // rows))
+    RemoveUnusedNodesPass()(model)
+
+
+def _slice_product(
+    graph: ir.Graph, product: ir.Node, weight: ir.Value, transposed: bool, columns: int, width: int
+) -> None:
+    parts, nodes = [], []
+    for start in range(0, columns, width):
+        bounds = [ir.tensor([value], ir.DataType.INT64) for value in (start, start + width, 0 if transposed else 1)]
+        constants = [ir.node("Constant", [], {"value": bound}) for bound in bounds]
+        part = ir.node("Slice", [weight, *(constant.outputs[0] for constant in constants)])
+        nodes += [*constants, part]
+        if transposed:
+            nodes.append(ir.node("Transpose", [part.outputs[0]], {"perm": [1, 0]}))
+        nodes.append(ir.node("MatMul", [product.inputs[0], nodes[-1].outputs[0]]))
+        parts.append(nodes[-1].outputs[0])
+    nodes.append(ir.node("Concat", parts, {"axis": -1}))
+    for index, node in enumerate(nodes):
+        node.name = f"{product.name}.slice.{index}"
+        node.outputs[0].name = node.name
+    old, new = product.outputs[0], nodes[-1].outputs[0]
+    ir.convenience.replace_nodes_and_values(graph, product, [product], nodes, [old], [new])
+
+
 def _cast_uses(graph: ir.Graph, weight: ir.Value) -> None:
-    """Put a Cast between a 16-bit weight and its readers; behind a Gather, which would otherwise cast a whole table."""
+    """Put a Cast between a 16-bit weight and its readers; behind those that take a part of it."""
     for node, index in list(weight.uses()):
-        if node.op_type == "Gather" and index == 0:
+        if node.op_type in ("Gather", "Slice") and index == 0:
             node.outputs[0].dtype = weight.dtype  # type: ignore[assignment]
             cast = ir.node("Cast", [node.outputs[0]], {"to": int(ir.DataType.FLOAT)})
             readers = [use for use in node.outputs[0].uses() if use.node is not cast]
