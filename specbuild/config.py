@@ -24,6 +24,7 @@ class EngineOptions(Strict):
     checkpoint_dir: Path
     output_dir: Path
     backend: Backend = "auto"
+    device: Literal["cpu", "cuda"] | None = None
     max_batch_size: int = Field(4, ge=1)
     max_input_len: int | None = Field(None, ge=1)
     max_seq_len: int | None = Field(None, ge=2)

@@ -27,7 +27,7 @@ def build_engines(engines: list[EngineOptions], workers: int, force: bool, stage
             raise BuildConfigError(f"{options.output_dir}: is the checkpoint itself; choose another --output_dir")
         require_free(options.output_dir, force)
         _, notes = plan_build(options, checkpoint)
-        name, _, reason = choose(options.backend)
+        name, _, reason = choose(options.backend, options.device)
         stages.say(f"{options.output_dir}: backend {name}: {reason}")
         for note in notes:
             stages.say(f"{options.output_dir}: {note}")
@@ -64,7 +64,7 @@ def _compile(
     work: Path,
     advance: Callable[[float], None],
 ) -> EngineConfig:
-    _, compiler, _ = choose(options.backend)
+    _, compiler, _ = choose(options.backend, options.device)
     compiled = compiler(options.checkpoint_dir, checkpoint.graph, build, work, advance)
     for file in TOKENIZER_FILES:
         if (options.checkpoint_dir / file).is_file():

@@ -55,10 +55,13 @@ def _checkpoint(config: CheckpointConfig) -> str:
     return _render(rows, config, [])
 
 
+_ANY = {"tensorrt_rtx": "any RTX GPU", "onnxruntime": "any NVIDIA GPU"}
+
+
 def _engine(config: EngineConfig) -> str:
     build, backend = config.build_config, config.backend
     cache = config.graph.cache_bytes(build.max_batch_size, build.cache_length)
-    where = ", ".join(backend.compute_capabilities) or ("any RTX GPU" if backend.name == "tensorrt_rtx" else "this GPU")
+    where = ", ".join(backend.compute_capabilities) or _ANY.get(backend.name, "this GPU")
     rows = {
         "kind": "engine",
         "model": str(config.pretrained_config.get("model_type")),

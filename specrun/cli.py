@@ -7,6 +7,8 @@ import secrets
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,14 @@ def main(debug: bool) -> None:
 @click.option("--draft_model_device_list", type=DEVICES, help="Default: [0].")
 @click.option("--target_model_device_list", type=DEVICES, help="Default: [0].")
 @click.option("--acceptance", type=click.Choice(["tokens", "logits"]), help="Default: tokens.")
+@click.option(
+    "--kv_cache_free_gpu_memory_fraction",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=0.9,
+    show_default=True,
+    help="Share of a GPU's memory that caches may take of what weights leave free.",
+)
+@click.option("--cuda_graph/--no_cuda_graph", default=True, show_default=True, help="Queue a round as one piece.")
 @click.option("--max_output_len", type=click.IntRange(1), help="Default: 256, or what fits.")
 @click.option("--input_text", multiple=True, help="A prompt; may be given several times.")
 @click.option("--input_file", type=FolderPath, help="Prompts, one a line. Default: standard input.")
@@ -115,6 +125,7 @@ def generate(
     params = SamplingParams(seed=seed, **sampling)
     prompts = read_prompts(input_text, input_file)
     decoder = SpeculativeDecoder.open(engine_dir, draft_engine_dir, config)
+    click.get_current_context().with_resource(closing(decoder))
     tokenizer = load_tokenizer(tokenizer_dir or engine_dir)
     render = render_chat(tokenizer_dir or engine_dir) if chat else str
     requests = []
@@ -134,13 +145,14 @@ def generate(
         printer = TextPrinter(requests, prompts, stream, _use_color(color))
         for event in decoder.run(requests):
             printer.show(event)
-    click.echo(summary(requests, decoder.loop, time.perf_counter() - began), err=True)
+    click.echo(summary(requests, decoder.loop.round, time.perf_counter() - began), err=True)
 
 
 def _pair_config(has_draft: bool, options: dict[str, Any]) -> DraftTargetConfig:
     """The list and the readable flags set the same four things; saying one of them twice is an error."""
     flags = ("draft_len", "draft_model_device_list", "target_model_device_list", "acceptance")
     given = [name for name in flags if options[name] is not None]
+    gpu = {name: options[name] for name in ("kv_cache_free_gpu_memory_fraction", "cuda_graph")}
     if not has_draft:
         for name in ("draft_target_model_config", "draft_len", "draft_model_device_list", "acceptance"):
             if options[name] is not None:
@@ -149,12 +161,13 @@ def _pair_config(has_draft: bool, options: dict[str, Any]) -> DraftTargetConfig:
         if given:
             raise click.UsageError(f"--draft_target_model_config already sets --{given[0]}; leave out one of them")
         config: DraftTargetConfig = options["draft_target_model_config"]
-        return config
+        return replace(config, **gpu)
     return DraftTargetConfig(
         draft_len=options["draft_len"],
         draft_devices=options["draft_model_device_list"] or (0,),
         target_devices=options["target_model_device_list"] or (0,),
         use_logits=options["acceptance"] == "logits",
+        **gpu,
     )
 
 

@@ -10,13 +10,16 @@ DEFAULT_DRAFT_LEN = 4
 
 @dataclass(frozen=True)
 class DraftTargetConfig:
-    """``[draft_len, draft_device_list, target_device_list, use_logits]``; ``draft_len`` None: the engine's, at "
-    "most 4."""
+    """TensorRT-LLM's four (``draft_len`` None: the engine's, at most 4), and how GPUs are used."""
 
     draft_len: int | None = None
     draft_devices: tuple[int, ...] = (0,)
     target_devices: tuple[int, ...] = (0,)
     use_logits: bool = False
+    kv_cache_free_gpu_memory_fraction: float = 0.9
+    """Share of a GPU's memory that caches may take of what weights leave free."""
+    cuda_graph: bool = True
+    """Queue a round as one CUDA graph where engines allow it."""
 
 
 def parse_draft_target_config(text: str) -> DraftTargetConfig:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from specrun.backends import open_backend
 from specrun.config import DEFAULT_DRAFT_LEN, DraftTargetConfig
 from specrun.engine_dir import EngineConfig, open_engine
 from specrun.errors import BackendError, PairError, RequestError
-from specrun.model_runner import ModelRunner
 from specrun.request import Request
+from specrun.rounds.opening import Engine, open_round
 from specrun.speculative import Event, SpeculativeLoop
 from specrun.tokenizer import require_same_tokenizer
 
@@ -32,18 +31,19 @@ class SpeculativeDecoder:
         Raises EngineDirError, PairError and BackendError; nothing is loaded before all checks have passed.
         """
         config = config or DraftTargetConfig()
-        target = open_engine(target_dir)
-        _check_devices("target", config.target_devices, target)
-        if draft_dir is None:
-            runner = ModelRunner(open_backend(target_dir, target))
-            return cls(SpeculativeLoop(runner, None, 0, False), target, target.build_config.max_batch_size)
-        draft = open_engine(draft_dir)
-        _check_devices("draft", config.draft_devices, draft)
-        draft_len = _check_pair(target_dir, target, draft_dir, draft, config.draft_len)
-        target_runner = ModelRunner(open_backend(target_dir, target))
-        draft_runner = ModelRunner(open_backend(draft_dir, draft))
-        rows = min(target.build_config.max_batch_size, draft.build_config.max_batch_size)
-        return cls(SpeculativeLoop(target_runner, draft_runner, draft_len, config.use_logits), target, rows)
+        engine = _open("target", target_dir, config.target_devices)
+        rows = engine.config.build_config.max_batch_size
+        draft, draft_len = None, 0
+        if draft_dir is not None:
+            draft = _open("draft", draft_dir, config.draft_devices)
+            draft_len = _check_pair(target_dir, engine.config, draft_dir, draft.config, config.draft_len)
+            rows = min(rows, draft.config.build_config.max_batch_size)
+        rounds = open_round(engine, draft if draft_len else None, draft_len, rows, config)
+        return cls(SpeculativeLoop(rounds), engine.config, rows)
+
+    def close(self) -> None:
+        """Give the engines and their memory back."""
+        self.loop.round.close()
 
     def max_output_len(self, prompt: Sequence[int], wanted: int, exact: bool, name: str = "prompt") -> int:
         """Output tokens that fit behind ``prompt``: ``wanted``, or fewer where ``exact`` is false.
@@ -74,13 +74,17 @@ class SpeculativeDecoder:
             yield from self.loop.run(requests[first : first + self.max_batch_size])
 
 
-def _check_devices(role: str, devices: tuple[int, ...], config: EngineConfig) -> None:
+def _open(role: str, directory: Path, devices: tuple[int, ...]) -> Engine:
+    """Check an engine directory and the device it is to run on."""
+    config = open_engine(directory)
     if len(devices) > 1:
         raise BackendError(f"{role}_model_device_list {list(devices)}: a model runs on one device; give one, like [0]")
     if config.backend.device == "cpu" and devices != (0,):
         raise BackendError(
-            f"{role}_model_device_list {list(devices)}: no such device; an onnxruntime engine runs on the CPU, device 0"
+            f"{role}_model_device_list {list(devices)}: no such device; this onnxruntime engine runs on the CPU, "
+            "device 0"
         )
+    return Engine(role, directory, config, devices[0])
 
 
 def _check_pair(

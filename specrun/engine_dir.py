@@ -219,7 +219,7 @@ def check_files(directory: Path, files: dict[str, FileInfo]) -> None:
 def check_hardware(directory: Path, backend: BackendInfo) -> None:
     """Raise EngineDirError where the engine is for another kind of processor than this one."""
     here = platform.machine()
-    if backend.name == "onnxruntime" and backend.machine != here:
+    if backend.device == "cpu" and backend.machine != here:
         raise EngineDirError(
             f"{directory}: built for {backend.machine}, this machine is {here}; build the engine on this machine"
         )

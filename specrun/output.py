@@ -9,7 +9,8 @@ from typing import Any
 import click
 
 from specrun.request import Piece, Request
-from specrun.speculative import Event, SpeculativeLoop
+from specrun.rounds import Round
+from specrun.speculative import Event
 
 
 def as_json(request: Request) -> str:
@@ -71,7 +72,7 @@ class TextPrinter:
         return click.style(piece.text, fg="green") if self._color and piece.from_draft else piece.text
 
 
-def summary(requests: Sequence[Request], loop: SpeculativeLoop, seconds: float) -> str:
+def summary(requests: Sequence[Request], method: Round, seconds: float) -> str:
     """What happened, in one line for people."""
     tokens = sum(len(request.output) for request in requests)
     line = f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds:.1f} tokens/s)"
@@ -79,9 +80,9 @@ def summary(requests: Sequence[Request], loop: SpeculativeLoop, seconds: float) 
     accepted = sum(request.stats.accepted for request in requests)
     rounds = sum(request.stats.rounds for request in requests)
     if evaluated:
-        method = "logits" if loop.use_logits else "tokens"
+        compared = "logits" if method.use_logits else "tokens"
         line += (
-            f"; draft_len {loop.draft_len}, acceptance by {method}: {accepted}/{evaluated} draft tokens accepted "
+            f"; draft_len {method.draft_len}, acceptance by {compared}: {accepted}/{evaluated} draft tokens accepted "
             f"({accepted / evaluated:.0%}), {1 + accepted / rounds:.2f} tokens a round"
         )
     return line

@@ -174,6 +174,11 @@ def open_tables(
     return SpeculativeDecoder.open(target_dir, draft_dir, DraftTargetConfig(draft_len, use_logits=use_logits))
 
 
+def normal(seed: int, *shape: int, scale: float = 1.0) -> Floats:
+    """Random logits."""
+    return (np.random.default_rng(seed).normal(size=shape) * scale).astype(np.float32)
+
+
 def make_requests(
     count: int, length: int, params: SamplingParams, prompt: Sequence[int] = (0,), first_seed: int = 0
 ) -> list[Request]:

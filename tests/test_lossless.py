@@ -44,7 +44,7 @@ def near_ties(target: Path, expected: list[int], found: list[int], prompt: Seque
     if expected == found:
         return 0
     at = next(i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if a != b)
-    runner = open_pair(target, None).loop.target
+    runner = open_pair(target, None).loop.round.target
     runner.start(1, 128)
     logits = runner.forward([[*prompt, *expected[:at]]], [1])[0, 0]
     second, best = np.sort(logits)[-2:]

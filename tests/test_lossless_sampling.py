@@ -17,15 +17,11 @@ from specrun.drafter import Drafter, Proposal
 from specrun.request import Request
 from specrun.sampling import Floats, SamplingParams, choose, probabilities
 from tests.reference import Doubles, Fit, chi_squared, exact_probabilities
-from tests.tables import decode, make_requests, open_tables
+from tests.tables import decode, make_requests, normal, open_tables
 
 ACCEPTANCE = pytest.mark.parametrize("use_logits", [False, True], ids=["tokens", "logits"])
 WARM = SamplingParams(1.0)
 Ints = npt.NDArray[np.int64]
-
-
-def normal(seed: int, *shape: int, scale: float = 1.0) -> Floats:
-    return (np.random.default_rng(seed).normal(size=shape) * scale).astype(np.float32)
 
 
 def sample(decoder: SpeculativeDecoder, count: int, length: int, params: SamplingParams) -> tuple[Ints, list[Request]]:
@@ -215,8 +211,8 @@ def test_control_draft_probabilities_from_before_top_k_are_seen(
     target = normal(10, 16)
     draft = target + normal(11, 16, scale=0.5)
     decoder = open_tables(tmp_path, target, draft, use_logits=True)
-    assert decoder.loop.drafter
-    decoder.loop.drafter = kind(decoder.loop.drafter.runner, 16, True)
+    assert decoder.loop.round.drafter
+    decoder.loop.round.drafter = kind(decoder.loop.round.drafter.runner, 16, True)
     tokens, _ = sample(decoder, 300, 20, params)
     assert fits(tokens, exact_probabilities(target, params))[0].good == good
 

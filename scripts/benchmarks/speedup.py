@@ -48,7 +48,7 @@ def decode(decoder: SpeculativeDecoder, prompts: list[list[int]], params: Sampli
     for _ in decoder.run(requests):
         pass
     seconds = time.perf_counter() - began
-    target, drafter = decoder.loop.target, decoder.loop.drafter
+    target, drafter = decoder.loop.round.target, decoder.loop.round.drafter
     stats = [request.stats for request in requests]
     return Run(
         ids=[request.output for request in requests],

@@ -32,10 +32,19 @@ class Compiler(Protocol):
         """Compile the checkpoint directory's graph into ``output``; ``advance`` takes shares of 1."""
 
 
-def choose(backend: str) -> tuple[str, Compiler, str]:
-    """The backend's name, its compiler and why it was chosen. Raises BackendError when it is not usable here."""
+def choose(backend: str, device: str | None = None) -> tuple[str, Compiler, str]:
+    """The backend's name, its compiler and why it was chosen. Raises BackendError when it is not usable here.
+
+    device: ``cpu``, ``cuda`` or None. Only onnxruntime has a choice; None is the CPU there.
+    """
     from specbuild.compilers import onnxruntime, tensorrt
 
+    if backend == "onnxruntime" and device == "cuda":
+        return backend, onnxruntime.copy_graph, "asked for, on CUDA"
+    if device == "cpu" and backend != "onnxruntime":
+        if backend != "auto":
+            raise BackendError(f"--backend {backend} --device cpu: its engines run on GPUs only")
+        return "onnxruntime", onnxruntime.compile_graph, "it is the backend for the CPU"
     if backend == "auto":
         problem = tensorrt.why_unusable("tensorrt")
         if problem is None:

@@ -1,9 +1,14 @@
-"""ONNX Runtime: the graph optimised for this machine at build time and saved, so that loading is quick."""
+"""ONNX Runtime: for the CPU, the graph optimised for this machine at build time and saved, so that loading is quick.
+
+For CUDA the graph is the checkpoint's own: ONNX Runtime optimises it on the GPU when it loads it.
+"""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import onnx_ir as ir
 
@@ -49,11 +54,50 @@ def compile_graph(
     )
 
 
+def copy_graph(
+    checkpoint: Path, graph: GraphInfo, build: BuildConfig, output: Path, advance: Callable[[float], None]
+) -> Compiled:
+    """Take the graph as it is, for CUDA; needs no GPU. See ``Compiler``."""
+    ort, _ = session_options()
+    for name in (GRAPH_NAME, WEIGHTS_NAME):
+        shutil.copyfile(checkpoint / name, output / name)
+        advance(0.5)
+    model = ir.load(checkpoint / GRAPH_NAME)
+    return Compiled(
+        backend=BackendInfo(name="onnxruntime", version=ort.__version__, device="cuda", machine=machine()),
+        graph=graph,
+        io=[
+            *(_tensor(value, "input") for value in model.graph.inputs),
+            *(_tensor(value, "output") for value in model.graph.outputs),
+        ],
+        files=[GRAPH_NAME, WEIGHTS_NAME],
+        notes=["optimised on the GPU when it is loaded"],
+    )
+
+
+_DTYPES = {
+    ir.DataType.INT64: "int64",
+    ir.DataType.FLOAT: "float32",
+    ir.DataType.FLOAT16: "float16",
+    ir.DataType.BFLOAT16: "bfloat16",
+}
+
+
+def _tensor(value: ir.Value, kind: Literal["input", "output"]) -> Tensor:
+    name, dtype = str(value.name), _DTYPES[ir.DataType(value.dtype or 0)]
+    shape = [size if isinstance(size, int) else str(size) for size in value.shape or ()]
+    return Tensor(name=name, kind=kind, dtype=dtype, shape=shape, aliases=_alias(name))
+
+
+def _alias(name: str) -> str | None:
+    """The input whose memory an output shares."""
+    return name.replace("present.", "past_key_values.") if name.startswith("present.") else None
+
+
 def _io(session: object) -> list[Tensor]:
     tensors = []
     for kind, values in (("input", session.get_inputs()), ("output", session.get_outputs())):  # type: ignore[attr-defined]
         for value in values:
-            alias = value.name.replace("present.", "past_key_values.") if value.name.startswith("present.") else None
-            shape = list(value.shape)
+            shape, alias = list(value.shape), _alias(value.name)
             tensors.append(Tensor(name=value.name, kind=kind, dtype=_TYPES[value.type], shape=shape, aliases=alias))  # type: ignore[arg-type]
     return tensors

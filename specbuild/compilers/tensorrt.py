@@ -6,7 +6,6 @@ Networks are strongly typed: the ONNX graph's dtypes are the engine's.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import signal
 import threading
@@ -21,6 +20,7 @@ from specbuild import graph as graphs
 from specbuild.checkpoint import GRAPH_NAME
 from specbuild.compilers import Compiled, machine
 from specrun.contract import INPUT_IDS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
+from specrun.devices.driver import compute_capability, why_no_gpu
 from specrun.engine_dir import BackendInfo, BuildConfig, GraphInfo, Profile, Tensor
 from specrun.errors import BuildError
 
@@ -36,22 +36,12 @@ def why_unusable(name: str) -> str | None:
         return f"{name} is not installed: pip install {package}"
     except Exception as error:  # Broken installations raise what they like.
         return f"{name} does not load ({error})"
-    if name == "tensorrt" and not _has_gpu():
-        return "it needs an NVIDIA GPU, and none is usable here"
+    if name == "tensorrt" and (reason := why_no_gpu()):
+        return f"it needs an NVIDIA GPU: {reason}"
     missing = [part for part in ("Builder", "OnnxParser", "IKVCacheUpdateLayer") if not hasattr(trt, part)]
     if missing:
         return f"{name} {trt.__version__} is too old: it has no {missing[0]}; 10.15 or newer is needed"
     return None
-
-
-def _has_gpu() -> bool:
-    """Ask the driver library itself: without one, importing cuda bindings and asking for a device can hang."""
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    count = ctypes.c_int(0)
-    return cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
 
 
 class Tensorrt:
@@ -87,7 +77,9 @@ class Tensorrt:
         config = builder.create_builder_config()
         for profile in build.profiles:
             config.add_optimization_profile(_profile(builder, network, profile))
-        capabilities = _capabilities(trt, config)
+        capabilities = _capabilities(config)
+        if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
+            config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # Or the plan cannot be part of a CUDA graph.
         if hasattr(trt, "IProgressMonitor"):
             config.progress_monitor = _progress(trt, advance, interrupted)
         plan = builder.build_serialized_network(network, config)
@@ -221,10 +213,10 @@ def _profile(builder: Any, network: Any, sizes: Profile) -> Any:
     return profile
 
 
-def _capabilities(trt: Any, config: Any) -> list[str]:
-    """Compute capabilities the plan is compiled for, as TensorRT-RTX names them; empty where the builder has no say."""
+def _capabilities(config: Any) -> list[str]:
+    """Compute capabilities the plan is compiled for: those TensorRT-RTX lists, or this machine's first GPU's."""
     if not hasattr(config, "num_compute_capabilities"):
-        return []
+        return [compute_capability(0)]
     return [str(config.get_compute_capability(i)).rpartition(".")[2] for i in range(config.num_compute_capabilities)]
 
 

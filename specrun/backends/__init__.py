@@ -8,8 +8,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from specrun.devices import Device, DeviceArray
+from specrun.devices.driver import compute_capability
 from specrun.engine_dir import EngineConfig
-from specrun.errors import BackendError
 
 
 class Backend(Protocol):
@@ -35,13 +36,43 @@ class Backend(Protocol):
         """
 
 
-def open_backend(directory: Path, config: EngineConfig) -> Backend:
-    """Load the engine in ``directory``. Raises BackendError when its runtime is not usable here."""
-    if config.backend.name == "onnxruntime":
-        from specrun.backends.ort import OrtBackend
+class DeviceBackend(Protocol):
+    """An opened engine whose inputs and outputs are device memory. Queues its work on its device's stream."""
 
-        return OrtBackend(directory, config)
-    raise BackendError(
-        f"{directory}: a {config.backend.name} engine; this release compiles such plans but runs onnxruntime engines "
-        "only: build one with 'specbuild engine --backend onnxruntime'"
-    )
+    config: EngineConfig
+    device: Device
+    recordable: bool
+    """Whether a recording of the stream may contain ``enqueue``."""
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Memory that the engine will take beside weights and cache; 0 where it cannot tell."""
+
+    def allocate_cache(self, rows: int, length: int) -> int:
+        """See ``Backend.allocate_cache``. Addresses stay the same from call to call."""
+
+    def enqueue(
+        self, input_ids: DeviceArray, write_indices: DeviceArray, logits_indices: DeviceArray, logits: DeviceArray
+    ) -> None:
+        """Queue one forward pass as the graph contract says: [B, S], [B], [B, K] -> logits [B, K, V]."""
+
+    def close(self) -> None:
+        """Let go of the engine."""
+
+
+def open_host_backend(directory: Path, config: EngineConfig) -> Backend:
+    """Load an engine for the CPU. Raises EngineDirError, and BackendError when its runtime is not installed."""
+    from specrun.backends.ort import OrtBackend
+
+    return OrtBackend(directory, config)
+
+
+def open_device_backend(directory: Path, config: EngineConfig, device: Device) -> DeviceBackend:
+    """Load an engine onto a GPU. Raises EngineDirError, and BackendError when its runtime is not installed."""
+    if config.backend.name == "onnxruntime":
+        from specrun.backends.ort import OrtDeviceBackend
+
+        return OrtDeviceBackend(directory, config, device)
+    from specrun.backends.trt import TrtBackend
+
+    return TrtBackend(directory, config, device, compute_capability(device.number))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
+from specrun.devices import Device, DeviceArray
 from specrun.engine_dir import EngineConfig
 from specrun.errors import BackendError, EngineDirError
 
@@ -17,18 +18,27 @@ _GRAPH = "model.onnx"
 _pool_made = False
 
 
+class CacheDtype(NamedTuple):
+    """A cache's dtype: what numpy stores it as, what ``io_binding`` calls it (numpy or ONNX), ONNX Runtime's name."""
+
+    storage: type[np.generic]
+    element: Any
+    name: str
+
+
+CACHE_DTYPES = {
+    "float32": CacheDtype(np.float32, np.float32, "float"),
+    "float16": CacheDtype(np.float16, np.float16, "float16"),
+    "bfloat16": CacheDtype(np.uint16, 16, "bfloat16"),  # TensorProto.BFLOAT16; numpy has none.
+}
+
+
 class OrtBackend:
     """See ``Backend``. Inputs, outputs and cache are bound by address, so nothing is copied."""
 
     def __init__(self, directory: Path, config: EngineConfig) -> None:
         self.config = config
-        ort, options = session_options()
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL  # Done when it was built.
-        try:
-            self._session = ort.InferenceSession(directory / _GRAPH, options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # ONNX Runtime's exceptions share no base class.
-            raise EngineDirError(f"{directory}: onnxruntime {ort.__version__} does not load it ({error})") from error
-        _check_contract(directory, config, self._session)
+        self._session = _open(directory, config, "CPUExecutionProvider", {})
         self._binding = self._session.io_binding()
         self._cache: list[npt.NDArray[np.float32]] = []
         self._logits = np.empty((0, 0, 0), np.float32)
@@ -67,14 +77,102 @@ class OrtBackend:
         bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
 
 
+class OrtDeviceBackend:
+    """See ``DeviceBackend``. The same graph on device memory: CUDA's, or for tests the host's."""
+
+    recordable = False  # ONNX Runtime allocates while it runs, which a recording does not allow.
+
+    def __init__(self, directory: Path, config: EngineConfig, device: Device) -> None:
+        self.config = config
+        self.device = device
+        provider, options = "CPUExecutionProvider", {}
+        if device.kind == "cuda":
+            # On our own stream, kernels before and after need no synchronisation.
+            provider = "CUDAExecutionProvider"
+            options = {
+                "device_id": str(device.number),
+                "user_compute_stream": str(device.stream),
+                "use_tf32": "0",  # float32 means float32.
+            }
+        self._session = _open(directory, config, provider, options)
+        self._binding = self._session.io_binding()
+        self._cache: list[DeviceArray] = []
+
+    @property
+    def workspace_bytes(self) -> int:
+        """ONNX Runtime allocates on its own and does not tell."""
+        return 0
+
+    def allocate_cache(self, rows: int, length: int) -> int:
+        """Room for the largest batch is made once; a batch uses the part it needs."""
+        graph, build = self.config.graph, self.config.build_config
+        length = -(-length // 8) * 8  # CUDA's memory-efficient attention wants masks of such lengths.
+        kind = CACHE_DTYPES[graph.dtype]
+        if not self._cache:
+            size = build.max_batch_size * (build.cache_length + 7)
+            self._cache = [self.device.zeros((size * c.heads * c.width,), kind.storage) for c in graph.caches]
+        self._binding = self._session.io_binding()
+        names = zip(past_names(graph.layers), present_names(graph.layers), graph.caches, self._cache, strict=True)
+        for past, present, cache, memory in names:
+            used = memory.part(0, (rows, cache.heads, length, cache.width))
+            self._bind(self._binding.bind_input, past, used, kind.element)
+            self._bind(self._binding.bind_output, present, used, kind.element)
+        return length
+
+    def enqueue(
+        self, input_ids: DeviceArray, write_indices: DeviceArray, logits_indices: DeviceArray, logits: DeviceArray
+    ) -> None:
+        """See ``DeviceBackend.enqueue``."""
+        inputs = {INPUT_IDS: input_ids, WRITE_INDICES: write_indices, LOGITS_INDICES: logits_indices}
+        for name, array in inputs.items():
+            self._bind(self._binding.bind_input, name, array, array.dtype)
+        self._bind(self._binding.bind_output, LOGITS, logits, logits.dtype)
+        self._session.run_with_iobinding(self._binding, self._run_options())
+
+    def close(self) -> None:
+        """See ``DeviceBackend.close``."""
+        del self._binding, self._session
+
+    def _run_options(self) -> Any:
+        import onnxruntime as ort
+
+        options = ort.RunOptions()
+        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        return options
+
+    def _bind(self, bind: Any, name: str, array: DeviceArray, element: Any) -> None:
+        bind(name, self.device.kind, self.device.number, element, array.shape, array.address)
+
+
+def _open(directory: Path, config: EngineConfig, provider: str, provider_options: dict[str, str]) -> Any:
+    """A session on the engine's graph, checked against the contract. Raises EngineDirError and BackendError."""
+    ort, options = session_options()
+    if provider not in ort.get_available_providers():
+        raise BackendError(
+            f"onnxruntime {ort.__version__} has no {provider}; pip install onnxruntime-gpu in place of onnxruntime"
+        )
+    optimised = provider == "CPUExecutionProvider"  # When it was built, for this processor.
+    level = ort.GraphOptimizationLevel
+    options.graph_optimization_level = level.ORT_DISABLE_ALL if optimised else level.ORT_ENABLE_ALL
+    try:
+        session = ort.InferenceSession(directory / _GRAPH, options, providers=[(provider, provider_options)])
+    except Exception as error:  # ONNX Runtime's exceptions share no base class.
+        raise EngineDirError(f"{directory}: onnxruntime {ort.__version__} does not load it ({error})") from error
+    if session.get_providers()[0] != provider:  # ONNX Runtime falls back to the CPU with no more than a warning.
+        raise BackendError(f"{directory}: onnxruntime {ort.__version__} could not start {provider} on this machine")
+    _check_contract(directory, config, session)
+    return session
+
+
 def _check_contract(directory: Path, config: EngineConfig, session: Any) -> None:
     """Raise EngineDirError unless the graph is what config.json says: memory is bound by these sizes."""
     layers = config.graph.layers
     caches = [[shape.heads, shape.width] for shape in config.graph.caches]
     tokens: tuple[str, list[int]] = ("tensor(int64)", [])
     expected = dict.fromkeys((INPUT_IDS, WRITE_INDICES, LOGITS_INDICES), tokens)
+    kind = f"tensor({CACHE_DTYPES[config.graph.dtype].name})"
     for names in (past_names(layers), present_names(layers)):
-        expected |= {name: ("tensor(float)", sizes) for name, sizes in zip(names, caches, strict=True)}
+        expected |= {name: (kind, sizes) for name, sizes in zip(names, caches, strict=True)}
     expected[LOGITS] = ("tensor(float)", [config.graph.vocab_size])
     found = {
         value.name: (value.type, [size for size in value.shape if isinstance(size, int)])

@@ -1,0 +1,233 @@
+"""TensorRT and TensorRT-RTX plans on a GPU: one module, two import names.
+
+One execution context per optimisation profile, because changing a context's profile waits for the GPU. They share
+their workspace: all work is queued on one stream.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
+from specrun.devices import Device, DeviceArray
+from specrun.engine_dir import EngineConfig, Profile
+from specrun.errors import BackendError, EngineDirError
+
+_PLAN = "rank0.engine"
+_ELEMENTS: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(np.uint16),
+}
+"""numpy has no bfloat16; here only the size counts."""
+
+
+class Call(NamedTuple):
+    """The sizes of one forward pass."""
+
+    batch: int
+    sequence: int
+    logits: int
+
+
+def choose_profile(profiles: Sequence[Profile], call: Call) -> int:
+    """The profile with the smallest range that covers ``call``: narrow profiles have the faster kernels.
+
+    Raises BackendError where none does.
+    """
+
+    def covers(profile: Profile) -> bool:
+        ranges = (profile.batch, profile.sequence, profile.logits)
+        return all(low <= size <= high for size, (low, _, high) in zip(call, ranges, strict=True))
+
+    found = [index for index, profile in enumerate(profiles) if covers(profile)]
+    if not found:
+        raise BackendError(
+            f"no profile of the engine covers batch {call.batch}, {call.sequence} tokens and {call.logits} logits; "
+            "build it with larger --max_batch_size, --max_input_len or --max_draft_len"
+        )
+    return min(found, key=lambda index: (profiles[index].sequence[2], profiles[index].batch[2]))
+
+
+def input_shapes(config: EngineConfig, call: Call) -> dict[str, tuple[int, ...]]:
+    """Every input's shape in ``call``."""
+    length = config.build_config.cache_length
+    shapes: dict[str, tuple[int, ...]] = {
+        INPUT_IDS: (call.batch, call.sequence),
+        WRITE_INDICES: (call.batch,),
+        LOGITS_INDICES: (call.batch, call.logits),
+    }
+    for name, cache in zip(past_names(config.graph.layers), config.graph.caches, strict=True):
+        shapes[name] = (call.batch, cache.heads, length, cache.width)
+    return shapes
+
+
+def check_plan(directory: Path, config: EngineConfig, trt: Any, runtime: Any, capability: str) -> None:
+    """Raise EngineDirError, before anything is loaded, where this runtime or GPU cannot take the plan.
+
+    capability: the GPU's, such as 9.0.
+    """
+    backend = config.backend
+    if backend.version != trt.__version__:
+        raise EngineDirError(
+            f"{directory}: compiled by {backend.name} {backend.version}, {trt.__version__} is installed; build the "
+            f"engine again, or pip install {backend.name.replace('_', '-')}=={backend.version}"
+        )
+    if backend.name == "tensorrt" and backend.compute_capabilities and capability not in backend.compute_capabilities:
+        built = ", ".join(backend.compute_capabilities)
+        raise EngineDirError(
+            f"{directory}: compiled for compute capability {built}, this GPU has {capability}; build the engine on "
+            "this machine"
+        )
+    if hasattr(runtime, "get_engine_validity"):
+        with (directory / _PLAN).open("rb") as file:
+            header = file.read(int(runtime.engine_header_size))
+        validity, diagnostics = runtime.get_engine_validity(header)
+        if validity == trt.EngineValidity.INVALID:
+            names = trt.EngineInvalidityDiagnostics.__members__.items()
+            reasons = [name for name, value in names if int(value) & int(diagnostics)] or ["no reason given"]
+            raise EngineDirError(
+                f"{directory}: {backend.name} {trt.__version__} does not take this plan on this GPU (compute "
+                f"capability {capability}): {', '.join(reasons)}"
+            )
+
+
+class TrtBackend:
+    """See ``DeviceBackend``."""
+
+    recordable = True
+
+    def __init__(self, directory: Path, config: EngineConfig, device: Device, capability: str) -> None:
+        """Load the plan onto ``device``, whose context must be current. Raises EngineDirError and BackendError."""
+        self.config = config
+        self.device = device
+        try:
+            trt = importlib.import_module(config.backend.name)
+        except ImportError as error:
+            package = config.backend.name.replace("_", "-")
+            raise BackendError(f"{config.backend.name} is not installed: pip install {package}") from error
+        self._log = _log(trt)
+        runtime = trt.Runtime(self._log)
+        check_plan(directory, config, trt, runtime, capability)
+        self._engine = runtime.deserialize_cuda_engine((directory / _PLAN).read_bytes())
+        if self._engine is None:
+            raise EngineDirError(f"{directory}: {config.backend.name} does not load the plan: {self._log.reason()}")
+        _check_engine(directory, config, self._engine)
+        self._contexts = [self._context(trt, index) for index in range(len(config.build_config.profiles))]
+        self._calls: list[Call | None] = [None] * len(self._contexts)
+        self._cache: list[DeviceArray] = []
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Memory that the plan computes in, for its largest profile."""
+        return int(self._engine.device_memory_size_v2)
+
+    def allocate_cache(self, rows: int, length: int) -> int:
+        """S_max is a number in the plan, so there is one cache for the largest batch, and it is always as long."""
+        build = self.config.build_config
+        if not self._cache:
+            workspace = self.device.zeros((self.workspace_bytes,), np.uint8)
+            kind = _ELEMENTS[self.config.graph.dtype]
+            shapes = [(build.max_batch_size, c.heads, build.cache_length, c.width) for c in self.config.graph.caches]
+            self._cache = [self.device.zeros(shape, kind) for shape in shapes]
+            for context in self._contexts:
+                context.set_device_memory(workspace.address, workspace.nbytes)
+                self._bind_cache(context)
+        return build.cache_length
+
+    def enqueue(
+        self, input_ids: DeviceArray, write_indices: DeviceArray, logits_indices: DeviceArray, logits: DeviceArray
+    ) -> None:
+        """See ``DeviceBackend.enqueue``."""
+        call = Call(input_ids.shape[0], input_ids.shape[1], logits_indices.shape[1])
+        profile = choose_profile(self.config.build_config.profiles, call)
+        context = self._contexts[profile]
+        if self._calls[profile] != call:
+            for name, shape in input_shapes(self.config, call).items():
+                self._require(context.set_input_shape(name, shape), f"the shape {shape} of {name}")
+            self._calls[profile] = call
+        bound = {
+            INPUT_IDS: input_ids,
+            WRITE_INDICES: write_indices,
+            LOGITS_INDICES: logits_indices,
+            LOGITS: logits,
+        }
+        for name, array in bound.items():
+            self._require(context.set_tensor_address(name, array.address), f"the address of {name}")
+        self._require(context.execute_async_v3(self.device.stream), "to run")
+
+    def close(self) -> None:
+        """See ``DeviceBackend.close``. Contexts go before their engine."""
+        self._contexts.clear()
+        self._engine = None
+
+    def _bind_cache(self, context: Any) -> None:
+        """Past and present are one memory: the plan updates it in place."""
+        layers = self.config.graph.layers
+        for past, present, memory in zip(past_names(layers), present_names(layers), self._cache, strict=True):
+            for name in (past, present):
+                self._require(context.set_tensor_address(name, memory.address), f"the address of {name}")
+
+    def _context(self, trt: Any, profile: int) -> Any:
+        config = self._engine.create_runtime_config()
+        config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        if hasattr(config, "dynamic_shapes_kernel_specialization_strategy"):
+            # TensorRT-RTX compiles kernels when it meets a shape. Compiled in the background, they would come too
+            # late for a CUDA graph, which would keep the slow ones.
+            config.dynamic_shapes_kernel_specialization_strategy = trt.DynamicShapesKernelSpecializationStrategy.EAGER
+        context = self._engine.create_execution_context(runtime_config=config)
+        if context is None:
+            raise BackendError(f"{self.config.backend.name} cannot run the plan: {self._log.reason()}")
+        if profile:
+            done = context.set_optimization_profile_async(profile, self.device.stream)
+            self._require(done, f"optimisation profile {profile}")
+            self.device.wait()
+        return context
+
+    def _require(self, done: bool, what: str) -> None:
+        """TensorRT says no by returning False; why stands in its log."""
+        if not done:
+            raise BackendError(f"{self.config.backend.name} refused {what}: {self._log.reason()}")
+
+
+def _check_engine(directory: Path, config: EngineConfig, engine: Any) -> None:
+    """Raise EngineDirError unless the plan has the contract's tensors and updates its caches in place."""
+    layers = config.graph.layers
+    past, present = past_names(layers), present_names(layers)
+    expected = {INPUT_IDS, WRITE_INDICES, LOGITS_INDICES, LOGITS, *past, *present}
+    found = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
+    if different := sorted(found ^ expected):
+        what = "has a tensor this release does not know" if different[0] in found else "lacks a tensor of the contract"
+        raise EngineDirError(f"{directory}: the plan {what}: {different[0]}; build the engine again")
+    for before, after in zip(past, present, strict=True):
+        if engine.get_aliased_input_tensor(after) != before:
+            raise EngineDirError(f"{directory}: the plan does not update {before} in place; build the engine again")
+    profiles = config.build_config.profiles
+    if engine.num_optimization_profiles != len(profiles):
+        raise EngineDirError(
+            f"{directory}: the plan has {engine.num_optimization_profiles} profiles, config.json lists "
+            f"{len(profiles)}; build the engine again"
+        )
+
+
+def _log(trt: Any) -> Any:
+    """A TensorRT logger that keeps the errors, for the message of what they caused."""
+
+    class Log(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.errors: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity <= trt.ILogger.Severity.ERROR:
+                self.errors.append(message)
+
+        def reason(self) -> str:
+            return " ".join(self.errors[-1].split()) if self.errors else "no reason given"
+
+    return Log()

@@ -1,0 +1,67 @@
+"""Will a pair fit? Arithmetic over engine descriptions, done before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specrun.engine_dir import EngineConfig
+from specrun.errors import BackendError
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of GPU memory that one engine takes."""
+
+    role: str
+    weights: int
+    cache: int
+    buffers: int
+    """Ids, logits and what acceptance works on."""
+    workspace: int = 0
+    """What the plan computes in; only the loaded plan knows, so it is 0 in the first check."""
+
+
+def need(role: str, config: EngineConfig, rows: int, positions: int, steps: int) -> Need:
+    """What an engine takes for ``rows`` rows, ``positions`` logits of each in a call, ``steps`` calls kept.
+
+    Weights are taken for as large as the engine's files, cache and logits are exact.
+    """
+    build, graph = config.build_config, config.graph
+    logits = steps * rows * positions * graph.vocab_size * 4
+    ids = rows * (build.max_input_len + 2 * build.max_seq_len) * 8
+    return Need(
+        role=role,
+        weights=sum(file.bytes for file in config.files.values()),
+        cache=graph.cache_bytes(build.max_batch_size, build.cache_length),
+        buffers=logits + ids,
+    )
+
+
+def require_room(gpu: str, free: int, fraction: float, needs: list[Need]) -> None:
+    """Raise BackendError, with the arithmetic, unless ``needs`` fit into ``free`` bytes.
+
+    Weights, workspace and buffers come first; caches may take ``fraction`` of what is left.
+    """
+    fixed = sum(item.weights + item.workspace + item.buffers for item in needs)
+    caches = sum(item.cache for item in needs)
+    room = int((free - fixed) * fraction)
+    if fixed <= free and caches <= room:
+        return
+    parts = [f"{item.role}: {_sum(item)}" for item in needs]
+    arithmetic = f"{'; '.join(parts)}; free: {_gigabytes(free)}"
+    if fixed > free:
+        raise BackendError(f"{gpu}: not enough memory without any cache ({arithmetic}); use a larger GPU, or two")
+    raise BackendError(
+        f"{gpu}: not enough memory for the caches, {_gigabytes(caches)} of {fraction:g} x {_gigabytes(free - fixed)} "
+        f"({arithmetic}); build with a smaller --max_batch_size or --max_seq_len, or raise "
+        "--kv_cache_free_gpu_memory_fraction"
+    )
+
+
+def _sum(item: Need) -> str:
+    parts = {"weights": item.weights, "cache": item.cache, "workspace": item.workspace, "buffers": item.buffers}
+    return " + ".join(f"{_gigabytes(size)} {name}" for name, size in parts.items() if size)
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.2f} GB"

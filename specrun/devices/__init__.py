@@ -1,0 +1,74 @@
+"""Device memory, kernel launches and recorded work behind one small protocol."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class DeviceArray:
+    """A C-contiguous array in device memory."""
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def part(self, first: int, shape: tuple[int, ...]) -> DeviceArray:
+        """The array of ``shape`` that begins at element ``first`` of this one. Raises ValueError beyond its end."""
+        if first < 0 or first + math.prod(shape) > math.prod(self.shape):
+            raise ValueError(f"elements {first}..{first + math.prod(shape)} of an array of shape {self.shape}")
+        return DeviceArray(self.address + first * self.dtype.itemsize, shape, self.dtype)
+
+
+class Device(Protocol):
+    """One GPU and one stream of work on it. Everything but ``read``, ``write`` and ``wait`` only queues work.
+
+    Raises BackendError for whatever the device refuses.
+    """
+
+    kind: str
+    """As ONNX Runtime names it: cuda, cpu."""
+    number: int
+    stream: int
+    """The stream's handle, for libraries that queue work of their own on it."""
+
+    def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> DeviceArray:
+        """New memory of zeros, aligned to 256 bytes; it lives as long as the device is open."""
+
+    def write(self, to: DeviceArray, values: npt.NDArray[Any]) -> None:
+        """Copy ``values``, of the same size, to the device; they may change afterwards."""
+
+    def mirror(self, array: DeviceArray) -> npt.NDArray[Any]:
+        """Host memory of the same shape that ``fetch`` can fill without waiting."""
+
+    def fetch(self, array: DeviceArray, mirror: npt.NDArray[Any]) -> None:
+        """Queue a copy of ``array`` to ``mirror``; it is there after ``wait``."""
+
+    def copy(self, to: DeviceArray, source: DeviceArray) -> None:
+        """Queue a copy of ``source`` to ``to`` on this device's stream; either may lie on another device."""
+
+    def launch(self, kernel: str, grid: tuple[int, int], *arguments: DeviceArray | int) -> None:
+        """Queue a kernel of ``specrun.kernels``: arrays are passed by address, numbers as 32-bit integers."""
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """What ``work`` queues as one piece, to be queued again and again. It is not run now."""
+
+    def follow(self, other: Device) -> None:
+        """Queue nothing further here before what is queued on ``other`` now is done."""
+
+    def wait(self) -> None:
+        """Return when all queued work is done."""
+
+    def close(self) -> None:
+        """Give all memory back."""

@@ -1,0 +1,186 @@
+"""A GPU through cuda-python: memory, kernels, and recorded work as CUDA graphs."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specrun.devices import Device, DeviceArray
+from specrun.devices.driver import why_no_gpu
+from specrun.errors import BackendError
+from specrun.kernels import THREADS, compile_cubin
+
+
+class CudaDevice:
+    """See ``Device``. Memory is the driver's own, visible to every stream; nothing is allocated in a round."""
+
+    kind = "cuda"
+
+    def __init__(self, number: int) -> None:
+        """Raises BackendError without such a GPU, its driver or cuda-python."""
+        if reason := why_no_gpu(number):
+            raise BackendError(f"GPU {number}: {reason}")
+        try:
+            from cuda import core
+            from cuda.bindings import driver
+        except ImportError as error:
+            raise BackendError(f"cuda-python is not installed ({error}): pip install cuda-python") from error
+        self.number = number
+        self._core, self._driver = core, driver
+        with self._errors("cannot be opened"):
+            self._device = core.Device(number)
+            self._device.set_current()
+            self._stream = self._device.create_stream(options=core.StreamOptions(nonblocking=True))
+            self.stream = int(self._stream.handle)
+            self.name: str = self._device.name
+            self.arch = f"sm_{self._device.arch}"
+            code = compile_cubin(self.arch)
+            self._kernels = {name: code.get_kernel(name) for name in THREADS}
+        self._code = code
+        self._memory: list[int] = []
+        self._pinned: list[Any] = []
+
+    def free_memory(self) -> tuple[int, int]:
+        """Free and total bytes of this GPU."""
+        with self._errors("does not say how much memory it has"):
+            self._device.set_current()
+            free, total = self._check(self._driver.cuMemGetInfo())
+        return int(free), int(total)
+
+    def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> DeviceArray:
+        """See ``Device.zeros``."""
+        kind = np.dtype(dtype)
+        size = max(1, math.prod(shape) * kind.itemsize)
+        with self._errors(f"cannot allocate {size / 1e9:.2f} GB"):
+            self._device.set_current()
+            address = int(self._check(self._driver.cuMemAlloc(size)))
+            self._memory.append(address)
+            self._check(self._driver.cuMemsetD8Async(address, 0, size, self.stream))
+        return DeviceArray(address, shape, kind)
+
+    def write(self, to: DeviceArray, values: npt.NDArray[Any]) -> None:
+        """See ``Device.write``."""
+        values = np.ascontiguousarray(values, to.dtype)
+        if values.nbytes != to.nbytes:
+            raise ValueError(f"{values.nbytes} bytes for an array of {to.nbytes}")
+        with self._errors("refused a copy"):
+            self._device.set_current()
+            self._check(self._driver.cuMemcpyHtoDAsync(to.address, values.ctypes.data, to.nbytes, self.stream))
+            self._stream.sync()
+
+    def mirror(self, array: DeviceArray) -> npt.NDArray[Any]:
+        """See ``Device.mirror``."""
+        with self._errors("cannot pin host memory"):
+            self._device.set_current()
+            memory = self._core.LegacyPinnedMemoryResource().allocate(array.nbytes)
+        self._pinned.append(memory)
+        raw = (ctypes.c_uint8 * array.nbytes).from_address(int(memory.handle))
+        return np.ctypeslib.as_array(raw).view(array.dtype).reshape(array.shape)
+
+    def fetch(self, array: DeviceArray, mirror: npt.NDArray[Any]) -> None:
+        """See ``Device.fetch``."""
+        with self._errors("refused a copy"):
+            self._device.set_current()
+            to = mirror.ctypes.data
+            self._check(self._driver.cuMemcpyDtoHAsync(to, array.address, array.nbytes, self.stream))
+
+    def copy(self, to: DeviceArray, source: DeviceArray) -> None:
+        """See ``Device.copy``. Between GPUs directly where ``connect`` could arrange it, else the driver's way."""
+        if to.nbytes != source.nbytes:
+            raise ValueError(f"{source.nbytes} bytes for an array of {to.nbytes}")
+        with self._errors("refused a copy"):
+            self._device.set_current()
+            self._check(self._driver.cuMemcpyAsync(to.address, source.address, to.nbytes, self.stream))
+
+    def launch(self, kernel: str, grid: tuple[int, int], *arguments: DeviceArray | int) -> None:
+        """See ``Device.launch``."""
+        values = [value.address if isinstance(value, DeviceArray) else np.int32(value) for value in arguments]
+        config = self._core.LaunchConfig(grid=grid, block=THREADS[kernel])
+        with self._errors(f"refused the kernel {kernel}"):
+            self._device.set_current()
+            self._core.launch(self._stream, config, self._kernels[kernel], *values)
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """See ``Device.record``: a CUDA graph."""
+        with self._errors("cannot record a round"):
+            self._device.set_current()
+            builder = self._stream.create_graph_builder()
+            try:
+                builder.begin_building(mode="thread_local")
+                work()
+                builder.end_building()
+                graph = builder.complete()
+            except BaseException:
+                _close_quietly(builder)  # Ends a capture that is still open; one that failed complains again.
+                raise
+        builder.close()
+
+        def play() -> None:
+            with self._errors("refused a recorded round"):
+                graph.launch(self._stream)
+
+        return play
+
+    def follow(self, other: Device) -> None:
+        """See ``Device.follow``."""
+        if not isinstance(other, CudaDevice):
+            raise ValueError(f"a GPU cannot wait for a {other.kind} device")
+        with self._errors("cannot wait for another GPU"):
+            other._device.set_current()
+            event = other._stream.record()
+            self._device.set_current()
+            self._stream.wait(event)
+
+    def connect(self, other: CudaDevice) -> bool:
+        """Let this GPU read and write the other's memory directly; False where the hardware does not allow it."""
+        with self._errors("does not say whether it reaches another GPU"):
+            if not self._device.can_access_peer(other.number):
+                return False
+            self._device.set_current()
+            code = int(self._driver.cuCtxEnablePeerAccess(other._device.context.handle, 0)[0])
+        return code in (0, int(self._driver.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED))
+
+    def wait(self) -> None:
+        """See ``Device.wait``."""
+        with self._errors("failed in a round"):
+            self._stream.sync()
+
+    def close(self) -> None:
+        """See ``Device.close``."""
+        self._device.set_current()
+        for address in self._memory:
+            self._driver.cuMemFree(address)
+        self._memory.clear()
+        self._pinned.clear()
+        self._stream.close()
+
+    def _check(self, result: tuple[Any, ...]) -> Any:
+        """The values behind the driver's error code."""
+        code, *values = result
+        if int(code) != 0:
+            raise RuntimeError(getattr(code, "name", str(code)))
+        return values[0] if len(values) == 1 else values
+
+    @contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        """cuda-python's many exceptions as one of ours, in one line."""
+        try:
+            yield
+        except BackendError:
+            raise
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise BackendError(f"GPU {self.number} {what}: {reason}") from error
+
+
+def _close_quietly(builder: Any) -> None:
+    try:
+        builder.close()
+    except Exception:
+        return

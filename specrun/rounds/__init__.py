@@ -1,0 +1,40 @@
+"""A round: draft, verify, accept. One protocol; on the host in numpy, or on the device in kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from specrun.request import Request
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a round decided for one request: the draft tokens that stand, and the target's token after them."""
+
+    drafted: int
+    accepted: list[int]
+    following: int
+
+
+class Round(Protocol):
+    """Decides tokens; committing them is the loop's. ``draft_len`` 0: the target alone.
+
+    ``use_logits`` chooses modified rejection sampling over comparing tokens; for greedy requests they are the same.
+    """
+
+    draft_len: int
+    use_logits: bool
+
+    def start(self, requests: Sequence[Request]) -> None:
+        """Begin a batch of these rows."""
+
+    def step(self, requests: Sequence[Request]) -> list[Outcome | None]:
+        """One round over the rows of ``start``, whose tokens have grown by what was committed since.
+
+        None for requests that have ended.
+        """
+
+    def close(self) -> None:
+        """Give the engines and their memory back."""

@@ -1,0 +1,265 @@
+"""The round on the device: ids, lengths, logits and acceptance stay there; the host reads one small record a round.
+
+Every round queues the same work with the same addresses and shapes, whatever the rows' lengths, so it is recorded
+once per batch size and queued as one piece from then on. Lengths and ids are contents of device memory.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from specrun.backends import DeviceBackend
+from specrun.devices import Device, DeviceArray
+from specrun.errors import BackendError, RequestError
+from specrun.kernels import MAX_VOCAB
+from specrun.request import Request
+from specrun.rounds import Outcome
+from specrun.sampling import Purpose
+
+# As in kernels/round.cu.
+SAMPLING = np.dtype([("seed", "<u8"), ("top_p", "<f8"), ("temperature", "<f4"), ("top_k", "<i4")])
+PROGRESS = np.dtype([("length", "<i4"), ("remaining", "<i4")])
+DISTRIBUTION = np.dtype(
+    [("peak", "<f4"), ("best", "<i4"), ("temperature", "<f4"), ("smallest", "<f4"), ("total", "<f4")]
+)
+
+MAX_STOP_IDS = 64
+
+
+class Rows:
+    """What a device knows of a batch's rows. The target's device decides; a draft elsewhere is sent copies."""
+
+    def __init__(self, device: Device, rows: int, width: int) -> None:
+        self.width = width
+        self.tokens = device.zeros((rows, width), np.int64)
+        self.progress = device.zeros((rows,), PROGRESS)
+        self.sampling = device.zeros((rows,), SAMPLING)
+
+
+class Seat:
+    """A model's engine on its device, and the memory it is fed from."""
+
+    def __init__(self, backend: DeviceBackend, rows: int, positions: int, steps: int) -> None:
+        """``positions``: most tokens of a row in one call of a round; ``steps``: calls whose logits are kept."""
+        build = backend.config.build_config
+        self.backend = backend
+        self.device = backend.device
+        self.vocab = backend.config.graph.vocab_size
+        self.room = 0
+        self.input_ids = self.device.zeros((rows, max(positions + 1, build.max_input_len)), np.int64)
+        self.write_indices = self.device.zeros((rows,), np.int64)
+        self.logits_indices = self.device.zeros((rows, positions), np.int64)
+        self.logits = self.device.zeros((steps, rows, positions, self.vocab), np.float32)
+
+    def prefill(self, batch: int, ids: npt.NDArray[np.int64]) -> None:
+        """Put ``ids`` [B, S], right-padded, at the beginning of every row's cache."""
+        ids = np.minimum(ids, self.vocab - 1)  # A draft without the target's padding has no row for its ids.
+        input_ids, write_indices, logits_indices = self._inputs(batch, ids.shape[1], 1)
+        self.device.write(input_ids, ids)
+        self.device.write(write_indices, np.zeros(batch, np.int64))
+        self.device.write(logits_indices, np.zeros((batch, 1), np.int64))
+        logits = self.logits.part(0, (batch, 1, self.vocab))
+        self.backend.enqueue(input_ids, write_indices, logits_indices, logits)
+
+    def forward(
+        self, batch: int, rows: Rows, offset: int, count: int, keep_from: int, kept: int, step: int = 0
+    ) -> DeviceArray:
+        """Feed ``count`` tokens of every row; queue the logits of ``kept`` of them. See the kernel ``feed``."""
+        inputs = self._inputs(batch, count, kept)
+        source = (rows.tokens, rows.width, rows.progress)
+        self.device.launch("feed", (batch, 1), *source, offset, count, keep_from, kept, self.room, self.vocab, *inputs)
+        logits = self.step_logits(batch, step, kept)
+        self.backend.enqueue(*inputs, logits)
+        return logits
+
+    def step_logits(self, batch: int, step: int, kept: int) -> DeviceArray:
+        """Where the logits of a call of a round lie."""
+        return self.logits.part(step * batch * kept * self.vocab, (batch, kept, self.vocab))
+
+    def _inputs(self, batch: int, count: int, kept: int) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
+        input_ids, logits_indices = self.input_ids.part(0, (batch, count)), self.logits_indices.part(0, (batch, kept))
+        return input_ids, self.write_indices.part(0, (batch,)), logits_indices
+
+
+@dataclass
+class _Batch:
+    """What holds from one ``start`` to the next."""
+
+    size: int
+    play: Callable[[], None] | None = None
+    rounds: int = 0
+
+
+class DeviceRound:
+    """See ``Round``. ``max_rows`` rows at most; ``graphs`` records rounds where engines and device can."""
+
+    def __init__(
+        self,
+        target: DeviceBackend,
+        draft: DeviceBackend | None,
+        draft_len: int,
+        use_logits: bool,
+        max_rows: int,
+        graphs: bool = True,
+    ) -> None:
+        if draft is None:
+            draft_len = 0
+        self.draft_len = draft_len
+        self.use_logits = use_logits and draft_len > 0
+        self._check_vocab(target, draft)
+        self.device = target.device
+        width = target.config.build_config.max_seq_len + draft_len + 1
+        self.target = Seat(target, max_rows, draft_len + 1, 1)
+        self.draft = Seat(draft, max_rows, 1 if draft_len else 0, draft_len) if draft and draft_len else None
+        self._rows = Rows(self.device, max_rows, width)
+        self._apart = self.draft is not None and self.draft.device is not self.device
+        self._draft_rows = Rows(self.draft.device, max_rows, width) if self.draft and self._apart else self._rows
+        self._stop_ids = self.device.zeros((max_rows, MAX_STOP_IDS), np.int64)
+        self._stops = 0
+        self._chosen = self.device.zeros((max_rows, draft_len + 1), np.int32)
+        self._target_distributions = self.device.zeros((max_rows, draft_len + 1), DISTRIBUTION)
+        if self.draft:
+            self._draft_distributions = self.draft.device.zeros((max_rows, draft_len), DISTRIBUTION)
+            if self._apart and self.use_logits:
+                self._sent_distributions = self.device.zeros((max_rows, draft_len), DISTRIBUTION)
+                self._sent_logits = self.device.zeros(self.draft.logits.shape, np.float32)
+        self._records = self.device.zeros((max_rows, 3 + draft_len), np.int64)
+        self._mirror = self.device.mirror(self._records)
+        seats = [self.target.backend] + ([self.draft.backend] if self.draft else [])
+        self._record = graphs and not self._apart and all(backend.recordable for backend in seats)
+        self._recorded: dict[tuple[int, ...], Callable[[], None]] = {}
+        self._batch = _Batch(0)
+
+    def start(self, requests: Sequence[Request]) -> None:
+        """See ``Round``. All but each prompt's last token go into the caches; that one starts the first round."""
+        batch = len(requests)
+        longest = max(len(request.tokens) + request.remaining for request in requests)
+        tokens = np.zeros((batch, self._rows.width), np.int64)
+        progress, sampling = np.zeros(batch, PROGRESS), np.zeros(batch, SAMPLING)
+        self._stops = max(len(request.stop_ids) for request in requests)
+        if self._stops > MAX_STOP_IDS:
+            raise RequestError(f"{self._stops} stop ids: at most {MAX_STOP_IDS} are served")
+        stop_ids = np.full((batch, max(1, self._stops)), -1, np.int64)
+        for row, request in enumerate(requests):
+            params = request.params
+            tokens[row, : len(request.tokens)] = request.tokens
+            progress[row] = (len(request.tokens), request.remaining)
+            temperature = 0 if params.greedy else max(params.temperature, 1e-37)  # Smaller ones round to 0, greedy.
+            sampling[row] = (params.seed, params.top_p, min(temperature, 1e38), min(params.top_k, MAX_VOCAB))
+            stop_ids[row, : len(request.stop_ids)] = sorted(request.stop_ids)
+        self._batch = _Batch(batch)
+        for rows in {id(rows): rows for rows in (self._rows, self._draft_rows)}.values():
+            device = self.device if rows is self._rows else self._seats()[1].device
+            device.write(rows.tokens.part(0, tokens.shape), tokens)
+            device.write(rows.progress.part(0, (batch,)), progress)
+            device.write(rows.sampling.part(0, (batch,)), sampling)
+        self.device.write(self._stop_ids.part(0, stop_ids.shape), stop_ids)
+        known = max(len(request.tokens) for request in requests) - 1
+        for seat in self._seats():
+            seat.room = seat.backend.allocate_cache(batch, longest + self.draft_len + 1)
+            if known:
+                seat.prefill(batch, tokens[:, :known])
+
+    def step(self, requests: Sequence[Request]) -> list[Outcome | None]:
+        """See ``Round``. Raises BackendError when an engine's logits are not numbers."""
+        self._play()
+        self.device.wait()
+        return [self._outcome(row, request) for row, request in enumerate(requests)]
+
+    def close(self) -> None:
+        """See ``Round``."""
+        self._recorded.clear()
+        for seat in self._seats():
+            seat.device.wait()
+            seat.backend.close()
+        for device in {id(seat.device): seat.device for seat in self._seats()}.values():
+            device.close()
+
+    def _play(self) -> None:
+        """Queue a round: the first of a batch size piece by piece, which also warms the engines up, then as one."""
+        batch = self._batch
+        key = (batch.size, self._stops, *(seat.room for seat in self._seats()))
+        if self._record and batch.play is None:
+            batch.play = self._recorded.get(key)
+            if batch.play is None and batch.rounds:
+                try:
+                    batch.play = self._recorded[key] = self.device.record(lambda: self._queue(batch.size))
+                except BackendError as error:
+                    self._record = False
+                    warnings.warn(f"rounds are queued piece by piece: they cannot be recorded ({error})", stacklevel=2)
+        batch.rounds += 1
+        if batch.play:
+            batch.play()
+        else:
+            self._queue(batch.size)
+
+    def _queue(self, batch: int) -> None:
+        """Draft, verify, accept and commit."""
+        g, target, rows = self.draft_len, self.target, self._rows
+        if self.draft:
+            self._queue_draft(self.draft, batch)
+        logits = target.forward(batch, rows, -1, g + 1, -1, g + 1)
+        state = (rows.tokens, rows.width, rows.progress, g)
+        stops = (self._stop_ids, self._stops)
+        if self.use_logits and self.draft:
+            distributions = self._target_distributions
+            described = (logits, target.vocab, rows.sampling, rows.progress, g, distributions)
+            self.device.launch("describe_target", (batch, g + 1), *described)
+            q, draft_logits = self._draft_distributions, self.draft.logits
+            if self._apart:
+                q, draft_logits = self._sent_distributions, self._sent_logits
+            draft = (q, draft_logits, batch, self.draft.vocab, min(self.draft.vocab, target.vocab))
+            own = (distributions, logits, target.vocab, rows.sampling)
+            self.device.launch("accept_logits", (batch, 1), *state, *draft, *own, *stops, self._records)
+        else:
+            chosen = (logits, target.vocab, rows.sampling, rows.progress, g, self._chosen)
+            self.device.launch("choose_target", (batch, g + 1), *chosen)
+            self.device.launch("accept_tokens", (batch, 1), *state, self._chosen, *stops, self._records)
+        self.device.fetch(self._records, self._mirror)
+
+    def _queue_draft(self, draft: Seat, batch: int) -> None:
+        g, rows = self.draft_len, self._draft_rows
+        vocab = min(draft.vocab, self.target.vocab)  # Ids beyond the target's are never proposed.
+        purpose = Purpose.DRAFT if self.use_logits else Purpose.TARGET
+        if self._apart:
+            draft.device.follow(self.device)
+            draft.device.copy(rows.tokens, self._rows.tokens)
+            draft.device.copy(rows.progress, self._rows.progress)
+        for step in range(g):
+            # After full acceptance the cache lacks two tokens, else one. Two are fed always: writing one again
+            # changes nothing, and the shapes stay the same.
+            offset, count = (-2, 2) if step == 0 else (step - 1, 1)
+            logits = draft.forward(batch, rows, offset, count, step - 1, 1, step)
+            own = (logits, draft.vocab, vocab, rows.sampling, rows.progress, step, g, int(purpose))
+            drawn = (rows.tokens, rows.width, self._draft_distributions)
+            draft.device.launch("draw_draft", (batch, 1), *own, *drawn)
+        if self._apart:
+            self.device.follow(draft.device)
+            self.device.copy(self._rows.tokens, rows.tokens)
+            if self.use_logits:
+                self.device.copy(self._sent_distributions, self._draft_distributions)
+                self.device.copy(self._sent_logits, draft.logits)
+
+    def _outcome(self, row: int, request: Request) -> Outcome | None:
+        if not request.remaining:
+            return None
+        drafted, accepted, following, *drafts = (int(value) for value in self._mirror[row])
+        if following < 0:
+            raise BackendError("an engine's logits are not numbers (NaN or infinite); the model overflows its dtype")
+        return Outcome(drafted, drafts[:accepted], following)
+
+    def _seats(self) -> list[Seat]:
+        return [self.target, self.draft] if self.draft else [self.target]
+
+    @staticmethod
+    def _check_vocab(*backends: DeviceBackend | None) -> None:
+        for backend in backends:
+            if backend and backend.config.graph.vocab_size > MAX_VOCAB:
+                raise BackendError(
+                    f"a vocabulary of {backend.config.graph.vocab_size}; the kernels serve at most {MAX_VOCAB}"
+                )

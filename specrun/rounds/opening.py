@@ -1,0 +1,92 @@
+"""Open engines and choose the round that fits them: on the host for CPU engines, on the device for GPU engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from specrun.backends import DeviceBackend, open_device_backend, open_host_backend
+from specrun.config import DraftTargetConfig
+from specrun.device_memory import Need, need, require_room
+from specrun.devices.cuda import CudaDevice
+from specrun.devices.driver import why_no_gpu
+from specrun.engine_dir import EngineConfig
+from specrun.errors import BackendError, PairError
+from specrun.model_runner import ModelRunner
+from specrun.rounds import Round
+from specrun.rounds.device import DeviceRound
+from specrun.rounds.host import HostRound
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine directory that has been checked, and the GPU it is to run on."""
+
+    role: str
+    directory: Path
+    config: EngineConfig
+    gpu: int
+
+
+def open_round(target: Engine, draft: Engine | None, draft_len: int, rows: int, config: DraftTargetConfig) -> Round:
+    """Load both engines, ``draft_len`` draft tokens a round, for ``rows`` rows at most.
+
+    Raises PairError, EngineDirError and BackendError.
+    """
+    engines = [target, *([draft] if draft else [])]
+    kinds = {engine.config.backend.device for engine in engines}
+    if len(kinds) > 1:
+        raise PairError(
+            f"{target.directory} runs on {target.config.backend.device}, {engines[1].directory} on "
+            f"{engines[1].config.backend.device}; build both for the same kind of device"
+        )
+    if kinds == {"cpu"}:
+        runners = [ModelRunner(open_host_backend(engine.directory, engine.config)) for engine in engines]
+        return HostRound(runners[0], runners[1] if draft else None, draft_len, config.use_logits)
+    return _open_on_gpus(engines, draft_len, rows, config)
+
+
+def _open_on_gpus(engines: list[Engine], draft_len: int, rows: int, config: DraftTargetConfig) -> Round:
+    for engine in engines:
+        if reason := why_no_gpu(engine.gpu):
+            raise BackendError(
+                f"{engine.directory}: a {engine.config.backend.name} engine for GPU {engine.gpu}: {reason}; "
+                "'specbuild engine --backend onnxruntime' builds one for the CPU"
+            )
+    devices = {number: CudaDevice(number) for number in sorted({engine.gpu for engine in engines})}
+    try:
+        if len(devices) > 1:
+            # In both directions: drafts go to the target, what it committed goes back.
+            here, there = devices.values()
+            _ = here.connect(there), there.connect(here)
+        needs = {engine.role: _need(engine, draft_len, rows) for engine in engines}
+        _require_room(engines, needs, devices, config)
+        backends: list[DeviceBackend] = []
+        for engine in engines:
+            backends.append(open_device_backend(engine.directory, engine.config, devices[engine.gpu]))
+            # From here on weights are no estimate: they are what is gone.
+            needs[engine.role] = replace(needs[engine.role], weights=0, workspace=backends[-1].workspace_bytes)
+        _require_room(engines, needs, devices, config)
+        draft = backends[1] if len(backends) > 1 else None
+        return DeviceRound(backends[0], draft, draft_len, config.use_logits, rows, config.cuda_graph)
+    except BaseException:
+        for device in devices.values():
+            device.close()
+        raise
+
+
+def _need(engine: Engine, draft_len: int, rows: int) -> Need:
+    if engine.role == "draft":
+        return need(engine.role, engine.config, rows, positions=1, steps=draft_len)
+    return need(engine.role, engine.config, rows, positions=draft_len + 1, steps=1)
+
+
+def _require_room(
+    engines: list[Engine], needs: dict[str, Need], devices: dict[int, CudaDevice], config: DraftTargetConfig
+) -> None:
+    fraction = config.kv_cache_free_gpu_memory_fraction
+    if not 0 < fraction <= 1:
+        raise BackendError(f"kv_cache_free_gpu_memory_fraction {fraction:g}: expected more than 0 and at most 1")
+    for number, device in devices.items():
+        own = [needs[engine.role] for engine in engines if engine.gpu == number]
+        require_room(f"GPU {number} ({device.name})", device.free_memory()[0], fraction, own)

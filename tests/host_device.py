@@ -1,0 +1,117 @@
+"""The kernels' host build behind the ``Device`` protocol: a round's real arithmetic without a GPU.
+
+Work is done when it is queued; ``record`` keeps what was queued and does it again. Not a stand-in for CUDA's
+behaviour, only for its arithmetic and for the order of what a round queues.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specrun import kernels
+from specrun.devices import Device, DeviceArray
+
+CACHE = Path(__file__).parent.parent / ".cache" / "kernels"
+
+
+@functools.cache
+def host_kernels() -> ctypes.CDLL:
+    """``round.cu`` as a shared library, compiled by the host's C++ compiler."""
+    source = kernels.source()
+    library = CACHE / f"round-{hashlib.sha256(source.encode()).hexdigest()[:16]}.so"
+    if not library.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+        command = ["c++", *flags, "-x", "c++", "-", "-o"]
+        subprocess.run([*command, str(library)], input=source, text=True, check=True)
+    return ctypes.CDLL(str(library))
+
+
+def array_of(values: npt.NDArray[Any]) -> DeviceArray:
+    """Host memory as an argument of a kernel."""
+    assert values.flags.c_contiguous
+    return DeviceArray(values.ctypes.data, values.shape, values.dtype)
+
+
+class HostDevice:
+    """See ``Device``."""
+
+    kind = "cpu"
+    number = 0
+    stream = 0
+
+    def __init__(self) -> None:
+        self._memory: list[npt.NDArray[Any]] = []
+        self._recording: list[Callable[[], None]] | None = None
+        self.launched: list[str] = []
+
+    def queue(self, work: Callable[[], None]) -> None:
+        """Do ``work`` now, or when the recording is played."""
+        if self._recording is None:
+            work()
+        else:
+            self._recording.append(work)
+
+    def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> DeviceArray:
+        assert self._recording is None, "memory must not be allocated while recording"
+        self._memory.append(np.zeros(shape, dtype))
+        return array_of(self._memory[-1])
+
+    def write(self, to: DeviceArray, values: npt.NDArray[Any]) -> None:
+        assert self._recording is None, "the host must not write while recording"
+        values = np.ascontiguousarray(values, to.dtype)
+        assert values.nbytes == to.nbytes
+        ctypes.memmove(to.address, values.ctypes.data, to.nbytes)
+
+    def mirror(self, array: DeviceArray) -> npt.NDArray[Any]:
+        return np.zeros(array.shape, array.dtype)
+
+    def fetch(self, array: DeviceArray, mirror: npt.NDArray[Any]) -> None:
+        self.queue(lambda: ctypes.memmove(mirror.ctypes.data, array.address, array.nbytes) and None)
+
+    def copy(self, to: DeviceArray, source: DeviceArray) -> None:
+        assert to.nbytes == source.nbytes
+        self.queue(lambda: ctypes.memmove(to.address, source.address, to.nbytes) and None)
+
+    def launch(self, kernel: str, grid: tuple[int, int], *arguments: DeviceArray | int) -> None:
+        library = host_kernels()
+        function = library[kernel]
+        values = [
+            ctypes.c_void_p(value.address) if isinstance(value, DeviceArray) else ctypes.c_int(value)
+            for value in arguments
+        ]
+
+        def work() -> None:
+            self.launched.append(kernel)
+            for x in range(grid[0]):
+                for y in range(grid[1]):
+                    library.set_block(x, y)
+                    function(*values)
+
+        self.queue(work)
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        self._recording = steps = []
+        try:
+            work()
+        finally:
+            self._recording = None
+        return lambda: [step() for step in steps] and None
+
+    def follow(self, other: Device) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._memory.clear()

@@ -1,0 +1,191 @@
+"""The round on the device decides what the round on the host decides: real kernels (host build), real engines."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specrun.backends.ort import OrtDeviceBackend
+from specrun.config import DraftTargetConfig
+from specrun.decoder import SpeculativeDecoder
+from specrun.devices import DeviceArray
+from specrun.engine_dir import open_engine
+from specrun.errors import BackendError, RequestError
+from specrun.request import Request
+from specrun.rounds.device import DeviceRound
+from specrun.sampling import SamplingParams
+from specrun.speculative import SpeculativeLoop
+from tests.host_device import HostDevice
+from tests.tables import decode, normal, save_table_engine
+
+GREEDY = SamplingParams()
+WARM = SamplingParams(temperature=0.9, seed=5)
+CUT = SamplingParams(temperature=1.2, top_k=7, top_p=0.8, seed=6)
+EVERY = [GREEDY, WARM, CUT, SamplingParams(temperature=0.7, top_p=0.5, seed=7)]
+V = 300
+
+
+class Recordable(OrtDeviceBackend):
+    """As an engine that queues its work on the stream."""
+
+    recordable = True
+    device: HostDevice
+
+    def enqueue(self, *arrays: DeviceArray) -> None:
+        self.device.queue(functools.partial(super().enqueue, *arrays))
+
+
+def device_round(
+    target: Path,
+    draft: Path | None,
+    draft_len: int,
+    use_logits: bool = False,
+    rows: int = 4,
+    kind: type[OrtDeviceBackend] = OrtDeviceBackend,
+    apart: bool = False,
+) -> DeviceRound:
+    device = HostDevice()
+    other = HostDevice() if apart else device
+    return DeviceRound(
+        kind(target, open_engine(target), device),
+        kind(draft, open_engine(draft), other) if draft else None,
+        draft_len,
+        use_logits,
+        rows,
+    )
+
+
+def on_device(round_: DeviceRound, requests: Sequence[Request]) -> list[list[int]]:
+    for _ in SpeculativeLoop(round_).run(requests):
+        pass
+    return [request.output for request in requests]
+
+
+def on_host(
+    target: Path, draft: Path | None, draft_len: int, use_logits: bool, requests: Sequence[Request]
+) -> list[list[int]]:
+    config = DraftTargetConfig(draft_len if draft else None, use_logits=use_logits)
+    return decode(SpeculativeDecoder.open(target, draft, config), requests)
+
+
+def batch(params: Sequence[SamplingParams], stop_ids: frozenset[int] = frozenset()) -> list[Request]:
+    """Prompts and lengths that differ from row to row."""
+    return [Request([3 + row, *range(2 * row)], p, 30 + row, stop_ids) for row, p in enumerate(params)]
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target that is a second-order chain, and a draft that agrees with it often."""
+    root = tmp_path_factory.mktemp("tables")
+    logits = normal(1, V, V, scale=2)
+    other = logits + normal(2, V, V, scale=0.7)
+    return (
+        save_table_engine(root / "target", logits, weight=3, tokenizer="t"),
+        save_table_engine(root / "draft", np.hstack([other, np.full((V, 20), 9)]), weight=3, tokenizer="t"),
+    )
+
+
+@pytest.mark.parametrize("use_logits", [False, True])
+@pytest.mark.parametrize("draft_len", [1, 2, 4, 7])
+def test_same_ids_as_on_the_host(tables: tuple[Path, Path], draft_len: int, use_logits: bool) -> None:
+    """Greedy and sampled rows of different lengths in one batch, a draft with a padded vocabulary, stop ids."""
+    stop_ids = frozenset({7, 100, 200})
+    expected, found = batch(EVERY, stop_ids), batch(EVERY, stop_ids)
+    ids = on_host(*tables, draft_len, use_logits, expected)
+    assert on_device(device_round(*tables, draft_len, use_logits), found) == ids
+    assert [r.stats.accepted for r in found] == [r.stats.accepted for r in expected]
+    assert [r.stats.evaluated for r in found] == [r.stats.evaluated for r in expected]
+    assert [r.finish_reason for r in found] == [r.finish_reason for r in expected]
+    assert sum(r.stats.accepted for r in found) > 5
+
+
+@pytest.mark.parametrize("use_logits", [False, True])
+def test_a_recorded_round_is_the_same_round(tables: tuple[Path, Path], use_logits: bool) -> None:
+    ids = on_host(*tables, 4, use_logits, batch(EVERY))
+    recorded = device_round(*tables, 4, use_logits, kind=Recordable)
+    for size in (4, 2, 4, 1):  # Recordings of other batch sizes are kept.
+        assert on_device(recorded, batch(EVERY)[:size]) == ids[:size]
+    assert len(recorded._recorded) == 3
+
+
+def test_what_cannot_be_recorded_is_queued_piece_by_piece(tables: tuple[Path, Path]) -> None:
+    round_ = device_round(*tables, 4, kind=Recordable)
+
+    def refuse(work: object) -> None:
+        raise BackendError("not this one")
+
+    round_.device.record = refuse
+    with pytest.warns(UserWarning, match="not this one") as warned:
+        assert on_device(round_, batch(EVERY)) == on_host(*tables, 4, False, batch(EVERY))
+        assert on_device(round_, batch(EVERY)) == on_host(*tables, 4, False, batch(EVERY))
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize("use_logits", [False, True])
+def test_draft_on_another_device(tables: tuple[Path, Path], use_logits: bool) -> None:
+    ids = on_host(*tables, 4, use_logits, batch(EVERY))
+    assert on_device(device_round(*tables, 4, use_logits, apart=True), batch(EVERY)) == ids
+
+
+def test_target_alone(tables: tuple[Path, Path]) -> None:
+    ids = on_host(tables[0], None, 0, False, batch(EVERY))
+    round_ = device_round(tables[0], None, 0)
+    assert on_device(round_, batch(EVERY)) == ids
+    assert "draw_draft" not in round_.device.launched
+
+
+def test_a_round_is_a_fixed_sequence_of_kernels(tables: tuple[Path, Path]) -> None:
+    round_ = device_round(*tables, 2, True)
+    on_device(round_, batch(EVERY))
+    own = ["feed", "draw_draft", "feed", "draw_draft", "feed", "describe_target", "accept_logits"]
+    rounds = len(round_.device.launched) // len(own)
+    assert round_.device.launched == own * rounds
+
+
+def test_up_to_the_last_position(tmp_path: Path) -> None:
+    """Rows that end at max_seq_len while others go on; drafts that would lie beyond the draft's cache."""
+    table = normal(4, 50, 50, scale=2)
+    sizes = {"max_seq_len": 24, "max_input_len": 20, "cache_length": 24 + 5}
+    target = save_table_engine(tmp_path / "target", table, weight=1, **sizes)
+    draft = save_table_engine(tmp_path / "draft", table, weight=1, **{**sizes, "cache_length": 25, "max_draft_len": 0})
+
+    def requests() -> list[Request]:
+        return [Request(list(range(n)), WARM, 24 - n) for n in (20, 1, 7)]
+
+    for use_logits in (False, True):
+        ids = on_host(target, draft, 4, use_logits, requests())
+        assert on_device(device_round(target, draft, 4, use_logits), requests()) == ids
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("params", [GREEDY, WARM])
+@pytest.mark.parametrize("which", ["target", "draft"])
+@pytest.mark.parametrize("use_logits", [False, True])
+def test_logits_that_are_not_numbers(
+    tmp_path: Path, bad: float, params: SamplingParams, which: str, use_logits: bool
+) -> None:
+    good = normal(5, 40)
+    broken = good.copy()
+    broken[11] = bad
+    target = save_table_engine(tmp_path / "target", broken if which == "target" else good)
+    draft = save_table_engine(tmp_path / "draft", broken if which == "draft" else good)
+    with pytest.raises(BackendError, match="not numbers"):
+        on_device(device_round(target, draft, 3, use_logits), [Request([1, 2], params, 9)])
+
+
+def test_too_many_stop_ids(tables: tuple[Path, Path]) -> None:
+    with pytest.raises(RequestError, match="65 stop ids"):
+        on_device(device_round(*tables, 2), [Request([1], GREEDY, 3, frozenset(range(65)))])
+
+
+@pytest.mark.parametrize("use_logits", [False, True])
+def test_real_models(engines: Path, use_logits: bool) -> None:
+    """Attention over a cache with junk in it; greedy, since other sums of floats part at near-ties only."""
+    requests = [Request(prompt, GREEDY, 40) for prompt in ([5, 9, 200], list(range(30, 70)), [17])]
+    again = [Request(request.prompt, GREEDY, 40) for request in requests]
+    pair = engines / "target", engines / "draft"
+    assert on_device(device_round(*pair, 4, use_logits), again) == on_host(*pair, 4, use_logits, requests)

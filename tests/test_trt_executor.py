@@ -1,0 +1,250 @@
+"""What the executor asks of TensorRT: order, shapes and addresses, against a recorder. No claim about numbers.
+
+The plans' real inputs, profiles and aliases come from engine directories that tensorrt_rtx compiled.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specrun.backends import trt as executor
+from specrun.backends.trt import Call, TrtBackend, check_plan, choose_profile, input_shapes
+from specrun.config import DraftTargetConfig
+from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
+from specrun.devices.driver import why_no_gpu
+from specrun.engine_dir import EngineConfig, Profile, open_engine
+from specrun.errors import BackendError, EngineDirError, PairError
+from specrun.rounds.opening import Engine, open_round
+from tests.conftest import make_engine
+from tests.host_device import HostDevice
+
+trt = pytest.importorskip("tensorrt_rtx")
+
+
+@pytest.fixture(scope="module")
+def plan(onnx: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real plan for targets."""
+    flags = {"max_draft_len": 4, "max_batch_size": 3, "max_input_len": 32, "max_seq_len": 64}
+    return make_engine(onnx / "target", tmp_path_factory.mktemp("plan") / "target", backend="tensorrt_rtx", **flags)
+
+
+class Recorder:
+    """Says yes to everything and writes it down."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.config = config
+        self.num_optimization_profiles = len(config.build_config.profiles)
+        self.device_memory_size_v2 = 4096
+        self.names = [tensor.name for tensor in config.io]
+        self.aliases = {tensor.name: tensor.aliases for tensor in config.io}
+        self.refuses = ""
+
+    @property
+    def num_io_tensors(self) -> int:
+        return len(self.names)
+
+    def get_tensor_name(self, index: int) -> str:
+        return self.names[index]
+
+    def get_aliased_input_tensor(self, name: str) -> str | None:
+        return self.aliases[name]
+
+    def create_runtime_config(self) -> Any:
+        return SimpleNamespace(set_execution_context_allocation_strategy=lambda strategy: None)
+
+    def create_execution_context(self, runtime_config: Any) -> Any:
+        number = sum(1 for call in self.calls if call[0] == "context")
+        self.calls.append(("context", number))
+
+        class Context:
+            def __getattr__(context, name: str) -> Callable[..., bool]:
+                def record(*arguments: Any) -> bool:
+                    self.calls.append((name, number, *arguments))
+                    return name != self.refuses
+
+                return record
+
+        return Context()
+
+
+@pytest.fixture
+def opened(plan: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[TrtBackend, Recorder]:
+    recorder = Recorder(open_engine(plan))
+
+    class Runtime:
+        def __init__(self, log: Any) -> None:
+            self.log = log
+
+        def deserialize_cuda_engine(self, data: bytes) -> Recorder:
+            assert data == (plan / "rank0.engine").read_bytes()
+            return recorder
+
+    fake = SimpleNamespace(
+        Runtime=Runtime,
+        ILogger=trt.ILogger,
+        ExecutionContextAllocationStrategy=trt.ExecutionContextAllocationStrategy,
+        __version__=trt.__version__,
+    )
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", fake)
+    return TrtBackend(plan, open_engine(plan), HostDevice(), "8.9"), recorder
+
+
+def enqueue(backend: TrtBackend, batch: int, sequence: int, kept: int) -> dict[str, int]:
+    """One call; returns the address of each array."""
+    zeros = backend.device.zeros
+    arrays = {
+        INPUT_IDS: zeros((batch, sequence), np.int64),
+        WRITE_INDICES: zeros((batch,), np.int64),
+        LOGITS_INDICES: zeros((batch, kept), np.int64),
+        LOGITS: zeros((batch, kept, backend.config.graph.vocab_size), np.float32),
+    }
+    backend.enqueue(*arrays.values())
+    return {name: array.address for name, array in arrays.items()}
+
+
+def test_one_context_a_profile_and_one_memory_for_past_and_present(opened: tuple[TrtBackend, Recorder]) -> None:
+    backend, recorder = opened
+    assert [call for call in recorder.calls if call[0] == "context"] == [("context", 0), ("context", 1)]
+    assert ("set_optimization_profile_async", 1, 1, 0) in recorder.calls
+    assert backend.allocate_cache(3, 10) == backend.config.build_config.cache_length
+    bound = {(call[1], call[2]): call[3] for call in recorder.calls if call[0] == "set_tensor_address"}
+    layers = backend.config.graph.layers
+    for profile in (0, 1):
+        for past, present in zip(past_names(layers), present_names(layers), strict=True):
+            assert bound[profile, past] == bound[profile, present] == bound[0, past]
+    assert len({bound[0, past] for past in past_names(layers)}) == 2 * layers
+    memory = {call[2:] for call in recorder.calls if call[0] == "set_device_memory"}
+    assert len(memory) == 1, "all contexts work in the same memory"
+    before = len(recorder.calls)
+    backend.allocate_cache(1, 5)
+    assert len(recorder.calls) == before, "addresses stay the same from batch to batch"
+
+
+def test_a_call_sets_shapes_once_then_addresses_then_runs(opened: tuple[TrtBackend, Recorder]) -> None:
+    backend, recorder = opened
+    backend.allocate_cache(3, 10)
+    recorder.calls.clear()
+    addresses = enqueue(backend, 2, 5, 5)
+    names = [call[0] for call in recorder.calls]
+    assert names[-1] == "execute_async_v3"
+    assert names.index("set_tensor_address") > names.index("set_input_shape")
+    shapes = {call[2]: call[3] for call in recorder.calls if call[0] == "set_input_shape"}
+    assert shapes == input_shapes(backend.config, Call(2, 5, 5))
+    assert {call[2]: call[3] for call in recorder.calls if call[0] == "set_tensor_address"} == addresses
+    assert {call[1] for call in recorder.calls} == {1}, "the generation profile"
+    recorder.calls.clear()
+    enqueue(backend, 2, 5, 5)
+    assert "set_input_shape" not in [call[0] for call in recorder.calls]
+    recorder.calls.clear()
+    enqueue(backend, 2, 20, 1)
+    assert {call[1] for call in recorder.calls} == {0}, "the context profile"
+
+
+def test_a_refusal_is_an_error(opened: tuple[TrtBackend, Recorder]) -> None:
+    backend, recorder = opened
+    backend.allocate_cache(1, 10)
+    for call, what in (
+        ("set_input_shape", "the shape"),
+        ("set_tensor_address", "the address"),
+        ("execute_async_v3", "to run"),
+    ):
+        recorder.refuses = call
+        backend._calls = [None, None]
+        with pytest.raises(BackendError, match=f"tensorrt_rtx refused {what}"):
+            enqueue(backend, 1, 1, 1)
+
+
+def test_unknown_and_missing_tensors_and_caches_that_are_copied(
+    opened: tuple[TrtBackend, Recorder], plan: Path
+) -> None:
+    backend, recorder = opened
+    config = backend.config
+    recorder.names.append("position_bias")
+    with pytest.raises(EngineDirError, match="does not know: position_bias"):
+        executor._check_engine(plan, config, recorder)
+    recorder.names = recorder.names[:-1]
+    name = present_names(config.graph.layers)[1]
+    recorder.aliases[name] = None
+    with pytest.raises(EngineDirError, match=r"does not update past_key_values\.0\.value in place"):
+        executor._check_engine(plan, config, recorder)
+    recorder.names.remove(LOGITS)
+    with pytest.raises(EngineDirError, match="lacks a tensor of the contract: logits"):
+        executor._check_engine(plan, config, recorder)
+
+
+def test_profiles_are_chosen_by_what_they_cover(plan: Path) -> None:
+    profiles = open_engine(plan).build_config.profiles
+    assert [profile.name for profile in profiles] == ["context", "generation"]
+    chosen = {call: choose_profile(profiles, Call(*call)) for call in ((1, 1, 1), (3, 5, 5), (3, 6, 1), (1, 32, 5))}
+    assert chosen == {(1, 1, 1): 1, (3, 5, 5): 1, (3, 6, 1): 0, (1, 32, 5): 0}
+    steps = [*profiles, Profile(name="generation", batch=(1, 1, 1), sequence=(1, 5, 5), logits=(1, 5, 5))]
+    assert choose_profile(steps, Call(1, 5, 5)) == 2
+    for call in (Call(4, 1, 1), Call(1, 33, 1), Call(1, 5, 6)):
+        with pytest.raises(BackendError, match="no profile"):
+            choose_profile(profiles, call)
+
+
+def test_shapes_are_within_the_plans_profiles(plan: Path) -> None:
+    config = open_engine(plan)
+    shapes = input_shapes(config, Call(3, 5, 5))
+    declared = {tensor.name: tensor.shape for tensor in config.io if tensor.kind == "input"}
+    assert shapes.keys() == declared.keys()
+    for name, shape in shapes.items():
+        assert len(shape) == len(declared[name])
+        assert all(size == want for size, want in zip(shape, declared[name], strict=True) if isinstance(want, int))
+
+
+def check(plan: Path, capability: str = "8.9", runtime: Any = None, module: Any = trt, **backend: Any) -> None:
+    config = open_engine(plan)
+    config = config.model_copy(update={"backend": config.backend.model_copy(update=backend)})
+    check_plan(plan, config, module, runtime, capability)
+
+
+def test_a_plan_of_another_version_is_refused(plan: Path) -> None:
+    check(plan)
+    with pytest.raises(EngineDirError, match=r"compiled by tensorrt_rtx 1\.0\.0, .* is installed; build the engine"):
+        check(plan, version="1.0.0")
+
+
+def test_a_plan_for_another_gpu_is_refused(plan: Path) -> None:
+    check(plan, "8.9", name="tensorrt", compute_capabilities=["8.9"])
+    with pytest.raises(EngineDirError, match=r"compute capability 8\.9, this GPU has 9\.0"):
+        check(plan, "9.0", name="tensorrt", compute_capabilities=["8.9"])
+
+
+@pytest.mark.parametrize(
+    "mask, words", [(2, "UNSUPPORTED_CC"), (6, "UNSUPPORTED_CC, OLD_CUDA_DRIVER"), (0, "no reason")]
+)
+def test_what_the_runtime_says_of_a_plan_is_passed_on(plan: Path, mask: int, words: str) -> None:
+    runtime = SimpleNamespace(
+        engine_header_size=64, get_engine_validity=lambda header: (trt.EngineValidity.INVALID, mask)
+    )
+    with pytest.raises(EngineDirError, match=words):
+        check(plan, runtime=runtime)
+    runtime.get_engine_validity = lambda header: (trt.EngineValidity.VALID, 0)
+    check(plan, runtime=runtime)
+
+
+def test_the_real_runtime_cannot_take_a_plan_without_a_gpu(plan: Path) -> None:
+    """Its words reach the user; on a machine with a GPU the plan may well be taken."""
+    if why_no_gpu() is None:
+        pytest.skip("this machine has a GPU")
+    log = executor._log(trt)
+    with pytest.raises(EngineDirError, match="does not take this plan on this GPU"):
+        check(plan, runtime=trt.Runtime(log))
+
+
+def test_a_pair_is_built_for_one_kind_of_device(plan: Path, engines: Path) -> None:
+    target, draft = (
+        Engine(role, path, open_engine(path), 0) for role, path in (("target", plan), ("draft", engines / "draft"))
+    )
+    with pytest.raises(PairError, match="build both for the same kind of device"):
+        open_round(target, draft, 4, 1, DraftTargetConfig())
