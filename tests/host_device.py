@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -36,10 +37,33 @@ def host_kernels() -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def array_of(values: npt.NDArray[Any]) -> DeviceArray:
-    """Host memory as an argument of a kernel."""
-    assert values.flags.c_contiguous
-    return DeviceArray(values.ctypes.data, values.shape, values.dtype)
+@functools.cache
+def kernel_device() -> Device:
+    """Where kernels are tested: the host build, or with SPECRUN_TEST_DEVICE=cuda the first GPU (scripts/gpu_check)."""
+    if os.environ.get("SPECRUN_TEST_DEVICE") == "cuda":
+        from specrun.devices.cuda import CudaDevice
+
+        return CudaDevice(0)
+    return HostDevice()
+
+
+def call(kernel: str, grid: tuple[int, int], *arguments: npt.NDArray[Any] | int) -> None:
+    """Run a kernel on numpy arrays, which afterwards hold what it wrote."""
+    device = kernel_device()
+    sent: list[DeviceArray | int] = []
+    for value in arguments:
+        if isinstance(value, int):
+            sent.append(value)
+        else:
+            sent.append(device.zeros(value.shape, value.dtype))
+            device.write(sent[-1], value)
+    device.launch(kernel, grid, *sent)
+    for value, there in zip(arguments, sent, strict=True):
+        if isinstance(there, DeviceArray):
+            mirror = device.mirror(there)
+            device.fetch(there, mirror)
+            device.wait()
+            value[...] = mirror
 
 
 class HostDevice:
@@ -63,8 +87,9 @@ class HostDevice:
 
     def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> DeviceArray:
         assert self._recording is None, "memory must not be allocated while recording"
-        self._memory.append(np.zeros(shape, dtype))
-        return array_of(self._memory[-1])
+        memory = np.zeros(shape, dtype)
+        self._memory.append(memory)
+        return DeviceArray(memory.ctypes.data, memory.shape, memory.dtype)
 
     def write(self, to: DeviceArray, values: npt.NDArray[Any]) -> None:
         assert self._recording is None, "the host must not write while recording"

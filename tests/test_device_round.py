@@ -19,6 +19,7 @@ from specrun.request import Request
 from specrun.rounds.device import DeviceRound
 from specrun.sampling import SamplingParams
 from specrun.speculative import SpeculativeLoop
+from tests.conftest import make_engine
 from tests.host_device import HostDevice
 from tests.tables import decode, normal, save_table_engine
 
@@ -175,6 +176,14 @@ def test_logits_that_are_not_numbers(
     draft = save_table_engine(tmp_path / "draft", broken if which == "draft" else good)
     with pytest.raises(BackendError, match="not numbers"):
         on_device(device_round(target, draft, 3, use_logits), [Request([1, 2], params, 9)])
+
+
+def test_long_prompts_are_fed_in_pieces(engines: Path, onnx: Path, tmp_path: Path) -> None:
+    """A draft whose max_input_len is smaller than the prompt proposes the same."""
+    small = make_engine(onnx / "target", tmp_path / "small", max_input_len=7)
+    requests = [Request(prompt, GREEDY, 20) for prompt in (list(range(30, 70)), [5], list(range(100, 114)))]
+    on_device(device_round(engines / "target", small, 4), requests)
+    assert all(r.stats.accepted == r.stats.evaluated for r in requests)
 
 
 def test_too_many_stop_ids(tables: tuple[Path, Path]) -> None:

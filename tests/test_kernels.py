@@ -1,4 +1,4 @@
-"""The kernels' arithmetic, compiled by the host's compiler, against numpy; and all of them compiled for real GPUs."""
+"""The kernels' arithmetic against numpy: their host build, or on a GPU (see ``kernel_device``)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from specrun.acceptance import accept_logits
-from specrun.devices import DeviceArray
 from specrun.kernels import MAX_VOCAB, THREADS, compile_cubin
 from specrun.rounds.device import DISTRIBUTION, PROGRESS, SAMPLING
 from specrun.sampling import Floats, Purpose, SamplingParams, exponentials, probabilities, race, uniform
-from tests.host_device import HostDevice, array_of
+from tests.host_device import call
 from tests.tables import normal
 
 ARCHITECTURES = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
@@ -62,8 +61,7 @@ def describe(logits: Floats, params: SamplingParams) -> Any:
     """The kernel's distribution of one row."""
     sampling, progress = state(params, 7, 1)
     found = np.zeros(1, DISTRIBUTION)
-    arrays = [array_of(array) for array in (logits, sampling, progress, found)]
-    HostDevice().launch("describe_target", (1, 1), arrays[0], len(logits), *arrays[1:3], 0, arrays[3])
+    call("describe_target", (1, 1), logits, len(logits), sampling, progress, 0, found)
     return found[0]
 
 
@@ -71,8 +69,7 @@ def choose(logits: Floats, params: SamplingParams, position: int) -> int:
     """The kernel's token at ``position``."""
     sampling, progress = state(params, position, 1)
     found = np.full(1, -7, np.int32)
-    arrays = [array_of(array) for array in (logits, sampling, progress, found)]
-    HostDevice().launch("choose_target", (1, 1), arrays[0], len(logits), *arrays[1:3], 0, arrays[3])
+    call("choose_target", (1, 1), logits, len(logits), sampling, progress, 0, found)
     return int(found[0])
 
 
@@ -165,11 +162,9 @@ def accept(params: SamplingParams, length: int, drafts: list[int], draft: Floats
     q = np.array([describe(row, params) for row in draft], DISTRIBUTION)
     p = np.array([describe(row, params) for row in target], DISTRIBUTION)
     stop_ids, record = np.full(1, -1, np.int64), np.zeros(3 + g, np.int64)
-    arrays: list[DeviceArray | int] = []
     draft_vocab = draft.shape[-1]
-    for value in (tokens, 64, progress, g, q, draft, 1, draft_vocab, draft_vocab, p, target, vocab, sampling):
-        arrays.append(value if isinstance(value, int) else array_of(value))
-    HostDevice().launch("accept_logits", (1, 1), *arrays, array_of(stop_ids), 1, array_of(record))
+    own = (q, draft, 1, draft_vocab, draft_vocab)
+    call("accept_logits", (1, 1), tokens, 64, progress, g, *own, p, target, vocab, sampling, stop_ids, 1, record)
     return record, tokens[0], progress
 
 
@@ -180,8 +175,7 @@ def test_commit_ends_where_the_text_ends(remaining: int, stop: int, kept: int) -
     progress = np.array([(1, remaining)], PROGRESS)
     chosen = np.array([11, 12, 13, 14], np.int32)
     stop_ids, record = np.array([98, stop], np.int64), np.zeros(6, np.int64)
-    arrays = [array_of(array) for array in (tokens, progress, chosen, stop_ids, record)]
-    HostDevice().launch("accept_tokens", (1, 1), arrays[0], 6, arrays[1], 3, *arrays[2:4], 2, arrays[4])
+    call("accept_tokens", (1, 1), tokens, 6, progress, 3, chosen, stop_ids, 2, record)
     assert progress[0]["length"] == 1 + kept
     ended = stop in (11, 12) or kept == remaining
     assert progress[0]["remaining"] == (0 if ended else remaining - kept)
@@ -197,8 +191,7 @@ def test_a_row_that_has_ended_stays_as_it_is() -> None:
     progress = np.array([(3, 0)], PROGRESS)
     before, record = tokens.copy(), np.zeros(6, np.int64)
     chosen, stop_ids = np.zeros(4, np.int32), np.zeros(1, np.int64)
-    arrays = [array_of(array) for array in (tokens, progress, chosen, stop_ids, record)]
-    HostDevice().launch("accept_tokens", (1, 1), arrays[0], 6, arrays[1], 3, *arrays[2:4], 0, arrays[4])
+    call("accept_tokens", (1, 1), tokens, 6, progress, 3, chosen, stop_ids, 0, record)
     assert (tokens == before).all()
     assert tuple(progress[0]) == (3, 0)
 

@@ -78,6 +78,7 @@ class Tensorrt:
         for profile in build.profiles:
             config.add_optimization_profile(_profile(builder, network, profile))
         capabilities = _capabilities(config)
+        config.clear_flag(trt.BuilderFlag.TF32)  # float32 means float32.
         if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
             config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # Or the plan cannot be part of a CUDA graph.
         if hasattr(trt, "IProgressMonitor"):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from specrun.devices import Device, DeviceArray
-from specrun.devices.driver import compute_capability
-from specrun.engine_dir import EngineConfig
+from specrun.devices.driver import compute_capability, why_no_gpu
+from specrun.engine_dir import BackendName, EngineConfig
+
+BACKEND_NAMES: tuple[BackendName, ...] = get_args(BackendName)
 
 
 class Backend(Protocol):
@@ -58,6 +61,19 @@ class DeviceBackend(Protocol):
 
     def close(self) -> None:
         """Let go of the engine."""
+
+
+def why_no_gpu_backend(name: BackendName) -> str | None:
+    """Why engines of backend ``name`` cannot run on a GPU here, or None when they can."""
+    if reason := why_no_gpu():
+        return reason
+    try:
+        module = importlib.import_module(name)
+    except Exception as error:  # Broken installations raise what they like.
+        return f"{name} does not load: {' '.join(str(error).split())}"
+    if name == "onnxruntime" and "CUDAExecutionProvider" not in module.get_available_providers():
+        return "this onnxruntime has no CUDA; pip install onnxruntime-gpu in its place"
+    return None
 
 
 def open_host_backend(directory: Path, config: EngineConfig) -> Backend:

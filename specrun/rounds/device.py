@@ -57,14 +57,16 @@ class Seat:
         self.logits = self.device.zeros((steps, rows, positions, self.vocab), np.float32)
 
     def prefill(self, batch: int, ids: npt.NDArray[np.int64]) -> None:
-        """Put ``ids`` [B, S], right-padded, at the beginning of every row's cache."""
+        """Put ``ids`` [B, S], right-padded, at the beginning of every row's cache, as many at a time as it takes."""
         ids = np.minimum(ids, self.vocab - 1)  # A draft without the target's padding has no row for its ids.
-        input_ids, write_indices, logits_indices = self._inputs(batch, ids.shape[1], 1)
-        self.device.write(input_ids, ids)
-        self.device.write(write_indices, np.zeros(batch, np.int64))
-        self.device.write(logits_indices, np.zeros((batch, 1), np.int64))
-        logits = self.logits.part(0, (batch, 1, self.vocab))
-        self.backend.enqueue(input_ids, write_indices, logits_indices, logits)
+        longest = self.backend.config.build_config.max_input_len
+        for start in range(0, ids.shape[1], longest):
+            piece = ids[:, start : start + longest]
+            inputs = self._inputs(batch, piece.shape[1], 1)
+            zeros = np.zeros((batch, 1), np.int64)
+            for array, values in zip(inputs, (piece, zeros + start, zeros), strict=True):
+                self.device.write(array, values)
+            self.backend.enqueue(*inputs, self.step_logits(batch, 0, 1))
 
     def forward(
         self, batch: int, rows: Rows, offset: int, count: int, keep_from: int, kept: int, step: int = 0
@@ -116,9 +118,9 @@ class DeviceRound:
         width = target.config.build_config.max_seq_len + draft_len + 1
         self.target = Seat(target, max_rows, draft_len + 1, 1)
         self.draft = Seat(draft, max_rows, 1 if draft_len else 0, draft_len) if draft and draft_len else None
-        self._rows = Rows(self.device, max_rows, width)
+        self.rows = Rows(self.device, max_rows, width)
         self._apart = self.draft is not None and self.draft.device is not self.device
-        self._draft_rows = Rows(self.draft.device, max_rows, width) if self.draft and self._apart else self._rows
+        self._draft_rows = Rows(self.draft.device, max_rows, width) if self.draft and self._apart else self.rows
         self._stop_ids = self.device.zeros((max_rows, MAX_STOP_IDS), np.int64)
         self._stops = 0
         self._chosen = self.device.zeros((max_rows, draft_len + 1), np.int32)
@@ -139,7 +141,7 @@ class DeviceRound:
         """See ``Round``. All but each prompt's last token go into the caches; that one starts the first round."""
         batch = len(requests)
         longest = max(len(request.tokens) + request.remaining for request in requests)
-        tokens = np.zeros((batch, self._rows.width), np.int64)
+        tokens = np.zeros((batch, self.rows.width), np.int64)
         progress, sampling = np.zeros(batch, PROGRESS), np.zeros(batch, SAMPLING)
         self._stops = max(len(request.stop_ids) for request in requests)
         if self._stops > MAX_STOP_IDS:
@@ -153,8 +155,8 @@ class DeviceRound:
             sampling[row] = (params.seed, params.top_p, min(temperature, 1e38), min(params.top_k, MAX_VOCAB))
             stop_ids[row, : len(request.stop_ids)] = sorted(request.stop_ids)
         self._batch = _Batch(batch)
-        for rows in {id(rows): rows for rows in (self._rows, self._draft_rows)}.values():
-            device = self.device if rows is self._rows else self._seats()[1].device
+        for rows in {id(rows): rows for rows in (self.rows, self._draft_rows)}.values():
+            device = self.device if rows is self.rows else self._seats()[1].device
             device.write(rows.tokens.part(0, tokens.shape), tokens)
             device.write(rows.progress.part(0, (batch,)), progress)
             device.write(rows.sampling.part(0, (batch,)), sampling)
@@ -200,7 +202,7 @@ class DeviceRound:
 
     def _queue(self, batch: int) -> None:
         """Draft, verify, accept and commit."""
-        g, target, rows = self.draft_len, self.target, self._rows
+        g, target, rows = self.draft_len, self.target, self.rows
         if self.draft:
             self._queue_draft(self.draft, batch)
         logits = target.forward(batch, rows, -1, g + 1, -1, g + 1)
@@ -228,8 +230,8 @@ class DeviceRound:
         purpose = Purpose.DRAFT if self.use_logits else Purpose.TARGET
         if self._apart:
             draft.device.follow(self.device)
-            draft.device.copy(rows.tokens, self._rows.tokens)
-            draft.device.copy(rows.progress, self._rows.progress)
+            draft.device.copy(rows.tokens, self.rows.tokens)
+            draft.device.copy(rows.progress, self.rows.progress)
         for step in range(g):
             # After full acceptance the cache lacks two tokens, else one. Two are fed always: writing one again
             # changes nothing, and the shapes stay the same.
@@ -240,7 +242,7 @@ class DeviceRound:
             draft.device.launch("draw_draft", (batch, 1), *own, *drawn)
         if self._apart:
             self.device.follow(draft.device)
-            self.device.copy(self._rows.tokens, rows.tokens)
+            self.device.copy(self.rows.tokens, rows.tokens)
             if self.use_logits:
                 self.device.copy(self._sent_distributions, self._draft_distributions)
                 self.device.copy(self._sent_logits, draft.logits)

@@ -1,0 +1,81 @@
+"""On a real GPU: every backend's ids are the CPU's, alone and with a draft. ``scripts/gpu_check`` runs this."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from specrun.backends import BACKEND_NAMES, why_no_gpu_backend
+from specrun.config import DraftTargetConfig
+from specrun.decoder import SpeculativeDecoder
+from specrun.request import Request
+from specrun.sampling import SamplingParams
+from tests.conftest import make_engine
+from tests.test_lossless import PROMPTS, near_ties
+
+GREEDY = SamplingParams()
+SAMPLED = SamplingParams(temperature=0.9, top_k=60, top_p=0.95, seed=11)
+LENGTH = 40
+
+
+@pytest.fixture(scope="module", params=BACKEND_NAMES)
+def pair(request: pytest.FixtureRequest, onnx: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if reason := why_no_gpu_backend(request.param):
+        pytest.skip(reason)
+    root = tmp_path_factory.mktemp(request.param)
+    device = {"device": "cuda"} if request.param == "onnxruntime" else {}
+    for name, draft_len in (("target", {"max_draft_len": 5}), ("draft", {}), ("padded", {})):
+        make_engine(onnx / name, root / name, backend=request.param, max_input_len=48, **device, **draft_len)
+    return root
+
+
+def decode(
+    target: Path, draft: Path | None, params: SamplingParams, prompts: Sequence[Sequence[int]], **config: object
+) -> list[list[int]]:
+    settings = DraftTargetConfig(**({"draft_len": 4} if draft else {}), **config)
+    decoder = SpeculativeDecoder.open(target, draft, settings)
+    try:
+        requests = [Request(prompt, params, LENGTH) for prompt in prompts]
+        for _ in decoder.run(requests):
+            pass
+        return [request.output for request in requests]
+    finally:
+        decoder.close()
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("draft", [None, "draft", "target", "padded"])
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "pieces"])
+def test_ids_are_the_cpus(pair: Path, engines: Path, draft: str | None, params: SamplingParams, graph: bool) -> None:
+    """Different batches; greedy and seeded ids part at near-ties only, of which there are few."""
+    expected = decode(engines / "target", None, params, PROMPTS)
+    ties = 0
+    for batch in (1, 4):
+        found = decode(pair / "target", draft and pair / draft, params, PROMPTS[:batch], cuda_graph=graph)
+        for prompt, cpu, gpu in zip(PROMPTS, expected, found, strict=False):
+            ties += near_ties(engines / "target", cpu, gpu, prompt)
+    assert ties <= 2
+
+
+def test_logits_acceptance_with_the_target_as_draft_accepts_everything(pair: Path) -> None:
+    decoder = SpeculativeDecoder.open(pair / "target", pair / "target", DraftTargetConfig(5, use_logits=True))
+    requests = [Request(prompt, SamplingParams(0.9, seed=5), LENGTH) for prompt in PROMPTS]
+    for _ in decoder.run(requests):
+        pass
+    decoder.close()
+    for request in requests:
+        assert request.stats.accepted >= 0.98 * request.stats.evaluated
+
+
+def test_opening_again_and_again_gives_all_memory_back(pair: Path) -> None:
+    from specrun.devices.cuda import CudaDevice
+
+    free = []
+    for _ in range(4):
+        decode(pair / "target", pair / "draft", GREEDY, PROMPTS[:1])
+        device = CudaDevice(0)
+        free.append(device.free_memory()[0])
+        device.close()
+    assert free[-1] >= free[1] - (8 << 20)
