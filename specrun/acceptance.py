@@ -2,42 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from specrun.sampling import Floats
 
 
-def accept_tokens(draft_tokens: Sequence[int], target_tokens: Sequence[int]) -> tuple[int, int]:
+def accept_tokens(draft_tokens: Sequence[int], target_tokens: Iterable[int]) -> tuple[int, int]:
     """Accept draft tokens while they are the target's own choice.
 
-    draft_tokens: g ids; target_tokens: g + 1 ids, the target's choice at each position given the drafts before it.
+    draft_tokens: g ids; target_tokens: g + 1 ids, the target's choice at each position given the drafts before it,
+    of which no more are taken than are needed.
     Returns how many drafts stand and the target's token after them.
     """
-    accepted = 0
-    for draft, target in zip(draft_tokens, target_tokens, strict=False):
-        if draft != target:
-            break
-        accepted += 1
-    return accepted, target_tokens[accepted]
+    choices = iter(target_tokens)
+    for accepted, draft in enumerate(draft_tokens):
+        if draft != (target := next(choices)):
+            return accepted, target
+    return len(draft_tokens), next(choices)
 
 
 def accept_logits(
-    draft_tokens: Sequence[int], draft_probs: Floats, target_probs: Floats, uniforms: Sequence[float]
+    draft_tokens: Sequence[int],
+    draft_probs: Sequence[Floats],
+    target_probs: Iterable[Floats],
+    uniforms: Iterable[float],
 ) -> tuple[int, Floats]:
     """Modified rejection sampling (arXiv 2302.01318, 2211.17192): what is committed is distributed as the target.
 
     draft_tokens: g ids; draft_probs [g, V]: the distributions they were drawn from; target_probs [g + 1, V];
-    uniforms: g numbers in [0, 1). Draft token d stands with probability min(1, p(d) / q(d)).
+    uniforms: g numbers in [0, 1). No more of the latter two are taken than are needed.
+    Draft token d stands with probability min(1, p(d) / q(d)).
     Returns how many drafts stand and the weights [V] (not normalised) that the token after them must be drawn from:
     max(p - q, 0) after a rejection, p itself after full acceptance.
     """
-    for i, (token, u) in enumerate(zip(draft_tokens, uniforms, strict=True)):
-        p, q = target_probs[i], draft_probs[i]
+    targets, numbers = iter(target_probs), iter(uniforms)
+    for accepted, (token, q) in enumerate(zip(draft_tokens, draft_probs, strict=True)):
+        p = next(targets)
         # In double precision: as a float32, u may round up to 1.
-        if u * float(q[token]) >= float(p[token]):
+        if next(numbers) * float(q[token]) >= float(p[token]):
             remainder = np.maximum(p - q, 0)
             # p == q up to rounding leaves nothing over; p is then the remainder's limit.
-            return i, remainder if remainder.any() else p
-    return len(draft_tokens), target_probs[len(draft_tokens)]
+            return accepted, remainder if remainder.any() else p
+    return len(draft_tokens), next(targets)

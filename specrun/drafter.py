@@ -46,7 +46,7 @@ class Drafter:
         logits = logits[: self._vocab_size]
         params = request.params
         if params.greedy or not self._use_logits:
-            return choose(logits[None], params, position)[0]
+            return choose(logits, params, position)
         q = np.zeros(self._vocab_size, np.float32)
         q[: len(logits)] = probabilities(logits, params)
         proposal.probs.append(q)

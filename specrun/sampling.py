@@ -9,14 +9,18 @@ distributions can without talking to each other (at least (1 - TV) / (1 + TV); a
 from __future__ import annotations
 
 import enum
+import functools
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from specrun.errors import RequestError
+from specrun.errors import BackendError, RequestError
 
 Floats = npt.NDArray[np.float32]
+
+NOT_NUMBERS = "an engine's logits are not numbers (NaN or infinite); the model overflows its dtype, or is damaged"
 
 
 class Purpose(enum.IntEnum):
@@ -58,7 +62,11 @@ def probabilities(logits: Floats, params: SamplingParams) -> Floats:
 
     Temperature, then top-k, then top-p (the smallest set of most likely tokens whose mass reaches top_p). Tokens
     that tie with the last one kept are kept too, so the result does not depend on their order.
+    Raises BackendError where a largest logit is not a finite number.
     """
+    peak = logits.max(axis=-1, keepdims=True)
+    if not np.isfinite(peak).all():
+        raise BackendError(NOT_NUMBERS)
     if params.greedy:
         best = logits.argmax(axis=-1)[..., None]
         hot = np.zeros_like(logits)
@@ -67,7 +75,7 @@ def probabilities(logits: Floats, params: SamplingParams) -> Floats:
     # Kept within float32, where smaller ones would be 0 and larger ones infinite.
     temperature = np.float32(min(max(params.temperature, 1e-37), 1e38))
     with np.errstate(over="ignore"):  # Far below the best token, -inf is right.
-        scaled = (logits - logits.max(axis=-1, keepdims=True)) / temperature
+        scaled = (logits - peak) / temperature
     weights: Floats = np.exp(scaled, dtype=np.float32)
     if 0 < params.top_k < logits.shape[-1]:
         smallest_kept = np.partition(weights, -params.top_k, axis=-1)[..., -params.top_k, None]
@@ -82,18 +90,22 @@ def probabilities(logits: Floats, params: SamplingParams) -> Floats:
     return weights
 
 
+@functools.lru_cache(maxsize=64)
 def exponentials(seed: int, purpose: Purpose, position: int, size: int) -> Floats:
     """``size`` draws of Exp(1) as float32, fixed by (seed, purpose, position).
 
     Philox4x64-10 (Salmon et al., 2011) with key (seed, purpose) and counter (1, position, 0, 0) upwards; each 64-bit
     word gives two 32-bit integers n, low half first, and E = -log1p(-(n + 0.5) / 2**32), at most 24 log 2.
+    The last ones are kept, because the target races against the noise that the draft has just raced against.
     """
     words = _words(seed, purpose, position, (size + 1) // 2)
     uniform = words.view(np.uint32)[:size].astype(np.float32)
     uniform += np.float32(0.5)
     uniform *= np.float32(2**-32)
     np.minimum(uniform, np.float32(1 - 2**-24), out=uniform)  # (n + 0.5) / 2**32 may round up to 1.
-    return -np.log1p(-uniform)
+    noise: Floats = -np.log1p(-uniform)
+    noise.flags.writeable = False
+    return noise
 
 
 def uniform(seed: int, purpose: Purpose, position: int) -> float:
@@ -113,10 +125,11 @@ def race(probs: Floats, noise: Floats) -> int:
     return int((probs / noise).argmax())
 
 
-def choose(logits: Floats, params: SamplingParams, first_position: int, purpose: Purpose = Purpose.TARGET) -> list[int]:
-    """The tokens a model chooses at consecutive positions from ``first_position`` on: logits [K, V] -> K ids."""
+def choose(logits: Floats, params: SamplingParams, position: int, purpose: Purpose = Purpose.TARGET) -> int:
+    """The token a model chooses at ``position``: logits [V] -> id. Raises BackendError as ``probabilities``."""
     if params.greedy:
-        return [int(token) for token in logits.argmax(axis=-1)]
-    probs = probabilities(logits, params)
-    size = logits.shape[-1]
-    return [race(p, exponentials(params.seed, purpose, first_position + i, size)) for i, p in enumerate(probs)]
+        best = int(logits.argmax())
+        if not math.isfinite(logits[best]):
+            raise BackendError(NOT_NUMBERS)
+        return best
+    return race(probabilities(logits, params), exponentials(params.seed, purpose, position, len(logits)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -159,36 +159,37 @@ def test_a_draft_with_a_narrower_or_wider_embedding(tmp_path: Path, draft_vocab:
 
 
 def accepts_always(
-    draft_tokens: list[int], draft_probs: Floats, target_probs: Floats, uniforms: list[float]
+    draft_tokens: list[int], draft_probs: list[Floats], target_probs: Iterable[Floats], uniforms: Iterable[float]
 ) -> tuple[int, Floats]:
-    return len(draft_tokens), target_probs[-1]
+    return len(draft_tokens), list(target_probs)[-1]
 
 
 def draws_rejected_tokens_from_the_target(
-    draft_tokens: list[int], draft_probs: Floats, target_probs: Floats, uniforms: list[float]
+    draft_tokens: list[int], draft_probs: list[Floats], target_probs: Iterable[Floats], uniforms: Iterable[float]
 ) -> tuple[int, Floats]:
-    for i, token in enumerate(draft_tokens):
-        if uniforms[i] * draft_probs[i, token] >= target_probs[i, token]:
-            return i, target_probs[i]
-    return len(draft_tokens), target_probs[-1]
+    *targets, last = target_probs
+    for i, (token, p, u) in enumerate(zip(draft_tokens, targets, uniforms, strict=True)):
+        if u * draft_probs[i][token] >= p[token]:
+            return i, p
+    return len(draft_tokens), last
 
 
-def accepts_tokens_always(draft_tokens: list[int], target_tokens: list[int]) -> tuple[int, int]:
-    return len(draft_tokens), target_tokens[-1]
+def accepts_tokens_always(draft_tokens: list[int], target_tokens: Iterable[int]) -> tuple[int, int]:
+    return len(draft_tokens), list(target_tokens)[-1]
 
 
 @pytest.mark.parametrize("wrong", [accepts_always, draws_rejected_tokens_from_the_target])
 def test_control_wrong_acceptance_of_logits_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., tuple[int, Floats]]
 ) -> None:
-    monkeypatch.setattr("specrun.speculative.accept_logits", wrong)
+    monkeypatch.setattr("specrun.rounds.host.accept_logits", wrong)
     target = normal(8, 16)
     tokens, _ = sample(open_tables(tmp_path, target, -target, use_logits=True), 200, 20, WARM)
     assert not fits(tokens, exact_probabilities(target, WARM))[0].good
 
 
 def test_control_wrong_acceptance_of_tokens_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specrun.speculative.accept_tokens", accepts_tokens_always)
+    monkeypatch.setattr("specrun.rounds.host.accept_tokens", accepts_tokens_always)
     target = normal(8, 16)
     tokens, _ = sample(open_tables(tmp_path, target, -target), 200, 20, WARM)
     assert not fits(tokens, exact_probabilities(target, WARM))[0].good
@@ -233,7 +234,7 @@ def alone(table: Floats, weight: int, request: Request) -> list[int]:
     while len(tokens) < len(request.prompt) + request.max_output_len:
         previous = tokens[-2] if len(tokens) > 1 else 0
         row = table[(tokens[-1] + weight * previous) % len(table)]
-        tokens += choose(row[None], request.params, len(tokens))
+        tokens.append(choose(row, request.params, len(tokens)))
     return tokens[len(request.prompt) :]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from specrun.errors import RequestError
+from specrun.errors import BackendError, RequestError
 from specrun.sampling import Floats, Purpose, SamplingParams, choose, exponentials, probabilities, race, uniform
 from tests.reference import chi_squared, exact_probabilities, philox
 
@@ -132,7 +132,7 @@ def test_top_k_and_top_p_by_hand() -> None:
 def test_greedy_is_one_hot_at_the_first_largest_logit() -> None:
     logits = np.array([[0, 5, 5, -INF], [-INF, -INF, -INF, -3]], np.float32)
     np.testing.assert_array_equal(probabilities(logits, SamplingParams()), [[0, 1, 0, 0], [0, 0, 0, 1]])
-    assert choose(logits, SamplingParams(), 0) == [1, 3]
+    assert [choose(row, SamplingParams(), 0) for row in logits] == [1, 3]
 
 
 @pytest.mark.parametrize(
@@ -238,14 +238,26 @@ def test_two_distributions_that_race_against_the_same_noise_agree_as_often_as_th
 def test_a_choice_depends_on_its_position_and_nothing_else() -> None:
     logits = np.random.default_rng(3).normal(size=(6, 300)).astype(np.float32)
     params = SamplingParams(1.0, 0, 0.95, seed=9)
-    together = choose(logits, params, 40)
-    assert together == [choose(logits[i : i + 1], params, 40 + i)[0] for i in range(6)]
-    assert together[2:] == choose(logits[2:], params, 42)
-    assert together != choose(logits, params, 41)
-    assert together != choose(logits, SamplingParams(1.0, 0, 0.95, seed=10), 40)
-    assert together != choose(logits, params, 40, Purpose.DRAFT)
+
+    def tokens(first: int, params: SamplingParams = params, purpose: Purpose = Purpose.TARGET) -> list[int]:
+        return [choose(row, params, first + i, purpose) for i, row in enumerate(logits)]
+
+    found = tokens(40)
+    assert found == tokens(40)
+    assert found != tokens(41)
+    assert found != tokens(40, SamplingParams(1.0, 0, 0.95, seed=10))
+    assert found != tokens(40, purpose=Purpose.DRAFT)
     wider = np.pad(logits, ((0, 0), (0, 77)), constant_values=-INF)
-    assert together == choose(wider, params, 40)
+    assert found == [choose(row, params, 40 + i) for i, row in enumerate(wider)]
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(0.7, 3, 0.9)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("bad", [math.nan, INF])
+def test_logits_that_are_not_numbers_are_an_error(params: SamplingParams, bad: float) -> None:
+    with pytest.raises(BackendError, match="not numbers"):
+        choose(np.array([1, bad, 2], np.float32), params, 3)
+    with pytest.raises(BackendError, match="not numbers"):
+        probabilities(np.full((2, 3), -INF, np.float32), params)
 
 
 @pytest.mark.parametrize(
@@ -280,9 +292,9 @@ def test_a_meaningless_parameter_is_refused_by_name(name: str, value: float) -> 
     ],
 )
 def test_the_limits_of_every_parameter_work(temperature: float) -> None:
-    logits = np.array([[0, 1, -INF]], np.float32)
+    logits = np.array([0, 1, -INF], np.float32)
     for top_k, top_p, seed in [(0, 1.0, 0), (3, 5e-324, (1 << 64) - 1), (1 << 70, 1 - 2**-53, 1)]:
         params = SamplingParams(temperature, top_k, top_p, seed)
         with np.errstate(invalid="raise"):
-            (token,) = choose(logits, params, (1 << 63) - 1)
+            token = choose(logits, params, (1 << 63) - 1)
         assert token == 1 or (token == 0 and temperature > 1)

@@ -19,7 +19,7 @@ from specrun.errors import BackendError, RequestError
 from specrun.kernels import MAX_VOCAB
 from specrun.request import Request
 from specrun.rounds import Outcome
-from specrun.sampling import Purpose
+from specrun.sampling import NOT_NUMBERS, Purpose
 
 # As in kernels/round.cu.
 SAMPLING = np.dtype([("seed", "<u8"), ("top_p", "<f8"), ("temperature", "<f4"), ("top_k", "<i4")])
@@ -252,7 +252,7 @@ class DeviceRound:
             return None
         drafted, accepted, following, *drafts = (int(value) for value in self._mirror[row])
         if following < 0:
-            raise BackendError("an engine's logits are not numbers (NaN or infinite); the model overflows its dtype")
+            raise BackendError(NOT_NUMBERS)
         return Outcome(drafted, drafts[:accepted], following)
 
     def _seats(self) -> list[Seat]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from specrun.acceptance import accept_logits, accept_tokens
 from specrun.drafter import Drafter, Proposal
 from specrun.model_runner import ModelRunner
@@ -54,11 +52,12 @@ class HostRound:
         """How many of the proposed tokens stand, and the token after them; logits [g + 1, V] are the target's."""
         params, position, drafts = request.params, len(request.tokens), proposal.tokens
         if params.greedy or not self.use_logits:
-            accepted, following = accept_tokens(drafts, choose(logits, params, position))
+            choices = (choose(row, params, position + i) for i, row in enumerate(logits))
+            accepted, following = accept_tokens(drafts, choices)
             return Outcome(len(drafts), drafts[:accepted], following)
-        q = np.array(proposal.probs).reshape(-1, logits.shape[-1])
-        uniforms = [uniform(params.seed, Purpose.ACCEPT, position + i) for i in range(len(drafts))]
-        accepted, weights = accept_logits(drafts, q, probabilities(logits, params), uniforms)
+        target = (probabilities(row, params) for row in logits)
+        uniforms = (uniform(params.seed, Purpose.ACCEPT, position + i) for i in range(len(drafts)))
+        accepted, weights = accept_logits(drafts, proposal.probs, target, uniforms)
         noise = exponentials(params.seed, Purpose.TARGET, position + accepted, len(weights))
         return Outcome(len(drafts), drafts[:accepted], race(weights, noise))
 
