@@ -85,6 +85,12 @@ class HostDevice:
         else:
             self._recording.append(work)
 
+    def activate(self) -> None:
+        pass
+
+    def clear(self, array: DeviceArray) -> None:
+        self.queue(lambda: ctypes.memset(array.address, 0, array.nbytes) and None)
+
     def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> DeviceArray:
         assert self._recording is None, "memory must not be allocated while recording"
         memory = np.zeros(shape, dtype)

@@ -36,8 +36,8 @@ class Recordable(OrtDeviceBackend):
     recordable = True
     device: HostDevice
 
-    def enqueue(self, *arrays: DeviceArray) -> None:
-        self.device.queue(functools.partial(super().enqueue, *arrays))
+    def enqueue(self, *arrays: DeviceArray, fixed: bool) -> None:
+        self.device.queue(functools.partial(super().enqueue, *arrays, fixed=fixed))
 
 
 def device_round(
@@ -150,7 +150,7 @@ def test_a_round_is_a_fixed_sequence_of_kernels(tables: tuple[Path, Path]) -> No
 def test_up_to_the_last_position(tmp_path: Path) -> None:
     """Rows that end at max_seq_len while others go on; drafts that would lie beyond the draft's cache."""
     table = normal(4, 50, 50, scale=2)
-    sizes = {"max_seq_len": 24, "max_input_len": 20, "cache_length": 24 + 5}
+    sizes = {"max_seq_len": 24, "max_input_len": 20, "cache_length": 24 + 5, "max_batch_size": 3}
     target = save_table_engine(tmp_path / "target", table, weight=1, **sizes)
     draft = save_table_engine(tmp_path / "draft", table, weight=1, **{**sizes, "cache_length": 25, "max_draft_len": 0})
 
@@ -159,7 +159,7 @@ def test_up_to_the_last_position(tmp_path: Path) -> None:
 
     for use_logits in (False, True):
         ids = on_host(target, draft, 4, use_logits, requests())
-        assert on_device(device_round(target, draft, 4, use_logits), requests()) == ids
+        assert on_device(device_round(target, draft, 4, use_logits, rows=3), requests()) == ids
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

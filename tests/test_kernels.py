@@ -163,7 +163,7 @@ def accept(params: SamplingParams, length: int, drafts: list[int], draft: Floats
     p = np.array([describe(row, params) for row in target], DISTRIBUTION)
     stop_ids, record = np.full(1, -1, np.int64), np.zeros(3 + g, np.int64)
     draft_vocab = draft.shape[-1]
-    own = (q, draft, 1, draft_vocab, draft_vocab)
+    own = (q, draft, draft_vocab, draft_vocab, draft_vocab)
     call("accept_logits", (1, 1), tokens, 64, progress, g, *own, p, target, vocab, sampling, stop_ids, 1, record)
     return record, tokens[0], progress
 

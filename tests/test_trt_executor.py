@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from specrun.backends import trt as executor
+from specrun.backends.rtx_kernels import KernelCache
 from specrun.backends.trt import Call, TrtBackend, check_plan, choose_profile, input_shapes
 from specrun.config import DraftTargetConfig
 from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
@@ -97,7 +98,7 @@ def opened(plan: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[TrtBackend, Rec
     return TrtBackend(plan, open_engine(plan), HostDevice(), "8.9"), recorder
 
 
-def enqueue(backend: TrtBackend, batch: int, sequence: int, kept: int) -> dict[str, int]:
+def enqueue(backend: TrtBackend, batch: int, sequence: int, kept: int, fixed: bool = True) -> dict[str, int]:
     """One call; returns the address of each array."""
     zeros = backend.device.zeros
     arrays = {
@@ -106,46 +107,60 @@ def enqueue(backend: TrtBackend, batch: int, sequence: int, kept: int) -> dict[s
         LOGITS_INDICES: zeros((batch, kept), np.int64),
         LOGITS: zeros((batch, kept, backend.config.graph.vocab_size), np.float32),
     }
-    backend.enqueue(*arrays.values())
+    backend.enqueue(*arrays.values(), fixed=fixed)
     return {name: array.address for name, array in arrays.items()}
 
 
-def test_one_context_a_profile_and_one_memory_for_past_and_present(opened: tuple[TrtBackend, Recorder]) -> None:
+def test_every_context_has_the_same_cache_and_workspace(opened: tuple[TrtBackend, Recorder]) -> None:
+    """Past and present are one memory, of which nothing moves from batch to batch."""
     backend, recorder = opened
-    assert [call for call in recorder.calls if call[0] == "context"] == [("context", 0), ("context", 1)]
-    assert ("set_optimization_profile_async", 1, 1, 0) in recorder.calls
-    assert backend.allocate_cache(3, 10) == backend.config.build_config.cache_length
+    for batch in (3, 1):
+        assert backend.allocate_cache(batch, 10) == backend.config.build_config.cache_length
+        enqueue(backend, batch, 5, 5)
+        enqueue(backend, batch, 20, 1, fixed=False)
+    assert [call for call in recorder.calls if call[0] == "context"] == [("context", number) for number in range(3)]
     bound = {(call[1], call[2]): call[3] for call in recorder.calls if call[0] == "set_tensor_address"}
     layers = backend.config.graph.layers
-    for profile in (0, 1):
+    for number in range(3):
         for past, present in zip(past_names(layers), present_names(layers), strict=True):
-            assert bound[profile, past] == bound[profile, present] == bound[0, past]
+            assert bound[number, past] == bound[number, present] == bound[0, past]
     assert len({bound[0, past] for past in past_names(layers)}) == 2 * layers
-    memory = {call[2:] for call in recorder.calls if call[0] == "set_device_memory"}
-    assert len(memory) == 1, "all contexts work in the same memory"
-    before = len(recorder.calls)
-    backend.allocate_cache(1, 5)
-    assert len(recorder.calls) == before, "addresses stay the same from batch to batch"
+    memory = [call[1:] for call in recorder.calls if call[0] == "set_device_memory"]
+    assert [number for number, *_ in memory] == [0, 1, 2]
+    assert len({tuple(where) for _, *where in memory}) == 1
 
 
 def test_a_call_sets_shapes_once_then_addresses_then_runs(opened: tuple[TrtBackend, Recorder]) -> None:
     backend, recorder = opened
     backend.allocate_cache(3, 10)
-    recorder.calls.clear()
     addresses = enqueue(backend, 2, 5, 5)
     names = [call[0] for call in recorder.calls]
+    assert names[:3] == ["context", "set_device_memory", "set_optimization_profile_async"]
+    assert recorder.calls[2] == ("set_optimization_profile_async", 0, 1, 0), "the generation profile"
     assert names[-1] == "execute_async_v3"
-    assert names.index("set_tensor_address") > names.index("set_input_shape")
     shapes = {call[2]: call[3] for call in recorder.calls if call[0] == "set_input_shape"}
     assert shapes == input_shapes(backend.config, Call(2, 5, 5))
-    assert {call[2]: call[3] for call in recorder.calls if call[0] == "set_tensor_address"} == addresses
-    assert {call[1] for call in recorder.calls} == {1}, "the generation profile"
+    bound = {call[2]: call[3] for call in recorder.calls if call[0] == "set_tensor_address"}
+    assert {name: bound[name] for name in addresses} == addresses
     recorder.calls.clear()
-    enqueue(backend, 2, 5, 5)
-    assert "set_input_shape" not in [call[0] for call in recorder.calls]
-    recorder.calls.clear()
-    enqueue(backend, 2, 20, 1)
-    assert {call[1] for call in recorder.calls} == {0}, "the context profile"
+    again = enqueue(backend, 2, 5, 5)
+    names = [call[0] for call in recorder.calls]
+    assert names == ["set_tensor_address"] * 4 + ["execute_async_v3"]
+    assert {call[2]: call[3] for call in recorder.calls[:4]} == again
+
+
+def test_shapes_that_may_be_recorded_have_contexts_of_their_own(opened: tuple[TrtBackend, Recorder]) -> None:
+    """A recording must not see a context's shapes change: not by another batch, another step, or a prompt."""
+    backend, recorder = opened
+    backend.allocate_cache(3, 10)
+    calls = [(1, 2, 1, True), (1, 1, 1, True), (3, 5, 5, True), (1, 2, 1, False), (1, 20, 1, False)]
+    for call in calls * 2:
+        enqueue(backend, *call)
+    shapes: dict[int, set[tuple[int, ...]]] = {}
+    for name, number, *arguments in recorder.calls:
+        if name == "set_input_shape" and arguments[0] == INPUT_IDS:
+            shapes.setdefault(number, set()).add(arguments[1])
+    assert shapes == {0: {(1, 2)}, 1: {(1, 1)}, 2: {(3, 5)}, 3: {(1, 2), (1, 20)}}
 
 
 def test_a_refusal_is_an_error(opened: tuple[TrtBackend, Recorder]) -> None:
@@ -157,7 +172,7 @@ def test_a_refusal_is_an_error(opened: tuple[TrtBackend, Recorder]) -> None:
         ("execute_async_v3", "to run"),
     ):
         recorder.refuses = call
-        backend._calls = [None, None]
+        backend._shapes.clear()
         with pytest.raises(BackendError, match=f"tensorrt_rtx refused {what}"):
             enqueue(backend, 1, 1, 1)
 
@@ -183,13 +198,19 @@ def test_unknown_and_missing_tensors_and_caches_that_are_copied(
 def test_profiles_are_chosen_by_what_they_cover(plan: Path) -> None:
     profiles = open_engine(plan).build_config.profiles
     assert [profile.name for profile in profiles] == ["context", "generation"]
-    chosen = {call: choose_profile(profiles, Call(*call)) for call in ((1, 1, 1), (3, 5, 5), (3, 6, 1), (1, 32, 5))}
-    assert chosen == {(1, 1, 1): 1, (3, 5, 5): 1, (3, 6, 1): 0, (1, 32, 5): 0}
+    for call, fixed, wanted in [
+        ((1, 1, 1), True, 1),
+        ((3, 5, 5), True, 1),
+        ((3, 6, 1), True, 0),
+        ((1, 32, 5), False, 0),
+        ((1, 2, 1), False, 0),
+    ]:
+        assert choose_profile(profiles, Call(*call), fixed) == wanted
     steps = [*profiles, Profile(name="generation", batch=(1, 1, 1), sequence=(1, 5, 5), logits=(1, 5, 5))]
-    assert choose_profile(steps, Call(1, 5, 5)) == 2
+    assert choose_profile(steps, Call(1, 5, 5), True) == 2
     for call in (Call(4, 1, 1), Call(1, 33, 1), Call(1, 5, 6)):
         with pytest.raises(BackendError, match="no profile"):
-            choose_profile(profiles, call)
+            choose_profile(profiles, call, True)
 
 
 def test_shapes_are_within_the_plans_profiles(plan: Path) -> None:
@@ -231,6 +252,33 @@ def test_what_the_runtime_says_of_a_plan_is_passed_on(plan: Path, mask: int, wor
         check(plan, runtime=runtime)
     runtime.get_engine_validity = lambda header: (trt.EngineValidity.VALID, 0)
     check(plan, runtime=runtime)
+
+
+def test_compiled_kernels_are_kept_from_run_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    given: list[bytes] = []
+
+    class Cache:
+        def deserialize(self, content: bytes) -> bool:
+            given.append(content)
+            return True
+
+        def serialize(self) -> bytes:
+            return b"compiled"
+
+    config = SimpleNamespace(
+        create_runtime_cache=Cache,
+        set_runtime_cache=lambda cache: True,
+        set_execution_context_allocation_strategy=lambda strategy: None,
+    )
+    engine = SimpleNamespace(create_runtime_config=lambda: config)
+    kernels = KernelCache.open(engine, "plan-8.9")
+    assert kernels.runtime_config(trt).dynamic_shapes_kernel_specialization_strategy.name == "EAGER"
+    kernels.save()
+    assert given == []
+    KernelCache.open(engine, "plan-8.9").save()
+    assert given == [b"compiled"]
+    assert [path.name for path in (tmp_path / "specrun").iterdir()] == ["plan-8.9.kernels"]
 
 
 def test_the_real_runtime_cannot_take_a_plan_without_a_gpu(plan: Path) -> None:

@@ -66,7 +66,7 @@ def time_kernels(device: Device, vocab: int = 128_256, count: int = 50) -> Figur
 
     rows, ends = (tokens, width, progress, g), (stop_ids, 0, record)
     target = (logits, vocab, sampling, progress, g)
-    rejection = (q, draft_logits, 1, vocab, vocab, p, logits, vocab, sampling)
+    rejection = (q, draft_logits, vocab, vocab, vocab, p, logits, vocab, sampling)
     one, each = (1, 1), (1, g + 1)
     calls: dict[str, tuple[Any, ...]] = {
         "feed": (one, tokens, width, progress, -1, 5, -1, 5, width, vocab, *inputs),

@@ -44,8 +44,10 @@ class DeviceBackend(Protocol):
 
     config: EngineConfig
     device: Device
-    recordable: bool
-    """Whether a recording of the stream may contain ``enqueue``."""
+
+    @property
+    def recordable(self) -> bool:
+        """Whether a recording of the stream may contain what has been queued with ``fixed``."""
 
     @property
     def workspace_bytes(self) -> int:
@@ -55,9 +57,17 @@ class DeviceBackend(Protocol):
         """See ``Backend.allocate_cache``. Addresses stay the same from call to call."""
 
     def enqueue(
-        self, input_ids: DeviceArray, write_indices: DeviceArray, logits_indices: DeviceArray, logits: DeviceArray
+        self,
+        input_ids: DeviceArray,
+        write_indices: DeviceArray,
+        logits_indices: DeviceArray,
+        logits: DeviceArray,
+        fixed: bool,
     ) -> None:
-        """Queue one forward pass as the graph contract says: [B, S], [B], [B, K] -> logits [B, K, V]."""
+        """Queue one forward pass as the graph contract says: [B, S], [B], [B, K] -> logits [B, K, V].
+
+        fixed: calls of this shape come again in every round, so it is worth preparing for.
+        """
 
     def close(self) -> None:
         """Let go of the engine."""

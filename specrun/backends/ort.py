@@ -1,4 +1,4 @@
-"""ONNX Runtime on the CPU, with the cache updated in place."""
+"""ONNX Runtime on the CPU and on CUDA, with the cache updated in place."""
 
 from __future__ import annotations
 
@@ -80,13 +80,12 @@ class OrtBackend:
 class OrtDeviceBackend:
     """See ``DeviceBackend``. The same graph on device memory: CUDA's, or for tests the host's."""
 
-    recordable = False  # ONNX Runtime allocates while it runs, which a recording does not allow.
-
     def __init__(self, directory: Path, config: EngineConfig, device: Device) -> None:
         self.config = config
         self.device = device
         provider, options = "CPUExecutionProvider", {}
         if device.kind == "cuda":
+            _load_cuda_libraries()
             # On our own stream, kernels before and after need no synchronisation.
             provider = "CUDAExecutionProvider"
             options = {
@@ -99,6 +98,11 @@ class OrtDeviceBackend:
         self._cache: list[DeviceArray] = []
 
     @property
+    def recordable(self) -> bool:
+        """ONNX Runtime allocates while it runs, which a recording does not allow."""
+        return False
+
+    @property
     def workspace_bytes(self) -> int:
         """ONNX Runtime allocates on its own and does not tell."""
         return 0
@@ -106,23 +110,31 @@ class OrtDeviceBackend:
     def allocate_cache(self, rows: int, length: int) -> int:
         """Room for the largest batch is made once; a batch uses the part it needs."""
         graph, build = self.config.graph, self.config.build_config
-        length = -(-length // 8) * 8  # CUDA's memory-efficient attention wants masks of such lengths.
+        # CUDA's memory-efficient attention wants masks of such lengths.
+        length = _round_up(min(length, build.cache_length), 8)
         kind = CACHE_DTYPES[graph.dtype]
         if not self._cache:
-            size = build.max_batch_size * (build.cache_length + 7)
+            size = build.max_batch_size * _round_up(build.cache_length, 8)
             self._cache = [self.device.zeros((size * c.heads * c.width,), kind.storage) for c in graph.caches]
         self._binding = self._session.io_binding()
         names = zip(past_names(graph.layers), present_names(graph.layers), graph.caches, self._cache, strict=True)
         for past, present, cache, memory in names:
             used = memory.part(0, (rows, cache.heads, length, cache.width))
+            self.device.clear(used)
             self._bind(self._binding.bind_input, past, used, kind.element)
             self._bind(self._binding.bind_output, present, used, kind.element)
         return length
 
     def enqueue(
-        self, input_ids: DeviceArray, write_indices: DeviceArray, logits_indices: DeviceArray, logits: DeviceArray
+        self,
+        input_ids: DeviceArray,
+        write_indices: DeviceArray,
+        logits_indices: DeviceArray,
+        logits: DeviceArray,
+        fixed: bool,
     ) -> None:
         """See ``DeviceBackend.enqueue``."""
+        self.device.activate()
         inputs = {INPUT_IDS: input_ids, WRITE_INDICES: write_indices, LOGITS_INDICES: logits_indices}
         for name, array in inputs.items():
             self._bind(self._binding.bind_input, name, array, array.dtype)
@@ -131,7 +143,7 @@ class OrtDeviceBackend:
 
     def close(self) -> None:
         """See ``DeviceBackend.close``."""
-        del self._binding, self._session
+        self._binding = self._session = None
 
     def _run_options(self) -> Any:
         import onnxruntime as ort
@@ -142,6 +154,24 @@ class OrtDeviceBackend:
 
     def _bind(self, bind: Any, name: str, array: DeviceArray, element: Any) -> None:
         bind(name, self.device.kind, self.device.number, element, array.shape, array.address)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _load_cuda_libraries() -> None:
+    """Load what ONNX Runtime's CUDA provider links to: it looks on the system only, pip puts it elsewhere."""
+    from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
+
+    for name in ("cudart", "cublasLt", "cublas", "curand"):
+        try:
+            load_nvidia_dynamic_lib(name)
+        except DynamicLibNotFoundError as error:
+            raise BackendError(
+                f"onnxruntime's CUDA provider needs CUDA's library {name}, which is not here: pip install "
+                "nvidia-cuda-runtime nvidia-cublas nvidia-curand"
+            ) from error
 
 
 def _open(directory: Path, config: EngineConfig, provider: str, provider_options: dict[str, str]) -> Any:

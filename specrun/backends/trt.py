@@ -1,7 +1,6 @@
 """TensorRT and TensorRT-RTX plans on a GPU: one module, two import names.
 
-One execution context per optimisation profile, because changing a context's profile waits for the GPU. They share
-their workspace: all work is queued on one stream.
+All execution contexts share one workspace, because all work is queued on one stream.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specrun.backends.rtx_kernels import KernelCache
 from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
 from specrun.devices import Device, DeviceArray
 from specrun.engine_dir import EngineConfig, Profile
@@ -35,10 +35,10 @@ class Call(NamedTuple):
     logits: int
 
 
-def choose_profile(profiles: Sequence[Profile], call: Call) -> int:
-    """The profile with the smallest range that covers ``call``: narrow profiles have the faster kernels.
+def choose_profile(profiles: Sequence[Profile], call: Call, fixed: bool) -> int:
+    """The profile for ``call``: for a round's (``fixed``) the narrowest that covers it, for a prompt's a context one.
 
-    Raises BackendError where none does.
+    Narrow profiles have the faster kernels for a few tokens. Raises BackendError where no profile covers the call.
     """
 
     def covers(profile: Profile) -> bool:
@@ -46,6 +46,8 @@ def choose_profile(profiles: Sequence[Profile], call: Call) -> int:
         return all(low <= size <= high for size, (low, _, high) in zip(call, ranges, strict=True))
 
     found = [index for index, profile in enumerate(profiles) if covers(profile)]
+    if not fixed:
+        found = [index for index in found if profiles[index].name == "context"]
     if not found:
         raise BackendError(
             f"no profile of the engine covers batch {call.batch}, {call.sequence} tokens and {call.logits} logits; "
@@ -100,27 +102,39 @@ def check_plan(directory: Path, config: EngineConfig, trt: Any, runtime: Any, ca
 class TrtBackend:
     """See ``DeviceBackend``."""
 
-    recordable = True
-
     def __init__(self, directory: Path, config: EngineConfig, device: Device, capability: str) -> None:
-        """Load the plan onto ``device``, whose context must be current. Raises EngineDirError and BackendError."""
+        """Load the plan onto ``device``. Raises EngineDirError and BackendError."""
         self.config = config
         self.device = device
         try:
-            trt = importlib.import_module(config.backend.name)
+            self._trt = importlib.import_module(config.backend.name)
         except ImportError as error:
             package = config.backend.name.replace("_", "-")
             raise BackendError(f"{config.backend.name} is not installed: pip install {package}") from error
-        self._log = _log(trt)
-        runtime = trt.Runtime(self._log)
-        check_plan(directory, config, trt, runtime, capability)
-        self._engine = runtime.deserialize_cuda_engine((directory / _PLAN).read_bytes())
+        device.activate()
+        self._log = _log(self._trt)
+        # TensorRT's objects must outlive what was made from them; Python's garbage collection knows nothing of it.
+        self._runtime = self._trt.Runtime(self._log)
+        check_plan(directory, config, self._trt, self._runtime, capability)
+        self._engine = self._runtime.deserialize_cuda_engine((directory / _PLAN).read_bytes())
         if self._engine is None:
             raise EngineDirError(f"{directory}: {config.backend.name} does not load the plan: {self._log.reason()}")
         _check_engine(directory, config, self._engine)
-        self._contexts = [self._context(trt, index) for index in range(len(config.build_config.profiles))]
-        self._calls: list[Call | None] = [None] * len(self._contexts)
+        self._kernels = KernelCache.open(self._engine, f"{config.files[_PLAN].sha256[:16]}-{capability}")
+        self._contexts: dict[Call | int, Any] = {}
+        self._shapes: dict[int, Call] = {}
+        self._workspace: DeviceArray | None = None
         self._cache: list[DeviceArray] = []
+
+    @property
+    def recordable(self) -> bool:
+        """TensorRT-RTX can say whether it is; TensorRT is."""
+        fixed = [context for key, context in self._contexts.items() if isinstance(key, Call)]
+        return all(
+            context.is_stream_capturable(self.device.stream)
+            for context in fixed
+            if hasattr(context, "is_stream_capturable")
+        )
 
     @property
     def workspace_bytes(self) -> int:
@@ -131,26 +145,39 @@ class TrtBackend:
         """S_max is a number in the plan, so there is one cache for the largest batch, and it is always as long."""
         build = self.config.build_config
         if not self._cache:
-            workspace = self.device.zeros((self.workspace_bytes,), np.uint8)
+            self._workspace = self.device.zeros((self.workspace_bytes,), np.uint8)
             kind = _ELEMENTS[self.config.graph.dtype]
             shapes = [(build.max_batch_size, c.heads, build.cache_length, c.width) for c in self.config.graph.caches]
             self._cache = [self.device.zeros(shape, kind) for shape in shapes]
-            for context in self._contexts:
-                context.set_device_memory(workspace.address, workspace.nbytes)
-                self._bind_cache(context)
+        for memory in self._cache:
+            # An earlier batch may have left infinities; even where the mask hides them, 0 * inf is not 0.
+            self.device.clear(memory)
         return build.cache_length
 
     def enqueue(
-        self, input_ids: DeviceArray, write_indices: DeviceArray, logits_indices: DeviceArray, logits: DeviceArray
+        self,
+        input_ids: DeviceArray,
+        write_indices: DeviceArray,
+        logits_indices: DeviceArray,
+        logits: DeviceArray,
+        fixed: bool,
     ) -> None:
-        """See ``DeviceBackend.enqueue``."""
+        """See ``DeviceBackend.enqueue``.
+
+        A recording holds what a context computed from its shapes, so every shape that may be recorded has a context
+        of its own, whose shapes never change. Prompts share one.
+        """
+        self.device.activate()
         call = Call(input_ids.shape[0], input_ids.shape[1], logits_indices.shape[1])
-        profile = choose_profile(self.config.build_config.profiles, call)
-        context = self._contexts[profile]
-        if self._calls[profile] != call:
+        profile = choose_profile(self.config.build_config.profiles, call, fixed)
+        key = call if fixed else profile
+        context = self._contexts.get(key)
+        if context is None:
+            context = self._contexts[key] = self._new_context(profile)
+        if self._shapes.get(id(context)) != call:
             for name, shape in input_shapes(self.config, call).items():
                 self._require(context.set_input_shape(name, shape), f"the shape {shape} of {name}")
-            self._calls[profile] = call
+            self._shapes[id(context)] = call
         bound = {
             INPUT_IDS: input_ids,
             WRITE_INDICES: write_indices,
@@ -162,31 +189,29 @@ class TrtBackend:
         self._require(context.execute_async_v3(self.device.stream), "to run")
 
     def close(self) -> None:
-        """See ``DeviceBackend.close``. Contexts go before their engine."""
+        """See ``DeviceBackend.close``. Contexts go before their engine, the engine before its runtime."""
+        if self._engine is not None:
+            self.device.activate()
+            self._kernels.save()
         self._contexts.clear()
-        self._engine = None
+        self._engine = self._runtime = None
 
-    def _bind_cache(self, context: Any) -> None:
-        """Past and present are one memory: the plan updates it in place."""
-        layers = self.config.graph.layers
-        for past, present, memory in zip(past_names(layers), present_names(layers), self._cache, strict=True):
-            for name in (past, present):
-                self._require(context.set_tensor_address(name, memory.address), f"the address of {name}")
-
-    def _context(self, trt: Any, profile: int) -> Any:
-        config = self._engine.create_runtime_config()
-        config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
-        if hasattr(config, "dynamic_shapes_kernel_specialization_strategy"):
-            # TensorRT-RTX compiles kernels when it meets a shape. Compiled in the background, they would come too
-            # late for a CUDA graph, which would keep the slow ones.
-            config.dynamic_shapes_kernel_specialization_strategy = trt.DynamicShapesKernelSpecializationStrategy.EAGER
-        context = self._engine.create_execution_context(runtime_config=config)
+    def _new_context(self, profile: int) -> Any:
+        """A context in the shared workspace, with the cache bound: past and present are one memory."""
+        if self._workspace is None:
+            raise RuntimeError("allocate_cache comes before enqueue")
+        context = self._engine.create_execution_context(runtime_config=self._kernels.runtime_config(self._trt))
         if context is None:
             raise BackendError(f"{self.config.backend.name} cannot run the plan: {self._log.reason()}")
+        context.set_device_memory(self._workspace.address, self.workspace_bytes)
         if profile:
             done = context.set_optimization_profile_async(profile, self.device.stream)
             self._require(done, f"optimisation profile {profile}")
             self.device.wait()
+        layers = self.config.graph.layers
+        for past, present, memory in zip(past_names(layers), present_names(layers), self._cache, strict=True):
+            for name in (past, present):
+                self._require(context.set_tensor_address(name, memory.address), f"the address of {name}")
         return context
 
     def _require(self, done: bool, what: str) -> None:

@@ -25,14 +25,17 @@ class DeviceArray:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def part(self, first: int, shape: tuple[int, ...]) -> DeviceArray:
-        """The array of ``shape`` that begins at element ``first`` of this one. Raises ValueError beyond its end."""
+        """The array of ``shape`` that begins at element ``first`` of this one. Raises ValueError beyond its end.
+
+        Engines want addresses that are multiples of 256: so must ``first`` be, in bytes, for what they are given.
+        """
         if first < 0 or first + math.prod(shape) > math.prod(self.shape):
             raise ValueError(f"elements {first}..{first + math.prod(shape)} of an array of shape {self.shape}")
         return DeviceArray(self.address + first * self.dtype.itemsize, shape, self.dtype)
 
 
 class Device(Protocol):
-    """One GPU and one stream of work on it. Everything but ``read``, ``write`` and ``wait`` only queues work.
+    """One GPU and one stream of work on it. Everything but ``zeros``, ``write`` and ``wait`` only queues work.
 
     Raises BackendError for whatever the device refuses.
     """
@@ -43,8 +46,14 @@ class Device(Protocol):
     stream: int
     """The stream's handle, for libraries that queue work of their own on it."""
 
+    def activate(self) -> None:
+        """Make this the calling thread's device, for libraries that ask the thread and not the stream."""
+
     def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> DeviceArray:
         """New memory of zeros, aligned to 256 bytes; it lives as long as the device is open."""
+
+    def clear(self, array: DeviceArray) -> None:
+        """Queue zeros for ``array``."""
 
     def write(self, to: DeviceArray, values: npt.NDArray[Any]) -> None:
         """Copy ``values``, of the same size, to the device; they may change afterwards."""

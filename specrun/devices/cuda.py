@@ -35,7 +35,7 @@ class CudaDevice:
         self._core, self._driver = core, driver
         with self._errors("cannot be opened"):
             self._device = core.Device(number)
-            self._device.set_current()
+            self.activate()
             self._stream = self._device.create_stream(options=core.StreamOptions(nonblocking=True))
             self.stream = int(self._stream.handle)
             self.name: str = self._device.name
@@ -49,20 +49,30 @@ class CudaDevice:
     def free_memory(self) -> tuple[int, int]:
         """Free and total bytes of this GPU."""
         with self._errors("does not say how much memory it has"):
-            self._device.set_current()
+            self.activate()
             free, total = self._check(self._driver.cuMemGetInfo())
         return int(free), int(total)
+
+    def activate(self) -> None:
+        """See ``Device.activate``."""
+        self._device.set_current()
 
     def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> DeviceArray:
         """See ``Device.zeros``."""
         kind = np.dtype(dtype)
         size = max(1, math.prod(shape) * kind.itemsize)
         with self._errors(f"cannot allocate {size / 1e9:.2f} GB"):
-            self._device.set_current()
+            self.activate()
             address = int(self._check(self._driver.cuMemAlloc(size)))
             self._memory.append(address)
             self._check(self._driver.cuMemsetD8Async(address, 0, size, self.stream))
-        return DeviceArray(address, shape, kind)
+        return DeviceArray(address, shape, kind)  # The driver aligns to 256 bytes at least.
+
+    def clear(self, array: DeviceArray) -> None:
+        """See ``Device.clear``."""
+        with self._errors("refused to clear memory"):
+            self.activate()
+            self._check(self._driver.cuMemsetD8Async(array.address, 0, array.nbytes, self.stream))
 
     def write(self, to: DeviceArray, values: npt.NDArray[Any]) -> None:
         """See ``Device.write``."""
@@ -70,14 +80,14 @@ class CudaDevice:
         if values.nbytes != to.nbytes:
             raise ValueError(f"{values.nbytes} bytes for an array of {to.nbytes}")
         with self._errors("refused a copy"):
-            self._device.set_current()
+            self.activate()
             self._check(self._driver.cuMemcpyHtoDAsync(to.address, values.ctypes.data, to.nbytes, self.stream))
             self._stream.sync()
 
     def mirror(self, array: DeviceArray) -> npt.NDArray[Any]:
         """See ``Device.mirror``."""
         with self._errors("cannot pin host memory"):
-            self._device.set_current()
+            self.activate()
             memory = self._core.LegacyPinnedMemoryResource().allocate(array.nbytes)
         self._pinned.append(memory)
         raw = (ctypes.c_uint8 * array.nbytes).from_address(int(memory.handle))
@@ -86,7 +96,7 @@ class CudaDevice:
     def fetch(self, array: DeviceArray, mirror: npt.NDArray[Any]) -> None:
         """See ``Device.fetch``."""
         with self._errors("refused a copy"):
-            self._device.set_current()
+            self.activate()
             to = mirror.ctypes.data
             self._check(self._driver.cuMemcpyDtoHAsync(to, array.address, array.nbytes, self.stream))
 
@@ -95,7 +105,7 @@ class CudaDevice:
         if to.nbytes != source.nbytes:
             raise ValueError(f"{source.nbytes} bytes for an array of {to.nbytes}")
         with self._errors("refused a copy"):
-            self._device.set_current()
+            self.activate()
             self._check(self._driver.cuMemcpyAsync(to.address, source.address, to.nbytes, self.stream))
 
     def launch(self, kernel: str, grid: tuple[int, int], *arguments: DeviceArray | int) -> None:
@@ -103,13 +113,13 @@ class CudaDevice:
         values = [value.address if isinstance(value, DeviceArray) else np.int32(value) for value in arguments]
         config = self._core.LaunchConfig(grid=grid, block=THREADS[kernel])
         with self._errors(f"refused the kernel {kernel}"):
-            self._device.set_current()
+            self.activate()
             self._core.launch(self._stream, config, self._kernels[kernel], *values)
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """See ``Device.record``: a CUDA graph."""
         with self._errors("cannot record a round"):
-            self._device.set_current()
+            self.activate()
             builder = self._stream.create_graph_builder()
             try:
                 builder.begin_building(mode="thread_local")
@@ -134,7 +144,7 @@ class CudaDevice:
         with self._errors("cannot wait for another GPU"):
             other._device.set_current()
             event = other._stream.record()
-            self._device.set_current()
+            self.activate()
             self._stream.wait(event)
 
     def connect(self, other: CudaDevice) -> bool:
@@ -142,7 +152,7 @@ class CudaDevice:
         with self._errors("does not say whether it reaches another GPU"):
             if not self._device.can_access_peer(other.number):
                 return False
-            self._device.set_current()
+            self.activate()
             code = int(self._driver.cuCtxEnablePeerAccess(other._device.context.handle, 0)[0])
         return code in (0, int(self._driver.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED))
 
@@ -152,8 +162,8 @@ class CudaDevice:
             self._stream.sync()
 
     def close(self) -> None:
-        """See ``Device.close``."""
-        self._device.set_current()
+        """See ``Device.close``. Whatever uses this device must have been closed before."""
+        self.activate()
         for address in self._memory:
             self._driver.cuMemFree(address)
         self._memory.clear()

@@ -14,12 +14,14 @@ typedef long long i64;
 #ifdef __CUDACC__
 #define FUNCTION __device__ inline
 #define KERNEL extern "C" __global__
+#define ROW_KERNEL extern "C" __global__ __launch_bounds__(1024)  // As many registers as that many threads may have.
 #define SHARED __shared__
 #else
 #include <cmath>
 #include <cstring>
 #define FUNCTION inline
 #define KERNEL extern "C"
+#define ROW_KERNEL extern "C"
 #define SHARED static thread_local
 struct Index { int x, y; };
 static thread_local Index blockIdx;
@@ -140,7 +142,7 @@ FUNCTION float exponential(u32 bits) {
 
 // ---------------------------------------------------------------------------------------------------- distributions
 
-// How a row chooses its tokens; temperature 0 is greedy, top_k 0 and top_p 1 are off. As in device_round.py.
+// How a row chooses its tokens; temperature 0 is greedy, top_k 0 and top_p 1 are off. As in rounds/device.py.
 struct Sampling {
   u64 seed;
   double top_p;
@@ -270,7 +272,7 @@ FUNCTION int choose(
 
 // ------------------------------------------------------------------------------------------------------- acceptance
 
-// How far a row is. As in device_round.py.
+// How far a row is. As in rounds/device.py.
 struct Progress {
   int length;     // Committed tokens.
   int remaining;  // Tokens that may still be committed; 0: the row has ended.
@@ -357,8 +359,9 @@ KERNEL void feed(
   if (start < 0) start = 0;
   for (int i = 0; i < count; i++) {
     i64 token = tokens[(i64)row * width + (start + i < width ? start + i : width - 1)];
-    // A target with a padded embedding may commit ids that a draft without the padding has no row for.
-    input_ids[row * count + i] = token < vocab ? token : vocab - 1;
+    // A target with a padded embedding may commit ids that a draft without the padding has no row for; -1 is a draft
+    // token that could not be drawn, which acceptance reports.
+    input_ids[row * count + i] = token < 0 ? 0 : token < vocab ? token : vocab - 1;
   }
   write_indices[row] = start;
   for (int i = 0; i < kept; i++) {
@@ -368,7 +371,7 @@ KERNEL void feed(
 }
 
 // Draft token `step` of each row, appended behind the committed ones: logits [B, stride].
-KERNEL void draw_draft(
+ROW_KERNEL void draw_draft(
     const float* logits, int stride, int vocab, const Sampling* sampling, const Progress* progress, int step,
     int draft_len, int purpose, i64* tokens, int width, Distribution* distributions) {
   int row = blockIdx.x;
@@ -385,7 +388,7 @@ KERNEL void draw_draft(
 }
 
 // The target's own choice at every position: logits [B, draft_len + 1, vocab] -> chosen [B, draft_len + 1].
-KERNEL void choose_target(
+ROW_KERNEL void choose_target(
     const float* logits, int vocab, const Sampling* sampling, const Progress* progress, int draft_len, int* chosen) {
   int row = blockIdx.x, position = blockIdx.y, place = row * (draft_len + 1) + position;
   Team team;
@@ -397,7 +400,7 @@ KERNEL void choose_target(
 }
 
 // The target's distribution at every position: logits [B, draft_len + 1, vocab] -> [B, draft_len + 1].
-KERNEL void describe_target(
+ROW_KERNEL void describe_target(
     const float* logits, int vocab, const Sampling* sampling, const Progress* progress, int draft_len,
     Distribution* distributions) {
   int row = blockIdx.x, position = blockIdx.y, place = row * (draft_len + 1) + position;
@@ -434,11 +437,12 @@ KERNEL void accept_tokens(
   commit(progress + row, own, stop_ids + row * stops, stops, count, verdict, record);
 }
 
-// Modified rejection sampling and commit. draft_logits [draft_len, B, draft_stride], q [B, draft_len];
+// Modified rejection sampling and commit. The draft's logits of a step lie step_stride apart, those of a row
+// draft_stride, and draft_vocab of them count. q [B, draft_len];
 // target_logits [B, draft_len + 1, vocab], p [B, draft_len + 1].
-KERNEL void accept_logits(
+ROW_KERNEL void accept_logits(
     i64* tokens, int width, Progress* progress, int draft_len, const Distribution* q, const float* draft_logits,
-    int rows, int draft_stride, int draft_vocab, const Distribution* p, const float* target_logits, int vocab,
+    int step_stride, int draft_stride, int draft_vocab, const Distribution* p, const float* target_logits, int vocab,
     const Sampling* sampling, const i64* stop_ids, int stops, i64* records) {
   int row = blockIdx.x;
   Team team;
@@ -455,7 +459,7 @@ KERNEL void accept_logits(
   if (all_drawn(own + length, count))
     verdict = compare_logits(
         team, own + length, count, q + row * draft_len, draft_logits + (i64)row * draft_stride,
-        (i64)rows * draft_stride, draft_vocab, p + row * (draft_len + 1),
+        step_stride, draft_vocab, p + row * (draft_len + 1),
         target_logits + (i64)row * (draft_len + 1) * vocab, vocab, sampling[row].seed, length);
   team.wait();
   if (team.rank() == 0) commit(progress + row, own, stop_ids + row * stops, stops, count, verdict, record);

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,7 +55,9 @@ class Seat:
         self.input_ids = self.device.zeros((rows, max(positions + 1, build.max_input_len)), np.int64)
         self.write_indices = self.device.zeros((rows,), np.int64)
         self.logits_indices = self.device.zeros((rows, positions), np.int64)
-        self.logits = self.device.zeros((steps, rows, positions, self.vocab), np.float32)
+        # Engines want aligned addresses: a step's logits begin at a multiple of 256 bytes.
+        self.step_stride = -(-rows * positions * self.vocab // 64) * 64
+        self.logits = self.device.zeros((steps, self.step_stride), np.float32)
 
     def prefill(self, batch: int, ids: npt.NDArray[np.int64]) -> None:
         """Put ``ids`` [B, S], right-padded, at the beginning of every row's cache, as many at a time as it takes."""
@@ -66,22 +69,25 @@ class Seat:
             zeros = np.zeros((batch, 1), np.int64)
             for array, values in zip(inputs, (piece, zeros + start, zeros), strict=True):
                 self.device.write(array, values)
-            self.backend.enqueue(*inputs, self.step_logits(batch, 0, 1))
+            self.backend.enqueue(*inputs, self._step_logits(batch, 0, 1), fixed=False)
 
     def forward(
         self, batch: int, rows: Rows, offset: int, count: int, keep_from: int, kept: int, step: int = 0
     ) -> DeviceArray:
-        """Feed ``count`` tokens of every row; queue the logits of ``kept`` of them. See the kernel ``feed``."""
+        """Queue a call that feeds ``count`` tokens of every row, from its length + ``offset`` on.
+
+        The logits of ``kept`` positions come back, the first at length + ``keep_from``. A verify pass of draft_len g
+        feeds the last committed token and the drafts, and keeps all: (-1, g + 1, -1, g + 1). See the kernel ``feed``.
+        """
         inputs = self._inputs(batch, count, kept)
         source = (rows.tokens, rows.width, rows.progress)
         self.device.launch("feed", (batch, 1), *source, offset, count, keep_from, kept, self.room, self.vocab, *inputs)
-        logits = self.step_logits(batch, step, kept)
-        self.backend.enqueue(*inputs, logits)
+        logits = self._step_logits(batch, step, kept)
+        self.backend.enqueue(*inputs, logits, fixed=True)
         return logits
 
-    def step_logits(self, batch: int, step: int, kept: int) -> DeviceArray:
-        """Where the logits of a call of a round lie."""
-        return self.logits.part(step * batch * kept * self.vocab, (batch, kept, self.vocab))
+    def _step_logits(self, batch: int, step: int, kept: int) -> DeviceArray:
+        return self.logits.part(step * self.step_stride, (batch, kept, self.vocab))
 
     def _inputs(self, batch: int, count: int, kept: int) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
         input_ids, logits_indices = self.input_ids.part(0, (batch, count)), self.logits_indices.part(0, (batch, kept))
@@ -132,8 +138,7 @@ class DeviceRound:
                 self._sent_logits = self.device.zeros(self.draft.logits.shape, np.float32)
         self._records = self.device.zeros((max_rows, 3 + draft_len), np.int64)
         self._mirror = self.device.mirror(self._records)
-        seats = [self.target.backend] + ([self.draft.backend] if self.draft else [])
-        self._record = graphs and not self._apart and all(backend.recordable for backend in seats)
+        self._record = graphs and not self._apart
         self._recorded: dict[tuple[int, ...], Callable[[], None]] = {}
         self._batch = _Batch(0)
 
@@ -174,12 +179,16 @@ class DeviceRound:
         return [self._outcome(row, request) for row, request in enumerate(requests)]
 
     def close(self) -> None:
-        """See ``Round``."""
+        """See ``Round``. Work ends before what it uses: recordings, then engines, then memory and streams."""
+        devices = {id(seat.device): seat.device for seat in self._seats()}.values()
+        for device in devices:
+            with suppress(BackendError):  # After a failed round there is nothing left to wait for.
+                device.wait()
         self._recorded.clear()
+        self._batch = _Batch(0)
         for seat in self._seats():
-            seat.device.wait()
             seat.backend.close()
-        for device in {id(seat.device): seat.device for seat in self._seats()}.values():
+        for device in devices:
             device.close()
 
     def _play(self) -> None:
@@ -188,7 +197,7 @@ class DeviceRound:
         key = (batch.size, self._stops, *(seat.room for seat in self._seats()))
         if self._record and batch.play is None:
             batch.play = self._recorded.get(key)
-            if batch.play is None and batch.rounds:
+            if batch.play is None and batch.rounds and all(seat.backend.recordable for seat in self._seats()):
                 try:
                     batch.play = self._recorded[key] = self.device.record(lambda: self._queue(batch.size))
                 except BackendError as error:
@@ -215,7 +224,7 @@ class DeviceRound:
             q, draft_logits = self._draft_distributions, self.draft.logits
             if self._apart:
                 q, draft_logits = self._sent_distributions, self._sent_logits
-            draft = (q, draft_logits, batch, self.draft.vocab, min(self.draft.vocab, target.vocab))
+            draft = (q, draft_logits, self.draft.step_stride, self.draft.vocab, min(self.draft.vocab, target.vocab))
             own = (distributions, logits, target.vocab, rows.sampling)
             self.device.launch("accept_logits", (batch, 1), *state, *draft, *own, *stops, self._records)
         else:

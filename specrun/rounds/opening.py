@@ -53,15 +53,18 @@ def _open_on_gpus(engines: list[Engine], draft_len: int, rows: int, config: Draf
                 f"{engine.directory}: a {engine.config.backend.name} engine for GPU {engine.gpu}: {reason}; "
                 "'specbuild engine --backend onnxruntime' builds one for the CPU"
             )
-    devices = {number: CudaDevice(number) for number in sorted({engine.gpu for engine in engines})}
+    devices: dict[int, CudaDevice] = {}
+    backends: list[DeviceBackend] = []
     try:
+        for engine in engines:
+            if engine.gpu not in devices:
+                devices[engine.gpu] = CudaDevice(engine.gpu)
         if len(devices) > 1:
             # In both directions: drafts go to the target, what it committed goes back.
             here, there = devices.values()
             _ = here.connect(there), there.connect(here)
-        needs = {engine.role: _need(engine, draft_len, rows) for engine in engines}
+        needs = {engine.role: _need(engine, draft_len, rows, len(devices) > 1) for engine in engines}
         _require_room(engines, needs, devices, config)
-        backends: list[DeviceBackend] = []
         for engine in engines:
             backends.append(open_device_backend(engine.directory, engine.config, devices[engine.gpu]))
             # From here on weights are no estimate: they are what is gone.
@@ -70,15 +73,19 @@ def _open_on_gpus(engines: list[Engine], draft_len: int, rows: int, config: Draf
         draft = backends[1] if len(backends) > 1 else None
         return DeviceRound(backends[0], draft, draft_len, config.use_logits, rows, config.cuda_graph)
     except BaseException:
+        for backend in backends:
+            backend.close()
         for device in devices.values():
             device.close()
         raise
 
 
-def _need(engine: Engine, draft_len: int, rows: int) -> Need:
+def _need(engine: Engine, draft_len: int, rows: int, apart: bool) -> Need:
     if engine.role == "draft":
         return need(engine.role, engine.config, rows, positions=1, steps=draft_len)
-    return need(engine.role, engine.config, rows, positions=draft_len + 1, steps=1)
+    # A draft on another GPU sends its logits.
+    copies = draft_len if apart else 0
+    return need(engine.role, engine.config, rows, positions=draft_len + 1 + copies, steps=1)
 
 
 def _require_room(
