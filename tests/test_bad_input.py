@@ -565,7 +565,7 @@ def test_engine_for_other_hardware(engines: Path, tmp_path: Path) -> None:
     plan = copy_of(
         engines / "target", tmp_path / "b", lambda config: config["backend"].update(name="tensorrt_rtx", device="cuda")
     )
-    says(generate_error(plan), plan, "tensorrt_rtx engine")
+    says(generate_error(plan), plan, "an engine of tensorrt_rtx for GPU 0", "no NVIDIA driver")
 
 
 def test_engine_without_a_tokenizer(engines: Path, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def _open_on_gpus(engines: list[Engine], draft_len: int, rows: int, config: Draf
     for engine in engines:
         if reason := why_no_gpu(engine.gpu):
             raise BackendError(
-                f"{engine.directory}: a {engine.config.backend.name} engine for GPU {engine.gpu}: {reason}; "
+                f"{engine.directory}: an engine of {engine.config.backend.name} for GPU {engine.gpu}: {reason}; "
                 "'specbuild engine --backend onnxruntime' builds one for the CPU"
             )
     devices: dict[int, CudaDevice] = {}
