@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from specrun.command_line import CONTEXT, FolderPath, OneLineErrors
-from specrun.config import DraftTargetConfig, parse_device_list, parse_draft_target_config
+from specrun.config import AUTO, DraftTargetConfig, parse_device_list, parse_draft_len, parse_draft_target_config
 from specrun.errors import RequestError
 
 
@@ -37,6 +37,7 @@ class Parsed(click.ParamType[Any]):
 
 
 DEVICES = Parsed("list", parse_device_list)
+DRAFT_LEN = Parsed("length", parse_draft_len)
 
 
 @click.group(cls=OneLineErrors, context_settings=CONTEXT)
@@ -56,7 +57,7 @@ def main(debug: bool) -> None:
     metavar='"[4,[0],[0],False]"',
     help="[draft_len, draft_device_list, target_device_list, use_logits], as TensorRT-LLM writes it.",
 )
-@click.option("--draft_len", type=click.IntRange(0), help="Draft tokens a round. Default: 4, or the engine's most.")
+@click.option("--draft_len", type=DRAFT_LEN, metavar="auto|N", help="Draft tokens a round. Default: as many as pay.")
 @click.option("--draft_model_device_list", type=DEVICES, help="Default: [0].")
 @click.option("--target_model_device_list", type=DEVICES, help="Default: [0].")
 @click.option("--acceptance", type=click.Choice(["tokens", "logits"]), help="Default: tokens.")
@@ -163,7 +164,7 @@ def _pair_config(has_draft: bool, options: dict[str, Any]) -> DraftTargetConfig:
         config: DraftTargetConfig = options["draft_target_model_config"]
         return replace(config, **gpu)
     return DraftTargetConfig(
-        draft_len=options["draft_len"],
+        draft_len=None if options["draft_len"] == AUTO else options["draft_len"],
         draft_devices=options["draft_model_device_list"] or (0,),
         target_devices=options["target_model_device_list"] or (0,),
         use_logits=options["acceptance"] == "logits",

@@ -5,14 +5,15 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
-DEFAULT_DRAFT_LEN = 4
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
 class DraftTargetConfig:
-    """TensorRT-LLM's four (``draft_len`` None: the engine's, at most 4), and how GPUs are used."""
+    """TensorRT-LLM's four, and how GPUs are used."""
 
     draft_len: int | None = None
+    """Draft tokens a round; None: as many as pay, found while decoding."""
     draft_devices: tuple[int, ...] = (0,)
     target_devices: tuple[int, ...] = (0,)
     use_logits: bool = False
@@ -37,6 +38,15 @@ def parse_draft_target_config(text: str) -> DraftTargetConfig:
     if type(use_logits) is not bool:
         raise ValueError(f"use_logits {use_logits!r} is neither True nor False; {example}")
     return DraftTargetConfig(draft_len, _devices(draft_devices), _devices(target_devices), use_logits)
+
+
+def parse_draft_len(text: str) -> int | str:
+    """Read ``auto`` or a number of tokens. Raises ValueError."""
+    if text == AUTO:
+        return AUTO
+    if not text.isascii() or not text.isdigit():
+        raise ValueError(f"{text!r} is neither auto nor a number of draft tokens")
+    return int(text)
 
 
 def parse_device_list(text: str) -> tuple[int, ...]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from specrun.config import DEFAULT_DRAFT_LEN, DraftTargetConfig
+from specrun.config import DraftTargetConfig
+from specrun.draft_length import DraftLength
 from specrun.engine_dir import EngineConfig, open_engine
 from specrun.errors import BackendError, PairError, RequestError
 from specrun.request import Request
@@ -39,7 +40,8 @@ class SpeculativeDecoder:
             draft_len = _check_pair(target_dir, engine.config, draft_dir, draft.config, config.draft_len)
             rows = min(rows, draft.config.build_config.max_batch_size)
         rounds = open_round(engine, draft if draft_len else None, draft_len, rows, config)
-        return cls(SpeculativeLoop(rounds), engine.config, rows)
+        lengths = DraftLength(draft_len, config.draft_len if draft_len else 0)
+        return cls(SpeculativeLoop(rounds, lengths), engine.config, rows)
 
     def close(self) -> None:
         """Give the engines and their memory back."""
@@ -90,7 +92,7 @@ def _open(role: str, directory: Path, devices: tuple[int, ...]) -> Engine:
 def _check_pair(
     target_dir: Path, target: EngineConfig, draft_dir: Path, draft: EngineConfig, draft_len: int | None
 ) -> int:
-    """The draft length to use. Raises PairError where the two engines do not fit."""
+    """The most draft tokens of a round. Raises PairError where the two engines do not fit."""
     most = target.build_config.max_draft_len
     if most == 0 and draft_len != 0:
         raise PairError(
@@ -115,4 +117,4 @@ def _check_pair(
             f"{target_dir} has {target.graph.vocab_size} logits and {draft_dir} {draft.graph.vocab_size}, and without "
             "a tokenizer in both nothing shows that their vocabularies agree"
         )
-    return min(DEFAULT_DRAFT_LEN, most) if draft_len is None else draft_len
+    return most if draft_len is None else draft_len

@@ -79,10 +79,11 @@ def summary(requests: Sequence[Request], method: Round, seconds: float) -> str:
     evaluated = sum(request.stats.evaluated for request in requests)
     accepted = sum(request.stats.accepted for request in requests)
     rounds = sum(request.stats.rounds for request in requests)
+    drafted = sum(request.stats.drafted for request in requests)
     if evaluated:
         compared = "logits" if method.use_logits else "tokens"
         line += (
-            f"; draft_len {method.draft_len}, acceptance by {compared}: {accepted}/{evaluated} draft tokens accepted "
-            f"({accepted / evaluated:.0%}), {1 + accepted / rounds:.2f} tokens a round"
+            f"; {drafted / rounds:.1f} drafted a round, acceptance by {compared}: {accepted}/{evaluated} draft tokens "
+            f"accepted ({accepted / evaluated:.0%}), {1 + accepted / rounds:.2f} tokens a round"
         )
     return line

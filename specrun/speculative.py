@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from specrun.draft_length import DraftLength
 from specrun.request import Piece, Request
 from specrun.rounds import Round
 
@@ -19,17 +20,25 @@ class Event:
 
 
 class SpeculativeLoop:
-    """Decodes batches by one kind of round."""
+    """Decodes batches by one kind of round, each as long as ``lengths`` chooses."""
 
-    def __init__(self, rounds: Round) -> None:
+    def __init__(self, rounds: Round, lengths: DraftLength) -> None:
         self.round = rounds
+        self.lengths = lengths
 
     def run(self, requests: Sequence[Request]) -> Iterator[Event]:
         """Decode ``requests`` as one batch to their ends; yields what each round commits."""
         began = time.perf_counter()
         self.round.start(requests)
+        self.lengths.start(len(requests))
         while any(request.remaining for request in requests):
-            for request, outcome in zip(requests, self.round.step(requests), strict=True):
+            # The target adds a token of its own, so the last token of a request is never drafted.
+            draft_len = self.lengths.choose([max(0, request.remaining - 1) for request in requests])
+            before = time.perf_counter()
+            outcomes = self.round.step(requests, draft_len)
+            evaluated = [outcome.evaluated if outcome else (0, 0) for outcome in outcomes]
+            self.lengths.observe(draft_len, time.perf_counter() - before, evaluated)
+            for request, outcome in zip(requests, outcomes, strict=True):
                 if outcome is None or not request.remaining:
                     continue
                 pieces = request.commit(outcome.accepted, outcome.following)

@@ -29,6 +29,7 @@ ORDER = [
     "request",
     "drafter",
     "rounds",
+    "draft_length",
     "speculative",
     "tokenizer",
     "prompts",

@@ -13,6 +13,7 @@ from specrun.backends.ort import OrtDeviceBackend
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.devices import DeviceArray
+from specrun.draft_length import DraftLength
 from specrun.engine_dir import open_engine
 from specrun.errors import BackendError, RequestError
 from specrun.request import Request
@@ -61,7 +62,7 @@ def device_round(
 
 
 def on_device(round_: DeviceRound, requests: Sequence[Request]) -> list[list[int]]:
-    for _ in SpeculativeLoop(round_).run(requests):
+    for _ in SpeculativeLoop(round_, DraftLength(round_.draft_len, round_.draft_len)).run(requests):
         pass
     return [request.output for request in requests]
 
@@ -130,6 +131,36 @@ def test_what_cannot_be_recorded_is_queued_piece_by_piece(tables: tuple[Path, Pa
 def test_draft_on_another_device(tables: tuple[Path, Path], use_logits: bool) -> None:
     ids = on_host(*tables, 4, use_logits, batch(EVERY))
     assert on_device(device_round(*tables, 4, use_logits, apart=True), batch(EVERY)) == ids
+
+
+class Cycle(DraftLength):
+    """Another length every round, plain rounds in a row among them."""
+
+    def choose(self, caps: Sequence[int]) -> int:
+        self.rounds = getattr(self, "rounds", -1) + 1
+        return (2, 0, 0, 0, 4, 1, 0, 3)[self.rounds % 8]
+
+
+@pytest.mark.parametrize("kind", [OrtDeviceBackend, Recordable])
+@pytest.mark.parametrize("apart", [False, True])
+def test_lengths_may_change_from_round_to_round(
+    tables: tuple[Path, Path], kind: type[OrtDeviceBackend], apart: bool
+) -> None:
+    round_ = device_round(*tables, 4, kind=kind, apart=apart)
+    requests = batch(EVERY)
+    for _ in SpeculativeLoop(round_, Cycle(4, None)).run(requests):
+        pass
+    assert [r.output for r in requests] == on_host(*tables, 4, False, batch(EVERY))
+
+
+@pytest.mark.parametrize("longest", [48, 2])
+def test_a_draft_that_rested_reads_what_it_missed(engines: Path, onnx: Path, tmp_path: Path, longest: int) -> None:
+    """A draft that is the target is right after any number of plain rounds, if its cache has no gaps."""
+    draft = make_engine(onnx / "target", tmp_path / "draft", max_input_len=longest)
+    requests = [Request(prompt, GREEDY, 40) for prompt in ([5, 9, 200], list(range(30, 70)), [17])]
+    for _ in SpeculativeLoop(device_round(engines / "target", draft, 4), Cycle(4, None)).run(requests):
+        pass
+    assert all(r.stats.accepted == r.stats.evaluated > 5 for r in requests)
 
 
 def test_target_alone(tables: tuple[Path, Path]) -> None:

@@ -16,6 +16,7 @@ import pytest
 from scripts.benchmarks.gpu import OUTPUT_LEN, make_engines, measure, time_kernels
 from specrun.decoder import SpeculativeDecoder
 from specrun.devices.driver import why_no_gpu
+from specrun.draft_length import DraftLength
 from specrun.engine_dir import open_engine
 from specrun.sampling import SamplingParams
 from specrun.speculative import SpeculativeLoop
@@ -56,7 +57,9 @@ def test_a_pair_is_measured(tmp_path: Path, use_logits: bool) -> None:
 
     def decoder(draft_dir: Path | None) -> SpeculativeDecoder:
         round_ = device_round(target, draft_dir, 4 if draft_dir else 0, use_logits)
-        return SpeculativeDecoder(SpeculativeLoop(round_), open_engine(target), 4)
+        return SpeculativeDecoder(
+            SpeculativeLoop(round_, DraftLength(round_.draft_len, round_.draft_len)), open_engine(target), 4
+        )
 
     prompts = [[1], [2, 3]]
     figures = measure(decoder(None), decoder(draft), decoder(draft), prompts, SamplingParams(1.0, seed=3))

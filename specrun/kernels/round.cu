@@ -366,7 +366,7 @@ KERNEL void feed(
   write_indices[row] = start;
   for (int i = 0; i < kept; i++) {
     int index = length + keep_from + i - start;
-    logits_indices[row * kept + i] = index < count ? index : count - 1;
+    logits_indices[row * kept + i] = index < 0 ? 0 : index < count ? index : count - 1;
   }
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -72,7 +72,15 @@ class Seat:
             self.backend.enqueue(*inputs, self._step_logits(batch, 0, 1), fixed=False)
 
     def forward(
-        self, batch: int, rows: Rows, offset: int, count: int, keep_from: int, kept: int, step: int = 0
+        self,
+        batch: int,
+        rows: Rows,
+        offset: int,
+        count: int,
+        keep_from: int,
+        kept: int,
+        step: int = 0,
+        fixed: bool = True,
     ) -> DeviceArray:
         """Queue a call that feeds ``count`` tokens of every row, from its length + ``offset`` on.
 
@@ -83,7 +91,7 @@ class Seat:
         source = (rows.tokens, rows.width, rows.progress)
         self.device.launch("feed", (batch, 1), *source, offset, count, keep_from, kept, self.room, self.vocab, *inputs)
         logits = self._step_logits(batch, step, kept)
-        self.backend.enqueue(*inputs, logits, fixed=True)
+        self.backend.enqueue(*inputs, logits, fixed=fixed)
         return logits
 
     def _step_logits(self, batch: int, step: int, kept: int) -> DeviceArray:
@@ -99,8 +107,10 @@ class _Batch:
     """What holds from one ``start`` to the next."""
 
     size: int
-    play: Callable[[], None] | None = None
-    rounds: int = 0
+    behind: int = 0
+    """Tokens of each row that the draft has not read: one for every round since the last in which it drafted."""
+    seen: set[int] = field(default_factory=set)
+    """Draft lengths of its rounds so far."""
 
 
 class DeviceRound:
@@ -172,11 +182,15 @@ class DeviceRound:
             if known:
                 seat.prefill(batch, tokens[:, :known])
 
-    def step(self, requests: Sequence[Request]) -> list[Outcome | None]:
+    def step(self, requests: Sequence[Request], draft_len: int) -> list[Outcome | None]:
         """See ``Round``. Raises BackendError when an engine's logits are not numbers."""
-        self._play()
+        if draft_len and self.draft and self._batch.behind:
+            self._catch_up(self.draft)
+        self._play(draft_len)
+        self._batch.behind = 0 if draft_len else self._batch.behind + 1
         self.device.wait()
-        return [self._outcome(row, request) for row, request in enumerate(requests)]
+        records = self._mirror.reshape(-1)[: len(requests) * (3 + draft_len)].reshape(len(requests), -1)
+        return [_outcome(records[row]) if request.remaining else None for row, request in enumerate(requests)]
 
     def close(self) -> None:
         """See ``Round``. Work ends before what it uses: recordings, then engines, then memory and streams."""
@@ -191,33 +205,54 @@ class DeviceRound:
         for device in devices:
             device.close()
 
-    def _play(self) -> None:
-        """Queue a round: the first of a batch size piece by piece, which also warms the engines up, then as one."""
+    def _play(self, g: int) -> None:
+        """Queue a round: the first of its kind piece by piece, which also warms the engines up, then as one."""
         batch = self._batch
-        key = (batch.size, self._stops, *(seat.room for seat in self._seats()))
-        if self._record and batch.play is None:
-            batch.play = self._recorded.get(key)
-            if batch.play is None and batch.rounds and all(seat.backend.recordable for seat in self._seats()):
-                try:
-                    batch.play = self._recorded[key] = self.device.record(lambda: self._queue(batch.size))
-                except BackendError as error:
-                    self._record = False
-                    warnings.warn(f"rounds are queued piece by piece: they cannot be recorded ({error})", stacklevel=2)
-        batch.rounds += 1
-        if batch.play:
-            batch.play()
+        key = (batch.size, g, self._stops, *(seat.room for seat in self._seats()))
+        if self._record and key not in self._recorded and g in batch.seen:
+            self._try_to_record(key, g)
+        batch.seen.add(g)
+        if key in self._recorded:
+            self._recorded[key]()
         else:
-            self._queue(batch.size)
+            self._queue(batch.size, g)
 
-    def _queue(self, batch: int) -> None:
-        """Draft, verify, accept and commit."""
-        g, target, rows = self.draft_len, self.target, self.rows
-        if self.draft:
-            self._queue_draft(self.draft, batch)
+    def _try_to_record(self, key: tuple[int, ...], g: int) -> None:
+        self._record = all(seat.backend.recordable for seat in self._seats())
+        if self._record:
+            try:
+                self._recorded[key] = self.device.record(lambda: self._queue(self._batch.size, g))
+            except BackendError as error:
+                self._record = False
+                warnings.warn(f"rounds are queued piece by piece: they cannot be recorded ({error})", stacklevel=2)
+
+    def _catch_up(self, draft: Seat) -> None:
+        """Let the draft read what was committed while it rested, in pieces that it takes."""
+        behind, longest = self._batch.behind, draft.backend.config.build_config.max_input_len
+        if self._apart:
+            self._send_state(draft)
+        while behind:
+            count = min(behind, longest)
+            # The last two committed tokens are fed by the round itself.
+            offset = -behind - 2
+            draft.forward(self._batch.size, self._draft_rows, offset, count, offset, 1, fixed=False)
+            behind -= count
+
+    def _send_state(self, draft: Seat) -> None:
+        """To a draft on another GPU: what the target's has committed."""
+        draft.device.follow(self.device)
+        draft.device.copy(self._draft_rows.tokens, self.rows.tokens)
+        draft.device.copy(self._draft_rows.progress, self.rows.progress)
+
+    def _queue(self, batch: int, g: int) -> None:
+        """Draft g tokens, verify, accept and commit."""
+        target, rows = self.target, self.rows
+        if self.draft and g:
+            self._queue_draft(self.draft, batch, g)
         logits = target.forward(batch, rows, -1, g + 1, -1, g + 1)
         state = (rows.tokens, rows.width, rows.progress, g)
         stops = (self._stop_ids, self._stops)
-        if self.use_logits and self.draft:
+        if self.use_logits and self.draft and g:
             distributions = self._target_distributions
             described = (logits, target.vocab, rows.sampling, rows.progress, g, distributions)
             self.device.launch("describe_target", (batch, g + 1), *described)
@@ -233,14 +268,12 @@ class DeviceRound:
             self.device.launch("accept_tokens", (batch, 1), *state, self._chosen, *stops, self._records)
         self.device.fetch(self._records, self._mirror)
 
-    def _queue_draft(self, draft: Seat, batch: int) -> None:
-        g, rows = self.draft_len, self._draft_rows
+    def _queue_draft(self, draft: Seat, batch: int, g: int) -> None:
+        rows = self._draft_rows
         vocab = min(draft.vocab, self.target.vocab)  # Ids beyond the target's are never proposed.
         purpose = Purpose.DRAFT if self.use_logits else Purpose.TARGET
         if self._apart:
-            draft.device.follow(self.device)
-            draft.device.copy(rows.tokens, self.rows.tokens)
-            draft.device.copy(rows.progress, self.rows.progress)
+            self._send_state(draft)
         for step in range(g):
             # After full acceptance the cache lacks two tokens, else one. Two are fed always: writing one again
             # changes nothing, and the shapes stay the same.
@@ -256,14 +289,6 @@ class DeviceRound:
                 self.device.copy(self._sent_distributions, self._draft_distributions)
                 self.device.copy(self._sent_logits, draft.logits)
 
-    def _outcome(self, row: int, request: Request) -> Outcome | None:
-        if not request.remaining:
-            return None
-        drafted, accepted, following, *drafts = (int(value) for value in self._mirror[row])
-        if following < 0:
-            raise BackendError(NOT_NUMBERS)
-        return Outcome(drafted, drafts[:accepted], following)
-
     def _seats(self) -> list[Seat]:
         return [self.target, self.draft] if self.draft else [self.target]
 
@@ -274,3 +299,11 @@ class DeviceRound:
                 raise BackendError(
                     f"a vocabulary of {backend.config.graph.vocab_size}; the kernels serve at most {MAX_VOCAB}"
                 )
+
+
+def _outcome(record: npt.NDArray[np.int64]) -> Outcome:
+    """What the kernels wrote down of a row; see ``commit`` in round.cu."""
+    drafted, accepted, following, *drafts = (int(value) for value in record)
+    if following < 0:
+        raise BackendError(NOT_NUMBERS)
+    return Outcome(drafted, drafts[:accepted], following)

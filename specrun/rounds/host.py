@@ -27,7 +27,7 @@ class HostRound:
         for runner in self._runners():
             runner.start(len(requests), longest + self.draft_len + 1)
 
-    def step(self, requests: Sequence[Request]) -> list[Outcome | None]:
+    def step(self, requests: Sequence[Request], draft_len: int) -> list[Outcome | None]:
         """See ``Round``. A prompt, a rejection and a last token take the same path."""
         for row, request in enumerate(requests):
             for runner in self._runners():
@@ -35,7 +35,7 @@ class HostRound:
                 runner.rewind(row, len(request.tokens) - 1)
         rows = [list(request.tokens) for request in requests]
         # The target adds a token of its own, so the last token of a request is never drafted.
-        counts = [max(0, min(self.draft_len, request.remaining - 1)) for request in requests]
+        counts = [max(0, min(draft_len, request.remaining - 1)) for request in requests]
         proposals = self.drafter.propose(requests, rows, counts) if self.drafter else [Proposal() for _ in requests]
         active = [request.remaining > 0 for request in requests]
         keep = [len(p.tokens) + 1 if yes else 0 for p, yes in zip(proposals, active, strict=True)]

@@ -1,0 +1,147 @@
+"""How many tokens to draft: the number whose rounds yield the most tokens a second, found while decoding.
+
+A round of draft length g takes T(g), which is measured, and yields 1 + alpha + .. + alpha^g tokens (arXiv 2211.17192)
+for an acceptance rate alpha, which is measured too. Where 0 is best nothing is learnt about the draft, so it is tried
+again from time to time; what the trials cost is kept to a small share of the time.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+TRIAL_SHARE = 0.015
+"""Of the time, that trials of a draft that does not pay may take."""
+_KEPT = 9
+"""Latest times of a draft length that its cost is the median of."""
+_WEIGHT = 4.0
+"""Evaluated tokens of its own that a request needs to count as much as the requests before it."""
+_MEMORY = 64.0
+"""Evaluated tokens after which old ones have lost most of their weight."""
+
+
+def expected_tokens(alpha: float, draft_len: int) -> float:
+    """Tokens that a round yields on average."""
+    return draft_len + 1.0 if alpha >= 1 else (1 - alpha ** (draft_len + 1)) / (1 - alpha)
+
+
+def best_draft_len(alphas: Sequence[float], caps: Sequence[int], seconds: Sequence[float]) -> int:
+    """The g for which a batch yields the most tokens a second.
+
+    alphas, caps: each row's acceptance rate and the most draft tokens it can use; seconds[g]: a round's time.
+    """
+
+    def rate(g: int) -> float:
+        return sum(expected_tokens(a, min(g, cap)) for a, cap in zip(alphas, caps, strict=True)) / seconds[g]
+
+    return max(range(min(len(seconds) - 1, max(caps, default=0)) + 1), key=lambda g: (rate(g), -g))
+
+
+@dataclass
+class Acceptance:
+    """A running acceptance rate: old tokens lose weight as new ones come."""
+
+    accepted: float = 0.0
+    evaluated: float = 0.0
+
+    def add(self, accepted: int, evaluated: int) -> None:
+        """Count a round."""
+        keep = 1 - min(1.0, evaluated / _MEMORY)
+        self.accepted = self.accepted * keep + accepted
+        self.evaluated = self.evaluated * keep + evaluated
+
+    def rate(self, prior: float, weight: float) -> float:
+        """The rate; ``prior`` counts as much as ``weight`` evaluated tokens."""
+        return (self.accepted + prior * weight) / (self.evaluated + weight)
+
+
+@dataclass
+class RoundTimes:
+    """T(g) of one batch size: medians of what was seen, a straight line through them for what was not."""
+
+    seen: dict[int, deque[float]] = field(default_factory=dict)
+
+    def add(self, draft_len: int, seconds: float) -> None:
+        """Count a round."""
+        self.seen.setdefault(draft_len, deque(maxlen=_KEPT)).append(seconds)
+
+    def seconds(self, most: int) -> list[float] | None:
+        """T(0), .., T(most); None before two draft lengths were seen, one of them 0."""
+        known = {g: statistics.median(times) for g, times in self.seen.items()}
+        if 0 not in known or len(known) < 2:
+            return None
+        # Rounds get longer with g. The line starts at T(0); the best slope in the least squares sense.
+        slope = sum(g * (t - known[0]) for g, t in known.items()) / sum(g * g for g in known)
+        return [known.get(g, known[0] + max(0.0, slope) * g) for g in range(most + 1)]
+
+
+class DraftLength:
+    """Chooses g for every round. Owns what was learnt of the draft: for its decoder's life, and for each request.
+
+    With a fixed length that is always the answer.
+    """
+
+    def __init__(self, most: int, fixed: int | None) -> None:
+        self.most = most
+        self.fixed = fixed
+        self._times: dict[int, RoundTimes] = {}
+        self._overall = Acceptance()
+        self._elapsed = 0.0
+        self._lost = 0.0
+        """Seconds that drafting has cost beyond what it has saved."""
+        self._own: list[Acceptance] = []
+        self._rounds = 0
+        self._behind = 0
+        """Rounds since the draft has read what was committed."""
+        self._reading: deque[float] = deque(maxlen=_KEPT)
+        """Seconds a token that it took to read what it had missed."""
+
+    def start(self, rows: int) -> None:
+        """Begin a batch."""
+        self._own = [Acceptance() for _ in range(rows)]
+        self._rounds = self._behind = 0
+
+    def choose(self, caps: Sequence[int]) -> int:
+        """g for the next round; ``caps``: how many draft tokens each row can use, 0 for one that has ended."""
+        if self.fixed is not None:
+            return self.fixed
+        times = self._times.setdefault(len(caps), RoundTimes())
+        if min(self.most, max(caps)) == 0:
+            return 0
+        seconds = times.seconds(self.most)
+        if seconds is None:
+            # First a round without drafts, which costs nothing; then a short one, since the draft may be slow.
+            return 0 if 0 not in times.seen else 1
+        prior = self._overall.rate(0.5, 2.0)
+        best = best_draft_len([own.rate(prior, _WEIGHT) for own in self._own], caps, seconds)
+        if best == 0:
+            # A draft that has rested must first read what it missed; until that was seen, a step a token.
+            step = seconds[1] - seconds[0]
+            trial = step + self._behind * (statistics.median(self._reading) if self._reading else step)
+            return 1 if self._lost + trial <= TRIAL_SHARE * self._elapsed else 0
+        return best
+
+    def observe(self, draft_len: int, seconds: float, rows: Sequence[tuple[int, int]]) -> None:
+        """Learn from a round: its time, and the (accepted, evaluated) draft tokens of each row that has not ended."""
+        if self.fixed is not None:
+            return
+        self._rounds += 1
+        for own, (accepted, evaluated) in zip(self._own, rows, strict=True):
+            own.add(accepted, evaluated)
+            self._overall.add(accepted, evaluated)
+        if self._rounds == 1:
+            self._behind = 0 if draft_len else 1
+            return  # It has read the prompts: its time says nothing of other rounds.
+        times = self._times.setdefault(len(rows), RoundTimes())
+        self._elapsed += seconds
+        if draft_len and 0 in times.seen:
+            plain = statistics.median(times.seen[0])
+            gained = sum(accepted for accepted, _ in rows) / len(rows)
+            self._lost = max(0.0, self._lost + seconds - plain * (1 + gained))
+        if not (draft_len and self._behind):
+            times.add(draft_len, seconds)
+        elif usual := times.seconds(self.most):
+            self._reading.append(max(0.0, seconds - usual[draft_len]) / self._behind)
+        self._behind = 0 if draft_len else self._behind + 1

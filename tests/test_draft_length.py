@@ -1,0 +1,132 @@
+"""The choice of the draft length, against machines whose costs and drafts whose acceptance rates are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specrun.config import DraftTargetConfig
+from specrun.decoder import SpeculativeDecoder
+from specrun.draft_length import DraftLength, best_draft_len, expected_tokens
+from specrun.request import Request
+from specrun.sampling import SamplingParams
+from tests.test_lossless import PROMPTS, SAMPLED, decode, near_ties
+
+MOST = 10
+
+
+def test_expected_tokens_is_the_geometric_series() -> None:
+    for alpha in (0.0, 0.3, 0.999, 1.0):
+        for g in (0, 1, 5):
+            assert expected_tokens(alpha, g) == pytest.approx(sum(alpha**i for i in range(g + 1)))
+
+
+def test_the_best_length_is_the_best_of_all() -> None:
+    generator = np.random.default_rng(1)
+    for _ in range(300):
+        alphas = generator.uniform(0, 1, 3)
+        caps = generator.integers(0, MOST + 1, 3)
+        seconds = 1 + np.cumsum(generator.uniform(0, 0.5, MOST + 1))
+        rates = [
+            sum(sum(a**i for i in range(min(g, cap) + 1)) for a, cap in zip(alphas, caps, strict=True)) / seconds[g]
+            for g in range(max(caps) + 1)
+        ]
+        assert best_draft_len(alphas, caps, seconds) == int(np.argmax(rates))
+
+
+def seconds_a_token(
+    lengths: DraftLength, alpha: Callable[[int], float], cost: float, width: float, rows: int = 1, tokens: int = 3000
+) -> float:
+    """Simulated decoding: a target step takes 1, a draft step ``cost``, every further token of a verify pass ``width``.
+
+    alpha: the acceptance rate after so many tokens. A draft that has rested pays ``width`` a token to catch up, as
+    much as a target of its cost would. Times are noisy, as on a shared machine.
+    """
+    generator = np.random.default_rng(5)
+    elapsed, lengths_of_rows, behind = 0.0, np.zeros(rows), 0
+    for request in range(4):
+        lengths.start(rows)
+        lengths_of_rows[:], behind = 0, 0
+        while lengths_of_rows.min() < tokens / 4:
+            g = lengths.choose([MOST] * rows)
+            outcomes = []
+            for row in range(rows):
+                rate = alpha(int(request * tokens / 4 + lengths_of_rows[row]))
+                rejected = generator.random(g) > rate
+                accepted = int(rejected.argmax()) if rejected.any() else g
+                outcomes.append((accepted, min(g, accepted + 1)))
+                lengths_of_rows[row] += accepted + 1
+            time = (1 + g * (cost + width) + (behind * width * cost if g else 0)) * generator.lognormal(0, 0.05)
+            behind = 0 if g else behind + 1
+            lengths.observe(g, time, outcomes)
+            elapsed += time
+    return elapsed / tokens
+
+
+def fixed(alpha: float, cost: float, width: float) -> list[float]:
+    """The same for every fixed length, on average."""
+    return [(1 + g * (cost + width)) / expected_tokens(alpha, g) for g in range(MOST + 1)]
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("alpha", [0.5, 0.7, 0.9, 0.98])
+@pytest.mark.parametrize("cost, width", [(0.03, 0.05), (0.1, 0.01), (0.2, 0.02)])
+def test_within_five_percent_of_the_best_fixed_length(alpha: float, cost: float, width: float, rows: int) -> None:
+    best = min(fixed(alpha, cost, width))
+    found = seconds_a_token(DraftLength(MOST, None), lambda _: alpha, cost, width, rows)
+    # Every row waits for the slowest one at a request's end.
+    assert found <= best * (1.05 if rows == 1 else 1.10)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("alpha, cost, width", [(0.0, 0.03, 0.05), (0.02, 0.5, 0.1), (0.8, 1.0, 0.06), (0.3, 1.0, 1.0)])
+def test_never_slower_than_the_target_alone(alpha: float, cost: float, width: float, rows: int) -> None:
+    """A draft that guesses, one as costly as the target, a machine on which verifying is no cheaper than decoding."""
+    assert min(fixed(alpha, cost, width)) > 0.95
+    assert seconds_a_token(DraftLength(MOST, None), lambda _: alpha, cost, width, rows) <= 1 / 0.97
+
+
+def test_a_draft_that_becomes_good_is_found_again() -> None:
+    lengths = DraftLength(MOST, None)
+    assert seconds_a_token(lengths, lambda _: 0.0, 0.03, 0.05) > 0.97
+    assert lengths.choose([MOST]) <= 1
+    found = seconds_a_token(lengths, lambda _: 0.9, 0.03, 0.05, tokens=12_000)
+    assert found < 1.25 * min(fixed(0.9, 0.03, 0.05))
+
+
+def test_a_row_that_can_use_no_drafts_gets_none() -> None:
+    lengths = DraftLength(MOST, None)
+    lengths.start(2)
+    for _ in range(20):
+        lengths.observe(lengths.choose([MOST, MOST]), 0.01, [(1, 1), (1, 1)])
+    assert lengths.choose([0, 0]) == 0
+    assert lengths.choose([1, 0]) <= 1
+
+
+def test_a_fixed_length_is_always_the_answer() -> None:
+    lengths = DraftLength(MOST, 3)
+    lengths.start(1)
+    lengths.observe(3, 1.0, [(0, 1)])
+    assert lengths.choose([MOST]) == 3
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
+def test_the_text_does_not_depend_on_the_lengths_chosen(engines: Path, params: SamplingParams) -> None:
+    """Auto is the default, and its choices depend on the clock; the ids are the target's own all the same."""
+    alone = decode(SpeculativeDecoder.open(engines / "target"), PROMPTS, params)
+    decoder = SpeculativeDecoder.open(engines / "target", engines / "draft", DraftTargetConfig())
+    ties, drafted = 0, set()
+    for _ in range(3):
+        requests = [Request(prompt, params, 40) for prompt in PROMPTS]
+        before = [0] * len(requests)
+        for event in decoder.run(requests):
+            row = next(i for i, r in enumerate(requests) if r is event.request)
+            drafted.add(event.request.stats.drafted - before[row])
+            before[row] = event.request.stats.drafted
+        for request, expected in zip(requests, alone, strict=True):
+            ties += near_ties(engines / "target", expected.output, request.output, request.prompt)
+    assert ties <= 2
+    assert len(drafted) > 1
