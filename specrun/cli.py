@@ -7,7 +7,6 @@ import secrets
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -114,10 +113,7 @@ def generate(
     from specrun.decoder import SpeculativeDecoder
     from specrun.output import TextPrinter, as_json, summary
     from specrun.prompts import read_prompts
-    from specrun.request import Request
     from specrun.sampling import SamplingParams
-    from specrun.text import TextStream
-    from specrun.tokenizer import load_tokenizer, render_chat
 
     if seed is None:
         seed = secrets.randbits(32) if options["temperature"] > 0 else 0
@@ -125,16 +121,10 @@ def generate(
             click.echo(f"seed {seed}", err=True)
     params = SamplingParams(seed=seed, **sampling)
     prompts = read_prompts(input_text, input_file)
-    decoder = SpeculativeDecoder.open(engine_dir, draft_engine_dir, config)
-    click.get_current_context().with_resource(closing(decoder))
-    tokenizer = load_tokenizer(tokenizer_dir or engine_dir)
-    render = render_chat(tokenizer_dir or engine_dir) if chat else str
-    requests = []
-    for number, prompt in enumerate(prompts, 1):
-        ids = tokenizer.encode(render(prompt), add_special_tokens=not chat).ids
-        length = decoder.max_output_len(ids, max_output_len or 256, max_output_len is not None, f"prompt {number}")
-        stop_ids = frozenset(decoder.target.eos_token_ids)
-        requests.append(Request(ids, params, length, stop_ids, TextStream(tokenizer, ids, stop)))
+    decoder = SpeculativeDecoder.open(engine_dir, draft_engine_dir, config, tokenizer_dir)
+    click.get_current_context().with_resource(decoder)
+    wanted: dict[str, Any] = {"max_output_len": max_output_len, "stop": stop, "chat": chat}
+    requests = [decoder.request(text, params, name=f"prompt {n}", **wanted) for n, text in enumerate(prompts, 1)]
 
     began = time.perf_counter()
     if output_format == "json":

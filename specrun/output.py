@@ -18,7 +18,7 @@ def as_json(request: Request) -> str:
     stats = request.stats
     output = request.output
     result: dict[str, Any] = {
-        "text": request.stream.text if request.stream else None,
+        "text": request.text,
         "token_ids": output,
         "finish_reason": request.finish_reason,
         "prompt_tokens": len(request.prompt),

@@ -46,6 +46,11 @@ class Request:
         return self.tokens[len(self.prompt) :]
 
     @property
+    def text(self) -> str | None:
+        """The output's text so far; None where only ids are wanted."""
+        return self.stream.text if self.stream else None
+
+    @property
     def remaining(self) -> int:
         """How many more tokens may be committed."""
         return self.max_output_len - (len(self.tokens) - len(self.prompt)) if self.finish_reason is None else 0
