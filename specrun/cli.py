@@ -74,6 +74,7 @@ def main(debug: bool) -> None:
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0: greedy.")
 @click.option("--top_k", type=int, default=0, show_default=True, help="0: off.")
 @click.option("--top_p", type=float, default=1.0, show_default=True, help="1: off.")
+@click.option("--min_p", type=float, default=0.0, show_default=True, help="0: off.")
 @click.option("--seed", type=int, help="The same seed gives a prompt the same text. Default: a new one, shown.")
 @click.option("--num_beams", type=int, default=1, show_default=True, help="Only 1.")
 @click.option("--chat", is_flag=True, help="Wrap each prompt in the tokenizer's chat template.")
@@ -108,7 +109,7 @@ def generate(
     if num_beams != 1:
         raise RequestError(f"--num_beams {num_beams}: beam search has no draft-target form; give --num_beams 1")
     config = _pair_config(draft_engine_dir is not None, options)
-    sampling = {name: options[name] for name in ("temperature", "top_k", "top_p")}
+    sampling = {name: options[name] for name in ("temperature", "top_k", "top_p", "min_p")}
 
     from specrun.decoder import SpeculativeDecoder
     from specrun.output import TextPrinter, as_json, summary

@@ -33,12 +33,13 @@ class Purpose(enum.IntEnum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request chooses tokens. ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 are off."""
+    """How one request chooses tokens. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off."""
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         """Raise RequestError, naming the parameter, for values that mean nothing."""
@@ -48,6 +49,8 @@ class SamplingParams:
             raise RequestError(f"top_k {self.top_k}: expected 0 (off) or a positive number")
         if not 0 < self.top_p <= 1:
             raise RequestError(f"top_p {self.top_p}: expected more than 0 and at most 1 (off)")
+        if not 0 <= self.min_p <= 1:
+            raise RequestError(f"min_p {self.min_p}: expected 0 (off) to 1")
         if not 0 <= self.seed < 1 << 64:
             raise RequestError(f"seed {self.seed}: expected 0 to 2**64 - 1")
 
@@ -60,8 +63,9 @@ class SamplingParams:
 def probabilities(logits: Floats, params: SamplingParams) -> Floats:
     """The distribution that tokens are drawn from: logits [..., V] -> float32 [..., V], each row summing to 1.
 
-    Temperature, then top-k, then top-p (the smallest set of most likely tokens whose mass reaches top_p). Tokens
-    that tie with the last one kept are kept too, so the result does not depend on their order.
+    Temperature, then min-p (tokens at least min_p times as likely as the likeliest), then top-k, then top-p (the
+    smallest set of most likely tokens whose mass reaches top_p). Tokens that tie with the last one kept are kept too,
+    so the result does not depend on their order.
     Raises BackendError where a largest logit is not a finite number.
     """
     peak = logits.max(axis=-1, keepdims=True)
@@ -77,6 +81,8 @@ def probabilities(logits: Floats, params: SamplingParams) -> Floats:
     with np.errstate(over="ignore"):  # Far below the best token, -inf is right.
         scaled = (logits - peak) / temperature
     weights: Floats = np.exp(scaled, dtype=np.float32)
+    if params.min_p > 0:
+        weights[weights < np.float32(params.min_p)] = 0
     if 0 < params.top_k < logits.shape[-1]:
         smallest_kept = np.partition(weights, -params.top_k, axis=-1)[..., -params.top_k, None]
         weights[weights < smallest_kept] = 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -184,9 +185,7 @@ def make_requests(
 ) -> list[Request]:
     """``count`` requests for ``length`` tokens that differ in nothing but their seed."""
     seeds = range(first_seed, first_seed + count)
-    return [
-        Request(prompt, SamplingParams(params.temperature, params.top_k, params.top_p, seed), length) for seed in seeds
-    ]
+    return [Request(prompt, replace(params, seed=seed), length) for seed in seeds]
 
 
 def decode(decoder: SpeculativeDecoder, requests: Sequence[Request]) -> list[list[int]]:

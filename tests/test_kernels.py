@@ -25,6 +25,8 @@ PARAMS = [
     SamplingParams(1.0, top_k=1, seed=5),
     SamplingParams(1.0, top_p=1e-9, seed=6),
     SamplingParams(1e-30, seed=7),
+    SamplingParams(1.0, min_p=0.05, seed=9),
+    SamplingParams(1.1, top_k=30, top_p=0.7, min_p=0.02, seed=10),
     SamplingParams(1e30, top_k=3, seed=8),
 ]
 
@@ -53,7 +55,8 @@ def rows() -> dict[str, Floats]:
 
 
 def state(params: SamplingParams, length: int, remaining: int) -> tuple[Any, Any]:
-    sampling = np.array([(params.seed, params.top_p, params.temperature, params.top_k)], SAMPLING)
+    values = (params.seed, params.top_p, params.temperature, params.top_k, params.min_p, 0)
+    sampling = np.array([values], SAMPLING)
     return sampling, np.array([(length, remaining)], PROGRESS)
 
 

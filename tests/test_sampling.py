@@ -129,6 +129,14 @@ def test_top_k_and_top_p_by_hand() -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-6, err_msg=f"top_k {top_k}, top_p {top_p}")
 
 
+def test_min_p_keeps_what_is_nearly_as_likely_as_the_best() -> None:
+    logits = np.log(np.array([0.5, 0.25, 0.2, 0.05], np.float32))
+    for min_p, top_k, kept in [(0.6, 0, 1), (0.45, 0, 2), (0.3, 0, 3), (0.05, 0, 4), (0.3, 2, 2), (1.0, 0, 1)]:
+        found = probabilities(logits, SamplingParams(1.0, top_k, min_p=min_p))
+        expected = np.array([0.5, 0.25, 0.2, 0.05]) * (np.arange(4) < kept)
+        np.testing.assert_allclose(found, expected / expected.sum(), rtol=1e-6)
+
+
 def test_greedy_is_one_hot_at_the_first_largest_logit() -> None:
     logits = np.array([[0, 5, 5, -INF], [-INF, -INF, -INF, -3]], np.float32)
     np.testing.assert_array_equal(probabilities(logits, SamplingParams()), [[0, 1, 0, 0], [0, 0, 0, 1]])
@@ -271,6 +279,9 @@ def test_logits_that_are_not_numbers_are_an_error(params: SamplingParams, bad: f
         ("top_p", -0.5),
         ("top_p", 1.0001),
         ("top_p", math.nan),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("min_p", math.nan),
         ("seed", -1),
         ("seed", 1 << 64),
     ],

@@ -77,7 +77,11 @@ def time_kernels(device: Device, vocab: int = 128_256, count: int = 50) -> Figur
         "accept_logits": (one, *rows, *rejection, *ends),
     }
     figures: Figures = {"vocabulary": vocab}
-    ways = {"greedy": (1, 1.0, 0, 0), "temperature": (1, 1.0, 0.8, 0), "top_k and top_p": (1, 0.9, 0.8, 50)}
+    ways = {
+        "greedy": (1, 1.0, 0, 0, 0, 0),
+        "temperature": (1, 1.0, 0.8, 0, 0, 0),
+        "top_k and top_p": (1, 0.9, 0.8, 50, 0, 0),
+    }
     for way, values in ways.items():
         device.write(sampling, np.array([values], SAMPLING))
         figures[way] = {}

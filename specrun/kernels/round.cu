@@ -142,12 +142,14 @@ FUNCTION float exponential(u32 bits) {
 
 // ---------------------------------------------------------------------------------------------------- distributions
 
-// How a row chooses its tokens; temperature 0 is greedy, top_k 0 and top_p 1 are off. As in rounds/device.py.
+// How a row chooses its tokens; temperature 0 is greedy, top_k 0, top_p 1 and min_p 0 are off. As in rounds/device.py.
 struct Sampling {
   u64 seed;
   double top_p;
   float temperature;
   int top_k;
+  float min_p;
+  int unused;
 };
 
 // A row of logits as a distribution: all that is needed to turn one logit into its probability.
@@ -155,7 +157,7 @@ struct Distribution {
   float peak;         // The largest logit.
   int best;           // Its id; -1 where the logits are not numbers.
   float temperature;  // 0: all of the mass is at `best`.
-  float smallest;     // Weights below this one are cut off by top-k or top-p.
+  float smallest;     // Weights below this one are cut off.
   float total;        // The sum of the weights that are left.
 };
 
@@ -215,7 +217,7 @@ FUNCTION u64 kept_mass(const Team& team, const float* logits, int vocab, const D
   return team.sum(kept);
 }
 
-// Temperature, then top-k, then top-p, as `probabilities` in sampling.py.
+// Temperature, then min-p, top-k, top-p, as `probabilities` in sampling.py.
 FUNCTION Distribution distribution(const Team& team, const float* logits, int vocab, const Sampling& s) {
   const u64 not_a_number = ~0ull;
   u64 best = 0;
@@ -227,6 +229,7 @@ FUNCTION Distribution distribution(const Team& team, const float* logits, int vo
   Distribution d = {scored_value(best), scored_id(best), s.temperature, 0.0f, 1.0f};
   if (best == not_a_number || d.peak == -infinity()) d.best = -1;
   if (d.best < 0 || s.temperature == 0) return d;
+  d.smallest = s.min_p;  // The likeliest token's weight is 1.
   d.temperature = fminf(fmaxf(s.temperature, 1e-37f), 1e38f);
   if (s.top_k > 0 && s.top_k < vocab) d.smallest = cut(team, logits, vocab, d, COUNT, s.top_k);
   u64 total = kept_mass(team, logits, vocab, d);

@@ -23,7 +23,16 @@ from specrun.rounds import Outcome
 from specrun.sampling import NOT_NUMBERS, Purpose
 
 # As in kernels/round.cu.
-SAMPLING = np.dtype([("seed", "<u8"), ("top_p", "<f8"), ("temperature", "<f4"), ("top_k", "<i4")])
+SAMPLING = np.dtype(
+    [
+        ("seed", "<u8"),
+        ("top_p", "<f8"),
+        ("temperature", "<f4"),
+        ("top_k", "<i4"),
+        ("min_p", "<f4"),
+        ("unused", "<i4"),
+    ]
+)
 PROGRESS = np.dtype([("length", "<i4"), ("remaining", "<i4")])
 DISTRIBUTION = np.dtype(
     [("peak", "<f4"), ("best", "<i4"), ("temperature", "<f4"), ("smallest", "<f4"), ("total", "<f4")]
@@ -167,7 +176,14 @@ class DeviceRound:
             tokens[row, : len(request.tokens)] = request.tokens
             progress[row] = (len(request.tokens), request.remaining)
             temperature = 0 if params.greedy else max(params.temperature, 1e-37)  # Smaller ones round to 0, greedy.
-            sampling[row] = (params.seed, params.top_p, min(temperature, 1e38), min(params.top_k, MAX_VOCAB))
+            sampling[row] = (
+                params.seed,
+                params.top_p,
+                min(temperature, 1e38),
+                min(params.top_k, MAX_VOCAB),
+                params.min_p,
+                0,
+            )
             stop_ids[row, : len(request.stop_ids)] = sorted(request.stop_ids)
         self._batch = _Batch(batch)
         for rows in {id(rows): rows for rows in (self.rows, self._draft_rows)}.values():
