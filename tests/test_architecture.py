@@ -34,8 +34,13 @@ ORDER = [
     "tokenizer",
     "prompts",
     "decoder",
+    "bench_results",
+    "bench",
+    "fit",
+    "verify",
     "output",
     "command_line",
+    "commands",
     "cli",
 ]
 """specrun's modules; each imports only those above it."""

@@ -1,0 +1,77 @@
+"""``specrun bench``: a pair beside its target alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from specrun.command_line import FolderPath
+from specrun.commands.options import DRAFT_LEN, draft_len, require_one_source, sampling_options
+from specrun.config import AUTO
+
+
+@click.command()
+@click.option("--engine_dir", required=True, type=FolderPath, help="The target's engine directory.")
+@click.option("--draft_engine_dir", required=True, type=FolderPath, help="The draft's.")
+@click.option("--tokenizer_dir", type=FolderPath, help="Default: the tokenizer in engine_dir.")
+@click.option("--batch_size", "batch_sizes", type=click.IntRange(1), multiple=True, default=(1,), show_default=True)
+@click.option(
+    "--draft_len",
+    "draft_lens",
+    type=DRAFT_LEN,
+    multiple=True,
+    default=(4, AUTO),
+    show_default=True,
+    metavar="auto|N",
+    help="This and --batch_size may be given several times.",
+)
+@click.option("--output_len", type=click.IntRange(1), default=96, show_default=True, help="Tokens of every output.")
+@click.option("--repetitions", type=click.IntRange(1), default=3, show_default=True)
+@click.option("--acceptance", type=click.Choice(["tokens", "logits"]), default="tokens", show_default=True)
+@click.option("--input_text", multiple=True, help="A prompt; may be given several times.")
+@click.option("--input_file", type=FolderPath, help="Prompts, one a line. Default: standard input.")
+@sampling_options()
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--output_format", type=click.Choice(["table", "json"]), default="table", show_default=True)
+def bench(
+    engine_dir: Path,
+    draft_engine_dir: Path,
+    tokenizer_dir: Path | None,
+    batch_sizes: tuple[int, ...],
+    draft_lens: tuple[Any, ...],
+    output_len: int,
+    repetitions: int,
+    acceptance: str,
+    input_text: tuple[str, ...],
+    input_file: Path | None,
+    output_format: str,
+    **sampling: Any,
+) -> None:
+    """Measure a pair beside its target alone, interleaved in one run.
+
+    Standard output holds the results and nothing else.
+    """
+    require_one_source(input_text, input_file)
+
+    from rich.console import Console
+
+    from specrun.bench import Settings, as_json, measure
+    from specrun.bench_results import table
+    from specrun.engine_dir import open_engine
+    from specrun.prompts import read_prompts
+    from specrun.sampling import SamplingParams
+    from specrun.tokenizer import load_tokenizer
+
+    lengths = [draft_len(length) for length in draft_lens]
+    params, use_logits = SamplingParams(**sampling), acceptance == "logits"
+    settings = Settings(batch_sizes, lengths, output_len, repetitions, params, use_logits)
+    config = open_engine(engine_dir)
+    tokenizer = load_tokenizer(tokenizer_dir or engine_dir)
+    prompts = [tokenizer.encode(text).ids for text in read_prompts(input_text, input_file)]
+    results = measure(engine_dir, draft_engine_dir, prompts, settings, lambda line: click.echo(line, err=True))
+    if output_format == "json":
+        click.echo(as_json(results, config, settings))
+    else:
+        Console(width=max(Console().width, 110)).print(table(results))  # Narrower, cells would fold.

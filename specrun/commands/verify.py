@@ -1,0 +1,66 @@
+"""``specrun verify``: does a pair write what its target alone writes?"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from specrun.command_line import FolderPath
+from specrun.commands.options import DRAFT_LEN, draft_len, require_one_source, sampling_options
+from specrun.config import DraftTargetConfig
+
+
+@click.command()
+@click.option("--engine_dir", required=True, type=FolderPath, help="The target's engine directory.")
+@click.option("--draft_engine_dir", required=True, type=FolderPath, help="The draft's.")
+@click.option("--tokenizer_dir", type=FolderPath, help="Default: the tokenizer in engine_dir.")
+@click.option("--draft_len", type=DRAFT_LEN, metavar="auto|N", help="Draft tokens a round. Default: 4.")
+@click.option("--acceptance", type=click.Choice(["tokens", "logits"]), default="tokens", show_default=True)
+@click.option("--input_text", multiple=True, help="A prompt; may be given several times. Short ones show more.")
+@click.option("--input_file", type=FolderPath, help="Prompts, one a line. Default: standard input.")
+@sampling_options(temperature=0.8)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seconds", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True, help="About.")
+@click.option("--output_format", type=click.Choice(["text", "json"]), default="text", show_default=True)
+def verify(
+    engine_dir: Path,
+    draft_engine_dir: Path,
+    tokenizer_dir: Path | None,
+    acceptance: str,
+    input_text: tuple[str, ...],
+    input_file: Path | None,
+    seconds: float,
+    output_format: str,
+    **options: Any,
+) -> None:
+    """Check that a pair writes what its target alone writes.
+
+    Greedy and seeded ids are compared token by token; drawn texts are tested against the target's exact probabilities.
+    Exit 1 where they differ.
+    """
+    require_one_source(input_text, input_file)
+
+    from specrun.prompts import read_prompts
+    from specrun.sampling import SamplingParams
+    from specrun.tokenizer import load_tokenizer
+    from specrun.verify import verify_pair
+
+    config = DraftTargetConfig(draft_len(options.pop("draft_len")), use_logits=acceptance == "logits")
+    tokenizer = load_tokenizer(tokenizer_dir or engine_dir)
+    prompts = [tokenizer.encode(text).ids for text in read_prompts(input_text, input_file)]
+    params = SamplingParams(**options)
+
+    def report(line: str) -> None:
+        click.echo(line, err=True)
+
+    verdict = verify_pair(engine_dir, draft_engine_dir, config, prompts, params, seconds, report)
+    if output_format == "json":
+        click.echo(json.dumps({"good": verdict.good, **dataclasses.asdict(verdict)}))
+    else:
+        click.echo("\n".join(verdict.lines()))
+    if not verdict.good:
+        raise click.exceptions.Exit(1)

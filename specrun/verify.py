@@ -1,0 +1,233 @@
+"""Whether a pair writes what its target alone writes, measured on the pair itself.
+
+Ids: every token of a text must be the target's own choice after the tokens before it: greedy and, for token acceptance,
+seeded. Verify passes and one-token passes round differently; where that decides it is a near-tie, and counted.
+Distribution: short texts of many seeds, drawn by the real loop, against the target's exact probabilities.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from specrun.config import DraftTargetConfig
+from specrun.decoder import SpeculativeDecoder
+from specrun.engine_dir import EngineConfig, read_config
+from specrun.errors import BackendError, EngineDirError, RequestError
+from specrun.fit import Fit, chi_squared, ranked
+from specrun.model_runner import ModelRunner
+from specrun.request import Request
+from specrun.rounds.host import HostRound
+from specrun.sampling import Floats, SamplingParams, choose, probabilities
+
+DRAFT_LEN = 4
+"""Where none is given: the loop might find that drafting does not pay, and nothing would be checked."""
+LENGTH = 32
+"""Tokens of a text whose ids are compared."""
+FEWEST = 64
+"""Draws that are made however long they take."""
+ROWS = 32
+"""Most texts at a time; bounds the memory for their logits."""
+DRAWN_PROMPTS = 4
+"""Draws share few prompts, so that each prompt's first token is drawn often."""
+BINS = 20
+NOISE = {"float32": 5e-5, "float16": 5e-3, "bfloat16": 2e-2}
+"""How far rounding may move a logit, as a share of the row's largest: 840, 10 and 5 units of the type's rounding."""
+
+
+@dataclass
+class Part:
+    """One comparison with the target, filled as it goes on."""
+
+    name: str
+    texts: int = 0
+    evaluated: int = 0
+    accepted: int = 0
+    near_ties: int = 0
+    """Tokens that are not the target's because of rounding."""
+    wrong: int = 0
+    """Tokens that are not the target's (draws: that it cannot draw) for any other reason."""
+    example: str = ""
+    fits: dict[str, Fit] = field(default_factory=dict)
+
+    @property
+    def good(self) -> bool:
+        """Whether the target may have written this."""
+        return self.wrong == 0 and all(fit.good for fit in self.fits.values())
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Count finished texts and their draft tokens."""
+        self.texts += len(requests)
+        self.evaluated += sum(request.stats.evaluated for request in requests)
+        self.accepted += sum(request.stats.accepted for request in requests)
+
+    def differ(self, near: bool, place: str, token: int, own: int, logits: Floats) -> None:
+        """Count a token that is not the target's own; logits [V] are the target's."""
+        self.near_ties += near
+        self.wrong += not near
+        if self.wrong == 1 and not near:
+            self.example = f"{place}: {token} (logit {logits[token]:g}), the target has {own} ({logits[own]:g})"
+
+    def lines(self) -> list[str]:
+        """For people."""
+        drafts = f"{self.accepted} of {self.evaluated} drafts accepted, near-ties {self.near_ties}"
+        wrong = [f"  {self.wrong} tokens are not the target's; {self.example}"] if self.wrong else []
+        fits = [f"  {name}: {fit}" for name, fit in self.fits.items()]
+        return [f"{self.name}: {self.texts} texts, {drafts}: {'good' if self.good else 'WRONG'}", *wrong, *fits]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What ``verify_pair`` found: greedy texts, then seeded texts and draws where the settings have them."""
+
+    parts: tuple[Part, ...]
+    seconds: float
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing told the pair from its target."""
+        return all(part.good for part in self.parts)
+
+    def lines(self) -> list[str]:
+        """For people; the verdict comes last."""
+        found = "no difference from the target alone" if self.good else "NOT what the target alone writes"
+        return [*(line for part in self.parts for line in part.lines()), f"{found} ({self.seconds:.0f} s)"]
+
+
+def verify_pair(
+    target_dir: Path,
+    draft_dir: Path,
+    config: DraftTargetConfig,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    seconds: float,
+    report: Callable[[str], None] = lambda _: None,
+) -> Verdict:
+    """Check that the pair writes what its target alone would, for about ``seconds`` after loading.
+
+    ``params`` are the settings of seeded texts and draws (greedy ones have neither); draws count seeds up from its
+    seed. One batch of texts and FEWEST draws take their time in any case. ``report`` hears what is going on.
+    Raises RequestError, BackendError where engines are on a GPU, and what opening the pair raises.
+    """
+    if config.draft_len is None:
+        most = read_config(target_dir, EngineConfig, EngineDirError, "specbuild engine").build_config.max_draft_len
+        config = replace(config, draft_len=min(DRAFT_LEN, most) or None)
+    with closing(SpeculativeDecoder.open(target_dir, draft_dir, config)) as decoder:
+        rounds = decoder.loop.round
+        if not isinstance(rounds, HostRound):
+            raise BackendError("verify reads all of the target's logits on the host: for now it needs CPU engines")
+        check = _Check(decoder, rounds.target, prompts)
+        began = time.perf_counter()
+        report("greedy texts, against the target's own")
+        parts = [check.ids("greedy", SamplingParams(), began + seconds / 4)]
+        if not params.greedy and not config.use_logits:
+            report("seeded texts, against the target's own")
+            parts.append(check.ids("seeded", params, began + seconds / 2))
+        if not params.greedy:
+            report("short texts of many seeds, against the target's distribution")
+            parts.append(check.draws("distribution", params, 2 * (rounds.draft_len + 1), began + seconds))
+        return Verdict(tuple(parts), time.perf_counter() - began)
+
+
+class _Check:
+    """A pair under test. Between batches of the loop, its target's own runner gives the exact logits."""
+
+    def __init__(self, decoder: SpeculativeDecoder, target: ModelRunner, prompts: Sequence[Sequence[int]]) -> None:
+        build = decoder.target.build_config
+        self.decoder, self.target, self.prompts = decoder, target, prompts
+        self.rows, self.positions = min(ROWS, build.max_batch_size), build.max_seq_len
+        self.noise = NOISE[decoder.target.graph.dtype]
+        most = min(build.max_input_len, build.max_seq_len - 1)
+        if not prompts or not all(0 < len(prompt) <= most and max(prompt) < target.vocab_size for prompt in prompts):
+            raise RequestError(f"prompts: expected at least one, of 1 to {most} tokens below {target.vocab_size} each")
+
+    def ids(self, name: str, params: SamplingParams, deadline: float) -> Part:
+        """Decode prompts until ``deadline``, batch by batch, and walk the target alone along what was written."""
+        part = Part(name)
+        while not part.texts or (part.texts < len(self.prompts) and time.perf_counter() < deadline):
+            prompts = self.prompts[part.texts : part.texts + self.rows]
+            batch = [Request(prompt, params, min(LENGTH, self.positions - len(prompt))) for prompt in prompts]
+            for row, position, logits in self._alone(self._run(batch)):
+                token, own = batch[row].tokens[position], choose(logits, params, position)
+                if token != own:
+                    place = f"prompt {part.texts + row + 1}, token {position - len(prompts[row]) + 1}"
+                    near = near_tie(logits, params, position, token, self.noise)
+                    part.differ(near, place, token, own, logits)
+            part.add(batch)
+        return part
+
+    def draws(self, name: str, params: SamplingParams, length: int, deadline: float) -> Part:
+        """Draw until ``deadline`` after the shortest prompts, ``length`` tokens or what fits after all of them."""
+        prompts = sorted(self.prompts, key=len)[:DRAWN_PROMPTS]
+        length = min(length, self.positions - len(prompts[-1]))
+        part, generator = Part(name), np.random.default_rng(0)
+        firsts = np.zeros((len(prompts), self.target.vocab_size), np.int64)
+        expected = np.zeros(firsts.shape)
+        ranks = np.zeros((1, BINS), np.int64)
+        while part.texts < FEWEST or time.perf_counter() < deadline:
+            numbers = range(part.texts, part.texts + self.rows)
+            seeds = [replace(params, seed=(params.seed + n) % 2**64) for n in numbers]
+            batch = [Request(prompts[n % len(prompts)], seed, length) for n, seed in zip(numbers, seeds, strict=True)]
+            for number, request, logits in zip(numbers, self._run(batch), self._whole(batch, length), strict=True):
+                drawn, probs = np.array(request.output), probabilities(logits, params)
+                firsts[number % len(prompts), drawn[0]] += 1
+                expected[number % len(prompts)] += probs[0]
+                ranks += np.histogram(ranked(drawn, probs, generator.random(length)), BINS, (0, 1))[0]
+                for at in np.flatnonzero(probs[np.arange(length), drawn] == 0):
+                    token, row = int(drawn[at]), logits[at]
+                    near = nearly_kept(row, params, token, self.noise)
+                    part.differ(near, f"draw {number + 1}, token {at + 1}", token, int(row.argmax()), row)
+            part.add(batch)
+        part.fits["first tokens"] = chi_squared(firsts, expected)
+        part.fits["all tokens by rank"] = chi_squared(ranks, np.full(ranks.shape, ranks.mean()))
+        return part
+
+    def _run(self, requests: list[Request]) -> list[Request]:
+        for _ in self.decoder.run(requests):
+            pass
+        return requests
+
+    def _alone(self, requests: Sequence[Request]) -> Iterator[tuple[int, int, Floats]]:
+        """Row, position and the target's logits [V] there, for every output token: one token a step, as if alone."""
+        self.target.start(len(requests), max(len(request.tokens) for request in requests))
+        for step in range(max(len(request.output) for request in requests)):
+            active = [step < len(request.output) for request in requests]
+            logits = self.target.forward([r.tokens[: len(r.prompt) + step] for r in requests], list(map(int, active)))
+            for row, request in enumerate(requests):
+                if active[row]:
+                    yield row, len(request.prompt) + step, logits[row, 0]
+
+    def _whole(self, requests: Sequence[Request], length: int) -> Floats:
+        """The target's logits [B, length, V] for the output tokens, all in one pass."""
+        self.target.start(len(requests), max(len(request.tokens) for request in requests))
+        return self.target.forward([request.tokens[:-1] for request in requests], [length] * len(requests))
+
+
+def near_tie(logits: Floats, params: SamplingParams, position: int, token: int, noise: float) -> bool:
+    """Whether the target may choose ``token`` at ``position`` when rounding moves its logits [V]: see ``NOISE``."""
+    own = choose(logits, params, position)
+    return any(choose(moved, loose, position) == token for moved, loose in _moved(logits, params, token, own, noise))
+
+
+def nearly_kept(logits: Floats, params: SamplingParams, token: int, noise: float) -> bool:
+    """Whether top-k and top-p may keep ``token`` when rounding moves the logits [V]."""
+    return any(probabilities(moved, loose)[token] > 0 for moved, loose in _moved(logits, params, token, token, noise))
+
+
+def _moved(
+    logits: Floats, params: SamplingParams, up: int, down: int, noise: float
+) -> list[tuple[Floats, SamplingParams]]:
+    distance = noise * float(np.abs(logits[np.isfinite(logits)]).max())
+    moved = logits.copy()
+    moved[down] -= distance
+    moved[up] = logits[up] + distance
+    if params.greedy or params.top_p == 1:
+        return [(moved, params)]
+    # The mass before a token moves with every logit; moving top_p does the same.
+    factors = (1, 1 - distance / params.temperature, 1 + distance / params.temperature)
+    return [(moved, replace(params, top_p=min(max(params.top_p * factor, 1e-9), 1.0))) for factor in factors]
