@@ -14,11 +14,17 @@ from dataclasses import dataclass, field
 
 TRIAL_SHARE = 0.015
 """Of the time, that trials of a draft that does not pay may take."""
+MARGIN = 1.02
+"""Drafting must promise this much more than plain rounds, whose time is known no better."""
+_CLOSE, _PLAIN_EVERY = 1.25, 16
+"""While it promises less than this, a plain round is timed anew every so many rounds."""
+_NEEDED = 3
+"""Plain rounds to be timed before anything is decided."""
 _KEPT = 9
 """Latest times of a draft length that its cost is the median of."""
 _WEIGHT = 4.0
 """Evaluated tokens of its own that a request needs to count as much as the requests before it."""
-_MEMORY = 64.0
+_MEMORY = 128.0
 """Evaluated tokens after which old ones have lost most of their weight."""
 
 
@@ -27,16 +33,14 @@ def expected_tokens(alpha: float, draft_len: int) -> float:
     return draft_len + 1.0 if alpha >= 1 else (1 - alpha ** (draft_len + 1)) / (1 - alpha)
 
 
-def best_draft_len(alphas: Sequence[float], caps: Sequence[int], seconds: Sequence[float]) -> int:
-    """The g for which a batch yields the most tokens a second.
+def token_rates(alphas: Sequence[float], caps: Sequence[int], seconds: Sequence[float]) -> list[float]:
+    """Tokens a second of a batch for every g from 0 to what its rows can use.
 
     alphas, caps: each row's acceptance rate and the most draft tokens it can use; seconds[g]: a round's time.
     """
-
-    def rate(g: int) -> float:
-        return sum(expected_tokens(a, min(g, cap)) for a, cap in zip(alphas, caps, strict=True)) / seconds[g]
-
-    return max(range(min(len(seconds) - 1, max(caps, default=0)) + 1), key=lambda g: (rate(g), -g))
+    lengths = range(min(len(seconds) - 1, max(caps, default=0)) + 1)
+    rows = list(zip(alphas, caps, strict=True))
+    return [sum(expected_tokens(alpha, min(g, cap)) for alpha, cap in rows) / seconds[g] for g in lengths]
 
 
 @dataclass
@@ -68,9 +72,9 @@ class RoundTimes:
         self.seen.setdefault(draft_len, deque(maxlen=_KEPT)).append(seconds)
 
     def seconds(self, most: int) -> list[float] | None:
-        """T(0), .., T(most); None before two draft lengths were seen, one of them 0."""
+        """T(0), .., T(most); None before some plain rounds and one with drafts were seen."""
         known = {g: statistics.median(times) for g, times in self.seen.items()}
-        if 0 not in known or len(known) < 2:
+        if len(known) < 2 or len(self.seen.get(0, ())) < _NEEDED:
             return None
         # Rounds get longer with g. The line starts at T(0); the best slope in the least squares sense.
         slope = sum(g * (t - known[0]) for g, t in known.items()) / sum(g * g for g in known)
@@ -93,6 +97,7 @@ class DraftLength:
         """Seconds that drafting has cost beyond what it has saved."""
         self._own: list[Acceptance] = []
         self._rounds = 0
+        self._since_plain = 0
         self._behind = 0
         """Rounds since the draft has read what was committed."""
         self._reading: deque[float] = deque(maxlen=_KEPT)
@@ -112,15 +117,19 @@ class DraftLength:
             return 0
         seconds = times.seconds(self.most)
         if seconds is None:
-            # First a round without drafts, which costs nothing; then a short one, since the draft may be slow.
-            return 0 if 0 not in times.seen else 1
+            # First rounds without drafts, which cost nothing; then a short one, since the draft may be slow.
+            return 0 if len(times.seen.get(0, ())) < _NEEDED else 1
         prior = self._overall.rate(0.5, 2.0)
-        best = best_draft_len([own.rate(prior, _WEIGHT) for own in self._own], caps, seconds)
-        if best == 0:
+        plain, *drafting = token_rates([own.rate(prior, _WEIGHT) for own in self._own], caps, seconds)
+        best = max(range(len(drafting)), key=drafting.__getitem__) + 1
+        promise = drafting[best - 1] / plain
+        if promise < MARGIN:
             # A draft that has rested must first read what it missed; until that was seen, a step a token.
             step = seconds[1] - seconds[0]
             trial = step + self._behind * (statistics.median(self._reading) if self._reading else step)
             return 1 if self._lost + trial <= TRIAL_SHARE * self._elapsed else 0
+        if promise < _CLOSE and self._since_plain >= _PLAIN_EVERY:
+            return 0
         return best
 
     def observe(self, draft_len: int, seconds: float, rows: Sequence[tuple[int, int]]) -> None:
@@ -128,6 +137,7 @@ class DraftLength:
         if self.fixed is not None:
             return
         self._rounds += 1
+        self._since_plain = self._since_plain + 1 if draft_len else 0
         for own, (accepted, evaluated) in zip(self._own, rows, strict=True):
             own.add(accepted, evaluated)
             self._overall.add(accepted, evaluated)
