@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specbuild.checkpoint import GRAPH_NAME, open_checkpoint
-from specrun.backends import open_backend
+from specrun.backends import open_host_backend
 from specrun.backends.ort import OrtBackend
 from specrun.contract import past_names, present_names
 from specrun.engine_dir import EngineConfig, open_engine
@@ -29,7 +29,7 @@ def largest_difference(checkpoint: Path, engine: Path, dtype: torch.dtype, steps
     Rows have different write indices and the cache starts full of junk.
     """
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, attn_implementation="eager").float().eval()
-    backend = open_backend(engine, open_engine(engine))
+    backend = open_host_backend(engine, open_engine(engine))
     assert isinstance(backend, OrtBackend)
     backend.allocate_cache(2, POSITIONS)
     for tensor in backend._cache:
@@ -145,7 +145,7 @@ def test_padding_beyond_learned_positions(tmp_path: Path) -> None:
     checkpoint = save_checkpoint(tmp_path / "hf", "gpt2")
     engine = make_engine(make_onnx(checkpoint, tmp_path / "onnx", verify=False), tmp_path / "ort", max_draft_len=4)
     config: EngineConfig = open_engine(engine)
-    backend = open_backend(engine, config)
+    backend = open_host_backend(engine, config)
     backend.allocate_cache(1, config.build_config.cache_length)
     logits = backend.run(np.zeros((1, 5), np.int64), np.array([POSITIONS - 1]), np.zeros((1, 1), np.int64))
     assert np.isfinite(logits).all()
