@@ -41,6 +41,14 @@ def test_without_a_gpu_it_says_what_is_missing(tmp_path: Path) -> None:
     assert not any(state["usable"] for state in report["backends"].values())
 
 
+def test_a_bare_python_is_told_what_to_install(tmp_path: Path) -> None:
+    command = [sys.executable, "-S", ROOT / "scripts" / "gpu_check"]  # Without site-packages.
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert result.returncode == 1
+    assert len(result.stderr.splitlines()) == 1
+    assert "pack_gpu_bundle" in result.stderr
+
+
 def test_every_kernel_is_timed() -> None:
     figures = time_kernels(HostDevice(), vocab=50, count=2)
     for way in ("greedy", "temperature", "top_k and top_p"):
