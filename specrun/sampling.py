@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
+import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,11 +120,27 @@ def uniform(seed: int, purpose: Purpose, position: int) -> float:
     return float(_words(seed, purpose, position, 1)[0] >> np.uint64(11)) * 2.0**-53
 
 
+_own = threading.local()
+_EMPTY = np.zeros(4, np.uint64)
+
+
 def _words(seed: int, purpose: Purpose, position: int, count: int) -> npt.NDArray[np.uint64]:
-    key = np.array([seed, purpose], np.uint64)
-    counter = np.array([0, position, 0, 0], np.uint64)
-    generator = np.random.Philox(key=key, counter=counter)
-    return generator.random_raw(count)
+    # A generator for each thread, set to its place: making one takes longer than drawing from it.
+    if not hasattr(_own, "generator"):
+        _own.generator = np.random.Philox(0)
+    _own.generator.state = {
+        "bit_generator": "Philox",
+        "state": {
+            "counter": np.array([0, position, 0, 0], np.uint64),
+            "key": np.array([seed, purpose], np.uint64),
+        },
+        "buffer": _EMPTY,
+        "buffer_pos": 4,
+        "has_uint32": 0,
+        "uinteger": 0,
+    }
+    words: npt.NDArray[np.uint64] = _own.generator.random_raw(count)
+    return words
 
 
 def race(probs: Floats, noise: Floats) -> int:
