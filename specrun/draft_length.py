@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from specrun.stats import expected_tokens
+
 TRIAL_SHARE = 0.015
 """Of the time, that trials of a draft that does not pay may take."""
 MARGIN = 1.02
@@ -26,11 +28,6 @@ _WEIGHT = 4.0
 """Evaluated tokens of its own that a request needs to count as much as the requests before it."""
 _MEMORY = 128.0
 """Evaluated tokens after which old ones have lost most of their weight."""
-
-
-def expected_tokens(alpha: float, draft_len: int) -> float:
-    """Tokens that a round yields on average."""
-    return draft_len + 1.0 if alpha >= 1 else (1 - alpha ** (draft_len + 1)) / (1 - alpha)
 
 
 def token_rates(alphas: Sequence[float], caps: Sequence[int], seconds: Sequence[float]) -> list[float]:
@@ -66,14 +63,17 @@ class RoundTimes:
     """T(g) of one batch size: medians of what was seen, a straight line through them for what was not."""
 
     seen: dict[int, deque[float]] = field(default_factory=dict)
+    medians: dict[int, float] = field(default_factory=dict)
 
     def add(self, draft_len: int, seconds: float) -> None:
         """Count a round."""
-        self.seen.setdefault(draft_len, deque(maxlen=_KEPT)).append(seconds)
+        times = self.seen.setdefault(draft_len, deque(maxlen=_KEPT))
+        times.append(seconds)
+        self.medians[draft_len] = statistics.median(times)
 
     def seconds(self, most: int) -> list[float] | None:
         """T(0), .., T(most); None before some plain rounds and one with drafts were seen."""
-        known = {g: statistics.median(times) for g, times in self.seen.items()}
+        known = self.medians
         if len(known) < 2 or len(self.seen.get(0, ())) < _NEEDED:
             return None
         # Rounds get longer with g. The line starts at T(0); the best slope in the least squares sense.
@@ -146,8 +146,8 @@ class DraftLength:
             return  # It has read the prompts: its time says nothing of other rounds.
         times = self._times.setdefault(len(rows), RoundTimes())
         self._elapsed += seconds
-        if draft_len and 0 in times.seen:
-            plain = statistics.median(times.seen[0])
+        if draft_len and 0 in times.medians:
+            plain = times.medians[0]
             gained = sum(accepted for accepted, _ in rows) / len(rows)
             self._lost = max(0.0, self._lost + seconds - plain * (1 + gained))
         if not (draft_len and self._behind):

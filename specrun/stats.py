@@ -35,10 +35,14 @@ class Stats:
         self.evaluated += committed if ended_early else min(drafted, accepted + 1)
 
 
+def expected_tokens(alpha: float, draft_len: int) -> float:
+    """Tokens that a round yields on average, 1 + alpha + .. + alpha**draft_len (arXiv 2211.17192)."""
+    return draft_len + 1.0 if alpha >= 1 else (1 - alpha ** (draft_len + 1)) / (1 - alpha)
+
+
 def predicted_speedup(alpha: float, draft_len: int, draft_cost: float, verify_cost: float) -> float:
     """Speed-up over the target alone that an acceptance rate predicts (arXiv 2211.17192, theorem 3.8).
 
     draft_cost: a draft step / a target step; verify_cost: a verify pass / a target step.
     """
-    tokens = draft_len + 1 if alpha >= 1 else (1 - alpha ** (draft_len + 1)) / (1 - alpha)
-    return tokens / (draft_len * draft_cost + verify_cost)
+    return expected_tokens(alpha, draft_len) / (draft_len * draft_cost + verify_cost)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -117,7 +116,7 @@ def verify_pair(
     if config.draft_len is None:
         most = read_config(target_dir, EngineConfig, EngineDirError, "specbuild engine").build_config.max_draft_len
         config = replace(config, draft_len=min(DRAFT_LEN, most) or None)
-    with closing(SpeculativeDecoder.open(target_dir, draft_dir, config)) as decoder:
+    with SpeculativeDecoder.open(target_dir, draft_dir, config) as decoder:
         rounds = decoder.loop.round
         if not isinstance(rounds, HostRound):
             raise BackendError("verify reads all of the target's logits on the host: for now it needs CPU engines")

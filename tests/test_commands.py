@@ -10,6 +10,7 @@ from click.testing import CliRunner, Result
 
 from specrun.cli import main
 from tests.tables import normal, save_table_engine
+from tests.wrong import accepts_tokens_always
 
 
 def run(*arguments: object) -> Result:
@@ -39,7 +40,7 @@ def test_verify_says_yes_and_shows_its_statistics(engines: Path) -> None:
 
 
 def test_verify_exits_1_for_a_pair_that_differs(engines: Path, monkeypatch: object) -> None:
-    monkeypatch.setattr("specrun.rounds.host.accept_tokens", lambda drafts, own: (len(drafts), list(own)[-1]))
+    monkeypatch.setattr("specrun.rounds.host.accept_tokens", accepts_tokens_always)
     shown = run("verify", *pair(engines), "--seconds", 1)
     assert shown.exit_code == 1
     assert "not" in shown.stdout

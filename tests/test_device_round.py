@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from specrun.backends import Feed
 from specrun.backends.ort import OrtDeviceBackend
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
@@ -37,8 +38,8 @@ class Recordable(OrtDeviceBackend):
     recordable = True
     device: HostDevice
 
-    def enqueue(self, *arrays: DeviceArray, fixed: bool) -> None:
-        self.device.queue(functools.partial(super().enqueue, *arrays, fixed=fixed))
+    def enqueue(self, feed: Feed, logits: DeviceArray, fixed: bool) -> None:
+        self.device.queue(functools.partial(super().enqueue, feed, logits, fixed))
 
 
 def device_round(

@@ -10,9 +10,10 @@ import pytest
 
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.draft_length import DraftLength, expected_tokens, token_rates
+from specrun.draft_length import DraftLength, token_rates
 from specrun.request import Request
 from specrun.sampling import SamplingParams
+from specrun.stats import expected_tokens
 from tests.test_lossless import PROMPTS, SAMPLED, decode, near_ties
 
 MOST = 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from specrun.request import Request
 from specrun.sampling import Floats, SamplingParams, choose, probabilities
 from tests.reference import Doubles, Fit, chi_squared, exact_probabilities
 from tests.tables import decode, make_requests, normal, open_tables
+from tests.wrong import accepts_always, accepts_tokens_always, draws_rejected_tokens_from_the_target
 
 ACCEPTANCE = pytest.mark.parametrize("use_logits", [False, True], ids=["tokens", "logits"])
 WARM = SamplingParams(1.0)
@@ -156,26 +157,6 @@ def test_a_draft_with_a_narrower_or_wider_embedding(tmp_path: Path, draft_vocab:
 
 
 # The same statistic sees what is wrong on purpose.
-
-
-def accepts_always(
-    draft_tokens: list[int], draft_probs: list[Floats], target_probs: Iterable[Floats], uniforms: Iterable[float]
-) -> tuple[int, Floats]:
-    return len(draft_tokens), list(target_probs)[-1]
-
-
-def draws_rejected_tokens_from_the_target(
-    draft_tokens: list[int], draft_probs: list[Floats], target_probs: Iterable[Floats], uniforms: Iterable[float]
-) -> tuple[int, Floats]:
-    *targets, last = target_probs
-    for i, (token, p, u) in enumerate(zip(draft_tokens, targets, uniforms, strict=True)):
-        if u * draft_probs[i][token] >= p[token]:
-            return i, p
-    return len(draft_tokens), last
-
-
-def accepts_tokens_always(draft_tokens: list[int], target_tokens: Iterable[int]) -> tuple[int, int]:
-    return len(draft_tokens), list(target_tokens)[-1]
 
 
 @pytest.mark.parametrize("wrong", [accepts_always, draws_rejected_tokens_from_the_target])

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specrun.backends import Feed
 from specrun.backends import trt as executor
 from specrun.backends.rtx_kernels import KernelCache
 from specrun.backends.trt import Call, TrtBackend, check_plan, choose_profile, input_shapes
@@ -101,13 +102,11 @@ def opened(plan: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[TrtBackend, Rec
 def enqueue(backend: TrtBackend, batch: int, sequence: int, kept: int, fixed: bool = True) -> dict[str, int]:
     """One call; returns the address of each array."""
     zeros = backend.device.zeros
-    arrays = {
-        INPUT_IDS: zeros((batch, sequence), np.int64),
-        WRITE_INDICES: zeros((batch,), np.int64),
-        LOGITS_INDICES: zeros((batch, kept), np.int64),
-        LOGITS: zeros((batch, kept, backend.config.graph.vocab_size), np.float32),
-    }
-    backend.enqueue(*arrays.values(), fixed=fixed)
+    shapes = ((batch, sequence), (batch,), (batch, kept))
+    feed = Feed(*(zeros(shape, np.int64) for shape in shapes))
+    logits = zeros((batch, kept, backend.config.graph.vocab_size), np.float32)
+    backend.enqueue(feed, logits, fixed=fixed)
+    arrays = dict(zip((INPUT_IDS, WRITE_INDICES, LOGITS_INDICES, LOGITS), (*feed, logits), strict=True))
     return {name: array.address for name, array in arrays.items()}
 
 

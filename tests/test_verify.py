@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ from scipy import stats
 
 from specrun import verify
 from specrun.config import DraftTargetConfig
+from specrun.decoder import SpeculativeDecoder
 from specrun.drafter import Drafter, Proposal
 from specrun.errors import BackendError, PairError, RequestError
 from specrun.fit import Fit, chi_squared, ranked
@@ -23,6 +24,7 @@ from specrun.sampling import Floats, Purpose, SamplingParams, choose, exponentia
 from specrun.verify import Verdict, near_tie, nearly_kept, verify_pair
 from tests import reference
 from tests.tables import normal, save_table_engine
+from tests.wrong import accepts_always, accepts_tokens_always, draws_rejected_tokens_from_the_target
 
 ACCEPTANCE = pytest.mark.parametrize("use_logits", [False, True], ids=["tokens", "logits"])
 WARM = SamplingParams(1.0)
@@ -72,24 +74,8 @@ def test_a_right_pair_passes(tmp_path: Path, use_logits: bool) -> None:
     assert json.loads(json.dumps(asdict(verdict)))["parts"][0]["texts"] == len(PROMPTS)
 
 
-def accepts_logits_always(
-    draft_tokens: list[int], draft_probs: list[Floats], target_probs: Iterable[Floats], uniforms: Iterable[float]
-) -> tuple[int, Floats]:
-    return len(draft_tokens), list(target_probs)[-1]
-
-
-def never_uses_the_remainder(
-    draft_tokens: list[int], draft_probs: list[Floats], target_probs: Iterable[Floats], uniforms: Iterable[float]
-) -> tuple[int, Floats]:
-    *targets, last = target_probs
-    for i, (token, p, u) in enumerate(zip(draft_tokens, targets, uniforms, strict=True)):
-        if u * draft_probs[i][token] >= p[token]:
-            return i, p
-    return len(draft_tokens), last
-
-
 @pytest.mark.usefixtures("many_draws")
-@pytest.mark.parametrize("wrong", [accepts_logits_always, never_uses_the_remainder])
+@pytest.mark.parametrize("wrong", [accepts_always, draws_rejected_tokens_from_the_target])
 def test_control_wrong_acceptance_of_logits_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., tuple[int, Floats]]
 ) -> None:
@@ -102,7 +88,7 @@ def test_control_wrong_acceptance_of_logits_fails(
 
 
 def test_control_wrong_acceptance_of_tokens_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specrun.rounds.host.accept_tokens", lambda drafts, own: (len(drafts), list(own)[-1]))
+    monkeypatch.setattr("specrun.rounds.host.accept_tokens", accepts_tokens_always)
     target = normal(40, 13, 16)
     verdict = check(tmp_path, target, target + normal(41, 13, 16))
     assert not any(part.good for part in verdict.parts[:2])
@@ -113,7 +99,7 @@ def test_control_wrong_acceptance_of_tokens_fails(tmp_path: Path, monkeypatch: p
 
 def test_control_the_draft_alone_fails_in_the_distribution_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "FEWEST", 300)
-    monkeypatch.setattr("specrun.rounds.host.accept_tokens", lambda drafts, own: (len(drafts), list(own)[-1]))
+    monkeypatch.setattr("specrun.rounds.host.accept_tokens", accepts_tokens_always)
     target = normal(40, 13, 16)
     assert not check(tmp_path, target, -target).parts[2].good
 
@@ -141,7 +127,7 @@ def test_control_draft_probabilities_from_before_top_k_fail(
 
 
 def test_control_a_token_that_the_target_cannot_draw_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specrun.rounds.host.accept_logits", accepts_logits_always)
+    monkeypatch.setattr("specrun.rounds.host.accept_logits", accepts_always)
     target = np.where(np.arange(16) < 8, normal(44, 13, 16), -np.inf)
     distribution = check(tmp_path, target, np.zeros((13, 16)), use_logits=True).parts[1]
     assert distribution.wrong > 0
@@ -191,7 +177,8 @@ def test_bad_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: l
 
 def test_gpu_rounds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[bool] = []
-    decoder = SimpleNamespace(loop=SimpleNamespace(round=None), close=lambda: closed.append(True))
+    loop = SimpleNamespace(round=SimpleNamespace(close=lambda: closed.append(True)))
+    decoder = SpeculativeDecoder(loop, None, 1)
     monkeypatch.setattr("specrun.decoder.SpeculativeDecoder.open", lambda *_: decoder)
     with pytest.raises(BackendError, match="needs CPU engines"):
         verify_pair(tmp_path, tmp_path, DraftTargetConfig(4), PROMPTS, WARM, 1)

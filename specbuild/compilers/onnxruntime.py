@@ -19,8 +19,6 @@ from specrun.backends.ort import session_options
 from specrun.engine_dir import BackendInfo, BuildConfig, GraphInfo, Tensor
 from specrun.errors import BuildError
 
-_TYPES = {"tensor(int64)": "int64", "tensor(float)": "float32", "tensor(float16)": "float16"}
-
 
 def compile_graph(
     checkpoint: Path, graph: GraphInfo, build: BuildConfig, output: Path, advance: Callable[[float], None]
@@ -41,14 +39,14 @@ def compile_graph(
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(checkpoint))
     advance(0.1)
     try:
-        session = ort.InferenceSession(graphs.to_bytes(model), options, providers=["CPUExecutionProvider"])
+        ort.InferenceSession(graphs.to_bytes(model), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime's exceptions share no base class.
         raise BuildError(f"{checkpoint}: ONNX Runtime refused the graph: {error}") from error
     advance(0.9)
     return Compiled(
         backend=BackendInfo(name="onnxruntime", version=ort.__version__, device="cpu", machine=machine()),
         graph=graph,
-        io=_io(session),
+        io=_io(model),
         files=[name for name in (GRAPH_NAME, WEIGHTS_NAME) if (output / name).exists()],
         notes=notes,
     )
@@ -66,10 +64,7 @@ def copy_graph(
     return Compiled(
         backend=BackendInfo(name="onnxruntime", version=ort.__version__, device="cuda", machine=machine()),
         graph=graph,
-        io=[
-            *(_tensor(value, "input") for value in model.graph.inputs),
-            *(_tensor(value, "output") for value in model.graph.outputs),
-        ],
+        io=_io(model),
         files=[GRAPH_NAME, WEIGHTS_NAME],
         notes=["optimised on the GPU when it is loaded"],
     )
@@ -83,21 +78,14 @@ _DTYPES = {
 }
 
 
+def _io(model: ir.Model) -> list[Tensor]:
+    inputs = [_tensor(value, "input") for value in model.graph.inputs]
+    return inputs + [_tensor(value, "output") for value in model.graph.outputs]
+
+
 def _tensor(value: ir.Value, kind: Literal["input", "output"]) -> Tensor:
     name, dtype = str(value.name), _DTYPES[ir.DataType(value.dtype or 0)]
     shape = [size if isinstance(size, int) else str(size) for size in value.shape or ()]
-    return Tensor(name=name, kind=kind, dtype=dtype, shape=shape, aliases=_alias(name))
-
-
-def _alias(name: str) -> str | None:
-    """The input whose memory an output shares."""
-    return name.replace("present.", "past_key_values.") if name.startswith("present.") else None
-
-
-def _io(session: object) -> list[Tensor]:
-    tensors = []
-    for kind, values in (("input", session.get_inputs()), ("output", session.get_outputs())):  # type: ignore[attr-defined]
-        for value in values:
-            shape, alias = list(value.shape), _alias(value.name)
-            tensors.append(Tensor(name=value.name, kind=kind, dtype=_TYPES[value.type], shape=shape, aliases=alias))  # type: ignore[arg-type]
-    return tensors
+    # A cache output shares the memory of its input.
+    alias = name.replace("present.", "past_key_values.") if name.startswith("present.") else None
+    return Tensor(name=name, kind=kind, dtype=dtype, shape=shape, aliases=alias)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import Protocol, get_args
+from typing import NamedTuple, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from specrun.contract import INPUT_IDS, LOGITS_INDICES, WRITE_INDICES
 from specrun.devices import Device, DeviceArray
 from specrun.devices.driver import compute_capability, why_no_gpu
 from specrun.engine_dir import BackendName, EngineConfig
@@ -39,6 +40,18 @@ class Backend(Protocol):
         """
 
 
+class Feed(NamedTuple):
+    """A forward pass's inputs in device memory: [B, S], [B], [B, K]."""
+
+    input_ids: DeviceArray
+    write_indices: DeviceArray
+    logits_indices: DeviceArray
+
+    def by_name(self) -> dict[str, DeviceArray]:
+        """The inputs under the contract's names."""
+        return dict(zip((INPUT_IDS, WRITE_INDICES, LOGITS_INDICES), self, strict=True))
+
+
 class DeviceBackend(Protocol):
     """An opened engine whose inputs and outputs are device memory. Queues its work on its device's stream."""
 
@@ -56,15 +69,8 @@ class DeviceBackend(Protocol):
     def allocate_cache(self, rows: int, length: int) -> int:
         """See ``Backend.allocate_cache``. Addresses stay the same from call to call."""
 
-    def enqueue(
-        self,
-        input_ids: DeviceArray,
-        write_indices: DeviceArray,
-        logits_indices: DeviceArray,
-        logits: DeviceArray,
-        fixed: bool,
-    ) -> None:
-        """Queue one forward pass as the graph contract says: [B, S], [B], [B, K] -> logits [B, K, V].
+    def enqueue(self, feed: Feed, logits: DeviceArray, fixed: bool) -> None:
+        """Queue one forward pass as the graph contract says: ``feed`` -> logits [B, K, V].
 
         fixed: calls of this shape come again in every round, so it is worth preparing for.
         """

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from specrun.backends import Feed
 from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
 from specrun.devices import Device, DeviceArray
 from specrun.engine_dir import EngineConfig
@@ -95,6 +96,8 @@ class OrtDeviceBackend:
             }
         self._session = _open(directory, config, provider, options)
         self._binding = self._session.io_binding()
+        self._options = _ort().RunOptions()
+        self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         self._cache: list[DeviceArray] = []
 
     @property
@@ -125,32 +128,17 @@ class OrtDeviceBackend:
             self._bind(self._binding.bind_output, present, used, kind.element)
         return length
 
-    def enqueue(
-        self,
-        input_ids: DeviceArray,
-        write_indices: DeviceArray,
-        logits_indices: DeviceArray,
-        logits: DeviceArray,
-        fixed: bool,
-    ) -> None:
+    def enqueue(self, feed: Feed, logits: DeviceArray, fixed: bool) -> None:
         """See ``DeviceBackend.enqueue``."""
         self.device.activate()
-        inputs = {INPUT_IDS: input_ids, WRITE_INDICES: write_indices, LOGITS_INDICES: logits_indices}
-        for name, array in inputs.items():
+        for name, array in feed.by_name().items():
             self._bind(self._binding.bind_input, name, array, array.dtype)
         self._bind(self._binding.bind_output, LOGITS, logits, logits.dtype)
-        self._session.run_with_iobinding(self._binding, self._run_options())
+        self._session.run_with_iobinding(self._binding, self._options)
 
     def close(self) -> None:
         """See ``DeviceBackend.close``."""
         self._binding = self._session = None
-
-    def _run_options(self) -> Any:
-        import onnxruntime as ort
-
-        options = ort.RunOptions()
-        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-        return options
 
     def _bind(self, bind: Any, name: str, array: DeviceArray, element: Any) -> None:
         bind(name, self.device.kind, self.device.number, element, array.shape, array.address)
@@ -216,6 +204,14 @@ def _check_contract(directory: Path, config: EngineConfig, session: Any) -> None
             )
 
 
+def _ort() -> Any:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise BackendError("onnxruntime is not installed: pip install onnxruntime") from error
+    return onnxruntime
+
+
 def session_options() -> tuple[Any, Any]:
     """The onnxruntime module, and options for a session on the thread pool that all sessions of the process share.
 
@@ -223,10 +219,7 @@ def session_options() -> tuple[Any, Any]:
     Once the shared pool exists, onnxruntime refuses sessions that want their own. Raises BackendError.
     """
     global _pool_made
-    try:
-        import onnxruntime as ort
-    except ImportError as error:
-        raise BackendError("onnxruntime is not installed: pip install onnxruntime") from error
+    ort = _ort()
     if not _pool_made:
         ort.set_global_thread_pool_sizes(len(os.sched_getaffinity(0)), 1)
         _pool_made = True

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specrun.backends import Feed
 from specrun.backends.rtx_kernels import KernelCache
 from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
 from specrun.devices import Device, DeviceArray
@@ -154,21 +155,14 @@ class TrtBackend:
             self.device.clear(memory)
         return build.cache_length
 
-    def enqueue(
-        self,
-        input_ids: DeviceArray,
-        write_indices: DeviceArray,
-        logits_indices: DeviceArray,
-        logits: DeviceArray,
-        fixed: bool,
-    ) -> None:
+    def enqueue(self, feed: Feed, logits: DeviceArray, fixed: bool) -> None:
         """See ``DeviceBackend.enqueue``.
 
         A recording holds what a context computed from its shapes, so every shape that may be recorded has a context
         of its own, whose shapes never change. Prompts share one.
         """
         self.device.activate()
-        call = Call(input_ids.shape[0], input_ids.shape[1], logits_indices.shape[1])
+        call = Call(feed.input_ids.shape[0], feed.input_ids.shape[1], feed.logits_indices.shape[1])
         profile = choose_profile(self.config.build_config.profiles, call, fixed)
         key = call if fixed else profile
         context = self._contexts.get(key)
@@ -178,13 +172,7 @@ class TrtBackend:
             for name, shape in input_shapes(self.config, call).items():
                 self._require(context.set_input_shape(name, shape), f"the shape {shape} of {name}")
             self._shapes[id(context)] = call
-        bound = {
-            INPUT_IDS: input_ids,
-            WRITE_INDICES: write_indices,
-            LOGITS_INDICES: logits_indices,
-            LOGITS: logits,
-        }
-        for name, array in bound.items():
+        for name, array in {**feed.by_name(), LOGITS: logits}.items():
             self._require(context.set_tensor_address(name, array.address), f"the address of {name}")
         self._require(context.execute_async_v3(self.device.stream), "to run")
 

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from specrun.command_line import FolderPath
-from specrun.commands.options import DRAFT_LEN, draft_len, require_one_source, sampling_options
+from specrun.commands.options import DRAFT_LEN, draft_len, prompt_ids, require_one_source, sampling_options
 from specrun.config import AUTO
 
 
@@ -60,16 +60,13 @@ def bench(
     from specrun.bench import Settings, as_json, measure
     from specrun.bench_results import table
     from specrun.engine_dir import open_engine
-    from specrun.prompts import read_prompts
     from specrun.sampling import SamplingParams
-    from specrun.tokenizer import load_tokenizer
 
     lengths = [draft_len(length) for length in draft_lens]
     params, use_logits = SamplingParams(**sampling), acceptance == "logits"
     settings = Settings(batch_sizes, lengths, output_len, repetitions, params, use_logits)
     config = open_engine(engine_dir)
-    tokenizer = load_tokenizer(tokenizer_dir or engine_dir)
-    prompts = [tokenizer.encode(text).ids for text in read_prompts(input_text, input_file)]
+    prompts = prompt_ids(tokenizer_dir or engine_dir, input_text, input_file)
     results = measure(engine_dir, draft_engine_dir, prompts, settings, lambda line: click.echo(line, err=True))
     if output_format == "json":
         click.echo(as_json(results, config, settings))

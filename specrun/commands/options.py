@@ -59,3 +59,12 @@ def require_one_source(input_text: tuple[str, ...], input_file: Path | None) -> 
     """Prompts come from one place. Raises click's UsageError."""
     if input_text and input_file:
         raise click.UsageError("--input_text and --input_file exclude each other")
+
+
+def prompt_ids(tokenizer_dir: Path, input_text: tuple[str, ...], input_file: Path | None) -> list[list[int]]:
+    """The prompts' token ids."""
+    from specrun.prompts import read_prompts
+    from specrun.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(tokenizer_dir)
+    return [tokenizer.encode(text).ids for text in read_prompts(input_text, input_file)]

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from specrun.command_line import FolderPath
-from specrun.commands.options import DRAFT_LEN, draft_len, require_one_source, sampling_options
+from specrun.commands.options import DRAFT_LEN, draft_len, prompt_ids, require_one_source, sampling_options
 from specrun.config import DraftTargetConfig
 
 
@@ -44,14 +44,11 @@ def verify(
     """
     require_one_source(input_text, input_file)
 
-    from specrun.prompts import read_prompts
     from specrun.sampling import SamplingParams
-    from specrun.tokenizer import load_tokenizer
     from specrun.verify import verify_pair
 
     config = DraftTargetConfig(draft_len(options.pop("draft_len")), use_logits=acceptance == "logits")
-    tokenizer = load_tokenizer(tokenizer_dir or engine_dir)
-    prompts = [tokenizer.encode(text).ids for text in read_prompts(input_text, input_file)]
+    prompts = prompt_ids(tokenizer_dir or engine_dir, input_text, input_file)
     params = SamplingParams(**options)
 
     def report(line: str) -> None:

@@ -1,7 +1,8 @@
 """The round on the device: ids, lengths, logits and acceptance stay there; the host reads one small record a round.
 
-Every round queues the same work with the same addresses and shapes, whatever the rows' lengths, so it is recorded
-once per batch size and queued as one piece from then on. Lengths and ids are contents of device memory.
+Every round of a batch size and draft length queues the same work with the same addresses and shapes, whatever the
+rows' lengths, so it is recorded once and queued as one piece from then on. Lengths and ids are contents of device
+memory.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from specrun.backends import DeviceBackend
+from specrun.backends import DeviceBackend, Feed
 from specrun.devices import Device, DeviceArray
 from specrun.errors import BackendError, RequestError
 from specrun.kernels import MAX_VOCAB
@@ -45,14 +47,21 @@ class Rows:
     """What a device knows of a batch's rows. The target's device decides; a draft elsewhere is sent copies."""
 
     def __init__(self, device: Device, rows: int, width: int) -> None:
+        self.device = device
         self.width = width
         self.tokens = device.zeros((rows, width), np.int64)
         self.progress = device.zeros((rows,), PROGRESS)
         self.sampling = device.zeros((rows,), SAMPLING)
 
+    def begin(self, tokens: npt.NDArray[Any], progress: npt.NDArray[Any], sampling: npt.NDArray[Any]) -> None:
+        """Write down a batch's first state."""
+        self.device.write(self.tokens.part(0, tokens.shape), tokens)
+        self.device.write(self.progress.part(0, progress.shape), progress)
+        self.device.write(self.sampling.part(0, sampling.shape), sampling)
 
-class Seat:
-    """A model's engine on its device, and the memory it is fed from."""
+
+class DeviceRunner:
+    """One model on its device, and the memory it is fed from; what ``ModelRunner`` is on the host."""
 
     def __init__(self, backend: DeviceBackend, rows: int, positions: int, steps: int) -> None:
         """``positions``: most tokens of a row in one call of a round; ``steps``: calls whose logits are kept."""
@@ -74,11 +83,11 @@ class Seat:
         longest = self.backend.config.build_config.max_input_len
         for start in range(0, ids.shape[1], longest):
             piece = ids[:, start : start + longest]
-            inputs = self._inputs(batch, piece.shape[1], 1)
+            feed = self._feed(batch, piece.shape[1], 1)
             zeros = np.zeros((batch, 1), np.int64)
-            for array, values in zip(inputs, (piece, zeros + start, zeros), strict=True):
+            for array, values in zip(feed, (piece, zeros + start, zeros), strict=True):
                 self.device.write(array, values)
-            self.backend.enqueue(*inputs, self._step_logits(batch, 0, 1), fixed=False)
+            self.backend.enqueue(feed, self._step_logits(batch, 0, 1), fixed=False)
 
     def forward(
         self,
@@ -96,19 +105,22 @@ class Seat:
         The logits of ``kept`` positions come back, the first at length + ``keep_from``. A verify pass of draft_len g
         feeds the last committed token and the drafts, and keeps all: (-1, g + 1, -1, g + 1). See the kernel ``feed``.
         """
-        inputs = self._inputs(batch, count, kept)
+        feed = self._feed(batch, count, kept)
         source = (rows.tokens, rows.width, rows.progress)
-        self.device.launch("feed", (batch, 1), *source, offset, count, keep_from, kept, self.room, self.vocab, *inputs)
+        self.device.launch("feed", (batch, 1), *source, offset, count, keep_from, kept, self.room, self.vocab, *feed)
         logits = self._step_logits(batch, step, kept)
-        self.backend.enqueue(*inputs, logits, fixed=fixed)
+        self.backend.enqueue(feed, logits, fixed=fixed)
         return logits
 
     def _step_logits(self, batch: int, step: int, kept: int) -> DeviceArray:
         return self.logits.part(step * self.step_stride, (batch, kept, self.vocab))
 
-    def _inputs(self, batch: int, count: int, kept: int) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
-        input_ids, logits_indices = self.input_ids.part(0, (batch, count)), self.logits_indices.part(0, (batch, kept))
-        return input_ids, self.write_indices.part(0, (batch,)), logits_indices
+    def _feed(self, batch: int, count: int, kept: int) -> Feed:
+        return Feed(
+            self.input_ids.part(0, (batch, count)),
+            self.write_indices.part(0, (batch,)),
+            self.logits_indices.part(0, (batch, kept)),
+        )
 
 
 @dataclass
@@ -141,8 +153,8 @@ class DeviceRound:
         self._check_vocab(target, draft)
         self.device = target.device
         width = target.config.build_config.max_seq_len + draft_len + 1
-        self.target = Seat(target, max_rows, draft_len + 1, 1)
-        self.draft = Seat(draft, max_rows, 1 if draft_len else 0, draft_len) if draft and draft_len else None
+        self.target = DeviceRunner(target, max_rows, draft_len + 1, 1)
+        self.draft = DeviceRunner(draft, max_rows, 1, draft_len) if draft and draft_len else None
         self.rows = Rows(self.device, max_rows, width)
         self._apart = self.draft is not None and self.draft.device is not self.device
         self._draft_rows = Rows(self.draft.device, max_rows, width) if self.draft and self._apart else self.rows
@@ -186,17 +198,15 @@ class DeviceRound:
             )
             stop_ids[row, : len(request.stop_ids)] = sorted(request.stop_ids)
         self._batch = _Batch(batch)
-        for rows in {id(rows): rows for rows in (self.rows, self._draft_rows)}.values():
-            device = self.device if rows is self.rows else self._seats()[1].device
-            device.write(rows.tokens.part(0, tokens.shape), tokens)
-            device.write(rows.progress.part(0, (batch,)), progress)
-            device.write(rows.sampling.part(0, (batch,)), sampling)
+        self.rows.begin(tokens, progress, sampling)
+        if self._apart:
+            self._draft_rows.begin(tokens, progress, sampling)
         self.device.write(self._stop_ids.part(0, stop_ids.shape), stop_ids)
         known = max(len(request.tokens) for request in requests) - 1
-        for seat in self._seats():
-            seat.room = seat.backend.allocate_cache(batch, longest + self.draft_len + 1)
+        for runner in self._runners():
+            runner.room = runner.backend.allocate_cache(batch, longest + self.draft_len + 1)
             if known:
-                seat.prefill(batch, tokens[:, :known])
+                runner.prefill(batch, tokens[:, :known])
 
     def step(self, requests: Sequence[Request], draft_len: int) -> list[Outcome | None]:
         """See ``Round``. Raises BackendError when an engine's logits are not numbers."""
@@ -210,21 +220,21 @@ class DeviceRound:
 
     def close(self) -> None:
         """See ``Round``. Work ends before what it uses: recordings, then engines, then memory and streams."""
-        devices = {id(seat.device): seat.device for seat in self._seats()}.values()
+        devices = {id(runner.device): runner.device for runner in self._runners()}.values()
         for device in devices:
             with suppress(BackendError):  # After a failed round there is nothing left to wait for.
                 device.wait()
         self._recorded.clear()
         self._batch = _Batch(0)
-        for seat in self._seats():
-            seat.backend.close()
+        for runner in self._runners():
+            runner.backend.close()
         for device in devices:
             device.close()
 
     def _play(self, g: int) -> None:
         """Queue a round: the first of its kind piece by piece, which also warms the engines up, then as one."""
         batch = self._batch
-        key = (batch.size, g, self._stops, *(seat.room for seat in self._seats()))
+        key = (batch.size, g, self._stops, *(runner.room for runner in self._runners()))
         if self._record and key not in self._recorded and g in batch.seen:
             self._try_to_record(key, g)
         batch.seen.add(g)
@@ -234,7 +244,7 @@ class DeviceRound:
             self._queue(batch.size, g)
 
     def _try_to_record(self, key: tuple[int, ...], g: int) -> None:
-        self._record = all(seat.backend.recordable for seat in self._seats())
+        self._record = all(runner.backend.recordable for runner in self._runners())
         if self._record:
             try:
                 self._recorded[key] = self.device.record(lambda: self._queue(self._batch.size, g))
@@ -242,7 +252,7 @@ class DeviceRound:
                 self._record = False
                 warnings.warn(f"rounds are queued piece by piece: they cannot be recorded ({error})", stacklevel=2)
 
-    def _catch_up(self, draft: Seat) -> None:
+    def _catch_up(self, draft: DeviceRunner) -> None:
         """Let the draft read what was committed while it rested, in pieces that it takes."""
         behind, longest = self._batch.behind, draft.backend.config.build_config.max_input_len
         if self._apart:
@@ -254,7 +264,7 @@ class DeviceRound:
             draft.forward(self._batch.size, self._draft_rows, offset, count, offset, 1, fixed=False)
             behind -= count
 
-    def _send_state(self, draft: Seat) -> None:
+    def _send_state(self, draft: DeviceRunner) -> None:
         """To a draft on another GPU: what the target's has committed."""
         draft.device.follow(self.device)
         draft.device.copy(self._draft_rows.tokens, self.rows.tokens)
@@ -284,7 +294,7 @@ class DeviceRound:
             self.device.launch("accept_tokens", (batch, 1), *state, self._chosen, *stops, self._records)
         self.device.fetch(self._records, self._mirror)
 
-    def _queue_draft(self, draft: Seat, batch: int, g: int) -> None:
+    def _queue_draft(self, draft: DeviceRunner, batch: int, g: int) -> None:
         rows = self._draft_rows
         vocab = min(draft.vocab, self.target.vocab)  # Ids beyond the target's are never proposed.
         purpose = Purpose.DRAFT if self.use_logits else Purpose.TARGET
@@ -305,7 +315,7 @@ class DeviceRound:
                 self.device.copy(self._sent_distributions, self._draft_distributions)
                 self.device.copy(self._sent_logits, draft.logits)
 
-    def _seats(self) -> list[Seat]:
+    def _runners(self) -> list[DeviceRunner]:
         return [self.target, self.draft] if self.draft else [self.target]
 
     @staticmethod

@@ -62,7 +62,8 @@ def _open_on_gpus(engines: list[Engine], draft_len: int, rows: int, config: Draf
         if len(devices) > 1:
             # In both directions: drafts go to the target, what it committed goes back.
             here, there = devices.values()
-            _ = here.connect(there), there.connect(here)
+            here.connect(there)
+            there.connect(here)
         needs = {engine.role: _need(engine, draft_len, rows, len(devices) > 1) for engine in engines}
         _require_room(engines, needs, devices, config)
         for engine in engines:
