@@ -132,7 +132,8 @@ def plan_build(options: EngineOptions, checkpoint: CheckpointConfig) -> tuple[Bu
         max_draft_len=draft_len,
         speculative_decoding_mode="draft_tokens_external" if draft_len else "none",
         gather_generation_logits=options.gather_generation_logits,
-        cache_length=seq_len + draft_len + 1,
+        # CUDA's attention kernels and the addresses of rows want multiples of 8.
+        cache_length=-(-(seq_len + draft_len + 1) // 8) * 8,
         profiles=_profiles(options, input_len, draft_len),
     )
     return build, notes

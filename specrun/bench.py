@@ -76,6 +76,8 @@ class _Pass:
         clocks: list[npt.NDArray[np.float64]] = []
         began = time.perf_counter()
         for event in decoder.run(requests):
+            if event.request.error:
+                raise event.request.error
             if not clocks:
                 clocks.append(_clock(decoder, began))
             stats, before = event.request.stats, known[id(event.request)]
@@ -95,7 +97,7 @@ class _Pass:
 
 def _clock(decoder: SpeculativeDecoder, began: float) -> npt.NDArray[np.float64]:
     """Since a batch's start: seconds, those in the target and its calls, those in the draft and its (0: not known)."""
-    found, rounds = np.zeros(5), decoder.loop.round
+    found, rounds = np.zeros(5), decoder.scheduler.round
     found[0] = time.perf_counter() - began
     if isinstance(rounds, HostRound):
         found[1:3] = rounds.target.seconds, rounds.target.calls
@@ -120,13 +122,13 @@ def measure(
     if not prompts:
         raise RequestError("no prompts: expected one or more")
     results = {}
-    with SpeculativeDecoder.open(target_dir) as alone:
+    with SpeculativeDecoder.open(target_dir, config=DraftTargetConfig(reuse_blocks=False)) as alone:
         for number, prompt in enumerate(prompts, 1):
             # Only for its checks: a benchmark's own requests have no stop ids.
             alone.request(prompt, max_output_len=settings.output_len, name=f"prompt {number}")
         # Longest first: one that the target was not built for is an error before anything is measured.
         for draft_len in sorted(settings.draft_lens, key=lambda length: length or 0, reverse=True):
-            config = DraftTargetConfig(draft_len=draft_len, use_logits=settings.use_logits)
+            config = DraftTargetConfig(draft_len=draft_len, use_logits=settings.use_logits, reuse_blocks=False)
             with SpeculativeDecoder.open(target_dir, draft_dir, config) as pair:
                 if (most := max(settings.batch_sizes)) > pair.max_batch_size:
                     raise RequestError(f"batch size {most}: the engines were built for at most {pair.max_batch_size}")

@@ -6,6 +6,7 @@ import click
 
 from specrun.command_line import CONTEXT, OneLineErrors
 from specrun.commands.bench import bench
+from specrun.commands.chat import chat
 from specrun.commands.generate import generate
 from specrun.commands.verify import verify
 
@@ -17,5 +18,5 @@ def main(debug: bool) -> None:
     """Turn engines into text, by draft-target speculative decoding."""
 
 
-for command in (generate, bench, verify):
+for command in (generate, chat, bench, verify):
     main.add_command(command)

@@ -44,6 +44,10 @@ class OneLineErrors(click.Group):
 def _fail(ctx: click.Context, message: str, status: int = 1) -> NoReturn:
     if ctx.params.get("debug"):
         traceback.print_exc()
-    line = " ".join(message.split())
-    click.echo(f"{ctx.info_name}: error: {line}", err=True)
+    show_error(ctx, message)
     sys.exit(status)
+
+
+def show_error(ctx: click.Context, message: object) -> None:
+    """One line on standard error, under the program's name."""
+    click.echo(f"{ctx.find_root().info_name}: error: {' '.join(str(message).split())}", err=True)

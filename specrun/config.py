@@ -21,6 +21,10 @@ class DraftTargetConfig:
     """Share of a GPU's memory that caches may take of what weights leave free."""
     cuda_graph: bool = True
     """Queue a round as one CUDA graph where engines allow it."""
+    reuse_blocks: bool = True
+    """Keep what was read of prompts and written after them for prompts that begin alike."""
+    max_tokens_in_kv_cache: int | None = None
+    """Tokens that are kept for it, of each model; None: as many as the rows of a full batch hold."""
 
 
 def parse_draft_target_config(text: str) -> DraftTargetConfig:
@@ -47,6 +51,18 @@ def parse_draft_len(text: str) -> int | str:
     if not text.isascii() or not text.isdigit():
         raise ValueError(f"{text!r} is neither auto nor a number of draft tokens")
     return int(text)
+
+
+def parse_logit_bias(text: str) -> dict[int, float]:
+    """Read token ids and what is added to their logits, such as ``13:-2.5,198:-inf``. Raises ValueError."""
+    biases: dict[int, float] = {}
+    for item in text.split(",") if text else []:
+        token, _, bias = item.partition(":")
+        try:
+            biases[int(token)] = float(bias)
+        except ValueError as error:
+            raise ValueError(f"{item!r}: expected a token id and a number, like 13:-2.5") from error
+    return biases
 
 
 def parse_device_list(text: str) -> tuple[int, ...]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,13 @@ from specrun.config import DraftTargetConfig
 from specrun.draft_length import DraftLength
 from specrun.engine_dir import EngineConfig, open_engine
 from specrun.errors import BackendError, PairError, RequestError
+from specrun.intake import Intake, Prompt
 from specrun.request import Piece, Request
+from specrun.rounds import Round
 from specrun.rounds.opening import Engine, open_round
 from specrun.sampling import SamplingParams
-from specrun.speculative import Event, SpeculativeLoop
-from specrun.text import TextStream
-from specrun.tokenizer import load_tokenizer, render_chat, require_same_tokenizer
-
-DEFAULT_OUTPUT_LEN = 256
+from specrun.scheduler import Event, Scheduler
+from specrun.tokenizer import require_same_tokenizer
 
 
 class SpeculativeDecoder:
@@ -29,15 +27,24 @@ class SpeculativeDecoder:
     with SpeculativeDecoder.open(Path("engines/target"), Path("engines/draft")) as decoder:
         for request in decoder.generate(["Once upon a time"], SamplingParams(temperature=0.8, seed=1)):
             print(request.text, request.stats.acceptance_rate)
+
+    Servers drive ``scheduler`` themselves: ``add`` requests at any time, call ``step``, read their ``pieces``.
     """
 
     def __init__(
-        self, loop: SpeculativeLoop, target: EngineConfig, max_batch_size: int, tokenizer_dir: Path | None = None
+        self,
+        rounds: Round,
+        lengths: DraftLength,
+        target: EngineConfig,
+        max_batch_size: int,
+        tokenizer_dir: Path | None = None,
     ) -> None:
-        self.loop = loop
+        self.scheduler = Scheduler(rounds, lengths, max_batch_size)
         self.target = target
         self.max_batch_size = max_batch_size
-        self._tokenizer_dir = tokenizer_dir
+        self._intake = Intake(target, rounds.draft_len, tokenizer_dir)
+        self.request = self._intake.request
+        """One checked request; see ``Intake.request`` for what it takes."""
 
     @classmethod
     def open(
@@ -61,11 +68,11 @@ class SpeculativeDecoder:
             rows = min(rows, draft.config.build_config.max_batch_size)
         rounds = open_round(engine, draft if draft_len else None, draft_len, rows, config)
         lengths = DraftLength(draft_len, config.draft_len if draft_len else 0)
-        return cls(SpeculativeLoop(rounds, lengths), engine.config, rows, tokenizer_dir or target_dir)
+        return cls(rounds, lengths, engine.config, rows, tokenizer_dir or target_dir)
 
     def close(self) -> None:
         """Give the engines and their memory back."""
-        self.loop.round.close()
+        self.scheduler.round.close()
 
     def __enter__(self) -> SpeculativeDecoder:
         return self
@@ -73,90 +80,62 @@ class SpeculativeDecoder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @cached_property
+    @property
     def tokenizer(self) -> Tokenizer:
         """Text to ids and back. Raises RequestError where there is none."""
-        if self._tokenizer_dir is None:
-            raise RequestError("no tokenizer; give prompts as token ids")
-        return load_tokenizer(self._tokenizer_dir)
+        return self._intake.tokenizer
 
-    @cached_property
-    def _render_chat(self) -> Callable[[str], str]:
-        return render_chat(self._tokenizer_dir or Path())
+    def requests(
+        self, prompts: Sequence[Prompt], params: SamplingParams | None = None, **options: Any
+    ) -> list[Request]:
+        """A request for every prompt; options: of ``request``.
 
-    def request(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
-        *,
-        max_output_len: int | None = None,
-        stop: Sequence[str] = (),
-        chat: bool = False,
-        name: str = "prompt",
-    ) -> Request:
-        """One prompt, as text or token ids, and how to go on from it; checked before anything runs.
-
-        max_output_len: default 256, or what fits; stop: the text ends before any of these; chat: wrap the prompt in
-        the tokenizer's chat template. ``name`` stands in error messages. Token ids are answered by token ids alone.
-
-        Raises RequestError when the prompt is empty or too long, or a given ``max_output_len`` does not fit.
+        One that cannot be served has failed (``finish_reason`` error, ``error``) without harm to the others.
+        Raises the RequestError where no prompt can be served.
         """
-        stream = None
-        if isinstance(prompt, str):
-            text = self._render_chat(prompt) if chat else prompt
-            ids: Sequence[int] = self.tokenizer.encode(text, add_special_tokens=not chat).ids
-            stream = TextStream(self.tokenizer, ids, stop)
-        else:
-            ids = prompt
-            if stop or chat:
-                raise RequestError(f"{name}: token ids have no text to look for stop texts in, or to chat with")
-        length = self.max_output_len(ids, max_output_len or DEFAULT_OUTPUT_LEN, max_output_len is not None, name)
-        stop_ids = frozenset(self.target.eos_token_ids)
-        return Request(ids, params or SamplingParams(), length, stop_ids, stream)
+        requests = []
+        for number, prompt in enumerate(prompts, 1):
+            try:
+                requests.append(self.request(prompt, params, name=f"prompt {number}", **options))
+            except RequestError as error:
+                requests.append(Request((), params or SamplingParams(), 0))
+                requests[-1].fail(error)
+        return _require_one(requests)
 
     def generate(
-        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | None = None, **options: Any
+        self, prompts: Sequence[Prompt], params: SamplingParams | None = None, **options: Any
     ) -> list[Request]:
         """The finished requests, in order: ``text``, ``output`` (ids), ``finish_reason``, ``stats``.
 
-        options: of ``request``, for all prompts. A prompt's text does not depend on the other prompts.
+        options: of ``request``, for all prompts. A prompt's text does not depend on the other prompts, and one that
+        fails (``finish_reason`` error, ``error``) fails alone; where all of them do, the first one's error is raised.
         """
-        requests = [self.request(prompt, params, **options) for prompt in prompts]
+        requests = self.requests(prompts, params, **options)
         for _ in self.run(requests):
             pass
-        return requests
+        return _require_one(requests)
 
-    def stream(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, **options: Any
-    ) -> Iterator[Piece]:
-        """The tokens of one prompt as they are committed: id, text, and whether the draft proposed it."""
-        for event in self.run([self.request(prompt, params, **options)]):
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Iterator[Piece]:
+        """The tokens of one prompt as they are committed: id, text, whether the draft proposed it, log-probability.
+
+        options: of ``request``. Streams may run side by side; one that is closed early cancels its request.
+        """
+        request = self.request(prompt, params, **options)
+        for event in self.run([request]):
             yield from event.pieces
+        if request.error:
+            raise request.error
 
     def run(self, requests: Sequence[Request]) -> Iterator[Event]:
         """Decode ``requests``, as many at a time as the engines take; yields what each round commits."""
-        for first in range(0, len(requests), self.max_batch_size):
-            yield from self.loop.run(requests[first : first + self.max_batch_size])
+        return self.scheduler.run(requests)
 
-    def max_output_len(self, prompt: Sequence[int], wanted: int, exact: bool, name: str = "prompt") -> int:
-        """Output tokens that fit behind ``prompt``: ``wanted``, or fewer where ``exact`` is false."""
-        build = self.target.build_config
-        if not prompt:
-            raise RequestError(f"{name}: empty; a text needs at least one token to follow")
-        if len(prompt) > build.max_input_len:
-            raise RequestError(f"{name}: {len(prompt)} tokens, the engine's max_input_len is {build.max_input_len}")
-        if (worst := max(prompt)) >= self.target.graph.vocab_size:
-            raise RequestError(
-                f"{name}: token id {worst}, the model has {self.target.graph.vocab_size}; the tokenizer is "
-                "another model's"
-            )
-        room = build.max_seq_len - len(prompt)
-        if wanted > room and (exact or room < 1):
-            raise RequestError(
-                f"{name}: {len(prompt)} tokens + {wanted} of output, the engine's max_seq_len is {build.max_seq_len}; "
-                f"give --max_output_len {room} or less, or build with a larger --max_seq_len"
-            )
-        return min(wanted, room)
+
+def _require_one(requests: list[Request]) -> list[Request]:
+    """Raise the first one's error where all have failed."""
+    if requests and all(request.error for request in requests) and (error := requests[0].error):
+        raise error
+    return requests
 
 
 def _open(role: str, directory: Path, devices: tuple[int, ...]) -> Engine:

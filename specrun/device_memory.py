@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from specrun.engine_dir import EngineConfig
 from specrun.errors import BackendError
+from specrun.kv_cache import BLOCK
 
 
 @dataclass(frozen=True)
@@ -21,18 +22,19 @@ class Need:
     """What the plan computes in; only the loaded plan knows, so it is 0 in the first check."""
 
 
-def need(role: str, config: EngineConfig, rows: int, positions: int, steps: int) -> Need:
+def need(role: str, config: EngineConfig, rows: int, positions: int, steps: int, blocks: int) -> Need:
     """What an engine takes for ``rows`` rows, ``positions`` logits of each in a call, ``steps`` calls kept.
 
+    blocks: of past texts. The logits count twice, for penalties change a copy of them.
     Weights are taken for as large as the engine's files, cache and logits are exact.
     """
     build, graph = config.build_config, config.graph
-    logits = steps * rows * positions * graph.vocab_size * 4
+    logits = 2 * steps * rows * positions * graph.vocab_size * 4
     ids = rows * (build.max_input_len + 2 * build.max_seq_len) * 8
     return Need(
         role=role,
         weights=sum(file.bytes for file in config.files.values()),
-        cache=graph.cache_bytes(build.max_batch_size, build.cache_length),
+        cache=graph.cache_bytes(build.max_batch_size, build.cache_length) + graph.cache_bytes(blocks, BLOCK),
         buffers=logits + ids,
     )
 
@@ -42,9 +44,7 @@ def require_room(gpu: str, free: int, fraction: float, needs: list[Need]) -> Non
 
     Weights, workspace and buffers come first; caches may take ``fraction`` of what is left.
     """
-    fixed = sum(item.weights + item.workspace + item.buffers for item in needs)
-    caches = sum(item.cache for item in needs)
-    room = int((free - fixed) * fraction)
+    fixed, caches, room = _balance(free, fraction, needs)
     if fixed <= free and caches <= room:
         return
     parts = [f"{item.role}: {_sum(item)}" for item in needs]
@@ -56,6 +56,18 @@ def require_room(gpu: str, free: int, fraction: float, needs: list[Need]) -> Non
         f"({arithmetic}); build with a smaller --max_batch_size or --max_seq_len, or raise "
         "--kv_cache_free_gpu_memory_fraction"
     )
+
+
+def blocks_that_fit(free: int, fraction: float, needs: list[Need], engines: list[EngineConfig]) -> int:
+    """How many blocks of past texts each of ``engines`` can keep in what ``needs`` leave of the caches' room."""
+    _, caches, room = _balance(free, fraction, needs)
+    return max(0, room - caches) // sum(config.graph.cache_bytes(1, BLOCK) for config in engines)
+
+
+def _balance(free: int, fraction: float, needs: list[Need]) -> tuple[int, int, int]:
+    """Bytes: of all but caches, of caches, and that caches may have."""
+    fixed = sum(item.weights + item.workspace + item.buffers for item in needs)
+    return fixed, sum(item.cache for item in needs), int((free - fixed) * fraction)
 
 
 def _sum(item: Need) -> str:

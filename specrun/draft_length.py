@@ -11,6 +11,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from specrun.stats import expected_tokens
 
@@ -26,6 +27,8 @@ _KEPT = 9
 """Latest times of a draft length that its cost is the median of."""
 _WEIGHT = 4.0
 """Evaluated tokens of its own that a request needs to count as much as the requests before it."""
+_READING = 0.25
+"""Of a draft step, that reading one of many tokens takes; until it was seen."""
 _MEMORY = 128.0
 """Evaluated tokens after which old ones have lost most of their weight."""
 
@@ -81,6 +84,9 @@ class RoundTimes:
         return [known.get(g, known[0] + max(0.0, slope) * g) for g in range(most + 1)]
 
 
+_UNKNOWN = Acceptance()
+
+
 class DraftLength:
     """Chooses g for every round. Owns what was learnt of the draft: for its decoder's life, and for each request.
 
@@ -95,21 +101,18 @@ class DraftLength:
         self._elapsed = 0.0
         self._lost = 0.0
         """Seconds that drafting has cost beyond what it has saved."""
-        self._own: list[Acceptance] = []
-        self._rounds = 0
+        self._own: WeakKeyDictionary[object, Acceptance] = WeakKeyDictionary()
         self._since_plain = 0
-        self._behind = 0
-        """Rounds since the draft has read what was committed."""
         self._reading: deque[float] = deque(maxlen=_KEPT)
-        """Seconds a token that it took to read what it had missed."""
+        """Seconds a token that the draft took to read what it had missed."""
+        self.drafting = bool(most) and fixed != 0
+        """Whether drafting pays, as far as is known: then the draft reads prompts when the target does."""
 
-    def start(self, rows: int) -> None:
-        """Begin a batch."""
-        self._own = [Acceptance() for _ in range(rows)]
-        self._rounds = self._behind = 0
+    def choose(self, requests: Sequence[object], caps: Sequence[int], backlog: int = 0) -> int:
+        """g for the next round of ``requests``; ``caps``: how many draft tokens each can use.
 
-    def choose(self, caps: Sequence[int]) -> int:
-        """g for the next round; ``caps``: how many draft tokens each row can use, 0 for one that has ended."""
+        backlog: tokens that the draft must read first, because it has rested.
+        """
         if self.fixed is not None:
             return self.fixed
         times = self._times.setdefault(len(caps), RoundTimes())
@@ -120,38 +123,41 @@ class DraftLength:
             # First rounds without drafts, which cost nothing; then a short one, since the draft may be slow.
             return 0 if len(times.seen.get(0, ())) < _NEEDED else 1
         prior = self._overall.rate(0.5, 2.0)
-        plain, *drafting = token_rates([own.rate(prior, _WEIGHT) for own in self._own], caps, seconds)
+        alphas = [self._own.get(request, _UNKNOWN).rate(prior, _WEIGHT) for request in requests]
+        plain, *drafting = token_rates(alphas, caps, seconds)
         best = max(range(len(drafting)), key=drafting.__getitem__) + 1
         promise = drafting[best - 1] / plain
-        if promise < MARGIN:
-            # A draft that has rested must first read what it missed; until that was seen, a step a token.
+        self.drafting = promise >= MARGIN
+        if not self.drafting:
             step = seconds[1] - seconds[0]
-            trial = step + self._behind * (statistics.median(self._reading) if self._reading else step)
+            trial = step + backlog * (statistics.median(self._reading) if self._reading else _READING * step)
             return 1 if self._lost + trial <= TRIAL_SHARE * self._elapsed else 0
         if promise < _CLOSE and self._since_plain >= _PLAIN_EVERY:
             return 0
         return best
 
-    def observe(self, draft_len: int, seconds: float, rows: Sequence[tuple[int, int]]) -> None:
-        """Learn from a round: its time, and the (accepted, evaluated) draft tokens of each row that has not ended."""
+    def observe(
+        self,
+        draft_len: int,
+        seconds: float,
+        requests: Sequence[object],
+        rows: Sequence[tuple[int, int]],
+        backlog: int = 0,
+    ) -> None:
+        """Learn from a round: its time, and the (accepted, evaluated) draft tokens of each of ``requests``."""
         if self.fixed is not None:
             return
-        self._rounds += 1
         self._since_plain = self._since_plain + 1 if draft_len else 0
-        for own, (accepted, evaluated) in zip(self._own, rows, strict=True):
-            own.add(accepted, evaluated)
+        for request, (accepted, evaluated) in zip(requests, rows, strict=True):
+            self._own.setdefault(request, Acceptance()).add(accepted, evaluated)
             self._overall.add(accepted, evaluated)
-        if self._rounds == 1:
-            self._behind = 0 if draft_len else 1
-            return  # It has read the prompts: its time says nothing of other rounds.
         times = self._times.setdefault(len(rows), RoundTimes())
         self._elapsed += seconds
         if draft_len and 0 in times.medians:
             plain = times.medians[0]
             gained = sum(accepted for accepted, _ in rows) / len(rows)
             self._lost = max(0.0, self._lost + seconds - plain * (1 + gained))
-        if not (draft_len and self._behind):
+        if not (draft_len and backlog):
             times.add(draft_len, seconds)
         elif usual := times.seconds(self.most):
-            self._reading.append(max(0.0, seconds - usual[draft_len]) / self._behind)
-        self._behind = 0 if draft_len else self._behind + 1
+            self._reading.append(max(0.0, seconds - usual[draft_len]) / backlog)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from specrun.errors import BackendError
 from specrun.model_runner import ModelRunner
 from specrun.request import Request
 from specrun.sampling import Floats, Purpose, choose, exponentials, probabilities, race
@@ -18,6 +19,8 @@ class Proposal:
 
     tokens: list[int] = field(default_factory=list)
     probs: list[Floats] = field(default_factory=list)
+    numbers: bool = True
+    """Whether the draft's logits were; where not, nothing more is proposed and the request fails."""
 
 
 class Drafter:
@@ -32,22 +35,28 @@ class Drafter:
         """Extend each of ``rows`` (committed tokens) by ``counts[row]`` draft tokens; returns them as proposals."""
         proposals = [Proposal() for _ in rows]
         for step in range(max(counts, default=0)):
-            drafting = [step < count for count in counts]
+            drafting = [step < count and p.numbers for count, p in zip(counts, proposals, strict=True)]
             logits = self.runner.forward(rows, [int(yes) for yes in drafting])
             for row, request in enumerate(requests):
                 if drafting[row]:
-                    token = self._draw(logits[row, 0], request, len(rows[row]), proposals[row])
-                    rows[row].append(token)
-                    proposals[row].tokens.append(token)
+                    self._draw(logits[row, 0], request, rows[row], proposals[row])
         return proposals
 
-    def _draw(self, logits: Floats, request: Request, position: int, proposal: Proposal) -> int:
+    def _draw(self, logits: Floats, request: Request, tokens: list[int], proposal: Proposal) -> None:
+        """Add the token that follows ``tokens`` to them and to ``proposal``."""
         # A padded embedding may be wider than the target's; ids beyond the target's are never proposed.
-        logits = logits[: self._vocab_size]
-        params = request.params
-        if params.greedy or not self._use_logits:
-            return choose(logits, params, position)
-        q = np.zeros(self._vocab_size, np.float32)
-        q[: len(logits)] = probabilities(logits, params)
-        proposal.probs.append(q)
-        return race(q, exponentials(params.seed, Purpose.DRAFT, position, len(q)))
+        logits = request.adjust(logits[: self._vocab_size], tokens)
+        params, position = request.params, len(tokens)
+        try:
+            if request.wants_logits(self._use_logits):
+                q = np.zeros(self._vocab_size, np.float32)
+                q[: len(logits)] = probabilities(logits, params)
+                token = race(q, exponentials(params.seed, Purpose.DRAFT, position, len(q)))
+                proposal.probs.append(q)
+            else:
+                token = choose(logits, params, position)
+        except BackendError:
+            proposal.numbers = False
+            return
+        tokens.append(token)
+        proposal.tokens.append(token)

@@ -1,82 +1,120 @@
-"""One model and its cache: feeds what the cache has not seen, and forgets by changing a number."""
+"""One model and its cache: feeds what the cache has not seen."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from specrun.backends import Backend
+from specrun.kv_cache.rows import CacheRows
 from specrun.sampling import Floats
+
+Ints = npt.NDArray[np.int64]
+
+
+class HostFeed(NamedTuple):
+    """A forward pass's inputs: [B, S], [B], [B, K]."""
+
+    input_ids: Ints
+    write_indices: Ints
+    logits_indices: Ints
+
+
+def arrange(
+    rows: Sequence[Sequence[int]], lengths: Sequence[int], keep: Sequence[int], room: int, vocab: int
+) -> HostFeed:
+    """What feeds ``tokens[length:]`` of every row, right-padded, for the logits after its last ``keep`` tokens.
+
+    room: positions of a row in the cache; vocab: ids that the model knows.
+    """
+    width = max(1, max(len(tokens) - length for tokens, length in zip(rows, lengths, strict=True)))
+    input_ids = np.zeros((len(rows), width), np.int64)
+    write_indices = np.empty(len(rows), np.int64)
+    logits_indices = np.zeros((len(rows), max(1, *keep)), np.int64)
+    for row, (tokens, length) in enumerate(zip(rows, lengths, strict=True)):
+        # Padding writes too. Near the end of the cache a row starts earlier and writes what is already there.
+        start = min(length, room - width)
+        count = len(tokens) - start
+        input_ids[row, :count] = tokens[start:]
+        write_indices[row] = start
+        if keep[row]:
+            logits_indices[row, : keep[row]] = np.arange(count - keep[row], count)
+    # A target with a padded embedding may commit ids that a draft without the padding has no row for.
+    np.minimum(input_ids, vocab - 1, out=input_ids)
+    return HostFeed(input_ids, write_indices, logits_indices)
+
+
+def next_piece(rows: Sequence[Sequence[int]], lengths: Sequence[int], most: int) -> tuple[list[Sequence[int]], bool]:
+    """Each row's text up to ``most`` tokens behind its length, and whether any row has more than its length."""
+    heads = [tokens[: length + most] for tokens, length in zip(rows, lengths, strict=True)]
+    return heads, any(len(head) > length for head, length in zip(heads, lengths, strict=True))
 
 
 class ModelRunner:
-    """Owns ``lengths``: how many tokens of each row are in the model's cache. Everything else is derived.
+    """Feeds one model; ``rows`` knows how much of each text its cache holds, and everything else is derived.
 
     The same rule serves prompts, draft steps, verification and what follows a rejection: a call feeds
-    ``tokens[lengths[row]:]`` of every row; ``rewind`` lowers a length and copies nothing.
+    ``tokens[length:]`` of every row; a length is lowered and nothing copied.
     """
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self.lengths: list[int] = []
+        self.rows = CacheRows(backend.cache)
         self.seconds = 0.0
-        """Time spent in the engine since ``start``."""
+        """Time spent in the engine so far."""
         self.calls = 0
-        self._room = 0
 
     @property
     def vocab_size(self) -> int:
         """Width of the logits."""
         return self.backend.config.graph.vocab_size
 
-    def start(self, rows: int, length: int) -> None:
-        """Begin a batch of ``rows`` rows that will hold at most ``length`` tokens, drafts included."""
-        self._room = self.backend.allocate_cache(rows, length)
-        self.lengths = [0] * rows
-        self.seconds, self.calls = 0.0, 0
+    def reserve(self, rows: int, length: int, used: int = 0) -> None:
+        """Have room for ``rows`` rows of ``length`` tokens, drafts included; the first ``used`` rows stay."""
+        cache = self.backend.cache
+        if used:
+            rows, length = max(rows, cache.rows), max(length, cache.length)
+        if (rows, length) != (cache.rows, cache.length):
+            self.backend.resize(rows, length, used)
+        self.rows.lengths = self.rows.lengths[:used] + [0] * (rows - used)
+
+    def read(self, rows: Sequence[Sequence[int]], first: int, most: int) -> bool:
+        """Feed up to ``most`` more tokens of the rows from ``first`` on; True when there are no more.
+
+        The work is one pass of at most max_input_len tokens a row.
+        """
+        lengths = self.rows.lengths[first : first + len(rows)]
+        heads, more = next_piece(rows, lengths, min(most, self.backend.config.build_config.max_input_len))
+        if more:
+            self._feed(heads, [0] * len(rows), first)
+        return all(len(head) == len(tokens) for head, tokens in zip(heads, rows, strict=True))
 
     def forward(self, rows: Sequence[Sequence[int]], keep: Sequence[int]) -> Floats:
-        """Feed the tokens of each row that its cache lacks; return the logits after the last ``keep[row]`` of them.
+        """Feed the tokens of rows 0, 1, .. that the cache lacks; return the logits after the last ones.
 
-        rows: the whole token sequence of each row; keep: how many positions' logits are wanted, at most as many as
-        are fed. Returns [B, max(keep), V]; row r is valid up to keep[r]. The memory is reused by the next call.
+        rows: the whole token sequence of each row; keep: of how many last positions logits are wanted, at most as
+        many as are fed. Returns [B, max(keep), V]; row r is valid up to keep[r]. The memory is reused by the next call.
         Long inputs go in pieces of at most max_input_len tokens; short rows wait for the last piece.
         """
-        longest = max(len(tokens) - length for tokens, length in zip(rows, self.lengths, strict=True))
+        longest = max(len(tokens) - length for tokens, length in zip(rows, self.rows.lengths, strict=False))
         piece = max(self.backend.config.build_config.max_input_len, *keep)
         for left in range((longest - 1) // piece, 0, -1):
             # Each row leaves whole pieces for later, so that its last tokens are fed in the last call.
-            head = [tokens[: max(length, len(tokens) - left * piece)] for tokens, length in self._pairs(rows)]
-            self._feed(head, [0] * len(rows))
-        return self._feed(rows, keep)
+            pairs = zip(rows, self.rows.lengths, strict=False)
+            heads = [tokens[: max(length, len(tokens) - left * piece)] for tokens, length in pairs]
+            self._feed(heads, [0] * len(rows), 0)
+        return self._feed(rows, keep, 0)
 
-    def rewind(self, row: int, length: int) -> None:
-        """Keep only the first ``length`` tokens of ``row``."""
-        self.lengths[row] = min(self.lengths[row], length)
-
-    def _pairs(self, rows: Sequence[Sequence[int]]) -> list[tuple[Sequence[int], int]]:
-        return list(zip(rows, self.lengths, strict=True))
-
-    def _feed(self, rows: Sequence[Sequence[int]], keep: Sequence[int]) -> Floats:
-        width = max(1, max(len(tokens) - length for tokens, length in self._pairs(rows)))
-        input_ids = np.zeros((len(rows), width), np.int64)
-        write_indices = np.empty(len(rows), np.int64)
-        logits_indices = np.zeros((len(rows), max(1, *keep)), np.int64)
-        for row, (tokens, length) in enumerate(self._pairs(rows)):
-            # Padding writes too. Near the end of the cache a row starts earlier and writes what is already there.
-            start = min(length, self._room - width)
-            count = len(tokens) - start
-            input_ids[row, :count] = tokens[start:]
-            write_indices[row] = start
-            if keep[row]:
-                logits_indices[row, : keep[row]] = np.arange(count - keep[row], count)
-        # A target with a padded embedding may commit ids that a draft without the padding has no row for.
-        np.minimum(input_ids, self.vocab_size - 1, out=input_ids)
+    def _feed(self, rows: Sequence[Sequence[int]], keep: Sequence[int], first: int) -> Floats:
+        own = slice(first, first + len(rows))
+        feed = arrange(rows, self.rows.lengths[own], keep, self.backend.cache.length, self.vocab_size)
         began = time.perf_counter()
-        logits = self.backend.run(input_ids, write_indices, logits_indices)
+        logits = self.backend.run(*feed, first)
         self.seconds += time.perf_counter() - began
         self.calls += 1
-        self.lengths = [len(tokens) for tokens in rows]
+        self.rows.lengths[own] = map(len, rows)
         return logits

@@ -10,7 +10,7 @@ import click
 
 from specrun.request import Piece, Request
 from specrun.rounds import Round
-from specrun.speculative import Event
+from specrun.scheduler import Event
 
 
 def as_json(request: Request) -> str:
@@ -31,7 +31,13 @@ def as_json(request: Request) -> str:
         "tokens_per_round": stats.tokens_per_round,
         "seconds": stats.seconds,
         "tokens_per_second": len(output) / stats.seconds if stats.seconds else None,
+        "first_token_seconds": stats.first_token_seconds,
+        "cached_prompt_tokens": stats.cached,
     }
+    if request.logprobs is not None:
+        result["logprobs"] = [piece.logprob._asdict() for piece in request.pieces if piece.logprob]
+    if request.error:
+        result["error"] = str(request.error)
     return json.dumps(result, ensure_ascii=False)
 
 
@@ -64,9 +70,12 @@ class TextPrinter:
 
     def _next(self) -> None:
         self._current += 1
-        if len(self._requests) > 1 and self._current < len(self._requests):
+        if self._current == len(self._requests):
+            return
+        if len(self._requests) > 1:
             prompt = " ".join(self._prompts[self._current].split())
             click.echo(f"=== {self._current + 1}/{len(self._requests)}: {prompt[:70]}")
+        click.echo(self._requests[self._current].echo, nl=False)
 
     def _render(self, piece: Piece) -> str:
         return click.style(piece.text, fg="green") if self._color and piece.from_draft else piece.text
@@ -86,4 +95,6 @@ def summary(requests: Sequence[Request], method: Round, seconds: float) -> str:
             f"; {drafted / rounds:.1f} drafted a round, acceptance by {compared}: {accepted}/{evaluated} draft tokens "
             f"accepted ({accepted / evaluated:.0%}), {1 + accepted / rounds:.2f} tokens a round"
         )
+    if cached := sum(request.stats.cached for request in requests):
+        line += f"; {cached} of {sum(len(request.prompt) for request in requests)} prompt tokens reused"
     return line

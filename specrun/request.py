@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from specrun.sampling import SamplingParams
+from specrun.errors import SpecError
+from specrun.penalties import adjust
+from specrun.sampling import Floats, SamplingParams, TokenLogprob
 from specrun.stats import Stats
 from specrun.text import TextStream
 
-FinishReason = Literal["stop", "length"]
+MAX_STOP_IDS = 64
+"""Stop ids of a request, the model's own included."""
+MAX_LOGPROBS = 20
+"""Likeliest tokens that a request may ask for."""
+
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
 
 @dataclass(frozen=True)
@@ -20,9 +28,27 @@ class Piece:
     token: int
     text: str
     from_draft: bool
+    logprob: TokenLogprob | None = None
+    """None unless the request asked for log-probabilities."""
 
 
-@dataclass
+@dataclass(frozen=True)
+class Outcome:
+    """What a round decided for one request: the draft tokens that stand, and the target's token after them."""
+
+    drafted: int
+    accepted: Sequence[int]
+    following: int
+    logprobs: Sequence[TokenLogprob] | None = None
+    """Of the accepted tokens and the following one, where the request wants them."""
+
+    @property
+    def evaluated(self) -> tuple[int, int]:
+        """Accepted and evaluated draft tokens: those behind the first rejected one were not evaluated."""
+        return len(self.accepted), min(self.drafted, len(self.accepted) + 1)
+
+
+@dataclass(eq=False)
 class Request:
     """Owns the committed tokens (prompt and output). Nothing else may change them, and they only grow."""
 
@@ -32,9 +58,26 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     stream: TextStream | None = None
     """Turns tokens into text and looks for stop texts; None where only ids are wanted."""
+    min_output_len: int = 0
+    """Tokens of output before which no stop id may come."""
+    draft_len: int | None = None
+    """Draft tokens a round, 0 for none; None: as the decoder has it."""
+    use_logits: bool | None = None
+    """Modified rejection sampling instead of comparing tokens; None: as the decoder has it."""
+    logprobs: int | None = None
+    """Log-probabilities of every committed token, and of this many likeliest ones beside it; None: of none."""
+    echo: str = ""
+    """What ``text`` begins with."""
+    timeout: float | None = None
+    """Seconds after which the request ends as it is."""
     tokens: list[int] = field(init=False)
+    pieces: list[Piece] = field(init=False, default_factory=list)
+    """The output's tokens as they are shown."""
     finish_reason: FinishReason | None = field(init=False, default=None)
+    error: SpecError | None = field(init=False, default=None)
+    """Why it failed, where ``finish_reason`` is error."""
     stats: Stats = field(init=False, default_factory=Stats)
+    _began: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
         """The prompt is committed from the start."""
@@ -48,17 +91,46 @@ class Request:
     @property
     def text(self) -> str | None:
         """The output's text so far; None where only ids are wanted."""
-        return self.stream.text if self.stream else None
+        return self.echo + self.stream.text if self.stream else None
 
     @property
     def remaining(self) -> int:
         """How many more tokens may be committed."""
         return self.max_output_len - (len(self.tokens) - len(self.prompt)) if self.finish_reason is None else 0
 
-    def commit(self, accepted: Sequence[int], following: int) -> list[Piece]:
+    def draft_count(self, most: int) -> int:
+        """Draft tokens that a round of at most ``most`` has for this request.
+
+        The target adds a token of its own, so the last token of a request is never drafted.
+        """
+        own = most if self.draft_len is None else min(most, self.draft_len)
+        return max(0, min(own, self.remaining - 1))
+
+    def wants_logits(self, default: bool) -> bool:
+        """Whether drafts are accepted by modified rejection sampling; for greedy requests both ways are alike."""
+        return not self.params.greedy and (default if self.use_logits is None else self.use_logits)
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether its logits are changed before they become a distribution."""
+        return self.params.adjusts or self.min_output_len > 0
+
+    def adjust(self, logits: Floats, tokens: Sequence[int]) -> Floats:
+        """The logits [V] that follow ``tokens``, which begin with the prompt, with this request's penalties."""
+        if not self.adjusts:
+            return logits
+        output = tokens[len(self.prompt) :]
+        forbidden = self.stop_ids if len(output) < self.min_output_len else ()
+        return adjust(logits, self.params, self.prompt, output, forbidden)
+
+    def begin(self) -> None:
+        """The clock of ``stats`` and ``timeout`` runs from here."""
+        self._began = time.perf_counter()
+
+    def commit(self, outcome: Outcome) -> list[Piece]:
         """Add a round's tokens until the text ends: the drafts that stood, and the target's token after them."""
         pieces = []
-        for index, token in enumerate((*accepted, following)):
+        for index, token in enumerate((*outcome.accepted, outcome.following)):
             self.tokens.append(token)
             text = self.stream.push(token) if self.stream else ""
             if token in self.stop_ids or (self.stream and self.stream.stopped):
@@ -67,7 +139,33 @@ class Request:
                 self.finish_reason = "length"
             if self.finish_reason and self.stream:
                 text += self.stream.finish()
-            pieces.append(Piece(token, text, from_draft=index < len(accepted)))
+            logprob = outcome.logprobs[index] if outcome.logprobs else None
+            pieces.append(Piece(token, text, index < len(outcome.accepted), logprob))
             if self.finish_reason:
                 break
+        self.pieces += pieces
+        self.stats.count_round(outcome.drafted, len(outcome.accepted), len(pieces), time.perf_counter() - self._began)
         return pieces
+
+    def cancel(self) -> None:
+        """End it as it is; its row is free before the next round. No effect on a request that has ended."""
+        self._end("cancelled")
+
+    def fail(self, error: SpecError) -> None:
+        """End it for a fault of its own; the other requests go on."""
+        if self._end("error"):
+            self.error = error
+
+    def expire(self) -> bool:
+        """End it where its time is over; whether it has ended, for whatever reason."""
+        if self.timeout is not None and time.perf_counter() - self._began > self.timeout:
+            self._end("timeout")
+        return self.finish_reason is not None
+
+    def _end(self, reason: FinishReason) -> bool:
+        if self.finish_reason is not None:
+            return False
+        self.finish_reason = reason
+        if self.stream:
+            self.stream.finish()
+        return True

@@ -12,7 +12,9 @@ import enum
 import functools
 import math
 import threading
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +22,9 @@ import numpy.typing as npt
 from specrun.errors import BackendError, RequestError
 
 Floats = npt.NDArray[np.float32]
+
+MAX_BIASES = 300
+"""Tokens of a ``logit_bias``."""
 
 NOT_NUMBERS = "an engine's logits are not numbers (NaN or infinite); the model overflows its dtype, or is damaged"
 
@@ -34,13 +39,20 @@ class Purpose(enum.IntEnum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request chooses tokens. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off."""
+    """How one request chooses tokens. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off.
+
+    ``repetition_penalty`` 1, the other penalties 0 and an empty ``logit_bias`` are off too; see ``penalties.adjust``.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Raise RequestError, naming the parameter, for values that mean nothing."""
@@ -54,11 +66,27 @@ class SamplingParams:
             raise RequestError(f"min_p {self.min_p}: expected 0 (off) to 1")
         if not 0 <= self.seed < 1 << 64:
             raise RequestError(f"seed {self.seed}: expected 0 to 2**64 - 1")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise RequestError(f"repetition_penalty {self.repetition_penalty}: expected 1 (off) or a positive number")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not math.isfinite(value := getattr(self, name)):
+                raise RequestError(f"{name} {value}: expected 0 (off) or another finite number")
+        if len(self.logit_bias) > MAX_BIASES:
+            raise RequestError(f"logit_bias: {len(self.logit_bias)} tokens, expected at most {MAX_BIASES}")
+        for token, bias in self.logit_bias.items():
+            if token < 0 or math.isnan(bias) or bias == float("inf"):
+                raise RequestError(f"logit_bias {token}: {bias}: expected a token id and a number, or -inf")
 
     @property
     def greedy(self) -> bool:
         """Whether every distribution is one-hot at the largest logit."""
         return self.temperature == 0
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether logits are changed before they become a distribution."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1, 0, 0) or bool(self.logit_bias)
 
 
 def probabilities(logits: Floats, params: SamplingParams) -> Floats:
@@ -146,6 +174,22 @@ def _words(seed: int, purpose: Purpose, position: int, count: int) -> npt.NDArra
 def race(probs: Floats, noise: Floats) -> int:
     """The token drawn from ``probs`` [V] (any scale) by ``noise`` [V]: argmax p / E."""
     return int((probs / noise).argmax())
+
+
+class TokenLogprob(NamedTuple):
+    """How likely a token was to the target itself: temperature 1, nothing cut off, no penalties."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+    """The likeliest tokens and their log-probabilities, as many as were asked for; of equals the smaller id first."""
+
+
+def log_probability(logits: Floats, token: int, top: int) -> TokenLogprob:
+    """Log-softmax of one row [V], in doubles: of ``token``, and of the ``top`` likeliest tokens."""
+    shifted = logits.astype(np.float64) - float(logits.max())
+    shifted -= math.log(np.exp(shifted).sum())
+    likeliest = np.argsort(-shifted, kind="stable")[:top] if top else np.empty(0, np.int64)
+    return TokenLogprob(float(shifted[token]), [(int(other), float(shifted[other])) for other in likeliest])
 
 
 def choose(logits: Floats, params: SamplingParams, position: int, purpose: Purpose = Purpose.TARGET) -> int:

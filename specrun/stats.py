@@ -13,8 +13,12 @@ class Stats:
     drafted: int = 0
     evaluated: int = 0
     accepted: int = 0
+    cached: int = 0
+    """Tokens of the prompt that the target did not read again: a text before it began alike."""
     seconds: float = 0.0
-    """Wall time from the batch's start to the request's last token, the prompt included."""
+    """Wall time from the request's start to its last token, the prompt and waiting for a row included."""
+    first_token_seconds: float = 0.0
+    """The same to its first."""
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -26,8 +30,13 @@ class Stats:
         """Mean tokens a target pass yields: 1 + accepted / rounds."""
         return 1 + self.accepted / self.rounds if self.rounds else 0.0
 
-    def count_round(self, drafted: int, accepted: int, committed: int) -> None:
-        """Add a round in which ``accepted`` drafts stood and ``committed`` tokens were kept before the text ended."""
+    def count_round(self, drafted: int, accepted: int, committed: int, seconds: float) -> None:
+        """Add a round in which ``accepted`` drafts stood and ``committed`` tokens were kept before the text ended.
+
+        seconds: since the request's start.
+        """
+        self.seconds = seconds
+        self.first_token_seconds = self.first_token_seconds or seconds
         ended_early = committed <= accepted
         self.rounds += 1
         self.drafted += drafted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +88,8 @@ def _show(token: str | None) -> str:
     return "absent" if token is None else repr(token)
 
 
-def render_chat(directory: Path) -> Callable[[str], str]:
-    """A function that wraps a user's message in the model's chat template, as transformers renders it.
+def render_chat(directory: Path) -> Callable[[Sequence[Mapping[str, str]]], str]:
+    """A function from a conversation's messages to its text up to the answer, as transformers renders it.
 
     Raises RequestError when the directory has no template.
     """
@@ -106,10 +106,10 @@ def render_chat(directory: Path) -> Callable[[str], str]:
     if not tokenizer.chat_template:
         raise RequestError(f"{directory}: the tokenizer has no chat template; leave out --chat")
 
-    def render(message: str) -> str:
-        messages = [{"role": "user", "content": message}]
+    def render(messages: Sequence[Mapping[str, str]]) -> str:
         try:
-            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            turns = [dict(message) for message in messages]
+            return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
         except Exception as problem:  # Templates are programs, and fail like programs.
             raise RequestError(f"{directory}: the chat template failed ({problem}); leave out --chat") from problem
 

@@ -117,7 +117,7 @@ def verify_pair(
         most = read_config(target_dir, EngineConfig, EngineDirError, "specbuild engine").build_config.max_draft_len
         config = replace(config, draft_len=min(DRAFT_LEN, most) or None)
     with SpeculativeDecoder.open(target_dir, draft_dir, config) as decoder:
-        rounds = decoder.loop.round
+        rounds = decoder.scheduler.round
         if not isinstance(rounds, HostRound):
             raise BackendError("verify reads all of the target's logits on the host: for now it needs CPU engines")
         check = _Check(decoder, rounds.target, prompts)
@@ -187,24 +187,33 @@ class _Check:
         return part
 
     def _run(self, requests: list[Request]) -> list[Request]:
-        for _ in self.decoder.run(requests):
-            pass
+        for event in self.decoder.run(requests):
+            if event.request.error:
+                raise event.request.error
         return requests
 
     def _alone(self, requests: Sequence[Request]) -> Iterator[tuple[int, int, Floats]]:
-        """Row, position and the target's logits [V] there, for every output token: one token a step, as if alone."""
-        self.target.start(len(requests), max(len(request.tokens) for request in requests))
+        """Row, position and the target's logits [V] there, with the request's penalties, for every output token.
+
+        One token a step, as if alone.
+        """
+        self.target.reserve(len(requests), max(len(request.tokens) for request in requests))
         for step in range(max(len(request.output) for request in requests)):
             active = [step < len(request.output) for request in requests]
             logits = self.target.forward([r.tokens[: len(r.prompt) + step] for r in requests], list(map(int, active)))
             for row, request in enumerate(requests):
                 if active[row]:
-                    yield row, len(request.prompt) + step, logits[row, 0]
+                    position = len(request.prompt) + step
+                    yield row, position, request.adjust(logits[row, 0], request.tokens[:position])
 
     def _whole(self, requests: Sequence[Request], length: int) -> Floats:
-        """The target's logits [B, length, V] for the output tokens, all in one pass."""
-        self.target.start(len(requests), max(len(request.tokens) for request in requests))
-        return self.target.forward([request.tokens[:-1] for request in requests], [length] * len(requests))
+        """The target's logits [B, length, V] for the output tokens, with the requests' penalties, all in one pass."""
+        self.target.reserve(len(requests), max(len(request.tokens) for request in requests))
+        logits = self.target.forward([request.tokens[:-1] for request in requests], [length] * len(requests))
+        for request, own in zip(requests, logits, strict=True):
+            for row, position in enumerate(range(len(request.prompt), len(request.tokens))):
+                own[row] = request.adjust(own[row], request.tokens[:position])
+        return logits
 
 
 def near_tie(logits: Floats, params: SamplingParams, position: int, token: int, noise: float) -> bool:

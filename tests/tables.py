@@ -163,16 +163,21 @@ def open_tables(
     use_logits: bool = False,
     weight: int = 0,
     tokenizer: str | None = None,
+    kept: int | None = None,
     **build: int,
 ) -> SpeculativeDecoder:
-    """Save a table for the target and, where given, for the draft, and open them as the command does."""
+    """Save a table for the target and, where given, for the draft, and open them as the command does.
+
+    ``kept``: tokens that are kept for prompts that begin alike.
+    """
     here = directory / f"pair{len(list(directory.iterdir())) if directory.is_dir() else 0}"
     options: dict[str, Any] = {"weight": weight, "tokenizer": tokenizer, **build}
     target_dir = save_table_engine(here / "target", target, **options)
+    config = DraftTargetConfig(draft_len, use_logits=use_logits, max_tokens_in_kv_cache=kept)
     if draft is None:
-        return SpeculativeDecoder.open(target_dir)
+        return SpeculativeDecoder.open(target_dir, config=config)
     draft_dir = save_table_engine(here / "draft", draft, **options)
-    return SpeculativeDecoder.open(target_dir, draft_dir, DraftTargetConfig(draft_len, use_logits=use_logits))
+    return SpeculativeDecoder.open(target_dir, draft_dir, config)
 
 
 def normal(seed: int, *shape: int, scale: float = 1.0) -> Floats:

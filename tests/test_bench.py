@@ -146,12 +146,15 @@ def test_rounds_that_are_not_timed_have_no_split(tmp_path: Path) -> None:
 
     class Untimed:
         def __init__(self, rounds: Any) -> None:
-            self.start, self.step = rounds.start, rounds.step
+            self._rounds = rounds
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._rounds, name)
 
     passes = (_Pass(), _Pass())
     for found in passes:
         decoder = open_tables(tmp_path, TARGET, TARGET)
-        decoder.loop.round = Untimed(decoder.loop.round)  # type: ignore[assignment]
+        decoder.scheduler.round = Untimed(decoder.scheduler.round)  # type: ignore[assignment]
         found.decode(decoder, [Request([0], SamplingParams(), 10)])
     result = _summarise(1, 4, [passes], Settings())
     assert result.split is None
@@ -197,8 +200,8 @@ def test_decoders_are_closed(run: Bench, monkeypatch: pytest.MonkeyPatch) -> Non
     closed: list[SpeculativeDecoder] = []
     create, close = SpeculativeDecoder.open, SpeculativeDecoder.close
 
-    def opening(*arguments: Any) -> SpeculativeDecoder:
-        opened.append(create(*arguments))
+    def opening(*arguments: Any, **options: Any) -> SpeculativeDecoder:
+        opened.append(create(*arguments, **options))
         return opened[-1]
 
     monkeypatch.setattr(SpeculativeDecoder, "open", opening)

@@ -19,6 +19,10 @@ from tests.test_lossless import PROMPTS, SAMPLED, decode, near_ties
 MOST = 10
 
 
+class Row:
+    """Something to be known by."""
+
+
 def test_expected_tokens_is_the_geometric_series() -> None:
     for alpha in (0.0, 0.3, 0.999, 1.0):
         for g in (0, 1, 5):
@@ -49,10 +53,10 @@ def seconds_a_token(
     generator = np.random.default_rng(5)
     elapsed, lengths_of_rows, behind = 0.0, np.zeros(rows), 0
     for request in range(4):
-        lengths.start(rows)
+        requests = [Row() for _ in range(rows)]
         lengths_of_rows[:], behind = 0, 0
         while lengths_of_rows.min() < tokens / 4:
-            g = lengths.choose([MOST] * rows)
+            g = lengths.choose(requests, [MOST] * rows, behind)
             outcomes = []
             for row in range(rows):
                 rate = alpha(int(request * tokens / 4 + lengths_of_rows[row]))
@@ -61,8 +65,8 @@ def seconds_a_token(
                 outcomes.append((accepted, min(g, accepted + 1)))
                 lengths_of_rows[row] += accepted + 1
             time = (1 + g * (cost + width) + (behind * width * cost if g else 0)) * generator.lognormal(0, 0.05)
+            lengths.observe(g, time, requests, outcomes, behind)
             behind = 0 if g else behind + 1
-            lengths.observe(g, time, outcomes)
             elapsed += time
     return elapsed / tokens
 
@@ -94,25 +98,26 @@ def test_never_slower_than_the_target_alone(alpha: float, cost: float, width: fl
 def test_a_draft_that_becomes_good_is_found_again() -> None:
     lengths = DraftLength(MOST, None)
     assert seconds_a_token(lengths, lambda _: 0.0, 0.03, 0.05) > 0.97
-    assert lengths.choose([MOST]) <= 1
+    assert not lengths.drafting
+    assert lengths.choose([Row()], [MOST]) <= 1
     found = seconds_a_token(lengths, lambda _: 0.9, 0.03, 0.05, tokens=12_000)
     assert found < 1.25 * min(fixed(0.9, 0.03, 0.05))
 
 
 def test_a_row_that_can_use_no_drafts_gets_none() -> None:
     lengths = DraftLength(MOST, None)
-    lengths.start(2)
+    rows = [Row(), Row()]
     for _ in range(20):
-        lengths.observe(lengths.choose([MOST, MOST]), 0.01, [(1, 1), (1, 1)])
-    assert lengths.choose([0, 0]) == 0
-    assert lengths.choose([1, 0]) <= 1
+        lengths.observe(lengths.choose(rows, [MOST, MOST]), 0.01, rows, [(1, 1), (1, 1)])
+    assert lengths.choose(rows, [0, 0]) == 0
+    assert lengths.choose(rows, [1, 0]) <= 1
 
 
 def test_a_fixed_length_is_always_the_answer() -> None:
     lengths = DraftLength(MOST, 3)
-    lengths.start(1)
-    lengths.observe(3, 1.0, [(0, 1)])
-    assert lengths.choose([MOST]) == 3
+    row = Row()
+    lengths.observe(3, 1.0, [row], [(0, 1)])
+    assert lengths.choose([row], [MOST]) == 3
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])

@@ -19,7 +19,6 @@ from specrun.devices.driver import why_no_gpu
 from specrun.draft_length import DraftLength
 from specrun.engine_dir import open_engine
 from specrun.sampling import SamplingParams
-from specrun.speculative import SpeculativeLoop
 from tests.host_device import HostDevice
 from tests.tables import normal, save_table_engine
 from tests.test_device_round import device_round
@@ -51,7 +50,7 @@ def test_a_bare_python_is_told_what_to_install(tmp_path: Path) -> None:
 
 def test_every_kernel_is_timed() -> None:
     figures = time_kernels(HostDevice(), vocab=50, count=2)
-    for way in ("greedy", "temperature", "top_k and top_p"):
+    for way in ("greedy", "temperature", "top_k and top_p", "logits"):
         assert len(figures[way]) == 6
         assert all(value > 0 for value in figures[way].values())
     assert figures["copies"]["bytes"] == 4 * 50 * 4
@@ -65,9 +64,7 @@ def test_a_pair_is_measured(tmp_path: Path, use_logits: bool) -> None:
 
     def decoder(draft_dir: Path | None) -> SpeculativeDecoder:
         round_ = device_round(target, draft_dir, 4 if draft_dir else 0, use_logits)
-        return SpeculativeDecoder(
-            SpeculativeLoop(round_, DraftLength(round_.draft_len, round_.draft_len)), open_engine(target), 4
-        )
+        return SpeculativeDecoder(round_, DraftLength(round_.draft_len, round_.draft_len), open_engine(target), 4)
 
     prompts = [[1], [2, 3]]
     figures = measure(decoder(None), decoder(draft), decoder(draft), prompts, SamplingParams(1.0, seed=3))

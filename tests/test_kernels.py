@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from specrun.acceptance import accept_logits
+from specrun.acceptance import accept_logits, accept_tokens
 from specrun.kernels import MAX_VOCAB, THREADS, compile_cubin
-from specrun.rounds.device import DISTRIBUTION, PROGRESS, SAMPLING
-from specrun.sampling import Floats, Purpose, SamplingParams, exponentials, probabilities, race, uniform
+from specrun.penalties import adjust
+from specrun.rounds.device import (
+    DISTRIBUTION,
+    IN_PROMPT,
+    MAX_LOGPROBS,
+    MAX_STOP_IDS,
+    PROGRESS,
+    SAMPLING,
+    TOKEN_VALUE,
+)
+from specrun.sampling import (
+    MAX_BIASES,
+    Floats,
+    Purpose,
+    SamplingParams,
+    choose,
+    exponentials,
+    log_probability,
+    probabilities,
+    race,
+    uniform,
+)
 from tests.host_device import call
 from tests.tables import normal
 
@@ -54,26 +76,34 @@ def rows() -> dict[str, Floats]:
     }
 
 
-def state(params: SamplingParams, length: int, remaining: int) -> tuple[Any, Any]:
-    values = (params.seed, params.top_p, params.temperature, params.top_k, params.min_p, 0)
-    sampling = np.array([values], SAMPLING)
-    return sampling, np.array([(length, remaining)], PROGRESS)
+def sampling_of(params: SamplingParams, **more: int) -> Any:
+    """One row of SAMPLING; ``more`` is what is not a sampling parameter."""
+    row = np.zeros(1, SAMPLING)
+    values = {
+        "repetition": params.repetition_penalty,
+        "presence": params.presence_penalty,
+        "frequency": params.frequency_penalty,
+        "biases": len(params.logit_bias),
+        "draft_len": 99,
+        "logprobs": -1,
+    }
+    for name in ("seed", "top_p", "temperature", "top_k", "min_p"):
+        values[name] = getattr(params, name)
+    for name, value in (values | more).items():
+        row[name] = value
+    return row
 
 
-def describe(logits: Floats, params: SamplingParams) -> Any:
-    """The kernel's distribution of one row."""
-    sampling, progress = state(params, 7, 1)
-    found = np.zeros(1, DISTRIBUTION)
-    call("describe_target", (1, 1), logits, len(logits), sampling, progress, 0, found)
-    return found[0]
+def progress_of(length: int, remaining: int) -> Any:
+    return np.array([(length, remaining)], PROGRESS)
 
 
-def choose(logits: Floats, params: SamplingParams, position: int) -> int:
-    """The kernel's token at ``position``."""
-    sampling, progress = state(params, position, 1)
-    found = np.full(1, -7, np.int32)
-    call("choose_target", (1, 1), logits, len(logits), sampling, progress, 0, found)
-    return int(found[0])
+def judge(logits: Floats, params: SamplingParams, position: int) -> tuple[Any, int]:
+    """The kernel's distribution of one row, and its token at ``position``."""
+    found, chosen = np.zeros(1, DISTRIBUTION), np.full(1, -7, np.int32)
+    own = (progress_of(position, 1), 0, sampling_of(params))
+    call("judge_target", (1, 1), logits, len(logits), *own, found, chosen)
+    return found[0], int(chosen[0])
 
 
 def weights(d: Any, logits: Floats) -> Floats:
@@ -88,7 +118,7 @@ def weights(d: Any, logits: Floats) -> Floats:
 @pytest.mark.parametrize("name", rows())
 def test_distribution_is_numpys(name: str, params: SamplingParams) -> None:
     logits = rows()[name]
-    expected, found = probabilities(logits, params), weights(describe(logits, params), logits)
+    expected, found = probabilities(logits, params), weights(judge(logits, params, 7)[0], logits)
     # A weight within rounding of a cut may fall on either side of it.
     apart = (expected > 0) != (found > 0)
     assert apart.sum() <= 1e-4 * len(logits) or not apart.any()
@@ -103,7 +133,7 @@ def test_choice_is_numpys(name: str, params: SamplingParams) -> None:
     probs = probabilities(logits, params)
     for position in (1, 2, 1000):
         noise = exponentials(params.seed, Purpose.TARGET, position, len(logits))
-        expected, found = race(probs, noise), choose(logits, params, position)
+        expected, found = race(probs, noise), judge(logits, params, position)[1]
         score = probs / noise
         assert expected == found or score[found] >= score[expected] * (1 - 1e-5)
 
@@ -111,7 +141,7 @@ def test_choice_is_numpys(name: str, params: SamplingParams) -> None:
 @pytest.mark.parametrize("name", rows())
 def test_greedy_is_the_first_of_the_largest(name: str) -> None:
     logits = rows()[name]
-    assert choose(logits, SamplingParams(), 5) == int(logits.argmax())
+    assert judge(logits, SamplingParams(), 5)[1] == int(logits.argmax())
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), *PARAMS[:5]], ids=str)
@@ -120,8 +150,8 @@ def test_greedy_is_the_first_of_the_largest(name: str) -> None:
 def test_what_is_not_a_number_is_no_token(params: SamplingParams, bad: float, place: int) -> None:
     logits = normal(9, 1000)
     logits[place] = bad
-    assert choose(logits, params, 3) == -1
-    assert choose(np.full(9, -np.inf, np.float32), params, 3) == -1
+    assert judge(logits, params, 3)[1] == -1
+    assert judge(np.full(9, -np.inf, np.float32), params, 3)[1] == -1
 
 
 @pytest.mark.parametrize("same", [False, True])
@@ -159,16 +189,27 @@ def test_rejection_sampling_is_numpys(params: SamplingParams, same: bool) -> Non
 
 def accept(params: SamplingParams, length: int, drafts: list[int], draft: Floats, target: Floats) -> tuple[Any, ...]:
     g, vocab = len(drafts), target.shape[-1]
-    sampling, progress = state(params, length, 20)
+    progress = progress_of(length, 20)
     tokens = np.zeros((1, 64), np.int64)
     tokens[0, length : length + g] = drafts
-    q = np.array([describe(row, params) for row in draft], DISTRIBUTION)
-    p = np.array([describe(row, params) for row in target], DISTRIBUTION)
-    stop_ids, record = np.full(1, -1, np.int64), np.zeros(3 + g, np.int64)
+    q = np.array([judge(row, params, length)[0] for row in draft], DISTRIBUTION)
+    judged = [judge(row, params, length + i) for i, row in enumerate(target)]
+    p, chosen = np.array([d for d, _ in judged], DISTRIBUTION), np.array([token for _, token in judged], np.int32)
+    state = (tokens, 64, progress, g, sampling_of(params, use_logits=1))
     draft_vocab = draft.shape[-1]
-    own = (q, draft, draft_vocab, draft_vocab, draft_vocab)
-    call("accept_logits", (1, 1), tokens, 64, progress, g, *own, p, target, vocab, sampling, stop_ids, 1, record)
+    own = (q, draft, draft_vocab, draft_vocab, draft_vocab, p, chosen, target, vocab)
+    stop_ids, record = np.zeros(MAX_STOP_IDS, np.int64), np.zeros(3 + g, np.int64)
+    call("accept", (1, 1), *state, *own, stop_ids, np.zeros(1, np.uint32), 0, record)
     return record, tokens[0], progress
+
+
+def commit(progress: Any, tokens: Any, chosen: list[int], stop_ids: list[int], record: Any) -> None:
+    """``accept`` where tokens are compared: it reads no logits."""
+    nothing, none = np.zeros(1, DISTRIBUTION), np.zeros(1, np.float32)
+    state = (tokens, tokens.shape[1], progress, 3, sampling_of(SamplingParams(), stops=len(stop_ids)))
+    own = (nothing, none, 1, 1, 1, nothing, np.array(chosen, np.int32), none, 1)
+    stops = np.array(stop_ids + [0] * (MAX_STOP_IDS - len(stop_ids)), np.int64)
+    call("accept", (1, 1), *state, *own, stops, np.zeros(1, np.uint32), 0, record)
 
 
 @pytest.mark.parametrize("remaining, stop, kept", [(9, 99, 3), (2, 99, 2), (9, 12, 2), (9, 11, 1), (1, 99, 1)])
@@ -176,9 +217,8 @@ def test_commit_ends_where_the_text_ends(remaining: int, stop: int, kept: int) -
     """Two of three drafts stand; the row ends at a stop id or where nothing remains."""
     tokens = np.array([[5, 11, 12, 77, 0, 0]], np.int64)
     progress = np.array([(1, remaining)], PROGRESS)
-    chosen = np.array([11, 12, 13, 14], np.int32)
-    stop_ids, record = np.array([98, stop], np.int64), np.zeros(6, np.int64)
-    call("accept_tokens", (1, 1), tokens, 6, progress, 3, chosen, stop_ids, 2, record)
+    record = np.zeros(6, np.int64)
+    commit(progress, tokens, [11, 12, 13, 14], [98, stop], record)
     assert progress[0]["length"] == 1 + kept
     ended = stop in (11, 12) or kept == remaining
     assert progress[0]["remaining"] == (0 if ended else remaining - kept)
@@ -193,15 +233,240 @@ def test_a_row_that_has_ended_stays_as_it_is() -> None:
     tokens = np.array([[5, 11, 12, 77, 0, 0]], np.int64)
     progress = np.array([(3, 0)], PROGRESS)
     before, record = tokens.copy(), np.zeros(6, np.int64)
-    chosen, stop_ids = np.zeros(4, np.int32), np.zeros(1, np.int64)
-    call("accept_tokens", (1, 1), tokens, 6, progress, 3, chosen, stop_ids, 0, record)
+    commit(progress, tokens, [0] * 4, [], record)
     assert (tokens == before).all()
     assert tuple(progress[0]) == (3, 0)
+    assert list(record[:3]) == [0, 0, -1]
+
+
+ADJUSTED = [
+    SamplingParams(),
+    SamplingParams(repetition_penalty=1.3),
+    SamplingParams(repetition_penalty=0.7, presence_penalty=-0.4),
+    SamplingParams(presence_penalty=1.5, frequency_penalty=0.3),
+    SamplingParams(frequency_penalty=-0.1, logit_bias={7: 2.5, 3: -np.inf, 400: -100, 5000: 1}),
+    SamplingParams(repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.7, logit_bias={11: 1e-3}),
+    SamplingParams(logit_bias={v: v / 7 - 20 for v in range(3 * MAX_BIASES, 0, -3)}),
+]
+
+
+@dataclass
+class Row:
+    """A row in the middle of its text, and what the models say of it."""
+
+    params: SamplingParams
+    prompt: list[int]
+    output: list[int]
+    target: Floats
+    draft: Floats
+    use_logits: bool = False
+    cap: int = 99
+    remaining: int = 20
+    stop_ids: list[int] = field(default_factory=list)
+    min_output_len: int = 0
+
+    def adjusted(self, logits: Floats, drafts: Sequence[int]) -> Floats:
+        output = [*self.output, *drafts]
+        return adjust(
+            logits, self.params, self.prompt, output, self.stop_ids if len(output) < self.min_output_len else ()
+        )
+
+    def round(self, g: int) -> tuple[list[int], int, int]:
+        """What numpy decides: the draft tokens, how many stand, and the token after them."""
+        position, params = len(self.prompt) + len(self.output), self.params
+        sampled, vocab = self.use_logits and not params.greedy, self.target.shape[1]
+        drafts: list[int] = []
+        q = np.zeros((g, vocab), np.float32)
+        for i in range(max(0, min(g, self.cap, self.remaining - 1))):
+            logits = self.adjusted(self.draft[i], drafts)
+            if sampled:
+                q[i, : len(logits)] = probabilities(logits, params)
+                drafts.append(race(q[i], exponentials(params.seed, Purpose.DRAFT, position + i, vocab)))
+            else:
+                drafts.append(choose(logits, params, position + i))
+        target = [self.adjusted(self.target[i], drafts[:i]) for i in range(len(drafts) + 1)]
+        if not sampled:
+            return drafts, *accept_tokens(drafts, [choose(p, params, position + i) for i, p in enumerate(target)])
+        uniforms = [uniform(params.seed, Purpose.ACCEPT, position + i) for i in range(len(drafts))]
+        p = [probabilities(logits, params) for logits in target]
+        accepted, weights = accept_logits(drafts, q[: len(drafts)], p, uniforms)
+        return drafts, accepted, race(weights, exponentials(params.seed, Purpose.TARGET, position + accepted, vocab))
+
+
+def table(batch: Sequence[Row], width: int) -> dict[str, Any]:
+    """The rows as the kernels see them."""
+    vocab = batch[0].target.shape[1]
+    found = {
+        "tokens": np.zeros((len(batch), width), np.int64),
+        "progress": np.zeros(len(batch), PROGRESS),
+        "sampling": np.zeros(len(batch), SAMPLING),
+        "counts": np.zeros((len(batch), vocab), np.uint32),
+        "biases": np.zeros((len(batch), MAX_BIASES), TOKEN_VALUE),
+        "stop_ids": np.zeros((len(batch), MAX_STOP_IDS), np.int64),
+    }
+    for i, row in enumerate(batch):
+        text = row.prompt + row.output
+        found["tokens"][i, : len(text)] = text
+        found["progress"][i] = (len(text), row.remaining)
+        found["sampling"][i] = sampling_of(
+            row.params,
+            use_logits=row.use_logits,
+            draft_len=row.cap,
+            stops=len(row.stop_ids),
+            free_length=len(row.prompt) + row.min_output_len,
+        )
+        np.add.at(found["counts"][i], row.output, 1)
+        found["counts"][i, row.prompt] |= IN_PROMPT
+        found["biases"][i, : len(row.params.logit_bias)] = [*row.params.logit_bias.items()]
+        found["stop_ids"][i, : len(row.stop_ids)] = row.stop_ids
+    return found
+
+
+def adjust_all(logits: Any, vocab: int, first: int, g: int, rows: dict[str, Any]) -> Any:
+    """The kernel's adjusted logits [B, positions, stride]."""
+    batch, positions, stride = logits.shape
+    adjusted = logits.copy()  # Ids beyond ``vocab`` stay as they are.
+    state = (rows["tokens"], rows["tokens"].shape[1], rows["progress"], g, rows["sampling"])
+    own = (rows["counts"], rows["counts"].shape[1], rows["biases"], rows["stop_ids"])
+    call("adjust", (batch, positions), logits, stride, vocab, positions, first, *state, *own, adjusted)
+    return adjusted
+
+
+def test_adjusted_logits_are_numpys() -> None:
+    """To the last bit: texts and drafts that repeat themselves, stop ids that become free, a narrower draft."""
+    g, vocab, narrow, stride = 4, 1000, 900, 950
+    drafts = [7, 990, 7, 7]
+    batch = []
+    for i, params in enumerate(ADJUSTED):
+        target, draft = normal(60 + i, g + 1, vocab, scale=3), normal(70 + i, g, stride, scale=3)
+        for logits in (target, draft):
+            logits[:, ::9] = np.resize(
+                np.array([0, -0.0, -np.inf, 3e38, -3e38, 1e-42], np.float32), logits[:, ::9].shape
+            )
+        texts = np.random.default_rng(i).integers(0, 2 * i + 1, 60) * 83  # Row 0 knows one token only.
+        prompt, output = texts[:30].tolist(), texts[30 : 30 + 10 * (i % 4)].tolist()
+        own = {"stop_ids": [7, 11 + i, 920], "min_output_len": len(output) + i % 6}
+        batch.append(Row(params, prompt, output, target, draft, **own))
+    rows = table(batch, 80)
+    for i, row in enumerate(batch):
+        start = len(row.prompt) + len(row.output)
+        rows["tokens"][i, start : start + g] = drafts
+    found = adjust_all(np.stack([row.target for row in batch]), vocab, 0, g, rows)
+    steps = [adjust_all(np.stack([row.draft[i : i + 1] for row in batch]), narrow, i, g, rows) for i in range(g)]
+    with np.errstate(over="ignore"):
+        for b, row in enumerate(batch):
+            for i in range(g + 1):
+                assert same_bits(found[b, i], row.adjusted(row.target[i], drafts[:i]))
+            for i in range(g):
+                assert same_bits(steps[i][b, 0, :narrow], row.adjusted(row.draft[i, :narrow], drafts[:i]))
+                assert same_bits(steps[i][b, 0, narrow:], row.draft[i, narrow:])
+
+
+def same_bits(a: Floats, b: Floats) -> bool:
+    return bool(((np.ascontiguousarray(a).view(np.uint32) == b.view(np.uint32)) | (np.isnan(a) & np.isnan(b))).all())
+
+
+def test_rounds_of_mixed_rows_are_numpys() -> None:
+    """Rows that compare tokens, logits or nothing, adjusted or not, with caps and ends of their own, in one batch."""
+    g, vocab, stride, narrow, width = 3, 600, 580, 560, 64
+    warm, penalties = SamplingParams(0.9, top_k=50, seed=1), ADJUSTED[5]
+    kinds: list[dict[str, Any]] = [
+        {"params": warm},
+        {"params": warm, "use_logits": True},
+        {"params": SamplingParams(), "use_logits": True},
+        {"params": replace(penalties, temperature=0.8), "use_logits": True, "cap": 2},
+        {"params": replace(penalties, temperature=1.1)},
+        {"params": penalties, "min_output_len": 12},
+        {"params": warm, "use_logits": True, "remaining": 2},
+        {"params": warm, "cap": 0},
+        {"params": warm, "use_logits": True, "cap": 0},
+        {"params": warm, "remaining": 0},
+    ]
+    ends: list[set[int]] = [set() for _ in kinds]
+    stopped: set[int] = set()
+    for case in range(8):
+        batch = []
+        for i, kind in enumerate(kinds):
+            target = normal(1000 * case + i, g + 1, vocab, scale=2.5)
+            draft = np.ascontiguousarray(target[:g, :stride] + normal(1000 * case + 500 + i, g, stride, scale=0.4))
+            draft[:, narrow:] = 99  # Beyond the target's ids, if they were looked at.
+            text = np.random.default_rng(case).integers(0, 40, 30 + i).tolist()
+            own = {**kind, "params": replace(kind["params"], seed=case)}
+            # A token in ten is a stop id, another one in each row.
+            stops = list(range(i, vocab, 10))
+            batch.append(Row(prompt=text[:20], output=text[20:], target=target, draft=draft, stop_ids=stops, **own))
+        found = play(batch, g, narrow, width)
+        for i, row in enumerate(batch):
+            if not row.remaining:
+                assert list(found["records"][i, :3]) == [0, 0, -1]
+                continue
+            narrowed = replace(row, draft=row.draft[:, :narrow])
+            drafts, accepted, following = narrowed.round(g)
+            assert list(found["records"][i, : 3 + len(drafts)]) == [len(drafts), accepted, following, *drafts]
+            committed = [*drafts[:accepted], following]
+            last = next((at for at, token in enumerate(committed) if token in row.stop_ids), None)
+            if last is not None:
+                stopped.add(i)
+                committed = committed[: last + 1]
+                assert len(row.output) + last >= row.min_output_len
+            after = replace(row, output=row.output + committed, remaining=row.remaining - len(committed))
+            expected = table([after], width)
+            assert found["progress"][i]["length"] == expected["progress"][0]["length"]
+            assert found["progress"][i]["remaining"] == (after.remaining if last is None else 0)
+            assert (found["counts"][i] == expected["counts"][0]).all()
+            ends[i].add(accepted)
+    assert [len(accepted) > 1 for accepted in ends] == [True] * 7 + [False] * 3
+    assert len(stopped) > 4
+
+
+def play(batch: Sequence[Row], g: int, narrow: int, width: int) -> dict[str, Any]:
+    """A round made of the kernels, of which the draft's know ``narrow`` ids."""
+    rows = table(batch, width)
+    state = (rows["tokens"], width, rows["progress"], g, rows["sampling"])
+    stride, vocab = batch[0].draft.shape[1], batch[0].target.shape[1]
+    one, each = (len(batch), 1), (len(batch), g + 1)
+    q, p = np.zeros((len(batch), g), DISTRIBUTION), np.zeros(each, DISTRIBUTION)
+    steps, chosen = np.stack([row.draft for row in batch], axis=1), np.zeros(each, np.int32)
+    for step in range(g):
+        steps[step] = adjust_all(steps[step][:, None], narrow, step, g, rows)[:, 0]
+        call("draw_draft", one, steps[step], stride, narrow, *state, step, q)
+    target = adjust_all(np.stack([row.target for row in batch]), vocab, 0, g, rows)
+    call("judge_target", each, target, vocab, rows["progress"], g, rows["sampling"], p, chosen)
+    rows["records"] = np.zeros((len(batch), 3 + g), np.int64)
+    draft = (q, steps, len(batch) * stride, stride, narrow)
+    call("accept", one, *state, *draft, p, chosen, target, vocab, rows["stop_ids"], rows["counts"], 1, rows["records"])
+    return rows
+
+
+@pytest.mark.parametrize("top", [0, MAX_LOGPROBS])
+@pytest.mark.parametrize("name", rows())
+def test_log_probabilities_are_numpys(name: str, top: int) -> None:
+    """Of a token that stood and of the one after it; nothing of the rejected one, or where nothing is wanted."""
+    logits = rows()[name]
+    both = np.stack([logits, np.roll(logits, 1), logits])
+    tokens = [int(logits.argmax()), len(logits) // 2]
+    record = np.array([2, 1, tokens[1], tokens[0], 0], np.int64)
+    untouched = np.zeros((3, 1 + MAX_LOGPROBS), TOKEN_VALUE)
+    found = untouched.copy()
+    for wanted in (-1, top):
+        assert (found == untouched).all()
+        sampling = sampling_of(SamplingParams(0.1, top_k=1), logprobs=wanted)
+        call("log_probabilities", (1, 3), both, len(logits), 2, sampling, record, found)
+    for i, token in enumerate(tokens):
+        expected = log_probability(both[i], token, top)
+        assert found[i]["id"][0] == token
+        np.testing.assert_allclose(found[i]["value"][0], expected.logprob, rtol=1e-5, atol=1e-5)
+        ids, values = found[i]["id"][1 : 1 + top], found[i]["value"][1 : 1 + top]
+        known = min(top, len(logits))
+        assert list(ids[:known]) == list(np.argsort(-both[i], kind="stable")[:known])
+        assert (ids[known:] == -1).all()
+        np.testing.assert_allclose(values[:known], [value for _, value in expected.top], rtol=1e-5, atol=1e-5)
+    assert (found[2] == untouched[2]).all()
 
 
 def test_the_largest_vocabulary_does_not_overflow() -> None:
     """All weights are 1: their masses add up to the most there can be."""
-    d = describe(np.zeros(MAX_VOCAB, np.float32), SamplingParams(1.0, top_p=0.999))
+    d, _ = judge(np.zeros(MAX_VOCAB, np.float32), SamplingParams(1.0, top_p=0.999), 7)
     assert d["total"] == MAX_VOCAB
 
 

@@ -193,8 +193,8 @@ def test_control_draft_probabilities_from_before_top_k_are_seen(
     target = normal(10, 16)
     draft = target + normal(11, 16, scale=0.5)
     decoder = open_tables(tmp_path, target, draft, use_logits=True)
-    assert decoder.loop.round.drafter
-    decoder.loop.round.drafter = kind(decoder.loop.round.drafter.runner, 16, True)
+    assert decoder.scheduler.round.drafter
+    decoder.scheduler.round.drafter = kind(decoder.scheduler.round.drafter.runner, 16, True)
     tokens, _ = sample(decoder, 300, 20, params)
     assert fits(tokens, exact_probabilities(target, params))[0].good == good
 

@@ -99,13 +99,15 @@ def opened(plan: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[TrtBackend, Rec
     return TrtBackend(plan, open_engine(plan), HostDevice(), "8.9"), recorder
 
 
-def enqueue(backend: TrtBackend, batch: int, sequence: int, kept: int, fixed: bool = True) -> dict[str, int]:
+def enqueue(
+    backend: TrtBackend, batch: int, sequence: int, kept: int, fixed: bool = True, first: int = 0
+) -> dict[str, int]:
     """One call; returns the address of each array."""
     zeros = backend.device.zeros
     shapes = ((batch, sequence), (batch,), (batch, kept))
     feed = Feed(*(zeros(shape, np.int64) for shape in shapes))
     logits = zeros((batch, kept, backend.config.graph.vocab_size), np.float32)
-    backend.enqueue(feed, logits, fixed=fixed)
+    backend.enqueue(feed, logits, first, fixed=fixed)
     arrays = dict(zip((INPUT_IDS, WRITE_INDICES, LOGITS_INDICES, LOGITS), (*feed, logits), strict=True))
     return {name: array.address for name, array in arrays.items()}
 
@@ -113,8 +115,8 @@ def enqueue(backend: TrtBackend, batch: int, sequence: int, kept: int, fixed: bo
 def test_every_context_has_the_same_cache_and_workspace(opened: tuple[TrtBackend, Recorder]) -> None:
     """Past and present are one memory, of which nothing moves from batch to batch."""
     backend, recorder = opened
+    backend.allocate_cache(0)
     for batch in (3, 1):
-        assert backend.allocate_cache(batch, 10) == backend.config.build_config.cache_length
         enqueue(backend, batch, 5, 5)
         enqueue(backend, batch, 20, 1, fixed=False)
     assert [call for call in recorder.calls if call[0] == "context"] == [("context", number) for number in range(3)]
@@ -131,7 +133,7 @@ def test_every_context_has_the_same_cache_and_workspace(opened: tuple[TrtBackend
 
 def test_a_call_sets_shapes_once_then_addresses_then_runs(opened: tuple[TrtBackend, Recorder]) -> None:
     backend, recorder = opened
-    backend.allocate_cache(3, 10)
+    backend.allocate_cache(0)
     addresses = enqueue(backend, 2, 5, 5)
     names = [call[0] for call in recorder.calls]
     assert names[:3] == ["context", "set_device_memory", "set_optimization_profile_async"]
@@ -151,7 +153,7 @@ def test_a_call_sets_shapes_once_then_addresses_then_runs(opened: tuple[TrtBacke
 def test_shapes_that_may_be_recorded_have_contexts_of_their_own(opened: tuple[TrtBackend, Recorder]) -> None:
     """A recording must not see a context's shapes change: not by another batch, another step, or a prompt."""
     backend, recorder = opened
-    backend.allocate_cache(3, 10)
+    backend.allocate_cache(0)
     calls = [(1, 2, 1, True), (1, 1, 1, True), (3, 5, 5, True), (1, 2, 1, False), (1, 20, 1, False)]
     for call in calls * 2:
         enqueue(backend, *call)
@@ -162,16 +164,28 @@ def test_shapes_that_may_be_recorded_have_contexts_of_their_own(opened: tuple[Tr
     assert shapes == {0: {(1, 2)}, 1: {(1, 1)}, 2: {(3, 5)}, 3: {(1, 2), (1, 20)}}
 
 
+def test_prompts_are_read_in_rows_behind_those_that_decode(opened: tuple[TrtBackend, Recorder]) -> None:
+    backend, recorder = opened
+    backend.allocate_cache(0)
+    past, shape = past_names(backend.config.graph.layers)[0], backend.config.graph.caches[0]
+    row = shape.heads * backend.config.build_config.cache_length * shape.width * 4  # float32
+    for first in (0, 2, 1):
+        enqueue(backend, 1, 20, 1, fixed=False, first=first)
+    found = [call[3] for call in recorder.calls if call[0] == "set_tensor_address" and call[2] == past]
+    assert [address - found[0] for address in found] == [0, 2 * row, row]
+    assert row % 256 == 0
+
+
 def test_a_refusal_is_an_error(opened: tuple[TrtBackend, Recorder]) -> None:
     backend, recorder = opened
-    backend.allocate_cache(1, 10)
+    backend.allocate_cache(0)
     for call, what in (
         ("set_input_shape", "the shape"),
         ("set_tensor_address", "the address"),
         ("execute_async_v3", "to run"),
     ):
         recorder.refuses = call
-        backend._shapes.clear()
+        backend._contexts.clear()
         with pytest.raises(BackendError, match=f"tensorrt_rtx refused {what}"):
             enqueue(backend, 1, 1, 1)
 

@@ -177,8 +177,8 @@ def test_bad_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: l
 
 def test_gpu_rounds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[bool] = []
-    loop = SimpleNamespace(round=SimpleNamespace(close=lambda: closed.append(True)))
-    decoder = SpeculativeDecoder(loop, None, 1)
+    rounds = SimpleNamespace(close=lambda: closed.append(True), draft_len=4)
+    decoder = SpeculativeDecoder(rounds, None, None, 1)
     monkeypatch.setattr("specrun.decoder.SpeculativeDecoder.open", lambda *_: decoder)
     with pytest.raises(BackendError, match="needs CPU engines"):
         verify_pair(tmp_path, tmp_path, DraftTargetConfig(4), PROMPTS, WARM, 1)

@@ -19,8 +19,9 @@ import numpy as np
 
 from specrun.decoder import SpeculativeDecoder
 from specrun.devices import Device
-from specrun.request import Request
-from specrun.rounds.device import DISTRIBUTION, PROGRESS, SAMPLING, DeviceRound
+from specrun.request import MAX_LOGPROBS, Request
+from specrun.rounds.device import DISTRIBUTION, DeviceRound
+from specrun.rounds.device_rows import PROGRESS, TOKEN_VALUE, DeviceRows
 from specrun.sampling import SamplingParams
 from specrun.stats import predicted_speedup
 
@@ -58,36 +59,51 @@ def time_kernels(device: Device, vocab: int = 128_256, count: int = 50) -> Figur
     logits, draft_logits = device.zeros((g + 1, vocab), np.float32), device.zeros((g, vocab), np.float32)
     for array in (logits, draft_logits):
         device.write(array, (rng.normal(size=array.shape) * 3).astype(np.float32))
-    tokens, chosen = device.zeros((1, width), np.int64), device.zeros((g + 1,), np.int32)
-    progress, sampling = device.zeros((1,), PROGRESS), device.zeros((1,), SAMPLING)
+    rows = DeviceRows(device, 1, width, vocab)
+    # Penalties and log-probabilities are queued only for requests that want them; here one wants everything.
+    params = SamplingParams(presence_penalty=0.5, logit_bias={1: 1.0})
+    rows.begin(0, [Request([1] * 8, params, 1, draft_len=g, logprobs=MAX_LOGPROBS)], g, False)
     p, q = device.zeros((g + 1,), DISTRIBUTION), device.zeros((g,), DISTRIBUTION)
-    stop_ids, record = device.zeros((1,), np.int64), device.zeros((3 + g,), np.int64)
+    chosen, record = device.zeros((g + 1,), np.int32), device.zeros((3 + g,), np.int64)
+    adjusted, found = (
+        device.zeros((g + 1, size), kind) for size, kind in ((vocab, np.float32), (1 + MAX_LOGPROBS, TOKEN_VALUE))
+    )
     inputs = [device.zeros((16,), np.int64) for _ in range(3)]
 
-    rows, ends = (tokens, width, progress, g), (stop_ids, 0, record)
-    target = (logits, vocab, sampling, progress, g)
-    rejection = (q, draft_logits, vocab, vocab, vocab, p, logits, vocab, sampling)
+    state, own = rows.state(g), (rows.progress, g, rows.sampling)
+    ends = (rows.stop_ids, rows.counts, 0, record)
+    judged = (p, chosen)
     one, each = (1, 1), (1, g + 1)
     calls: dict[str, tuple[Any, ...]] = {
-        "feed": (one, tokens, width, progress, -1, 5, -1, 5, width, vocab, *inputs),
-        "draw_draft": (one, draft_logits, vocab, vocab, sampling, progress, 0, g, 0, tokens, width, q),
-        "choose_target": (each, *target, chosen),
-        "describe_target": (each, *target, p),
-        "accept_tokens": (one, *rows, chosen, *ends),
-        "accept_logits": (one, *rows, *rejection, *ends),
+        "feed": (one, rows.tokens, width, rows.progress, -1, 5, -1, 5, width, vocab, *inputs),
+        "adjust": (
+            each,
+            *(logits, vocab, vocab, g + 1, 0, *state, rows.counts, vocab, rows.biases, rows.stop_ids, adjusted),
+        ),
+        "draw_draft": (one, draft_logits, vocab, vocab, *state, 0, q),
+        "judge_target": (each, logits, vocab, *own, *judged),
+        "accept": (one, *state, q, draft_logits, vocab, vocab, vocab, *judged, logits, vocab, *ends),
+        "log_probabilities": (each, logits, vocab, g, rows.sampling, record, found),
     }
     figures: Figures = {"vocabulary": vocab}
     ways = {
-        "greedy": (1, 1.0, 0, 0, 0, 0),
-        "temperature": (1, 1.0, 0.8, 0, 0, 0),
-        "top_k and top_p": (1, 0.9, 0.8, 50, 0, 0),
+        "greedy": {},
+        "temperature": {"temperature": 0.8},
+        "top_k and top_p": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
+        "logits": {"temperature": 0.8, "use_logits": 1},
     }
+    usual = device.mirror(rows.sampling)
+    device.fetch(rows.sampling, usual)
+    device.wait()
     for way, values in ways.items():
-        device.write(sampling, np.array([values], SAMPLING))
+        sampling = usual.copy()
+        for name, value in values.items():
+            sampling[name] = value
+        device.write(rows.sampling, sampling)
         figures[way] = {}
         for kernel, arguments in calls.items():
             # Acceptance commits up to five tokens a call; there is room for all of them.
-            device.write(progress, np.array([(8, width)], PROGRESS))
+            device.write(rows.progress, np.array([(8, width)], PROGRESS))
             figures[way][kernel] = microseconds(device, lambda k=kernel, a=arguments: device.launch(k, *a), count)
     return figures | {"copies": _time_copies(device, draft_logits, logits.part(0, draft_logits.shape), count)}
 
@@ -181,8 +197,8 @@ def measure(
     rounds = {name: max(request.stats.rounds for request in found[0][1]) for name, found in runs.items()}
     stats = [request.stats for _, requests in runs["pair"] for request in requests]
     evaluated, accepted = sum(s.evaluated for s in stats), sum(s.accepted for s in stats)
-    g = pair.loop.round.draft_len
-    engines = _time_engines(alone.loop.round, pair.loop.round, len(prompts))
+    g = pair.scheduler.round.draft_len
+    engines = _time_engines(alone.scheduler.round, pair.scheduler.round, len(prompts))
     drafting, verify, step = engines["draft_steps"], engines["verify"], engines["target_step"]
     alpha = accepted / evaluated
     return {

@@ -13,6 +13,8 @@ from specrun.contract import INPUT_IDS, LOGITS_INDICES, WRITE_INDICES
 from specrun.devices import Device, DeviceArray
 from specrun.devices.driver import compute_capability, why_no_gpu
 from specrun.engine_dir import BackendName, EngineConfig
+from specrun.kv_cache.device import DeviceKVCache
+from specrun.kv_cache.host import HostKVCache
 
 BACKEND_NAMES: tuple[BackendName, ...] = get_args(BackendName)
 
@@ -21,22 +23,21 @@ class Backend(Protocol):
     """An opened engine with one key-value cache. Owns device memory; knows nothing of tokens' meaning."""
 
     config: EngineConfig
+    cache: HostKVCache
 
-    def allocate_cache(self, rows: int, length: int) -> int:
-        """Make room for ``rows`` rows of at least ``length`` positions, forgetting what was there.
-
-        Returns the positions a row really has (S_max).
-        """
+    def resize(self, rows: int, length: int, used: int) -> None:
+        """Have a cache of ``rows`` rows of ``length`` positions, keeping what the first ``used`` rows hold."""
 
     def run(
         self,
         input_ids: npt.NDArray[np.int64],
         write_indices: npt.NDArray[np.int64],
         logits_indices: npt.NDArray[np.int64],
+        first: int,
     ) -> npt.NDArray[np.float32]:
         """One forward pass as the graph contract says: [B, S], [B], [B, K] -> logits [B, K, V].
 
-        The result is valid until the next call.
+        On rows ``first .. first + B`` of the cache. The result is valid until the next call.
         """
 
 
@@ -57,6 +58,8 @@ class DeviceBackend(Protocol):
 
     config: EngineConfig
     device: Device
+    cache: DeviceKVCache
+    """There from ``allocate_cache`` on."""
 
     @property
     def recordable(self) -> bool:
@@ -66,12 +69,13 @@ class DeviceBackend(Protocol):
     def workspace_bytes(self) -> int:
         """Memory that the engine will take beside weights and cache; 0 where it cannot tell."""
 
-    def allocate_cache(self, rows: int, length: int) -> int:
-        """See ``Backend.allocate_cache``. Addresses stay the same from call to call."""
+    def allocate_cache(self, blocks: int) -> None:
+        """Make the cache, for the largest batch and longest text, with room for ``blocks`` blocks of past texts."""
 
-    def enqueue(self, feed: Feed, logits: DeviceArray, fixed: bool) -> None:
+    def enqueue(self, feed: Feed, logits: DeviceArray, first: int, fixed: bool) -> None:
         """Queue one forward pass as the graph contract says: ``feed`` -> logits [B, K, V].
 
+        On rows ``first .. first + B`` of the cache.
         fixed: calls of this shape come again in every round, so it is worth preparing for.
         """
 
@@ -92,11 +96,14 @@ def why_no_gpu_backend(name: BackendName) -> str | None:
     return None
 
 
-def open_host_backend(directory: Path, config: EngineConfig) -> Backend:
-    """Load an engine for the CPU. Raises EngineDirError, and BackendError when its runtime is not installed."""
+def open_host_backend(directory: Path, config: EngineConfig, blocks: int) -> Backend:
+    """Load an engine for the CPU, with room for ``blocks`` blocks of past texts.
+
+    Raises EngineDirError, and BackendError when its runtime is not installed.
+    """
     from specrun.backends.ort import OrtBackend
 
-    return OrtBackend(directory, config)
+    return OrtBackend(directory, config, blocks)
 
 
 def open_device_backend(directory: Path, config: EngineConfig, device: Device) -> DeviceBackend:

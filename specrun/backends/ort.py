@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,8 +13,10 @@ import numpy.typing as npt
 from specrun.backends import Feed
 from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
 from specrun.devices import Device, DeviceArray
-from specrun.engine_dir import EngineConfig
+from specrun.engine_dir import EngineConfig, GraphInfo
 from specrun.errors import BackendError, EngineDirError
+from specrun.kv_cache.device import DeviceKVCache
+from specrun.kv_cache.host import HostKVCache
 
 _GRAPH = "model.onnx"
 _pool_made = False
@@ -37,39 +40,51 @@ CACHE_DTYPES = {
 class OrtBackend:
     """See ``Backend``. Inputs, outputs and cache are bound by address, so nothing is copied."""
 
-    def __init__(self, directory: Path, config: EngineConfig) -> None:
+    def __init__(self, directory: Path, config: EngineConfig, blocks: int) -> None:
         self.config = config
+        self.cache = HostKVCache(config.graph.caches, blocks)
         self._session = _open(directory, config, "CPUExecutionProvider", {})
-        self._binding = self._session.io_binding()
-        self._cache: list[npt.NDArray[np.float32]] = []
-        self._logits = np.empty((0, 0, 0), np.float32)
+        self._bindings: dict[tuple[int, int], _Binding] = {}
 
-    def allocate_cache(self, rows: int, length: int) -> int:
-        """The graph's S_max is free here, so the cache is as long as the batch needs: attention costs less."""
-        graph = self.config.graph
-        self._binding = self._session.io_binding()
-        self._cache = [np.zeros((rows, shape.heads, length, shape.width), np.float32) for shape in graph.caches]
-        names = zip(past_names(graph.layers), present_names(graph.layers), self._cache, strict=True)
-        for past, present, memory in names:
-            self._bind(self._binding.bind_input, past, memory)
-            self._bind(self._binding.bind_output, present, memory)
-        self._logits = np.empty((0, 0, 0), np.float32)
-        return length
+    def resize(self, rows: int, length: int, used: int) -> None:
+        """The graph's S_max is free here, so the cache is as long as its rows need: attention costs less."""
+        self._bindings.clear()
+        self.cache.resize(rows, length, used)
 
     def run(
         self,
         input_ids: npt.NDArray[np.int64],
         write_indices: npt.NDArray[np.int64],
         logits_indices: npt.NDArray[np.int64],
+        first: int,
     ) -> npt.NDArray[np.float32]:
         """See ``Backend.run``."""
-        shape = (*logits_indices.shape, self.config.graph.vocab_size)
+        rows = (first, len(input_ids))
+        if rows not in self._bindings:
+            self._bindings[rows] = _Binding(self._session, self.config.graph, self.cache.part(*rows))
+        return self._bindings[rows].run(input_ids, write_indices, logits_indices)
+
+
+class _Binding:
+    """A session's inputs and outputs for some rows of the cache, which stay bound from call to call."""
+
+    def __init__(self, session: Any, graph: GraphInfo, cache: Sequence[npt.NDArray[np.float32]]) -> None:
+        self._session = session
+        self._binding = session.io_binding()
+        self._vocab_size = graph.vocab_size
+        self._logits = np.empty((0, 0, 0), np.float32)
+        for past, present, memory in zip(past_names(graph.layers), present_names(graph.layers), cache, strict=True):
+            self._bind(self._binding.bind_input, past, memory)
+            self._bind(self._binding.bind_output, present, memory)
+
+    def run(self, *feed: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """See ``Backend.run``."""
+        for name, array in zip((INPUT_IDS, WRITE_INDICES, LOGITS_INDICES), feed, strict=True):
+            self._bind(self._binding.bind_input, name, array)
+        shape = (*feed[2].shape, self._vocab_size)
         if self._logits.shape != shape:
             self._logits = np.empty(shape, np.float32)
             self._bind(self._binding.bind_output, LOGITS, self._logits)
-        self._bind(self._binding.bind_input, INPUT_IDS, input_ids)
-        self._bind(self._binding.bind_input, WRITE_INDICES, write_indices)
-        self._bind(self._binding.bind_input, LOGITS_INDICES, logits_indices)
         self._session.run_with_iobinding(self._binding)
         return self._logits
 
@@ -95,10 +110,9 @@ class OrtDeviceBackend:
                 "use_tf32": "0",  # float32 means float32.
             }
         self._session = _open(directory, config, provider, options)
-        self._binding = self._session.io_binding()
+        self._bindings: dict[tuple[int, int], Any] = {}
         self._options = _ort().RunOptions()
         self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-        self._cache: list[DeviceArray] = []
 
     @property
     def recordable(self) -> bool:
@@ -110,42 +124,41 @@ class OrtDeviceBackend:
         """ONNX Runtime allocates on its own and does not tell."""
         return 0
 
-    def allocate_cache(self, rows: int, length: int) -> int:
-        """Room for the largest batch is made once; a batch uses the part it needs."""
+    def allocate_cache(self, blocks: int) -> None:
+        """See ``DeviceBackend.allocate_cache``."""
         graph, build = self.config.graph, self.config.build_config
-        # CUDA's memory-efficient attention wants masks of such lengths.
-        length = _round_up(min(length, build.cache_length), 8)
-        kind = CACHE_DTYPES[graph.dtype]
-        if not self._cache:
-            size = build.max_batch_size * _round_up(build.cache_length, 8)
-            self._cache = [self.device.zeros((size * c.heads * c.width,), kind.storage) for c in graph.caches]
-        self._binding = self._session.io_binding()
-        names = zip(past_names(graph.layers), present_names(graph.layers), graph.caches, self._cache, strict=True)
-        for past, present, cache, memory in names:
-            used = memory.part(0, (rows, cache.heads, length, cache.width))
-            self.device.clear(used)
-            self._bind(self._binding.bind_input, past, used, kind.element)
-            self._bind(self._binding.bind_output, present, used, kind.element)
-        return length
+        storage = CACHE_DTYPES[graph.dtype].storage
+        size = (build.max_batch_size, build.cache_length)
+        self.cache = DeviceKVCache(self.device, graph.caches, storage, *size, blocks)
 
-    def enqueue(self, feed: Feed, logits: DeviceArray, fixed: bool) -> None:
+    def enqueue(self, feed: Feed, logits: DeviceArray, first: int, fixed: bool) -> None:
         """See ``DeviceBackend.enqueue``."""
         self.device.activate()
+        rows = (first, feed.input_ids.shape[0])
+        binding = self._bindings.get(rows)
+        if binding is None:
+            binding = self._bindings[rows] = self._bind_cache(*rows)
         for name, array in feed.by_name().items():
-            self._bind(self._binding.bind_input, name, array, array.dtype)
-        self._bind(self._binding.bind_output, LOGITS, logits, logits.dtype)
-        self._session.run_with_iobinding(self._binding, self._options)
+            self._bind(binding.bind_input, name, array, array.dtype)
+        self._bind(binding.bind_output, LOGITS, logits, logits.dtype)
+        self._session.run_with_iobinding(binding, self._options)
+
+    def _bind_cache(self, first: int, rows: int) -> Any:
+        binding, layers = self._session.io_binding(), self.config.graph.layers
+        element = CACHE_DTYPES[self.config.graph.dtype].element
+        names, cache = (past_names(layers), present_names(layers)), self.cache.part(first, rows)
+        for past, present, memory in zip(*names, cache, strict=True):
+            self._bind(binding.bind_input, past, memory, element)
+            self._bind(binding.bind_output, present, memory, element)
+        return binding
 
     def close(self) -> None:
         """See ``DeviceBackend.close``."""
-        self._binding = self._session = None
+        self._bindings.clear()
+        self._session = None
 
     def _bind(self, bind: Any, name: str, array: DeviceArray, element: Any) -> None:
         bind(name, self.device.kind, self.device.number, element, array.shape, array.address)
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 def _load_cuda_libraries() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES, p
 from specrun.devices import Device, DeviceArray
 from specrun.engine_dir import EngineConfig, Profile
 from specrun.errors import BackendError, EngineDirError
+from specrun.kv_cache.device import DeviceKVCache
 
 _PLAN = "rank0.engine"
 _ELEMENTS: dict[str, np.dtype[Any]] = {
@@ -100,6 +102,16 @@ def check_plan(directory: Path, config: EngineConfig, trt: Any, runtime: Any, ca
             )
 
 
+@dataclass
+class _Context:
+    """An execution context, and what it was last told."""
+
+    execution: Any
+    call: Call | None = None
+    first: int | None = None
+    """The row of the cache that is its first."""
+
+
 class TrtBackend:
     """See ``DeviceBackend``."""
 
@@ -122,15 +134,13 @@ class TrtBackend:
             raise EngineDirError(f"{directory}: {config.backend.name} does not load the plan: {self._log.reason()}")
         _check_engine(directory, config, self._engine)
         self._kernels = KernelCache.open(self._engine, f"{config.files[_PLAN].sha256[:16]}-{capability}")
-        self._contexts: dict[Call | int, Any] = {}
-        self._shapes: dict[int, Call] = {}
+        self._contexts: dict[Call | int, _Context] = {}
         self._workspace: DeviceArray | None = None
-        self._cache: list[DeviceArray] = []
 
     @property
     def recordable(self) -> bool:
         """TensorRT-RTX can say whether it is; TensorRT is."""
-        fixed = [context for key, context in self._contexts.items() if isinstance(key, Call)]
+        fixed = [context.execution for key, context in self._contexts.items() if isinstance(key, Call)]
         return all(
             context.is_stream_capturable(self.device.stream)
             for context in fixed
@@ -142,20 +152,14 @@ class TrtBackend:
         """Memory that the plan computes in, for its largest profile."""
         return int(self._engine.device_memory_size_v2)
 
-    def allocate_cache(self, rows: int, length: int) -> int:
-        """S_max is a number in the plan, so there is one cache for the largest batch, and it is always as long."""
+    def allocate_cache(self, blocks: int) -> None:
+        """See ``DeviceBackend.allocate_cache``. S_max is a number in the plan."""
         build = self.config.build_config
-        if not self._cache:
-            self._workspace = self.device.zeros((self.workspace_bytes,), np.uint8)
-            kind = _ELEMENTS[self.config.graph.dtype]
-            shapes = [(build.max_batch_size, c.heads, build.cache_length, c.width) for c in self.config.graph.caches]
-            self._cache = [self.device.zeros(shape, kind) for shape in shapes]
-        for memory in self._cache:
-            # An earlier batch may have left infinities; even where the mask hides them, 0 * inf is not 0.
-            self.device.clear(memory)
-        return build.cache_length
+        self._workspace = self.device.zeros((self.workspace_bytes,), np.uint8)
+        kind, size = _ELEMENTS[self.config.graph.dtype], (build.max_batch_size, build.cache_length)
+        self.cache = DeviceKVCache(self.device, self.config.graph.caches, kind, *size, blocks)
 
-    def enqueue(self, feed: Feed, logits: DeviceArray, fixed: bool) -> None:
+    def enqueue(self, feed: Feed, logits: DeviceArray, first: int, fixed: bool) -> None:
         """See ``DeviceBackend.enqueue``.
 
         A recording holds what a context computed from its shapes, so every shape that may be recorded has a context
@@ -167,14 +171,17 @@ class TrtBackend:
         key = call if fixed else profile
         context = self._contexts.get(key)
         if context is None:
-            context = self._contexts[key] = self._new_context(profile)
-        if self._shapes.get(id(context)) != call:
+            context = self._contexts[key] = _Context(self._new_execution(profile))
+        if context.call != call:
             for name, shape in input_shapes(self.config, call).items():
-                self._require(context.set_input_shape(name, shape), f"the shape {shape} of {name}")
-            self._shapes[id(context)] = call
+                self._require(context.execution.set_input_shape(name, shape), f"the shape {shape} of {name}")
+            context.call = call
+        if context.first != first:
+            self._bind_cache(context.execution, first)
+            context.first = first
         for name, array in {**feed.by_name(), LOGITS: logits}.items():
-            self._require(context.set_tensor_address(name, array.address), f"the address of {name}")
-        self._require(context.execute_async_v3(self.device.stream), "to run")
+            self._require(context.execution.set_tensor_address(name, array.address), f"the address of {name}")
+        self._require(context.execution.execute_async_v3(self.device.stream), "to run")
 
     def close(self) -> None:
         """See ``DeviceBackend.close``. Contexts go before their engine, the engine before its runtime."""
@@ -184,8 +191,8 @@ class TrtBackend:
         self._contexts.clear()
         self._engine = self._runtime = None
 
-    def _new_context(self, profile: int) -> Any:
-        """A context in the shared workspace, with the cache bound: past and present are one memory."""
+    def _new_execution(self, profile: int) -> Any:
+        """A context in the shared workspace."""
         if self._workspace is None:
             raise RuntimeError("allocate_cache comes before enqueue")
         context = self._engine.create_execution_context(runtime_config=self._kernels.runtime_config(self._trt))
@@ -196,11 +203,15 @@ class TrtBackend:
             done = context.set_optimization_profile_async(profile, self.device.stream)
             self._require(done, f"optimisation profile {profile}")
             self.device.wait()
+        return context
+
+    def _bind_cache(self, context: Any, first: int) -> None:
+        """Rows from ``first`` on; past and present are one memory."""
         layers = self.config.graph.layers
-        for past, present, memory in zip(past_names(layers), present_names(layers), self._cache, strict=True):
+        cache = self.cache.part(first, 1)
+        for past, present, memory in zip(past_names(layers), present_names(layers), cache, strict=True):
             for name in (past, present):
                 self._require(context.set_tensor_address(name, memory.address), f"the address of {name}")
-        return context
 
     def _require(self, done: bool, what: str) -> None:
         """TensorRT says no by returning False; why stands in its log."""
@@ -210,7 +221,11 @@ class TrtBackend:
 
 def _check_engine(directory: Path, config: EngineConfig, engine: Any) -> None:
     """Raise EngineDirError unless the plan has the contract's tensors and updates its caches in place."""
-    layers = config.graph.layers
+    layers, length = config.graph.layers, config.build_config.cache_length
+    for cache in config.graph.caches:
+        # Prompts are read in rows behind those that decode; TensorRT wants addresses that are multiples of 256.
+        if cache.heads * length * cache.width * _ELEMENTS[config.graph.dtype].itemsize % 256:
+            raise EngineDirError(f"{directory}: its rows of {length} positions are not aligned; build the engine again")
     past, present = past_names(layers), present_names(layers)
     expected = {INPUT_IDS, WRITE_INDICES, LOGITS_INDICES, LOGITS, *past, *present}
     found = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from specrun.config import AUTO, parse_device_list, parse_draft_len
+from specrun.config import AUTO, parse_device_list, parse_draft_len, parse_logit_bias
 
 
 class Parsed(click.ParamType[Any]):
@@ -32,17 +32,28 @@ DEVICES = Parsed("list", parse_device_list)
 DRAFT_LEN = Parsed("length", parse_draft_len)
 
 
+_NUMBERS: dict[str, tuple[int | float, str]] = {
+    "frequency_penalty": (0.0, "Of every token as often as it was written; 0: off."),
+    "presence_penalty": (0.0, "Of every token that was written; 0: off."),
+    "repetition_penalty": (1.0, "Of every token of prompt and output; 1: off."),
+    "min_p": (0.0, "0: off."),
+    "top_p": (1.0, "1: off."),
+    "top_k": (0, "0: off."),
+    "temperature": (0.0, "0: greedy."),
+}
+SAMPLING = (*_NUMBERS, "logit_bias")
+"""Names of the options of ``SamplingParams`` but for the seed."""
+
+
 def sampling_options(temperature: float = 0.0) -> Callable[[Any], Any]:
-    """The options of ``SamplingParams`` but for the seed."""
-    every = {
-        "min_p": (0.0, "0: off."),
-        "top_p": (1.0, "1: off."),
-        "top_k": (0, "0: off."),
-        "temperature": (temperature, "0: greedy."),
-    }
+    """The options of SAMPLING."""
 
     def add(command: Any) -> Any:
-        for name, (default, meaning) in every.items():
+        help_ = "Added to these tokens' logits; -inf: never."
+        kind = Parsed("list", parse_logit_bias)
+        command = click.option("--logit_bias", type=kind, default="", metavar="ID:BIAS,..", help=help_)(command)
+        for name, (usual, meaning) in _NUMBERS.items():
+            default = temperature if name == "temperature" else usual
             option = click.option(f"--{name}", type=type(default), default=default, show_default=True, help=meaning)
             command = option(command)
         return command

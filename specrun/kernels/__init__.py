@@ -7,13 +7,14 @@ from typing import Any
 
 THREADS = {
     "feed": 1,
+    "adjust": 1024,
     "draw_draft": 1024,
-    "choose_target": 1024,
-    "describe_target": 1024,
-    "accept_tokens": 1,
-    "accept_logits": 1024,
+    "judge_target": 1024,
+    "accept": 1024,
+    "log_probabilities": 1024,
+    "copy_blocks": 256,
 }
-"""Threads per block. A block works on one row, or on one position of one row."""
+"""Threads per block. A block works on one row, on one position of one row, or on one head of a cache's block."""
 
 MAX_VOCAB = 1 << 19
 """Largest vocabulary: the kernels add up this many weights of at most 1 in 64-bit fixed point."""

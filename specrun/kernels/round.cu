@@ -1,12 +1,13 @@
 // A round's arithmetic on the device: from logits to tokens, from draft tokens to committed ones.
 //
-// The same formulas as specrun/sampling.py and specrun/acceptance.py, row by row. Functions of one row are written for
-// a Team of threads and know nothing of how many there are. The file compiles for CUDA (a Team is a thread block) and
-// as host C++ (a Team is one thread), so the arithmetic that runs on a GPU is tested on machines without one.
+// The same formulas as specrun/penalties.py, sampling.py and acceptance.py, row by row. Functions of one row are written
+// for a Team of threads and know nothing of how many there are. The file compiles for CUDA (a Team is a thread block)
+// and as host C++ (a Team is one thread), so the arithmetic that runs on a GPU is tested on machines without one.
 //
 // All reductions are integer maxima and sums, which do not depend on the order of the threads: a row's result is the
 // same for every Team size. Masses of probability are summed in fixed point for that reason.
 
+typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
@@ -149,7 +150,19 @@ struct Sampling {
   float temperature;
   int top_k;
   float min_p;
-  int unused;
+  int use_logits;   // 1: modified rejection sampling; 0: drafts are compared with the target's own choice.
+  int draft_len;    // The most draft tokens of a round.
+  float repetition, presence, frequency;  // Penalties; 1, 0 and 0 are off.
+  int biases;       // How many of its row of the bias table count.
+  int stops;        // How many of its row of the stop ids count.
+  int free_length;  // Shorter texts must not end: their stop ids are forbidden.
+  int logprobs;     // Log-probabilities of the token and of so many likeliest ones; -1: of none.
+};
+
+// An id and what belongs to it: its bias, its log-probability. As in rounds/device.py.
+struct TokenValue {
+  int id;
+  float value;
 };
 
 // A row of logits as a distribution: all that is needed to turn one logit into its probability.
@@ -287,8 +300,19 @@ struct Verdict {
 };
 
 // The target adds a token of its own, so the last token of a row is never drafted.
-FUNCTION int draft_count(const Progress& p, int draft_len) {
-  return p.remaining - 1 < draft_len ? (p.remaining > 0 ? p.remaining - 1 : 0) : draft_len;
+FUNCTION int draft_count(const Progress& p, const Sampling& s, int draft_len) {
+  int count = s.draft_len < draft_len ? s.draft_len : draft_len;
+  if (p.remaining - 1 < count) count = p.remaining - 1;
+  return count > 0 ? count : 0;
+}
+
+// Greedy, both rules of acceptance are the same.
+FUNCTION bool compares_tokens(const Sampling& s) { return !s.use_logits || s.temperature == 0; }
+
+FUNCTION bool all_drawn(const i64* drafts, int count) {
+  for (int i = 0; i < count; i++)
+    if (drafts[i] < 0) return false;
+  return true;
 }
 
 // Draft tokens stand while they are the target's own choice.
@@ -300,15 +324,11 @@ FUNCTION Verdict compare_tokens(const i64* drafts, const int* chosen, int count)
 
 // Modified rejection sampling (arXiv 2302.01318, 2211.17192); see accept_logits in acceptance.py.
 // p, q: distributions of the target's and the draft's logits at each draft position; draft ids end at draft_vocab.
+// last: the target's choice after all of them.
 FUNCTION Verdict compare_logits(
     const Team& team, const i64* drafts, int count, const Distribution* q, const float* draft_logits,
-    i64 draft_row, int draft_vocab, const Distribution* p, const float* target_logits, int vocab, u64 seed,
+    i64 draft_row, int draft_vocab, const Distribution* p, const float* target_logits, int vocab, int last, u64 seed,
     u64 position) {
-  if (p[0].temperature == 0) {
-    int accepted = 0;
-    while (accepted < count && drafts[accepted] == p[accepted].best) accepted++;
-    return {accepted, p[accepted].best};
-  }
   for (int i = 0; i < count; i++) {
     const float *target = target_logits + (i64)i * vocab, *draft = draft_logits + i * draft_row;
     i64 token = drafts[i];
@@ -323,13 +343,14 @@ FUNCTION Verdict compare_logits(
     if (following < 0) following = choose(team, target, vocab, p[i], seed, TARGET, position + i);
     return {i, following};
   }
-  return {count, choose(team, target_logits + (i64)count * vocab, vocab, p[count], seed, TARGET, position + count)};
+  return {count, last};
 }
 
-// Append a round's tokens up to a stop id or the row's end, and write down what happened:
-// record [3 + draft_len]: drafted, accepted, following, the draft tokens.
+// Append a round's tokens up to a stop id or the row's end, count them where there are counts, and write down what
+// happened: record [3 + draft_len]: drafted, accepted, following, the draft tokens.
 FUNCTION void commit(
-    Progress* progress, i64* tokens, const i64* stop_ids, int stops, int drafted, const Verdict& verdict, i64* record) {
+    Progress* progress, i64* tokens, const i64* stop_ids, int stops, u32* counts, int drafted, const Verdict& verdict,
+    i64* record) {
   Progress p = *progress;
   record[0] = drafted;
   record[1] = verdict.accepted;
@@ -340,15 +361,67 @@ FUNCTION void commit(
   for (int i = 0; i <= verdict.accepted && p.remaining > 0; i++) {
     i64 token = tokens[p.length++];
     p.remaining--;
+    if (counts) counts[token]++;
     for (int stop = 0; stop < stops; stop++)
       if (token == stop_ids[stop]) p.remaining = 0;
   }
   *progress = p;
 }
 
+// -------------------------------------------------------------------------------- what is done to logits, said of them
+
+// counts [V] of a row: how often a token came in its output; this bit beside it says that it is in the prompt.
+const u32 IN_PROMPT = 1u << 31;
+
+// See adjust in penalties.py; `drafts` of them came before, and `forbidden` ids must not come. Also in place.
+FUNCTION void adjust_row(
+    const Team& team, const float* logits, int vocab, const Sampling& s, const u32* counts, const i64* tokens,
+    int drafts, const TokenValue* biases, const i64* stop_ids, int forbidden, float* adjusted) {
+  // Penalties that are off change nothing, whatever the counts.
+  for (int v = team.rank(); v < vocab; v += team.size()) {
+    u32 output = counts[v] & ~IN_PROMPT;
+    for (int i = 0; i < drafts; i++) output += tokens[i] == v;
+    float logit = logits[v];
+    if (output || counts[v] & IN_PROMPT) logit = logit > 0 ? logit / s.repetition : logit * s.repetition;
+    if (output) logit -= s.presence + s.frequency * (float)output;
+    adjusted[v] = logit;
+  }
+  team.wait();
+  for (int i = team.rank(); i < s.biases; i += team.size())
+    if (biases[i].id < vocab) adjusted[biases[i].id] += biases[i].value;
+  team.wait();
+  for (int i = team.rank(); i < forbidden; i += team.size())
+    if (stop_ids[i] < vocab) adjusted[stop_ids[i]] = -infinity();
+}
+
+FUNCTION float log_probability(const Distribution& d, float logit) {
+  return (float)((double)logit - d.peak - log((double)d.total));
+}
+
+// The `count` likeliest ids in order, among equals the smaller one first; -1 where the vocabulary has no more.
+FUNCTION void likeliest(
+    const Team& team, const float* logits, int vocab, const Distribution& d, int count, TokenValue* found) {
+  u64 previous = ~0ull;
+  for (int i = 0; i < count; i++) {
+    u64 best = 0;
+    for (int v = team.rank(); v < vocab; v += team.size()) {
+      u64 candidate = scored(logits[v], v);
+      if (candidate < previous && candidate > best) best = candidate;
+    }
+    previous = team.largest(best);
+    if (team.rank() > 0) continue;
+    if (previous) found[i] = {scored_id(previous), log_probability(d, scored_value(previous))};
+    else found[i] = {-1, -infinity()};
+  }
+}
+
 // ---------------------------------------------------------------------------------------------------------- kernels
 // One block per row (blockIdx.x), and per position where there are several (blockIdx.y).
-// tokens [B, width]: committed and draft tokens; progress [B]; sampling [B]; distributions [B, positions].
+// tokens [B, width]: committed and draft tokens; progress [B]; sampling [B]; distributions [B, positions];
+// stop_ids [B, MAX_STOP_IDS]; draft_len: the most draft tokens of this round.
+
+// As in rounds/device.py, sampling.py and kv_cache/__init__.py.
+enum { MAX_STOP_IDS = 64, MAX_BIASES = 300, MAX_LOGPROBS = 20, BLOCK = 16 };
 
 // An engine's inputs: `count` tokens of each row from progress.length + offset on, written where they stand, and
 // `kept` positions whose logits are wanted, the first at progress.length + keep_from. One thread per row.
@@ -373,97 +446,119 @@ KERNEL void feed(
   }
 }
 
-// Draft token `step` of each row, appended behind the committed ones: logits [B, stride].
+// Logits of `positions` positions, the first behind `first` draft tokens, as the rows' texts and wishes change them:
+// logits and adjusted [B, positions, stride], of which `vocab` ids count; both may be the same memory.
+// counts [B, counted]; biases [B, MAX_BIASES].
+ROW_KERNEL void adjust(
+    const float* logits, int stride, int vocab, int positions, int first, const i64* tokens, int width,
+    const Progress* progress, int draft_len, const Sampling* sampling, const u32* counts, int counted,
+    const TokenValue* biases, const i64* stop_ids, float* adjusted) {
+  int row = blockIdx.x, drafts = first + blockIdx.y;
+  i64 place = ((i64)row * positions + blockIdx.y) * stride;
+  const Sampling& s = sampling[row];
+  const Progress& p = progress[row];
+  if (p.remaining == 0 || drafts > draft_count(p, s, draft_len)) return;
+  int forbidden = p.length + drafts < s.free_length ? s.stops : 0;
+  adjust_row(
+      Team(), logits + place, vocab, s, counts + (i64)row * counted, tokens + (i64)row * width + p.length, drafts,
+      biases + row * MAX_BIASES, stop_ids + row * MAX_STOP_IDS, forbidden, adjusted + place);
+}
+
+// Draft token `step` of each row, appended behind the committed ones: logits [B, stride]. To be compared with the
+// target's choice it is drawn with the target's random numbers.
 ROW_KERNEL void draw_draft(
-    const float* logits, int stride, int vocab, const Sampling* sampling, const Progress* progress, int step,
-    int draft_len, int purpose, i64* tokens, int width, Distribution* distributions) {
+    const float* logits, int stride, int vocab, i64* tokens, int width, const Progress* progress, int draft_len,
+    const Sampling* sampling, int step, Distribution* distributions) {
   int row = blockIdx.x;
   Team team;
-  if (step >= draft_count(progress[row], draft_len)) return;
+  const Sampling& s = sampling[row];
+  if (step >= draft_count(progress[row], s, draft_len)) return;
   const float* own = logits + (i64)row * stride;
-  Distribution d = distribution(team, own, vocab, sampling[row]);
+  Distribution d = distribution(team, own, vocab, s);
   int position = progress[row].length + step;
-  int token = choose(team, own, vocab, d, sampling[row].seed, purpose, position);
+  int token = choose(team, own, vocab, d, s.seed, s.use_logits ? DRAFT : TARGET, position);
   if (team.rank() == 0) {
     distributions[row * draft_len + step] = d;
     tokens[(i64)row * width + position] = token;  // -1 is no token: acceptance reports it.
   }
 }
 
-// The target's own choice at every position: logits [B, draft_len + 1, vocab] -> chosen [B, draft_len + 1].
-ROW_KERNEL void choose_target(
-    const float* logits, int vocab, const Sampling* sampling, const Progress* progress, int draft_len, int* chosen) {
+// What the target makes of every position: logits [B, draft_len + 1, vocab] -> distributions, and its own choices
+// chosen [B, draft_len + 1] where tokens are compared and behind a row's last draft token.
+ROW_KERNEL void judge_target(
+    const float* logits, int vocab, const Progress* progress, int draft_len, const Sampling* sampling,
+    Distribution* distributions, int* chosen) {
   int row = blockIdx.x, position = blockIdx.y, place = row * (draft_len + 1) + position;
   Team team;
-  if (progress[row].remaining == 0 || position > draft_count(progress[row], draft_len)) return;
+  const Sampling& s = sampling[row];
+  int count = draft_count(progress[row], s, draft_len);
+  if (progress[row].remaining == 0 || position > count) return;
   const float* own = logits + (i64)place * vocab;
-  Distribution d = distribution(team, own, vocab, sampling[row]);
-  int token = choose(team, own, vocab, d, sampling[row].seed, TARGET, progress[row].length + position);
-  if (team.rank() == 0) chosen[place] = token;
+  Distribution d = distribution(team, own, vocab, s);
+  int token = -1;
+  if (position == count || compares_tokens(s))
+    token = choose(team, own, vocab, d, s.seed, TARGET, progress[row].length + position);
+  if (team.rank() == 0) {
+    distributions[place] = d;
+    chosen[place] = token;
+  }
 }
 
-// The target's distribution at every position: logits [B, draft_len + 1, vocab] -> [B, draft_len + 1].
-ROW_KERNEL void describe_target(
-    const float* logits, int vocab, const Sampling* sampling, const Progress* progress, int draft_len,
-    Distribution* distributions) {
+// Acceptance, by each row's own rule, and commit. The draft's logits of a step lie step_stride apart, those of a row
+// draft_stride, and draft_vocab of them count. q [B, draft_len]; target_logits [B, draft_len + 1, vocab],
+// p and chosen [B, draft_len + 1]; counts [B, vocab], which are kept where `counting`; records [B, 3 + draft_len].
+ROW_KERNEL void accept(
+    i64* tokens, int width, Progress* progress, int draft_len, const Sampling* sampling, const Distribution* q,
+    const float* draft_logits, int step_stride, int draft_stride, int draft_vocab, const Distribution* p,
+    const int* chosen, const float* target_logits, int vocab, const i64* stop_ids, u32* counts, int counting,
+    i64* records) {
+  int row = blockIdx.x, first = row * (draft_len + 1);
+  Team team;
+  const Sampling& s = sampling[row];
+  const Progress before = progress[row];
+  int count = draft_count(before, s, draft_len);
+  i64* own = tokens + (i64)row * width;
+  const i64* drafts = own + before.length;
+  Verdict verdict = {0, -1};  // So it stays where the row has ended.
+  bool going = before.remaining > 0 && all_drawn(drafts, count);
+  if (going && compares_tokens(s)) verdict = compare_tokens(drafts, chosen + first, count);
+  else if (going)
+    verdict = compare_logits(
+        team, drafts, count, q + row * draft_len, draft_logits + (i64)row * draft_stride, step_stride, draft_vocab,
+        p + first, target_logits + (i64)first * vocab, vocab, chosen[first + count], s.seed, before.length);
+  team.wait();  // Only now may thread 0 change what all threads have read.
+  if (team.rank() == 0)
+    commit(
+        progress + row, own, stop_ids + row * MAX_STOP_IDS, s.stops, counting ? counts + (i64)row * vocab : nullptr,
+        count, verdict, records + row * (3 + draft_len));
+}
+
+// The log-probabilities of what `accept` wrote down, by the target's unchanged logits [B, draft_len + 1, vocab]:
+// found [B, draft_len + 1, 1 + MAX_LOGPROBS]: the token's own, then those of the likeliest ids.
+ROW_KERNEL void log_probabilities(
+    const float* logits, int vocab, int draft_len, const Sampling* sampling, const i64* records, TokenValue* found) {
   int row = blockIdx.x, position = blockIdx.y, place = row * (draft_len + 1) + position;
   Team team;
-  if (progress[row].remaining == 0 || position > draft_count(progress[row], draft_len)) return;
-  Distribution d = distribution(team, logits + (i64)place * vocab, vocab, sampling[row]);
-  if (team.rank() == 0) distributions[place] = d;
+  const i64* record = records + row * (3 + draft_len);
+  i64 accepted = record[1], token = position < accepted ? record[3 + position] : record[2];
+  if (sampling[row].logprobs < 0 || position > accepted || token < 0) return;
+  const float* own = logits + (i64)place * vocab;
+  Sampling plain = {};
+  plain.temperature = 1;
+  plain.top_p = 1;
+  Distribution d = distribution(team, own, vocab, plain);
+  found += (i64)place * (1 + MAX_LOGPROBS);
+  if (team.rank() == 0) found[0] = {(int)token, log_probability(d, own[token])};
+  likeliest(team, own, vocab, d, sampling[row].logprobs, found + 1);
 }
 
-FUNCTION bool has_ended(const Progress& progress, i64* record) {
-  if (progress.remaining > 0) return false;
-  record[0] = record[1] = 0;
-  record[2] = 0;
-  return true;
-}
-
-FUNCTION bool all_drawn(const i64* drafts, int count) {
-  for (int i = 0; i < count; i++)
-    if (drafts[i] < 0) return false;
-  return true;
-}
-
-// Token acceptance and commit. One thread per row. stop_ids [B, stops]; records [B, 3 + draft_len].
-KERNEL void accept_tokens(
-    i64* tokens, int width, Progress* progress, int draft_len, const int* chosen, const i64* stop_ids, int stops,
-    i64* records) {
-  int row = blockIdx.x;
-  i64 *own = tokens + (i64)row * width, *record = records + row * (3 + draft_len);
-  if (has_ended(progress[row], record)) return;
-  int count = draft_count(progress[row], draft_len);
-  const i64* drafts = own + progress[row].length;
-  Verdict verdict = {0, -1};
-  if (all_drawn(drafts, count)) verdict = compare_tokens(drafts, chosen + row * (draft_len + 1), count);
-  commit(progress + row, own, stop_ids + row * stops, stops, count, verdict, record);
-}
-
-// Modified rejection sampling and commit. The draft's logits of a step lie step_stride apart, those of a row
-// draft_stride, and draft_vocab of them count. q [B, draft_len];
-// target_logits [B, draft_len + 1, vocab], p [B, draft_len + 1].
-ROW_KERNEL void accept_logits(
-    i64* tokens, int width, Progress* progress, int draft_len, const Distribution* q, const float* draft_logits,
-    int step_stride, int draft_stride, int draft_vocab, const Distribution* p, const float* target_logits, int vocab,
-    const Sampling* sampling, const i64* stop_ids, int stops, i64* records) {
-  int row = blockIdx.x;
+// Positions start .. of a cache's row [heads, length, width] to blocks of its pool [blocks, heads, BLOCK, width] or
+// back: block blockIdx.x of them, head blockIdx.y. size: 2-byte units of a position, as elements have 2 or 4 bytes.
+KERNEL void copy_blocks(
+    u16* row, int heads, int length, int size, int start, u16* pool, const int* blocks, int saving) {
   Team team;
-  i64 *own = tokens + (i64)row * width, *record = records + row * (3 + draft_len);
-  int length = progress[row].length;
-  int count = draft_count(progress[row], draft_len);
-  bool ended = progress[row].remaining == 0;
-  team.wait();  // Thread 0 changes `progress` below.
-  if (ended) {
-    if (team.rank() == 0) has_ended(progress[row], record);
-    return;
-  }
-  Verdict verdict = {0, -1};
-  if (all_drawn(own + length, count))
-    verdict = compare_logits(
-        team, own + length, count, q + row * draft_len, draft_logits + (i64)row * draft_stride,
-        step_stride, draft_vocab, p + row * (draft_len + 1),
-        target_logits + (i64)row * (draft_len + 1) * vocab, vocab, sampling[row].seed, length);
-  team.wait();
-  if (team.rank() == 0) commit(progress + row, own, stop_ids + row * stops, stops, count, verdict, record);
+  u16* positions = row + ((i64)blockIdx.y * length + start + blockIdx.x * BLOCK) * size;
+  u16* block = pool + ((i64)blocks[blockIdx.x] * heads + blockIdx.y) * BLOCK * size;
+  u16 *to = saving ? block : positions, *from = saving ? positions : block;
+  for (int i = team.rank(); i < BLOCK * size; i += team.size()) to[i] = from[i];
 }

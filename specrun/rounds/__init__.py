@@ -3,42 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-from specrun.request import Request
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a round decided for one request: the draft tokens that stand, and the target's token after them."""
-
-    drafted: int
-    accepted: list[int]
-    following: int
-
-    @property
-    def evaluated(self) -> tuple[int, int]:
-        """Accepted and evaluated draft tokens: those behind the first rejected one were not evaluated."""
-        return len(self.accepted), min(self.drafted, len(self.accepted) + 1)
+from specrun.request import Outcome, Request
 
 
 class Round(Protocol):
-    """Decides tokens; committing them is the loop's."""
+    """Decides tokens; committing them is the scheduler's, and so is which request has which row of the caches."""
 
     draft_len: int
     """The most draft tokens of a round; 0: the target alone."""
     use_logits: bool
-    """Modified rejection sampling instead of comparing tokens; for greedy requests they are the same."""
+    """Modified rejection sampling instead of comparing tokens, for requests that do not say; greedy, they are alike."""
 
-    def start(self, requests: Sequence[Request]) -> None:
-        """Begin a batch of these rows."""
+    def admit(self, requests: Sequence[Request], first: int) -> None:
+        """Give ``requests`` the rows from ``first`` on, with what is kept of texts that begin like theirs."""
+
+    def gains(self, request: Request, others: Sequence[Request]) -> bool:
+        """Whether ``request`` has less to read when it waits until ``others`` have read their prompts."""
+
+    def read(self, requests: Sequence[Request], first: int, most: int, draft: bool) -> bool:
+        """Read up to ``most`` more tokens of each prompt, except its last: in the rows from ``first`` on.
+
+        draft: whether the draft reads them as well; it can do so later. True when all are read.
+        """
+
+    def backlog(self, requests: Sequence[Request]) -> int:
+        """Tokens of rows 0, 1, .. that the draft has to read before it can draft, beside those of the last round."""
 
     def step(self, requests: Sequence[Request], draft_len: int) -> list[Outcome | None]:
-        """One round over the rows of ``start``, whose tokens have grown by what was committed since.
+        """One round over rows 0, 1, .., whose tokens have grown by what was committed since.
 
-        draft_len: how many tokens to draft this time. None for requests that have ended.
+        draft_len: how many tokens to draft this time. None for a request whose logits were not numbers.
         """
+
+    def keep(self, request: Request, row: int) -> None:
+        """Keep what ``row`` holds for prompts that begin alike."""
+
+    def move(self, source: int, to: int) -> None:
+        """Give the request of row ``source`` the row ``to``."""
 
     def close(self) -> None:
         """Give the engines and their memory back."""

@@ -10,132 +10,43 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from specrun.backends import DeviceBackend, Feed
-from specrun.devices import Device, DeviceArray
-from specrun.errors import BackendError, RequestError
+from specrun.backends import DeviceBackend
+from specrun.devices import Device
+from specrun.errors import BackendError
 from specrun.kernels import MAX_VOCAB
-from specrun.request import Request
-from specrun.rounds import Outcome
-from specrun.sampling import NOT_NUMBERS, Purpose
+from specrun.request import MAX_LOGPROBS, Outcome, Request
+from specrun.rounds.device_rows import TOKEN_VALUE, DeviceRows
+from specrun.rounds.device_runner import DeviceRunner
+from specrun.sampling import TokenLogprob
 
 # As in kernels/round.cu.
-SAMPLING = np.dtype(
-    [
-        ("seed", "<u8"),
-        ("top_p", "<f8"),
-        ("temperature", "<f4"),
-        ("top_k", "<i4"),
-        ("min_p", "<f4"),
-        ("unused", "<i4"),
-    ]
-)
-PROGRESS = np.dtype([("length", "<i4"), ("remaining", "<i4")])
 DISTRIBUTION = np.dtype(
     [("peak", "<f4"), ("best", "<i4"), ("temperature", "<f4"), ("smallest", "<f4"), ("total", "<f4")]
 )
 
-MAX_STOP_IDS = 64
 
-
-class Rows:
-    """What a device knows of a batch's rows. The target's device decides; a draft elsewhere is sent copies."""
-
-    def __init__(self, device: Device, rows: int, width: int) -> None:
-        self.device = device
-        self.width = width
-        self.tokens = device.zeros((rows, width), np.int64)
-        self.progress = device.zeros((rows,), PROGRESS)
-        self.sampling = device.zeros((rows,), SAMPLING)
-
-    def begin(self, tokens: npt.NDArray[Any], progress: npt.NDArray[Any], sampling: npt.NDArray[Any]) -> None:
-        """Write down a batch's first state."""
-        self.device.write(self.tokens.part(0, tokens.shape), tokens)
-        self.device.write(self.progress.part(0, progress.shape), progress)
-        self.device.write(self.sampling.part(0, sampling.shape), sampling)
-
-
-class DeviceRunner:
-    """One model on its device, and the memory it is fed from; what ``ModelRunner`` is on the host."""
-
-    def __init__(self, backend: DeviceBackend, rows: int, positions: int, steps: int) -> None:
-        """``positions``: most tokens of a row in one call of a round; ``steps``: calls whose logits are kept."""
-        build = backend.config.build_config
-        self.backend = backend
-        self.device = backend.device
-        self.vocab = backend.config.graph.vocab_size
-        self.room = 0
-        self.input_ids = self.device.zeros((rows, max(positions + 1, build.max_input_len)), np.int64)
-        self.write_indices = self.device.zeros((rows,), np.int64)
-        self.logits_indices = self.device.zeros((rows, positions), np.int64)
-        # Engines want aligned addresses: a step's logits begin at a multiple of 256 bytes.
-        self.step_stride = -(-rows * positions * self.vocab // 64) * 64
-        self.logits = self.device.zeros((steps, self.step_stride), np.float32)
-
-    def prefill(self, batch: int, ids: npt.NDArray[np.int64]) -> None:
-        """Put ``ids`` [B, S], right-padded, at the beginning of every row's cache, as many at a time as it takes."""
-        ids = np.minimum(ids, self.vocab - 1)  # A draft without the target's padding has no row for its ids.
-        longest = self.backend.config.build_config.max_input_len
-        for start in range(0, ids.shape[1], longest):
-            piece = ids[:, start : start + longest]
-            feed = self._feed(batch, piece.shape[1], 1)
-            zeros = np.zeros((batch, 1), np.int64)
-            for array, values in zip(feed, (piece, zeros + start, zeros), strict=True):
-                self.device.write(array, values)
-            self.backend.enqueue(feed, self._step_logits(batch, 0, 1), fixed=False)
-
-    def forward(
-        self,
-        batch: int,
-        rows: Rows,
-        offset: int,
-        count: int,
-        keep_from: int,
-        kept: int,
-        step: int = 0,
-        fixed: bool = True,
-    ) -> DeviceArray:
-        """Queue a call that feeds ``count`` tokens of every row, from its length + ``offset`` on.
-
-        The logits of ``kept`` positions come back, the first at length + ``keep_from``. A verify pass of draft_len g
-        feeds the last committed token and the drafts, and keeps all: (-1, g + 1, -1, g + 1). See the kernel ``feed``.
-        """
-        feed = self._feed(batch, count, kept)
-        source = (rows.tokens, rows.width, rows.progress)
-        self.device.launch("feed", (batch, 1), *source, offset, count, keep_from, kept, self.room, self.vocab, *feed)
-        logits = self._step_logits(batch, step, kept)
-        self.backend.enqueue(feed, logits, fixed=fixed)
-        return logits
-
-    def _step_logits(self, batch: int, step: int, kept: int) -> DeviceArray:
-        return self.logits.part(step * self.step_stride, (batch, kept, self.vocab))
-
-    def _feed(self, batch: int, count: int, kept: int) -> Feed:
-        return Feed(
-            self.input_ids.part(0, (batch, count)),
-            self.write_indices.part(0, (batch,)),
-            self.logits_indices.part(0, (batch, kept)),
-        )
-
-
-@dataclass
+@dataclass(frozen=True)
 class _Batch:
-    """What holds from one ``start`` to the next."""
+    """What a round's work depends on beside its draft length: rounds that agree in it may be one recording."""
 
     size: int
-    behind: int = 0
-    """Tokens of each row that the draft has not read: one for every round since the last in which it drafted."""
-    seen: set[int] = field(default_factory=set)
-    """Draft lengths of its rounds so far."""
+    use_logits: bool = False
+    """Whether a row is accepted by the draft's logits."""
+    adjusts: bool = False
+    """Whether a row's logits are adjusted."""
+    logprobs: bool = False
+    """Whether a row wants log-probabilities."""
 
 
 class DeviceRound:
-    """See ``Round``. ``max_rows`` rows at most; ``graphs`` records rounds where engines and device can."""
+    """See ``Round``. ``max_rows`` rows at most; ``graphs`` records rounds where engines and device can.
+
+    ``blocks``: of past texts, that each model keeps.
+    """
 
     def __init__(
         self,
@@ -145,175 +56,221 @@ class DeviceRound:
         use_logits: bool,
         max_rows: int,
         graphs: bool = True,
+        blocks: int = 0,
     ) -> None:
         if draft is None:
             draft_len = 0
         self.draft_len = draft_len
-        self.use_logits = use_logits and draft_len > 0
+        self.use_logits = use_logits
         self._check_vocab(target, draft)
         self.device = target.device
         width = target.config.build_config.max_seq_len + draft_len + 1
-        self.target = DeviceRunner(target, max_rows, draft_len + 1, 1)
-        self.draft = DeviceRunner(draft, max_rows, 1, draft_len) if draft and draft_len else None
-        self.rows = Rows(self.device, max_rows, width)
+        self.target = DeviceRunner(target, max_rows, draft_len + 1, 1, blocks)
+        self.draft = DeviceRunner(draft, max_rows, 1, draft_len, blocks) if draft and draft_len else None
+        self.rows = self._draft_rows = DeviceRows(self.device, max_rows, width, self.target.vocab)
         self._apart = self.draft is not None and self.draft.device is not self.device
-        self._draft_rows = Rows(self.draft.device, max_rows, width) if self.draft and self._apart else self.rows
-        self._stop_ids = self.device.zeros((max_rows, MAX_STOP_IDS), np.int64)
-        self._stops = 0
-        self._chosen = self.device.zeros((max_rows, draft_len + 1), np.int32)
-        self._target_distributions = self.device.zeros((max_rows, draft_len + 1), DISTRIBUTION)
+        positions = (max_rows, draft_len + 1)
+        self._chosen = self.device.zeros(positions, np.int32)
+        self._target_distributions = self.device.zeros(positions, DISTRIBUTION)
+        # The draft's distributions and logits, and where acceptance finds them. Without a draft it does not look.
+        self._drafted = self._sent = (self._target_distributions, self.target.logits)
         if self.draft:
-            self._draft_distributions = self.draft.device.zeros((max_rows, draft_len), DISTRIBUTION)
-            if self._apart and self.use_logits:
-                self._sent_distributions = self.device.zeros((max_rows, draft_len), DISTRIBUTION)
-                self._sent_logits = self.device.zeros(self.draft.logits.shape, np.float32)
+            distributions = self.draft.device.zeros((max_rows, draft_len), DISTRIBUTION)
+            self._drafted = self._sent = (distributions, self.draft.logits)
+            if self._apart:
+                self._draft_rows = DeviceRows(self.draft.device, max_rows, width, self.target.vocab)
+                distributions, logits = (self.device.zeros(array.shape, array.dtype) for array in self._drafted)
+                self._sent = (distributions, logits)
+        # Of no rows until one wants its logits adjusted.
+        self._adjusted = self.device.zeros((0,), np.float32)
         self._records = self.device.zeros((max_rows, 3 + draft_len), np.int64)
         self._mirror = self.device.mirror(self._records)
+        self._logprobs = self.device.zeros((*positions, 1 + MAX_LOGPROBS), TOKEN_VALUE)
+        self._logprobs_mirror = self.device.mirror(self._logprobs)
         self._record = graphs and not self._apart
-        self._recorded: dict[tuple[int, ...], Callable[[], None]] = {}
+        self._seen: set[tuple[_Batch, int]] = set()
+        self._recorded: dict[tuple[_Batch, int], Callable[[], None]] = {}
         self._batch = _Batch(0)
 
-    def start(self, requests: Sequence[Request]) -> None:
-        """See ``Round``. All but each prompt's last token go into the caches; that one starts the first round."""
-        batch = len(requests)
-        longest = max(len(request.tokens) + request.remaining for request in requests)
-        tokens = np.zeros((batch, self.rows.width), np.int64)
-        progress, sampling = np.zeros(batch, PROGRESS), np.zeros(batch, SAMPLING)
-        self._stops = max(len(request.stop_ids) for request in requests)
-        if self._stops > MAX_STOP_IDS:
-            raise RequestError(f"{self._stops} stop ids: at most {MAX_STOP_IDS} are served")
-        stop_ids = np.full((batch, max(1, self._stops)), -1, np.int64)
-        for row, request in enumerate(requests):
-            params = request.params
-            tokens[row, : len(request.tokens)] = request.tokens
-            progress[row] = (len(request.tokens), request.remaining)
-            temperature = 0 if params.greedy else max(params.temperature, 1e-37)  # Smaller ones round to 0, greedy.
-            sampling[row] = (
-                params.seed,
-                params.top_p,
-                min(temperature, 1e38),
-                min(params.top_k, MAX_VOCAB),
-                params.min_p,
-                0,
-            )
-            stop_ids[row, : len(request.stop_ids)] = sorted(request.stop_ids)
-        self._batch = _Batch(batch)
-        self.rows.begin(tokens, progress, sampling)
-        if self._apart:
-            self._draft_rows.begin(tokens, progress, sampling)
-        self.device.write(self._stop_ids.part(0, stop_ids.shape), stop_ids)
-        known = max(len(request.tokens) for request in requests) - 1
+    def admit(self, requests: Sequence[Request], first: int) -> None:
+        """See ``Round``."""
+        if any(request.adjusts for request in requests) and not self._adjusted.nbytes:
+            self._adjusted = self.device.zeros(self.target.logits.shape, np.float32)
+        for rows in self._every_rows():
+            rows.begin(first, requests, self.draft_len, self.use_logits)
         for runner in self._runners():
-            runner.room = runner.backend.allocate_cache(batch, longest + self.draft_len + 1)
-            if known:
-                runner.prefill(batch, tokens[:, :known])
+            for row, request in enumerate(requests, first):
+                known = runner.rows.admit(row, request.tokens[:-1])
+                if runner is self.target:
+                    request.stats.cached = known
+
+    def gains(self, request: Request, others: Sequence[Request]) -> bool:
+        """See ``Round``."""
+        return self.target.rows.prefixes.gains(request.prompt, [other.prompt for other in others])
+
+    def read(self, requests: Sequence[Request], first: int, most: int, draft: bool) -> bool:
+        """See ``Round``."""
+        prompts = [request.tokens[:-1] for request in requests]
+        runners = self._runners() if draft else [self.target]
+        done = [runner.read(prompts, first, most) for runner in runners]
+        self._wait()  # A round's time is its own.
+        return all(done)
+
+    def backlog(self, requests: Sequence[Request]) -> int:
+        """See ``Round``. A round's first draft step feeds the last two tokens."""
+        return self.draft.rows.lacking([request.tokens for request in requests], but=2) if self.draft else 0
 
     def step(self, requests: Sequence[Request], draft_len: int) -> list[Outcome | None]:
-        """See ``Round``. Raises BackendError when an engine's logits are not numbers."""
-        if draft_len and self.draft and self._batch.behind:
-            self._catch_up(self.draft)
+        """See ``Round``."""
+        if draft_len and self.draft:
+            texts = [request.tokens[:-2] for request in requests]
+            longest = max(map(len, texts))
+            while not self.draft.read(texts, 0, longest):
+                pass
+        self._batch = _Batch(
+            len(requests),
+            use_logits=any(request.wants_logits(self.use_logits) for request in requests),
+            adjusts=any(request.adjusts for request in requests),
+            logprobs=any(request.logprobs is not None for request in requests),
+        )
         self._play(draft_len)
-        self._batch.behind = 0 if draft_len else self._batch.behind + 1
-        self.device.wait()
-        records = self._mirror.reshape(-1)[: len(requests) * (3 + draft_len)].reshape(len(requests), -1)
-        return [_outcome(records[row]) if request.remaining else None for row, request in enumerate(requests)]
+        self._wait()
+        outcomes = [self._outcome(row, request, draft_len) for row, request in enumerate(requests)]
+        for row, (request, outcome) in enumerate(zip(requests, outcomes, strict=True)):
+            self._advance(row, len(request.tokens), len(outcome.accepted) if outcome else 0, draft_len)
+        return outcomes
+
+    def keep(self, request: Request, row: int) -> None:
+        """See ``Round``."""
+        for runner in self._runners():
+            runner.rows.keep(row, request.tokens[:-1])
+
+    def move(self, source: int, to: int) -> None:
+        """See ``Round``."""
+        for rows in self._every_rows():
+            rows.move(source, to)
+        for runner in self._runners():
+            runner.rows.move(source, to)
 
     def close(self) -> None:
         """See ``Round``. Work ends before what it uses: recordings, then engines, then memory and streams."""
-        devices = {id(runner.device): runner.device for runner in self._runners()}.values()
+        devices = self._devices()
         for device in devices:
             with suppress(BackendError):  # After a failed round there is nothing left to wait for.
                 device.wait()
         self._recorded.clear()
-        self._batch = _Batch(0)
         for runner in self._runners():
             runner.backend.close()
         for device in devices:
             device.close()
 
+    def _advance(self, row: int, length: int, accepted: int, draft_len: int) -> None:
+        """Write down what a round left in the caches of a text of ``length`` tokens: the last draft was never fed."""
+        self.target.rows.lengths[row] = length + accepted
+        if self.draft and draft_len:
+            self.draft.rows.lengths[row] = length + max(0, accepted - 1)
+
     def _play(self, g: int) -> None:
         """Queue a round: the first of its kind piece by piece, which also warms the engines up, then as one."""
-        batch = self._batch
-        key = (batch.size, g, self._stops, *(runner.room for runner in self._runners()))
-        if self._record and key not in self._recorded and g in batch.seen:
-            self._try_to_record(key, g)
-        batch.seen.add(g)
+        key = (self._batch, g)
+        if self._record and key in self._seen and key not in self._recorded:
+            self._try_to_record(key)
+        self._seen.add(key)
         if key in self._recorded:
             self._recorded[key]()
         else:
-            self._queue(batch.size, g)
+            self._queue(g)
 
-    def _try_to_record(self, key: tuple[int, ...], g: int) -> None:
+    def _try_to_record(self, key: tuple[_Batch, int]) -> None:
         self._record = all(runner.backend.recordable for runner in self._runners())
         if self._record:
             try:
-                self._recorded[key] = self.device.record(lambda: self._queue(self._batch.size, g))
+                self._recorded[key] = self.device.record(lambda: self._queue(key[1]))
             except BackendError as error:
                 self._record = False
                 warnings.warn(f"rounds are queued piece by piece: they cannot be recorded ({error})", stacklevel=2)
-
-    def _catch_up(self, draft: DeviceRunner) -> None:
-        """Let the draft read what was committed while it rested, in pieces that it takes."""
-        behind, longest = self._batch.behind, draft.backend.config.build_config.max_input_len
-        if self._apart:
-            self._send_state(draft)
-        while behind:
-            count = min(behind, longest)
-            # The last two committed tokens are fed by the round itself.
-            offset = -behind - 2
-            draft.forward(self._batch.size, self._draft_rows, offset, count, offset, 1, fixed=False)
-            behind -= count
 
     def _send_state(self, draft: DeviceRunner) -> None:
         """To a draft on another GPU: what the target's has committed."""
         draft.device.follow(self.device)
         draft.device.copy(self._draft_rows.tokens, self.rows.tokens)
         draft.device.copy(self._draft_rows.progress, self.rows.progress)
+        if self._batch.adjusts:
+            draft.device.copy(self._draft_rows.counts, self.rows.counts)
 
-    def _queue(self, batch: int, g: int) -> None:
+    def _queue(self, g: int) -> None:
         """Draft g tokens, verify, accept and commit."""
-        target, rows = self.target, self.rows
+        batch, target, rows = self._batch, self.target, self.rows
         if self.draft and g:
-            self._queue_draft(self.draft, batch, g)
-        logits = target.forward(batch, rows, -1, g + 1, -1, g + 1)
-        state = (rows.tokens, rows.width, rows.progress, g)
-        stops = (self._stop_ids, self._stops)
-        if self.use_logits and self.draft and g:
-            distributions = self._target_distributions
-            described = (logits, target.vocab, rows.sampling, rows.progress, g, distributions)
-            self.device.launch("describe_target", (batch, g + 1), *described)
-            q, draft_logits = self._draft_distributions, self.draft.logits
-            if self._apart:
-                q, draft_logits = self._sent_distributions, self._sent_logits
-            draft = (q, draft_logits, self.draft.step_stride, self.draft.vocab, min(self.draft.vocab, target.vocab))
-            own = (distributions, logits, target.vocab, rows.sampling)
-            self.device.launch("accept_logits", (batch, 1), *state, *draft, *own, *stops, self._records)
-        else:
-            chosen = (logits, target.vocab, rows.sampling, rows.progress, g, self._chosen)
-            self.device.launch("choose_target", (batch, g + 1), *chosen)
-            self.device.launch("accept_tokens", (batch, 1), *state, self._chosen, *stops, self._records)
+            self._queue_draft(self.draft, g)
+        raw = logits = target.forward(batch.size, rows, -1, g + 1, -1, g + 1)
+        if batch.adjusts:
+            logits = self._adjusted.part(0, raw.shape)
+            rows.adjust(raw, target.vocab, 0, g, logits)
+        judged = (self._target_distributions, self._chosen)
+        own = (rows.progress, g, rows.sampling)
+        self.device.launch("judge_target", (batch.size, g + 1), logits, target.vocab, *own, *judged)
+        drafting = self.draft or target
+        draft = (*self._sent, drafting.step_stride, drafting.vocab, min(drafting.vocab, target.vocab))
+        ends = (rows.stop_ids, rows.counts, int(batch.adjusts), self._records)
+        self.device.launch("accept", (batch.size, 1), *rows.state(g), *draft, *judged, logits, target.vocab, *ends)
         self.device.fetch(self._records, self._mirror)
+        if batch.logprobs:
+            wanted = (g, rows.sampling, self._records, self._logprobs)
+            self.device.launch("log_probabilities", (batch.size, g + 1), raw, target.vocab, *wanted)
+            self.device.fetch(self._logprobs, self._logprobs_mirror)
 
-    def _queue_draft(self, draft: DeviceRunner, batch: int, g: int) -> None:
-        rows = self._draft_rows
+    def _queue_draft(self, draft: DeviceRunner, g: int) -> None:
+        batch, rows = self._batch, self._draft_rows
         vocab = min(draft.vocab, self.target.vocab)  # Ids beyond the target's are never proposed.
-        purpose = Purpose.DRAFT if self.use_logits else Purpose.TARGET
+        distributions, _ = self._drafted
         if self._apart:
             self._send_state(draft)
         for step in range(g):
             # After full acceptance the cache lacks two tokens, else one. Two are fed always: writing one again
             # changes nothing, and the shapes stay the same.
             offset, count = (-2, 2) if step == 0 else (step - 1, 1)
-            logits = draft.forward(batch, rows, offset, count, step - 1, 1, step)
-            own = (logits, draft.vocab, vocab, rows.sampling, rows.progress, step, g, int(purpose))
-            drawn = (rows.tokens, rows.width, self._draft_distributions)
-            draft.device.launch("draw_draft", (batch, 1), *own, *drawn)
+            logits = draft.forward(batch.size, rows, offset, count, step - 1, 1, step)
+            if batch.adjusts:
+                rows.adjust(logits, vocab, step, g, logits)
+            own = (*rows.state(g), step, distributions)
+            draft.device.launch("draw_draft", (batch.size, 1), logits, draft.vocab, vocab, *own)
         if self._apart:
             self.device.follow(draft.device)
             self.device.copy(self.rows.tokens, rows.tokens)
-            if self.use_logits:
-                self.device.copy(self._sent_distributions, self._draft_distributions)
-                self.device.copy(self._sent_logits, draft.logits)
+            if batch.use_logits:
+                for to, source in zip(self._sent, self._drafted, strict=True):
+                    self.device.copy(to, source)
+
+    def _outcome(self, row: int, request: Request, draft_len: int) -> Outcome | None:
+        """What the kernels wrote down of a row; see ``commit`` in round.cu."""
+        width = 3 + draft_len
+        drafted, accepted, following, *drafts = self._mirror.reshape(-1)[row * width : (row + 1) * width].tolist()
+        if following < 0:
+            return None
+        logprobs = None
+        if request.logprobs is not None:
+            logprobs = self._logprobs_of(row * (draft_len + 1), accepted + 1, request.logprobs)
+        return Outcome(drafted, drafts[:accepted], following, logprobs)
+
+    def _logprobs_of(self, first: int, count: int, top: int) -> list[TokenLogprob]:
+        """What the kernels wrote down of ``count`` positions; see ``log_probabilities`` in round.cu."""
+        found = self._logprobs_mirror.reshape(-1, 1 + MAX_LOGPROBS)[first : first + count]
+        return [
+            # A vocabulary may have fewer ids than are wanted.
+            TokenLogprob(own, [(token, value) for token, value in likeliest[:top] if token >= 0])
+            for (_, own), *likeliest in found.tolist()
+        ]
+
+    def _wait(self) -> None:
+        for device in self._devices():
+            device.wait()
+
+    def _devices(self) -> list[Device]:
+        return list({id(runner.device): runner.device for runner in self._runners()}.values())
+
+    def _every_rows(self) -> list[DeviceRows]:
+        return [self.rows, self._draft_rows] if self._apart else [self.rows]
 
     def _runners(self) -> list[DeviceRunner]:
         return [self.target, self.draft] if self.draft else [self.target]
@@ -325,11 +282,3 @@ class DeviceRound:
                 raise BackendError(
                     f"a vocabulary of {backend.config.graph.vocab_size}; the kernels serve at most {MAX_VOCAB}"
                 )
-
-
-def _outcome(record: npt.NDArray[np.int64]) -> Outcome:
-    """What the kernels wrote down of a row; see ``commit`` in round.cu."""
-    drafted, accepted, following, *drafts = (int(value) for value in record)
-    if following < 0:
-        raise BackendError(NOT_NUMBERS)
-    return Outcome(drafted, drafts[:accepted], following)

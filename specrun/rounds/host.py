@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from specrun.acceptance import accept_logits, accept_tokens
 from specrun.drafter import Drafter, Proposal
+from specrun.errors import BackendError
 from specrun.model_runner import ModelRunner
-from specrun.request import Request
-from specrun.rounds import Outcome
-from specrun.sampling import Floats, Purpose, choose, exponentials, probabilities, race, uniform
+from specrun.request import Outcome, Request
+from specrun.sampling import Floats, Purpose, choose, exponentials, log_probability, probabilities, race, uniform
 
 
 class HostRound:
@@ -21,45 +21,88 @@ class HostRound:
         self.use_logits = use_logits
         self.drafter = Drafter(draft, target.vocab_size, use_logits) if draft and draft_len else None
 
-    def start(self, requests: Sequence[Request]) -> None:
+    def admit(self, requests: Sequence[Request], first: int) -> None:
         """See ``Round``."""
-        longest = max(len(request.tokens) + request.remaining for request in requests)
+        longest = max(len(request.tokens) + request.remaining for request in requests) + self.draft_len + 1
         for runner in self._runners():
-            runner.start(len(requests), longest + self.draft_len + 1)
+            runner.reserve(first + len(requests), longest, first)
+            for row, request in enumerate(requests, first):
+                known = runner.rows.admit(row, request.tokens[:-1])
+                if runner is self.target:
+                    request.stats.cached = known
+
+    def gains(self, request: Request, others: Sequence[Request]) -> bool:
+        """See ``Round``."""
+        return self.target.rows.prefixes.gains(request.prompt, [other.prompt for other in others])
+
+    def read(self, requests: Sequence[Request], first: int, most: int, draft: bool) -> bool:
+        """See ``Round``."""
+        prompts = [request.tokens[:-1] for request in requests]
+        runners = self._runners() if draft else [self.target]
+        done = [runner.read(prompts, first, most) for runner in runners]
+        return all(done)
+
+    def backlog(self, requests: Sequence[Request]) -> int:
+        """See ``Round``."""
+        if not self.drafter:
+            return 0
+        # A round's first step feeds the last two tokens.
+        return self.drafter.runner.rows.lacking([request.tokens for request in requests], but=2)
 
     def step(self, requests: Sequence[Request], draft_len: int) -> list[Outcome | None]:
-        """See ``Round``. A prompt, a rejection and a last token take the same path."""
+        """See ``Round``. What follows a prompt, a rejection or full acceptance takes the same path."""
         for row, request in enumerate(requests):
             for runner in self._runners():
                 # The last committed token is fed again at most once: its logits start the round.
-                runner.rewind(row, len(request.tokens) - 1)
+                runner.rows.rewind(row, len(request.tokens) - 1)
         rows = [list(request.tokens) for request in requests]
-        # The target adds a token of its own, so the last token of a request is never drafted.
-        counts = [max(0, min(draft_len, request.remaining - 1)) for request in requests]
+        counts = [request.draft_count(draft_len) for request in requests]
         proposals = self.drafter.propose(requests, rows, counts) if self.drafter else [Proposal() for _ in requests]
-        active = [request.remaining > 0 for request in requests]
-        keep = [len(p.tokens) + 1 if yes else 0 for p, yes in zip(proposals, active, strict=True)]
+        keep = [len(proposal.tokens) + 1 for proposal in proposals]
         logits = self.target.forward(rows, keep)
         return [
-            self._accept(request, proposals[row], logits[row, : keep[row]]) if active[row] else None
+            self._accept(request, rows[row], proposals[row], logits[row, : keep[row]])
             for row, request in enumerate(requests)
         ]
+
+    def keep(self, request: Request, row: int) -> None:
+        """See ``Round``."""
+        for runner in self._runners():
+            runner.rows.keep(row, request.tokens[:-1])
+
+    def move(self, source: int, to: int) -> None:
+        """See ``Round``."""
+        for runner in self._runners():
+            runner.rows.move(source, to)
 
     def close(self) -> None:
         """See ``Round``."""
 
-    def _accept(self, request: Request, proposal: Proposal, logits: Floats) -> Outcome:
-        """How many of the proposed tokens stand, and the token after them; logits [g + 1, V] are the target's."""
+    def _accept(self, request: Request, tokens: Sequence[int], proposal: Proposal, logits: Floats) -> Outcome | None:
+        """How many of the proposed tokens stand, and the token after them.
+
+        tokens: committed and proposed ones; logits [g + 1, V] are the target's. None where they are not numbers.
+        """
         params, position, drafts = request.params, len(request.tokens), proposal.tokens
-        if params.greedy or not self.use_logits:
-            choices = (choose(row, params, position + i) for i, row in enumerate(logits))
-            accepted, following = accept_tokens(drafts, choices)
-            return Outcome(len(drafts), drafts[:accepted], following)
-        target = (probabilities(row, params) for row in logits)
-        uniforms = (uniform(params.seed, Purpose.ACCEPT, position + i) for i in range(len(drafts)))
-        accepted, weights = accept_logits(drafts, proposal.probs, target, uniforms)
-        noise = exponentials(params.seed, Purpose.TARGET, position + accepted, len(weights))
-        return Outcome(len(drafts), drafts[:accepted], race(weights, noise))
+        adjusted = (request.adjust(row, tokens[: position + i]) for i, row in enumerate(logits))
+        if not proposal.numbers:
+            return None
+        try:
+            if not request.wants_logits(self.use_logits):
+                choices = (choose(row, params, position + i) for i, row in enumerate(adjusted))
+                accepted, following = accept_tokens(drafts, choices)
+            else:
+                target = (probabilities(row, params) for row in adjusted)
+                uniforms = (uniform(params.seed, Purpose.ACCEPT, position + i) for i in range(len(drafts)))
+                accepted, weights = accept_logits(drafts, proposal.probs, target, uniforms)
+                following = race(weights, exponentials(params.seed, Purpose.TARGET, position + accepted, len(weights)))
+        except BackendError:
+            return None
+        logprobs = None
+        if request.logprobs is not None:
+            chosen = zip(logits, (*drafts[:accepted], following), strict=False)
+            logprobs = [log_probability(row, token, request.logprobs) for row, token in chosen]
+        return Outcome(len(drafts), drafts[:accepted], following, logprobs)
 
     def _runners(self) -> list[ModelRunner]:
         return [self.target, self.drafter.runner] if self.drafter else [self.target]

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from specrun.backends import DeviceBackend, open_device_backend, open_host_backend
 from specrun.config import DraftTargetConfig
-from specrun.device_memory import Need, need, require_room
+from specrun.device_memory import Need, blocks_that_fit, need, require_room
 from specrun.devices.cuda import CudaDevice
 from specrun.devices.driver import why_no_gpu
 from specrun.engine_dir import EngineConfig
 from specrun.errors import BackendError, PairError
+from specrun.kv_cache import BLOCK
 from specrun.model_runner import ModelRunner
 from specrun.rounds import Round
 from specrun.rounds.device import DeviceRound
@@ -41,9 +42,18 @@ def open_round(target: Engine, draft: Engine | None, draft_len: int, rows: int, 
             f"{engines[1].config.backend.device}; build both for the same kind of device"
         )
     if kinds == {"cpu"}:
-        runners = [ModelRunner(open_host_backend(engine.directory, engine.config)) for engine in engines]
+        kept = _kept_blocks(target, rows, config)
+        runners = [ModelRunner(open_host_backend(engine.directory, engine.config, kept)) for engine in engines]
         return HostRound(runners[0], runners[1] if draft else None, draft_len, config.use_logits)
     return _open_on_gpus(engines, draft_len, rows, config)
+
+
+def _kept_blocks(target: Engine, rows: int, config: DraftTargetConfig) -> int:
+    """Blocks that each model keeps of past texts."""
+    tokens = config.max_tokens_in_kv_cache
+    if tokens is None:
+        tokens = rows * target.config.build_config.max_seq_len
+    return tokens // BLOCK if config.reuse_blocks else 0
 
 
 def _open_on_gpus(engines: list[Engine], draft_len: int, rows: int, config: DraftTargetConfig) -> Round:
@@ -53,6 +63,7 @@ def _open_on_gpus(engines: list[Engine], draft_len: int, rows: int, config: Draf
                 f"{engine.directory}: an engine of {engine.config.backend.name} for GPU {engine.gpu}: {reason}; "
                 "'specbuild engine --backend onnxruntime' builds one for the CPU"
             )
+    kept = _kept_blocks(engines[0], rows, config)
     devices: dict[int, CudaDevice] = {}
     backends: list[DeviceBackend] = []
     try:
@@ -64,15 +75,21 @@ def _open_on_gpus(engines: list[Engine], draft_len: int, rows: int, config: Draf
             here, there = devices.values()
             here.connect(there)
             there.connect(here)
-        needs = {engine.role: _need(engine, draft_len, rows, len(devices) > 1) for engine in engines}
+        asked = kept if config.max_tokens_in_kv_cache is not None else 0
+        needs = {engine.role: _need(engine, draft_len, rows, len(devices) > 1, asked) for engine in engines}
         _require_room(engines, needs, devices, config)
         for engine in engines:
             backends.append(open_device_backend(engine.directory, engine.config, devices[engine.gpu]))
             # From here on weights are no estimate: they are what is gone.
             needs[engine.role] = replace(needs[engine.role], weights=0, workspace=backends[-1].workspace_bytes)
         _require_room(engines, needs, devices, config)
+        for number, device in devices.items() if not asked else ():
+            own = [engine for engine in engines if engine.gpu == number]
+            room = (device.free_memory()[0], config.kv_cache_free_gpu_memory_fraction)
+            fit = blocks_that_fit(*room, [needs[engine.role] for engine in own], [engine.config for engine in own])
+            kept = min(kept, fit)
         draft = backends[1] if len(backends) > 1 else None
-        return DeviceRound(backends[0], draft, draft_len, config.use_logits, rows, config.cuda_graph)
+        return DeviceRound(backends[0], draft, draft_len, config.use_logits, rows, config.cuda_graph, kept)
     except BaseException:
         for backend in backends:
             backend.close()
@@ -81,12 +98,12 @@ def _open_on_gpus(engines: list[Engine], draft_len: int, rows: int, config: Draf
         raise
 
 
-def _need(engine: Engine, draft_len: int, rows: int, apart: bool) -> Need:
+def _need(engine: Engine, draft_len: int, rows: int, apart: bool, blocks: int) -> Need:
     if engine.role == "draft":
-        return need(engine.role, engine.config, rows, positions=1, steps=draft_len)
+        return need(engine.role, engine.config, rows, positions=1, steps=draft_len, blocks=blocks)
     # A draft on another GPU sends its logits.
     copies = draft_len if apart else 0
-    return need(engine.role, engine.config, rows, positions=draft_len + 1 + copies, steps=1)
+    return need(engine.role, engine.config, rows, positions=draft_len + 1 + copies, steps=1, blocks=blocks)
 
 
 def _require_room(

@@ -1,0 +1,148 @@
+"""``specrun chat``: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import secrets
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specrun.command_line import FolderPath, show_error
+from specrun.commands.generate import _use_color
+from specrun.commands.options import DRAFT_LEN, SAMPLING, draft_len, sampling_options
+from specrun.config import DraftTargetConfig
+from specrun.errors import RequestError
+
+if TYPE_CHECKING:
+    from specrun.conversation import Conversation
+    from specrun.request import Request
+
+HELP = "/reset forgets the conversation, /exit ends it, Ctrl-C stops an answer"
+
+
+@click.command()
+@click.option("--engine_dir", required=True, type=FolderPath, help="The target's engine directory.")
+@click.option("--draft_engine_dir", type=FolderPath, help="The draft's; without it the target runs alone.")
+@click.option("--tokenizer_dir", type=FolderPath, help="Default: the tokenizer in engine_dir.")
+@click.option("--draft_len", type=DRAFT_LEN, metavar="auto|N", help="Draft tokens a round. Default: as many as pay.")
+@click.option("--acceptance", type=click.Choice(["tokens", "logits"]), help="Default: tokens.")
+@click.option("--system", metavar="TEXT", help="The system message.")
+@click.option("--max_output_len", type=click.IntRange(1), help="Of an answer. Default: 256, or what fits.")
+@sampling_options()
+@click.option("--seed", type=int, help="The same seed gives the same answers. Default: a new one, shown.")
+@click.option("--color/--no_color", default=None, help="Show the draft's text in green. Default: on a terminal.")
+def chat(
+    engine_dir: Path,
+    draft_engine_dir: Path | None,
+    tokenizer_dir: Path | None,
+    system: str | None,
+    max_output_len: int | None,
+    seed: int | None,
+    color: bool | None,
+    **options: Any,
+) -> None:
+    """Talk with a model, through its tokenizer's chat template.
+
+    /reset forgets the conversation, /exit or the input's end ends it, Ctrl-C stops an answer. Standard input that is no
+    terminal has one turn a line. Standard output holds the answers, standard error figures after each.
+    """
+    for name in ("draft_len", "acceptance"):
+        if draft_engine_dir is None and options[name] is not None:
+            raise click.UsageError(f"--{name} needs a draft; give --draft_engine_dir")
+
+    from specrun.conversation import Conversation
+    from specrun.decoder import SpeculativeDecoder
+    from specrun.sampling import SamplingParams
+    from specrun.tokenizer import render_chat
+
+    if seed is None:
+        seed = secrets.randbits(32) if options["temperature"] > 0 else 0
+        if options["temperature"] > 0:
+            click.echo(f"seed {seed}", err=True)
+    params = SamplingParams(seed=seed, **{name: options[name] for name in SAMPLING})
+    config = DraftTargetConfig(draft_len(options["draft_len"]), use_logits=options["acceptance"] == "logits")
+    decoder = SpeculativeDecoder.open(engine_dir, draft_engine_dir, config, tokenizer_dir)
+    context = click.get_current_context()
+    context.with_resource(decoder)
+    render_chat(tokenizer_dir or engine_dir)  # Without a template no turn can be answered: say so before the first one.
+    conversation = Conversation(decoder, params, system, max_output_len=max_output_len)
+    use_color = _use_color(color)
+    for text in _turns():
+        if text == "/reset":
+            conversation.reset()
+            continue
+        try:
+            _answer(conversation, text, use_color)
+        except RequestError as error:
+            show_error(context, error)
+
+
+def _turns() -> Iterator[str]:
+    """What the user types, a line each, up to /exit, Ctrl-C or the input's end."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # A turn that is not UTF-8 is refused alone.
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if terminal:
+        with contextlib.suppress(ImportError):
+            importlib.import_module("readline")  # Gives ``input`` line editing and a history, where there is one.
+        click.secho(HELP, dim=True, err=True)
+    while True:
+        try:
+            text = input("> " if terminal else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            click.echo(nl=terminal)
+            return
+        if text == "/exit":
+            return
+        if text:
+            yield text
+
+
+def _answer(conversation: Conversation, text: str, color: bool) -> None:
+    """Show the answer as it comes, up to Ctrl-C, and its figures."""
+    with _interrupt() as interrupted, contextlib.closing(conversation.say(text)) as answer:
+        for piece in answer:
+            shown = click.style(piece.text, fg="green") if color and piece.from_draft else piece.text
+            # Colour that was asked for stays, even where click would strip it.
+            click.echo(shown, nl=False, color=color or None)
+            if interrupted.is_set():
+                break
+    click.echo()
+    if conversation.last:
+        click.secho(f"[{_figures(conversation.last)}]", dim=True, err=True, color=None if color else False)
+
+
+@contextlib.contextmanager
+def _interrupt() -> Iterator[Event]:
+    """Set by Ctrl-C, so that an answer stops between two rounds; a second one interrupts as ever."""
+    interrupted = Event()
+    before = signal.getsignal(signal.SIGINT)
+
+    def interrupt(*_: object) -> None:
+        interrupted.set()
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _figures(request: Request) -> str:
+    """What speculation and reuse did for one answer."""
+    stats, figures = request.stats, []
+    if stats.acceptance_rate is not None:
+        figures.append(f"acceptance {stats.acceptance_rate:.2f} ({stats.accepted}/{stats.evaluated})")
+        figures.append(f"{stats.tokens_per_round:.1f} tokens a round")
+    figures.append(f"{len(request.output) / stats.seconds:.1f} tokens/s")
+    figures.append(f"{stats.cached} of {len(request.prompt)} prompt tokens reused")
+    return ", ".join(figures)

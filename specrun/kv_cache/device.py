@@ -1,0 +1,76 @@
+"""The key-value cache of one model in device memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from specrun.devices import Device, DeviceArray
+from specrun.engine_dir import CacheTensor
+from specrun.kv_cache import BLOCK
+
+
+class DeviceKVCache:
+    """Rows [rows, heads, length, width] of every cache tensor, and a pool [blocks, heads, BLOCK, width] beside it.
+
+    All memory is allocated at once, for ``rows`` rows of ``length`` positions.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        shapes: Sequence[CacheTensor],
+        storage: npt.DTypeLike,
+        rows: int,
+        length: int,
+        blocks: int,
+    ) -> None:
+        self.rows = rows
+        self.length = length
+        self.blocks = blocks
+        self._device = device
+        self._shapes = shapes
+        self._tensors = [device.zeros((rows * shape.heads * length * shape.width,), storage) for shape in shapes]
+        self._pool = [device.zeros((blocks, shape.heads, BLOCK, shape.width), storage) for shape in shapes]
+        self._numbers = device.zeros((length // BLOCK,), np.int32)
+
+    def part(self, first: int, rows: int) -> list[DeviceArray]:
+        """The tensors of rows ``first .. first + rows``, in the memory of the whole."""
+        return [
+            tensor.part(first * shape.heads * self.length * shape.width, (rows, shape.heads, self.length, shape.width))
+            for shape, tensor in zip(self._shapes, self._tensors, strict=True)
+        ]
+
+    def clear(self, row: int) -> None:
+        """See ``KVCache``."""
+        for tensor in self.part(row, 1):
+            self._device.clear(tensor)
+
+    def move(self, source: int, to: int) -> None:
+        """See ``KVCache``."""
+        for there, here in zip(self.part(to, 1), self.part(source, 1), strict=True):
+            self._device.copy(there, here)
+
+    def save(self, row: int, start: int, blocks: Sequence[int]) -> None:
+        """See ``KVCache``."""
+        self._copy(row, start, blocks, saving=True)
+
+    def load(self, row: int, start: int, blocks: Sequence[int]) -> None:
+        """See ``KVCache``."""
+        self._copy(row, start, blocks, saving=False)
+
+    def _copy(self, row: int, start: int, blocks: Sequence[int], saving: bool) -> None:
+        if not blocks:
+            return
+        if start + len(blocks) * BLOCK > self.length:
+            raise ValueError(f"{len(blocks)} blocks from position {start} of {self.length}")
+        numbers = self._numbers.part(0, (len(blocks),))
+        self._device.write(numbers, np.array(blocks, np.int32))
+        for tensor, pool in zip(self.part(row, 1), self._pool, strict=True):
+            _, heads, length, width = tensor.shape
+            units = width * tensor.dtype.itemsize // 2
+            self._device.launch(
+                "copy_blocks", (len(blocks), heads), tensor, heads, length, units, start, pool, numbers, int(saving)
+            )

@@ -1,0 +1,132 @@
+"""What a device knows of the rows of a round: their texts, how they choose tokens, and how far they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specrun.devices import Device, DeviceArray
+from specrun.kernels import MAX_VOCAB
+from specrun.request import MAX_STOP_IDS, Request
+from specrun.sampling import MAX_BIASES
+
+# As in kernels/round.cu.
+SAMPLING = np.dtype(
+    [
+        ("seed", "<u8"),
+        ("top_p", "<f8"),
+        ("temperature", "<f4"),
+        ("top_k", "<i4"),
+        ("min_p", "<f4"),
+        ("use_logits", "<i4"),
+        ("draft_len", "<i4"),
+        ("repetition", "<f4"),
+        ("presence", "<f4"),
+        ("frequency", "<f4"),
+        ("biases", "<i4"),
+        ("stops", "<i4"),
+        ("free_length", "<i4"),
+        ("logprobs", "<i4"),
+    ]
+)
+PROGRESS = np.dtype([("length", "<i4"), ("remaining", "<i4")])
+TOKEN_VALUE = np.dtype([("id", "<i4"), ("value", "<f4")])
+
+IN_PROMPT = np.uint32(1 << 31)
+
+
+class DeviceRows:
+    """The rows of a round on one device. The target's device decides; a draft elsewhere is sent copies."""
+
+    def __init__(self, device: Device, rows: int, width: int, vocab: int) -> None:
+        self.device = device
+        self.width = width
+        self.vocab = vocab
+        self.tokens = device.zeros((rows, width), np.int64)
+        self.progress = device.zeros((rows,), PROGRESS)
+        self.sampling = device.zeros((rows,), SAMPLING)
+        self.stop_ids = device.zeros((rows, MAX_STOP_IDS), np.int64)
+        # How often tokens are in each row's text, and its biases: of no rows until one wants its logits adjusted.
+        self.counts = device.zeros((0, vocab), np.uint32)
+        self.biases = device.zeros((0, MAX_BIASES), TOKEN_VALUE)
+
+    def begin(self, first: int, requests: Sequence[Request], draft_len: int, use_logits: bool) -> None:
+        """Write down the first state of the rows from ``first`` on. The last two are for requests that do not say."""
+        tokens = np.zeros((len(requests), self.width), np.int64)
+        progress, sampling = np.zeros(len(requests), PROGRESS), np.zeros(len(requests), SAMPLING)
+        stop_ids = np.zeros((len(requests), MAX_STOP_IDS), np.int64)
+        for row, request in enumerate(requests):
+            tokens[row, : len(request.tokens)] = request.tokens
+            progress[row] = (len(request.tokens), request.remaining)
+            sampling[row] = _sampling(request, draft_len, use_logits)
+            stop_ids[row, : len(request.stop_ids)] = sorted(request.stop_ids)
+        written = (self.tokens, tokens), (self.progress, progress), (self.sampling, sampling), (self.stop_ids, stop_ids)
+        for array, values in written:
+            self._write(array, first, values)
+        for row, request in enumerate(requests, first):
+            if request.adjusts:
+                self._begin_adjusting(row, request)
+
+    def move(self, source: int, to: int) -> None:
+        """Copy row ``source`` to row ``to``."""
+        arrays = (self.tokens, self.progress, self.sampling, self.stop_ids, self.counts, self.biases)
+        for array in arrays:
+            if array.nbytes:
+                row = math.prod(array.shape[1:])
+                there, here = (array.part(number * row, (row,)) for number in (to, source))
+                self.device.copy(there, here)
+
+    def state(self, draft_len: int) -> tuple[DeviceArray | int, ...]:
+        """What kernels are told of the rows in a round of ``draft_len``."""
+        return self.tokens, self.width, self.progress, draft_len, self.sampling
+
+    def adjust(self, logits: DeviceArray, vocab: int, first: int, draft_len: int, adjusted: DeviceArray) -> None:
+        """Queue the adjustment of ``logits`` [B, positions, V], of which ``vocab`` ids count.
+
+        The first position is behind ``first`` draft tokens. ``adjusted`` may be the same memory.
+        """
+        batch, positions, stride = logits.shape
+        own = (*self.state(draft_len), self.counts, self.vocab, self.biases, self.stop_ids)
+        self.device.launch("adjust", (batch, positions), logits, stride, vocab, positions, first, *own, adjusted)
+
+    def _begin_adjusting(self, row: int, request: Request) -> None:
+        if not self.counts.shape[0]:
+            rows = self.progress.shape[0]
+            self.counts = self.device.zeros((rows, self.vocab), np.uint32)
+            self.biases = self.device.zeros((rows, MAX_BIASES), TOKEN_VALUE)
+        prompt, output = np.split(np.array(request.tokens, np.int64), [len(request.prompt)])
+        counts = np.bincount(output, minlength=self.vocab)[: self.vocab].astype(np.uint32)
+        counts[prompt[prompt < self.vocab]] |= IN_PROMPT
+        self._write(self.counts, row, counts[None])
+        biases = np.zeros((1, MAX_BIASES), TOKEN_VALUE)
+        biases[0, : len(request.params.logit_bias)] = [*request.params.logit_bias.items()]
+        self._write(self.biases, row, biases)
+
+    def _write(self, array: DeviceArray, first: int, values: npt.NDArray[Any]) -> None:
+        self.device.write(array.part(first * math.prod(array.shape[1:]), values.shape), values)
+
+
+def _sampling(request: Request, draft_len: int, use_logits: bool) -> tuple[float, ...]:
+    """A request's SAMPLING."""
+    params = request.params
+    temperature = 0 if params.greedy else min(max(params.temperature, 1e-37), 1e38)  # In float32 neither 0 nor inf.
+    return (
+        params.seed,
+        params.top_p,
+        temperature,
+        min(params.top_k, MAX_VOCAB),
+        params.min_p,
+        request.wants_logits(use_logits),
+        draft_len if request.draft_len is None else min(request.draft_len, draft_len),
+        params.repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
+        len(params.logit_bias),
+        len(request.stop_ids),
+        len(request.prompt) + request.min_output_len,
+        -1 if request.logprobs is None else request.logprobs,
+    )

@@ -1,0 +1,84 @@
+"""One model on a device: what ``ModelRunner`` is on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from specrun.backends import DeviceBackend, Feed
+from specrun.devices import DeviceArray
+from specrun.kv_cache.rows import CacheRows
+from specrun.model_runner import arrange, next_piece
+from specrun.rounds.device_rows import DeviceRows
+
+
+class DeviceRunner:
+    """Feeds one model on its device, and owns the memory it is fed from."""
+
+    def __init__(self, backend: DeviceBackend, rows: int, positions: int, steps: int, blocks: int) -> None:
+        """Allocate what ``rows`` rows at most need, and ``blocks`` blocks of past texts.
+
+        positions: most tokens of a row in one call of a round; steps: calls whose logits are kept.
+        """
+        build = backend.config.build_config
+        self.backend = backend
+        self.device = backend.device
+        self.vocab = backend.config.graph.vocab_size
+        backend.allocate_cache(blocks)
+        self.rows = CacheRows(backend.cache)
+        self.input_ids = self.device.zeros((rows, max(positions + 1, build.max_input_len)), np.int64)
+        self.write_indices = self.device.zeros((rows,), np.int64)
+        self.logits_indices = self.device.zeros((rows, positions), np.int64)
+        # Engines want aligned addresses: a step's logits begin at a multiple of 256 bytes.
+        self.step_stride = -(-rows * positions * self.vocab // 64) * 64
+        self.logits = self.device.zeros((steps, self.step_stride), np.float32)
+
+    def read(self, rows: Sequence[Sequence[int]], first: int, most: int) -> bool:
+        """Feed up to ``most`` more tokens of the rows from ``first`` on; True when there are no more.
+
+        The work is one pass of at most max_input_len tokens a row.
+        """
+        own = slice(first, first + len(rows))
+        lengths = self.rows.lengths[own]
+        heads, more = next_piece(rows, lengths, min(most, self.backend.config.build_config.max_input_len))
+        if more:
+            values = arrange(heads, lengths, [0] * len(rows), self.backend.cache.length, self.vocab)
+            feed = self._feed(len(rows), values.input_ids.shape[1], 1)
+            for array, content in zip(feed, values, strict=True):
+                self.device.write(array, content)
+            self.backend.enqueue(feed, self._step_logits(len(rows), 0, 1), first, fixed=False)
+            self.rows.lengths[own] = map(len, heads)
+        return all(len(head) == len(tokens) for head, tokens in zip(heads, rows, strict=True))
+
+    def forward(
+        self,
+        batch: int,
+        rows: DeviceRows,
+        offset: int,
+        count: int,
+        keep_from: int,
+        kept: int,
+        step: int = 0,
+    ) -> DeviceArray:
+        """Queue a call that feeds ``count`` tokens of every row, from its length + ``offset`` on.
+
+        The logits of ``kept`` positions come back, the first at length + ``keep_from``. A verify pass of draft_len g
+        feeds the last committed token and the drafts, and keeps all: (-1, g + 1, -1, g + 1). See the kernel ``feed``.
+        """
+        feed = self._feed(batch, count, kept)
+        source, room = (rows.tokens, rows.width, rows.progress), self.backend.cache.length
+        self.device.launch("feed", (batch, 1), *source, offset, count, keep_from, kept, room, self.vocab, *feed)
+        logits = self._step_logits(batch, step, kept)
+        self.backend.enqueue(feed, logits, 0, fixed=True)
+        return logits
+
+    def _step_logits(self, batch: int, step: int, kept: int) -> DeviceArray:
+        return self.logits.part(step * self.step_stride, (batch, kept, self.vocab))
+
+    def _feed(self, batch: int, count: int, kept: int) -> Feed:
+        return Feed(
+            self.input_ids.part(0, (batch, count)),
+            self.write_indices.part(0, (batch,)),
+            self.logits_indices.part(0, (batch, kept)),
+        )

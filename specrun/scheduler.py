@@ -1,0 +1,158 @@
+"""The scheduler: gives requests rows of the caches, has their prompts read, and runs rounds until they have ended.
+
+Rows are dense: 0 .. ready decode, those behind them read their prompts. A row that falls free is taken by the last one,
+so that engines never work on rows without a request.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from specrun.draft_length import DraftLength
+from specrun.errors import BackendError
+from specrun.request import Piece, Request
+from specrun.rounds import Round
+from specrun.sampling import NOT_NUMBERS
+
+PROMPT_TOKENS = 128
+"""Tokens of prompts that are read between two rounds of other requests; so much longer a round may take for them."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Tokens that a round committed to one request, or none where it has ended without."""
+
+    request: Request
+    pieces: Sequence[Piece]
+
+
+class Scheduler:
+    """Owns which request has which row. Call it from one thread at a time; ``Request.cancel`` may come from any."""
+
+    def __init__(self, rounds: Round, lengths: DraftLength, max_rows: int) -> None:
+        self.round = rounds
+        self.lengths = lengths
+        self.max_rows = max_rows
+        self._waiting: deque[Request] = deque()
+        self._timed: list[Request] = []
+        """Those with a timeout."""
+        self._rows: list[Request] = []
+        self._ready = 0
+
+    def __len__(self) -> int:
+        """Requests that have not ended, or not been seen to have."""
+        return len(self._waiting) + len(self._rows)
+
+    def add(self, request: Request) -> None:
+        """Let ``request`` be decoded, in its turn, by the steps to come."""
+        request.begin()
+        self._waiting.append(request)
+        if request.timeout is not None:
+            self._timed.append(request)
+
+    def step(self) -> None:
+        """Free rows of what has ended, admit what waits, read prompts, run one round, commit its tokens."""
+        self._release()
+        self._admit()
+        self._read()
+        if self._ready:
+            self._decode(self._rows[: self._ready])
+
+    def run(self, requests: Sequence[Request]) -> Iterator[Event]:
+        """Decode ``requests``, beside whatever else there is; yields what is committed to them, as it comes.
+
+        Whoever stops listening cancels those that have not ended.
+        """
+        for request in requests:
+            self.add(request)
+        shown = dict.fromkeys(requests, 0)
+        try:
+            while shown:
+                self.step()
+                for request, count in list(self._begun(shown)):
+                    new = request.pieces[count:]
+                    shown[request] += len(new)
+                    if request.finish_reason:
+                        del shown[request]
+                    if new or request.finish_reason:
+                        yield Event(request, new)
+        finally:
+            for request in shown:
+                request.cancel()
+            self._release()
+
+    @staticmethod
+    def _begun(requests: dict[Request, int]) -> Iterator[tuple[Request, int]]:
+        """The first ones, up to one that still waits, as then do all behind it: there may be thousands."""
+        for request, count in requests.items():
+            if not (request.pieces or request.finish_reason):
+                return
+            yield request, count
+
+    def _release(self) -> None:
+        self._timed = [request for request in self._timed if not request.expire()]
+        for row in reversed(range(len(self._rows))):
+            if self._rows[row].finish_reason:
+                self._free(row)
+
+    def _free(self, row: int) -> None:
+        """The last row that decodes takes its place, and the last of all the place of that."""
+        if self._rows[row].error is None:
+            self.round.keep(self._rows[row], row)
+        if row < self._ready:
+            self._ready -= 1
+            self._move(self._ready, row)
+            row = self._ready
+        self._move(len(self._rows) - 1, row)
+        self._rows.pop()
+
+    def _move(self, source: int, to: int) -> None:
+        if source != to:
+            self.round.move(source, to)
+            self._rows[to] = self._rows[source]
+
+    def _admit(self) -> None:
+        """Waiting requests take the free rows, all at once, when the last ones have read their prompts."""
+        if self._ready < len(self._rows):
+            return
+        joining: list[Request] = []
+        while self._waiting and len(self._rows) + len(joining) < self.max_rows:
+            if self.round.gains(self._waiting[0], joining):
+                break
+            request = self._waiting.popleft()
+            if request.finish_reason is None:  # Cancelled while it waited.
+                joining.append(request)
+        if joining:
+            self.round.admit(joining, len(self._rows))
+            self._rows += joining
+
+    def _read(self) -> None:
+        joining = self._rows[self._ready :]
+        if not joining:
+            return
+        longest = max(len(request.prompt) for request in joining)
+        most = max(1, PROMPT_TOKENS // len(joining)) if self._ready else longest
+        if self.round.read(joining, self._ready, most, self.lengths.drafting):
+            for row, request in enumerate(joining, self._ready):
+                self.round.keep(request, row)
+            self._ready = len(self._rows)
+
+    def _decode(self, requests: list[Request]) -> None:
+        backlog = self.round.backlog(requests)
+        counts = [request.draft_count(self.round.draft_len) for request in requests]
+        own = [count for request, count in zip(requests, counts, strict=True) if request.draft_len is not None]
+        # Requests with a draft length of their own get it, whatever is best for the others.
+        draft_len = max(self.lengths.choose(requests, counts, backlog), *own, 0)
+        before = time.perf_counter()
+        outcomes = self.round.step(requests, draft_len)
+        seconds = time.perf_counter() - before
+        evaluated = [outcome.evaluated if outcome else (0, 0) for outcome in outcomes]
+        self.lengths.observe(draft_len, seconds, requests, evaluated, backlog)
+        for request, outcome in zip(requests, outcomes, strict=True):
+            if outcome is None:
+                request.fail(BackendError(NOT_NUMBERS))
+            elif request.finish_reason is None:  # Cancelled meanwhile.
+                request.commit(outcome)

@@ -1,0 +1,271 @@
+"""``Conversation``, and ``specrun chat`` as a user types it: in a pipe and in a terminal."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from specrun.cli import main
+from specrun.config import DraftTargetConfig
+from specrun.conversation import Conversation
+from specrun.decoder import SpeculativeDecoder
+from specrun.errors import RequestError
+from specrun.kv_cache import BLOCK
+from specrun.sampling import SamplingParams
+from specrun.tokenizer import render_chat
+from tests.conftest import make_engine
+
+ENDLESS = SamplingParams(temperature=0.5, seed=1, logit_bias={0: float("-inf")})
+"""Answers that end by their length only."""
+SAME = ("--temperature", 0.5, "--seed", 1, "--logit_bias", "0:-inf", "--max_output_len", 12)
+TURNS = ("the quick brown fox", "jumps over", "the lazy dog")
+FIGURES = re.compile(
+    r"\[acceptance \d\.\d\d \(\d+/\d+\), \d+\.\d tokens a round, \d+\.\d tokens/s, \d+ of \d+ prompt tokens reused\]"
+)
+
+
+@pytest.fixture(scope="module")
+def pair(onnx: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Engines that take longer prompts than those of ``engines``."""
+    root = tmp_path_factory.mktemp("chat")
+    make_engine(onnx / "target", root / "target", max_input_len=110, max_batch_size=1, max_draft_len=4)
+    make_engine(onnx / "draft", root / "draft", max_input_len=110, max_batch_size=1)
+    return root
+
+
+@pytest.fixture
+def decoder(pair: Path) -> Iterator[SpeculativeDecoder]:
+    with SpeculativeDecoder.open(pair / "target", pair / "draft", DraftTargetConfig(4)) as decoder:
+        yield decoder
+
+
+def say(conversation: Conversation, text: str) -> str:
+    return "".join(piece.text for piece in conversation.say(text))
+
+
+def test_every_turn_is_the_template_of_all_messages(pair: Path, decoder: SpeculativeDecoder) -> None:
+    """Earlier turns are found among what is kept, and change no answer."""
+    fresh = SpeculativeDecoder.open(pair / "target", pair / "draft", DraftTargetConfig(4, reuse_blocks=False))
+    render = render_chat(pair / "target")
+    with fresh:
+        kept, read = (Conversation(each, ENDLESS, "be brief", max_output_len=12) for each in (decoder, fresh))
+        known = 0
+        for turn, text in enumerate(TURNS):
+            answer = say(kept, text)
+            assert answer == say(read, text)
+            *asked, answered = kept.messages
+            assert [message["role"] for message in asked] == ["system", *["user", "assistant"] * turn, "user"]
+            assert answered == {"role": "assistant", "content": answer}
+            assert kept.last and read.last
+            assert kept.last.prompt == decoder.tokenizer.encode(render(asked), add_special_tokens=False).ids
+            assert kept.last.output == read.last.output
+            assert read.last.stats.cached == 0
+            # At least the whole blocks of the last prompt; an answer's text may have other ids than it was written in.
+            assert kept.last.stats.cached >= known // BLOCK * BLOCK
+            assert (kept.last.stats.cached > 0) == (turn > 0)
+            known = len(kept.last.prompt) - 1
+
+
+def test_an_answer_that_is_stopped_is_what_was_shown(decoder: SpeculativeDecoder) -> None:
+    whole = Conversation(decoder, ENDLESS, max_output_len=40)
+    stopped = Conversation(decoder, ENDLESS, max_output_len=40)
+    assert say(whole, TURNS[0])
+    answer = stopped.say(TURNS[0])
+    shown = "".join(next(answer).text for _ in range(5))
+    answer.close()
+    assert shown
+    assert stopped.messages[-1] == {"role": "assistant", "content": shown}
+    assert whole.messages[-1]["content"].startswith(shown)
+    assert stopped.last and stopped.last.finish_reason == "cancelled"
+    assert len(decoder.scheduler) == 0
+    assert say(stopped, "on")
+
+
+def test_a_turn_without_any_answer_is_forgotten(decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    conversation = Conversation(decoder, ENDLESS, "be brief", max_output_len=12)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(decoder.scheduler.round, "step", interrupt)
+        say(conversation, TURNS[0])
+    assert conversation.messages == [{"role": "system", "content": "be brief"}]
+    assert say(conversation, TURNS[0]) == say(Conversation(decoder, ENDLESS, "be brief", max_output_len=12), TURNS[0])
+
+
+def test_a_refused_turn_changes_nothing(decoder: SpeculativeDecoder) -> None:
+    conversation = Conversation(decoder, ENDLESS, max_output_len=12)
+    say(conversation, TURNS[0])
+    messages, last = list(conversation.messages), conversation.last
+    with pytest.raises(RequestError, match=r"conversation: .* max_input_len is 110"):
+        say(conversation, "dog " * 110)
+    assert (conversation.messages, conversation.last) == (messages, last)
+    assert say(conversation, TURNS[1])
+    conversation.reset()
+    assert conversation.messages == []
+
+
+def chat(pair: Path, *options: object, turns: str) -> Result:
+    flags = ("--engine_dir", pair / "target", "--draft_engine_dir", pair / "draft", "--draft_len", 4)
+    return CliRunner().invoke(main, [str(part) for part in ("chat", *flags, *options)], input=turns)
+
+
+def test_a_pipe_has_a_turn_a_line(pair: Path, decoder: SpeculativeDecoder) -> None:
+    conversation = Conversation(decoder, ENDLESS, "be brief", max_output_len=12)
+    answers = [say(conversation, text) for text in TURNS[:2]]
+    turns = "\n".join([*TURNS[:2], "dog " * 110, "/reset", "", TURNS[0], "/exit", TURNS[0]])
+    shown = chat(pair, *SAME, "--system", "be brief", turns=turns)
+    assert shown.exit_code == 0, shown.stderr
+    assert shown.stdout == "".join(f"{answer}\n" for answer in (*answers, answers[0]))
+    first, second, refused, third = shown.stderr.splitlines()
+    assert all(FIGURES.fullmatch(line) for line in (first, second, third)), shown.stderr
+    assert ", 0 of" in first
+    assert ", 0 of" not in second
+    assert "error: conversation: " in refused
+
+
+def test_colours_are_the_drafts_and_change_no_text(pair: Path) -> None:
+    plain, green = (chat(pair, *SAME, *color, turns=TURNS[0]).stdout for color in ((), ("--color",)))
+    assert "\x1b" not in plain
+    drafted = re.findall(r"\x1b\[32m(.*?)\x1b\[0m", green, re.DOTALL)
+    assert drafted
+    assert re.sub(r"\x1b\[\d+m", "", green) == plain
+
+
+def test_a_new_seed_is_shown_and_makes_the_same_answer(pair: Path) -> None:
+    options = ("--temperature", 1, "--max_output_len", 12)
+    first = chat(pair, *options, turns=TURNS[0])
+    seed = re.match(r"seed (\d+)\n", first.stderr)
+    assert seed
+    assert chat(pair, *options, "--seed", seed[1], turns=TURNS[0]).stdout == first.stdout
+
+
+def test_mistakes_are_one_line(pair: Path, tmp_path: Path) -> None:
+    plain = shutil.copytree(pair / "target", tmp_path / "target")
+    (plain / "chat_template.jinja").unlink()
+    shown = CliRunner().invoke(main, ["chat", "--engine_dir", str(plain)], input="one\ntwo\n")
+    assert (shown.exit_code, shown.stdout, shown.stderr.count("\n")) == (1, "", 1)
+    assert "no chat template" in shown.stderr
+    shown = CliRunner().invoke(main, ["chat", "--engine_dir", str(plain), "--acceptance", "logits"])
+    assert shown.exit_code == 2
+    assert "--acceptance needs a draft" in shown.stderr
+
+
+SLOW = """
+import sys, time
+from specrun.cli import main
+from specrun.rounds.host import HostRound
+
+def step(*args, plain=HostRound.step, seconds=float(sys.argv.pop(1))):
+    print("(round)", file=sys.stderr, flush=True)
+    time.sleep(seconds)
+    return plain(*args)
+
+HostRound.step = step
+main(prog_name="specrun")
+"""
+
+
+class Terminal:
+    """``specrun chat`` in a terminal, with rounds that take ``seconds``, long enough to be interrupted."""
+
+    def __init__(self, seconds: float, *options: object) -> None:
+        pty = pytest.importorskip("pty", reason="needs a Unix terminal")
+        self.keys, end = pty.openpty()
+        self.seen = ""
+        command = [sys.executable, "-c", SLOW, str(seconds), "chat", *map(str, options)]
+        environment = {**os.environ, "TERM": "dumb"}
+        environment.pop("NO_COLOR", None)
+        # The terminal is its controlling one, so that Ctrl-C is a key.
+        self.process = subprocess.Popen(
+            command, stdin=end, stdout=end, stderr=end, env=environment, start_new_session=True,
+            preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),
+        )  # fmt: skip
+        os.close(end)
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.keys)
+
+    def type(self, keys: str) -> None:
+        os.write(self.keys, keys.encode())
+
+    def until(self, shown: Callable[[str], bool]) -> str:
+        """Read until ``shown``; returns what came since the last time."""
+        text = ""
+        while not shown(text):
+            more = self._read()
+            assert more, self.seen
+            text += more
+        return text
+
+    def end(self) -> int:
+        """The exit status, when everything is read."""
+        while self._read():
+            pass
+        return self.process.wait(60)
+
+    def _read(self) -> str:
+        assert select.select([self.keys], [], [], 60)[0], self.seen
+        try:
+            more = os.read(self.keys, 4096).decode(errors="replace")
+        except OSError:  # The program has ended.
+            return ""
+        self.seen += more
+        return more
+
+
+def prompted(text: str) -> bool:
+    return text.endswith("\n> ")
+
+
+def test_ctrl_c_stops_an_answer_and_then_the_chat(pair: Path) -> None:
+    """A drafted answer of 60 tokens takes some seconds here; the second turn has the stopped one in its history."""
+    flags = ("--engine_dir", pair / "target", "--draft_engine_dir", pair / "draft", "--draft_len", 4)
+    with Terminal(0.2, *flags, *SAME[:-1], 60) as terminal:
+        assert "/reset forgets" in terminal.until(prompted)
+        terminal.type(f"{TURNS[0]}\r")
+        terminal.until(lambda text: "\x1b[32m" in text)
+        terminal.type("\x03")
+        stopped = terminal.until(prompted)
+        figures = FIGURES.search(stopped)
+        assert figures, stopped
+        assert f"\x1b[2m{figures[0]}\x1b[0m" in stopped
+        terminal.type("on\r")
+        terminal.until(lambda text: "\x1b[32m" in text)
+        terminal.type("\x03")
+        answered = terminal.until(prompted)
+        reused = re.search(r"(\d+) of \d+ prompt tokens reused", answered)
+        assert reused and int(reused[1]) >= BLOCK
+        time.sleep(0.3)  # A signal between the prompt and readline's wait for a key would be seen with the next key.
+        terminal.type("\x03")
+        assert terminal.end() == 0
+    assert "Traceback" not in terminal.seen
+    assert "error" not in terminal.seen
+
+
+def test_a_second_ctrl_c_ends_the_program(pair: Path) -> None:
+    with Terminal(60, "--engine_dir", pair / "target") as terminal:
+        terminal.until(prompted)
+        terminal.type(f"{TURNS[0]}\r")
+        terminal.until(lambda text: "(round)" in text)
+        for _ in range(2):
+            assert terminal.process.poll() is None
+            terminal.type("\x03")
+            time.sleep(0.5)
+        assert terminal.end() == 130
+    assert "Traceback" not in terminal.seen

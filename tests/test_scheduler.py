@@ -1,0 +1,199 @@
+"""Requests that come and go: what one writes does not depend on the others, and nothing is left of those that end."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from specrun.decoder import SpeculativeDecoder
+from specrun.errors import BackendError
+from specrun.request import Request
+from specrun.rounds.host import HostRound
+from specrun.sampling import SamplingParams
+from specrun.scheduler import PROMPT_TOKENS
+from tests.tables import decode, normal, open_tables
+from tests.test_lossless import PROMPTS, near_ties, open_pair
+
+V = 24
+MANNERS = [
+    SamplingParams(),
+    SamplingParams(1.0),
+    SamplingParams(0.8, top_k=9, top_p=0.9, min_p=0.01),
+    SamplingParams(repetition_penalty=1.4),
+    SamplingParams(1.2, presence_penalty=0.7, frequency_penalty=0.3, logit_bias={3: 1.5, 4: -math.inf}),
+]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> SpeculativeDecoder:
+    """Five rows at most; a text's next token depends on the last two."""
+    target = normal(1, V, V, scale=2.0)
+    return open_tables(tmp_path, target, target + normal(2, V, V), weight=5, max_batch_size=5, max_input_len=400)
+
+
+def some_requests(count: int, seed: int = 0, longest: int = 90) -> list[Request]:
+    """Of every manner; many begin alike."""
+    generator = random.Random(seed)
+    beginnings = [generator.choices(range(V), k=70) for _ in range(3)]
+    requests = []
+    for number in range(count):
+        beginning = generator.choice(beginnings)[: generator.randrange(71)]
+        own = generator.choices(range(V), k=generator.randint(1, max(1, longest - 70)))
+        params = replace(generator.choice(MANNERS), seed=number)
+        draft_len, use_logits = generator.choice([None, None, 0, 2]), generator.choice([None, True])
+        length = generator.randint(1, 30)
+        requests.append(Request([*beginning, *own], params, length, draft_len=draft_len, use_logits=use_logits))
+    return requests
+
+
+def anew(request: Request) -> Request:
+    return replace(request)
+
+
+def run_staggered(decoder: SpeculativeDecoder, requests: Sequence[Request], seed: int) -> None:
+    """Requests arrive while others run."""
+    generator, waiting = random.Random(seed), list(requests)
+    while waiting or len(decoder.scheduler):
+        for _ in range(min(len(waiting), generator.choice([0, 0, 1, 3]))):
+            decoder.scheduler.add(waiting.pop())
+        decoder.scheduler.step()
+
+
+def test_a_request_does_not_depend_on_the_others(pair: SpeculativeDecoder) -> None:
+    requests = some_requests(80)
+    alone = [decode(pair, [anew(request)])[0] for request in requests]
+    for seed in range(3):
+        again = [anew(request) for request in requests]
+        mixed = random.Random(seed).sample(again, len(again))
+        run_staggered(pair, mixed, seed)
+        assert [request.output for request in again] == alone
+        assert all(request.stats.first_token_seconds <= request.stats.seconds for request in again)
+    assert len({request.stats.drafted for request in again}) > 10
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(0.9, seed=3)], ids=["greedy", "sampled"])
+def test_nor_with_a_real_model(engines: Path, params: SamplingParams) -> None:
+    decoder = open_pair(engines / "target", engines / "draft", 3)
+    prompts = [[*PROMPTS[0][:1], *range(5, 5 + n)] for n in (1, 4, 9, 33, 40, 2, 17)]
+    alone = [decode(decoder, [Request(prompt, params, 24)])[0] for prompt in prompts]
+    requests = [Request(prompt, params, 24) for prompt in prompts]
+    run_staggered(decoder, requests, 1)
+    found = zip(prompts, alone, requests, strict=True)
+    assert sum(near_ties(engines / "target", own, request.output, prompt) for prompt, own, request in found) <= 1
+
+
+def test_thousands_that_are_cancelled_or_late_or_fail_leave_nothing(tmp_path: Path) -> None:
+    table = normal(1, V, V, scale=2.0)
+    table[7] = np.nan  # What follows token 7 is not a number.
+    decoder = open_tables(tmp_path, table, normal(3, V, V), weight=5, max_batch_size=4, max_input_len=400)
+    generator, requests = random.Random(1), some_requests(2000, longest=80)
+    expected = [decode(decoder, [anew(request)])[0] for request in requests[:50]]
+    for request in requests[50:]:
+        request.timeout = generator.choice([None, None, 1e-9, 10])
+    waiting = list(requests)
+    while waiting or len(decoder.scheduler):
+        for _ in range(min(len(waiting), generator.randrange(4))):
+            decoder.scheduler.add(waiting.pop())
+        decoder.scheduler.step()
+        if waiting and len(waiting) >= 50 and generator.random() < 0.3:
+            requests[generator.randrange(50, 2000)].cancel()
+    assert {request.finish_reason for request in requests} == {"length", "cancelled", "timeout", "error"}
+    assert [request.output for request in requests[:50]] == expected
+    assert all((request.error is None) == (request.finish_reason != "error") for request in requests)
+    # Nothing of them is left: the next batch has all rows, and is what it was before.
+    assert [r.output for r in decoder.generate([r.prompt for r in requests[:4]], max_output_len=3)]
+    assert len(decoder.scheduler) == 0
+
+
+def test_one_whose_logits_are_not_numbers_fails_alone(tmp_path: Path) -> None:
+    table, draft = normal(1, V, V), normal(2, V, V)
+    clean = open_tables(tmp_path, table, draft)
+    broken, other = table.copy(), draft.copy()
+    broken[5], other[6] = np.nan, np.inf
+    decoder = open_tables(tmp_path, broken, other)
+    prompts = [[1, 5], [2, 8], [3, 6], [4, 9]]
+    requests = [Request(prompt, SamplingParams(logit_bias={5: -math.inf, 6: -math.inf}), 12) for prompt in prompts]
+    expected = decode(clean, [anew(request) for request in requests])
+    assert decode(decoder, requests)[1::2] == expected[1::2]
+    for request in requests[::2]:
+        assert request.finish_reason == "error"
+        assert isinstance(request.error, BackendError)
+        assert "not numbers" in str(request.error)
+    with pytest.raises(BackendError, match="not numbers"):
+        decoder.generate([[1, 5]])
+
+
+class Widths:
+    """Notes the shapes a runner feeds its engine."""
+
+    def __init__(self, decoder: SpeculativeDecoder) -> None:
+        assert isinstance(decoder.scheduler.round, HostRound)
+        self.backend: Any = decoder.scheduler.round.target.backend
+        self.shapes: list[tuple[int, int]] = []
+        self.run, self.backend.run = self.backend.run, self
+
+    def __call__(self, ids: npt.NDArray[np.int64], *rest: Any) -> Any:
+        self.shapes.append((ids.shape[0], ids.shape[1]))
+        return self.run(ids, *rest)
+
+
+def test_a_long_prompt_does_not_stall_the_others(pair: SpeculativeDecoder) -> None:
+    first = Request([1, 2], SamplingParams(1.0), 60, draft_len=0)
+    long = Request([3] * 390, SamplingParams(), 4)
+    widths = Widths(pair)
+    pair.scheduler.add(first)
+    pair.scheduler.step()
+    pair.scheduler.add(long)
+    before = len(first.output)
+    while not long.pieces:
+        pair.scheduler.step()
+    assert len(first.output) - before >= math.ceil(389 / PROMPT_TOKENS)
+    assert max(width for _, width in widths.shapes) == PROMPT_TOKENS
+    # With nobody to wait for, it is read at once.
+    alone = Request([4] * 390, SamplingParams(), 4)
+    for request in (first, long):
+        request.cancel()
+    decode(pair, [alone])
+    assert max(width for _, width in widths.shapes) == 389
+
+
+def test_engines_work_on_rows_that_run_and_on_no_others(pair: SpeculativeDecoder) -> None:
+    widths = Widths(pair)
+    requests = [Request([n], SamplingParams(1.0, seed=n), 3 * n, draft_len=0) for n in range(1, 6)]
+    decode(pair, requests)
+    assert [rows for rows, _ in widths.shapes] == [5] * 3 + [4] * 3 + [3] * 3 + [2] * 3 + [1] * 3
+
+
+def test_streams_side_by_side_and_one_that_is_closed(pair: SpeculativeDecoder) -> None:
+    params = [SamplingParams(1.0, seed=n) for n in range(3)]
+    expected = [decode(pair, [Request([9], one, 25)])[0] for one in params]
+    streams = [pair.stream([9], one, max_output_len=25) for one in params]
+    found: list[list[int]] = [[], [], []]
+    for turn in range(25):
+        for number, stream in enumerate(streams):
+            if number == 1 and turn == 4:
+                stream.close()  # type: ignore[attr-defined]
+            found[number] += [piece.token for piece in [next(stream, None)] if piece]
+    assert found[0] == expected[0]
+    assert found[2] == expected[2]
+    assert found[1] == expected[1][:4]
+    assert len(pair.scheduler) == 0
+
+
+def test_requests_have_draft_lengths_of_their_own(pair: SpeculativeDecoder) -> None:
+    requests = [Request([3], SamplingParams(), 41, draft_len=own) for own in (0, 1, 3, None)]
+    decode(pair, requests)
+    assert len({tuple(request.output) for request in requests}) == 1
+    for request, most in zip(requests, (0, 1, 3, 4), strict=True):
+        assert request.stats.drafted <= most * request.stats.rounds
+        assert request.stats.drafted >= most * (request.stats.rounds - most)
+    (waiting,) = pair.generate([[3]], timeout=1e-9)
+    assert (waiting.finish_reason, waiting.output) == ("timeout", [])
