@@ -85,6 +85,10 @@ class SpeculativeDecoder:
         """Text to ids and back. Raises RequestError where there is none."""
         return self._intake.tokenizer
 
+    def require_chat_template(self) -> None:
+        """Raise RequestError where the tokenizer has none, or one that fails."""
+        self._intake.require_chat_template()
+
     def requests(
         self, prompts: Sequence[Prompt], params: SamplingParams | None = None, **options: Any
     ) -> list[Request]:

@@ -42,6 +42,10 @@ class Intake:
     def _render_chat(self) -> Callable[[Sequence[Message]], str]:
         return render_chat(self._tokenizer_dir or Path())
 
+    def require_chat_template(self) -> None:
+        """Raise RequestError where the tokenizer has none, or one that fails."""
+        self._render_chat([{"role": "user", "content": "?"}])
+
     def request(
         self,
         prompt: Prompt,
@@ -130,7 +134,7 @@ class Intake:
         """The prompt's text, None for token ids, and its ids."""
         if isinstance(prompt, str):
             if not chat:
-                return prompt, self.tokenizer.encode(prompt).ids
+                return prompt, self._ids(prompt, True)
             turns: list[Message] = [{"role": "system", "content": system}] if system is not None else []
             turns.append({"role": "user", "content": prompt})
         elif prompt and isinstance(prompt[0], Mapping):
@@ -138,7 +142,13 @@ class Intake:
         else:
             return None, prompt  # type: ignore[return-value]
         text = self._render_chat(turns)
-        return text, self.tokenizer.encode(text, add_special_tokens=False).ids
+        return text, self._ids(text, False)
+
+    def _ids(self, text: str, special: bool) -> list[int]:
+        try:
+            return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
+        except TypeError as error:  # Lone surrogates: bytes that were not UTF-8, or half of a pair in JSON.
+            raise RequestError(f"{text[:40]!r} is not Unicode; write the text as UTF-8") from error
 
     def _check_ids(self, params: SamplingParams, stop_ids: Sequence[int], stops: int) -> None:
         vocab = self.target.graph.vocab_size

@@ -41,6 +41,13 @@ def as_json(request: Request) -> str:
     return json.dumps(result, ensure_ascii=False)
 
 
+def show_piece(piece: Piece, color: bool) -> None:
+    """Print a token's text, the draft's in green where ``color``."""
+    text = click.style(piece.text, fg="green") if color and piece.from_draft else piece.text
+    # Colour that was asked for stays, even where click would strip it.
+    click.echo(text, nl=False, color=color or None)
+
+
 class TextPrinter:
     """Prints texts in the prompts' order: the first unfinished one as it grows, the others when their turn comes."""
 
@@ -60,8 +67,8 @@ class TextPrinter:
             request = self._requests[self._current]
             if self._live or request.finish_reason:
                 pieces = self._waiting[id(request)]
-                # Colour that was asked for stays, even where click would strip it.
-                click.echo("".join(map(self._render, pieces)), nl=False, color=self._color or None)
+                for piece in pieces:
+                    show_piece(piece, self._color)
                 pieces.clear()
             if not request.finish_reason:
                 return
@@ -76,9 +83,6 @@ class TextPrinter:
             prompt = " ".join(self._prompts[self._current].split())
             click.echo(f"=== {self._current + 1}/{len(self._requests)}: {prompt[:70]}")
         click.echo(self._requests[self._current].echo, nl=False)
-
-    def _render(self, piece: Piece) -> str:
-        return click.style(piece.text, fg="green") if self._color and piece.from_draft else piece.text
 
 
 def summary(requests: Sequence[Request], method: Round, seconds: float) -> str:

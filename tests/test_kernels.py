@@ -12,15 +12,9 @@ import pytest
 from specrun.acceptance import accept_logits, accept_tokens
 from specrun.kernels import MAX_VOCAB, THREADS, compile_cubin
 from specrun.penalties import adjust
-from specrun.rounds.device import (
-    DISTRIBUTION,
-    IN_PROMPT,
-    MAX_LOGPROBS,
-    MAX_STOP_IDS,
-    PROGRESS,
-    SAMPLING,
-    TOKEN_VALUE,
-)
+from specrun.request import MAX_LOGPROBS, MAX_STOP_IDS
+from specrun.rounds.device import DISTRIBUTION
+from specrun.rounds.device_rows import IN_PROMPT, PROGRESS, SAMPLING, TOKEN_VALUE
 from specrun.sampling import (
     MAX_BIASES,
     Floats,

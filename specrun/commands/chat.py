@@ -5,21 +5,19 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-import secrets
 import signal
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from specrun.command_line import FolderPath, show_error
-from specrun.commands.generate import _use_color
-from specrun.commands.options import DRAFT_LEN, SAMPLING, draft_len, sampling_options
-from specrun.config import DraftTargetConfig
+from specrun.command_line import show_error
+from specrun.commands.options import sampling_options, sampling_params, seed_option, use_color
+from specrun.commands.pair import open_pair, pair_config, pair_options
 from specrun.errors import RequestError
+from specrun.output import show_piece
 
 if TYPE_CHECKING:
     from specrun.conversation import Conversation
@@ -29,23 +27,15 @@ HELP = "/reset forgets the conversation, /exit ends it, Ctrl-C stops an answer"
 
 
 @click.command()
-@click.option("--engine_dir", required=True, type=FolderPath, help="The target's engine directory.")
-@click.option("--draft_engine_dir", type=FolderPath, help="The draft's; without it the target runs alone.")
-@click.option("--tokenizer_dir", type=FolderPath, help="Default: the tokenizer in engine_dir.")
-@click.option("--draft_len", type=DRAFT_LEN, metavar="auto|N", help="Draft tokens a round. Default: as many as pay.")
-@click.option("--acceptance", type=click.Choice(["tokens", "logits"]), help="Default: tokens.")
+@pair_options
 @click.option("--system", metavar="TEXT", help="The system message.")
 @click.option("--max_output_len", type=click.IntRange(1), help="Of an answer. Default: 256, or what fits.")
 @sampling_options()
-@click.option("--seed", type=int, help="The same seed gives the same answers. Default: a new one, shown.")
+@seed_option
 @click.option("--color/--no_color", default=None, help="Show the draft's text in green. Default: on a terminal.")
 def chat(
-    engine_dir: Path,
-    draft_engine_dir: Path | None,
-    tokenizer_dir: Path | None,
     system: str | None,
     max_output_len: int | None,
-    seed: int | None,
     color: bool | None,
     **options: Any,
 ) -> None:
@@ -54,33 +44,21 @@ def chat(
     /reset forgets the conversation, /exit or the input's end ends it, Ctrl-C stops an answer. Standard input that is no
     terminal has one turn a line. Standard output holds the answers, standard error figures after each.
     """
-    for name in ("draft_len", "acceptance"):
-        if draft_engine_dir is None and options[name] is not None:
-            raise click.UsageError(f"--{name} needs a draft; give --draft_engine_dir")
+    config = pair_config(options)
 
     from specrun.conversation import Conversation
-    from specrun.decoder import SpeculativeDecoder
-    from specrun.sampling import SamplingParams
-    from specrun.tokenizer import render_chat
 
-    if seed is None:
-        seed = secrets.randbits(32) if options["temperature"] > 0 else 0
-        if options["temperature"] > 0:
-            click.echo(f"seed {seed}", err=True)
-    params = SamplingParams(seed=seed, **{name: options[name] for name in SAMPLING})
-    config = DraftTargetConfig(draft_len(options["draft_len"]), use_logits=options["acceptance"] == "logits")
-    decoder = SpeculativeDecoder.open(engine_dir, draft_engine_dir, config, tokenizer_dir)
-    context = click.get_current_context()
-    context.with_resource(decoder)
-    render_chat(tokenizer_dir or engine_dir)  # Without a template no turn can be answered: say so before the first one.
+    params = sampling_params(options)
+    decoder, context = open_pair(options, config), click.get_current_context()
     conversation = Conversation(decoder, params, system, max_output_len=max_output_len)
-    use_color = _use_color(color)
+    decoder.require_chat_template()  # Without one no turn can be answered: say so before the first.
+    colored = use_color(color)
     for text in _turns():
         if text == "/reset":
             conversation.reset()
             continue
         try:
-            _answer(conversation, text, use_color)
+            _answer(conversation, text, colored)
         except RequestError as error:
             show_error(context, error)
 
@@ -110,9 +88,7 @@ def _answer(conversation: Conversation, text: str, color: bool) -> None:
     """Show the answer as it comes, up to Ctrl-C, and its figures."""
     with _interrupt() as interrupted, contextlib.closing(conversation.say(text)) as answer:
         for piece in answer:
-            shown = click.style(piece.text, fg="green") if color and piece.from_draft else piece.text
-            # Colour that was asked for stays, even where click would strip it.
-            click.echo(shown, nl=False, color=color or None)
+            show_piece(piece, color)
             if interrupted.is_set():
                 break
     click.echo()

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import secrets
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from specrun.config import AUTO, parse_device_list, parse_draft_len, parse_logit_bias
+
+if TYPE_CHECKING:
+    from specrun.sampling import SamplingParams
 
 
 class Parsed(click.ParamType[Any]):
@@ -59,6 +65,26 @@ def sampling_options(temperature: float = 0.0) -> Callable[[Any], Any]:
         return command
 
     return add
+
+
+def sampling_params(options: dict[str, Any]) -> SamplingParams:
+    """What ``sampling_options`` and ``seed_option`` say. A seed that was not given and counts is shown."""
+    from specrun.sampling import SamplingParams
+
+    seed, drawn = options["seed"], options["temperature"] > 0
+    if seed is None:
+        seed = secrets.randbits(32) if drawn else 0
+        if drawn:
+            click.echo(f"seed {seed}", err=True)
+    return SamplingParams(seed=seed, **{name: options[name] for name in SAMPLING})
+
+
+seed_option = click.option("--seed", type=int, help="The same seed gives the same text. Default: a new one, shown.")
+
+
+def use_color(wanted: bool | None) -> bool:
+    """Colour on a terminal unless told otherwise (https://no-color.org)."""
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ if wanted is None else wanted
 
 
 def draft_len(value: Any) -> int | None:

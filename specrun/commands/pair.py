@@ -1,0 +1,90 @@
+"""The options that open a target, or a target and its draft; and opening it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specrun.command_line import FolderPath
+from specrun.commands.options import DEVICES, DRAFT_LEN, Parsed, draft_len
+from specrun.config import DraftTargetConfig, parse_draft_target_config
+
+if TYPE_CHECKING:
+    from specrun.decoder import SpeculativeDecoder
+
+_OPTIONS: tuple[Callable[[Any], Any], ...] = (
+    click.option("--engine_dir", required=True, type=FolderPath, help="The target's engine directory."),
+    click.option("--draft_engine_dir", type=FolderPath, help="The draft's; without it the target runs alone."),
+    click.option("--tokenizer_dir", type=FolderPath, help="Default: the tokenizer in engine_dir."),
+    click.option(
+        "--draft_target_model_config",
+        type=Parsed("list", parse_draft_target_config),
+        metavar='"[4,[0],[0],False]"',
+        help="[draft_len, draft_device_list, target_device_list, use_logits], as TensorRT-LLM writes it.",
+    ),
+    click.option("--draft_len", type=DRAFT_LEN, metavar="auto|N", help="Draft tokens a round. Default: what pays."),
+    click.option("--draft_model_device_list", type=DEVICES, help="Default: [0]."),
+    click.option("--target_model_device_list", type=DEVICES, help="Default: [0]."),
+    click.option("--acceptance", type=click.Choice(["tokens", "logits"]), help="Default: tokens."),
+    click.option(
+        "--kv_cache_free_gpu_memory_fraction",
+        type=click.FloatRange(0, 1, min_open=True),
+        default=0.9,
+        show_default=True,
+        help="Share of a GPU's memory that caches may take of what weights leave free.",
+    ),
+    click.option("--cuda_graph/--no_cuda_graph", default=True, show_default=True, help="Queue a round as one piece."),
+    click.option(
+        "--kv_cache_enable_block_reuse/--no_kv_cache_enable_block_reuse",
+        "reuse_blocks",
+        default=True,
+        show_default=True,
+        help="Read what prompts have in common once.",
+    ),
+    click.option(
+        "--max_tokens_in_kv_cache",
+        type=click.IntRange(0),
+        help="Tokens kept for it, of each model. Default: as many as a full batch has.",
+    ),
+)
+
+
+def pair_options(command: Any) -> Any:
+    """Add the options of a pair."""
+    return reduce(lambda decorated, option: option(decorated), reversed(_OPTIONS), command)
+
+
+def pair_config(options: dict[str, Any]) -> DraftTargetConfig:
+    """The list and the readable flags set the same four things; saying one of them twice is an error."""
+    flags = ("draft_len", "draft_model_device_list", "target_model_device_list", "acceptance")
+    given = [name for name in flags if options[name] is not None]
+    memory = ("kv_cache_free_gpu_memory_fraction", "cuda_graph", "reuse_blocks", "max_tokens_in_kv_cache")
+    own = {name: options[name] for name in memory}
+    if options["draft_engine_dir"] is None:
+        for name in ("draft_target_model_config", "draft_len", "draft_model_device_list", "acceptance"):
+            if options[name] is not None:
+                raise click.UsageError(f"--{name} needs a draft; give --draft_engine_dir")
+    if options["draft_target_model_config"] is not None:
+        if given:
+            raise click.UsageError(f"--draft_target_model_config already sets --{given[0]}; leave out one of them")
+        config: DraftTargetConfig = options["draft_target_model_config"]
+        return replace(config, **own)
+    return DraftTargetConfig(
+        draft_len=draft_len(options["draft_len"]),
+        draft_devices=options["draft_model_device_list"] or (0,),
+        target_devices=options["target_model_device_list"] or (0,),
+        use_logits=options["acceptance"] == "logits",
+        **own,
+    )
+
+
+def open_pair(options: dict[str, Any], config: DraftTargetConfig) -> SpeculativeDecoder:
+    """The decoder that a command's ``options`` describe, closed when the command ends."""
+    from specrun.decoder import SpeculativeDecoder
+
+    target, draft, tokenizer = (options[name] for name in ("engine_dir", "draft_engine_dir", "tokenizer_dir"))
+    return click.get_current_context().with_resource(SpeculativeDecoder.open(target, draft, config, tokenizer))
