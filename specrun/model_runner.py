@@ -32,20 +32,19 @@ def arrange(
     room: positions of a row in the cache; vocab: ids that the model knows.
     """
     width = max(1, max(len(tokens) - length for tokens, length in zip(rows, lengths, strict=True)))
-    input_ids = np.zeros((len(rows), width), np.int64)
-    write_indices = np.empty(len(rows), np.int64)
-    logits_indices = np.zeros((len(rows), max(1, *keep)), np.int64)
-    for row, (tokens, length) in enumerate(zip(rows, lengths, strict=True)):
+    kept = max(1, *keep)
+    input_ids, starts, wanted = [], [], []
+    for tokens, length, count in zip(rows, lengths, keep, strict=True):
         # Padding writes too. Near the end of the cache a row starts earlier and writes what is already there.
         start = min(length, room - width)
-        count = len(tokens) - start
-        input_ids[row, :count] = tokens[start:]
-        write_indices[row] = start
-        if keep[row]:
-            logits_indices[row, : keep[row]] = np.arange(count - keep[row], count)
+        end = len(tokens) - start
+        input_ids.append([*tokens[start:], *[0] * (width - end)])
+        starts.append(start)
+        wanted.append([*range(end - count, end), *[0] * (kept - count)])
+    ids = np.array(input_ids, np.int64)
     # A target with a padded embedding may commit ids that a draft without the padding has no row for.
-    np.minimum(input_ids, vocab - 1, out=input_ids)
-    return HostFeed(input_ids, write_indices, logits_indices)
+    np.minimum(ids, vocab - 1, out=ids)
+    return HostFeed(ids, np.array(starts, np.int64), np.array(wanted, np.int64))
 
 
 def next_piece(rows: Sequence[Sequence[int]], lengths: Sequence[int], most: int) -> tuple[list[Sequence[int]], bool]:

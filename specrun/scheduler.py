@@ -17,9 +17,6 @@ from specrun.request import Piece, Request
 from specrun.rounds import Round
 from specrun.sampling import NOT_NUMBERS
 
-PROMPT_TOKENS = 128
-"""Tokens of prompts that are read between two rounds of other requests; so much longer a round may take for them."""
-
 
 @dataclass(frozen=True)
 class Event:
@@ -134,7 +131,7 @@ class Scheduler:
         if not joining:
             return
         longest = max(len(request.prompt) for request in joining)
-        most = max(1, PROMPT_TOKENS // len(joining)) if self._ready else longest
+        most = max(1, self.round.piece // len(joining)) if self._ready else longest
         if self.round.read(joining, self._ready, most, self.lengths.drafting):
             for row, request in enumerate(joining, self._ready):
                 self.round.keep(request, row)

@@ -18,7 +18,6 @@ from specrun.errors import BackendError
 from specrun.request import Request
 from specrun.rounds.host import HostRound
 from specrun.sampling import SamplingParams
-from specrun.scheduler import PROMPT_TOKENS
 from tests.tables import decode, normal, open_tables
 from tests.test_lossless import PROMPTS, near_ties, open_pair
 
@@ -155,8 +154,8 @@ def test_a_long_prompt_does_not_stall_the_others(pair: SpeculativeDecoder) -> No
     before = len(first.output)
     while not long.pieces:
         pair.scheduler.step()
-    assert len(first.output) - before >= math.ceil(389 / PROMPT_TOKENS)
-    assert max(width for _, width in widths.shapes) == PROMPT_TOKENS
+    assert len(first.output) - before >= math.ceil(389 / HostRound.piece)
+    assert max(width for _, width in widths.shapes) == HostRound.piece
     # With nobody to wait for, it is read at once.
     alone = Request([4] * 390, SamplingParams(), 4)
     for request in (first, long):

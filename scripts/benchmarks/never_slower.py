@@ -15,12 +15,11 @@ from pathlib import Path
 
 import click
 import torch
+from engines import build
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specbuild.config import engine_options
 from specbuild.convert import ConvertOptions, convert
-from specbuild.engine import build_engine
 from specbuild.progress import Stages
 from specrun.bench import Settings, as_json, measure
 from specrun.bench_results import table
@@ -45,10 +44,7 @@ def main(
         work = Path(name)
         make_random(demo_dir, work)
         for role, onnx in (("target", demo_dir / "onnx"), ("draft", demo_dir / "onnx"), ("random", work / "onnx")):
-            flags = {"checkpoint_dir": onnx / role, "output_dir": work / role, "backend": "onnxruntime"}
-            sizes = {"max_batch_size": max(batch_sizes), "max_input_len": 64, "max_seq_len": 512, "max_draft_len": 8}
-            (options,) = engine_options({**flags, **sizes}, None)
-            build_engine(options, force=False)
+            build(onnx / role, work / role, max_batch_size=max(batch_sizes), max_input_len=64)
         tokenizer = load_tokenizer(work / "target")
         prompts = [tokenizer.encode(text).ids for text in PROMPTS]
         settings = Settings(batch_sizes, (None,), output_len, repetitions)

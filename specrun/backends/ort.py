@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,12 +14,14 @@ import numpy.typing as npt
 from specrun.backends import Feed
 from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
 from specrun.devices import Device, DeviceArray
-from specrun.engine_dir import EngineConfig, GraphInfo
+from specrun.engine_dir import EngineConfig
 from specrun.errors import BackendError, EngineDirError
 from specrun.kv_cache.device import DeviceKVCache
 from specrun.kv_cache.host import HostKVCache
 
 _GRAPH = "model.onnx"
+_ROUND_WIDTH = 16
+"""Tokens of a row in a round at most; longer inputs are prompts."""
 _pool_made = False
 
 
@@ -44,7 +47,8 @@ class OrtBackend:
         self.config = config
         self.cache = HostKVCache(config.graph.caches, blocks)
         self._session = _open(directory, config, "CPUExecutionProvider", {})
-        self._bindings: dict[tuple[int, int], _Binding] = {}
+        self._bindings: dict[tuple[int, ...], _Binding] = {}
+        self._logits = np.empty(0, np.float32)
 
     def resize(self, rows: int, length: int, used: int) -> None:
         """The graph's S_max is free here, so the cache is as long as its rows need: attention costs less."""
@@ -59,34 +63,49 @@ class OrtBackend:
         first: int,
     ) -> npt.NDArray[np.float32]:
         """See ``Backend.run``."""
-        rows = (first, len(input_ids))
-        if rows not in self._bindings:
-            self._bindings[rows] = _Binding(self._session, self.config.graph, self.cache.part(*rows))
-        return self._bindings[rows].run(input_ids, write_indices, logits_indices)
+        key = (first, *input_ids.shape, logits_indices.shape[1])
+        binding = self._bindings.get(key)
+        if binding is None:
+            binding = self._bind(*key)
+            if input_ids.shape[1] <= _ROUND_WIDTH:  # Prompts have any.
+                self._bindings[key] = binding
+        return binding.run(input_ids, write_indices, logits_indices)
+
+    def _bind(self, first: int, rows: int, width: int, kept: int) -> _Binding:
+        shape = (rows, kept, self.config.graph.vocab_size)
+        if (size := math.prod(shape)) > self._logits.size:
+            self._bindings.clear()
+            self._logits = np.empty(size, np.float32)
+        logits = self._logits[:size].reshape(shape)
+        return _Binding(self._session, self.cache.part(first, rows), (rows, width), logits)
 
 
 class _Binding:
-    """A session's inputs and outputs for some rows of the cache, which stay bound from call to call."""
+    """A session's inputs and outputs for one shape and some rows of the cache: bound once, used by many calls."""
 
-    def __init__(self, session: Any, graph: GraphInfo, cache: Sequence[npt.NDArray[np.float32]]) -> None:
+    def __init__(
+        self, session: Any, cache: Sequence[npt.NDArray[np.float32]], shape: tuple[int, int], logits: Any
+    ) -> None:
         self._session = session
         self._binding = session.io_binding()
-        self._vocab_size = graph.vocab_size
-        self._logits = np.empty((0, 0, 0), np.float32)
-        for past, present, memory in zip(past_names(graph.layers), present_names(graph.layers), cache, strict=True):
+        self._logits = logits
+        shapes = {INPUT_IDS: shape, WRITE_INDICES: shape[:1], LOGITS_INDICES: logits.shape[:2]}
+        self._feed = {name: np.empty(size, np.int64) for name, size in shapes.items()}
+        for name, array in self._feed.items():
+            self._bind(self._binding.bind_input, name, array)
+        self._bind(self._binding.bind_output, LOGITS, logits)
+        layers = len(cache) // 2
+        for past, present, memory in zip(past_names(layers), present_names(layers), cache, strict=True):
             self._bind(self._binding.bind_input, past, memory)
             self._bind(self._binding.bind_output, present, memory)
 
     def run(self, *feed: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """See ``Backend.run``."""
-        for name, array in zip((INPUT_IDS, WRITE_INDICES, LOGITS_INDICES), feed, strict=True):
-            self._bind(self._binding.bind_input, name, array)
-        shape = (*feed[2].shape, self._vocab_size)
-        if self._logits.shape != shape:
-            self._logits = np.empty(shape, np.float32)
-            self._bind(self._binding.bind_output, LOGITS, self._logits)
+        for bound, array in zip(self._feed.values(), feed, strict=True):
+            bound[...] = array
         self._session.run_with_iobinding(self._binding)
-        return self._logits
+        logits: npt.NDArray[np.float32] = self._logits
+        return logits
 
     @staticmethod
     def _bind(bind: Any, name: str, array: npt.NDArray[Any]) -> None:

@@ -16,6 +16,9 @@ class Round(Protocol):
     use_logits: bool
     """Modified rejection sampling instead of comparing tokens, for requests that do not say; greedy, they are alike."""
 
+    piece: int
+    """Tokens of prompts to read between two rounds of other requests, which wait as long."""
+
     def admit(self, requests: Sequence[Request], first: int) -> None:
         """Give ``requests`` the rows from ``first`` on, with what is kept of texts that begin like theirs."""
 

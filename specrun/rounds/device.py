@@ -48,6 +48,8 @@ class DeviceRound:
     ``blocks``: of past texts, that each model keeps.
     """
 
+    piece = 512  # GPUs take hardly longer for hundreds of tokens than for one.
+
     def __init__(
         self,
         target: DeviceBackend,

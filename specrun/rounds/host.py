@@ -15,6 +15,8 @@ from specrun.sampling import Floats, Purpose, choose, exponentials, log_probabil
 class HostRound:
     """See ``Round``."""
 
+    piece = 64  # Processors take nearly a token's time for every token.
+
     def __init__(self, target: ModelRunner, draft: ModelRunner | None, draft_len: int, use_logits: bool) -> None:
         self.target = target
         self.draft_len = draft_len
