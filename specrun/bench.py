@@ -101,8 +101,8 @@ def _clock(decoder: SpeculativeDecoder, began: float) -> npt.NDArray[np.float64]
     found[0] = time.perf_counter() - began
     if isinstance(rounds, HostRound):
         found[1:3] = rounds.target.seconds, rounds.target.calls
-        if rounds.drafter:
-            found[3:5] = rounds.drafter.runner.seconds, rounds.drafter.runner.calls
+        if rounds.draft:
+            found[3:5] = rounds.draft.seconds, rounds.draft.calls
     return found
 
 

@@ -115,6 +115,8 @@ def export_onnx(model: PreTrainedModel, shapes: list[CacheTensor], max_seq_len: 
                 verbose=False,
             )
         except Exception as error:
+            if "KeyboardInterrupt" in str(error):  # Torch's C++ code wraps one that comes while it runs.
+                raise KeyboardInterrupt from error
             raise UnsupportedModelError(
                 f"{model.name_or_path}: {type(model).__name__} cannot be exported: {_first_line(error)}"
             ) from error

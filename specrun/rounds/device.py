@@ -19,6 +19,7 @@ from specrun.devices import Device
 from specrun.errors import BackendError
 from specrun.kernels import MAX_VOCAB
 from specrun.request import MAX_LOGPROBS, Outcome, Request
+from specrun.rounds.cached import CachedTexts
 from specrun.rounds.device_rows import TOKEN_VALUE, DeviceRows
 from specrun.rounds.device_runner import DeviceRunner
 from specrun.sampling import TokenLogprob
@@ -42,7 +43,7 @@ class _Batch:
     """Whether a row wants log-probabilities."""
 
 
-class DeviceRound:
+class DeviceRound(CachedTexts[DeviceRunner]):
     """See ``Round``. ``max_rows`` rows at most; ``graphs`` records rounds where engines and device can.
 
     ``blocks``: of past texts, that each model keeps.
@@ -60,15 +61,17 @@ class DeviceRound:
         graphs: bool = True,
         blocks: int = 0,
     ) -> None:
-        if draft is None:
-            draft_len = 0
+        if draft is None or not draft_len:
+            draft, draft_len = None, 0
+        self._check_vocab(target, draft)
+        super().__init__(
+            DeviceRunner(target, max_rows, draft_len + 1, 1, blocks),
+            DeviceRunner(draft, max_rows, 1, draft_len, blocks) if draft else None,
+        )
         self.draft_len = draft_len
         self.use_logits = use_logits
-        self._check_vocab(target, draft)
         self.device = target.device
         width = target.config.build_config.max_seq_len + draft_len + 1
-        self.target = DeviceRunner(target, max_rows, draft_len + 1, 1, blocks)
-        self.draft = DeviceRunner(draft, max_rows, 1, draft_len, blocks) if draft and draft_len else None
         self.rows = self._draft_rows = DeviceRows(self.device, max_rows, width, self.target.vocab)
         self._apart = self.draft is not None and self.draft.device is not self.device
         positions = (max_rows, draft_len + 1)
@@ -100,27 +103,13 @@ class DeviceRound:
             self._adjusted = self.device.zeros(self.target.logits.shape, np.float32)
         for rows in self._every_rows():
             rows.begin(first, requests, self.draft_len, self.use_logits)
-        for runner in self._runners():
-            for row, request in enumerate(requests, first):
-                known = runner.rows.admit(row, request.tokens[:-1])
-                if runner is self.target:
-                    request.stats.cached = known
-
-    def gains(self, request: Request, others: Sequence[Request]) -> bool:
-        """See ``Round``."""
-        return self.target.rows.prefixes.gains(request.prompt, [other.prompt for other in others])
+        super().admit(requests, first)
 
     def read(self, requests: Sequence[Request], first: int, most: int, draft: bool) -> bool:
         """See ``Round``."""
-        prompts = [request.tokens[:-1] for request in requests]
-        runners = self._runners() if draft else [self.target]
-        done = [runner.read(prompts, first, most) for runner in runners]
+        done = super().read(requests, first, most, draft)
         self._wait()  # A round's time is its own.
-        return all(done)
-
-    def backlog(self, requests: Sequence[Request]) -> int:
-        """See ``Round``. A round's first draft step feeds the last two tokens."""
-        return self.draft.rows.lacking([request.tokens for request in requests], but=2) if self.draft else 0
+        return done
 
     def step(self, requests: Sequence[Request], draft_len: int) -> list[Outcome | None]:
         """See ``Round``."""
@@ -142,17 +131,11 @@ class DeviceRound:
             self._advance(row, len(request.tokens), len(outcome.accepted) if outcome else 0, draft_len)
         return outcomes
 
-    def keep(self, request: Request, row: int) -> None:
-        """See ``Round``."""
-        for runner in self._runners():
-            runner.rows.keep(row, request.tokens[:-1])
-
     def move(self, source: int, to: int) -> None:
         """See ``Round``."""
         for rows in self._every_rows():
             rows.move(source, to)
-        for runner in self._runners():
-            runner.rows.move(source, to)
+        super().move(source, to)
 
     def close(self) -> None:
         """See ``Round``. Work ends before what it uses: recordings, then engines, then memory and streams."""
@@ -161,7 +144,7 @@ class DeviceRound:
             with suppress(BackendError):  # After a failed round there is nothing left to wait for.
                 device.wait()
         self._recorded.clear()
-        for runner in self._runners():
+        for runner in self.runners:
             runner.backend.close()
         for device in devices:
             device.close()
@@ -184,7 +167,7 @@ class DeviceRound:
             self._queue(g)
 
     def _try_to_record(self, key: tuple[_Batch, int]) -> None:
-        self._record = all(runner.backend.recordable for runner in self._runners())
+        self._record = all(runner.backend.recordable for runner in self.runners)
         if self._record:
             try:
                 self._recorded[key] = self.device.record(lambda: self._queue(key[1]))
@@ -269,13 +252,10 @@ class DeviceRound:
             device.wait()
 
     def _devices(self) -> list[Device]:
-        return list({id(runner.device): runner.device for runner in self._runners()}.values())
+        return list({id(runner.device): runner.device for runner in self.runners}.values())
 
     def _every_rows(self) -> list[DeviceRows]:
         return [self.rows, self._draft_rows] if self._apart else [self.rows]
-
-    def _runners(self) -> list[DeviceRunner]:
-        return [self.target, self.draft] if self.draft else [self.target]
 
     @staticmethod
     def _check_vocab(*backends: DeviceBackend | None) -> None:

@@ -9,52 +9,32 @@ from specrun.drafter import Drafter, Proposal
 from specrun.errors import BackendError
 from specrun.model_runner import ModelRunner
 from specrun.request import Outcome, Request
+from specrun.rounds.cached import CachedTexts
 from specrun.sampling import Floats, Purpose, choose, exponentials, log_probability, probabilities, race, uniform
 
 
-class HostRound:
+class HostRound(CachedTexts[ModelRunner]):
     """See ``Round``."""
 
     piece = 64  # Processors take nearly a token's time for every token.
 
     def __init__(self, target: ModelRunner, draft: ModelRunner | None, draft_len: int, use_logits: bool) -> None:
-        self.target = target
+        super().__init__(target, draft if draft_len else None)
         self.draft_len = draft_len
         self.use_logits = use_logits
-        self.drafter = Drafter(draft, target.vocab_size, use_logits) if draft and draft_len else None
+        self.drafter = Drafter(self.draft, target.vocab_size, use_logits) if self.draft else None
 
     def admit(self, requests: Sequence[Request], first: int) -> None:
         """See ``Round``."""
         longest = max(len(request.tokens) + request.remaining for request in requests) + self.draft_len + 1
-        for runner in self._runners():
+        for runner in self.runners:
             runner.reserve(first + len(requests), longest, first)
-            for row, request in enumerate(requests, first):
-                known = runner.rows.admit(row, request.tokens[:-1])
-                if runner is self.target:
-                    request.stats.cached = known
-
-    def gains(self, request: Request, others: Sequence[Request]) -> bool:
-        """See ``Round``."""
-        return self.target.rows.prefixes.gains(request.prompt, [other.prompt for other in others])
-
-    def read(self, requests: Sequence[Request], first: int, most: int, draft: bool) -> bool:
-        """See ``Round``."""
-        prompts = [request.tokens[:-1] for request in requests]
-        runners = self._runners() if draft else [self.target]
-        done = [runner.read(prompts, first, most) for runner in runners]
-        return all(done)
-
-    def backlog(self, requests: Sequence[Request]) -> int:
-        """See ``Round``."""
-        if not self.drafter:
-            return 0
-        # A round's first step feeds the last two tokens.
-        return self.drafter.runner.rows.lacking([request.tokens for request in requests], but=2)
+        super().admit(requests, first)
 
     def step(self, requests: Sequence[Request], draft_len: int) -> list[Outcome | None]:
         """See ``Round``. What follows a prompt, a rejection or full acceptance takes the same path."""
         for row, request in enumerate(requests):
-            for runner in self._runners():
+            for runner in self.runners:
                 # The last committed token is fed again at most once: its logits start the round.
                 runner.rows.rewind(row, len(request.tokens) - 1)
         rows = [list(request.tokens) for request in requests]
@@ -66,16 +46,6 @@ class HostRound:
             self._accept(request, rows[row], proposals[row], logits[row, : keep[row]])
             for row, request in enumerate(requests)
         ]
-
-    def keep(self, request: Request, row: int) -> None:
-        """See ``Round``."""
-        for runner in self._runners():
-            runner.rows.keep(row, request.tokens[:-1])
-
-    def move(self, source: int, to: int) -> None:
-        """See ``Round``."""
-        for runner in self._runners():
-            runner.rows.move(source, to)
 
     def close(self) -> None:
         """See ``Round``."""
@@ -105,6 +75,3 @@ class HostRound:
             chosen = zip(logits, (*drafts[:accepted], following), strict=False)
             logprobs = [log_probability(row, token, request.logprobs) for row, token in chosen]
         return Outcome(len(drafts), drafts[:accepted], following, logprobs)
-
-    def _runners(self) -> list[ModelRunner]:
-        return [self.target, self.drafter.runner] if self.drafter else [self.target]
