@@ -109,8 +109,7 @@ def verify_pair(
 ) -> Verdict:
     """Check that the pair writes what its target alone would, for about ``seconds`` after loading.
 
-    ``params`` are the settings of seeded texts and draws (greedy ones have neither); draws count seeds up from its
-    seed. One batch of texts and FEWEST draws take their time in any case. ``report`` hears what is going on.
+    ``params`` are the settings of all texts, greedy ones at temperature 0; draws count seeds up from its seed. One batch of texts and FEWEST draws take their time in any case. ``report`` hears what is going on.
     Raises RequestError, BackendError where engines are on a GPU, and what opening the pair raises.
     """
     if config.draft_len is None:
@@ -123,7 +122,7 @@ def verify_pair(
         check = _Check(decoder, rounds.target, prompts)
         began = time.perf_counter()
         report("greedy texts, against the target's own")
-        parts = [check.ids("greedy", SamplingParams(), began + seconds / 4)]
+        parts = [check.ids("greedy", replace(params, temperature=0.0), began + seconds / 4)]
         if not params.greedy and not config.use_logits:
             report("seeded texts, against the target's own")
             parts.append(check.ids("seeded", params, began + seconds / 2))

@@ -75,6 +75,17 @@ def test_a_right_pair_passes(tmp_path: Path, use_logits: bool) -> None:
 
 
 @pytest.mark.usefixtures("many_draws")
+def test_penalties_are_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(0.8, repetition_penalty=1.5, presence_penalty=0.6, logit_bias={3: 0.5})
+    target, right = normal(40, 13, 16), Request.adjust
+    draft = target + normal(41, 13, 16)
+    assert check(tmp_path / "right", target, draft, params).good
+    monkeypatch.setattr(Request, "adjust", lambda self, logits, tokens: right(self, logits, tokens[: len(self.tokens)]))
+    parts = check(tmp_path / "wrong", target, draft, params).parts
+    assert all(part.wrong for part in parts[:2]), "penalties that do not know the drafts"
+
+
+@pytest.mark.usefixtures("many_draws")
 @pytest.mark.parametrize("wrong", [accepts_always, draws_rejected_tokens_from_the_target])
 def test_control_wrong_acceptance_of_logits_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., tuple[int, Floats]]

@@ -1,0 +1,80 @@
+#!/usr/bin/env python3
+"""--draft_len auto against every fixed length, on the demo pair: all of them take turns in one run.
+
+Needs what scripts/demo leaves in demo/; engines for batches are built in a temporary directory.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from engines import build
+
+from specrun.bench import Settings, as_json
+from specrun.bench_results import Spread
+from specrun.config import DraftTargetConfig
+from specrun.decoder import SpeculativeDecoder
+from specrun.engine_dir import open_engine
+from specrun.request import Request
+from specrun.sampling import SamplingParams
+
+PROMPTS = ("The try statement", "A class definition is", "The import statement", "Exceptions are")
+LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, None)
+
+
+def rate(decoder: SpeculativeDecoder, batch: int, draft_len: int | None, output_len: int) -> float:
+    """Tokens/s of all prompts, ``batch`` at a time; stop ids are ignored."""
+    ids = [decoder.tokenizer.encode(text).ids for text in PROMPTS]
+    requests = [Request(prompt, SamplingParams(), output_len, draft_len=draft_len) for prompt in ids]
+    began = time.perf_counter()
+    for first in range(0, len(requests), batch):
+        for _ in decoder.run(requests[first : first + batch]):
+            pass
+    return len(requests) * output_len / (time.perf_counter() - began)
+
+
+@click.command()
+@click.option("--demo_dir", type=click.Path(path_type=Path), default=Path("demo"), show_default=True)
+@click.option("--output_len", type=int, default=96, show_default=True)
+@click.option("--repetitions", type=int, default=3, show_default=True)
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
+def main(demo_dir: Path, output_len: int, repetitions: int, json_file: Path | None) -> None:
+    """Measure how close auto comes to the best fixed draft length."""
+    results = []
+    with tempfile.TemporaryDirectory() as name:
+        for role in ("target", "draft"):
+            build(demo_dir / "onnx" / role, Path(name) / role, max_batch_size=4, max_input_len=64)
+        pair = (Path(name) / "target", Path(name) / "draft")
+        # Auto has a decoder of its own: it must not learn from the others' rounds.
+        with (
+            SpeculativeDecoder.open(*pair, DraftTargetConfig(8, reuse_blocks=False)) as fixed,
+            SpeculativeDecoder.open(*pair, DraftTargetConfig(reuse_blocks=False)) as auto,
+        ):
+            for batch in (1, 4):
+                turns = []
+                for turn in range(repetitions + 1):
+                    ways = [(auto if g is None else fixed, g) for g in LENGTHS]
+                    turns.append([rate(decoder, batch, g, output_len) for decoder, g in ways])
+                    click.echo(f"batch {batch}: turn {turn} of {repetitions}", err=True)
+                speedups = [[way / turn[0] for way in turn] for turn in turns[1:]]  # The first turn warms up.
+                found = dict(zip(LENGTHS, (Spread.of(values) for values in zip(*speedups, strict=True)), strict=True))
+                best = max((spread.median, g) for g, spread in found.items() if g is not None)
+                share = found[None].median / best[0]
+                for g, spread in found.items():
+                    label = "auto" if g is None else g
+                    click.echo(f"{label!s:>5} {spread.median:6.2f}x  ({spread.lowest:.2f}..{spread.highest:.2f})")
+                click.echo(f"batch {batch}: auto has {share:.1%} of the best fixed length's, {best[1]}")
+                speeds = {"auto" if g is None else str(g): asdict(spread) for g, spread in found.items()}
+                results.append({"batch_size": batch, "speedups": speeds, "auto_of_best": share})
+            machine = json.loads(as_json([], open_engine(pair[0]), Settings()))["machine"]
+    if json_file:
+        json_file.write_text(json.dumps({"machine": machine, "results": results}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
