@@ -31,11 +31,12 @@ def need(role: str, config: EngineConfig, rows: int, positions: int, steps: int,
     build, graph = config.build_config, config.graph
     logits = 2 * steps * rows * positions * graph.vocab_size * 4
     ids = rows * (build.max_input_len + 2 * build.max_seq_len) * 8
+    counts = rows * graph.vocab_size * 4
     return Need(
         role=role,
         weights=sum(file.bytes for file in config.files.values()),
         cache=graph.cache_bytes(build.max_batch_size, build.cache_length) + graph.cache_bytes(blocks, BLOCK),
-        buffers=logits + ids,
+        buffers=logits + ids + counts,
     )
 
 

@@ -7,6 +7,7 @@ again from time to time; what the trials cost is kept to a small share of the ti
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -22,13 +23,15 @@ MARGIN = 1.02
 _CLOSE, _PLAIN_EVERY = 1.25, 16
 """While it promises less than this, a plain round is timed anew every so many rounds."""
 _NEEDED = 3
-"""Plain rounds to be timed before anything is decided."""
+"""Rounds to be timed before a time is believed; plain ones, before anything is decided."""
 _KEPT = 9
 """Latest times of a draft length that its cost is the median of."""
 _WEIGHT = 4.0
 """Evaluated tokens of its own that a request needs to count as much as the requests before it."""
 _READING = 0.25
 """Of a draft step, that reading one of many tokens takes; until it was seen."""
+_WINDOW = 300.0
+"""Seconds of decoding after which what was lost, and what it may be a share of, have lost most of their weight."""
 _MEMORY = 128.0
 """Evaluated tokens after which old ones have lost most of their weight."""
 
@@ -79,9 +82,14 @@ class RoundTimes:
         known = self.medians
         if len(known) < 2 or len(self.seen.get(0, ())) < _NEEDED:
             return None
-        # Rounds get longer with g. The line starts at T(0); the best slope in the least squares sense.
-        slope = sum(g * (t - known[0]) for g, t in known.items()) / sum(g * g for g in known)
-        return [known.get(g, known[0] + max(0.0, slope) * g) for g in range(most + 1)]
+        # Rounds get longer with g. A line from T(0); its slope the median, so that a slow round does not count.
+        slope = max(0.0, statistics.median_low((t - known[0]) / g for g, t in known.items() if g))
+        line = [known[0] + slope * g for g in range(most + 1)]
+        # Seen once or twice, a length may have had bad luck: not to be ruled out for good.
+        return [
+            known[g] if len(self.seen.get(g, ())) >= _NEEDED else min(known.get(g, math.inf), line[g])
+            for g in range(most + 1)
+        ]
 
 
 _UNKNOWN = Acceptance()
@@ -139,20 +147,27 @@ class DraftLength:
     def observe(
         self,
         draft_len: int,
-        seconds: float,
+        seconds: float | None,
         requests: Sequence[object],
         rows: Sequence[tuple[int, int]],
         backlog: int = 0,
     ) -> None:
-        """Learn from a round: its time, and the (accepted, evaluated) draft tokens of each of ``requests``."""
+        """Learn from a round: its time, and the (accepted, evaluated) draft tokens of each of ``requests``.
+
+        seconds: None where it was prepared for later ones, and says nothing of their time.
+        """
         if self.fixed is not None:
             return
         self._since_plain = self._since_plain + 1 if draft_len else 0
         for request, (accepted, evaluated) in zip(requests, rows, strict=True):
             self._own.setdefault(request, Acceptance()).add(accepted, evaluated)
             self._overall.add(accepted, evaluated)
+        if seconds is None:
+            return
         times = self._times.setdefault(len(rows), RoundTimes())
-        self._elapsed += seconds
+        keep = math.exp(-seconds / _WINDOW)
+        self._elapsed = self._elapsed * keep + seconds
+        self._lost *= keep
         if draft_len and 0 in times.medians:
             plain = times.medians[0]
             gained = sum(accepted for accepted, _ in rows) / len(rows)

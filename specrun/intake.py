@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -89,10 +90,11 @@ class Intake:
         )
         _require(max_output_len is None or max_output_len >= 1, f"max_output_len {max_output_len}: expected 1 or more")
         _require(min_output_len >= 0, f"min_output_len {min_output_len}: expected 0 or more")
-        text, ids = self._encode(prompt, chat or system is not None, system)
+        text, ids = self._encode(prompt, chat, system)
+        self._check_prompt(ids, name)
         if text is None and (stop or chat or echo):
             raise RequestError(f"{name}: token ids have no text to look for stop texts in, to echo or to chat with")
-        length = self.max_output_len(ids, max_output_len or DEFAULT_OUTPUT_LEN, max_output_len is not None, name)
+        length = self._output_len(ids, max_output_len, name)
         _require(
             min_output_len <= length, f"min_output_len {min_output_len}: more than the {length} tokens there may be"
         )
@@ -110,37 +112,46 @@ class Intake:
             timeout=timeout,
         )
 
-    def max_output_len(self, prompt: Sequence[int], wanted: int, exact: bool, name: str = "prompt") -> int:
-        """Output tokens that fit behind ``prompt``: ``wanted``, or fewer where ``exact`` is false."""
+    def _check_prompt(self, prompt: Sequence[int], name: str) -> None:
         build = self.target.build_config
         if not prompt:
             raise RequestError(f"{name}: empty; a text needs at least one token to follow")
         if len(prompt) > build.max_input_len:
             raise RequestError(f"{name}: {len(prompt)} tokens, the engine's max_input_len is {build.max_input_len}")
-        if (worst := max(prompt)) >= self.target.graph.vocab_size:
-            raise RequestError(
-                f"{name}: token id {worst}, the model has {self.target.graph.vocab_size}; the tokenizer is "
-                "another model's"
-            )
+        for worst in (min(prompt), max(prompt)):
+            if not 0 <= worst < self.target.graph.vocab_size:
+                raise RequestError(
+                    f"{name}: token id {worst}, the model has {self.target.graph.vocab_size}; the tokenizer is "
+                    "another model's"
+                )
+
+    def _output_len(self, prompt: Sequence[int], wanted: int | None, name: str) -> int:
+        """Output tokens behind ``prompt``: ``wanted``, or by default what fits."""
+        build = self.target.build_config
         room = build.max_seq_len - len(prompt)
-        if wanted > room and (exact or room < 1):
+        if room < (wanted or 1):
             raise RequestError(
-                f"{name}: {len(prompt)} tokens + {wanted} of output, the engine's max_seq_len is {build.max_seq_len}; "
-                f"give --max_output_len {room} or less, or build with a larger --max_seq_len"
+                f"{name}: {len(prompt)} tokens + {wanted or DEFAULT_OUTPUT_LEN} of output, the engine's max_seq_len is "
+                f"{build.max_seq_len}; give --max_output_len {room} or less, or build with a larger --max_seq_len"
             )
-        return min(wanted, room)
+        return wanted or min(DEFAULT_OUTPUT_LEN, room)
 
     def _encode(self, prompt: Prompt, chat: bool, system: str | None) -> tuple[str | None, Sequence[int]]:
         """The prompt's text, None for token ids, and its ids."""
         if isinstance(prompt, str):
-            if not chat:
+            if not chat and system is None:
                 return prompt, self._ids(prompt, True)
             turns: list[Message] = [{"role": "system", "content": system}] if system is not None else []
             turns.append({"role": "user", "content": prompt})
-        elif prompt and isinstance(prompt[0], Mapping):
+        elif system is not None:
+            raise RequestError("system: goes with a text; messages have their own, token ids none")
+        elif len(prompt) and isinstance(prompt[0], Mapping):
             turns = list(prompt)  # type: ignore[arg-type]
         else:
-            return None, prompt  # type: ignore[return-value]
+            try:
+                return None, [operator.index(token) for token in prompt]  # type: ignore[arg-type]
+            except TypeError as error:
+                raise RequestError(f"a prompt is a text, token ids or messages ({error})") from error
         text = self._render_chat(turns)
         return text, self._ids(text, False)
 

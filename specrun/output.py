@@ -56,21 +56,25 @@ class TextPrinter:
         self._prompts = prompts
         self._live = live
         self._color = color
-        self._waiting: dict[int, list[Piece]] = {id(request): [] for request in requests}
+        self._waiting: dict[Request, list[Piece]] = {request: [] for request in requests}
+        self._ended: set[Request] = set()
+        """As far as was told: of one that has ended, the last tokens may still come."""
         self._current = -1
         self._next()
 
     def show(self, event: Event) -> None:
         """Take a round's tokens and print what is due."""
-        self._waiting[id(event.request)] += event.pieces
+        self._waiting[event.request] += event.pieces
+        if event.request.finish_reason:
+            self._ended.add(event.request)
         while self._current < len(self._requests):
             request = self._requests[self._current]
-            if self._live or request.finish_reason:
-                pieces = self._waiting[id(request)]
+            if self._live or request in self._ended:
+                pieces = self._waiting[request]
                 for piece in pieces:
                     show_piece(piece, self._color)
                 pieces.clear()
-            if not request.finish_reason:
+            if request not in self._ended:
                 return
             click.echo()
             self._next()

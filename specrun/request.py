@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from specrun.errors import SpecError
+from specrun.errors import RequestError, SpecError
 from specrun.penalties import adjust
 from specrun.sampling import Floats, SamplingParams, TokenLogprob
 from specrun.stats import Stats
@@ -78,6 +78,7 @@ class Request:
     """Why it failed, where ``finish_reason`` is error."""
     stats: Stats = field(init=False, default_factory=Stats)
     _began: float = field(init=False, default=0.0)
+    _cancelled: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         """The prompt is committed from the start."""
@@ -124,7 +125,9 @@ class Request:
         return adjust(logits, self.params, self.prompt, output, forbidden)
 
     def begin(self) -> None:
-        """The clock of ``stats`` and ``timeout`` runs from here."""
+        """The clock of ``stats`` and ``timeout`` runs from here. Raises RequestError the second time."""
+        if self._began:
+            raise RequestError("a request is decoded once; make another one")
         self._began = time.perf_counter()
 
     def commit(self, outcome: Outcome) -> list[Piece]:
@@ -148,8 +151,8 @@ class Request:
         return pieces
 
     def cancel(self) -> None:
-        """End it as it is; its row is free before the next round. No effect on a request that has ended."""
-        self._end("cancelled")
+        """End it as it is, before its next round. May be called from any thread, and at any time."""
+        self._cancelled = True
 
     def fail(self, error: SpecError) -> None:
         """End it for a fault of its own; the other requests go on."""
@@ -157,7 +160,9 @@ class Request:
             self.error = error
 
     def expire(self) -> bool:
-        """End it where its time is over; whether it has ended, for whatever reason."""
+        """End it where it was cancelled or its time is over; whether it has ended, for whatever reason."""
+        if self._cancelled:
+            self._end("cancelled")
         if self.timeout is not None and time.perf_counter() - self._began > self.timeout:
             self._end("timeout")
         return self.finish_reason is not None
@@ -166,6 +171,4 @@ class Request:
         if self.finish_reason is not None:
             return False
         self.finish_reason = reason
-        if self.stream:
-            self.stream.finish()
         return True

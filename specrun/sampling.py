@@ -23,6 +23,8 @@ from specrun.errors import BackendError, RequestError
 
 Floats = npt.NDArray[np.float32]
 
+MOST = 1000
+"""Of a penalty or bias: beyond it logits would leave float32, or nothing would change any more."""
 MAX_BIASES = 300
 """Tokens of a ``logit_bias``."""
 
@@ -66,16 +68,18 @@ class SamplingParams:
             raise RequestError(f"min_p {self.min_p}: expected 0 (off) to 1")
         if not 0 <= self.seed < 1 << 64:
             raise RequestError(f"seed {self.seed}: expected 0 to 2**64 - 1")
-        if not 0 < self.repetition_penalty < float("inf"):
-            raise RequestError(f"repetition_penalty {self.repetition_penalty}: expected 1 (off) or a positive number")
+        if not 1 / MOST <= self.repetition_penalty <= MOST:
+            raise RequestError(
+                f"repetition_penalty {self.repetition_penalty}: expected 1 (off), or {1 / MOST} to {MOST}"
+            )
         for name in ("presence_penalty", "frequency_penalty"):
-            if not math.isfinite(value := getattr(self, name)):
-                raise RequestError(f"{name} {value}: expected 0 (off) or another finite number")
+            if not abs(value := getattr(self, name)) <= MOST:
+                raise RequestError(f"{name} {value}: expected 0 (off), or -{MOST} to {MOST}")
         if len(self.logit_bias) > MAX_BIASES:
             raise RequestError(f"logit_bias: {len(self.logit_bias)} tokens, expected at most {MAX_BIASES}")
         for token, bias in self.logit_bias.items():
-            if token < 0 or math.isnan(bias) or bias == float("inf"):
-                raise RequestError(f"logit_bias {token}: {bias}: expected a token id and a number, or -inf")
+            if token < 0 or not (abs(bias) <= MOST or bias == -math.inf):
+                raise RequestError(f"logit_bias {token}: {bias}: expected a token id, and -{MOST} to {MOST} or -inf")
 
     @property
     def greedy(self) -> bool:
@@ -181,15 +185,20 @@ class TokenLogprob(NamedTuple):
 
     logprob: float
     top: list[tuple[int, float]]
-    """The likeliest tokens and their log-probabilities, as many as were asked for; of equals the smaller id first."""
+    """The likeliest tokens and their log-probabilities, as many as were asked for and are possible at all.
+
+    Of equals the smaller id comes first.
+    """
 
 
 def log_probability(logits: Floats, token: int, top: int) -> TokenLogprob:
     """Log-softmax of one row [V], in doubles: of ``token``, and of the ``top`` likeliest tokens."""
     shifted = logits.astype(np.float64) - float(logits.max())
     shifted -= math.log(np.exp(shifted).sum())
-    likeliest = np.argsort(-shifted, kind="stable")[:top] if top else np.empty(0, np.int64)
-    return TokenLogprob(float(shifted[token]), [(int(other), float(shifted[other])) for other in likeliest])
+    likeliest = np.argsort(-shifted, kind="stable")[:top].tolist() if top else []
+    return TokenLogprob(
+        float(shifted[token]), [(other, float(shifted[other])) for other in likeliest if shifted[other] > -np.inf]
+    )
 
 
 def choose(logits: Floats, params: SamplingParams, position: int, purpose: Purpose = Purpose.TARGET) -> int:

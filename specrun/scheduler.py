@@ -6,13 +6,14 @@ so that engines never work on rows without a request.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from specrun.draft_length import DraftLength
-from specrun.errors import BackendError
+from specrun.errors import BackendError, SpecError
 from specrun.request import Piece, Request
 from specrun.rounds import Round
 from specrun.sampling import NOT_NUMBERS
@@ -36,6 +37,8 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._timed: list[Request] = []
         """Those with a timeout."""
+        self._stepping = False
+        """Whether a step is under way, or was broken off: rows must not move now."""
         self._rows: list[Request] = []
         self._ready = 0
 
@@ -44,19 +47,25 @@ class Scheduler:
         return len(self._waiting) + len(self._rows)
 
     def add(self, request: Request) -> None:
-        """Let ``request`` be decoded, in its turn, by the steps to come."""
+        """Let ``request`` be decoded, in its turn, by the steps to come. Raises RequestError for one that has begun."""
         request.begin()
         self._waiting.append(request)
         if request.timeout is not None:
             self._timed.append(request)
 
     def step(self) -> None:
-        """Free rows of what has ended, admit what waits, read prompts, run one round, commit its tokens."""
+        """Free rows of what has ended, admit what waits, read prompts, run one round, commit its tokens.
+
+        What breaks while requests are worked on ends them, since what their rows hold is not known any more, and is
+        raised.
+        """
+        self._stepping = True
         self._release()
         self._admit()
         self._read()
         if self._ready:
             self._decode(self._rows[: self._ready])
+        self._stepping = False
 
     def run(self, requests: Sequence[Request]) -> Iterator[Event]:
         """Decode ``requests``, beside whatever else there is; yields what is committed to them, as it comes.
@@ -79,7 +88,9 @@ class Scheduler:
         finally:
             for request in shown:
                 request.cancel()
-            self._release()
+            if not self._stepping:  # Garbage collection may close a generator at any time.
+                self._waiting = deque(request for request in self._waiting if not request.expire())
+                self._release()
 
     @staticmethod
     def _begun(requests: dict[Request, int]) -> Iterator[tuple[Request, int]]:
@@ -92,7 +103,7 @@ class Scheduler:
     def _release(self) -> None:
         self._timed = [request for request in self._timed if not request.expire()]
         for row in reversed(range(len(self._rows))):
-            if self._rows[row].finish_reason:
+            if self._rows[row].expire():
                 self._free(row)
 
     def _free(self, row: int) -> None:
@@ -120,10 +131,11 @@ class Scheduler:
             if self.round.gains(self._waiting[0], joining):
                 break
             request = self._waiting.popleft()
-            if request.finish_reason is None:  # Cancelled while it waited.
+            if not request.expire():
                 joining.append(request)
         if joining:
-            self.round.admit(joining, len(self._rows))
+            with _failing(joining):
+                self.round.admit(joining, len(self._rows))
             self._rows += joining
 
     def _read(self) -> None:
@@ -132,24 +144,41 @@ class Scheduler:
             return
         longest = max(len(request.prompt) for request in joining)
         most = max(1, self.round.piece // len(joining)) if self._ready else longest
-        if self.round.read(joining, self._ready, most, self.lengths.drafting):
-            for row, request in enumerate(joining, self._ready):
-                self.round.keep(request, row)
-            self._ready = len(self._rows)
+        drafting = self.lengths.drafting and any(request.draft_len != 0 for request in self._rows)
+        with _failing(joining):
+            if self.round.read(joining, self._ready, most, drafting):
+                for row, request in enumerate(joining, self._ready):
+                    self.round.keep(request, row)
+                self._ready = len(self._rows)
 
     def _decode(self, requests: list[Request]) -> None:
         backlog = self.round.backlog(requests)
         counts = [request.draft_count(self.round.draft_len) for request in requests]
-        own = [count for request, count in zip(requests, counts, strict=True) if request.draft_len is not None]
-        # Requests with a draft length of their own get it, whatever is best for the others.
-        draft_len = max(self.lengths.choose(requests, counts, backlog), *own, 0)
+        draft_len = 0
+        if any(counts):
+            # Requests with a draft length of their own get it, whatever is best for the others.
+            own = [count for request, count in zip(requests, counts, strict=True) if request.draft_len is not None]
+            draft_len = max(self.lengths.choose(requests, counts, backlog), *own, 0)
         before = time.perf_counter()
-        outcomes = self.round.step(requests, draft_len)
-        seconds = time.perf_counter() - before
+        with _failing(requests):
+            outcomes = self.round.step(requests, draft_len)
+        seconds = time.perf_counter() - before if self.round.settled else None
         evaluated = [outcome.evaluated if outcome else (0, 0) for outcome in outcomes]
         self.lengths.observe(draft_len, seconds, requests, evaluated, backlog)
         for request, outcome in zip(requests, outcomes, strict=True):
             if outcome is None:
                 request.fail(BackendError(NOT_NUMBERS))
-            elif request.finish_reason is None:  # Cancelled meanwhile.
+            else:
                 request.commit(outcome)
+
+
+@contextlib.contextmanager
+def _failing(requests: Sequence[Request]) -> Iterator[None]:
+    """What is raised here ends ``requests``."""
+    try:
+        yield
+    except BaseException as error:
+        reason = error if isinstance(error, SpecError) else BackendError(f"broken off: {error!r}")
+        for request in requests:
+            request.fail(reason)
+        raise

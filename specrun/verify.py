@@ -109,7 +109,8 @@ def verify_pair(
 ) -> Verdict:
     """Check that the pair writes what its target alone would, for about ``seconds`` after loading.
 
-    ``params`` are the settings of all texts, greedy ones at temperature 0; draws count seeds up from its seed. One batch of texts and FEWEST draws take their time in any case. ``report`` hears what is going on.
+    ``params`` are the settings of all texts, greedy ones at temperature 0; draws count seeds up from its seed. One
+    batch of texts and FEWEST draws take their time in any case. ``report`` hears what is going on.
     Raises RequestError, BackendError where engines are on a GPU, and what opening the pair raises.
     """
     if config.draft_len is None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import RequestError
 from specrun.sampling import SamplingParams
@@ -14,7 +15,7 @@ SAMPLED = SamplingParams(temperature=0.8, seed=3)
 
 
 def test_generate_and_stream_agree(engines: Path) -> None:
-    with SpeculativeDecoder.open(engines / "target", engines / "draft") as decoder:
+    with SpeculativeDecoder.open(engines / "target", engines / "draft", DraftTargetConfig(4)) as decoder:
         first, second = decoder.generate(["alpha beta", "gamma"], SAMPLED, max_output_len=20)
         assert len(first.output) <= 20
         assert first.finish_reason in ("stop", "length")

@@ -813,6 +813,16 @@ FIELDS = [
 ]
 
 
+@pytest.mark.parametrize("flags", [(), ("--stream",)], ids=["whole", "stream"])
+def test_texts_that_end_together_are_all_printed_to_their_ends(engines: Path, flags: tuple[str, ...]) -> None:
+    prompts = [part for letter in "abc" for part in ("--input_text", f"{letter} quick")]
+    where = ("--engine_dir", engines / "target", "--draft_engine_dir", engines / "draft", "--max_output_len", 9)
+    shown = run("generate", *where, *prompts, *flags)
+    lines = run("generate", *where, *prompts, "--output_format", "json").stdout.splitlines()
+    texts = [json.loads(line)["text"] for line in lines]
+    assert shown.stdout == "".join(f"=== {n}/3: {'abc'[n - 1]} quick\n{text}\n" for n, text in enumerate(texts, 1))
+
+
 def test_more_prompts_than_a_batch_run_in_several(engines: Path) -> None:
     prompts = [f"{letter} quick" for letter in "abcdefghi"]  # The engine takes 4.
     texts = [part for prompt in prompts for part in ("--input_text", prompt)]

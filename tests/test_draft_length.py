@@ -104,6 +104,33 @@ def test_a_draft_that_becomes_good_is_found_again() -> None:
     assert found < 1.25 * min(fixed(0.9, 0.03, 0.05))
 
 
+def test_a_slow_round_rules_nothing_out() -> None:
+    """Preparing a length takes long, once, and is not timed; the first round that is may have bad luck."""
+    lengths, row, calls = DraftLength(4, None), Row(), [0] * 5
+    for _ in range(400):
+        g = lengths.choose([row], [4])
+        calls[g] += 1
+        seconds = [None, 0.5 if g > 1 else 0.01][calls[g] - 1] if calls[g] <= 2 else 0.01 + 0.001 * g
+        lengths.observe(g, seconds, [row], [(g, g)])
+    assert lengths.choose([row], [4]) == 4
+    assert calls[4] > 300
+
+
+def test_what_went_well_for_hours_pays_for_no_losses() -> None:
+    lengths, row = DraftLength(4, None), Row()
+
+    def lost(rounds: int, cost: float) -> float:
+        seconds = [0.01 + cost * lengths.choose([row], [4])]
+        for _ in range(rounds):
+            g = lengths.choose([row], [4])
+            seconds.append(0.01 + cost * g)
+            lengths.observe(g, seconds[-1], [row], [(0, min(1, g))] if cost else [(g, g)])
+        return sum(seconds) / (0.01 * len(seconds)) - 1
+
+    lost(500_000, 0.0)
+    assert lost(30_000, 0.002) < 0.04
+
+
 def test_a_row_that_can_use_no_drafts_gets_none() -> None:
     lengths = DraftLength(MOST, None)
     rows = [Row(), Row()]

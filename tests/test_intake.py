@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import RequestError
+from specrun.output import as_json
 from specrun.request import Request
 from specrun.sampling import SamplingParams
 from tests.tables import normal, open_tables
@@ -59,6 +61,9 @@ def test_refused_by_name(decoder: SpeculativeDecoder, options: dict[str, Any]) -
         {"temperature": math.nan},
         {"min_p": 2},
         {"repetition_penalty": 0},
+        {"repetition_penalty": 1e-300},
+        {"presence_penalty": -1e300},
+        {"logit_bias": {0: 1e39}},
         {"presence_penalty": math.inf},
         {"frequency_penalty": math.nan},
         {"logit_bias": {-1: 1.0}},
@@ -103,6 +108,24 @@ def test_log_probabilities_are_the_targets_own(decoder: SpeculativeDecoder, acce
     (own,) = decoder.stream([1], max_output_len=1, logprobs=0)
     assert own.logprob
     assert own.logprob.top == []
+
+
+def test_prompts_that_are_no_prompts(decoder: SpeculativeDecoder) -> None:
+    for bad in ([-1, 3], [-(10**19), 1], [V], [1.5, 2], [None]):
+        with pytest.raises(RequestError, match=r"token id|a prompt is"):
+            decoder.request(bad)
+    assert list(decoder.request(np.array([3, 4])).prompt) == [3, 4]
+    with pytest.raises(RequestError, match="system"):
+        decoder.request([1], system="be brief")
+
+
+def test_impossible_tokens_are_not_among_the_likeliest(tmp_path: Path) -> None:
+    table = normal(3, 6, 6)
+    table[:, 4:] = -np.inf
+    decoder = open_tables(tmp_path, table)
+    (request,) = decoder.generate([[1]], max_output_len=5, logprobs=20)
+    line = json.loads(as_json(request), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert [len(found["top"]) for found in line["logprobs"]] == [4] * 5
 
 
 def test_stop_ids_end_the_text(decoder: SpeculativeDecoder) -> None:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 
 from specrun.decoder import SpeculativeDecoder
-from specrun.errors import BackendError
+from specrun.errors import BackendError, RequestError
 from specrun.request import Request
 from specrun.rounds.host import HostRound
 from specrun.sampling import SamplingParams
@@ -185,6 +185,73 @@ def test_streams_side_by_side_and_one_that_is_closed(pair: SpeculativeDecoder) -
     assert found[2] == expected[2]
     assert found[1] == expected[1][:4]
     assert len(pair.scheduler) == 0
+
+
+def test_a_stream_may_be_closed_while_another_steps(pair: SpeculativeDecoder) -> None:
+    """As garbage collection does: rows must not move under a round."""
+    expected = [decode(pair, [Request([n], SamplingParams(1.0, seed=n), 25)])[0] for n in range(3)]
+    streams = [pair.stream([n], SamplingParams(1.0, seed=n), max_output_len=25) for n in range(3)]
+    found = [[next(stream).token] for stream in streams]
+    drafter = pair.scheduler.round.drafter  # type: ignore[attr-defined]
+    propose, closed = drafter.propose, streams.pop(0)
+
+    def closing(*arguments: Any) -> Any:
+        proposals = propose(*arguments)
+        closed.close()  # type: ignore[attr-defined]
+        return proposals
+
+    drafter.propose = closing
+    for number, stream in enumerate(streams, 1):
+        found[number] += [piece.token for piece in stream]
+    assert found[1:] == expected[1:]
+    assert len(pair.scheduler) == 0
+
+
+@pytest.mark.parametrize("where", ["admit", "read", "step", "keep"])
+@pytest.mark.parametrize("error", [MemoryError("no more"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_what_breaks_ends_its_requests_and_no_others(
+    pair: SpeculativeDecoder, where: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = list(range(20)) * 2
+    (expected,) = decode(pair, [Request(prompt, SamplingParams(), 30)])
+
+    def breaking(*_: Any) -> Any:
+        raise error
+
+    for _ in range(2):
+        with monkeypatch.context() as patch, pytest.raises(type(error)):
+            if where == "keep":
+                patch.setattr("specrun.kv_cache.host.HostKVCache.save", breaking)
+            else:
+                patch.setattr(pair.scheduler.round, where, breaking)
+            requests = [Request([*prompt[:n], n, *prompt], SamplingParams(), 5) for n in (2, 3)]
+            decode(pair, requests)
+        assert [request.finish_reason for request in requests] == ["error"] * 2
+        (again,) = decode(pair, [Request(prompt, SamplingParams(), 30)])
+        assert again == expected
+        assert len(pair.scheduler) == 0
+
+
+def test_a_request_is_decoded_once(pair: SpeculativeDecoder) -> None:
+    request = Request([1], SamplingParams(), 5)
+    decode(pair, [request])
+    with pytest.raises(RequestError, match="once"):
+        pair.scheduler.add(request)
+
+
+def test_nothing_is_drafted_where_nobody_wants_drafts(pair: SpeculativeDecoder) -> None:
+    before = pair.scheduler.round.draft.calls  # type: ignore[attr-defined]
+    decode(pair, [Request([1] * 50, SamplingParams(), 20, draft_len=0)])
+    assert pair.scheduler.round.draft.calls == before  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("length", [31, 32, 33])
+def test_samples_of_one_prompt_run_together(pair: SpeculativeDecoder, length: int) -> None:
+    """The first reads it for the others."""
+    widths = Widths(pair)
+    decode(pair, [Request([3] * length, SamplingParams(1.0, seed=n), 9, draft_len=0) for n in range(4)])
+    sizes = [rows for rows, _ in widths.shapes]
+    assert max(sizes) == 4 and sizes.index(4) <= 4
 
 
 def test_requests_have_draft_lengths_of_their_own(pair: SpeculativeDecoder) -> None:

@@ -53,6 +53,7 @@ def chat(
     conversation = Conversation(decoder, params, system, max_output_len=max_output_len)
     decoder.require_chat_template()  # Without one no turn can be answered: say so before the first.
     colored = use_color(color)
+    failed = False
     for text in _turns():
         if text == "/reset":
             conversation.reset()
@@ -61,6 +62,9 @@ def chat(
             _answer(conversation, text, colored)
         except RequestError as error:
             show_error(context, error)
+            failed = True
+    if failed and not sys.stdin.isatty():
+        context.exit(1)
 
 
 def _turns() -> Iterator[str]:

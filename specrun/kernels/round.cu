@@ -143,7 +143,7 @@ FUNCTION float exponential(u32 bits) {
 
 // ---------------------------------------------------------------------------------------------------- distributions
 
-// How a row chooses its tokens; temperature 0 is greedy, top_k 0, top_p 1 and min_p 0 are off. As in rounds/device.py.
+// How a row chooses its tokens; temperature 0 is greedy, top_k 0, top_p 1 and min_p 0 are off. As in rounds/device_rows.py.
 struct Sampling {
   u64 seed;
   double top_p;
@@ -159,7 +159,7 @@ struct Sampling {
   int logprobs;     // Log-probabilities of the token and of so many likeliest ones; -1: of none.
 };
 
-// An id and what belongs to it: its bias, its log-probability. As in rounds/device.py.
+// An id and what belongs to it: its bias, its log-probability. As in rounds/device_rows.py.
 struct TokenValue {
   int id;
   float value;
@@ -288,7 +288,7 @@ FUNCTION int choose(
 
 // ------------------------------------------------------------------------------------------------------- acceptance
 
-// How far a row is. As in rounds/device.py.
+// How far a row is. As in rounds/device_rows.py.
 struct Progress {
   int length;     // Committed tokens.
   int remaining;  // Tokens that may still be committed; 0: the row has ended.
@@ -420,7 +420,7 @@ FUNCTION void likeliest(
 // tokens [B, width]: committed and draft tokens; progress [B]; sampling [B]; distributions [B, positions];
 // stop_ids [B, MAX_STOP_IDS]; draft_len: the most draft tokens of this round.
 
-// As in rounds/device.py, sampling.py and kv_cache/__init__.py.
+// As in request.py, sampling.py and kv_cache/__init__.py.
 enum { MAX_STOP_IDS = 64, MAX_BIASES = 300, MAX_LOGPROBS = 20, BLOCK = 16 };
 
 // An engine's inputs: `count` tokens of each row from progress.length + offset on, written where they stand, and

@@ -51,7 +51,11 @@ class CacheRows:
         """Keep the whole blocks of ``tokens`` that ``row`` holds for texts that begin alike."""
         known, blocks = self.prefixes.add(tokens[: self.lengths[row]])
         if blocks:
-            self.cache.save(row, known * BLOCK, blocks)
+            try:
+                self.cache.save(row, known * BLOCK, blocks)
+            except BaseException:
+                self.prefixes = Prefixes(self.cache.blocks)  # Some are not what they are said to be.
+                raise
 
     def move(self, source: int, to: int) -> None:
         """Copy row ``source`` to row ``to``."""

@@ -19,6 +19,9 @@ class Round(Protocol):
     piece: int
     """Tokens of prompts to read between two rounds of other requests, which wait as long."""
 
+    settled: bool
+    """Whether the last round took the time that others of its kind will take."""
+
     def admit(self, requests: Sequence[Request], first: int) -> None:
         """Give ``requests`` the rows from ``first`` on, with what is kept of texts that begin like theirs."""
 

@@ -37,7 +37,7 @@ class CachedTexts(Generic[AnyRunner]):
 
     def gains(self, request: Request, others: Sequence[Request]) -> bool:
         """See ``Round``."""
-        return self.target.rows.prefixes.gains(request.prompt, [other.prompt for other in others])
+        return self.target.rows.prefixes.gains(request.tokens[:-1], [other.tokens[:-1] for other in others])
 
     def read(self, requests: Sequence[Request], first: int, most: int, draft: bool) -> bool:
         """See ``Round``."""

@@ -7,6 +7,7 @@ memory.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -68,6 +69,7 @@ class DeviceRound(CachedTexts[DeviceRunner]):
             DeviceRunner(target, max_rows, draft_len + 1, 1, blocks),
             DeviceRunner(draft, max_rows, 1, draft_len, blocks) if draft else None,
         )
+        self._max_rows = max_rows
         self.draft_len = draft_len
         self.use_logits = use_logits
         self.device = target.device
@@ -92,6 +94,7 @@ class DeviceRound(CachedTexts[DeviceRunner]):
         self._mirror = self.device.mirror(self._records)
         self._logprobs = self.device.zeros((*positions, 1 + MAX_LOGPROBS), TOKEN_VALUE)
         self._logprobs_mirror = self.device.mirror(self._logprobs)
+        self.settled = False
         self._record = graphs and not self._apart
         self._seen: set[tuple[_Batch, int]] = set()
         self._recorded: dict[tuple[_Batch, int], Callable[[], None]] = {}
@@ -108,6 +111,8 @@ class DeviceRound(CachedTexts[DeviceRunner]):
     def read(self, requests: Sequence[Request], first: int, most: int, draft: bool) -> bool:
         """See ``Round``."""
         done = super().read(requests, first, most, draft)
+        for rows in self._every_rows() if done else ():
+            rows.wake(first, requests)
         self._wait()  # A round's time is its own.
         return done
 
@@ -116,10 +121,14 @@ class DeviceRound(CachedTexts[DeviceRunner]):
         if draft_len and self.draft:
             texts = [request.tokens[:-2] for request in requests]
             longest = max(map(len, texts))
+            for row, text in enumerate(texts):
+                self.draft.rows.rewind(row, len(text))
             while not self.draft.read(texts, 0, longest):
                 pass
         self._batch = _Batch(
-            len(requests),
+            # Of 1, 2, 4, .. rows, which bounds how many shapes there are to prepare. What the rows behind hold rests,
+            # or belongs to nobody.
+            min(1 << (len(requests) - 1).bit_length(), self._max_rows),
             use_logits=any(request.wants_logits(self.use_logits) for request in requests),
             adjusts=any(request.adjusts for request in requests),
             logprobs=any(request.logprobs is not None for request in requests),
@@ -158,13 +167,14 @@ class DeviceRound(CachedTexts[DeviceRunner]):
     def _play(self, g: int) -> None:
         """Queue a round: the first of its kind piece by piece, which also warms the engines up, then as one."""
         key = (self._batch, g)
+        self.settled = key in self._recorded or (key in self._seen and not self._record)
         if self._record and key in self._seen and key not in self._recorded:
             self._try_to_record(key)
-        self._seen.add(key)
         if key in self._recorded:
             self._recorded[key]()
         else:
             self._queue(g)
+        self._seen.add(key)
 
     def _try_to_record(self, key: tuple[_Batch, int]) -> None:
         self._record = all(runner.backend.recordable for runner in self.runners)
@@ -236,6 +246,8 @@ class DeviceRound(CachedTexts[DeviceRunner]):
         logprobs = None
         if request.logprobs is not None:
             logprobs = self._logprobs_of(row * (draft_len + 1), accepted + 1, request.logprobs)
+            if any(math.isnan(logprob) for logprob, _ in logprobs):
+                return None
         return Outcome(drafted, drafts[:accepted], following, logprobs)
 
     def _logprobs_of(self, first: int, count: int, top: int) -> list[TokenLogprob]:
@@ -243,7 +255,7 @@ class DeviceRound(CachedTexts[DeviceRunner]):
         found = self._logprobs_mirror.reshape(-1, 1 + MAX_LOGPROBS)[first : first + count]
         return [
             # A vocabulary may have fewer ids than are wanted.
-            TokenLogprob(own, [(token, value) for token, value in likeliest[:top] if token >= 0])
+            TokenLogprob(own, [(token, value) for token, value in likeliest[:top] if token >= 0 and value > -np.inf])
             for (_, own), *likeliest in found.tolist()
         ]
 

@@ -55,13 +55,16 @@ class DeviceRows:
         self.biases = device.zeros((0, MAX_BIASES), TOKEN_VALUE)
 
     def begin(self, first: int, requests: Sequence[Request], draft_len: int, use_logits: bool) -> None:
-        """Write down the first state of the rows from ``first`` on. The last two are for requests that do not say."""
+        """Write down the first state of the rows from ``first`` on, which rest until ``wake``.
+
+        The last two are for requests that do not say.
+        """
         tokens = np.zeros((len(requests), self.width), np.int64)
         progress, sampling = np.zeros(len(requests), PROGRESS), np.zeros(len(requests), SAMPLING)
         stop_ids = np.zeros((len(requests), MAX_STOP_IDS), np.int64)
         for row, request in enumerate(requests):
             tokens[row, : len(request.tokens)] = request.tokens
-            progress[row] = (len(request.tokens), request.remaining)
+            progress[row] = (len(request.tokens), 0)
             sampling[row] = _sampling(request, draft_len, use_logits)
             stop_ids[row, : len(request.stop_ids)] = sorted(request.stop_ids)
         written = (self.tokens, tokens), (self.progress, progress), (self.sampling, sampling), (self.stop_ids, stop_ids)
@@ -70,6 +73,11 @@ class DeviceRows:
         for row, request in enumerate(requests, first):
             if request.adjusts:
                 self._begin_adjusting(row, request)
+
+    def wake(self, first: int, requests: Sequence[Request]) -> None:
+        """Let rounds work on the rows from ``first`` on: their prompts have been read."""
+        progress = [(len(request.tokens), request.remaining) for request in requests]
+        self._write(self.progress, first, np.array(progress, PROGRESS))
 
     def move(self, source: int, to: int) -> None:
         """Copy row ``source`` to row ``to``."""

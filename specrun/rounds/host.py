@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from specrun.acceptance import accept_logits, accept_tokens
@@ -20,6 +21,8 @@ class HostRound(CachedTexts[ModelRunner]):
 
     def __init__(self, target: ModelRunner, draft: ModelRunner | None, draft_len: int, use_logits: bool) -> None:
         super().__init__(target, draft if draft_len else None)
+        self.settled = False
+        self._seen: set[tuple[int, int]] = set()
         self.draft_len = draft_len
         self.use_logits = use_logits
         self.drafter = Drafter(self.draft, target.vocab_size, use_logits) if self.draft else None
@@ -33,6 +36,9 @@ class HostRound(CachedTexts[ModelRunner]):
 
     def step(self, requests: Sequence[Request], draft_len: int) -> list[Outcome | None]:
         """See ``Round``. What follows a prompt, a rejection or full acceptance takes the same path."""
+        shape = (len(requests), draft_len)
+        self.settled = shape in self._seen  # An engine's first call of a shape takes longer.
+        self._seen.add(shape)
         for row, request in enumerate(requests):
             for runner in self.runners:
                 # The last committed token is fed again at most once: its logits start the round.
@@ -74,4 +80,6 @@ class HostRound(CachedTexts[ModelRunner]):
         if request.logprobs is not None:
             chosen = zip(logits, (*drafts[:accepted], following), strict=False)
             logprobs = [log_probability(row, token, request.logprobs) for row, token in chosen]
+            if any(math.isnan(logprob) for logprob, _ in logprobs):
+                return None
         return Outcome(len(drafts), drafts[:accepted], following, logprobs)
