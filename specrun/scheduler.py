@@ -162,14 +162,14 @@ class Scheduler:
         before = time.perf_counter()
         with _failing(requests):
             outcomes = self.round.step(requests, draft_len)
-        seconds = time.perf_counter() - before if self.round.settled else None
-        evaluated = [outcome.evaluated if outcome else (0, 0) for outcome in outcomes]
-        self.lengths.observe(draft_len, seconds, requests, evaluated, backlog)
-        for request, outcome in zip(requests, outcomes, strict=True):
-            if outcome is None:
-                request.fail(BackendError(NOT_NUMBERS))
-            else:
-                request.commit(outcome)
+            seconds = time.perf_counter() - before if self.round.settled else None
+            evaluated = [outcome.evaluated if outcome else (0, 0) for outcome in outcomes]
+            self.lengths.observe(draft_len, seconds, requests, evaluated, backlog)
+            for request, outcome in zip(requests, outcomes, strict=True):
+                if outcome:
+                    request.commit(outcome)
+                else:
+                    request.fail(BackendError(NOT_NUMBERS))
 
 
 @contextlib.contextmanager
