@@ -6,22 +6,17 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from specrun.backends import Backend
 from specrun.kv_cache.rows import CacheRows
 from specrun.sampling import Floats
-
-Ints = npt.NDArray[np.int64]
 
 
 class HostFeed(NamedTuple):
     """A forward pass's inputs: [B, S], [B], [B, K]."""
 
-    input_ids: Ints
-    write_indices: Ints
-    logits_indices: Ints
+    input_ids: list[list[int]]
+    write_indices: list[int]
+    logits_indices: list[list[int]]
 
 
 def arrange(
@@ -32,19 +27,18 @@ def arrange(
     room: positions of a row in the cache; vocab: ids that the model knows.
     """
     width = max(1, max(len(tokens) - length for tokens, length in zip(rows, lengths, strict=True)))
-    kept = max(1, *keep)
-    input_ids, starts, wanted = [], [], []
+    kept, last = max(1, *keep), vocab - 1
+    feed = HostFeed([], [], [])
     for tokens, length, count in zip(rows, lengths, keep, strict=True):
         # Padding writes too. Near the end of the cache a row starts earlier and writes what is already there.
         start = min(length, room - width)
         end = len(tokens) - start
-        input_ids.append([*tokens[start:], *[0] * (width - end)])
-        starts.append(start)
-        wanted.append([*range(end - count, end), *[0] * (kept - count)])
-    ids = np.array(input_ids, np.int64)
-    # A target with a padded embedding may commit ids that a draft without the padding has no row for.
-    np.minimum(ids, vocab - 1, out=ids)
-    return HostFeed(ids, np.array(starts, np.int64), np.array(wanted, np.int64))
+        # A target with a padded embedding may commit ids that a draft without the padding has no row for.
+        new = [min(token, last) for token in tokens[start:]]
+        feed.input_ids.append(new + [0] * (width - end))
+        feed.write_indices.append(start)
+        feed.logits_indices.append([*range(end - count, end), *[0] * (kept - count)])
+    return feed
 
 
 def next_piece(rows: Sequence[Sequence[int]], lengths: Sequence[int], most: int) -> tuple[list[Sequence[int]], bool]:

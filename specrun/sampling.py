@@ -101,6 +101,13 @@ def probabilities(logits: Floats, params: SamplingParams) -> Floats:
     so the result does not depend on their order.
     Raises BackendError where a largest logit is not a finite number.
     """
+    kept = _weights(logits, params)
+    kept /= kept.sum(axis=-1, keepdims=True)
+    return kept
+
+
+def _weights(logits: Floats, params: SamplingParams) -> Floats:
+    """``probabilities``, but that they need not sum to 1."""
     peak = logits.max(axis=-1, keepdims=True)
     if not np.isfinite(peak).all():
         raise BackendError(NOT_NUMBERS)
@@ -113,19 +120,18 @@ def probabilities(logits: Floats, params: SamplingParams) -> Floats:
     temperature = np.float32(min(max(params.temperature, 1e-37), 1e38))
     with np.errstate(over="ignore"):  # Far below the best token, -inf is right.
         scaled = (logits - peak) / temperature
-    weights: Floats = np.exp(scaled, dtype=np.float32)
+    weights: Floats = np.exp(scaled, out=scaled)
     if params.min_p > 0:
         weights[weights < np.float32(params.min_p)] = 0
     if 0 < params.top_k < logits.shape[-1]:
         smallest_kept = np.partition(weights, -params.top_k, axis=-1)[..., -params.top_k, None]
         weights[weights < smallest_kept] = 0
-    weights /= weights.sum(axis=-1, keepdims=True)
     if params.top_p < 1:
+        weights /= weights.sum(axis=-1, keepdims=True)
         descending = -np.sort(-weights, axis=-1)
         before = np.cumsum(descending, axis=-1, dtype=np.float64) - descending
         last = (before < params.top_p).sum(axis=-1, keepdims=True) - 1
         weights[weights < np.take_along_axis(descending, last, axis=-1)] = 0
-        weights /= weights.sum(axis=-1, keepdims=True)
     return weights
 
 
@@ -208,4 +214,4 @@ def choose(logits: Floats, params: SamplingParams, position: int, purpose: Purpo
         if not math.isfinite(logits[best]):
             raise BackendError(NOT_NUMBERS)
         return best
-    return race(probabilities(logits, params), exponentials(params.seed, purpose, position, len(logits)))
+    return race(_weights(logits, params), exponentials(params.seed, purpose, position, len(logits)))

@@ -454,7 +454,8 @@ def test_log_probabilities_are_numpys(name: str, top: int) -> None:
         known = min(top, len(logits))
         assert list(ids[:known]) == list(np.argsort(-both[i], kind="stable")[:known])
         assert (ids[known:] == -1).all()
-        np.testing.assert_allclose(values[:known], [value for _, value in expected.top], rtol=1e-5, atol=1e-5)
+        possible = values[:known][np.isfinite(values[:known])]  # The host leaves out what is not.
+        np.testing.assert_allclose(possible, [value for _, value in expected.top], rtol=1e-5, atol=1e-5)
     assert (found[2] == untouched[2]).all()
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from specrun.decoder import SpeculativeDecoder
@@ -139,8 +138,8 @@ class Widths:
         self.shapes: list[tuple[int, int]] = []
         self.run, self.backend.run = self.backend.run, self
 
-    def __call__(self, ids: npt.NDArray[np.int64], *rest: Any) -> Any:
-        self.shapes.append((ids.shape[0], ids.shape[1]))
+    def __call__(self, ids: list[list[int]], *rest: Any) -> Any:
+        self.shapes.append((len(ids), len(ids[0])))
         return self.run(ids, *rest)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol, get_args
 
@@ -30,9 +31,9 @@ class Backend(Protocol):
 
     def run(
         self,
-        input_ids: npt.NDArray[np.int64],
-        write_indices: npt.NDArray[np.int64],
-        logits_indices: npt.NDArray[np.int64],
+        input_ids: Sequence[Sequence[int]],
+        write_indices: Sequence[int],
+        logits_indices: Sequence[Sequence[int]],
         first: int,
     ) -> npt.NDArray[np.float32]:
         """One forward pass as the graph contract says: [B, S], [B], [B, K] -> logits [B, K, V].

@@ -57,17 +57,17 @@ class OrtBackend:
 
     def run(
         self,
-        input_ids: npt.NDArray[np.int64],
-        write_indices: npt.NDArray[np.int64],
-        logits_indices: npt.NDArray[np.int64],
+        input_ids: Sequence[Sequence[int]],
+        write_indices: Sequence[int],
+        logits_indices: Sequence[Sequence[int]],
         first: int,
     ) -> npt.NDArray[np.float32]:
         """See ``Backend.run``."""
-        key = (first, *input_ids.shape, logits_indices.shape[1])
+        key = (first, len(input_ids), len(input_ids[0]), len(logits_indices[0]))
         binding = self._bindings.get(key)
         if binding is None:
             binding = self._bind(*key)
-            if input_ids.shape[1] <= _ROUND_WIDTH:  # Prompts have any.
+            if key[2] <= _ROUND_WIDTH:  # Prompts have any.
                 self._bindings[key] = binding
         return binding.run(input_ids, write_indices, logits_indices)
 
@@ -99,10 +99,10 @@ class _Binding:
             self._bind(self._binding.bind_input, past, memory)
             self._bind(self._binding.bind_output, present, memory)
 
-    def run(self, *feed: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    def run(self, *feed: Sequence[Any]) -> npt.NDArray[np.float32]:
         """See ``Backend.run``."""
-        for bound, array in zip(self._feed.values(), feed, strict=True):
-            bound[...] = array
+        for bound, values in zip(self._feed.values(), feed, strict=True):
+            bound[...] = values
         self._session.run_with_iobinding(self._binding)
         logits: npt.NDArray[np.float32] = self._logits
         return logits

@@ -44,9 +44,9 @@ class DeviceRunner:
         heads, more = next_piece(rows, lengths, min(most, self.backend.config.build_config.max_input_len))
         if more:
             values = arrange(heads, lengths, [0] * len(rows), self.backend.cache.length, self.vocab)
-            feed = self._feed(len(rows), values.input_ids.shape[1], 1)
+            feed = self._feed(len(rows), len(values.input_ids[0]), 1)
             for array, content in zip(feed, values, strict=True):
-                self.device.write(array, content)
+                self.device.write(array, np.array(content, np.int64))
             self.backend.enqueue(feed, self._step_logits(len(rows), 0, 1), first, fixed=False)
             self.rows.lengths[own] = map(len, heads)
         return all(len(head) == len(tokens) for head, tokens in zip(heads, rows, strict=True))
