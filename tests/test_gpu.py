@@ -14,6 +14,7 @@ from specrun.request import Request
 from specrun.sampling import SamplingParams
 from tests.conftest import make_engine
 from tests.test_lossless import PROMPTS, near_ties
+from tests.test_scheduler import run_staggered
 
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(temperature=0.9, top_k=60, top_p=0.95, seed=11)
@@ -57,6 +58,18 @@ def test_ids_are_the_cpus(pair: Path, engines: Path, draft: str | None, params: 
         for prompt, cpu, gpu in zip(PROMPTS, expected, found, strict=False):
             ties += near_ties(engines / "target", cpu, gpu, prompt)
     assert ties <= 2
+
+
+def test_requests_that_come_and_go(pair: Path, engines: Path) -> None:
+    """In rows of their own, with prompts that begin alike and draft lengths that differ."""
+    prompts = [[*range(3, 35), *range(40, 40 + n)] for n in (1, 5, 2, 9, 4, 12, 7, 3)]
+    expected = decode(engines / "target", None, GREEDY, prompts)
+    requests = [Request(prompt, GREEDY, LENGTH, draft_len=n % 3 or None) for n, prompt in enumerate(prompts)]
+    with SpeculativeDecoder.open(pair / "target", pair / "draft", DraftTargetConfig(4)) as decoder:
+        run_staggered(decoder, requests, 1)
+    found = zip(prompts, expected, requests, strict=True)
+    assert sum(near_ties(engines / "target", cpu, request.output, prompt) for prompt, cpu, request in found) <= 2
+    assert sum(request.stats.cached for request in requests) > 0
 
 
 def test_logits_acceptance_with_the_target_as_draft_accepts_everything(pair: Path) -> None:
