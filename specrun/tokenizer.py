@@ -101,16 +101,18 @@ def render_chat(directory: Path) -> Callable[[Sequence[Mapping[str, str]]], str]
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as problem:  # Whatever a broken tokenizer_config.json makes it raise.
         raise RequestError(
-            f"{directory}: the tokenizer's settings cannot be read ({problem}); leave out --chat"
+            f"{directory}: the tokenizer's settings cannot be read ({problem}); give prompts without --chat"
         ) from problem
     if not tokenizer.chat_template:
-        raise RequestError(f"{directory}: the tokenizer has no chat template; leave out --chat")
+        raise RequestError(f"{directory}: the tokenizer has no chat template; give prompts without --chat")
 
     def render(messages: Sequence[Mapping[str, str]]) -> str:
         try:
             turns = [dict(message) for message in messages]
             return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
         except Exception as problem:  # Templates are programs, and fail like programs.
-            raise RequestError(f"{directory}: the chat template failed ({problem}); leave out --chat") from problem
+            raise RequestError(
+                f"{directory}: the chat template failed ({problem}); give prompts without --chat"
+            ) from problem
 
     return render

@@ -582,11 +582,11 @@ def test_engine_without_a_tokenizer(engines: Path, tmp_path: Path) -> None:
 def test_chat_templates(engines: Path, tmp_path: Path) -> None:
     engine = copy_of(engines / "target", tmp_path / "engine")
     (engine / "chat_template.jinja").write_text("{{ raise_exception('no system role') }}")
-    says(generate_error(engine, "--chat"), engine, "the chat template failed", "no system role", "leave out --chat")
+    says(generate_error(engine, "--chat"), engine, "the chat template failed", "no system role", "without --chat")
     (engine / "chat_template.jinja").unlink()
-    says(generate_error(engine, "--chat"), engine, "has no chat template", "leave out --chat")
+    says(generate_error(engine, "--chat"), engine, "has no chat template", "without --chat")
     (engine / "tokenizer_config.json").write_text("{")
-    says(generate_error(engine, "--chat"), engine, "tokenizer's settings cannot be read", "leave out --chat")
+    says(generate_error(engine, "--chat"), engine, "tokenizer's settings cannot be read", "without --chat")
 
 
 # --- pairs
