@@ -20,16 +20,16 @@ class HostFeed(NamedTuple):
 
 
 def arrange(
-    rows: Sequence[Sequence[int]], lengths: Sequence[int], keep: Sequence[int], room: int, vocab: int
+    texts: Sequence[Sequence[int]], lengths: Sequence[int], wanted: Sequence[int], room: int, vocab: int
 ) -> HostFeed:
-    """What feeds ``tokens[length:]`` of every row, right-padded, for the logits after its last ``keep`` tokens.
+    """What feeds ``tokens[length:]`` of every row, right-padded, for the logits after its last ``wanted`` tokens.
 
     room: positions of a row in the cache; vocab: ids that the model knows.
     """
-    width = max(1, max(len(tokens) - length for tokens, length in zip(rows, lengths, strict=True)))
-    kept, last = max(1, *keep), vocab - 1
+    width = max(1, max(len(tokens) - length for tokens, length in zip(texts, lengths, strict=True)))
+    most, last = max(1, *wanted), vocab - 1
     feed = HostFeed([], [], [])
-    for tokens, length, count in zip(rows, lengths, keep, strict=True):
+    for tokens, length, count in zip(texts, lengths, wanted, strict=True):
         # Padding writes too. Near the end of the cache a row starts earlier and writes what is already there.
         start = min(length, room - width)
         end = len(tokens) - start
@@ -37,14 +37,8 @@ def arrange(
         new = [min(token, last) for token in tokens[start:]]
         feed.input_ids.append(new + [0] * (width - end))
         feed.write_indices.append(start)
-        feed.logits_indices.append([*range(end - count, end), *[0] * (kept - count)])
+        feed.logits_indices.append([*range(end - count, end), *[0] * (most - count)])
     return feed
-
-
-def next_piece(rows: Sequence[Sequence[int]], lengths: Sequence[int], most: int) -> tuple[list[Sequence[int]], bool]:
-    """Each row's text up to ``most`` tokens behind its length, and whether any row has more than its length."""
-    heads = [tokens[: length + most] for tokens, length in zip(rows, lengths, strict=True)]
-    return heads, any(len(head) > length for head, length in zip(heads, lengths, strict=True))
 
 
 class ModelRunner:
@@ -75,39 +69,38 @@ class ModelRunner:
             self.backend.resize(rows, length, used)
         self.rows.lengths = self.rows.lengths[:used] + [0] * (rows - used)
 
-    def read(self, rows: Sequence[Sequence[int]], first: int, most: int) -> bool:
-        """Feed up to ``most`` more tokens of the rows from ``first`` on; True when there are no more.
+    def read(self, texts: Sequence[Sequence[int]], first: int, most: int) -> bool:
+        """Feed up to ``most`` more tokens of the texts in rows ``first ..``; True when there are no more.
 
         The work is one pass of at most max_input_len tokens a row.
         """
-        lengths = self.rows.lengths[first : first + len(rows)]
-        heads, more = next_piece(rows, lengths, min(most, self.backend.config.build_config.max_input_len))
-        if more:
-            self._feed(heads, [0] * len(rows), first)
-        return all(len(head) == len(tokens) for head, tokens in zip(heads, rows, strict=True))
+        most = min(most, self.backend.config.build_config.max_input_len)
+        if pieces := self.rows.next_piece(texts, first, most):
+            self._feed(pieces, [0] * len(texts), first)
+        return self.rows.hold(texts, first)
 
-    def forward(self, rows: Sequence[Sequence[int]], keep: Sequence[int]) -> Floats:
+    def forward(self, texts: Sequence[Sequence[int]], wanted: Sequence[int]) -> Floats:
         """Feed the tokens of rows 0, 1, .. that the cache lacks; return the logits after the last ones.
 
-        rows: the whole token sequence of each row; keep: of how many last positions logits are wanted, at most as
-        many as are fed. Returns [B, max(keep), V]; row r is valid up to keep[r]. The memory is reused by the next call.
+        texts: the whole token sequence of each row; wanted: of how many last positions logits are, at most as many as
+        are fed. Returns [B, max(wanted), V]; row r is valid up to wanted[r]. The memory is reused by the next call.
         Long inputs go in pieces of at most max_input_len tokens; short rows wait for the last piece.
         """
-        longest = max(len(tokens) - length for tokens, length in zip(rows, self.rows.lengths, strict=False))
-        piece = max(self.backend.config.build_config.max_input_len, *keep)
+        longest = max(len(tokens) - length for tokens, length in zip(texts, self.rows.lengths, strict=False))
+        piece = max(self.backend.config.build_config.max_input_len, *wanted)
         for left in range((longest - 1) // piece, 0, -1):
             # Each row leaves whole pieces for later, so that its last tokens are fed in the last call.
-            pairs = zip(rows, self.rows.lengths, strict=False)
+            pairs = zip(texts, self.rows.lengths, strict=False)
             heads = [tokens[: max(length, len(tokens) - left * piece)] for tokens, length in pairs]
-            self._feed(heads, [0] * len(rows), 0)
-        return self._feed(rows, keep, 0)
+            self._feed(heads, [0] * len(texts), 0)
+        return self._feed(texts, wanted, 0)
 
-    def _feed(self, rows: Sequence[Sequence[int]], keep: Sequence[int], first: int) -> Floats:
-        own = slice(first, first + len(rows))
-        feed = arrange(rows, self.rows.lengths[own], keep, self.backend.cache.length, self.vocab_size)
+    def _feed(self, texts: Sequence[Sequence[int]], wanted: Sequence[int], first: int) -> Floats:
+        own = slice(first, first + len(texts))
+        feed = arrange(texts, self.rows.lengths[own], wanted, self.backend.cache.length, self.vocab_size)
         began = time.perf_counter()
         logits = self.backend.run(*feed, first)
         self.seconds += time.perf_counter() - began
         self.calls += 1
-        self.rows.lengths[own] = map(len, rows)
+        self.rows.lengths[own] = map(len, texts)
         return logits

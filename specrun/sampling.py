@@ -23,7 +23,7 @@ from specrun.errors import BackendError, RequestError
 
 Floats = npt.NDArray[np.float32]
 
-MOST = 1000
+LARGEST_BIAS = 1000
 """Of a penalty or bias: beyond it logits would leave float32, or nothing would change any more."""
 MAX_BIASES = 300
 """Tokens of a ``logit_bias``."""
@@ -68,18 +68,21 @@ class SamplingParams:
             raise RequestError(f"min_p {self.min_p}: expected 0 (off) to 1")
         if not 0 <= self.seed < 1 << 64:
             raise RequestError(f"seed {self.seed}: expected 0 to 2**64 - 1")
-        if not 1 / MOST <= self.repetition_penalty <= MOST:
+        if not 1 / LARGEST_BIAS <= self.repetition_penalty <= LARGEST_BIAS:
             raise RequestError(
-                f"repetition_penalty {self.repetition_penalty}: expected 1 (off), or {1 / MOST} to {MOST}"
+                f"repetition_penalty {self.repetition_penalty}: expected 1 (off), "
+                f"or {1 / LARGEST_BIAS} to {LARGEST_BIAS}"
             )
         for name in ("presence_penalty", "frequency_penalty"):
-            if not abs(value := getattr(self, name)) <= MOST:
-                raise RequestError(f"{name} {value}: expected 0 (off), or -{MOST} to {MOST}")
+            if not abs(value := getattr(self, name)) <= LARGEST_BIAS:
+                raise RequestError(f"{name} {value}: expected 0 (off), or -{LARGEST_BIAS} to {LARGEST_BIAS}")
         if len(self.logit_bias) > MAX_BIASES:
             raise RequestError(f"logit_bias: {len(self.logit_bias)} tokens, expected at most {MAX_BIASES}")
         for token, bias in self.logit_bias.items():
-            if token < 0 or not (abs(bias) <= MOST or bias == -math.inf):
-                raise RequestError(f"logit_bias {token}: {bias}: expected a token id, and -{MOST} to {MOST} or -inf")
+            if token < 0 or not (abs(bias) <= LARGEST_BIAS or bias == -math.inf):
+                raise RequestError(
+                    f"logit_bias {token}: {bias}: expected a token id, and -{LARGEST_BIAS} to {LARGEST_BIAS} or -inf"
+                )
 
     @property
     def greedy(self) -> bool:

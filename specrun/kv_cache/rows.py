@@ -66,6 +66,17 @@ class CacheRows:
         """Keep only the first ``length`` tokens of ``row``: a number changes, nothing is copied."""
         self.lengths[row] = min(self.lengths[row], length)
 
+    def next_piece(self, texts: Sequence[Sequence[int]], first: int, most: int) -> list[Sequence[int]] | None:
+        """The texts of rows ``first ..`` up to ``most`` tokens behind what each row holds; None where all is held."""
+        lengths = self.lengths[first : first + len(texts)]
+        pieces = [text[: length + most] for text, length in zip(texts, lengths, strict=True)]
+        return None if self.hold(pieces, first) else pieces
+
+    def hold(self, texts: Sequence[Sequence[int]], first: int) -> bool:
+        """Whether the rows from ``first`` on hold all of ``texts``."""
+        lengths = self.lengths[first : first + len(texts)]
+        return all(len(text) <= length for text, length in zip(texts, lengths, strict=True))
+
     def lacking(self, texts: Sequence[Sequence[int]], but: int) -> int:
         """The most tokens that one of rows 0, 1, .. lacks of its text, the last ``but`` ones aside."""
         return max(0, *(len(tokens) - but - length for tokens, length in zip(texts, self.lengths, strict=False)))

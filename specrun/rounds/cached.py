@@ -14,8 +14,8 @@ class Runner(Protocol):
 
     rows: CacheRows
 
-    def read(self, rows: Sequence[Sequence[int]], first: int, most: int) -> bool:
-        """Feed up to ``most`` more tokens of the rows from ``first`` on; True when there are no more."""
+    def read(self, texts: Sequence[Sequence[int]], first: int, most: int) -> bool:
+        """Feed up to ``most`` more tokens of the texts in rows ``first ..``; True when there are no more."""
 
 
 AnyRunner = TypeVar("AnyRunner", bound=Runner)

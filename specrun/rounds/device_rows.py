@@ -106,9 +106,8 @@ class DeviceRows:
             rows = self.progress.shape[0]
             self.counts = self.device.zeros((rows, self.vocab), np.uint32)
             self.biases = self.device.zeros((rows, MAX_BIASES), TOKEN_VALUE)
-        prompt, output = np.split(np.array(request.tokens, np.int64), [len(request.prompt)])
-        counts = np.bincount(output, minlength=self.vocab)[: self.vocab].astype(np.uint32)
-        counts[prompt[prompt < self.vocab]] |= IN_PROMPT
+        prompt, counts = np.array(request.prompt, np.int64), np.zeros(self.vocab, np.uint32)
+        counts[prompt[prompt < self.vocab]] = IN_PROMPT
         self._write(self.counts, row, counts[None])
         biases = np.zeros((1, MAX_BIASES), TOKEN_VALUE)
         biases[0, : len(request.params.logit_bias)] = [*request.params.logit_bias.items()]

@@ -9,7 +9,7 @@ import numpy as np
 from specrun.backends import DeviceBackend, Feed
 from specrun.devices import DeviceArray
 from specrun.kv_cache.rows import CacheRows
-from specrun.model_runner import arrange, next_piece
+from specrun.model_runner import arrange
 from specrun.rounds.device_rows import DeviceRows
 
 
@@ -34,22 +34,19 @@ class DeviceRunner:
         self.step_stride = -(-rows * positions * self.vocab // 64) * 64
         self.logits = self.device.zeros((steps, self.step_stride), np.float32)
 
-    def read(self, rows: Sequence[Sequence[int]], first: int, most: int) -> bool:
-        """Feed up to ``most`` more tokens of the rows from ``first`` on; True when there are no more.
-
-        The work is one pass of at most max_input_len tokens a row.
-        """
-        own = slice(first, first + len(rows))
-        lengths = self.rows.lengths[own]
-        heads, more = next_piece(rows, lengths, min(most, self.backend.config.build_config.max_input_len))
-        if more:
-            values = arrange(heads, lengths, [0] * len(rows), self.backend.cache.length, self.vocab)
-            feed = self._feed(len(rows), len(values.input_ids[0]), 1)
+    def read(self, texts: Sequence[Sequence[int]], first: int, most: int) -> bool:
+        """See ``ModelRunner.read``."""
+        most = min(most, self.backend.config.build_config.max_input_len)
+        if pieces := self.rows.next_piece(texts, first, most):
+            own = slice(first, first + len(texts))
+            wanted, room = [0] * len(texts), self.backend.cache.length
+            values = arrange(pieces, self.rows.lengths[own], wanted, room, self.vocab)
+            feed = self._feed(len(texts), len(values.input_ids[0]), 1)
             for array, content in zip(feed, values, strict=True):
                 self.device.write(array, np.array(content, np.int64))
-            self.backend.enqueue(feed, self._step_logits(len(rows), 0, 1), first, fixed=False)
-            self.rows.lengths[own] = map(len, heads)
-        return all(len(head) == len(tokens) for head, tokens in zip(heads, rows, strict=True))
+            self.backend.enqueue(feed, self._step_logits(len(texts), 0, 1), first, fixed=False)
+            self.rows.lengths[own] = map(len, pieces)
+        return self.rows.hold(texts, first)
 
     def forward(
         self,

@@ -43,13 +43,13 @@ class HostRound(CachedTexts[ModelRunner]):
             for runner in self.runners:
                 # The last committed token is fed again at most once: its logits start the round.
                 runner.rows.rewind(row, len(request.tokens) - 1)
-        rows = [list(request.tokens) for request in requests]
+        texts = [list(request.tokens) for request in requests]
         counts = [request.draft_count(draft_len) for request in requests]
-        proposals = self.drafter.propose(requests, rows, counts) if self.drafter else [Proposal() for _ in requests]
-        keep = [len(proposal.tokens) + 1 for proposal in proposals]
-        logits = self.target.forward(rows, keep)
+        proposals = self.drafter.propose(requests, texts, counts) if self.drafter else [Proposal() for _ in requests]
+        wanted = [len(proposal.tokens) + 1 for proposal in proposals]
+        logits = self.target.forward(texts, wanted)
         return [
-            self._accept(request, rows[row], proposals[row], logits[row, : keep[row]])
+            self._accept(request, texts[row], proposals[row], logits[row, : wanted[row]])
             for row, request in enumerate(requests)
         ]
 
