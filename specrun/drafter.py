@@ -31,22 +31,28 @@ class Drafter:
         self._vocab_size = vocab_size
         self._use_logits = use_logits
 
-    def propose(self, requests: Sequence[Request], rows: list[list[int]], counts: Sequence[int]) -> list[Proposal]:
-        """Extend each of ``rows`` (committed tokens) by ``counts[row]`` draft tokens; returns them as proposals."""
-        proposals = [Proposal() for _ in rows]
-        for step in range(max(counts, default=0)):
-            drafting = [step < count and p.numbers for count, p in zip(counts, proposals, strict=True)]
-            logits = self.runner.forward(rows, [int(yes) for yes in drafting])
+    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Proposal]:
+        """Draw ``counts[row]`` draft tokens, which follow the tokens of the request in each row."""
+        proposals = [Proposal() for _ in requests]
+        most = max(counts)
+        for step in range(most):
+            if step == 0:
+                logits = self.runner.forward([request.tokens for request in requests], [1] * len(requests))
+            else:
+                logits = self.runner.extend([p.tokens[-1] if len(p.tokens) == step else None for p in proposals])
             for row, request in enumerate(requests):
-                if drafting[row]:
-                    self._draw(logits[row, 0], request, rows[row], proposals[row])
+                proposal = proposals[row]
+                if step < counts[row] and proposal.numbers:
+                    self._draw(logits[row, 0], request, proposal)
         return proposals
 
-    def _draw(self, logits: Floats, request: Request, tokens: list[int], proposal: Proposal) -> None:
-        """Add the token that follows ``tokens`` to them and to ``proposal``."""
+    def _draw(self, logits: Floats, request: Request, proposal: Proposal) -> None:
+        """Add the token that follows the request's and those of ``proposal``."""
         # A padded embedding may be wider than the target's; ids beyond the target's are never proposed.
-        logits = request.adjust(logits[: self._vocab_size], tokens)
-        params, position = request.params, len(tokens)
+        logits = logits[: self._vocab_size]
+        if request.adjusts:
+            logits = request.adjust(logits, [*request.tokens, *proposal.tokens])
+        params, position = request.params, len(request.tokens) + len(proposal.tokens)
         try:
             if request.wants_logits(self._use_logits):
                 q = np.zeros(self._vocab_size, np.float32)
@@ -58,5 +64,4 @@ class Drafter:
         except BackendError:
             proposal.numbers = False
             return
-        tokens.append(token)
         proposal.tokens.append(token)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from specrun.backends import Backend
+from specrun.backends import Backend, Pass
 from specrun.kv_cache.rows import CacheRows
 from specrun.sampling import Floats
 
@@ -20,21 +20,28 @@ class HostFeed(NamedTuple):
 
 
 def arrange(
-    texts: Sequence[Sequence[int]], lengths: Sequence[int], wanted: Sequence[int], room: int, vocab: int
+    texts: Sequence[Sequence[int]],
+    drafts: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    wanted: Sequence[int],
+    room: int,
+    vocab: int,
 ) -> HostFeed:
-    """What feeds ``tokens[length:]`` of every row, right-padded, for the logits after its last ``wanted`` tokens.
+    """What feeds every row's text and drafts from ``length`` on, right-padded, for the last ``wanted`` tokens' logits.
 
     room: positions of a row in the cache; vocab: ids that the model knows.
     """
-    width = max(1, max(len(tokens) - length for tokens, length in zip(texts, lengths, strict=True)))
+    # Texts may be long and out of the processor's caches: only what is fed is looked at.
+    ends = [len(tokens) + len(more) for tokens, more in zip(texts, drafts, strict=True)]
+    width = max(1, *(end - length for end, length in zip(ends, lengths, strict=True)))
     most, last = max(1, *wanted), vocab - 1
     feed = HostFeed([], [], [])
-    for tokens, length, count in zip(texts, lengths, wanted, strict=True):
+    for row, (length, count) in enumerate(zip(lengths, wanted, strict=True)):
         # Padding writes too. Near the end of the cache a row starts earlier and writes what is already there.
         start = min(length, room - width)
-        end = len(tokens) - start
+        end = ends[row] - start
         # A target with a padded embedding may commit ids that a draft without the padding has no row for.
-        new = [min(token, last) for token in tokens[start:]]
+        new = [min(token, last) for token in (*texts[row][start:], *drafts[row])]
         feed.input_ids.append(new + [0] * (width - end))
         feed.write_indices.append(start)
         feed.logits_indices.append([*range(end - count, end), *[0] * (most - count)])
@@ -45,7 +52,8 @@ class ModelRunner:
     """Feeds one model; ``rows`` knows how much of each text its cache holds, and everything else is derived.
 
     The same rule serves prompts, draft steps, verification and what follows a rejection: a call feeds
-    ``tokens[length:]`` of every row; a length is lowered and nothing copied.
+    ``tokens[length:]`` of every row; a length is lowered and nothing copied. What runs between an engine's passes finds
+    the processor's caches full of weights, so it costs what it touches, not what it computes.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -76,31 +84,55 @@ class ModelRunner:
         """
         most = min(most, self.backend.config.build_config.max_input_len)
         if pieces := self.rows.next_piece(texts, first, most):
-            self._feed(pieces, [0] * len(texts), first)
+            self._feed(pieces, [()] * len(texts), [0] * len(texts), first)
         return self.rows.hold(texts, first)
 
-    def forward(self, texts: Sequence[Sequence[int]], wanted: Sequence[int]) -> Floats:
+    def forward(
+        self, texts: Sequence[Sequence[int]], wanted: Sequence[int], drafts: Sequence[Sequence[int]] = ()
+    ) -> Floats:
         """Feed the tokens of rows 0, 1, .. that the cache lacks; return the logits after the last ones.
 
-        texts: the whole token sequence of each row; wanted: of how many last positions logits are, at most as many as
-        are fed. Returns [B, max(wanted), V]; row r is valid up to wanted[r]. The memory is reused by the next call.
+        texts: the whole token sequence of each row; drafts: what follows it, if anything; wanted: of how many last
+        positions logits are, at most as many as are fed. Returns [B, max(wanted), V]; row r is valid up to wanted[r].
+        The memory is reused by the next call.
         Long inputs go in pieces of at most max_input_len tokens; short rows wait for the last piece.
         """
+        drafts = drafts or [()] * len(texts)
         longest = max(len(tokens) - length for tokens, length in zip(texts, self.rows.lengths, strict=False))
         piece = max(self.backend.config.build_config.max_input_len, *wanted)
         for left in range((longest - 1) // piece, 0, -1):
             # Each row leaves whole pieces for later, so that its last tokens are fed in the last call.
             pairs = zip(texts, self.rows.lengths, strict=False)
             heads = [tokens[: max(length, len(tokens) - left * piece)] for tokens, length in pairs]
-            self._feed(heads, [0] * len(texts), 0)
-        return self._feed(texts, wanted, 0)
+            self._feed(heads, [()] * len(texts), [0] * len(texts), 0)
+        return self._feed(texts, drafts, wanted, 0)
 
-    def _feed(self, texts: Sequence[Sequence[int]], wanted: Sequence[int], first: int) -> Floats:
+    def extend(self, tokens: Sequence[int | None]) -> Floats:
+        """Feed one more token of rows 0, 1, ..; None for a row that rests. Returns the logits after them [B, 1, V]."""
+        step = self.backend.bind(0, len(tokens), 1, 1)
+        lengths, last = self.rows.lengths, self.vocab_size - 1
+        for row, token in enumerate(tokens):
+            # A row that rests writes behind its text, where nothing is.
+            step.write_indices[row] = lengths[row]
+            if token is not None:
+                step.input_ids[row, 0] = min(token, last)
+                lengths[row] += 1
+        self._run(step)
+        return step.logits
+
+    def _feed(
+        self, texts: Sequence[Sequence[int]], drafts: Sequence[Sequence[int]], wanted: Sequence[int], first: int
+    ) -> Floats:
         own = slice(first, first + len(texts))
-        feed = arrange(texts, self.rows.lengths[own], wanted, self.backend.cache.length, self.vocab_size)
+        feed = arrange(texts, drafts, self.rows.lengths[own], wanted, self.backend.cache.length, self.vocab_size)
+        step = self.backend.bind(first, len(texts), len(feed.input_ids[0]), len(feed.logits_indices[0]))
+        step.input_ids[...], step.write_indices[...], step.logits_indices[...] = feed
+        self._run(step)
+        self.rows.lengths[own] = [len(tokens) + len(more) for tokens, more in zip(texts, drafts, strict=True)]
+        return step.logits
+
+    def _run(self, step: Pass) -> None:
         began = time.perf_counter()
-        logits = self.backend.run(*feed, first)
+        step.run()
         self.seconds += time.perf_counter() - began
         self.calls += 1
-        self.rows.lengths[own] = map(len, texts)
-        return logits

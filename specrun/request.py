@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from specrun.errors import RequestError, SpecError
 from specrun.penalties import adjust
@@ -21,8 +21,7 @@ MAX_LOGPROBS = 20
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """One committed token, as it is shown: its id, the text it made certain, and whether the draft proposed it."""
 
     token: int
@@ -32,8 +31,7 @@ class Piece:
     """None unless the request asked for log-probabilities."""
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What a round decided for one request: the draft tokens that stand, and the target's token after them."""
 
     drafted: int
@@ -70,6 +68,8 @@ class Request:
     """What ``text`` begins with."""
     timeout: float | None = None
     """Seconds after which the request ends as it is."""
+    adjusts: bool = field(init=False)
+    """Whether its logits are changed before they become a distribution."""
     tokens: list[int] = field(init=False)
     pieces: list[Piece] = field(init=False, default_factory=list)
     """The output's tokens as they are shown."""
@@ -83,6 +83,7 @@ class Request:
     def __post_init__(self) -> None:
         """The prompt is committed from the start."""
         self.tokens = list(self.prompt)
+        self.adjusts = self.params.adjusts or self.min_output_len > 0
 
     @property
     def output(self) -> list[int]:
@@ -110,11 +111,6 @@ class Request:
     def wants_logits(self, default: bool) -> bool:
         """Whether drafts are accepted by modified rejection sampling; for greedy requests both ways are alike."""
         return not self.params.greedy and (default if self.use_logits is None else self.use_logits)
-
-    @property
-    def adjusts(self) -> bool:
-        """Whether its logits are changed before they become a distribution."""
-        return self.params.adjusts or self.min_output_len > 0
 
     def adjust(self, logits: Floats, tokens: Sequence[int]) -> Floats:
         """The logits [V] that follow ``tokens``, which begin with the prompt, with this request's penalties."""

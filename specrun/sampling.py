@@ -97,45 +97,49 @@ class SamplingParams:
 
 
 def probabilities(logits: Floats, params: SamplingParams) -> Floats:
-    """The distribution that tokens are drawn from: logits [..., V] -> float32 [..., V], each row summing to 1.
+    """The distribution that tokens are drawn from: logits [V] -> float32 [V], which sum to 1.
 
     Temperature, then min-p (tokens at least min_p times as likely as the likeliest), then top-k, then top-p (the
     smallest set of most likely tokens whose mass reaches top_p). Tokens that tie with the last one kept are kept too,
     so the result does not depend on their order.
-    Raises BackendError where a largest logit is not a finite number.
+    Raises BackendError where the largest logit is not a finite number.
     """
     kept = _weights(logits, params)
-    kept /= kept.sum(axis=-1, keepdims=True)
+    kept /= kept.sum()
     return kept
 
 
 def _weights(logits: Floats, params: SamplingParams) -> Floats:
     """``probabilities``, but that they need not sum to 1."""
-    peak = logits.max(axis=-1, keepdims=True)
-    if not np.isfinite(peak).all():
-        raise BackendError(NOT_NUMBERS)
+    best = _likeliest(logits)
     if params.greedy:
-        best = logits.argmax(axis=-1)[..., None]
         hot = np.zeros_like(logits)
-        np.put_along_axis(hot, best, 1, axis=-1)
+        hot[best] = 1
         return hot
     # Kept within float32, where smaller ones would be 0 and larger ones infinite.
     temperature = np.float32(min(max(params.temperature, 1e-37), 1e38))
     with np.errstate(over="ignore"):  # Far below the best token, -inf is right.
-        scaled = (logits - peak) / temperature
-    weights: Floats = np.exp(scaled, out=scaled)
+        weights: Floats = logits - logits[best]
+        weights /= temperature
+    np.exp(weights, out=weights)
     if params.min_p > 0:
         weights[weights < np.float32(params.min_p)] = 0
-    if 0 < params.top_k < logits.shape[-1]:
-        smallest_kept = np.partition(weights, -params.top_k, axis=-1)[..., -params.top_k, None]
-        weights[weights < smallest_kept] = 0
+    if 0 < params.top_k < len(logits):
+        weights[weights < np.partition(weights, -params.top_k)[-params.top_k]] = 0
     if params.top_p < 1:
-        weights /= weights.sum(axis=-1, keepdims=True)
-        descending = -np.sort(-weights, axis=-1)
-        before = np.cumsum(descending, axis=-1, dtype=np.float64) - descending
-        last = (before < params.top_p).sum(axis=-1, keepdims=True) - 1
-        weights[weights < np.take_along_axis(descending, last, axis=-1)] = 0
+        weights /= weights.sum()
+        descending = -np.sort(-weights)
+        before = np.cumsum(descending, dtype=np.float64) - descending
+        weights[weights < descending[(before < params.top_p).sum() - 1]] = 0
     return weights
+
+
+def _likeliest(logits: Floats) -> int:
+    """The first largest of logits [V]. Raises BackendError where it is not a finite number."""
+    best = int(logits.argmax())  # The first NaN, where there is one.
+    if not math.isfinite(logits[best]):
+        raise BackendError(NOT_NUMBERS)
+    return best
 
 
 @functools.lru_cache(maxsize=64)
@@ -213,8 +217,5 @@ def log_probability(logits: Floats, token: int, top: int) -> TokenLogprob:
 def choose(logits: Floats, params: SamplingParams, position: int, purpose: Purpose = Purpose.TARGET) -> int:
     """The token a model chooses at ``position``: logits [V] -> id. Raises BackendError as ``probabilities``."""
     if params.greedy:
-        best = int(logits.argmax())
-        if not math.isfinite(logits[best]):
-            raise BackendError(NOT_NUMBERS)
-        return best
+        return _likeliest(logits)
     return race(_weights(logits, params), exponentials(params.seed, purpose, position, len(logits)))

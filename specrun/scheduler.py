@@ -6,7 +6,6 @@ so that engines never work on rows without a request.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -134,7 +133,7 @@ class Scheduler:
             if not request.expire():
                 joining.append(request)
         if joining:
-            with _failing(joining):
+            with _Failing(joining):
                 self.round.admit(joining, len(self._rows))
             self._rows += joining
 
@@ -145,7 +144,7 @@ class Scheduler:
         longest = max(len(request.prompt) for request in joining)
         most = max(1, self.round.piece // len(joining)) if self._ready else longest
         drafting = self.lengths.drafting and any(request.draft_len != 0 for request in self._rows)
-        with _failing(joining):
+        with _Failing(joining):
             if self.round.read(joining, self._ready, most, drafting):
                 for row, request in enumerate(joining, self._ready):
                     self.round.keep(request, row)
@@ -160,7 +159,7 @@ class Scheduler:
             own = [count for request, count in zip(requests, counts, strict=True) if request.draft_len is not None]
             draft_len = max(self.lengths.choose(requests, counts, backlog), *own, 0)
         before = time.perf_counter()
-        with _failing(requests):
+        with _Failing(requests):
             outcomes = self.round.step(requests, draft_len)
             seconds = time.perf_counter() - before if self.round.settled else None
             evaluated = [outcome.evaluated if outcome else (0, 0) for outcome in outcomes]
@@ -172,13 +171,16 @@ class Scheduler:
                     request.fail(BackendError(NOT_NUMBERS))
 
 
-@contextlib.contextmanager
-def _failing(requests: Sequence[Request]) -> Iterator[None]:
-    """What is raised here ends ``requests``."""
-    try:
-        yield
-    except BaseException as error:
-        reason = error if isinstance(error, SpecError) else BackendError(f"broken off: {error!r}")
-        for request in requests:
-            request.fail(reason)
-        raise
+class _Failing:
+    """What is raised inside ends ``requests``. (A generator would do, but wakes more of Python every round.)"""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.requests = requests
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            reason = error if isinstance(error, SpecError) else BackendError(f"broken off: {error!r}")
+            for request in self.requests:
+                request.fail(reason)

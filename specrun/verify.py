@@ -173,7 +173,7 @@ class _Check:
             seeds = [replace(params, seed=(params.seed + n) % 2**64) for n in numbers]
             batch = [Request(prompts[n % len(prompts)], seed, length) for n, seed in zip(numbers, seeds, strict=True)]
             for number, request, logits in zip(numbers, self._run(batch), self._whole(batch, length), strict=True):
-                drawn, probs = np.array(request.output), probabilities(logits, params)
+                drawn, probs = np.array(request.output), np.stack([probabilities(row, params) for row in logits])
                 firsts[number % len(prompts), drawn[0]] += 1
                 expected[number % len(prompts)] += probs[0]
                 ranks += np.histogram(ranked(drawn, probs, generator.random(length)), BINS, (0, 1))[0]

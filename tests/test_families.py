@@ -6,21 +6,30 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from specbuild.checkpoint import GRAPH_NAME, open_checkpoint
-from specrun.backends import open_host_backend
+from specrun.backends import Backend, open_host_backend
 from specrun.backends.ort import OrtBackend
 from specrun.contract import past_names, present_names
 from specrun.engine_dir import EngineConfig, open_engine
+from specrun.sampling import Floats
 from tests.conftest import make_engine, make_onnx
 from tests.families import FAMILIES, POSITIONS, VOCAB, save_checkpoint
 
 STEPS = [(7, 11), (1, 1), (5, 3), (1, 6)]
 """Tokens fed to two rows in each call: prefill, one token, several, unequal."""
+
+
+def forward(backend: Backend, ids: npt.NDArray[np.int64], starts: npt.ArrayLike, wanted: npt.ArrayLike) -> Floats:
+    step = backend.bind(0, *ids.shape, np.shape(wanted)[1])
+    step.input_ids[...], step.write_indices[...], step.logits_indices[...] = ids, starts, wanted
+    step.run()
+    return step.logits
 
 
 def largest_difference(checkpoint: Path, engine: Path, dtype: torch.dtype, steps: list[tuple[int, int]]) -> float:
@@ -42,7 +51,7 @@ def largest_difference(checkpoint: Path, engine: Path, dtype: torch.dtype, steps
         ids = np.zeros((2, width), np.int64)
         for row, new in enumerate(step):
             ids[row, :new] = tokens[row, lengths[row] : lengths[row] + new]
-        logits = backend.run(ids, lengths.copy(), np.tile(np.arange(width), (2, 1)), 0)
+        logits = forward(backend, ids, lengths, np.tile(np.arange(width), (2, 1)))
         for row, new in enumerate(step):
             with torch.no_grad():
                 seen = torch.from_numpy(tokens[row : row + 1, : lengths[row] + new])
@@ -148,5 +157,5 @@ def test_padding_beyond_learned_positions(tmp_path: Path) -> None:
     config: EngineConfig = open_engine(engine)
     backend = open_host_backend(engine, config, 0)
     backend.resize(1, config.build_config.cache_length, 0)
-    logits = backend.run(np.zeros((1, 5), np.int64), np.array([POSITIONS - 1]), np.zeros((1, 1), np.int64), 0)
+    logits = forward(backend, np.zeros((1, 5), np.int64), POSITIONS - 1, np.zeros((1, 1), np.int64))
     assert np.isfinite(logits).all()

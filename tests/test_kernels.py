@@ -160,10 +160,10 @@ def test_rejection_sampling_is_numpys(params: SamplingParams, same: bool) -> Non
         draft = np.ascontiguousarray(draft, np.float32)
         length = 5 + case
         q = np.zeros((g, vocab), np.float32)
-        q[:, :draft_vocab] = probabilities(draft, params)
+        q[:, :draft_vocab] = [probabilities(row, params) for row in draft]
         noise = [exponentials(params.seed, Purpose.DRAFT, length + i, draft_vocab) for i in range(g)]
         drafts = [race(q[i, :draft_vocab], noise[i]) for i in range(g)]
-        p = probabilities(target, params)
+        p = [probabilities(row, params) for row in target]
         uniforms = [uniform(params.seed, Purpose.ACCEPT, length + i) for i in range(g)]
         accepted, remainder = accept_logits(drafts, q, p, uniforms)
         last = exponentials(params.seed, Purpose.TARGET, length + accepted, vocab)

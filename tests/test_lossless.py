@@ -44,8 +44,8 @@ def near_ties(target: Path, expected: list[int], found: list[int], prompt: Seque
     if expected == found:
         return 0
     at = next(i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if a != b)
-    runner = open_pair(target, None).loop.round.target
-    runner.start(1, 128)
+    runner = open_pair(target, None).scheduler.round.target
+    runner.reserve(1, 128)
     logits = runner.forward([[*prompt, *expected[:at]]], [1])[0, 0]
     second, best = np.sort(logits)[-2:]
     assert best - second < 1e-4, f"ids part at {at}: {expected[at]} and {found[at]}, logits {best} and {second}"

@@ -179,10 +179,9 @@ def test_control_wrong_acceptance_of_tokens_is_seen(tmp_path: Path, monkeypatch:
 class KeepsProbabilitiesFromBeforeTopK(Drafter):
     """Draws from q after top-k, and tells acceptance what q was before it."""
 
-    def _draw(self, logits: Floats, request: Request, position: int, proposal: Proposal) -> int:
-        token = super()._draw(logits, request, position, proposal)
+    def _draw(self, logits: Floats, request: Request, proposal: Proposal) -> None:
+        super()._draw(logits, request, proposal)
         proposal.probs[-1] = probabilities(logits, replace(request.params, top_k=0))
-        return token
 
 
 @pytest.mark.parametrize("kind, good", [(Drafter, True), (KeepsProbabilitiesFromBeforeTopK, False)])

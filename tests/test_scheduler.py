@@ -134,13 +134,13 @@ class Widths:
 
     def __init__(self, decoder: SpeculativeDecoder) -> None:
         assert isinstance(decoder.scheduler.round, HostRound)
-        self.backend: Any = decoder.scheduler.round.target.backend
+        backend: Any = decoder.scheduler.round.target.backend
         self.shapes: list[tuple[int, int]] = []
-        self.run, self.backend.run = self.backend.run, self
+        self.bind, backend.bind = backend.bind, self
 
-    def __call__(self, ids: list[list[int]], *rest: Any) -> Any:
-        self.shapes.append((len(ids), len(ids[0])))
-        return self.run(ids, *rest)
+    def __call__(self, first: int, rows: int, width: int, kept: int) -> Any:
+        self.shapes.append((rows, width))
+        return self.bind(first, rows, width, kept)
 
 
 def test_a_long_prompt_does_not_stall_the_others(pair: SpeculativeDecoder) -> None:

@@ -123,11 +123,10 @@ def test_control_draft_probabilities_from_before_top_k_fail(
     """The draft draws from q after top-k and tells acceptance what q was before it."""
     draw = Drafter._draw
 
-    def wrong(self: Drafter, logits: Floats, request: Request, position: int, proposal: Proposal) -> int:
-        token = draw(self, logits, request, position, proposal)
+    def wrong(self: Drafter, logits: Floats, request: Request, proposal: Proposal) -> None:
+        draw(self, logits, request, proposal)
         if proposal.probs:
             proposal.probs[-1] = probabilities(logits, replace(request.params, top_k=0))
-        return token
 
     if before:
         monkeypatch.setattr(Drafter, "_draw", wrong)

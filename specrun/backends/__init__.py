@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol, get_args
 
@@ -20,6 +19,22 @@ from specrun.kv_cache.host import HostKVCache
 BACKEND_NAMES: tuple[BackendName, ...] = get_args(BackendName)
 
 
+class Pass(Protocol):
+    """A forward pass of one shape: arrays that the engine reads and writes in place, as the graph contract says."""
+
+    input_ids: npt.NDArray[np.int64]
+    """[B, S]"""
+    write_indices: npt.NDArray[np.int64]
+    """[B]"""
+    logits_indices: npt.NDArray[np.int64]
+    """[B, K]"""
+    logits: npt.NDArray[np.float32]
+    """[B, K, V], valid until the engine's next pass."""
+
+    def run(self) -> None:
+        """Read the inputs, write the logits."""
+
+
 class Backend(Protocol):
     """An opened engine with one key-value cache. Owns device memory; knows nothing of tokens' meaning."""
 
@@ -29,16 +44,10 @@ class Backend(Protocol):
     def resize(self, rows: int, length: int, used: int) -> None:
         """Have a cache of ``rows`` rows of ``length`` positions, keeping what the first ``used`` rows hold."""
 
-    def run(
-        self,
-        input_ids: Sequence[Sequence[int]],
-        write_indices: Sequence[int],
-        logits_indices: Sequence[Sequence[int]],
-        first: int,
-    ) -> npt.NDArray[np.float32]:
-        """One forward pass as the graph contract says: [B, S], [B], [B, K] -> logits [B, K, V].
+    def bind(self, first: int, rows: int, width: int, kept: int) -> Pass:
+        """A pass of ``width`` tokens for rows ``first .. first + rows`` of the cache, with ``kept`` logits of each.
 
-        On rows ``first .. first + B`` of the cache. The result is valid until the next call.
+        Inputs hold what they held when the shape was bound last; zeros the first time. Valid until ``resize``.
         """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Sequence
@@ -47,65 +48,54 @@ class OrtBackend:
         self.config = config
         self.cache = HostKVCache(config.graph.caches, blocks)
         self._session = _open(directory, config, "CPUExecutionProvider", {})
-        self._bindings: dict[tuple[int, ...], _Binding] = {}
+        self._passes: dict[tuple[int, int, int, int], OrtPass] = {}
         self._logits = np.empty(0, np.float32)
 
     def resize(self, rows: int, length: int, used: int) -> None:
         """The graph's S_max is free here, so the cache is as long as its rows need: attention costs less."""
-        self._bindings.clear()
+        self._passes.clear()
         self.cache.resize(rows, length, used)
 
-    def run(
-        self,
-        input_ids: Sequence[Sequence[int]],
-        write_indices: Sequence[int],
-        logits_indices: Sequence[Sequence[int]],
-        first: int,
-    ) -> npt.NDArray[np.float32]:
-        """See ``Backend.run``."""
-        key = (first, len(input_ids), len(input_ids[0]), len(logits_indices[0]))
-        binding = self._bindings.get(key)
-        if binding is None:
-            binding = self._bind(*key)
-            if key[2] <= _ROUND_WIDTH:  # Prompts have any.
-                self._bindings[key] = binding
-        return binding.run(input_ids, write_indices, logits_indices)
-
-    def _bind(self, first: int, rows: int, width: int, kept: int) -> _Binding:
+    def bind(self, first: int, rows: int, width: int, kept: int) -> OrtPass:
+        """See ``Backend``. Passes share the memory of their logits."""
+        key = (first, rows, width, kept)
+        if known := self._passes.get(key):
+            return known
         shape = (rows, kept, self.config.graph.vocab_size)
         if (size := math.prod(shape)) > self._logits.size:
-            self._bindings.clear()
+            self._passes.clear()
             self._logits = np.empty(size, np.float32)
-        logits = self._logits[:size].reshape(shape)
-        return _Binding(self._session, self.cache.part(first, rows), (rows, width), logits)
+        made = OrtPass(self._session, self.cache.part(first, rows), width, self._logits[:size].reshape(shape))
+        if width <= _ROUND_WIDTH:  # Prompts have any.
+            self._passes[key] = made
+        return made
 
 
-class _Binding:
-    """A session's inputs and outputs for one shape and some rows of the cache: bound once, used by many calls."""
+class OrtPass:
+    """See ``Pass``. A session's inputs and outputs for one shape and some rows of the cache: bound once, run often."""
 
     def __init__(
-        self, session: Any, cache: Sequence[npt.NDArray[np.float32]], shape: tuple[int, int], logits: Any
+        self,
+        session: Any,
+        cache: Sequence[npt.NDArray[np.float32]],
+        width: int,
+        logits: npt.NDArray[np.float32],
     ) -> None:
-        self._session = session
-        self._binding = session.io_binding()
-        self._logits = logits
-        shapes = {INPUT_IDS: shape, WRITE_INDICES: shape[:1], LOGITS_INDICES: logits.shape[:2]}
-        self._feed = {name: np.empty(size, np.int64) for name, size in shapes.items()}
-        for name, array in self._feed.items():
-            self._bind(self._binding.bind_input, name, array)
-        self._bind(self._binding.bind_output, LOGITS, logits)
+        rows, kept, _ = logits.shape
+        self.logits = logits
+        self.input_ids = np.zeros((rows, width), np.int64)
+        self.write_indices = np.zeros(rows, np.int64)
+        self.logits_indices = np.zeros((rows, kept), np.int64)
+        binding = session.io_binding()
+        self._bind(binding.bind_input, INPUT_IDS, self.input_ids)
+        self._bind(binding.bind_input, WRITE_INDICES, self.write_indices)
+        self._bind(binding.bind_input, LOGITS_INDICES, self.logits_indices)
+        self._bind(binding.bind_output, LOGITS, logits)
         layers = len(cache) // 2
         for past, present, memory in zip(past_names(layers), present_names(layers), cache, strict=True):
-            self._bind(self._binding.bind_input, past, memory)
-            self._bind(self._binding.bind_output, present, memory)
-
-    def run(self, *feed: Sequence[Any]) -> npt.NDArray[np.float32]:
-        """See ``Backend.run``."""
-        for bound, values in zip(self._feed.values(), feed, strict=True):
-            bound[...] = values
-        self._session.run_with_iobinding(self._binding)
-        logits: npt.NDArray[np.float32] = self._logits
-        return logits
+            self._bind(binding.bind_input, past, memory)
+            self._bind(binding.bind_output, present, memory)
+        self.run = functools.partial(session.run_with_iobinding, binding)
 
     @staticmethod
     def _bind(bind: Any, name: str, array: npt.NDArray[Any]) -> None:

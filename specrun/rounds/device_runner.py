@@ -40,7 +40,7 @@ class DeviceRunner:
         if pieces := self.rows.next_piece(texts, first, most):
             own = slice(first, first + len(texts))
             wanted, room = [0] * len(texts), self.backend.cache.length
-            values = arrange(pieces, self.rows.lengths[own], wanted, room, self.vocab)
+            values = arrange(pieces, [()] * len(texts), self.rows.lengths[own], wanted, room, self.vocab)
             feed = self._feed(len(texts), len(values.input_ids[0]), 1)
             for array, content in zip(feed, values, strict=True):
                 self.device.write(array, np.array(content, np.int64))

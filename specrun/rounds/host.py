@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from specrun.acceptance import accept_logits, accept_tokens
 from specrun.drafter import Drafter, Proposal
@@ -43,26 +43,27 @@ class HostRound(CachedTexts[ModelRunner]):
             for runner in self.runners:
                 # The last committed token is fed again at most once: its logits start the round.
                 runner.rows.rewind(row, len(request.tokens) - 1)
-        texts = [list(request.tokens) for request in requests]
         counts = [request.draft_count(draft_len) for request in requests]
-        proposals = self.drafter.propose(requests, texts, counts) if self.drafter else [Proposal() for _ in requests]
-        wanted = [len(proposal.tokens) + 1 for proposal in proposals]
-        logits = self.target.forward(texts, wanted)
+        proposals = self.drafter.propose(requests, counts) if self.drafter else [Proposal() for _ in requests]
+        drafts = [proposal.tokens for proposal in proposals]
+        wanted = [len(tokens) + 1 for tokens in drafts]
+        logits = self.target.forward([request.tokens for request in requests], wanted, drafts)
         return [
-            self._accept(request, texts[row], proposals[row], logits[row, : wanted[row]])
-            for row, request in enumerate(requests)
+            self._accept(request, proposals[row], logits[row, : wanted[row]]) for row, request in enumerate(requests)
         ]
 
     def close(self) -> None:
         """See ``Round``."""
 
-    def _accept(self, request: Request, tokens: Sequence[int], proposal: Proposal, logits: Floats) -> Outcome | None:
+    def _accept(self, request: Request, proposal: Proposal, logits: Floats) -> Outcome | None:
         """How many of the proposed tokens stand, and the token after them.
 
-        tokens: committed and proposed ones; logits [g + 1, V] are the target's. None where they are not numbers.
+        logits [g + 1, V] are the target's. None where they are not numbers.
         """
         params, position, drafts = request.params, len(request.tokens), proposal.tokens
-        adjusted = (request.adjust(row, tokens[: position + i]) for i, row in enumerate(logits))
+        adjusted: Iterable[Floats] = logits
+        if request.adjusts:
+            adjusted = (request.adjust(row, [*request.tokens, *drafts[:i]]) for i, row in enumerate(logits))
         if not proposal.numbers:
             return None
         try:
