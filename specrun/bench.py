@@ -66,13 +66,13 @@ class _Pass:
     """Seconds, for each batch."""
     later: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(5))
     """What ``_clock`` counts, in all rounds after each batch's first."""
-    rounds: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    rounds: list[tuple[int, int, int]] = field(default_factory=list)
     """Draft tokens of a request's round: drafted, evaluated, accepted."""
     ids: list[list[int]] = field(default_factory=list)
 
     def decode(self, decoder: SpeculativeDecoder, requests: Sequence[Request]) -> None:
         """Add a batch."""
-        known = {id(request): np.zeros(3, np.int64) for request in requests}
+        known = dict.fromkeys(requests, (0, 0, 0))
         clocks: list[npt.NDArray[np.float64]] = []
         began = time.perf_counter()
         for event in decoder.run(requests):
@@ -80,9 +80,9 @@ class _Pass:
                 raise event.request.error
             if not clocks:
                 clocks.append(_clock(decoder, began))
-            stats, before = event.request.stats, known[id(event.request)]
-            now = known[id(event.request)] = np.array([stats.drafted, stats.evaluated, stats.accepted])
-            self.rounds.append(now - before)
+            stats, (drafted, evaluated, accepted) = event.request.stats, known[event.request]
+            known[event.request] = now = (stats.drafted, stats.evaluated, stats.accepted)
+            self.rounds.append((now[0] - drafted, now[1] - evaluated, now[2] - accepted))
         clocks.append(_clock(decoder, began))
         self.seconds += clocks[-1][0]
         self.first_tokens.append(clocks[0][0])

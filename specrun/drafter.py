@@ -55,8 +55,9 @@ class Drafter:
         params, position = request.params, len(request.tokens) + len(proposal.tokens)
         try:
             if request.wants_logits(self._use_logits):
-                q = np.zeros(self._vocab_size, np.float32)
-                q[: len(logits)] = probabilities(logits, params)
+                q = probabilities(logits, params)
+                if missing := self._vocab_size - len(q):
+                    q = np.pad(q, (0, missing))
                 token = race(q, exponentials(params.seed, Purpose.DRAFT, position, len(q)))
                 proposal.probs.append(q)
             else:

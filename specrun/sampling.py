@@ -151,11 +151,12 @@ def exponentials(seed: int, purpose: Purpose, position: int, size: int) -> Float
     The last ones are kept, because the target races against the noise that the draft has just raced against.
     """
     words = _words(seed, purpose, position, (size + 1) // 2)
-    uniform = words.view(np.uint32)[:size].astype(np.float32)
-    uniform += np.float32(0.5)
-    uniform *= np.float32(2**-32)
-    np.minimum(uniform, np.float32(1 - 2**-24), out=uniform)  # (n + 0.5) / 2**32 may round up to 1.
-    noise: Floats = -np.log1p(-uniform)
+    noise = words.view(np.uint32)[:size].astype(np.float32)
+    noise += 0.5
+    noise *= -(2**-32)
+    np.maximum(noise, 2**-24 - 1, out=noise)  # (n + 0.5) / 2**32 may round up to 1.
+    np.log1p(noise, out=noise)
+    np.negative(noise, out=noise)
     noise.flags.writeable = False
     return noise
 
@@ -166,7 +167,6 @@ def uniform(seed: int, purpose: Purpose, position: int) -> float:
 
 
 _own = threading.local()
-_EMPTY = np.zeros(4, np.uint64)
 
 
 def _words(seed: int, purpose: Purpose, position: int, count: int) -> npt.NDArray[np.uint64]:
@@ -176,10 +176,10 @@ def _words(seed: int, purpose: Purpose, position: int, count: int) -> npt.NDArra
     _own.generator.state = {
         "bit_generator": "Philox",
         "state": {
-            "counter": np.array([0, position, 0, 0], np.uint64),
-            "key": np.array([seed, purpose], np.uint64),
+            "counter": (0, position, 0, 0),
+            "key": (seed, purpose),
         },
-        "buffer": _EMPTY,
+        "buffer": (0, 0, 0, 0),
         "buffer_pos": 4,
         "has_uint32": 0,
         "uinteger": 0,
