@@ -51,7 +51,7 @@ class Drafter:
         # A padded embedding may be wider than the target's; ids beyond the target's are never proposed.
         logits = logits[: self._vocab_size]
         if request.adjusts:
-            logits = request.adjust(logits, [*request.tokens, *proposal.tokens])
+            logits = request.adjust(logits, proposal.tokens)
         params, position = request.params, len(request.tokens) + len(proposal.tokens)
         try:
             if request.wants_logits(self._use_logits):

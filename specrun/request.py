@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from specrun.errors import RequestError, SpecError
-from specrun.penalties import adjust
+from specrun.penalties import Seen, adjust
 from specrun.sampling import Floats, SamplingParams, TokenLogprob
 from specrun.stats import Stats
 from specrun.text import TextStream
@@ -77,6 +78,7 @@ class Request:
     error: SpecError | None = field(init=False, default=None)
     """Why it failed, where ``finish_reason`` is error."""
     stats: Stats = field(init=False, default_factory=Stats)
+    _seen: Seen = field(init=False)
     _began: float = field(init=False, default=0.0)
     _cancelled: bool = field(init=False, default=False)
 
@@ -84,6 +86,7 @@ class Request:
         """The prompt is committed from the start."""
         self.tokens = list(self.prompt)
         self.adjusts = self.params.adjusts or self.min_output_len > 0
+        self._seen = Seen.of(self.prompt if self.adjusts else ())
 
     @property
     def output(self) -> list[int]:
@@ -112,13 +115,13 @@ class Request:
         """Whether drafts are accepted by modified rejection sampling; for greedy requests both ways are alike."""
         return not self.params.greedy and (default if self.use_logits is None else self.use_logits)
 
-    def adjust(self, logits: Floats, tokens: Sequence[int]) -> Floats:
-        """The logits [V] that follow ``tokens``, which begin with the prompt, with this request's penalties."""
+    def adjust(self, logits: Floats, drafts: Sequence[int]) -> Floats:
+        """The logits [V] that follow the committed tokens and ``drafts``, with this request's penalties."""
         if not self.adjusts:
             return logits
-        output = tokens[len(self.prompt) :]
-        forbidden = self.stop_ids if len(output) < self.min_output_len else ()
-        return adjust(logits, self.params, self.prompt, output, forbidden)
+        length = len(self.tokens) - len(self.prompt) + len(drafts)
+        forbidden = self.stop_ids if length < self.min_output_len else ()
+        return adjust(logits, self.params, functools.reduce(Seen.add, drafts, self._seen), forbidden)
 
     def begin(self) -> None:
         """The clock of ``stats`` and ``timeout`` runs from here. Raises RequestError the second time."""
@@ -131,6 +134,8 @@ class Request:
         pieces = []
         for index, token in enumerate((*outcome.accepted, outcome.following)):
             self.tokens.append(token)
+            if self.adjusts:
+                self._seen = self._seen.add(token)
             text = self.stream.push(token) if self.stream else ""
             if token in self.stop_ids or (self.stream and self.stream.stopped):
                 self.finish_reason = "stop"

@@ -7,6 +7,7 @@ Distribution: short texts of many seeds, drawn by the real loop, against the tar
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from specrun.engine_dir import EngineConfig, read_config
 from specrun.errors import BackendError, EngineDirError, RequestError
 from specrun.fit import Fit, chi_squared, ranked
 from specrun.model_runner import ModelRunner
+from specrun.penalties import Seen, adjust
 from specrun.request import Request
 from specrun.rounds.host import HostRound
 from specrun.sampling import Floats, SamplingParams, choose, probabilities
@@ -198,22 +200,28 @@ class _Check:
         One token a step, as if alone.
         """
         self.target.reserve(len(requests), max(len(request.tokens) for request in requests))
+        seen = [_seen(request) for request in requests]
         for step in range(max(len(request.output) for request in requests)):
             active = [step < len(request.output) for request in requests]
             logits = self.target.forward([r.tokens[: len(r.prompt) + step] for r in requests], list(map(int, active)))
             for row, request in enumerate(requests):
                 if active[row]:
-                    position = len(request.prompt) + step
-                    yield row, position, request.adjust(logits[row, 0], request.tokens[:position])
+                    adjusted = adjust(logits[row, 0], request.params, next(seen[row]))
+                    yield row, len(request.prompt) + step, adjusted
 
     def _whole(self, requests: Sequence[Request], length: int) -> Floats:
         """The target's logits [B, length, V] for the output tokens, with the requests' penalties, all in one pass."""
         self.target.reserve(len(requests), max(len(request.tokens) for request in requests))
         logits = self.target.forward([request.tokens[:-1] for request in requests], [length] * len(requests))
         for request, own in zip(requests, logits, strict=True):
-            for row, position in enumerate(range(len(request.prompt), len(request.tokens))):
-                own[row] = request.adjust(own[row], request.tokens[:position])
+            for row, seen in zip(own, _seen(request), strict=False):
+                row[...] = adjust(row, request.params, seen)
         return logits
+
+
+def _seen(request: Request) -> Iterator[Seen]:
+    """What penalties know before each token of the output, and behind the last."""
+    return itertools.accumulate(request.output, Seen.add, initial=Seen.of(request.prompt))
 
 
 def near_tie(logits: Floats, params: SamplingParams, position: int, token: int, noise: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from specrun.acceptance import accept_logits, accept_tokens
 from specrun.kernels import MAX_VOCAB, THREADS, compile_cubin
-from specrun.penalties import adjust
+from specrun.penalties import Seen, adjust
 from specrun.request import MAX_LOGPROBS, MAX_STOP_IDS
 from specrun.rounds.device import DISTRIBUTION
 from specrun.rounds.device_rows import IN_PROMPT, PROGRESS, SAMPLING, TOKEN_VALUE
@@ -261,9 +262,8 @@ class Row:
 
     def adjusted(self, logits: Floats, drafts: Sequence[int]) -> Floats:
         output = [*self.output, *drafts]
-        return adjust(
-            logits, self.params, self.prompt, output, self.stop_ids if len(output) < self.min_output_len else ()
-        )
+        seen = functools.reduce(Seen.add, output, Seen.of(self.prompt))
+        return adjust(logits, self.params, seen, self.stop_ids if len(output) < self.min_output_len else ())
 
     def round(self, g: int) -> tuple[list[int], int, int]:
         """What numpy decides: the draft tokens, how many stand, and the token after them."""

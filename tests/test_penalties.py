@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specrun.penalties import adjust
+from specrun.penalties import Seen, adjust
 from specrun.request import Request
 from specrun.sampling import Floats, SamplingParams
 from tests.reference import Doubles, Fit, chi_squared, exact_probabilities
@@ -50,7 +51,7 @@ def test_the_definitions(params: SamplingParams) -> None:
         prompt, output = (generator.integers(0, 12, generator.integers(0, 9)).tolist() for _ in range(2))
         logits = generator.normal(size=10).astype(np.float32)  # Ids of the text go beyond the model's.
         before = logits.copy()
-        found = adjust(logits, params, prompt, output, forbidden=(2, 11))
+        found = adjust(logits, params, functools.reduce(Seen.add, output, Seen.of(prompt)), forbidden=(2, 11))
         expected = plainly(logits, params, prompt, output)
         expected[2] = -np.inf
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
@@ -112,8 +113,8 @@ def test_control_penalties_that_do_not_know_the_drafts_are_seen(
 ) -> None:
     right = Request.adjust
 
-    def committed_only(self: Request, logits: Floats, tokens: Sequence[int]) -> Floats:
-        return right(self, logits, self.tokens)
+    def committed_only(self: Request, logits: Floats, drafts: Sequence[int]) -> Floats:
+        return right(self, logits, ())
 
     monkeypatch.setattr(Request, "adjust", committed_only)
     assert not draw(tmp_path, use_logits, WARM).good

@@ -80,7 +80,7 @@ def test_penalties_are_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     target, right = normal(40, 13, 16), Request.adjust
     draft = target + normal(41, 13, 16)
     assert check(tmp_path / "right", target, draft, params).good
-    monkeypatch.setattr(Request, "adjust", lambda self, logits, tokens: right(self, logits, tokens[: len(self.tokens)]))
+    monkeypatch.setattr(Request, "adjust", lambda self, logits, drafts: right(self, logits, ()))
     parts = check(tmp_path / "wrong", target, draft, params).parts
     assert all(part.wrong for part in parts[:2]), "penalties that do not know the drafts"
 

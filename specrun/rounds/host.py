@@ -63,7 +63,7 @@ class HostRound(CachedTexts[ModelRunner]):
         params, position, drafts = request.params, len(request.tokens), proposal.tokens
         adjusted: Iterable[Floats] = logits
         if request.adjusts:
-            adjusted = (request.adjust(row, [*request.tokens, *drafts[:i]]) for i, row in enumerate(logits))
+            adjusted = (request.adjust(row, drafts[:i]) for i, row in enumerate(logits))
         if not proposal.numbers:
             return None
         try:
