@@ -21,16 +21,34 @@ class HostKVCache:
         self.rows = 0
         self.length = 0
         self._shapes = shapes
-        self._tensors = [self._make(shape, 0, 0) for shape in shapes]
-        # Memory that was never written costs nothing.
-        self._pool = [np.empty((blocks, shape.heads, BLOCK, shape.width), np.float32) for shape in shapes]
+        self._memory = np.empty(0, np.float32)
+        self._tensors = self._rows(0, 0)
+        # Block after block, so that blocks which were never kept cost no memory.
+        pool = np.empty((blocks, BLOCK * self._width), np.float32)
+        ends = np.cumsum([BLOCK * shape.heads * shape.width for shape in shapes])
+        parts = np.split(pool, ends[:-1], axis=1)
+        self._pool = [
+            part.reshape(blocks, shape.heads, BLOCK, shape.width) for part, shape in zip(parts, shapes, strict=True)
+        ]
+
+    @property
+    def _width(self) -> int:
+        """Numbers of one position in all tensors."""
+        return sum(shape.heads * shape.width for shape in self._shapes)
 
     def resize(self, rows: int, length: int, used: int) -> None:
-        """Have ``rows`` rows of ``length`` positions, keeping what the first ``used`` rows hold."""
-        old, kept = self._tensors, min(length, self.length)
-        self._tensors = [self._make(shape, rows, length) for shape in self._shapes]
+        """Have ``rows`` rows of ``length`` positions, keeping what the first ``used`` rows hold; the others are empty.
+
+        Memory is slow when it is written for the first time, so what there is serves again.
+        """
+        old, kept, size = self._tensors, min(length, self.length), rows * length * self._width
+        if used or size > self._memory.size:
+            self._memory = np.empty(size + size // 2, np.float32)  # What is not written costs nothing.
+        self._tensors = self._rows(rows, length)
         for tensor, before in zip(self._tensors, old, strict=True):
-            tensor[:used, :, :kept] = before[:used, :, :kept]
+            tensor[...] = 0
+            if used:
+                tensor[:used, :, :kept] = before[:used, :, :kept]
         self.rows, self.length = rows, length
 
     def part(self, first: int, rows: int) -> list[Cache]:
@@ -66,6 +84,10 @@ class HostKVCache:
         view: Cache = positions.reshape(heads, count, BLOCK, width).transpose(1, 0, 2, 3)
         return view
 
-    @staticmethod
-    def _make(shape: CacheTensor, rows: int, length: int) -> Cache:
-        return np.zeros((rows, shape.heads, length, shape.width), np.float32)
+    def _rows(self, rows: int, length: int) -> list[Cache]:
+        """The tensors [rows, heads, length, width], one behind the other in the memory."""
+        tensors, end = [], 0
+        for shape in self._shapes:
+            begin, end = end, end + rows * shape.heads * length * shape.width
+            tensors.append(self._memory[begin:end].reshape(rows, shape.heads, length, shape.width))
+        return tensors
