@@ -10,6 +10,9 @@ from specrun.backends import Backend, Pass
 from specrun.kv_cache.rows import CacheRows
 from specrun.sampling import Floats
 
+_STEP = 64
+"""Positions of a row are a multiple of this."""
+
 
 class HostFeed(NamedTuple):
     """A forward pass's inputs: [B, S], [B], [B, K]."""
@@ -69,23 +72,28 @@ class ModelRunner:
         return self.backend.config.graph.vocab_size
 
     def reserve(self, rows: int, length: int, used: int = 0) -> None:
-        """Have room for ``rows`` rows of ``length`` tokens, drafts included; the first ``used`` rows stay."""
-        cache = self.backend.cache
+        """Have room for ``rows`` rows of ``length`` tokens, drafts included; the first ``used`` rows stay.
+
+        Attention costs what a row's length is, so that follows the texts; by steps, so that passes stay bound. Rows
+        cost nothing before they are written.
+        """
+        cache, length = self.backend.cache, -(-length // _STEP) * _STEP
+        rows = cache.rows if rows <= cache.rows else max(rows, 2 * cache.rows)
         if used:
-            rows, length = max(rows, cache.rows), max(length, cache.length)
+            length = max(length, cache.length)
         if (rows, length) != (cache.rows, cache.length):
             self.backend.resize(rows, length, used)
         self.rows.lengths = self.rows.lengths[:used] + [0] * (rows - used)
 
-    def read(self, texts: Sequence[Sequence[int]], first: int, most: int) -> bool:
-        """Feed up to ``most`` more tokens of the texts in rows ``first ..``; True when there are no more.
+    def read(self, texts: Sequence[Sequence[int]], first: int, most: int) -> list[bool]:
+        """Feed up to ``most`` more tokens of the texts in rows ``first ..``. Returns which of them the cache holds.
 
         The work is one pass of at most max_input_len tokens a row.
         """
         most = min(most, self.backend.config.build_config.max_input_len)
         if pieces := self.rows.next_piece(texts, first, most):
             self._feed(pieces, [()] * len(texts), [0] * len(texts), first)
-        return self.rows.hold(texts, first)
+        return [not lack for lack in self.rows.lacks(texts, first)]
 
     def forward(
         self, texts: Sequence[Sequence[int]], wanted: Sequence[int], drafts: Sequence[Sequence[int]] = ()

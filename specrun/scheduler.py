@@ -1,7 +1,7 @@
 """The scheduler: gives requests rows of the caches, has their prompts read, and runs rounds until they have ended.
 
-Rows are dense: 0 .. ready decode, those behind them read their prompts. A row that falls free is taken by the last one,
-so that engines never work on rows without a request.
+Rows are dense: 0 .. ready decode, those behind them read their prompts. A request that has read its prompt changes
+places with the first of those, the last one with a request that has ended: so engines never work on idle rows.
 """
 
 from __future__ import annotations
@@ -109,25 +109,24 @@ class Scheduler:
         """The last row that decodes takes its place, and the last of all the place of that."""
         if self._rows[row].error is None:
             self.round.keep(self._rows[row], row)
+        self.round.forget(row)
         if row < self._ready:
             self._ready -= 1
-            self._move(self._ready, row)
+            self._swap(row, self._ready)
             row = self._ready
-        self._move(len(self._rows) - 1, row)
+        self._swap(row, len(self._rows) - 1)
         self._rows.pop()
 
-    def _move(self, source: int, to: int) -> None:
-        if source != to:
-            self.round.move(source, to)
-            self._rows[to] = self._rows[source]
+    def _swap(self, one: int, other: int) -> None:
+        if one != other:
+            self.round.swap(one, other)
+            self._rows[one], self._rows[other] = self._rows[other], self._rows[one]
 
     def _admit(self) -> None:
-        """Waiting requests take the free rows, all at once, when the last ones have read their prompts."""
-        if self._ready < len(self._rows):
-            return
+        """Waiting requests take the free rows, unless they begin like one whose prompt is read now."""
         joining: list[Request] = []
         while self._waiting and len(self._rows) + len(joining) < self.max_rows:
-            if self.round.gains(self._waiting[0], joining):
+            if self.round.gains(self._waiting[0], self._rows[self._ready :] + joining):
                 break
             request = self._waiting.popleft()
             if not request.expire():
@@ -141,14 +140,14 @@ class Scheduler:
         joining = self._rows[self._ready :]
         if not joining:
             return
-        longest = max(len(request.prompt) for request in joining)
-        most = max(1, self.round.piece // len(joining)) if self._ready else longest
         drafting = self.lengths.drafting and any(request.draft_len != 0 for request in self._rows)
         with _Failing(joining):
-            if self.round.read(joining, self._ready, most, drafting):
-                for row, request in enumerate(joining, self._ready):
+            done = self.round.read(joining, self._ready, drafting, self._ready > 0)
+            for row, request in enumerate(joining, self._ready):
+                if done.pop(0):
                     self.round.keep(request, row)
-                self._ready = len(self._rows)
+                    self._swap(row, self._ready)
+                    self._ready += 1
 
     def _decode(self, requests: list[Request]) -> None:
         backlog = self.round.backlog(requests)

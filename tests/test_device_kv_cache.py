@@ -50,10 +50,10 @@ def test_rows_and_blocks_are_numpys(storage: type[np.generic], length: int) -> N
                 positions = tensor[row, :, start + i * BLOCK : start + (i + 1) * BLOCK]
                 to, source = (blocks[number], positions) if what == "save" else (positions, blocks[number])
                 to[...] = source
-    cache.move(2, 1)
+    cache.swap(2, 1, (length, length))
     cache.clear(2)
     for tensor, found in zip(rows, read(cache), strict=True):
-        tensor[1], tensor[2] = tensor[2], 0
+        tensor[1], tensor[2] = tensor[2].copy(), 0
         assert (found == tensor).all()
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from specrun.acceptance import accept_logits, accept_tokens
+from specrun.devices import swap
 from specrun.kernels import MAX_VOCAB, THREADS, compile_cubin
 from specrun.penalties import Seen, adjust
 from specrun.request import MAX_LOGPROBS, MAX_STOP_IDS
@@ -28,7 +29,7 @@ from specrun.sampling import (
     race,
     uniform,
 )
-from tests.host_device import call
+from tests.host_device import call, kernel_device
 from tests.tables import normal
 
 ARCHITECTURES = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
@@ -473,3 +474,16 @@ def test_compiles_for_gpus(architecture: str) -> None:
     assert cubin[:4] == b"\x7fELF"
     for kernel in THREADS:
         assert kernel.encode() + b"\0" in cubin
+
+
+@pytest.mark.parametrize("units", [1, 7, (1 << 14) - 1, 1 << 14, 100_003])
+def test_two_arrays_change_places(units: int) -> None:
+    device = kernel_device()
+    values = np.random.default_rng(units).integers(0, 1 << 16, (3, units)).astype(np.uint16)
+    memory = device.zeros(values.shape, np.uint16)
+    mirror = device.mirror(memory)
+    device.write(memory, values)
+    swap(device, memory.part(0, (units,)), memory.part(2 * units, (units,)))
+    device.fetch(memory, mirror)
+    device.wait()
+    assert (mirror == values[::-1]).all()

@@ -32,9 +32,13 @@ MANNERS = [
 
 @pytest.fixture
 def pair(tmp_path: Path) -> SpeculativeDecoder:
+    return open_five(tmp_path)
+
+
+def open_five(directory: Path, kept: int | None = None) -> SpeculativeDecoder:
     """Five rows at most; a text's next token depends on the last two."""
-    target = normal(1, V, V, scale=2.0)
-    return open_tables(tmp_path, target, target + normal(2, V, V), weight=5, max_batch_size=5, max_input_len=400)
+    tables = (target := normal(1, V, V, scale=2.0), target + normal(2, V, V))
+    return open_tables(directory, *tables, weight=5, max_batch_size=5, max_input_len=400, kept=kept)
 
 
 def some_requests(count: int, seed: int = 0, longest: int = 90) -> list[Request]:
@@ -163,6 +167,28 @@ def test_a_long_prompt_does_not_stall_the_others(pair: SpeculativeDecoder) -> No
     assert max(width for _, width in widths.shapes) == 389
 
 
+def test_a_short_prompt_does_not_wait_for_a_long_one(tmp_path: Path) -> None:
+    """Neither one that comes with it, nor one that comes while it is read; in a full house too."""
+    pair = open_five(tmp_path, kept=0)
+    prompts = [[3] * 390, [5] * 7, *([n] * 385 for n in range(6, 9))]
+    requests = [Request(prompt, SamplingParams(1.0, seed=3), 40, draft_len=2) for prompt in prompts]
+    late = Request([9] * 5, SamplingParams(1.0, seed=4), 8)
+    expected = [decode(pair, [anew(request)])[0] for request in (*requests, late)]
+    for request in requests:
+        pair.scheduler.add(request)
+    pair.scheduler.step()
+    assert [len(request.pieces) > 0 for request in requests] == [False, True, False, False, False]
+    requests[4].cancel()
+    pair.scheduler.add(late)
+    while not late.finish_reason:
+        pair.scheduler.step()
+    assert not any(request.pieces for request in requests if len(request.prompt) > 300)
+    while len(pair.scheduler):
+        pair.scheduler.step()
+    found = [request.output for request in (*requests[:4], late)]
+    assert found == [*expected[:4], expected[5]]
+
+
 def test_engines_work_on_rows_that_run_and_on_no_others(pair: SpeculativeDecoder) -> None:
     widths = Widths(pair)
     requests = [Request([n], SamplingParams(1.0, seed=n), 3 * n, draft_len=0) for n in range(1, 6)]
@@ -223,7 +249,7 @@ def test_what_breaks_ends_its_requests_and_no_others(
                 patch.setattr("specrun.kv_cache.host.HostKVCache.save", breaking)
             else:
                 patch.setattr(pair.scheduler.round, where, breaking)
-            requests = [Request([*prompt[:n], n, *prompt], SamplingParams(), 5) for n in (2, 3)]
+            requests = [Request([n, *prompt], SamplingParams(), 5) for n in (2, 3)]
             decode(pair, requests)
         assert [request.finish_reason for request in requests] == ["error"] * 2
         (again,) = decode(pair, [Request(prompt, SamplingParams(), 30)])

@@ -76,7 +76,31 @@ def a_long_prompt(decoder: SpeculativeDecoder, repetitions: int) -> Measured:
         return 1000 * max(gaps[3:])
 
     usual = decoder.scheduler.round.piece
-    return repeat(repetitions, in_pieces=lambda: wait(usual), at_once=lambda: wait(10_000))
+    found = repeat(repetitions, in_pieces=lambda: wait(usual), at_once=lambda: wait(10_000))
+    decoder.scheduler.round.piece = usual
+    return found
+
+
+def a_short_prompt(decoder: SpeculativeDecoder, repetitions: int) -> Measured:
+    """Milliseconds to the first token of a prompt of 8 tokens that comes while another text runs.
+
+    With one of 440 tokens that came just before it, or without.
+    """
+    text = decoder.tokenizer.encode(topics["try"]).ids
+
+    def first_token(*before: Request) -> float:
+        running, short = Request(text[:8], GREEDY, 96), Request(text[8:16], GREEDY, 4)
+        for number, event in enumerate(decoder.run([running])):
+            if number == 5 and event.request is running:
+                for request in (*before, short):
+                    decoder.scheduler.add(request)
+        return 1000 * short.stats.first_token_seconds
+
+    return repeat(
+        repetitions,
+        behind_a_long_one=lambda: first_token(Request(text[:440], GREEDY, 4)),
+        by_itself=first_token,
+    )
 
 
 def prompts_that_begin_alike(reusing: SpeculativeDecoder, plain: SpeculativeDecoder, repetitions: int) -> Measured:
@@ -111,13 +135,14 @@ def main(demo_dir: Path, repetitions: int, json_file: Path | None) -> None:
             found = {
                 "rows that fall free, tokens/s": rows_that_fall_free(plain, repetitions),
                 "a long prompt, longest wait in ms": a_long_prompt(plain, repetitions),
+                "a short prompt beside a running text, ms to the first token": a_short_prompt(plain, repetitions),
                 "a common beginning, ms to the first token": prompts_that_begin_alike(reusing, plain, repetitions),
             }
         machine = json.loads(as_json([], open_engine(work / "target"), Settings()))["machine"]
     for what, ways in found.items():
         click.echo(what)
         for name, spread in ways.items():
-            click.echo(f"  {name:12} {spread.median:8.1f}  ({spread.lowest:.1f}..{spread.highest:.1f})")
+            click.echo(f"  {name:17} {spread.median:8.1f}  ({spread.lowest:.1f}..{spread.highest:.1f})")
     if json_file:
         figures = {what: {name: asdict(spread) for name, spread in ways.items()} for what, ways in found.items()}
         json_file.write_text(json.dumps({"machine": machine, "results": figures}, indent=2) + "\n")

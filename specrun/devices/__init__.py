@@ -34,6 +34,10 @@ class DeviceArray:
         return DeviceArray(self.address + first * self.dtype.itemsize, shape, self.dtype)
 
 
+_SWAPPED_TOGETHER = 1 << 14
+"""Two-byte units that one block of the kernel ``swap`` exchanges."""
+
+
 class Device(Protocol):
     """One GPU and one stream of work on it. Everything but ``zeros``, ``write`` and ``wait`` only queues work.
 
@@ -81,3 +85,9 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Give all memory back."""
+
+
+def swap(device: Device, one: DeviceArray, other: DeviceArray) -> None:
+    """Queue the exchange of what two arrays of the same size hold."""
+    units = one.nbytes // 2
+    device.launch("swap", (-(-units // _SWAPPED_TOGETHER), 1), one, other, units, _SWAPPED_TOGETHER)

@@ -13,8 +13,9 @@ THREADS = {
     "accept": 1024,
     "log_probabilities": 1024,
     "copy_blocks": 256,
+    "swap": 256,
 }
-"""Threads per block. A block works on one row, on one position of one row, or on one head of a cache's block."""
+"""Threads per block. A block works on one row, on one position of one row, or on a piece of memory."""
 
 MAX_VOCAB = 1 << 19
 """Largest vocabulary: the kernels add up this many weights of at most 1 in 64-bit fixed point."""

@@ -562,3 +562,15 @@ KERNEL void copy_blocks(
   u16 *to = saving ? block : positions, *from = saving ? positions : block;
   for (int i = team.rank(); i < BLOCK * size; i += team.size()) to[i] = from[i];
 }
+
+// Exchange two arrays of `size` 2-byte units: each block `share` of them.
+KERNEL void swap(u16* one, u16* other, int size, int share) {
+  Team team;
+  i64 end = (i64)(blockIdx.x + 1) * share;
+  if (end > size) end = size;
+  for (i64 i = (i64)blockIdx.x * share + team.rank(); i < end; i += team.size()) {
+    u16 kept = one[i];
+    one[i] = other[i];
+    other[i] = kept;
+  }
+}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from specrun.devices import Device, DeviceArray
+from specrun.devices import Device, DeviceArray, swap
 from specrun.engine_dir import CacheTensor
 from specrun.kv_cache import BLOCK
 
@@ -48,10 +48,10 @@ class DeviceKVCache:
         for tensor in self.part(row, 1):
             self._device.clear(tensor)
 
-    def move(self, source: int, to: int) -> None:
-        """See ``KVCache``."""
-        for there, here in zip(self.part(to, 1), self.part(source, 1), strict=True):
-            self._device.copy(there, here)
+    def swap(self, one: int, other: int, held: tuple[int, int]) -> None:
+        """See ``KVCache``. Whole rows: on a device that is quick."""
+        for ours, theirs in zip(self.part(one, 1), self.part(other, 1), strict=True):
+            swap(self._device, ours, theirs)
 
     def save(self, row: int, start: int, blocks: Sequence[int]) -> None:
         """See ``KVCache``."""

@@ -37,19 +37,20 @@ class HostKVCache:
         return sum(shape.heads * shape.width for shape in self._shapes)
 
     def resize(self, rows: int, length: int, used: int) -> None:
-        """Have ``rows`` rows of ``length`` positions, keeping what the first ``used`` rows hold; the others are empty.
+        """Have ``rows`` rows of ``length`` positions, keeping what the first ``used`` rows hold; at least as many then.
 
         Memory is slow when it is written for the first time, so what there is serves again.
         """
-        old, kept, size = self._tensors, min(length, self.length), rows * length * self._width
-        if used or size > self._memory.size:
-            self._memory = np.empty(size + size // 2, np.float32)  # What is not written costs nothing.
+        if used and (rows < self.rows or length < self.length):
+            raise ValueError(f"{self.rows} rows of {self.length} positions must not shrink while {used} are used")
+        old, kept, size = self._tensors, self.length, rows * length * self._width
+        if size > self._memory.size:
+            self._memory = np.zeros(size + size // 2, np.float32)  # What is not written costs nothing.
         self._tensors = self._rows(rows, length)
-        for tensor, before in zip(self._tensors, old, strict=True):
-            tensor[...] = 0
-            if used:
-                tensor[:used, :, :kept] = before[:used, :, :kept]
         self.rows, self.length = rows, length
+        # From the last: none is moved over one that has still to be moved.
+        for tensor, before in zip(self._tensors[::-1], old[::-1], strict=True) if used else ():
+            tensor[:used, :, :kept] = before[:used].copy()
 
     def part(self, first: int, rows: int) -> list[Cache]:
         """The tensors of rows ``first .. first + rows``, in the memory of the whole."""
@@ -60,10 +61,13 @@ class HostKVCache:
         for tensor in self._tensors:
             tensor[row] = 0
 
-    def move(self, source: int, to: int) -> None:
+    def swap(self, one: int, other: int, held: tuple[int, int]) -> None:
         """See ``KVCache``."""
+        ours, theirs = held
         for tensor in self._tensors:
-            tensor[to] = tensor[source]
+            kept = tensor[one, :, :ours].copy()
+            tensor[one, :, :theirs] = tensor[other, :, :theirs]
+            tensor[other, :, :ours] = kept
 
     def save(self, row: int, start: int, blocks: Sequence[int]) -> None:
         """See ``KVCache``."""

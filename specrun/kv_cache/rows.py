@@ -20,8 +20,8 @@ class KVCache(Protocol):
     def clear(self, row: int) -> None:
         """Forget what ``row`` holds: even behind a mask, infinities that a text left there would become NaN."""
 
-    def move(self, source: int, to: int) -> None:
-        """Copy row ``source`` to row ``to``."""
+    def swap(self, one: int, other: int, held: tuple[int, int]) -> None:
+        """Exchange two rows; ``held``: how many of their first positions matter."""
 
     def save(self, row: int, start: int, blocks: Sequence[int]) -> None:
         """Copy positions ``start ..`` of ``row`` to ``blocks`` of the pool."""
@@ -57,10 +57,11 @@ class CacheRows:
                 self.prefixes = Prefixes(self.cache.blocks)  # Some are not what they are said to be.
                 raise
 
-    def move(self, source: int, to: int) -> None:
-        """Copy row ``source`` to row ``to``."""
-        self.cache.move(source, to)
-        self.lengths[to] = self.lengths[source]
+    def swap(self, one: int, other: int) -> None:
+        """Exchange two rows."""
+        lengths = self.lengths
+        self.cache.swap(one, other, (lengths[one], lengths[other]))
+        lengths[one], lengths[other] = lengths[other], lengths[one]
 
     def rewind(self, row: int, length: int) -> None:
         """Keep only the first ``length`` tokens of ``row``: a number changes, nothing is copied."""
@@ -68,15 +69,12 @@ class CacheRows:
 
     def next_piece(self, texts: Sequence[Sequence[int]], first: int, most: int) -> list[Sequence[int]] | None:
         """The texts of rows ``first ..`` up to ``most`` tokens behind what each row holds; None where all is held."""
+        if not any(self.lacks(texts, first)):
+            return None
         lengths = self.lengths[first : first + len(texts)]
-        pieces = [text[: length + most] for text, length in zip(texts, lengths, strict=True)]
-        return None if self.hold(pieces, first) else pieces
+        return [text[: length + most] for text, length in zip(texts, lengths, strict=True)]
 
-    def hold(self, texts: Sequence[Sequence[int]], first: int) -> bool:
-        """Whether the rows from ``first`` on hold all of ``texts``."""
+    def lacks(self, texts: Sequence[Sequence[int]], first: int) -> list[int]:
+        """How many tokens each of the rows from ``first`` on lacks of its text."""
         lengths = self.lengths[first : first + len(texts)]
-        return all(len(text) <= length for text, length in zip(texts, lengths, strict=True))
-
-    def lacking(self, texts: Sequence[Sequence[int]], but: int) -> int:
-        """The most tokens that one of rows 0, 1, .. lacks of its text, the last ``but`` ones aside."""
-        return max(0, *(len(tokens) - but - length for tokens, length in zip(texts, self.lengths, strict=False)))
+        return [max(0, len(text) - length) for text, length in zip(texts, lengths, strict=True)]

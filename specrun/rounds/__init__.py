@@ -17,7 +17,7 @@ class Round(Protocol):
     """Modified rejection sampling instead of comparing tokens, for requests that do not say; greedy, they are alike."""
 
     piece: int
-    """Tokens of prompts to read between two rounds of other requests, which wait as long."""
+    """Tokens of prompts that are read between two rounds of other requests, which wait as long."""
 
     settled: bool
     """Whether the last round took the time that others of its kind will take."""
@@ -28,10 +28,11 @@ class Round(Protocol):
     def gains(self, request: Request, others: Sequence[Request]) -> bool:
         """Whether ``request`` has less to read when it waits until ``others`` have read their prompts."""
 
-    def read(self, requests: Sequence[Request], first: int, most: int, draft: bool) -> bool:
-        """Read up to ``most`` more tokens of each prompt, except its last: in the rows from ``first`` on.
+    def read(self, requests: Sequence[Request], first: int, draft: bool, awaited: bool) -> list[bool]:
+        """Read on in the prompts, up to their last tokens: in the rows from ``first`` on. Returns which are read.
 
-        draft: whether the draft reads them as well; it can do so later. True when all are read.
+        draft: whether the draft reads them as well; it can do so later. awaited: whether other requests wait for it:
+        then it is a piece; else until the first of them is read.
         """
 
     def backlog(self, requests: Sequence[Request]) -> int:
@@ -46,8 +47,11 @@ class Round(Protocol):
     def keep(self, request: Request, row: int) -> None:
         """Keep what ``row`` holds for prompts that begin alike."""
 
-    def move(self, source: int, to: int) -> None:
-        """Give the request of row ``source`` the row ``to``."""
+    def swap(self, one: int, other: int) -> None:
+        """Let the requests of two rows change places."""
+
+    def forget(self, row: int) -> None:
+        """What ``row`` holds is not needed any more."""
 
     def close(self) -> None:
         """Give the engines and their memory back."""

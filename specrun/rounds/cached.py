@@ -14,8 +14,8 @@ class Runner(Protocol):
 
     rows: CacheRows
 
-    def read(self, texts: Sequence[Sequence[int]], first: int, most: int) -> bool:
-        """Feed up to ``most`` more tokens of the texts in rows ``first ..``; True when there are no more."""
+    def read(self, texts: Sequence[Sequence[int]], first: int, most: int) -> list[bool]:
+        """Feed up to ``most`` more tokens of the texts in rows ``first ..``. Returns which of them the cache holds."""
 
 
 AnyRunner = TypeVar("AnyRunner", bound=Runner)
@@ -23,6 +23,8 @@ AnyRunner = TypeVar("AnyRunner", bound=Runner)
 
 class CachedTexts(Generic[AnyRunner]):
     """See ``Round`` for its methods. The last token of a text is never read ahead: its logits start a round."""
+
+    piece: int
 
     def __init__(self, target: AnyRunner, draft: AnyRunner | None) -> None:
         self.target = target
@@ -39,22 +41,31 @@ class CachedTexts(Generic[AnyRunner]):
         """See ``Round``."""
         return self.target.rows.prefixes.gains(request.tokens[:-1], [other.tokens[:-1] for other in others])
 
-    def read(self, requests: Sequence[Request], first: int, most: int, draft: bool) -> bool:
-        """See ``Round``."""
+    def read(self, requests: Sequence[Request], first: int, draft: bool, awaited: bool) -> list[bool]:
+        """See ``Round``. All of them read equally much, so that a short one waits for no long one."""
         texts = [request.tokens[:-1] for request in requests]
+        most = max(1, self.piece // len(texts))
+        if not awaited:
+            most = max(most, min(self.target.rows.lacks(texts, first)))
         done = [runner.read(texts, first, most) for runner in self.runners if draft or runner is self.target]
-        return all(done)
+        return [all(models) for models in zip(*done, strict=True)]
 
     def backlog(self, requests: Sequence[Request]) -> int:
         """See ``Round``. A round's first draft step feeds the last two tokens."""
-        return self.draft.rows.lacking([request.tokens for request in requests], but=2) if self.draft else 0
+        lacks = self.draft.rows.lacks([request.tokens for request in requests], 0) if self.draft else [0]
+        return max(0, max(lacks) - 2)
 
     def keep(self, request: Request, row: int) -> None:
         """See ``Round``."""
         for runner in self.runners:
             runner.rows.keep(row, request.tokens[:-1])
 
-    def move(self, source: int, to: int) -> None:
+    def swap(self, one: int, other: int) -> None:
         """See ``Round``."""
         for runner in self.runners:
-            runner.rows.move(source, to)
+            runner.rows.swap(one, other)
+
+    def forget(self, row: int) -> None:
+        """See ``Round``."""
+        for runner in self.runners:
+            runner.rows.rewind(row, 0)

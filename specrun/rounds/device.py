@@ -108,11 +108,12 @@ class DeviceRound(CachedTexts[DeviceRunner]):
             rows.begin(first, requests, self.draft_len, self.use_logits)
         super().admit(requests, first)
 
-    def read(self, requests: Sequence[Request], first: int, most: int, draft: bool) -> bool:
+    def read(self, requests: Sequence[Request], first: int, draft: bool, awaited: bool) -> list[bool]:
         """See ``Round``."""
-        done = super().read(requests, first, most, draft)
-        for rows in self._every_rows() if done else ():
-            rows.wake(first, requests)
+        done = super().read(requests, first, draft, awaited)
+        for row, request in enumerate(requests, first):
+            for rows in self._every_rows() if done[row - first] else ():
+                rows.wake(row, request)
         self._wait()  # A round's time is its own.
         return done
 
@@ -123,7 +124,7 @@ class DeviceRound(CachedTexts[DeviceRunner]):
             longest = max(map(len, texts))
             for row, text in enumerate(texts):
                 self.draft.rows.rewind(row, len(text))
-            while not self.draft.read(texts, 0, longest):
+            while not all(self.draft.read(texts, 0, longest)):
                 pass
         self._batch = _Batch(
             # Of 1, 2, 4, .. rows, which bounds how many shapes there are to prepare. What the rows behind hold rests,
@@ -140,11 +141,11 @@ class DeviceRound(CachedTexts[DeviceRunner]):
             self._advance(row, len(request.tokens), len(outcome.accepted) if outcome else 0, draft_len)
         return outcomes
 
-    def move(self, source: int, to: int) -> None:
+    def swap(self, one: int, other: int) -> None:
         """See ``Round``."""
         for rows in self._every_rows():
-            rows.move(source, to)
-        super().move(source, to)
+            rows.swap(one, other)
+        super().swap(one, other)
 
     def close(self) -> None:
         """See ``Round``. Work ends before what it uses: recordings, then engines, then memory and streams."""

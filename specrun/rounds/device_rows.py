@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specrun.devices import Device, DeviceArray
+from specrun.devices import Device, DeviceArray, swap
 from specrun.kernels import MAX_VOCAB
 from specrun.request import MAX_STOP_IDS, Request
 from specrun.sampling import MAX_BIASES
@@ -74,19 +74,17 @@ class DeviceRows:
             if request.adjusts:
                 self._begin_adjusting(row, request)
 
-    def wake(self, first: int, requests: Sequence[Request]) -> None:
-        """Let rounds work on the rows from ``first`` on: their prompts have been read."""
-        progress = [(len(request.tokens), request.remaining) for request in requests]
-        self._write(self.progress, first, np.array(progress, PROGRESS))
+    def wake(self, row: int, request: Request) -> None:
+        """Let rounds work on ``row``: its prompt has been read."""
+        self._write(self.progress, row, np.array([(len(request.tokens), request.remaining)], PROGRESS))
 
-    def move(self, source: int, to: int) -> None:
-        """Copy row ``source`` to row ``to``."""
+    def swap(self, one: int, other: int) -> None:
+        """Exchange two rows."""
         arrays = (self.tokens, self.progress, self.sampling, self.stop_ids, self.counts, self.biases)
         for array in arrays:
             if array.nbytes:
                 row = math.prod(array.shape[1:])
-                there, here = (array.part(number * row, (row,)) for number in (to, source))
-                self.device.copy(there, here)
+                swap(self.device, *(array.part(number * row, (row,)) for number in (one, other)))
 
     def state(self, draft_len: int) -> tuple[DeviceArray | int, ...]:
         """What kernels are told of the rows in a round of ``draft_len``."""
