@@ -119,7 +119,8 @@ class Scheduler:
 
     def _swap(self, one: int, other: int) -> None:
         if one != other:
-            self.round.swap(one, other)
+            with _Failing((self._rows[one], self._rows[other])):
+                self.round.swap(one, other)
             self._rows[one], self._rows[other] = self._rows[other], self._rows[one]
 
     def _admit(self) -> None:

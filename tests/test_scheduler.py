@@ -257,6 +257,27 @@ def test_what_breaks_ends_its_requests_and_no_others(
         assert len(pair.scheduler) == 0
 
 
+def test_rows_that_do_not_change_places_end_their_requests_and_no_others(
+    pair: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [Request([n], SamplingParams(1.0, seed=n), length) for n, length in enumerate((3, 30, 30))]
+    expected = decode(pair, [anew(requests[1])])
+    for request in requests:
+        pair.scheduler.add(request)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("specrun.kv_cache.host.HostKVCache.swap", interrupted)
+        while len(pair.scheduler):
+            pair.scheduler.step()
+    while len(pair.scheduler):
+        pair.scheduler.step()
+    assert [request.finish_reason for request in requests] == ["length", "length", "error"]
+    assert [requests[1].output] == expected
+
+
 def test_a_request_is_decoded_once(pair: SpeculativeDecoder) -> None:
     request = Request([1], SamplingParams(), 5)
     decode(pair, [request])
