@@ -63,9 +63,9 @@ class _Pass:
 
     seconds: float = 0.0
     first_tokens: list[float] = field(default_factory=list)
-    """Seconds, for each batch."""
+    """Seconds, for each request."""
     later: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(5))
-    """What ``_clock`` counts, in all rounds after each batch's first."""
+    """What ``_clock`` counts, in all rounds after those in which prompts were still read."""
     rounds: list[tuple[int, int, int]] = field(default_factory=list)
     """Draft tokens of a request's round: drafted, evaluated, accepted."""
     ids: list[list[int]] = field(default_factory=list)
@@ -78,14 +78,14 @@ class _Pass:
         for event in decoder.run(requests):
             if event.request.error:
                 raise event.request.error
-            if not clocks:
+            if not clocks and all(request.pieces for request in requests):
                 clocks.append(_clock(decoder, began))
             stats, (drafted, evaluated, accepted) = event.request.stats, known[event.request]
             known[event.request] = now = (stats.drafted, stats.evaluated, stats.accepted)
             self.rounds.append((now[0] - drafted, now[1] - evaluated, now[2] - accepted))
         clocks.append(_clock(decoder, began))
         self.seconds += clocks[-1][0]
-        self.first_tokens.append(clocks[0][0])
+        self.first_tokens += [request.stats.first_token_seconds for request in requests]
         self.later += clocks[-1] - clocks[0]
         self.ids += [request.output for request in requests]
 

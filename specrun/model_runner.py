@@ -74,16 +74,18 @@ class ModelRunner:
     def reserve(self, rows: int, length: int, used: int = 0) -> None:
         """Have room for ``rows`` rows of ``length`` tokens, drafts included; the first ``used`` rows stay.
 
-        Attention costs what a row's length is, so that follows the texts; by steps, so that passes stay bound. Rows
-        cost nothing before they are written.
+        Attention costs what the rows' length is, so that follows the texts: by steps, so that passes stay bound.
         """
         cache, length = self.backend.cache, -(-length // _STEP) * _STEP
-        rows = cache.rows if rows <= cache.rows else max(rows, 2 * cache.rows)
         if used:
-            length = max(length, cache.length)
+            if rows > cache.rows:  # More will come, and to make room moves all that there is.
+                rows = max(rows, min(2 * cache.rows, self.backend.config.build_config.max_batch_size))
+            rows, length = max(rows, cache.rows), max(length, cache.length)
+        held = self.rows.lengths[:used]
         if (rows, length) != (cache.rows, cache.length):
+            self.rows.lengths = [0] * rows  # Where it is broken off nothing is held, and texts are read again.
             self.backend.resize(rows, length, used)
-        self.rows.lengths = self.rows.lengths[:used] + [0] * (rows - used)
+        self.rows.lengths = held + [0] * (rows - used)
 
     def read(self, texts: Sequence[Sequence[int]], first: int, most: int) -> list[bool]:
         """Feed up to ``most`` more tokens of the texts in rows ``first ..``. Returns which of them the cache holds.

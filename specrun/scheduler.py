@@ -91,11 +91,10 @@ class Scheduler:
                 self._waiting = deque(request for request in self._waiting if not request.expire())
                 self._release()
 
-    @staticmethod
-    def _begun(requests: dict[Request, int]) -> Iterator[tuple[Request, int]]:
-        """The first ones, up to one that still waits, as then do all behind it: there may be thousands."""
+    def _begun(self, requests: dict[Request, int]) -> Iterator[tuple[Request, int]]:
+        """The first ones, up to one that still waits for a row, as then do all behind it: there may be thousands."""
         for request, count in requests.items():
-            if not (request.pieces or request.finish_reason):
+            if not (request.pieces or request.finish_reason or request in self._rows):
                 return
             yield request, count
 
@@ -107,9 +106,7 @@ class Scheduler:
 
     def _free(self, row: int) -> None:
         """The last row that decodes takes its place, and the last of all the place of that."""
-        if self._rows[row].error is None:
-            self.round.keep(self._rows[row], row)
-        self.round.forget(row)
+        self.round.forget(self._rows[row], row)
         if row < self._ready:
             self._ready -= 1
             self._swap(row, self._ready)
@@ -121,7 +118,7 @@ class Scheduler:
         if one != other:
             with _Failing((self._rows[one], self._rows[other])):
                 self.round.swap(one, other)
-            self._rows[one], self._rows[other] = self._rows[other], self._rows[one]
+                self._rows[one], self._rows[other] = self._rows[other], self._rows[one]
 
     def _admit(self) -> None:
         """Waiting requests take the free rows, unless they begin like one whose prompt is read now."""
@@ -144,8 +141,8 @@ class Scheduler:
         drafting = self.lengths.drafting and any(request.draft_len != 0 for request in self._rows)
         with _Failing(joining):
             done = self.round.read(joining, self._ready, drafting, self._ready > 0)
-            for row, request in enumerate(joining, self._ready):
-                if done.pop(0):
+            for row, (request, read) in enumerate(zip(joining, done, strict=True), self._ready):
+                if read:
                     self.round.keep(request, row)
                     self._swap(row, self._ready)
                     self._ready += 1

@@ -57,6 +57,12 @@ def test_a_draft_that_is_the_target_is_always_accepted(run: Bench) -> None:
     assert result.identical_ids
 
 
+def test_rounds_are_counted_one_by_one_while_another_prompt_is_read(run: Bench) -> None:
+    (result,) = run(TARGET, TARGET, [[1] * 60, [2]], batch_sizes=(2,))
+    assert (result.drafted_per_round, result.tokens_per_round) == (4, 5)
+    assert result.identical_ids
+
+
 def test_a_draft_that_disagrees_is_never_accepted(run: Bench) -> None:
     (result,) = run(TARGET, -TARGET)
     assert result.acceptance_rate == 0

@@ -189,6 +189,43 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(tmp_path: Path) -> None:
     assert found == [*expected[:4], expected[5]]
 
 
+def test_whoever_listens_hears_of_every_round(tmp_path: Path) -> None:
+    """Of a text that has begun behind one whose prompt is still read."""
+    pair = open_five(tmp_path, kept=0)
+    long, short = Request([3] * 390, SamplingParams(1.0), 12), Request([5], SamplingParams(1.0), 20)
+    pieces: dict[Request, list[int]] = {long: [], short: []}
+    for event in pair.scheduler.run([long, short]):
+        assert len(event.pieces) <= 5
+        assert event.request is short or len(pieces[short]) > 5
+        pieces[event.request] += [piece.token for piece in event.pieces]
+    assert list(pieces.values()) == [long.output, short.output]
+
+
+@pytest.mark.parametrize("grows", [False, True], ids=["swap", "grow"])
+def test_what_is_not_a_number_does_not_spread(engines: Path, grows: bool) -> None:
+    """Behind a mask it would: to the text that gets the row, or its memory."""
+    decoder = open_pair(engines / "target", None)
+    prompts = [[5, 6, 7], [17, 4, 4], [9] * 3]
+    expected = [decode(decoder, [Request(prompt, SamplingParams(), 24)])[0] for prompt in prompts[1:]]
+    broken, *others = [Request(prompt, SamplingParams(), 24) for prompt in prompts]
+    for request in (broken, others[0]):
+        decoder.scheduler.add(request)
+    while not others[0].pieces or not broken.pieces:
+        decoder.scheduler.step()
+    rows: Any = decoder.scheduler.round
+    for tensor in rows.target.backend.cache.part(decoder.scheduler._rows.index(broken), 1):
+        tensor[...] = np.nan
+    while not broken.finish_reason:
+        decoder.scheduler.step()
+    assert broken.error
+    if grows:
+        decoder.scheduler.add(Request([8] * 40, SamplingParams(), 60))
+    decoder.scheduler.add(others[1])
+    while len(decoder.scheduler):
+        decoder.scheduler.step()
+    assert [request.output for request in others] == expected
+
+
 def test_engines_work_on_rows_that_run_and_on_no_others(pair: SpeculativeDecoder) -> None:
     widths = Widths(pair)
     requests = [Request([n], SamplingParams(1.0, seed=n), 3 * n, draft_len=0) for n in range(1, 6)]
@@ -230,6 +267,56 @@ def test_a_stream_may_be_closed_while_another_steps(pair: SpeculativeDecoder) ->
         found[number] += [piece.token for piece in stream]
     assert found[1:] == expected[1:]
     assert len(pair.scheduler) == 0
+
+
+def test_rows_that_changed_places_in_one_model_only_hold_nothing(
+    pair: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else they would be kept under the tokens of others."""
+    for number in range(2):
+        pair.scheduler.add(Request([3] * 20, SamplingParams(1.0, seed=number), 20))
+    for _ in range(4):
+        pair.scheduler.step()
+    rounds: Any = pair.scheduler.round
+    assert all(min(runner.rows.lengths[:2]) >= 19 for runner in rounds.runners)
+    monkeypatch.setattr(rounds.draft.backend.cache, "swap", None)
+    with pytest.raises(TypeError):
+        rounds.swap(0, 1)
+    assert [runner.rows.lengths[:2] for runner in rounds.runners] == [[0, 0]] * 2
+
+
+@pytest.mark.parametrize("where", ["swap", "resize"])
+def test_rows_that_are_broken_off_while_they_move(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Now and then, half done: texts are what they would have been, now and of prompts that begin alike."""
+    pair = open_five(tmp_path, kept=100)
+    requests = some_requests(60)
+    expected = [decode(pair, [anew(request)])[0] for request in requests]
+    kind, generator = type(pair.scheduler.round.target.backend.cache), random.Random(2)  # type: ignore[attr-defined]
+    right = getattr(kind, where)
+
+    def sometimes(cache: Any, *arguments: Any) -> None:
+        right(cache, *arguments)
+        if generator.random() < (0.2 if where == "swap" else 0.6):
+            for row in arguments[:2] if where == "swap" else range(cache.rows):
+                cache.part(row, 1)[-1][...] = 7
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(kind, where, sometimes)
+    broken = 0
+    for first in range(0, len(requests), 6):  # Rows are made anew after every pause.
+        waiting = requests[first : first + 6]
+        while waiting or len(pair.scheduler):
+            if waiting and generator.random() < 0.3:
+                pair.scheduler.add(waiting.pop())
+            try:
+                pair.scheduler.step()
+            except KeyboardInterrupt:
+                broken += 1
+    monkeypatch.undo()
+    ended = [(request, ids) for request, ids in zip(requests, expected, strict=True) if not request.error]
+    assert broken > 3 and len(ended) > 10
+    assert all(request.output == ids for request, ids in ended)
+    assert [decode(pair, [anew(request)])[0] for request in requests[::-1]] == expected[::-1]
 
 
 @pytest.mark.parametrize("where", ["admit", "read", "step", "keep"])

@@ -66,7 +66,7 @@ class OrtBackend:
             self._passes.clear()
             self._logits = np.empty(size, np.float32)
         made = OrtPass(self._session, self.cache.part(first, rows), width, self._logits[:size].reshape(shape))
-        if width <= _ROUND_WIDTH:  # Prompts have any.
+        if first == 0 and width <= _ROUND_WIDTH:  # Prompts are read anywhere, in any width.
             self._passes[key] = made
         return made
 

@@ -45,12 +45,13 @@ class HostKVCache:
             raise ValueError(f"{self.rows} rows of {self.length} positions must not shrink while {used} are used")
         old, kept, size = self._tensors, self.length, rows * length * self._width
         if size > self._memory.size:
-            self._memory = np.zeros(size + size // 2, np.float32)  # What is not written costs nothing.
+            self._memory = np.zeros(size, np.float32)  # What is not written costs nothing.
         self._tensors = self._rows(rows, length)
         self.rows, self.length = rows, length
         # From the last: none is moved over one that has still to be moved.
         for tensor, before in zip(self._tensors[::-1], old[::-1], strict=True) if used else ():
             tensor[:used, :, :kept] = before[:used].copy()
+            tensor[:used, :, kept:] = 0
 
     def part(self, first: int, rows: int) -> list[Cache]:
         """The tensors of rows ``first .. first + rows``, in the memory of the whole."""

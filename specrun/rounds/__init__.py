@@ -50,8 +50,8 @@ class Round(Protocol):
     def swap(self, one: int, other: int) -> None:
         """Let the requests of two rows change places."""
 
-    def forget(self, row: int) -> None:
-        """What ``row`` holds is not needed any more."""
+    def forget(self, request: Request, row: int) -> None:
+        """``request`` has ended: unless it failed, keep what its ``row`` holds; then that is needed no more."""
 
     def close(self) -> None:
         """Give the engines and their memory back."""

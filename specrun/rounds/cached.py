@@ -18,6 +18,13 @@ class Runner(Protocol):
         """Feed up to ``most`` more tokens of the texts in rows ``first ..``. Returns which of them the cache holds."""
 
 
+class Rows(Protocol):
+    """Something that requests have rows of."""
+
+    def swap(self, one: int, other: int) -> None:
+        """Exchange two rows."""
+
+
 AnyRunner = TypeVar("AnyRunner", bound=Runner)
 
 
@@ -44,10 +51,12 @@ class CachedTexts(Generic[AnyRunner]):
     def read(self, requests: Sequence[Request], first: int, draft: bool, awaited: bool) -> list[bool]:
         """See ``Round``. All of them read equally much, so that a short one waits for no long one."""
         texts = [request.tokens[:-1] for request in requests]
+        runners = self.runners if draft else [self.target]
         most = max(1, self.piece // len(texts))
         if not awaited:
-            most = max(most, min(self.target.rows.lacks(texts, first)))
-        done = [runner.read(texts, first, most) for runner in self.runners if draft or runner is self.target]
+            lacks = zip(*(runner.rows.lacks(texts, first) for runner in runners), strict=True)
+            most = max(most, min(map(max, lacks)))
+        done = [runner.read(texts, first, most) for runner in runners]
         return [all(models) for models in zip(*done, strict=True)]
 
     def backlog(self, requests: Sequence[Request]) -> int:
@@ -61,11 +70,25 @@ class CachedTexts(Generic[AnyRunner]):
             runner.rows.keep(row, request.tokens[:-1])
 
     def swap(self, one: int, other: int) -> None:
-        """See ``Round``."""
-        for runner in self.runners:
-            runner.rows.swap(one, other)
+        """See ``Round``. Where it is broken off the rows hold nothing, since nobody knows what."""
+        try:
+            for rows in self._all_rows():
+                rows.swap(one, other)
+        except BaseException:
+            for runner in self.runners:
+                runner.rows.rewind(one, 0)
+                runner.rows.rewind(other, 0)
+            raise
 
-    def forget(self, row: int) -> None:
+    def forget(self, request: Request, row: int) -> None:
         """See ``Round``."""
+        if request.error is None:
+            self.keep(request, row)
         for runner in self.runners:
+            if request.error:
+                runner.rows.cache.clear(row)  # What is not a number would spread to the row's next text.
             runner.rows.rewind(row, 0)
+
+    def _all_rows(self) -> Sequence[Rows]:
+        """Everything that has rows."""
+        return [runner.rows for runner in self.runners]

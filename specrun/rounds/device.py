@@ -20,7 +20,7 @@ from specrun.devices import Device
 from specrun.errors import BackendError
 from specrun.kernels import MAX_VOCAB
 from specrun.request import MAX_LOGPROBS, Outcome, Request
-from specrun.rounds.cached import CachedTexts
+from specrun.rounds.cached import CachedTexts, Rows
 from specrun.rounds.device_rows import TOKEN_VALUE, DeviceRows
 from specrun.rounds.device_runner import DeviceRunner
 from specrun.sampling import TokenLogprob
@@ -141,12 +141,6 @@ class DeviceRound(CachedTexts[DeviceRunner]):
             self._advance(row, len(request.tokens), len(outcome.accepted) if outcome else 0, draft_len)
         return outcomes
 
-    def swap(self, one: int, other: int) -> None:
-        """See ``Round``."""
-        for rows in self._every_rows():
-            rows.swap(one, other)
-        super().swap(one, other)
-
     def close(self) -> None:
         """See ``Round``. Work ends before what it uses: recordings, then engines, then memory and streams."""
         devices = self._devices()
@@ -266,6 +260,9 @@ class DeviceRound(CachedTexts[DeviceRunner]):
 
     def _devices(self) -> list[Device]:
         return list({id(runner.device): runner.device for runner in self.runners}.values())
+
+    def _all_rows(self) -> Sequence[Rows]:
+        return [*super()._all_rows(), *self._every_rows()]
 
     def _every_rows(self) -> list[DeviceRows]:
         return [self.rows, self._draft_rows] if self._apart else [self.rows]
