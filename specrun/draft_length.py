@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from specrun.stats import expected_tokens
 
-TRIAL_SHARE = 0.015
+TRIAL_SHARE = 0.01
 """Of the time, that trials of a draft that does not pay may take."""
 MARGIN = 1.02
 """Drafting must promise this much more than plain rounds, whose time is known no better."""
@@ -30,6 +30,8 @@ _WEIGHT = 4.0
 """Evaluated tokens of its own that a request needs to count as much as the requests before it."""
 _READING = 0.25
 """Of a draft step, that reading one of many tokens takes; until it was seen."""
+_STRETCH = 64
+"""Rounds with drafts in a row that are expected, when what it takes to begin is weighed."""
 _WINDOW = 300.0
 """Seconds of decoding after which what was lost, and what it may be a share of, have lost most of their weight."""
 _MEMORY = 128.0
@@ -66,15 +68,24 @@ class Acceptance:
 
 @dataclass
 class RoundTimes:
-    """T(g) of one batch size: medians of what was seen, a straight line through them for what was not."""
+    """T(g) of one batch size: medians of what was seen, a straight line through them for what was not.
+
+    Machines get faster and slower, and lengths are not seen at the same times: what is kept of a round is its time in
+    relation to ``pace``, which rounds of all lengths tell.
+    """
 
     seen: dict[int, deque[float]] = field(default_factory=dict)
     medians: dict[int, float] = field(default_factory=dict)
+    pace: float = 1.0
+    _paces: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
     def add(self, draft_len: int, seconds: float) -> None:
         """Count a round."""
+        if draft_len in self.medians:
+            self._paces.append(seconds / self.medians[draft_len])
+            self.pace = statistics.median(self._paces)
         times = self.seen.setdefault(draft_len, deque(maxlen=_KEPT))
-        times.append(seconds)
+        times.append(seconds / self.pace)
         self.medians[draft_len] = statistics.median(times)
 
     def seconds(self, most: int) -> list[float] | None:
@@ -87,7 +98,7 @@ class RoundTimes:
         line = [known[0] + slope * g for g in range(most + 1)]
         # Seen once or twice, a length may have had bad luck: not to be ruled out for good.
         return [
-            known[g] if len(self.seen.get(g, ())) >= _NEEDED else min(known.get(g, math.inf), line[g])
+            self.pace * (known[g] if len(self.seen.get(g, ())) >= _NEEDED else min(known.get(g, math.inf), line[g]))
             for g in range(most + 1)
         ]
 
@@ -132,14 +143,15 @@ class DraftLength:
             return 0 if len(times.seen.get(0, ())) < _NEEDED else 1
         prior = self._overall.rate(0.5, 2.0)
         alphas = [self._own.get(request, _UNKNOWN).rate(prior, _WEIGHT) for request in requests]
-        plain, *drafting = token_rates(alphas, caps, seconds)
+        step = seconds[1] - seconds[0]
+        reading = backlog * (statistics.median(self._reading) if self._reading else _READING * step)
+        # What the draft must read first has to pay before it rests again.
+        plain, *drafting = token_rates(alphas, caps, [seconds[0], *(t + reading / _STRETCH for t in seconds[1:])])
         best = max(range(len(drafting)), key=drafting.__getitem__) + 1
         promise = drafting[best - 1] / plain
         self.drafting = promise >= MARGIN
         if not self.drafting:
-            step = seconds[1] - seconds[0]
-            trial = step + backlog * (statistics.median(self._reading) if self._reading else _READING * step)
-            return 1 if self._lost + trial <= TRIAL_SHARE * self._elapsed else 0
+            return 1 if self._lost + step + reading <= TRIAL_SHARE * self._elapsed else 0
         if promise < _CLOSE and self._since_plain >= _PLAIN_EVERY:
             return 0
         return best
@@ -169,7 +181,7 @@ class DraftLength:
         self._elapsed = self._elapsed * keep + seconds
         self._lost *= keep
         if draft_len and 0 in times.medians:
-            plain = times.medians[0]
+            plain = times.medians[0] * times.pace
             gained = sum(accepted for accepted, _ in rows) / len(rows)
             self._lost = max(0.0, self._lost + seconds - plain * (1 + gained))
         if not (draft_len and backlog):

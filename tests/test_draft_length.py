@@ -43,14 +43,22 @@ def test_token_rates_are_tokens_over_seconds() -> None:
 
 
 def seconds_a_token(
-    lengths: DraftLength, alpha: Callable[[int], float], cost: float, width: float, rows: int = 1, tokens: int = 3000
+    lengths: DraftLength,
+    alpha: Callable[[int], float],
+    cost: float,
+    width: float,
+    rows: int = 1,
+    tokens: int = 3000,
+    drift: float = 0.0,
+    seed: int = 5,
 ) -> float:
     """Simulated decoding: a target step takes 1, a draft step ``cost``, every further token of a verify pass ``width``.
 
     alpha: the acceptance rate after so many tokens. A draft that has rested pays ``width`` a token to catch up, as
-    much as a target of its cost would. Times are noisy, as on a shared machine.
+    much as a target of its cost would. Times are noisy, as on a shared machine, and all of them drift up and down by
+    about ``drift`` within some 30 rounds: the result is in what the target takes at the time.
     """
-    generator = np.random.default_rng(5)
+    generator, pace = np.random.default_rng(seed), 0.0
     elapsed, lengths_of_rows, behind = 0.0, np.zeros(rows), 0
     for request in range(4):
         requests = [Row() for _ in range(rows)]
@@ -65,7 +73,9 @@ def seconds_a_token(
                 outcomes.append((accepted, min(g, accepted + 1)))
                 lengths_of_rows[row] += accepted + 1
             time = (1 + g * (cost + width) + (behind * width * cost if g else 0)) * generator.lognormal(0, 0.05)
-            lengths.observe(g, time, requests, outcomes, behind)
+            if drift:
+                pace += drift * np.sqrt(2 / 30) * generator.normal() - pace / 30
+            lengths.observe(g, time * np.exp(pace), requests, outcomes, behind)
             behind = 0 if g else behind + 1
             elapsed += time
     return elapsed / tokens
@@ -93,6 +103,20 @@ def test_never_slower_than_the_target_alone(alpha: float, cost: float, width: fl
     """A draft that guesses, one as costly as the target, a machine on which verifying is no cheaper than decoding."""
     assert min(fixed(alpha, cost, width)) > 0.95
     assert seconds_a_token(DraftLength(MOST, None), lambda _: alpha, cost, width, rows) <= 1 / 0.97
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(
+    "alpha, cost, width", [(0.0, 0.03, 0.03), (0.02, 0.5, 0.1), (0.8, 1.0, 0.06), (1.0, 1.0, 0.06)]
+)
+def test_nor_on_a_machine_that_gets_faster_and_slower(alpha: float, cost: float, width: float, rows: int) -> None:
+    """Where each length is seen at times of its own."""
+    seconds = [
+        seconds_a_token(DraftLength(MOST, None), lambda _: alpha, cost, width, rows, drift=0.1, seed=seed)
+        for seed in range(6)
+    ]
+    assert max(seconds) <= 1 / 0.94
+    assert np.mean(seconds) <= 1 / 0.98
 
 
 def test_a_draft_that_becomes_good_is_found_again() -> None:
