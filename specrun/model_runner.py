@@ -87,15 +87,14 @@ class ModelRunner:
             self.backend.resize(rows, length, used)
         self.rows.lengths = held + [0] * (rows - used)
 
-    def read(self, texts: Sequence[Sequence[int]], first: int, most: int) -> list[bool]:
-        """Feed up to ``most`` more tokens of the texts in rows ``first ..``. Returns which of them the cache holds.
+    def read(self, texts: Sequence[Sequence[int]], first: int, most: int) -> None:
+        """Feed up to ``most`` more tokens of the texts in rows ``first ..``, where their rows lack any.
 
         The work is one pass of at most max_input_len tokens a row.
         """
         most = min(most, self.backend.config.build_config.max_input_len)
         if pieces := self.rows.next_piece(texts, first, most):
             self._feed(pieces, [()] * len(texts), [0] * len(texts), first)
-        return [not lack for lack in self.rows.lacks(texts, first)]
 
     def forward(
         self, texts: Sequence[Sequence[int]], wanted: Sequence[int], drafts: Sequence[Sequence[int]] = ()

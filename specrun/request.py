@@ -116,9 +116,10 @@ class Request:
         return not self.params.greedy and (default if self.use_logits is None else self.use_logits)
 
     def adjust(self, logits: Floats, drafts: Sequence[int]) -> Floats:
-        """The logits [V] that follow the committed tokens and ``drafts``, with this request's penalties."""
-        if not self.adjusts:
-            return logits
+        """The logits [V] that follow the committed tokens and ``drafts``, with this request's penalties.
+
+        For requests that ``adjusts``; the others' are what they are.
+        """
         length = len(self.tokens) - len(self.prompt) + len(drafts)
         forbidden = self.stop_ids if length < self.min_output_len else ()
         return adjust(logits, self.params, functools.reduce(Seen.add, drafts, self._seen), forbidden)

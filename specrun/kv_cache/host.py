@@ -21,20 +21,15 @@ class HostKVCache:
         self.rows = 0
         self.length = 0
         self._shapes = shapes
+        # Where the numbers of one position end, tensor by tensor.
+        self._ends = np.cumsum([shape.heads * shape.width for shape in shapes])
         self._memory = np.empty(0, np.float32)
-        self._tensors = self._rows(0, 0)
+        self._tensors = self._divide(0, 0)
         # Block after block, so that blocks which were never kept cost no memory.
-        pool = np.empty((blocks, BLOCK * self._width), np.float32)
-        ends = np.cumsum([BLOCK * shape.heads * shape.width for shape in shapes])
-        parts = np.split(pool, ends[:-1], axis=1)
+        pool = np.split(np.empty((blocks, BLOCK * self._ends[-1]), np.float32), BLOCK * self._ends[:-1], axis=1)
         self._pool = [
-            part.reshape(blocks, shape.heads, BLOCK, shape.width) for part, shape in zip(parts, shapes, strict=True)
+            part.reshape(blocks, shape.heads, BLOCK, shape.width) for part, shape in zip(pool, shapes, strict=True)
         ]
-
-    @property
-    def _width(self) -> int:
-        """Numbers of one position in all tensors."""
-        return sum(shape.heads * shape.width for shape in self._shapes)
 
     def resize(self, rows: int, length: int, used: int) -> None:
         """Have ``rows`` rows of ``length`` positions, keeping what the first ``used`` rows hold; at least as many then.
@@ -43,10 +38,10 @@ class HostKVCache:
         """
         if used and (rows < self.rows or length < self.length):
             raise ValueError(f"{self.rows} rows of {self.length} positions must not shrink while {used} are used")
-        old, kept, size = self._tensors, self.length, rows * length * self._width
+        old, kept, size = self._tensors, self.length, rows * length * self._ends[-1]
         if size > self._memory.size:
             self._memory = np.zeros(size, np.float32)  # What is not written costs nothing.
-        self._tensors = self._rows(rows, length)
+        self._tensors = self._divide(rows, length)
         self.rows, self.length = rows, length
         # From the last: none is moved over one that has still to be moved.
         for tensor, before in zip(self._tensors[::-1], old[::-1], strict=True) if used else ():
@@ -89,10 +84,11 @@ class HostKVCache:
         view: Cache = positions.reshape(heads, count, BLOCK, width).transpose(1, 0, 2, 3)
         return view
 
-    def _rows(self, rows: int, length: int) -> list[Cache]:
+    def _divide(self, rows: int, length: int) -> list[Cache]:
         """The tensors [rows, heads, length, width], one behind the other in the memory."""
-        tensors, end = [], 0
-        for shape in self._shapes:
-            begin, end = end, end + rows * shape.heads * length * shape.width
-            tensors.append(self._memory[begin:end].reshape(rows, shape.heads, length, shape.width))
-        return tensors
+        ends = rows * length * self._ends
+        parts = np.split(self._memory[: ends[-1]], ends[:-1])
+        return [
+            part.reshape(rows, shape.heads, length, shape.width)
+            for part, shape in zip(parts, self._shapes, strict=True)
+        ]

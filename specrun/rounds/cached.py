@@ -14,8 +14,8 @@ class Runner(Protocol):
 
     rows: CacheRows
 
-    def read(self, texts: Sequence[Sequence[int]], first: int, most: int) -> list[bool]:
-        """Feed up to ``most`` more tokens of the texts in rows ``first ..``. Returns which of them the cache holds."""
+    def read(self, texts: Sequence[Sequence[int]], first: int, most: int) -> None:
+        """Feed up to ``most`` more tokens of the texts in rows ``first ..``, where their rows lack any."""
 
 
 class Rows(Protocol):
@@ -52,12 +52,17 @@ class CachedTexts(Generic[AnyRunner]):
         """See ``Round``. All of them read equally much, so that a short one waits for no long one."""
         texts = [request.tokens[:-1] for request in requests]
         runners = self.runners if draft else [self.target]
-        most = max(1, self.piece // len(texts))
-        if not awaited:
-            lacks = zip(*(runner.rows.lacks(texts, first) for runner in runners), strict=True)
-            most = max(most, min(map(max, lacks)))
-        done = [runner.read(texts, first, most) for runner in runners]
-        return [all(models) for models in zip(*done, strict=True)]
+
+        def lacks() -> list[int]:
+            return [
+                max(models) for models in zip(*(runner.rows.lacks(texts, first) for runner in runners), strict=True)
+            ]
+
+        piece = max(1, self.piece // len(texts))
+        most = piece if awaited else max(piece, min(lacks()))
+        for runner in runners:
+            runner.read(texts, first, most)
+        return [not lack for lack in lacks()]
 
     def backlog(self, requests: Sequence[Request]) -> int:
         """See ``Round``. A round's first draft step feeds the last two tokens."""
@@ -72,8 +77,8 @@ class CachedTexts(Generic[AnyRunner]):
     def swap(self, one: int, other: int) -> None:
         """See ``Round``. Where it is broken off the rows hold nothing, since nobody knows what."""
         try:
-            for rows in self._all_rows():
-                rows.swap(one, other)
+            for holder in self._row_holders():
+                holder.swap(one, other)
         except BaseException:
             for runner in self.runners:
                 runner.rows.rewind(one, 0)
@@ -89,6 +94,6 @@ class CachedTexts(Generic[AnyRunner]):
                 runner.rows.cache.clear(row)  # What is not a number would spread to the row's next text.
             runner.rows.rewind(row, 0)
 
-    def _all_rows(self) -> Sequence[Rows]:
+    def _row_holders(self) -> Sequence[Rows]:
         """Everything that has rows."""
         return [runner.rows for runner in self.runners]

@@ -124,8 +124,8 @@ class DeviceRound(CachedTexts[DeviceRunner]):
             longest = max(map(len, texts))
             for row, text in enumerate(texts):
                 self.draft.rows.rewind(row, len(text))
-            while not all(self.draft.read(texts, 0, longest)):
-                pass
+            while any(self.draft.rows.lacks(texts, 0)):
+                self.draft.read(texts, 0, longest)
         self._batch = _Batch(
             # Of 1, 2, 4, .. rows, which bounds how many shapes there are to prepare. What the rows behind hold rests,
             # or belongs to nobody.
@@ -261,8 +261,8 @@ class DeviceRound(CachedTexts[DeviceRunner]):
     def _devices(self) -> list[Device]:
         return list({id(runner.device): runner.device for runner in self.runners}.values())
 
-    def _all_rows(self) -> Sequence[Rows]:
-        return [*super()._all_rows(), *self._every_rows()]
+    def _row_holders(self) -> Sequence[Rows]:
+        return [*super()._row_holders(), *self._every_rows()]
 
     def _every_rows(self) -> list[DeviceRows]:
         return [self.rows, self._draft_rows] if self._apart else [self.rows]

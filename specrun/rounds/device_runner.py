@@ -34,7 +34,7 @@ class DeviceRunner:
         self.step_stride = -(-rows * positions * self.vocab // 64) * 64
         self.logits = self.device.zeros((steps, self.step_stride), np.float32)
 
-    def read(self, texts: Sequence[Sequence[int]], first: int, most: int) -> list[bool]:
+    def read(self, texts: Sequence[Sequence[int]], first: int, most: int) -> None:
         """See ``ModelRunner.read``."""
         most = min(most, self.backend.config.build_config.max_input_len)
         if pieces := self.rows.next_piece(texts, first, most):
@@ -46,7 +46,6 @@ class DeviceRunner:
                 self.device.write(array, np.array(content, np.int64))
             self.backend.enqueue(feed, self._step_logits(len(texts), 0, 1), first, fixed=False)
             self.rows.lengths[own] = map(len, pieces)
-        return [not lack for lack in self.rows.lacks(texts, first)]
 
     def forward(
         self,
