@@ -28,6 +28,9 @@ LARGEST_BIAS = 1000
 MAX_BIASES = 300
 """Tokens of a ``logit_bias``."""
 
+_BLOCK, _FEW = 64, 1024
+"""Vocabularies are large and what is looked for is among few tokens: values of a block, tokens that are looked at."""
+
 NOT_NUMBERS = "an engine's logits are not numbers (NaN or infinite); the model overflows its dtype, or is damaged"
 
 
@@ -123,15 +126,37 @@ def _weights(logits: Floats, params: SamplingParams) -> Floats:
         weights /= temperature
     np.exp(weights, out=weights)
     if params.min_p > 0:
-        weights[weights < np.float32(params.min_p)] = 0
+        weights *= weights >= np.float32(params.min_p)
     if 0 < params.top_k < len(logits):
-        weights[weights < np.partition(weights, -params.top_k)[-params.top_k]] = 0
+        weights *= weights >= _kth_largest(weights, params.top_k)
     if params.top_p < 1:
         weights /= weights.sum()
-        descending = -np.sort(-weights)
-        before = np.cumsum(descending, dtype=np.float64) - descending
-        weights[weights < descending[(before < params.top_p).sum() - 1]] = 0
+        weights *= weights >= _least_of_mass(weights, params.top_p)
     return weights
+
+
+def _kth_largest(values: Floats, k: int) -> float:
+    """The k-th largest of values [V], k of 1 to V."""
+    # At least k values are as large as the k-th largest of the blocks' largest ones; the others need not be looked at.
+    block = min(_BLOCK, len(values) // (2 * k))
+    if block > 1:
+        largest = values[: len(values) // block * block].reshape(block, -1).max(0)
+        values = values.compress(values >= np.partition(largest, -k)[-k])
+    return float(np.partition(values, -k)[-k])
+
+
+def _least_of_mass(probs: Floats, mass: float) -> float:
+    """The least likely of the fewest most likely tokens of probs [V] that have ``mass`` together."""
+    # Sorting 100,000 tokens takes milliseconds. Those below half of an even share of what is to be cut off are never
+    # needed, and mostly a few have the mass.
+    few = probs = probs.compress(probs >= (1 - mass) / (2 * len(probs)))
+    if len(probs) > _FEW:
+        few = probs.compress(probs >= _kth_largest(probs, _FEW))
+        if few.sum(dtype=np.float64) < mass:
+            few = probs
+    descending = np.sort(few)[::-1]
+    before = descending.astype(np.float64).cumsum() - descending
+    return float(descending[(before < mass).sum() - 1])
 
 
 def _likeliest(logits: Floats) -> int:
@@ -205,12 +230,15 @@ class TokenLogprob(NamedTuple):
 
 
 def log_probability(logits: Floats, token: int, top: int) -> TokenLogprob:
-    """Log-softmax of one row [V], in doubles: of ``token``, and of the ``top`` likeliest tokens."""
-    shifted = logits.astype(np.float64) - float(logits.max())
-    shifted -= math.log(np.exp(shifted).sum())
-    likeliest = np.argsort(-shifted, kind="stable")[:top].tolist() if top else []
+    """Log-softmax of one row [V]: of ``token``, and of the ``top`` likeliest tokens."""
+    best = logits.max()
+    with np.errstate(over="ignore"):  # Far below the best token, -inf is right.
+        total = float(best) + math.log(np.exp(logits - best).sum(dtype=np.float64))
+    few = np.flatnonzero(logits >= _kth_largest(logits, min(top, len(logits)))) if top else np.zeros(0, np.int64)
+    likeliest = few[np.argsort(-logits[few], kind="stable")[:top]].tolist()
     return TokenLogprob(
-        float(shifted[token]), [(other, float(shifted[other])) for other in likeliest if shifted[other] > -np.inf]
+        float(logits[token]) - total,
+        [(other, float(logits[other]) - total) for other in likeliest if logits[other] > -np.inf],
     )
 
 

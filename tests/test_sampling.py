@@ -11,7 +11,17 @@ import pytest
 from scipy import stats
 
 from specrun.errors import BackendError, RequestError
-from specrun.sampling import Floats, Purpose, SamplingParams, choose, exponentials, probabilities, race, uniform
+from specrun.sampling import (
+    Floats,
+    Purpose,
+    SamplingParams,
+    choose,
+    exponentials,
+    log_probability,
+    probabilities,
+    race,
+    uniform,
+)
 from tests.reference import chi_squared, exact_probabilities, philox
 
 INF = math.inf
@@ -81,7 +91,7 @@ def require_distribution(found: Floats, logits: Floats, params: SamplingParams) 
 
 
 @pytest.mark.parametrize("params", SETTINGS, ids=named)
-@pytest.mark.parametrize("vocab_size", [1, 2, 7, 1000])
+@pytest.mark.parametrize("vocab_size", [1, 2, 7, 1000, 20_000])
 def test_probabilities_are_those_of_a_plain_implementation(vocab_size: int, params: SamplingParams) -> None:
     for name, logits in rows_of(vocab_size).items():
         with np.errstate(invalid="raise", divide="raise", over="ignore"):
@@ -98,6 +108,22 @@ def test_probabilities_are_those_of_a_plain_implementation(vocab_size: int, para
 def test_probabilities_of_a_large_vocabulary(name: str, params: SamplingParams) -> None:
     logits = rows_of(262_144)[name]
     require_distribution(probabilities(logits, params), logits, params)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 1000, 20_000])
+@pytest.mark.parametrize("top", [0, 1, 5, 20])
+def test_log_probabilities_are_those_of_a_plain_implementation(vocab_size: int, top: int) -> None:
+    for name, logits in rows_of(vocab_size).items():
+        exact, token = exact_probabilities(logits, SamplingParams(1.0)), vocab_size // 2
+        found = log_probability(logits, token, top)
+        # Of equal logits the smaller id comes first; impossible tokens are not among the likeliest.
+        order = [v for v in np.argsort(-logits, kind="stable")[:top] if logits[v] > -INF]
+        assert [v for v, _ in found.top] == order, name
+        values = {token: found.logprob, **dict(found.top)}
+        likely = [v for v in values if exact[v] > 0]
+        np.testing.assert_allclose(
+            [values[v] for v in likely], np.log(exact[likely]), rtol=1e-6, atol=1e-5, err_msg=name
+        )
 
 
 @pytest.mark.parametrize("params", SETTINGS, ids=named)

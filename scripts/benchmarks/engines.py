@@ -1,11 +1,33 @@
-"""Engines for benchmarks, built in place."""
+"""Checkpoints and engines for benchmarks, made in place."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
 from specbuild.config import engine_options
+from specbuild.convert import ConvertOptions, convert
 from specbuild.engine import build_engine
+from specbuild.progress import Stages
+
+
+def random_checkpoint(config: PreTrainedConfig, tokenizer: Path, directory: Path) -> Path:
+    """A checkpoint whose weights nobody trained, with the tokenizer of another one."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    for file in tokenizer.glob("*token*"):
+        shutil.copyfile(file, directory / file.name)
+    return directory
+
+
+def to_onnx(checkpoint: Path, output: Path) -> Path:
+    """An ONNX checkpoint directory of a checkpoint."""
+    convert(ConvertOptions(model=str(checkpoint), output_dir=output), Stages(Console(quiet=True)))
+    return output
 
 
 def build(checkpoint: Path, output: Path, **sizes: int) -> None:

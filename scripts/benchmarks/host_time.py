@@ -4,25 +4,26 @@
 The bare loop takes the largest logit, writes one number and calls the engine, and does nothing else: no scheduler,
 requests, text ends, sampling or errors. What it takes behind an engine of hundreds of megabytes, whose weights push
 everything else out of the processor's caches, no loop in Python goes below; behind small engines both cost what they
-compute. Needs what scripts/demo leaves in demo/ and .cache/; engines are built in a temporary directory.
+compute. The third pair has the shape and vocabulary of Qwen2.5-0.5B and random weights: what sampling takes follows the
+vocabulary. Needs what scripts/demo leaves in demo/ and .cache/; engines are built in a temporary directory.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 
 import click
-from engines import build
-from rich.console import Console
+from engines import build, random_checkpoint, to_onnx
+from transformers import Qwen2Config
 
-from specbuild.convert import ConvertOptions, convert
-from specbuild.progress import Stages
 from specrun.bench import Settings, as_json
 from specrun.bench_results import Spread
 from specrun.config import DraftTargetConfig
@@ -35,11 +36,22 @@ from specrun.sampling import SamplingParams
 PROMPT = "The try statement"
 DRAFT_LEN = 4
 WARM = SamplingParams(temperature=0.8, seed=1)
-WAYS = {"greedy": (SamplingParams(), False), "sampled, tokens": (WARM, False), "sampled, logits": (WARM, True)}
+NUCLEUS = SamplingParams(temperature=0.8, top_p=0.9, seed=1)
+WAYS = {
+    "greedy": (SamplingParams(), False),
+    "sampled, tokens": (WARM, False),
+    "top_p 0.9, tokens": (NUCLEUS, False),
+    "sampled, logits": (WARM, True),
+    "top_p 0.9, logits": (NUCLEUS, True),
+}
 
 
-def bare(rounds: HostRound, prompt: list[int], length: int) -> list[float]:
-    """Greedy text of ``length`` tokens by engine calls alone; returns each round's seconds outside the engines."""
+Times = list[tuple[float, float]]
+"""Each round's seconds outside and inside the engines."""
+
+
+def bare(rounds: HostRound, prompt: list[int], length: int) -> Times:
+    """Greedy text of ``length`` tokens by engine calls alone."""
     assert rounds.draft
     for runner in rounds.runners:
         runner.reserve(1, len(prompt) + length + 2 * DRAFT_LEN)
@@ -75,26 +87,24 @@ def bare(rounds: HostRound, prompt: list[int], length: int) -> list[float]:
         accepted = next((i for i, draft in enumerate(drafts) if draft != choices[i]), DRAFT_LEN)
         tokens += choices[: accepted + 1]
         now = time.perf_counter()
-        found.append(now - began - inside)
+        found.append((now - began - inside, inside))
         began, inside = now, 0.0
     return found[1:]
 
 
-def ours(decoder: SpeculativeDecoder, prompt: list[int], length: int, params: SamplingParams) -> list[float]:
-    """A text by specrun; returns each round's seconds outside the engines."""
-    runners, found = decoder.scheduler.round.runners, []  # type: ignore[attr-defined]
-    before = None
+def ours(decoder: SpeculativeDecoder, prompt: list[int], length: int, params: SamplingParams) -> Times:
+    """A text by specrun."""
+    runners = decoder.scheduler.round.runners  # type: ignore[attr-defined]
+    clocks = []
     for _ in decoder.run([Request(prompt, params, length)]):
-        now = time.perf_counter() - sum(runner.seconds for runner in runners)
-        if before is not None:
-            found.append(now - before)
-        before = now
-    return found[1:]
+        inside = sum(runner.seconds for runner in runners)
+        clocks.append((time.perf_counter() - inside, inside))
+    return [(now[0] - then[0], now[1] - then[1]) for then, now in pairwise(clocks[1:])]
 
 
-def measure(target: Path, draft: Path, length: int, repetitions: int) -> dict[str, Spread]:
-    """Microseconds a round: the median of each text's rounds, from the lowest to the highest of the repetitions."""
-    found: dict[str, list[float]] = {}
+def measure(target: Path, draft: Path, length: int, repetitions: int) -> dict[str, list[Spread]]:
+    """Microseconds outside the engines a round, and their share of it: medians of each text's rounds."""
+    found: dict[str, list[tuple[float, float]]] = {}
     configs = {use: DraftTargetConfig(draft_len=DRAFT_LEN, use_logits=use, reuse_blocks=False) for use in (False, True)}
     for use_logits, config in configs.items():
         with SpeculativeDecoder.open(target, draft, config) as decoder:
@@ -106,17 +116,34 @@ def measure(target: Path, draft: Path, length: int, repetitions: int) -> dict[st
                 for name, (params, by_logits) in WAYS.items():
                     if by_logits == use_logits:
                         texts[name] = ours(decoder, prompt, length, params)
-                for name, seconds in texts.items() if turn else ():
-                    found.setdefault(name, []).append(1e6 * statistics.median(seconds))
-    return {name: Spread.of(values) for name, values in found.items()}
+                for name, times in texts.items() if turn else ():
+                    microseconds = 1e6 * statistics.median(outside for outside, _ in times)
+                    share = statistics.median(outside / (outside + inside) for outside, inside in times)
+                    found.setdefault(name, []).append((microseconds, share))
+    return {name: [Spread.of(values) for values in zip(*turns, strict=True)] for name, turns in found.items()}
 
 
-def small_pair(pair: Path, work: Path) -> dict[str, Path]:
-    """Engines of the trained pair before it was grown: about a million parameters each."""
+def wide_pair(tokenizer: Path, work: Path) -> Path:
+    """Checkpoints of random weights: the shape of Qwen2.5-0.5B, and a draft of two narrow layers."""
+    target = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
+    draft = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 2}
+    for role, shape in {"target": target, "draft": draft}.items():
+        config = Qwen2Config(
+            **shape,
+            num_key_value_heads=2,
+            vocab_size=151_936,
+            tie_word_embeddings=True,
+            initializer_range=3 / math.sqrt(shape["hidden_size"]),  # Logits spread by 3, about as trained ones do.
+        )
+        random_checkpoint(config, tokenizer, work / role)
+    return work
+
+
+def converted(pair: Path, work: Path) -> Path:
+    """ONNX checkpoints of both checkpoints in ``pair``."""
     for role in ("target", "draft"):
-        options = ConvertOptions(model=str(pair / role), output_dir=work / "onnx" / role)
-        convert(options, Stages(Console(quiet=True)))
-    return engines(work / "onnx", work / "small")
+        to_onnx(pair / role, work / role)
+    return work
 
 
 def engines(onnx: Path, work: Path) -> dict[str, Path]:
@@ -139,14 +166,23 @@ def main(demo_dir: Path, pair_dir: Path, output_len: int, repetitions: int, json
     found = {}
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
-        pairs = {"demo pair": engines(demo_dir / "onnx", work / "demo"), "small pair": small_pair(pair_dir, work)}
-        for pair, directories in pairs.items():
-            results = measure(**directories, length=output_len, repetitions=repetitions)
-            for way, spread in results.items():
-                click.echo(f"{pair:12} {way:20} {spread.median:6.0f} us ({spread.lowest:.0f} to {spread.highest:.0f})")
-            found[pair] = {way: asdict(spread) for way, spread in results.items()}
+        wide = wide_pair(pair_dir / "target", work / "wide")
+        pairs = {
+            "demo pair": (demo_dir / "onnx", output_len),
+            "small pair": (converted(pair_dir, work / "small_onnx"), output_len),
+            "wide pair": (converted(wide, work / "wide_onnx"), output_len // 5),
+        }
+        for pair, (onnx, length) in pairs.items():
+            directories = engines(onnx, work / pair)
+            results = measure(**directories, length=length, repetitions=repetitions)
+            for way, (us, share) in results.items():
+                spread = f"{us.median:6.0f} us ({us.lowest:.0f} to {us.highest:.0f})"
+                click.echo(f"{pair:12} {way:20} {spread:24} {share.median:.1%} of a round")
+            found[pair] = {
+                way: {"microseconds": asdict(us), "share": asdict(share)} for way, (us, share) in results.items()
+            }
         settings = Settings((1,), (DRAFT_LEN,), output_len, repetitions)
-        machine = json.loads(as_json([], open_engine(pairs["demo pair"]["target"]), settings))
+        machine = json.loads(as_json([], open_engine(directories["target"]), settings))
     if json_file:
         json_file.write_text(json.dumps({**machine, "results": found}, indent=2) + "\n")
 

@@ -8,19 +8,15 @@ target itself). Needs what scripts/demo leaves in demo/; engines for batches of 
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
 import click
-import torch
-from engines import build
+from engines import build, random_checkpoint, to_onnx
 from rich.console import Console
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
-from specbuild.convert import ConvertOptions, convert
-from specbuild.progress import Stages
 from specrun.bench import Settings, as_json, measure
 from specrun.bench_results import table
 from specrun.engine_dir import open_engine
@@ -42,7 +38,9 @@ def main(
     found = {}
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
-        make_random(demo_dir, work)
+        draft = demo_dir / "hf" / "draft"
+        guessing = random_checkpoint(AutoConfig.from_pretrained(draft), draft, work / "hf")
+        to_onnx(guessing, work / "onnx" / "random")
         for role, onnx in (("target", demo_dir / "onnx"), ("draft", demo_dir / "onnx"), ("random", work / "onnx")):
             build(onnx / role, work / role, max_batch_size=max(batch_sizes), max_input_len=64)
         tokenizer = load_tokenizer(work / "target")
@@ -56,16 +54,6 @@ def main(
         machine = json.loads(as_json([], open_engine(work / "target"), settings))
     if json_file:
         json_file.write_text(json.dumps({**machine, "results": found}, indent=2) + "\n")
-
-
-def make_random(demo_dir: Path, work: Path) -> None:
-    """An ONNX checkpoint of the draft's shape and tokenizer whose weights nobody trained."""
-    source = demo_dir / "hf" / "draft"
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source)).save_pretrained(work / "hf")
-    for file in source.glob("*token*"):
-        shutil.copyfile(file, work / "hf" / file.name)
-    convert(ConvertOptions(model=str(work / "hf"), output_dir=work / "onnx" / "random"), Stages(Console(quiet=True)))
 
 
 if __name__ == "__main__":
