@@ -23,9 +23,11 @@ MARGIN = 1.02
 _CLOSE, _PLAIN_EVERY = 1.25, 16
 """While it promises less than this, a plain round is timed anew every so many rounds."""
 _NEEDED = 3
-"""Rounds to be timed before a time is believed; plain ones, before anything is decided."""
+"""Plain rounds to be timed before anything is decided."""
 _KEPT = 9
-"""Latest times of a draft length that its cost is the median of."""
+"""Latest times of a draft length that are kept."""
+_LINE = 4
+"""Times of its own that what other lengths say of a draft length counts as much as."""
 _WEIGHT = 4.0
 """Evaluated tokens of its own that a request needs to count as much as the requests before it."""
 _READING = 0.25
@@ -68,8 +70,10 @@ class Acceptance:
 
 @dataclass
 class RoundTimes:
-    """T(g) of one batch size: medians of what was seen, a straight line through them for what was not.
+    """T(g) of one batch size: what a straight line through all lengths says of g, within the middle of what was seen.
 
+    That is the median of the times seen and of ``_LINE`` times of the line's. So one that was seen seldom, and had bad
+    luck, is not ruled out for good, and one that was seen often is known by its own times.
     Machines get faster and slower, and lengths are not seen at the same times: what is kept of a round is its time in
     relation to ``pace``, which rounds of all lengths tell.
     """
@@ -78,6 +82,8 @@ class RoundTimes:
     medians: dict[int, float] = field(default_factory=dict)
     pace: float = 1.0
     _paces: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _bounds: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """What the median of each length's times lies between when ``_LINE`` more of them, all equal, join those seen."""
 
     def add(self, draft_len: int, seconds: float) -> None:
         """Count a round."""
@@ -86,7 +92,11 @@ class RoundTimes:
             self.pace = statistics.median(self._paces)
         times = self.seen.setdefault(draft_len, deque(maxlen=_KEPT))
         times.append(seconds / self.pace)
-        self.medians[draft_len] = statistics.median(times)
+        ordered = sorted(times)
+        self.medians[draft_len] = statistics.median(ordered)
+        middle = (len(ordered) + _LINE) // 2
+        reached = [0.0] * _LINE + ordered + [math.inf] * _LINE
+        self._bounds[draft_len] = (reached[middle], reached[middle + _LINE])
 
     def seconds(self, most: int) -> list[float] | None:
         """T(0), .., T(most); None before some plain rounds and one with drafts were seen."""
@@ -95,12 +105,11 @@ class RoundTimes:
             return None
         # Rounds get longer with g. A line from T(0); its slope the median, so that a slow round does not count.
         slope = max(0.0, statistics.median_low((t - known[0]) / g for g, t in known.items() if g))
-        line = [known[0] + slope * g for g in range(most + 1)]
-        # Seen once or twice, a length may have had bad luck: not to be ruled out for good.
-        return [
-            self.pace * (known[g] if len(self.seen.get(g, ())) >= _NEEDED else min(known.get(g, math.inf), line[g]))
-            for g in range(most + 1)
-        ]
+        found = []
+        for g in range(most + 1):
+            lowest, highest = self._bounds.get(g, (0.0, math.inf))
+            found.append(self.pace * min(max(known[0] + slope * g, lowest), highest))
+        return found
 
 
 _UNKNOWN = Acceptance()

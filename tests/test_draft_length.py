@@ -51,12 +51,13 @@ def seconds_a_token(
     tokens: int = 3000,
     drift: float = 0.0,
     seed: int = 5,
+    noise: float = 0.05,
 ) -> float:
     """Simulated decoding: a target step takes 1, a draft step ``cost``, every further token of a verify pass ``width``.
 
     alpha: the acceptance rate after so many tokens. A draft that has rested pays ``width`` a token to catch up, as
-    much as a target of its cost would. Times are noisy, as on a shared machine, and all of them drift up and down by
-    about ``drift`` within some 30 rounds: the result is in what the target takes at the time.
+    much as a target of its cost would. Times are seen with ``noise``, as on a shared machine, and all of them drift up
+    and down by about ``drift`` within some 30 rounds: the result is in what the target takes at the time.
     """
     generator, pace = np.random.default_rng(seed), 0.0
     elapsed, lengths_of_rows, behind = 0.0, np.zeros(rows), 0
@@ -72,10 +73,10 @@ def seconds_a_token(
                 accepted = int(rejected.argmax()) if rejected.any() else g
                 outcomes.append((accepted, min(g, accepted + 1)))
                 lengths_of_rows[row] += accepted + 1
-            time = (1 + g * (cost + width) + (behind * width * cost if g else 0)) * generator.lognormal(0, 0.05)
+            time = 1 + g * (cost + width) + (behind * width * cost if g else 0)
             if drift:
                 pace += drift * np.sqrt(2 / 30) * generator.normal() - pace / 30
-            lengths.observe(g, time * np.exp(pace), requests, outcomes, behind)
+            lengths.observe(g, time * generator.lognormal(pace, noise), requests, outcomes, behind)
             behind = 0 if g else behind + 1
             elapsed += time
     return elapsed / tokens
@@ -92,7 +93,19 @@ def fixed(alpha: float, cost: float, width: float) -> list[float]:
 def test_within_five_percent_of_the_best_fixed_length(alpha: float, cost: float, width: float, rows: int) -> None:
     lengths = [DraftLength(MOST, g) for g in range(MOST + 1)]
     best = min(seconds_a_token(length, lambda _: alpha, cost, width, rows) for length in lengths)
-    assert seconds_a_token(DraftLength(MOST, None), lambda _: alpha, cost, width, rows) <= 1.05 * best
+    auto = [
+        seconds_a_token(DraftLength(MOST, None), lambda _: alpha, cost, width, rows, seed=seed) for seed in (5, 6, 7)
+    ]
+    assert np.mean(auto) <= 1.05 * best
+
+
+@pytest.mark.parametrize("alpha, cost, width", [(0.9, 0.03, 0.05), (0.6, 0.1, 0.01)])
+def test_nor_far_from_it_on_a_noisy_machine(alpha: float, cost: float, width: float) -> None:
+    """A length that had bad luck is not ruled out for good."""
+    best = min(seconds_a_token(DraftLength(MOST, g), lambda _: alpha, cost, width) for g in range(MOST + 1))
+    for seed in range(8):
+        lengths = DraftLength(MOST, None)
+        assert seconds_a_token(lengths, lambda _: alpha, cost, width, drift=0.1, seed=seed, noise=0.25) <= 1.1 * best
 
 
 @pytest.mark.parametrize("rows", [1, 4])
