@@ -155,8 +155,8 @@ def _least_of_mass(probs: Floats, mass: float) -> float:
         if few.sum(dtype=np.float64) < mass:
             few = probs
     descending = np.sort(few)[::-1]
-    before = descending.astype(np.float64).cumsum() - descending
-    return float(descending[(before < mass).sum() - 1])
+    reached = int(descending.astype(np.float64).cumsum().searchsorted(mass))
+    return float(descending[min(reached, len(few) - 1)])
 
 
 def _likeliest(logits: Floats) -> int:

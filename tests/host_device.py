@@ -13,6 +13,7 @@ import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,14 @@ CACHE = Path(__file__).parent.parent / ".cache" / "kernels"
 
 @functools.cache
 def host_kernels() -> ctypes.CDLL:
-    """``round.cu`` as a shared library, compiled by the host's C++ compiler."""
+    """``round.cu`` as a shared library, compiled by the host's C++ compiler; with SPECRUN_TEST_CXXFLAGS, if set."""
     source = kernels.source()
-    library = CACHE / f"round-{hashlib.sha256(source.encode()).hexdigest()[:16]}.so"
+    flags = ["-std=c++20", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+    flags += os.environ.get("SPECRUN_TEST_CXXFLAGS", "").split()
+    name = hashlib.sha256("\n".join([*flags, source]).encode()).hexdigest()[:16]
+    library = CACHE / f"round-{name}.so"
     if not library.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
-        flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
         command = ["c++", *flags, "-x", "c++", "-", "-o"]
         subprocess.run([*command, str(library)], input=source, text=True, check=True)
     return ctypes.CDLL(str(library))
@@ -44,7 +47,7 @@ def kernel_device() -> Device:
         from specrun.devices.cuda import CudaDevice
 
         return CudaDevice(0)
-    return HostDevice()
+    return HostDevice(threads=5)  # More than one, so that they have to work together; no power of 2.
 
 
 def call(kernel: str, grid: tuple[int, int], *arguments: npt.NDArray[Any] | int) -> None:
@@ -73,7 +76,9 @@ class HostDevice:
     number = 0
     stream = 0
 
-    def __init__(self) -> None:
+    def __init__(self, threads: int = 1) -> None:
+        self.threads = threads
+        """Of a block."""
         self._memory: list[npt.NDArray[Any]] = []
         self._recording: list[Callable[[], None]] | None = None
         self.launched: list[str] = []
@@ -121,12 +126,24 @@ class HostDevice:
             for value in arguments
         ]
 
-        def work() -> None:
-            self.launched.append(kernel)
+        threads = min(self.threads, kernels.THREADS[kernel])
+
+        def walk(thread: int) -> None:
+            library.set_thread(thread)
             for x in range(grid[0]):
                 for y in range(grid[1]):
                     library.set_block(x, y)
                     function(*values)
+
+        def work() -> None:
+            self.launched.append(kernel)
+            library.set_block_size(threads)
+            others = [Thread(target=walk, args=(thread,)) for thread in range(1, threads)]
+            for other in others:
+                other.start()
+            walk(0)
+            for other in others:
+                other.join()
 
         self.queue(work)
 

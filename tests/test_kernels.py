@@ -45,6 +45,7 @@ PARAMS = [
     SamplingParams(1e-30, seed=7),
     SamplingParams(1.0, min_p=0.05, seed=9),
     SamplingParams(1.1, top_k=30, top_p=0.7, min_p=0.02, seed=10),
+    SamplingParams(1.2, top_k=500, min_p=0.1, seed=11),
     SamplingParams(1e30, top_k=3, seed=8),
 ]
 
@@ -340,7 +341,7 @@ def test_adjusted_logits_are_numpys() -> None:
             )
         texts = np.random.default_rng(i).integers(0, 2 * i + 1, 60) * 83  # Row 0 knows one token only.
         prompt, output = texts[:30].tolist(), texts[30 : 30 + 10 * (i % 4)].tolist()
-        own = {"stop_ids": [7, 11 + i, 920], "min_output_len": len(output) + i % 6}
+        own = {"stop_ids": [11 + i, 920, 7], "min_output_len": len(output) + i % 6}
         batch.append(Row(params, prompt, output, target, draft, **own))
     rows = table(batch, 80)
     for i, row in enumerate(batch):

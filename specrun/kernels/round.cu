@@ -2,7 +2,7 @@
 //
 // The same formulas as specrun/penalties.py, sampling.py and acceptance.py, row by row. Functions of one row are written
 // for a Team of threads and know nothing of how many there are. The file compiles for CUDA (a Team is a thread block)
-// and as host C++ (a Team is one thread), so the arithmetic that runs on a GPU is tested on machines without one.
+// and as host C++ (a Team is one thread, or some), so what runs on a GPU is tested on machines without one.
 //
 // All reductions are integer maxima and sums, which do not depend on the order of the threads: a row's result is the
 // same for every Team size. Masses of probability are summed in fixed point for that reason.
@@ -16,50 +16,58 @@ typedef long long i64;
 #define FUNCTION __device__ inline
 #define KERNEL extern "C" __global__
 #define ROW_KERNEL extern "C" __global__ __launch_bounds__(1024)  // As many registers as that many threads may have.
-#define SHARED __shared__
 #else
+#include <barrier>
 #include <cmath>
 #include <cstring>
+#include <memory>
 #define FUNCTION inline
 #define KERNEL extern "C"
 #define ROW_KERNEL extern "C"
-#define SHARED static thread_local
+// What the launch syntax does on the device: the host's caller walks over the grid, in every thread of a block.
 struct Index { int x, y; };
-static thread_local Index blockIdx;
-// What the launch syntax does on the device: the host's caller walks over the grid.
+static thread_local Index blockIdx, threadIdx;
+static Index blockDim = {1, 1};
+static std::unique_ptr<std::barrier<>> meeting;
+extern "C" void set_block_size(int threads) {
+  blockDim.x = threads;
+  meeting = std::make_unique<std::barrier<>>(threads);
+}
+extern "C" void set_thread(int thread) { threadIdx.x = thread; }
 extern "C" void set_block(int x, int y) { blockIdx = {x, y}; }
+inline void __syncthreads() {
+  if (blockDim.x > 1) meeting->arrive_and_wait();
+}
 #endif
 
 // ---------------------------------------------------------------------------------------------------------- threads
 
 // The threads that work on one row together. Every thread of it must reach every call of its functions.
 struct Team {
-#ifdef __CUDACC__
   FUNCTION int rank() const { return threadIdx.x; }
   FUNCTION int size() const { return blockDim.x; }
   FUNCTION void wait() const { __syncthreads(); }
-  FUNCTION void add(u64* sum, u64 value) const { atomicAdd(sum, value); }
 
   // The result of `combine` over all threads' values, in every thread.
   template <typename Combine>
   FUNCTION u64 reduce(u64 value, Combine combine) const {
-    __shared__ u64 warps[32];
+#ifdef __CUDACC__
+    __shared__ u64 parts[32];  // One of each warp.
     for (int lane = 16; lane > 0; lane /= 2) value = combine(value, __shfl_xor_sync(~0u, value, lane));
-    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+    int part = rank() / 32, count = size() / 32;
+    bool first = rank() % 32 == 0;
+#else
+    static u64 parts[64];  // One of each thread.
+    int part = rank(), count = size();
+    bool first = true;
+#endif
+    if (first) parts[part] = value;
     wait();
-    u64 total = warps[0];
-    for (int warp = 1; warp < (int)blockDim.x / 32; warp++) total = combine(total, warps[warp]);
-    wait();  // `warps` is free for the next reduction.
+    u64 total = parts[0];
+    for (int other = 1; other < count; other++) total = combine(total, parts[other]);
+    wait();  // `parts` is free for the next reduction.
     return total;
   }
-#else
-  int rank() const { return 0; }
-  int size() const { return 1; }
-  void wait() const {}
-  void add(u64* sum, u64 value) const { *sum += value; }
-  template <typename Combine>
-  u64 reduce(u64 value, Combine) const { return value; }
-#endif
   FUNCTION u64 largest(u64 value) const {
     return reduce(value, [](u64 a, u64 b) { return a > b ? a : b; });
   }
@@ -184,49 +192,69 @@ FUNCTION float probability(const Distribution& d, float logit) {
 // A weight of at most 1 in fixed point: 2^19 of them have room in 64 bits.
 FUNCTION u64 mass(float weight) { return (u64)(weight * 0x1p44f + 0.5f); }
 
-enum Measure { COUNT, MASS };
+// take(value, v) for this thread's share of `count` values. Four are on their way at a time: memory is far.
+template <typename Take>
+FUNCTION void each(const Team& team, const float* values, int count, Take take) {
+  int v = team.rank(), step = team.size();
+  for (; v + 3 * step < count; v += 4 * step) {
+    float four[4];
+    for (int i = 0; i < 4; i++) four[i] = values[v + i * step];
+    for (int i = 0; i < 4; i++) take(four[i], v + i * step);
+  }
+  for (; v < count; v += step) take(values[v], v);
+}
 
-// The smallest weight that is kept: the smallest v with measure(weights > v) < limit, found byte by byte.
-// Only weights of at least d.smallest exist for it. Ties with the last one kept are kept.
+enum Measure { COUNT, MASS };
+enum { FEW = 16 };  // Weights that a thread of `cut` keeps.
+
+// The largest v with measure(weights >= v) >= limit, at least d.smallest: the smallest weight to keep, with its ties.
+// It is found two bits at a time, the highest first: by sums alone, since most weights share a few exponents, and
+// counters that many threads want at once are slow. A thread that has few of the weights that begin like v keeps them and
+// looks at no others.
 FUNCTION float cut(const Team& team, const float* logits, int vocab, const Distribution& d, Measure measure, u64 limit) {
-  SHARED u64 bins[256];
-  SHARED u64 found[2];  // Chosen byte, and the measure of all that is larger.
-  u32 prefix = 0;
-  u64 above = 0;
-  for (int shift = 24; shift >= 0; shift -= 8) {
-    for (int bin = team.rank(); bin < 256; bin += team.size()) bins[bin] = 0;
-    team.wait();
-    for (int v = team.rank(); v < vocab; v += team.size()) {
-      float weight = raw_weight(d, logits[v]);
+  u32 found = 0;   // The bits of v from `shift` + 2 on; weights are at most 1, so the highest two are 0.
+  u64 above = 0;   // The measure of the weights that begin with more.
+  float few[FEW];  // This thread's weights that begin with `found`, or did when it began to keep them.
+  int kept = 0;
+  bool are_few = false;
+  for (int shift = 28; shift >= 0; shift -= 2) {
+    u64 sums[3] = {0, 0, 0};  // Of those whose next two bits are at least 1, 2, 3.
+    auto add = [&](float weight) {
       u32 bits = float_bits(weight);
-      if (weight < d.smallest || (u64)bits >> (shift + 8) != prefix) continue;
-      team.add(&bins[bits >> shift & 255], measure == COUNT ? 1 : mass(weight));
+      if (bits >> (shift + 2) != found) return false;
+      u64 own = measure == COUNT ? 1 : mass(weight);
+      for (u32 i = 0; i < 3; i++) sums[i] += (bits >> shift & 3) > i ? own : 0;
+      return true;
+    };
+    if (are_few) {
+      for (int i = 0; i < kept; i++) add(few[i]);
+    } else {
+      kept = 0;
+      each(team, logits, vocab, [&](float logit, int) {
+        float weight = raw_weight(d, logit);
+        if (add(weight) && kept++ < FEW) few[kept - 1] = weight;
+      });
+      are_few = kept <= FEW;
     }
-    team.wait();
-    if (team.rank() == 0) {
-      u64 larger = above;
-      for (int bin = 255; bin >= 0; bin--) {
-        if (!bins[bin]) continue;
-        if (larger >= limit) break;
-        found[0] = bin;
-        found[1] = larger;
-        larger += bins[bin];
+    u32 next = 0;
+    for (; next < 3; next++) {
+      u64 larger = above + team.sum(sums[next]);
+      if (larger < limit) {
+        above = larger;
+        break;
       }
     }
-    team.wait();
-    prefix = prefix << 8 | (u32)found[0];
-    above = found[1];
-    team.wait();
+    found = found << 2 | next;
   }
-  return bits_float(prefix);
+  return fmaxf(bits_float(found), d.smallest);
 }
 
 FUNCTION u64 kept_mass(const Team& team, const float* logits, int vocab, const Distribution& d) {
   u64 kept = 0;
-  for (int v = team.rank(); v < vocab; v += team.size()) {
-    float weight = raw_weight(d, logits[v]);
+  each(team, logits, vocab, [&](float logit, int) {
+    float weight = raw_weight(d, logit);
     if (weight >= d.smallest) kept += mass(weight);
-  }
+  });
   return team.sum(kept);
 }
 
@@ -234,10 +262,10 @@ FUNCTION u64 kept_mass(const Team& team, const float* logits, int vocab, const D
 FUNCTION Distribution distribution(const Team& team, const float* logits, int vocab, const Sampling& s) {
   const u64 not_a_number = ~0ull;
   u64 best = 0;
-  for (int v = team.rank(); v < vocab; v += team.size()) {
-    u64 candidate = logits[v] < infinity() ? scored(logits[v], v) : not_a_number;
+  each(team, logits, vocab, [&](float logit, int v) {
+    u64 candidate = logit < infinity() ? scored(logit, v) : not_a_number;
     if (candidate > best) best = candidate;
-  }
+  });
   best = team.largest(best);
   Distribution d = {scored_value(best), scored_id(best), s.temperature, 0.0f, 1.0f};
   if (best == not_a_number || d.peak == -infinity()) d.best = -1;
@@ -404,10 +432,10 @@ FUNCTION void likeliest(
   u64 previous = ~0ull;
   for (int i = 0; i < count; i++) {
     u64 best = 0;
-    for (int v = team.rank(); v < vocab; v += team.size()) {
-      u64 candidate = scored(logits[v], v);
+    each(team, logits, vocab, [&](float logit, int v) {
+      u64 candidate = scored(logit, v);
       if (candidate < previous && candidate > best) best = candidate;
-    }
+    });
     previous = team.largest(best);
     if (team.rank() > 0) continue;
     if (previous) found[i] = {scored_id(previous), log_probability(d, scored_value(previous))};
