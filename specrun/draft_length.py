@@ -24,7 +24,7 @@ _CLOSE, _PLAIN_EVERY = 1.25, 16
 """While it promises less than this, a plain round is timed anew every so many rounds."""
 _NEEDED = 3
 """Plain rounds to be timed before anything is decided."""
-_KEPT = 9
+_KEPT = 15
 """Latest times of a draft length that are kept."""
 _LINE = 4
 """Times of its own that what other lengths say of a draft length counts as much as."""
@@ -160,7 +160,9 @@ class DraftLength:
         promise = drafting[best - 1] / plain
         self.drafting = promise >= MARGIN
         if not self.drafting:
-            return 1 if self._lost + step + reading <= TRIAL_SHARE * self._elapsed else 0
+            # After a plain round: without those between them, nothing would tell what trials cost.
+            affordable = self._lost + step + reading <= TRIAL_SHARE * self._elapsed
+            return int(affordable and self._since_plain == 0)
         if promise < _CLOSE and self._since_plain >= _PLAIN_EVERY:
             return 0
         return best

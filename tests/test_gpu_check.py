@@ -50,7 +50,7 @@ def test_a_bare_python_is_told_what_to_install(tmp_path: Path) -> None:
 
 def test_every_kernel_is_timed() -> None:
     figures = time_kernels(HostDevice(), vocab=50, count=2)
-    for way in ("greedy", "temperature", "top_k and top_p", "logits"):
+    for way in ("greedy", "temperature", "top_p", "top_k and top_p", "logits"):
         assert len(figures[way]) == 6
         assert all(value > 0 for value in figures[way].values())
     assert figures["copies"]["bytes"] == 4 * 50 * 4

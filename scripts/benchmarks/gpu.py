@@ -89,6 +89,7 @@ def time_kernels(device: Device, vocab: int = 128_256, count: int = 50) -> Figur
     ways = {
         "greedy": {},
         "temperature": {"temperature": 0.8},
+        "top_p": {"temperature": 0.8, "top_p": 0.9},
         "top_k and top_p": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
         "logits": {"temperature": 0.8, "use_logits": 1},
     }
