@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from specbuild.convert import ConvertOptions, convert
 from specbuild.engine import build_engine
 from specbuild.progress import Stages
 from tests.families import save_checkpoint
+
+# A suite that was started in the background ignores Ctrl-C, and so would the programs that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def quiet() -> Stages:
