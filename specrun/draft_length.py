@@ -27,7 +27,7 @@ _NEEDED = 3
 _KEPT = 15
 """Latest times of a draft length that are kept."""
 _LINE = 4
-"""Times of its own that what other lengths say of a draft length counts as much as."""
+"""What the line through all lengths says of one counts as much as so many times of its own."""
 _WEIGHT = 4.0
 """Evaluated tokens of its own that a request needs to count as much as the requests before it."""
 _READING = 0.25

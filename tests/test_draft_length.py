@@ -93,10 +93,7 @@ def fixed(alpha: float, cost: float, width: float) -> list[float]:
 def test_within_five_percent_of_the_best_fixed_length(alpha: float, cost: float, width: float, rows: int) -> None:
     lengths = [DraftLength(MOST, g) for g in range(MOST + 1)]
     best = min(seconds_a_token(length, lambda _: alpha, cost, width, rows) for length in lengths)
-    auto = [
-        seconds_a_token(DraftLength(MOST, None), lambda _: alpha, cost, width, rows, seed=seed) for seed in (5, 6, 7)
-    ]
-    assert np.mean(auto) <= 1.05 * best
+    assert seconds_a_token(DraftLength(MOST, None), lambda _: alpha, cost, width, rows) <= 1.05 * best
 
 
 @pytest.mark.parametrize("alpha, cost, width", [(0.9, 0.03, 0.05), (0.6, 0.1, 0.01)])

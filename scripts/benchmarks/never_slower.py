@@ -38,8 +38,8 @@ def main(
     found = {}
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
-        draft = demo_dir / "hf" / "draft"
-        guessing = random_checkpoint(AutoConfig.from_pretrained(draft), draft, work / "hf")
+        trained = demo_dir / "hf" / "draft"
+        guessing = random_checkpoint(AutoConfig.from_pretrained(trained), trained, work / "hf")
         to_onnx(guessing, work / "onnx" / "random")
         for role, onnx in (("target", demo_dir / "onnx"), ("draft", demo_dir / "onnx"), ("random", work / "onnx")):
             build(onnx / role, work / role, max_batch_size=max(batch_sizes), max_input_len=64)
