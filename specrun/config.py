@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
+from typing import Any, Literal
+
+from specrun import arguments
+from specrun.errors import RequestError
 
 AUTO = "auto"
 
@@ -12,8 +16,8 @@ AUTO = "auto"
 class DraftTargetConfig:
     """TensorRT-LLM's four, and how GPUs are used."""
 
-    draft_len: int | None = None
-    """Draft tokens a round; None: as many as pay, found while decoding."""
+    draft_len: int | Literal["auto"] | None = None
+    """Draft tokens a round; None, or ``auto``: as many as pay, found while decoding."""
     draft_devices: tuple[int, ...] = (0,)
     target_devices: tuple[int, ...] = (0,)
     use_logits: bool = False
@@ -25,6 +29,29 @@ class DraftTargetConfig:
     """Keep what was read of prompts and written after them for prompts that begin alike."""
     max_tokens_in_kv_cache: int | None = None
     """Tokens that are kept for it, of each model; None: as many as the rows of a full batch hold."""
+
+    @property
+    def fixed_draft_len(self) -> int | None:
+        """Draft tokens of every round; None: as many as pay."""
+        return None if self.draft_len == "auto" else self.draft_len
+
+    def __post_init__(self) -> None:
+        """Raise RequestError, naming the setting, for values of the wrong type."""
+        found: dict[str, Any] = {
+            "draft_len": arguments.optional_whole("draft_len", self.fixed_draft_len),
+            "max_tokens_in_kv_cache": arguments.optional_whole("max_tokens_in_kv_cache", self.max_tokens_in_kv_cache),
+            "kv_cache_free_gpu_memory_fraction": arguments.number(
+                "kv_cache_free_gpu_memory_fraction", self.kv_cache_free_gpu_memory_fraction
+            ),
+        }
+        for name in ("draft_devices", "target_devices"):
+            found[name] = tuple(arguments.wholes(name, getattr(self, name)))
+        for name in ("use_logits", "cuda_graph", "reuse_blocks"):
+            found[name] = arguments.flag(name, getattr(self, name))
+        for name, value in found.items():
+            if name in ("draft_len", "max_tokens_in_kv_cache") and value is not None and value < 0:
+                raise RequestError(f"{name} {value}: expected 0 or more")
+            object.__setattr__(self, name, value)
 
 
 def parse_draft_target_config(text: str) -> DraftTargetConfig:

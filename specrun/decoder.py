@@ -8,11 +8,12 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from specrun.arguments import path, show
 from specrun.config import DraftTargetConfig
 from specrun.draft_length import DraftLength
 from specrun.engine_dir import EngineConfig, open_engine
 from specrun.errors import BackendError, PairError, RequestError
-from specrun.intake import Intake, Prompt
+from specrun.intake import Intake, Prompt, as_prompts
 from specrun.request import Piece, Request
 from specrun.rounds import Round
 from specrun.rounds.opening import Engine, open_round
@@ -39,40 +40,46 @@ class SpeculativeDecoder:
         max_batch_size: int,
         tokenizer_dir: Path | None = None,
     ) -> None:
-        self.scheduler = Scheduler(rounds, lengths, max_batch_size)
+        self._intake = Intake(target, rounds.draft_len, tokenizer_dir)
+        self.scheduler = Scheduler(rounds, lengths, max_batch_size, self._intake.check)
         self.target = target
         self.max_batch_size = max_batch_size
-        self._intake = Intake(target, rounds.draft_len, tokenizer_dir)
         self.request = self._intake.request
         """One checked request; see ``Intake.request`` for what it takes."""
 
     @classmethod
     def open(
         cls,
-        target_dir: Path,
-        draft_dir: Path | None = None,
+        target_dir: str | Path,
+        draft_dir: str | Path | None = None,
         config: DraftTargetConfig | None = None,
-        tokenizer_dir: Path | None = None,
+        tokenizer_dir: str | Path | None = None,
     ) -> SpeculativeDecoder:
         """Check everything about the pair, then load it. The tokenizer is the target's unless told otherwise.
 
-        Raises EngineDirError, PairError and BackendError; nothing is loaded before all checks have passed.
+        Raises EngineDirError, PairError, BackendError, and RequestError for arguments of the wrong type; nothing is
+        loaded before all checks have passed.
         """
-        config = config or DraftTargetConfig()
+        config = DraftTargetConfig() if config is None else config
+        if not isinstance(config, DraftTargetConfig):
+            raise RequestError(f"config {show(config)}: expected DraftTargetConfig")
+        target_dir = path("target_dir", target_dir)
+        draft_dir = None if draft_dir is None else path("draft_dir", draft_dir)
+        tokenizer_dir = target_dir if tokenizer_dir is None else path("tokenizer_dir", tokenizer_dir)
         engine = _open("target", target_dir, config.target_devices)
         rows = engine.config.build_config.max_batch_size
         draft, draft_len = None, 0
         if draft_dir is not None:
             draft = _open("draft", draft_dir, config.draft_devices)
-            draft_len = _check_pair(target_dir, engine.config, draft_dir, draft.config, config.draft_len)
+            draft_len = _check_pair(target_dir, engine.config, draft_dir, draft.config, config.fixed_draft_len)
             rows = min(rows, draft.config.build_config.max_batch_size)
         rounds = open_round(engine, draft if draft_len else None, draft_len, rows, config)
-        lengths = DraftLength(draft_len, config.draft_len if draft_len else 0)
-        return cls(rounds, lengths, engine.config, rows, tokenizer_dir or target_dir)
+        lengths = DraftLength(draft_len, config.fixed_draft_len if draft_len else 0)
+        return cls(rounds, lengths, engine.config, rows, tokenizer_dir)
 
     def close(self) -> None:
-        """Give the engines and their memory back."""
-        self.scheduler.round.close()
+        """Give the engines and their memory back. Requests that have not ended fail, and so do calls from then on."""
+        self.scheduler.close()
 
     def __enter__(self) -> SpeculativeDecoder:
         return self
@@ -90,15 +97,15 @@ class SpeculativeDecoder:
         self._intake.require_chat_template()
 
     def requests(
-        self, prompts: Sequence[Prompt], params: SamplingParams | None = None, **options: Any
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **options: Any
     ) -> list[Request]:
-        """A request for every prompt; options: of ``request``.
+        """A request for every prompt, or for a single one; options: of ``request``.
 
         One that cannot be served has failed (``finish_reason`` error, ``error``) without harm to the others.
         Raises the RequestError where no prompt can be served.
         """
         requests = []
-        for number, prompt in enumerate(prompts, 1):
+        for number, prompt in enumerate(as_prompts(prompts), 1):
             try:
                 requests.append(self.request(prompt, params, name=f"prompt {number}", **options))
             except RequestError as error:
@@ -107,7 +114,7 @@ class SpeculativeDecoder:
         return _require_one(requests)
 
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams | None = None, **options: Any
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **options: Any
     ) -> list[Request]:
         """The finished requests, in order: ``text``, ``output`` (ids), ``finish_reason``, ``stats``.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from specrun.errors import BackendError
+from specrun.errors import SpecError, as_spec_error
 from specrun.model_runner import ModelRunner
 from specrun.request import Request
 from specrun.sampling import Floats, Purpose, choose, exponentials, probabilities, race
@@ -19,8 +19,8 @@ class Proposal:
 
     tokens: list[int] = field(default_factory=list)
     probs: list[Floats] = field(default_factory=list)
-    numbers: bool = True
-    """Whether the draft's logits were; where not, nothing more is proposed and the request fails."""
+    error: SpecError | None = None
+    """Why nothing more is proposed, and the request fails: the draft's logits are not numbers, say."""
 
 
 class Drafter:
@@ -42,18 +42,18 @@ class Drafter:
                 logits = self.runner.extend([p.tokens[-1] if len(p.tokens) == step else None for p in proposals])
             for row, request in enumerate(requests):
                 proposal = proposals[row]
-                if step < counts[row] and proposal.numbers:
+                if step < counts[row] and not proposal.error:
                     self._draw(logits[row, 0], request, proposal)
         return proposals
 
     def _draw(self, logits: Floats, request: Request, proposal: Proposal) -> None:
-        """Add the token that follows the request's and those of ``proposal``."""
+        """Add the token that follows the request's and those of ``proposal``; or why there is none."""
         # A padded embedding may be wider than the target's; ids beyond the target's are never proposed.
         logits = logits[: self._vocab_size]
-        if request.adjusts:
-            logits = request.adjust(logits, proposal.tokens)
         params, position = request.params, len(request.tokens) + len(proposal.tokens)
         try:
+            if request.adjusts:
+                logits = request.adjust(logits, proposal.tokens)
             if request.wants_logits(self._use_logits):
                 q = probabilities(logits, params)
                 if missing := self._vocab_size - len(q):
@@ -62,7 +62,7 @@ class Drafter:
                 proposal.probs.append(q)
             else:
                 token = choose(logits, params, position)
-        except BackendError:
-            proposal.numbers = False
+        except Exception as error:
+            proposal.error = as_spec_error(error)
             return
         proposal.tokens.append(token)

@@ -58,3 +58,8 @@ class PairError(SpecError):
 
 class RequestError(SpecError):
     """A request that cannot be served."""
+
+
+def as_spec_error(error: BaseException) -> SpecError:
+    """What went wrong, for the request that it ends."""
+    return error if isinstance(error, SpecError) else BackendError(f"broken off: {error!r}")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from specrun import arguments
 from specrun.errors import RequestError, SpecError
 from specrun.penalties import Seen, adjust
 from specrun.sampling import Floats, SamplingParams, TokenLogprob
@@ -49,7 +51,10 @@ class Outcome(NamedTuple):
 
 @dataclass(eq=False)
 class Request:
-    """Owns the committed tokens (prompt and output). Nothing else may change them, and they only grow."""
+    """Owns the committed tokens (prompt and output). Nothing else may change them, and they only grow.
+
+    Raises RequestError, naming the argument, for values of the wrong type.
+    """
 
     prompt: Sequence[int]
     params: SamplingParams
@@ -81,12 +86,27 @@ class Request:
     _seen: Seen = field(init=False)
     _began: float = field(init=False, default=0.0)
     _cancelled: bool = field(init=False, default=False)
+    _on_cancel: Callable[[], None] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         """The prompt is committed from the start."""
+        self._check_types()
         self.tokens = list(self.prompt)
         self.adjusts = self.params.adjusts or self.min_output_len > 0
         self._seen = Seen.of(self.prompt if self.adjusts else ())
+
+    def _check_types(self) -> None:
+        self.prompt = arguments.wholes("token ids", self.prompt)
+        if not isinstance(self.params, SamplingParams):
+            raise RequestError(f"params {arguments.show(self.params)}: expected SamplingParams")
+        self.max_output_len = arguments.whole("max_output_len", self.max_output_len)
+        self.stop_ids = frozenset(arguments.wholes("stop_ids", self.stop_ids))
+        self.min_output_len = arguments.whole("min_output_len", self.min_output_len)
+        self.draft_len = arguments.optional_whole("draft_len", self.draft_len)
+        self.use_logits = None if self.use_logits is None else arguments.flag("use_logits", self.use_logits)
+        self.logprobs = arguments.optional_whole("logprobs", self.logprobs)
+        self.echo = arguments.text("echo", self.echo)
+        self.timeout = None if self.timeout is None else arguments.number("timeout", self.timeout)
 
     @property
     def output(self) -> list[int]:
@@ -97,6 +117,16 @@ class Request:
     def text(self) -> str | None:
         """The output's text so far; None where only ids are wanted."""
         return self.echo + self.stream.text if self.stream else None
+
+    @property
+    def deadline(self) -> float:
+        """When its time is over, on ``time.perf_counter``'s clock."""
+        return math.inf if self.timeout is None else self._began + self.timeout
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it has neither ended nor been told to."""
+        return self.finish_reason is None and not self._cancelled
 
     @property
     def remaining(self) -> int:
@@ -124,11 +154,19 @@ class Request:
         forbidden = self.stop_ids if length < self.min_output_len else ()
         return adjust(logits, self.params, functools.reduce(Seen.add, drafts, self._seen), forbidden)
 
-    def begin(self) -> None:
-        """The clock of ``stats`` and ``timeout`` runs from here. Raises RequestError the second time."""
+    def require_new(self) -> None:
+        """Raise RequestError where it has begun."""
         if self._began:
             raise RequestError("a request is decoded once; make another one")
+
+    def begin(self, on_cancel: Callable[[], None]) -> None:
+        """The clock of ``stats`` and ``timeout`` runs from here. ``on_cancel`` is called by ``cancel``, in its thread.
+
+        Raises RequestError the second time.
+        """
+        self.require_new()
         self._began = time.perf_counter()
+        self._on_cancel = on_cancel
 
     def commit(self, outcome: Outcome) -> list[Piece]:
         """Add a round's tokens until the text ends: the drafts that stood, and the target's token after them."""
@@ -144,6 +182,8 @@ class Request:
                 self.finish_reason = "length"
             if self.finish_reason and self.stream:
                 text += self.stream.finish()
+                if self.stream.stopped:
+                    self.finish_reason = "stop"
             logprob = outcome.logprobs[index] if outcome.logprobs else None
             pieces.append(Piece(token, text, index < len(outcome.accepted), logprob))
             if self.finish_reason:
@@ -155,6 +195,8 @@ class Request:
     def cancel(self) -> None:
         """End it as it is, before its next round. May be called from any thread, and at any time."""
         self._cancelled = True
+        if self._on_cancel:
+            self._on_cancel()
 
     def fail(self, error: SpecError) -> None:
         """End it for a fault of its own; the other requests go on."""
@@ -165,7 +207,7 @@ class Request:
         """End it where it was cancelled or its time is over; whether it has ended, for whatever reason."""
         if self._cancelled:
             self._end("cancelled")
-        if self.timeout is not None and time.perf_counter() - self._began > self.timeout:
+        if self.timeout is not None and time.perf_counter() >= self.deadline:
             self._end("timeout")
         return self.finish_reason is not None
 

@@ -14,11 +14,12 @@ import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from specrun import arguments
 from specrun.errors import BackendError, RequestError
 
 Floats = npt.NDArray[np.float32]
@@ -60,7 +61,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raise RequestError, naming the parameter, for values that mean nothing."""
+        """Raise RequestError, naming the parameter, for values of the wrong type and such that mean nothing."""
+        self._check_types()
         if not 0 <= self.temperature < float("inf"):
             raise RequestError(f"temperature {self.temperature}: expected 0 (greedy) or a positive number")
         if self.top_k < 0:
@@ -86,6 +88,19 @@ class SamplingParams:
                 raise RequestError(
                     f"logit_bias {token}: {bias}: expected a token id, and -{LARGEST_BIAS} to {LARGEST_BIAS} or -inf"
                 )
+
+    def _check_types(self) -> None:
+        found: dict[str, Any] = {name: arguments.whole(name, getattr(self, name)) for name in ("top_k", "seed")}
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            found[name] = arguments.number(name, getattr(self, name))
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError(f"logit_bias {arguments.show(self.logit_bias)}: expected token ids and numbers")
+        found["logit_bias"] = {
+            arguments.whole("logit_bias", token): arguments.number(f"logit_bias {token}", bias)
+            for token, bias in self.logit_bias.items()
+        }
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
 
     @property
     def greedy(self) -> bool:

@@ -6,16 +6,19 @@ places with the first of those, the last one with a request that has ended: so e
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from specrun.draft_length import DraftLength
-from specrun.errors import BackendError, SpecError
+from specrun.errors import RequestError, SpecError, as_spec_error
 from specrun.request import Piece, Request
 from specrun.rounds import Round
-from specrun.sampling import NOT_NUMBERS
 
 
 @dataclass(frozen=True)
@@ -27,15 +30,31 @@ class Event:
 
 
 class Scheduler:
-    """Owns which request has which row. Call it from one thread at a time; ``Request.cancel`` may come from any."""
+    """Owns which request has which row.
 
-    def __init__(self, rounds: Round, lengths: DraftLength, max_rows: int) -> None:
+    One thread at a time may use it: another one gets a RequestError while the first has requests that have not ended.
+    ``Request.cancel`` may come from any thread. ``check`` raises RequestError for a request that cannot be served.
+    """
+
+    def __init__(
+        self,
+        rounds: Round,
+        lengths: DraftLength,
+        max_rows: int,
+        check: Callable[[Request], None] = lambda _request: None,
+    ) -> None:
         self.round = rounds
         self.lengths = lengths
         self.max_rows = max_rows
+        self._check = check
+        self._one_thread = _OneThread(self._has_work)
+        self._closed = False
         self._waiting: deque[Request] = deque()
-        self._timed: list[Request] = []
-        """Those with a timeout."""
+        self._deadlines: list[tuple[float, int, Request]] = []
+        """A heap of the requests with a timeout, the next to expire first."""
+        self._added = itertools.count()
+        self._cancelled = False
+        """Whether a request was cancelled that may be waiting."""
         self._stepping = False
         """Whether a step is under way, or was broken off: rows must not move now."""
         self._rows: list[Request] = []
@@ -46,11 +65,11 @@ class Scheduler:
         return len(self._waiting) + len(self._rows)
 
     def add(self, request: Request) -> None:
-        """Let ``request`` be decoded, in its turn, by the steps to come. Raises RequestError for one that has begun."""
-        request.begin()
-        self._waiting.append(request)
-        if request.timeout is not None:
-            self._timed.append(request)
+        """Let ``request`` be decoded, in its turn, by the steps to come.
+
+        Raises RequestError for one that has begun or cannot be served.
+        """
+        self._add([request])
 
     def step(self) -> None:
         """Free rows of what has ended, admit what waits, read prompts, run one round, commit its tokens.
@@ -58,21 +77,36 @@ class Scheduler:
         What breaks while requests are worked on ends them, since what their rows hold is not known any more, and is
         raised.
         """
-        self._stepping = True
-        self._release()
-        self._admit()
-        self._read()
-        if self._ready:
-            self._decode(self._rows[: self._ready])
-        self._stepping = False
+        with self._one_thread:
+            self._require_open()
+            self._stepping = True
+            self._release()
+            self._admit()
+            self._read()
+            if self._ready:
+                self._decode(self._rows[: self._ready])
+            self._stepping = False
+
+    def close(self) -> None:
+        """Give the engines and their memory back; requests that have not ended fail. Raises RequestError as ``add``."""
+        with self._one_thread:
+            if self._closed:
+                return
+            self._closed = True
+            for request in (*self._rows, *self._waiting):
+                request.fail(RequestError("the decoder was closed before this request had ended"))
+            self._rows, self._ready = [], 0
+            self._waiting.clear()
+            self._deadlines.clear()
+            self.round.close()
 
     def run(self, requests: Sequence[Request]) -> Iterator[Event]:
         """Decode ``requests``, beside whatever else there is; yields what is committed to them, as it comes.
 
-        Whoever stops listening cancels those that have not ended.
+        Whoever stops listening cancels those that have not ended. Raises RequestError, and begins none, where one of
+        them has begun, cannot be served, or stands twice among them.
         """
-        for request in requests:
-            self.add(request)
+        self._add(requests)
         shown = dict.fromkeys(requests, 0)
         try:
             while shown:
@@ -87,9 +121,35 @@ class Scheduler:
         finally:
             for request in shown:
                 request.cancel()
-            if not self._stepping:  # Garbage collection may close a generator at any time.
-                self._waiting = deque(request for request in self._waiting if not request.expire())
-                self._release()
+            # Garbage collection may close a generator at any time and in any thread; then the next step does this.
+            with suppress(RequestError), self._one_thread:
+                if not self._stepping:
+                    self._release()
+
+    def _add(self, requests: Sequence[Request]) -> None:
+        with self._one_thread:
+            self._require_open()
+            if len(set(requests)) < len(requests):
+                raise RequestError("a request stands twice among those to be decoded; make another one")
+            for request in requests:
+                request.require_new()
+                if request.finish_reason is None:
+                    self._check(request)
+            for request in requests:
+                request.begin(self._note_cancelled)
+                self._waiting.append(request)
+                if request.timeout is not None:
+                    heapq.heappush(self._deadlines, (request.deadline, next(self._added), request))
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RequestError("the decoder is closed; open it again")
+
+    def _has_work(self) -> bool:
+        return any(request.is_active for request in (*self._rows, *self._waiting))
+
+    def _note_cancelled(self) -> None:
+        self._cancelled = True
 
     def _begun(self, requests: dict[Request, int]) -> Iterator[tuple[Request, int]]:
         """The first ones, up to one that still waits for a row, as then do all behind it: there may be thousands."""
@@ -99,7 +159,17 @@ class Scheduler:
             yield request, count
 
     def _release(self) -> None:
-        self._timed = [request for request in self._timed if not request.expire()]
+        """Let go of what has ended, was cancelled or is overdue, whether it has a row or waits for one."""
+        overdue, now = False, time.perf_counter()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            heapq.heappop(self._deadlines)
+            overdue = True
+        if len(self._deadlines) > 2 * len(self) + 16:  # Most of them have ended long before.
+            self._deadlines = [entry for entry in self._deadlines if entry[2].is_active]
+            heapq.heapify(self._deadlines)
+        if overdue or self._cancelled:
+            self._cancelled = False
+            self._waiting = deque(request for request in self._waiting if not request.expire())
         for row in reversed(range(len(self._rows))):
             if self._rows[row].expire():
                 self._free(row)
@@ -159,13 +229,16 @@ class Scheduler:
         with _Failing(requests):
             outcomes = self.round.step(requests, draft_len)
             seconds = time.perf_counter() - before if self.round.settled else None
-            evaluated = [outcome.evaluated if outcome else (0, 0) for outcome in outcomes]
+            evaluated = [(0, 0) if isinstance(outcome, SpecError) else outcome.evaluated for outcome in outcomes]
             self.lengths.observe(draft_len, seconds, requests, evaluated, backlog)
             for request, outcome in zip(requests, outcomes, strict=True):
-                if outcome:
+                if isinstance(outcome, SpecError):
+                    request.fail(outcome)
+                    continue
+                try:
                     request.commit(outcome)
-                else:
-                    request.fail(BackendError(NOT_NUMBERS))
+                except Exception as error:  # What is wrong with one request, its tokenizer say, ends no other.
+                    request.fail(as_spec_error(error))
 
 
 class _Failing:
@@ -178,6 +251,33 @@ class _Failing:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            reason = error if isinstance(error, SpecError) else BackendError(f"broken off: {error!r}")
             for request in self.requests:
-                request.fail(reason)
+                request.fail(as_spec_error(error))
+
+
+class _OneThread:
+    """Lets one thread in, again and again; others get a RequestError while it is inside or ``has_work``."""
+
+    def __init__(self, has_work: Callable[[], bool]) -> None:
+        self._has_work = has_work
+        self._lock = threading.RLock()  # Garbage collection may come here from inside.
+        self._user: threading.Thread | None = None
+        self._inside = 0
+
+    def __enter__(self) -> None:
+        thread = threading.current_thread()
+        with self._lock:
+            user = self._user
+            # A thread of the process that this one was forked from is not alive here.
+            if user not in (None, thread) and user.is_alive() and (self._inside or self._has_work()):
+                raise RequestError(
+                    f"thread {user.name!r} is decoding with this decoder, and thread {thread.name!r} must wait until "
+                    "it has ended; use a decoder from one thread at a time"
+                )
+            if user is not thread:
+                self._user, self._inside = thread, 0
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1

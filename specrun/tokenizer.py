@@ -32,11 +32,21 @@ def load_tokenizer(directory: Path, error: type[SpecError] = RequestError) -> to
         raise error(f"{directory}: no {TOKENIZER_NAME}; give a directory that has one with --tokenizer_dir")
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as problem:  # The library raises bare Exception.
+    except BaseException as problem:
+        raise_unless_fault(problem)
         raise error(f"{path}: not a readable tokenizer ({problem})") from problem
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def raise_unless_fault(problem: BaseException) -> None:
+    """Raise ``problem`` again unless it is a fault of the tokenizers library.
+
+    Those are bare Exceptions, and panics of Rust's, which are no Exceptions.
+    """
+    if not isinstance(problem, Exception) and type(problem).__name__ != "PanicException":
+        raise problem
 
 
 def describe_tokenizer(directory: Path) -> TokenizerInfo | None:

@@ -115,7 +115,7 @@ def verify_pair(
     batch of texts and FEWEST draws take their time in any case. ``report`` hears what is going on.
     Raises RequestError, BackendError where engines are on a GPU, and what opening the pair raises.
     """
-    if config.draft_len is None:
+    if config.fixed_draft_len is None:
         most = read_config(target_dir, EngineConfig, EngineDirError, "specbuild engine").build_config.max_draft_len
         config = replace(config, draft_len=min(DRAFT_LEN, most) or None)
     with SpeculativeDecoder.open(target_dir, draft_dir, config) as decoder:

@@ -14,9 +14,11 @@ VENDORS = ["torch", "transformers", "onnx", "onnxruntime", "onnxscript", "onnx_i
 
 ORDER = [
     "errors",
+    "arguments",
     "contract",
     "config",
     "engine_dir",
+    "tokenizer",
     "stats",
     "sampling",
     "penalties",
@@ -33,7 +35,6 @@ ORDER = [
     "rounds",
     "draft_length",
     "scheduler",
-    "tokenizer",
     "prompts",
     "intake",
     "decoder",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -396,3 +398,55 @@ def test_requests_have_draft_lengths_of_their_own(pair: SpeculativeDecoder) -> N
         assert request.stats.drafted >= most * (request.stats.rounds - most)
     (waiting,) = pair.generate([[3]], timeout=1e-9)
     assert (waiting.finish_reason, waiting.output) == ("timeout", [])
+
+
+def test_a_request_that_stands_twice_begins_none(pair: SpeculativeDecoder) -> None:
+    first, second = pair.request([1], max_output_len=5), pair.request([2], max_output_len=5)
+    with pytest.raises(RequestError, match="twice"):
+        decode(pair, [first, second, first])
+    assert len(pair.scheduler) == 0
+    assert all(decode(pair, [first, second])), "they can be decoded still"
+    with pytest.raises(RequestError, match="once"):
+        decode(pair, [third := pair.request([3]), second])
+    assert len(pair.scheduler) == 0
+    assert decode(pair, [third])[0]
+
+
+@pytest.mark.parametrize("how", ["cancelled", "timeout"])
+def test_who_waits_for_a_row_ends_without_one(pair: SpeculativeDecoder, how: str) -> None:
+    running = [pair.request([n], max_output_len=200) for n in range(5)]
+    waiting = [pair.request([n], timeout=0.001 if how == "timeout" and n == 2 else None) for n in range(4)]
+    for request in (*running, *waiting):
+        pair.scheduler.add(request)
+    pair.scheduler.step()
+    if how == "cancelled":
+        waiting[2].cancel()
+    else:
+        time.sleep(0.002)
+    pair.scheduler.step()
+    assert waiting[2].finish_reason == how
+    assert len(pair.scheduler) == 8
+    assert [request.finish_reason for request in (*running, *waiting[:2], waiting[3])] == [None] * 8
+
+
+def test_timeouts_of_what_has_ended_take_no_memory(pair: SpeculativeDecoder) -> None:
+    for _ in range(200):
+        decode(pair, [pair.request([1], max_output_len=1, timeout=3600)])
+    assert len(pair.scheduler._deadlines) <= 20
+
+
+def test_a_closed_decoder_gives_memory_back_and_says_so(tmp_path: Path) -> None:
+    decoder = open_five(tmp_path)
+    stream, waiting = decoder.stream([1], max_output_len=50), decoder.request([2])
+    next(stream)
+    decoder.scheduler.add(waiting)
+    rounds: Any = decoder.scheduler.round
+    held = [weakref.ref(runner.backend._session) for runner in rounds.runners]
+    decoder.close()
+    decoder.close()
+    assert [session() for session in held] == [None, None]
+    assert all(runner.backend.cache.part(0, 1) == [] for runner in rounds.runners)
+    for use in (lambda: list(stream), decoder.scheduler.step, lambda: decoder.generate([[1]])):
+        with pytest.raises(RequestError, match="closed"):
+            use()
+    assert "closed before" in str(waiting.error)

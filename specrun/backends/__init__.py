@@ -50,6 +50,9 @@ class Backend(Protocol):
         Inputs hold what they held when the shape was bound last; zeros the first time. Valid until ``resize``.
         """
 
+    def close(self) -> None:
+        """Let go of the engine and its cache."""
+
 
 class Feed(NamedTuple):
     """A forward pass's inputs in device memory: [B, S], [B], [B, K]."""

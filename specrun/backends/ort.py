@@ -70,6 +70,13 @@ class OrtBackend:
             self._passes[key] = made
         return made
 
+    def close(self) -> None:
+        """See ``Backend``."""
+        self._passes.clear()
+        self._session = None
+        self._logits = np.empty(0, np.float32)
+        self.cache.release()
+
 
 class OrtPass:
     """See ``Pass``. A session's inputs and outputs for one shape and some rows of the cache: bound once, run often."""

@@ -48,6 +48,12 @@ class HostKVCache:
             tensor[:used, :, :kept] = before[:used].copy()
             tensor[:used, :, kept:] = 0
 
+    def release(self) -> None:
+        """Give the memory back: of all rows, and of the pool."""
+        self.blocks = self.rows = self.length = 0
+        self._memory = np.empty(0, np.float32)
+        self._tensors, self._pool = [], []
+
     def part(self, first: int, rows: int) -> list[Cache]:
         """The tensors of rows ``first .. first + rows``, in the memory of the whole."""
         return [tensor[first : first + rows] for tensor in self._tensors]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from specrun.errors import SpecError
 from specrun.request import Outcome, Request
 
 
@@ -38,10 +39,11 @@ class Round(Protocol):
     def backlog(self, requests: Sequence[Request]) -> int:
         """Tokens of rows 0, 1, .. that the draft has to read before it can draft, beside those of the last round."""
 
-    def step(self, requests: Sequence[Request], draft_len: int) -> list[Outcome | None]:
+    def step(self, requests: Sequence[Request], draft_len: int) -> list[Outcome | SpecError]:
         """One round over rows 0, 1, .., whose tokens have grown by what was committed since.
 
-        draft_len: how many tokens to draft this time. None for a request whose logits were not numbers.
+        draft_len: how many tokens to draft this time. The error of a request that failed, such as one whose logits
+        are not numbers; the others go on.
         """
 
     def keep(self, request: Request, row: int) -> None:
@@ -54,4 +56,4 @@ class Round(Protocol):
         """``request`` has ended: unless it failed, keep what its ``row`` holds; then that is needed no more."""
 
     def close(self) -> None:
-        """Give the engines and their memory back."""
+        """Give the engines and their memory back; nothing else may be called then."""

@@ -17,13 +17,13 @@ import numpy as np
 
 from specrun.backends import DeviceBackend
 from specrun.devices import Device
-from specrun.errors import BackendError
+from specrun.errors import BackendError, SpecError
 from specrun.kernels import MAX_VOCAB
 from specrun.request import MAX_LOGPROBS, Outcome, Request
 from specrun.rounds.cached import CachedTexts, Rows
 from specrun.rounds.device_rows import TOKEN_VALUE, DeviceRows
 from specrun.rounds.device_runner import DeviceRunner
-from specrun.sampling import TokenLogprob
+from specrun.sampling import NOT_NUMBERS, TokenLogprob
 
 # As in kernels/round.cu.
 DISTRIBUTION = np.dtype(
@@ -117,7 +117,7 @@ class DeviceRound(CachedTexts[DeviceRunner]):
         self._wait()  # A round's time is its own.
         return done
 
-    def step(self, requests: Sequence[Request], draft_len: int) -> list[Outcome | None]:
+    def step(self, requests: Sequence[Request], draft_len: int) -> list[Outcome | SpecError]:
         """See ``Round``."""
         if draft_len and self.draft:
             texts = [request.tokens[:-2] for request in requests]
@@ -138,7 +138,8 @@ class DeviceRound(CachedTexts[DeviceRunner]):
         self._wait()
         outcomes = [self._outcome(row, request, draft_len) for row, request in enumerate(requests)]
         for row, (request, outcome) in enumerate(zip(requests, outcomes, strict=True)):
-            self._advance(row, len(request.tokens), len(outcome.accepted) if outcome else 0, draft_len)
+            accepted = 0 if isinstance(outcome, SpecError) else len(outcome.accepted)
+            self._advance(row, len(request.tokens), accepted, draft_len)
         return outcomes
 
     def close(self) -> None:
@@ -232,17 +233,17 @@ class DeviceRound(CachedTexts[DeviceRunner]):
                 for to, source in zip(self._sent, self._drafted, strict=True):
                     self.device.copy(to, source)
 
-    def _outcome(self, row: int, request: Request, draft_len: int) -> Outcome | None:
+    def _outcome(self, row: int, request: Request, draft_len: int) -> Outcome | SpecError:
         """What the kernels wrote down of a row; see ``commit`` in round.cu."""
         width = 3 + draft_len
         drafted, accepted, following, *drafts = self._mirror.reshape(-1)[row * width : (row + 1) * width].tolist()
         if following < 0:
-            return None
+            return BackendError(NOT_NUMBERS)
         logprobs = None
         if request.logprobs is not None:
             logprobs = self._logprobs_of(row * (draft_len + 1), accepted + 1, request.logprobs)
             if any(math.isnan(logprob) for logprob, _ in logprobs):
-                return None
+                return BackendError(NOT_NUMBERS)
         return Outcome(drafted, drafts[:accepted], following, logprobs)
 
     def _logprobs_of(self, first: int, count: int, top: int) -> list[TokenLogprob]:

@@ -7,11 +7,21 @@ from collections.abc import Iterable, Sequence
 
 from specrun.acceptance import accept_logits, accept_tokens
 from specrun.drafter import Drafter, Proposal
-from specrun.errors import BackendError
+from specrun.errors import BackendError, SpecError, as_spec_error
 from specrun.model_runner import ModelRunner
 from specrun.request import Outcome, Request
 from specrun.rounds.cached import CachedTexts
-from specrun.sampling import Floats, Purpose, choose, exponentials, log_probability, probabilities, race, uniform
+from specrun.sampling import (
+    NOT_NUMBERS,
+    Floats,
+    Purpose,
+    choose,
+    exponentials,
+    log_probability,
+    probabilities,
+    race,
+    uniform,
+)
 
 
 class HostRound(CachedTexts[ModelRunner]):
@@ -34,7 +44,7 @@ class HostRound(CachedTexts[ModelRunner]):
             runner.reserve(first + len(requests), longest, first)
         super().admit(requests, first)
 
-    def step(self, requests: Sequence[Request], draft_len: int) -> list[Outcome | None]:
+    def step(self, requests: Sequence[Request], draft_len: int) -> list[Outcome | SpecError]:
         """See ``Round``. What follows a prompt, a rejection or full acceptance takes the same path."""
         shape = (len(requests), draft_len)
         self.settled = shape in self._seen  # An engine's first call of a shape takes longer.
@@ -49,38 +59,44 @@ class HostRound(CachedTexts[ModelRunner]):
         wanted = [len(tokens) + 1 for tokens in drafts]
         logits = self.target.forward([request.tokens for request in requests], wanted, drafts)
         return [
-            self._accept(request, proposals[row], logits[row, : wanted[row]]) for row, request in enumerate(requests)
+            self._outcome(request, proposals[row], logits[row, : wanted[row]]) for row, request in enumerate(requests)
         ]
 
     def close(self) -> None:
         """See ``Round``."""
+        for runner in self.runners:
+            runner.backend.close()
 
-    def _accept(self, request: Request, proposal: Proposal, logits: Floats) -> Outcome | None:
+    def _outcome(self, request: Request, proposal: Proposal, logits: Floats) -> Outcome | SpecError:
+        """``_accept``, or what went wrong with this request alone."""
+        if proposal.error:
+            return proposal.error
+        try:
+            return self._accept(request, proposal, logits)
+        except Exception as error:
+            return as_spec_error(error)
+
+    def _accept(self, request: Request, proposal: Proposal, logits: Floats) -> Outcome:
         """How many of the proposed tokens stand, and the token after them.
 
-        logits [g + 1, V] are the target's. None where they are not numbers.
+        logits [g + 1, V] are the target's. Raises BackendError where they are not numbers.
         """
         params, position, drafts = request.params, len(request.tokens), proposal.tokens
         adjusted: Iterable[Floats] = logits
         if request.adjusts:
             adjusted = (request.adjust(row, drafts[:i]) for i, row in enumerate(logits))
-        if not proposal.numbers:
-            return None
-        try:
-            if not request.wants_logits(self.use_logits):
-                choices = (choose(row, params, position + i) for i, row in enumerate(adjusted))
-                accepted, following = accept_tokens(drafts, choices)
-            else:
-                target = (probabilities(row, params) for row in adjusted)
-                uniforms = (uniform(params.seed, Purpose.ACCEPT, position + i) for i in range(len(drafts)))
-                accepted, weights = accept_logits(drafts, proposal.probs, target, uniforms)
-                following = race(weights, exponentials(params.seed, Purpose.TARGET, position + accepted, len(weights)))
-        except BackendError:
-            return None
+        if not request.wants_logits(self.use_logits):
+            choices = (choose(row, params, position + i) for i, row in enumerate(adjusted))
+            accepted, following = accept_tokens(drafts, choices)
+        else:
+            target = (probabilities(row, params) for row in adjusted)
+            uniforms = (uniform(params.seed, Purpose.ACCEPT, position + i) for i in range(len(drafts)))
+            accepted, weights = accept_logits(drafts, proposal.probs, target, uniforms)
+            following = race(weights, exponentials(params.seed, Purpose.TARGET, position + accepted, len(weights)))
         logprobs = None
         if request.logprobs is not None:
             chosen = zip(logits, (*drafts[:accepted], following), strict=False)
             logprobs = [log_probability(row, token, request.logprobs) for row, token in chosen]
             if any(math.isnan(logprob) for logprob, _ in logprobs):
-                return None
+                raise BackendError(NOT_NUMBERS)
         return Outcome(len(drafts), drafts[:accepted], following, logprobs)
