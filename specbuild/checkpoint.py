@@ -8,7 +8,7 @@ from typing import Any, Literal
 from specrun.engine_dir import (
     CONFIG_NAME,
     FORMAT_VERSION,
-    FileInfo,
+    Files,
     GraphInfo,
     Provenance,
     Strict,
@@ -36,24 +36,24 @@ class CheckpointConfig(Strict):
     """Largest difference to the HF model seen by --verify; None when it was not run."""
     pretrained_config: dict[str, Any]
     provenance: Provenance
-    files: dict[str, FileInfo]
+    files: Files
 
 
 def open_checkpoint(directory: Path) -> CheckpointConfig:
     """Read and check ``directory``. Raises CheckpointError."""
     config = read_config(directory, CheckpointConfig, CheckpointError, "specbuild convert")
     for name in (GRAPH_NAME, WEIGHTS_NAME):
-        path = directory / name
         if name not in config.files:
             raise CheckpointError(f"{directory / CONFIG_NAME}: does not list {name}; convert the model again")
+    for name, info in config.files.items():
+        path = directory / name
         if not path.is_file():
             raise CheckpointError(f"{path}: missing; convert the model again")
-        if path.stat().st_size != config.files[name].bytes:
+        if (size := path.stat().st_size) != info.bytes:
             raise CheckpointError(
-                f"{path}: {path.stat().st_size} bytes, expected {config.files[name].bytes}; it is truncated: "
-                "convert the model again"
+                f"{path}: {size} bytes, expected {info.bytes}; it is truncated or altered: convert the model again"
             )
-    # The graph is small and is parsed; weights of the right size are not read twice.
-    if describe_file(directory / GRAPH_NAME).sha256 != config.files[GRAPH_NAME].sha256:
-        raise CheckpointError(f"{directory / GRAPH_NAME}: wrong sha256 checksum, the file was altered; convert again")
+        # The other files are small; weights of the right size are not read twice.
+        if name != WEIGHTS_NAME and describe_file(path).sha256 != info.sha256:
+            raise CheckpointError(f"{path}: wrong sha256 checksum, the file was altered; convert again")
     return config

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from specbuild.checkpoint import CheckpointConfig
+from specrun.arguments import show
 from specrun.engine_dir import BuildConfig, Profile, SpeculativeMode, Strict
 from specrun.errors import BuildConfigError
 
@@ -31,6 +32,13 @@ class EngineOptions(Strict):
     speculative_decoding_mode: SpeculativeMode | None = None
     max_draft_len: int | None = Field(None, ge=0)
     gather_generation_logits: bool = False
+
+    @field_validator("checkpoint_dir", "output_dir")
+    @classmethod
+    def _path(cls, path: Path) -> Path:
+        if "\0" in str(path):
+            raise ValueError("a path has no NUL character")
+        return path.expanduser()  # A shell has done so; nobody has in a file.
 
 
 def engine_options(flags: dict[str, Any], file: Path | None) -> list[EngineOptions]:
@@ -54,10 +62,10 @@ def engine_options(flags: dict[str, Any], file: Path | None) -> list[EngineOptio
 
 def _read(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     try:
-        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+        data = yaml.load(file.read_text(encoding="utf-8"), _PlainLoader)
     except FileNotFoundError as error:
         raise BuildConfigError(f"{file}: no such file; --config wants a YAML file like configs/demo.yaml") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # Numbers of 5,000 digits, 20,000 brackets.
         raise BuildConfigError(f"{file}: not readable YAML: {error}") from error
     if not isinstance(data, dict):
         raise BuildConfigError(f"{file}: expected settings (key: value), found {type(data).__name__}")
@@ -70,6 +78,31 @@ def _read(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return data, entries
 
 
+class _PlainLoader(yaml.SafeLoader):
+    """YAML of plain settings: no aliases, which can expand without end; no dates; every key once."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - as in the base class.
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Refuse aliases."""
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.MarkedYAMLError(problem="aliases (*name) are not taken; write it out", problem_mark=mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        """Refuse a key that is given twice."""
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for number, (key, _) in enumerate(node.value):
+            if keys[number] in keys[:number]:
+                problem = f"{keys[number]!r} is given twice; leave out one of them"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def _known(key: str, file: Path, top: bool) -> None:
     valid = [*EngineOptions.model_fields, *(["engines"] if top else [])]
     if key not in valid:
@@ -78,6 +111,7 @@ def _known(key: str, file: Path, top: bool) -> None:
 
 
 def _validate(settings: dict[str, Any], where: str) -> EngineOptions:
+    settings = {key: value for key, value in settings.items() if value is not None}  # ``key: ~`` is the default.
     for key in ("checkpoint_dir", "output_dir"):
         if key not in settings:
             raise BuildConfigError(f"{where}: {key} is missing; give --{key} or a --config file that names it")
@@ -85,7 +119,7 @@ def _validate(settings: dict[str, Any], where: str) -> EngineOptions:
         options = EngineOptions.model_validate(settings)
     except ValidationError as error:
         first = error.errors()[0]
-        found = f", found {first['input']!r}"
+        found = f", found {show(first['input'])}"
         raise BuildConfigError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}{found}") from error
     _check_mode(options, where)
     return options
@@ -125,6 +159,11 @@ def plan_build(options: EngineOptions, checkpoint: CheckpointConfig) -> tuple[Bu
         raise BuildConfigError(f"--max_input_len {input_len} leaves no room for output in --max_seq_len {seq_len}")
     if options.max_input_len is None and input_len < DEFAULT_INPUT_LEN:
         notes.append(f"max_input_len {input_len}: leaves room for output in max_seq_len")
+    if draft_len > seq_len - 2:
+        raise BuildConfigError(
+            f"--max_draft_len {draft_len}: a text of max_seq_len {seq_len} has at most {seq_len - 2} tokens to draft, "
+            "between one of the prompt and the target's own last one; usual lengths are 1 to 16"
+        )
     build = BuildConfig(
         max_batch_size=options.max_batch_size,
         max_input_len=input_len,

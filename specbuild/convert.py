@@ -23,7 +23,7 @@ from specbuild.memory import mapped_weights, not_resident
 from specbuild.progress import Stages, human_bytes, peak_memory
 from specrun.engine_dir import CONFIG_NAME, GraphInfo, Provenance, describe_file
 from specrun.errors import BuildConfigError, UnsupportedModelError
-from specrun.tokenizer import describe_tokenizer
+from specrun.tokenizer import TOKENIZER_FILES, describe_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -110,8 +110,12 @@ def _write(
         max_logit_difference=difference,
         pretrained_config=_plain(pretrained),
         provenance=provenance("specbuild convert", options.model, notes, "torch", "transformers", "onnx", "onnxscript"),
-        files={name: describe_file(work / name) for name in (GRAPH_NAME, WEIGHTS_NAME)},
+        files={name: describe_file(work / name) for name in (GRAPH_NAME, WEIGHTS_NAME, *_tokenizer_files(work))},
     )
+
+
+def _tokenizer_files(directory: Path) -> list[str]:
+    return [name for name in TOKENIZER_FILES if (directory / name).is_file()]
 
 
 def release(model: PreTrainedModel) -> None:

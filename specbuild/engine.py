@@ -15,8 +15,8 @@ from specbuild.files import new_directory, require_free
 from specbuild.progress import Advance, Stages, human_bytes
 from specbuild.workers import run_side_by_side
 from specrun.engine_dir import CONFIG_NAME, BuildConfig, EngineConfig, describe_file
-from specrun.errors import BuildConfigError
-from specrun.tokenizer import TOKENIZER_FILES
+from specrun.errors import BuildConfigError, CheckpointError
+from specrun.tokenizer import TOKENIZER_FILES, require_own_tokenizer
 
 
 def build_engines(engines: list[EngineOptions], workers: int, force: bool, stages: Stages) -> None:
@@ -66,9 +66,10 @@ def _compile(
 ) -> EngineConfig:
     _, compiler, _ = choose(options.backend, options.device)
     compiled = compiler(options.checkpoint_dir, checkpoint.graph, build, work, advance)
-    for file in TOKENIZER_FILES:
-        if (options.checkpoint_dir / file).is_file():
-            shutil.copyfile(options.checkpoint_dir / file, work / file)
+    copied = [file for file in TOKENIZER_FILES if (options.checkpoint_dir / file).is_file()]
+    for file in copied:
+        shutil.copyfile(options.checkpoint_dir / file, work / file)
+    require_own_tokenizer(options.checkpoint_dir, checkpoint.tokenizer, CheckpointError)
     return EngineConfig(
         backend=compiled.backend,
         build_config=build,
@@ -78,5 +79,5 @@ def _compile(
         eos_token_ids=checkpoint.eos_token_ids,
         pretrained_config=checkpoint.pretrained_config,
         provenance=provenance("specbuild engine", str(options.checkpoint_dir), compiled.notes),
-        files={file: describe_file(work / file) for file in compiled.files},
+        files={file: describe_file(work / file) for file in (*compiled.files, *copied)},
     )

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from specbuild.progress import human_bytes
 from specrun.engine_dir import CONFIG_NAME
 from specrun.errors import OutputExistsError
 
+_SCRATCH_END = ".tmp"
 _FULL = 1 << 20
 """A disk with less room than this is called full when writing to it fails."""
 
@@ -41,17 +45,35 @@ def _ours(directory: Path) -> bool:
     return isinstance(data, dict) and data.get("kind") in ("engine", "checkpoint")
 
 
+def require_space(needs: dict[Path, int]) -> None:
+    """Raise OSError unless there is room for so many bytes in each of the directories, which need not exist yet."""
+    disks: dict[int, tuple[Path, int]] = {}
+    for directory, size in needs.items():
+        there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+        disk = there.stat().st_dev
+        disks[disk] = (there, size + disks.get(disk, (there, 0))[1])
+    for there, size in disks.values():
+        if (free := shutil.disk_usage(there).free) < size:
+            reason = f"about {human_bytes(size)} are needed and {human_bytes(free)} are free: "
+            raise OSError(errno.ENOSPC, reason + os.strerror(errno.ENOSPC), str(there))
+
+
 @contextmanager
 def new_directory(output: Path, force: bool) -> Iterator[Path]:
-    """A temporary sibling of ``output`` that takes its name when the block succeeds and vanishes when it fails."""
+    """A temporary sibling of ``output`` that takes its name when the block succeeds and vanishes when it fails.
+
+    What killed builds of ``output`` have left is removed first.
+    """
     require_free(output, force)
     output = output.absolute()
     output.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(output)
     # The name is known before the directory is there, so that Ctrl-C finds it to remove at any moment.
-    scratch = output.parent / f".{output.name}.{secrets.token_hex(4)}.tmp"
-    work, old = scratch / "new", scratch / "old"
+    scratch = output.parent / f"{_scratch_prefix(output)}{secrets.token_hex(4)}{_SCRATCH_END}"
+    work, old, lock = scratch / "new", scratch / "old", None
     try:
         scratch.mkdir(mode=0o700)
+        lock = _lock(scratch)
         work.mkdir()
         yield work
         try:
@@ -71,3 +93,38 @@ def new_directory(output: Path, force: bool) -> Iterator[Path]:
         raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _scratch_prefix(output: Path) -> str:
+    """Of the names of ``output``'s temporary siblings: short enough for file systems that take 255 bytes."""
+    return f".{os.fsdecode(os.fsencode(output.name)[:200])}."
+
+
+def _sweep(output: Path) -> None:
+    """Remove the temporary siblings of ``output`` that no process works in: builds that were killed left them."""
+    name = re.compile(re.escape(_scratch_prefix(output)) + "[0-9a-f]{8}" + re.escape(_SCRATCH_END))
+    for scratch in output.parent.iterdir():
+        if not name.fullmatch(scratch.name) or scratch.is_symlink():
+            continue
+        if (lock := _lock(scratch)) is None:
+            continue
+        if (scratch / "old").exists() and not output.exists():  # Killed between two renames.
+            (scratch / "old").rename(output)
+        shutil.rmtree(scratch, ignore_errors=True)
+        os.close(lock)
+
+
+def _lock(directory: Path) -> int | None:
+    """A descriptor that shows other processes, until it is closed or this one dies, that somebody works in there.
+
+    None where somebody does already, or where the file system has no locks.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor

@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.synchronize import Event
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from specbuild.progress import Advance
 from specrun.errors import BuildError
@@ -39,8 +39,11 @@ def run_side_by_side(
             raise BuildError(
                 f"--workers {workers}: a worker process was killed, perhaps for lack of memory; give fewer workers"
             ) from error
-        except BaseException:
+        except BaseException as error:
             stop.set()
+            if isinstance(error, KeyboardInterrupt):
+                for worker in multiprocessing.active_children():  # SIGTERM may have reached this process alone.
+                    worker.terminate()
             pool.shutdown(cancel_futures=True)
             raise
         return [future.result() for future in futures]
@@ -61,18 +64,32 @@ _stop: Event | None = None
 
 
 def _start_worker(stop: Event) -> None:
-    """A worker ignores Ctrl-C, which reaches the whole process group, except while it works."""
+    """A worker ignores Ctrl-C and SIGTERM, which may reach the whole process group, except while it works."""
     global _stop
     _stop = stop
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _take_signals(_ignore)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _in_worker(function: Callable[[Item], Result], item: Item) -> Result:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _take_signals(_interrupt)
     try:
         if _stop and _stop.is_set():
             raise KeyboardInterrupt
         return function(item)
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _take_signals(_ignore)
+
+
+def _ignore(*_: object) -> None:
+    """Do nothing. With SIG_IGN in its place Python complains of signals that are on their way."""
+
+
+def _interrupt(*_: object) -> None:
+    _take_signals(_ignore)  # A second signal must not break off what the first one makes tidy.
+    raise KeyboardInterrupt
+
+
+def _take_signals(handler: Any) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)

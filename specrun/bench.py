@@ -125,7 +125,13 @@ def measure(
     with SpeculativeDecoder.open(target_dir, config=DraftTargetConfig(reuse_blocks=False)) as alone:
         for number, prompt in enumerate(prompts, 1):
             # Only for its checks: a benchmark's own requests have no stop ids.
-            alone.request(prompt, max_output_len=settings.output_len, name=f"prompt {number}")
+            alone.request(prompt, max_output_len=1, name=f"prompt {number}")
+            if (room := alone.target.build_config.max_seq_len - len(prompt)) < settings.output_len:
+                raise RequestError(
+                    f"prompt {number}: {len(prompt)} tokens + {settings.output_len} of output, the engine's "
+                    f"max_seq_len is {len(prompt) + room}; give --output_len {room} or less, or build with a larger "
+                    "--max_seq_len"
+                )
         # Longest first: one that the target was not built for is an error before anything is measured.
         for draft_len in sorted(settings.draft_lens, key=lambda length: length or 0, reverse=True):
             config = DraftTargetConfig(draft_len=draft_len, use_logits=settings.use_logits, reuse_blocks=False)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from rich.console import Group
 from rich.table import Table
 
 
@@ -66,33 +67,38 @@ class Result:
     """None on a GPU, where a round's parts are not timed, and where first rounds were all there was."""
 
 
-def table(results: Sequence[Result]) -> Table:
-    """The results for people, two lines each, about 110 columns wide; draft, verify and host are a round's."""
-    caption = "Medians of the repetitions; speed-ups from the lowest to the highest."
-    shown = Table(caption=caption, caption_justify="left", box=None, pad_edge=False)
-    for name in (
-        *("batch", "draft\nlen", "tokens/s\n", "speed-up\n", "pre-\ndicted", "accepted %:\nby position"),
-        *("tokens\na round", "first\ntoken ms", "draft\nms", "verify\nms", "host\nms", "same\nids"),
-    ):
-        shown.add_column(name, justify="right", overflow="fold")
+def table(results: Sequence[Result]) -> Group:
+    """The results for people: two tables of at most 80 columns; draft, verify and host are a round's."""
+    first = ("tokens/s\n", "speed-up\n", "predicted", "tokens\na round", "first\ntoken ms", "same\nids")
+    speeds = _table("batch", "draft\nlen", *first)
+    rounds = _table("batch", "draft\nlen", "accepted %:\nby position", "draft\nms", "verify\nms", "host\nms")
     for r in results:
         rate, split = r.acceptance_rate, r.split
-        parts = (
-            [f"{part.median:.2f}" for part in (split.draft_ms, split.verify_ms, split.host_ms)] if split else ["-"] * 3
-        )
-        shown.add_row(
-            str(r.batch_size),
-            shown_draft_len(r.draft_len) + (f"\n~ {r.drafted_per_round:.1f}" if r.draft_len is None else ""),
+        own = (str(r.batch_size), shown_draft_len(r.draft_len))
+        speeds.add_row(
+            own[0],
+            own[1] + (f"\n~ {r.drafted_per_round:.1f}" if r.draft_len is None else ""),
             f"{r.tokens_per_second.median:.1f}\nalone {r.tokens_per_second_alone.median:.1f}",
             f"{r.speedup.median:.2f}\n{r.speedup.lowest:.2f}..{r.speedup.highest:.2f}",
             f"{split.predicted_speedup.median:.2f}" if split else "-",
-            "-" if rate is None else f"{rate:.0%}\n" + " ".join(f"{100 * p:.0f}" for p in r.acceptance_by_position),
             f"{r.tokens_per_round:.2f}",
             f"{r.first_token_ms.median:.1f}\nalone {r.first_token_ms_alone.median:.1f}",
-            *parts,
             {True: "yes", False: "no", None: "-"}[r.identical_ids],
         )
-    return shown
+        parts = (split.draft_ms, split.verify_ms, split.host_ms) if split else ()
+        rounds.add_row(
+            *own,
+            "-" if rate is None else f"{rate:.0%}\n" + " ".join(f"{100 * p:.0f}" for p in r.acceptance_by_position),
+            *([f"{part.median:.2f}" for part in parts] or ["-"] * 3),
+        )
+    return Group(speeds, "", rounds, "", "Medians of the repetitions; speed-ups from the lowest to the highest.")
+
+
+def _table(*columns: str) -> Table:
+    made = Table(box=None, pad_edge=False)
+    for name in columns:
+        made.add_column(name, justify="right", overflow="fold")
+    return made
 
 
 def shown_draft_len(draft_len: int | None) -> str:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import errno
+import os
+import signal
 import sys
+import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,23 +27,103 @@ CONTEXT = {
 FolderPath = click.Path(path_type=Path)
 
 
+_PACKAGES = {
+    **dict.fromkeys(("torch", "transformers", "huggingface_hub", "onnx", "onnxscript", "onnx_ir"), "build"),
+    "onnxruntime": "cpu",
+    "tensorrt": "gpu",
+    "tensorrt_rtx": "rtx",
+    "cuda": "cuda",
+}
+"""What the project can do without until a command needs it, and the extra of pyproject.toml that brings it."""
+
+
 class OneLineErrors(click.Group):
-    """A command group that shows errors in one line; exit 1 for the user's or files', 2 for usage, 130 for Ctrl-C."""
+    """A command group that shows errors in one line.
+
+    Exit 1 for the user's or files', 2 for usage, 130 for Ctrl-C, 143 for SIGTERM.
+    """
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the command; standard streams that were closed by the caller are replaced first."""
+        if _stand_in_for_closed_streams():
+            name = Path(sys.argv[0]).name
+            print(f"{name}: error: standard output is closed; send it to a file or to /dev/null", file=sys.stderr)
+            sys.exit(1)
+        return super().main(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; turn what it raises into one line and an exit status."""
-        try:
-            return super().invoke(ctx)
-        except SpecError as error:
-            _fail(ctx, str(error))
-        except OSError as error:
-            if error.errno == errno.EPIPE:
-                raise
-            full = "; free some space and run it again" if error.errno == errno.ENOSPC else ""
-            where = f"{error.filename}: " if error.filename else ""
-            _fail(ctx, f"{where}{error.strerror or error}{full}")
-        except KeyboardInterrupt:
-            _fail(ctx, "interrupted; nothing half-written was left behind", status=130)
+        with _terminable() as terminated:
+            try:
+                result = super().invoke(ctx)
+            except SpecError as error:
+                _fail(ctx, str(error))
+            except OSError as error:
+                if error.errno == errno.EPIPE:
+                    raise
+                full = "; free some space and run it again" if error.errno == errno.ENOSPC else ""
+                where = f"{error.filename}: " if error.filename else ""
+                _fail(ctx, f"{where}{error.strerror or error}{full}")
+            except ImportError as error:
+                package = (error.name or "").split(".")[0]
+                if package not in _PACKAGES:
+                    raise
+                extra = f"pip install '.[{_PACKAGES[package]}]'"
+                _fail(ctx, f"{ctx.invoked_subcommand} needs {package}, which is not installed: {extra}")
+            except KeyboardInterrupt:
+                if not terminated.is_set():
+                    _fail(ctx, "interrupted; nothing half-written was left behind", status=130)
+            if terminated.is_set():
+                _fail(ctx, "terminated; nothing half-written was left behind", status=128 + signal.SIGTERM)
+            return result
+
+
+@contextmanager
+def _terminable() -> Iterator[threading.Event]:
+    """While the block runs, SIGTERM, which service managers and containers send, does what Ctrl-C does.
+
+    Yields an event that is set then.
+    """
+    terminated = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield terminated
+        return
+
+    def terminate(*_: object) -> None:
+        # A second one must not break off what this one makes tidy. (Of SIG_IGN Python complains when one is under way.)
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        terminated.set()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield terminated
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _stand_in_for_closed_streams() -> bool:
+    """Open what the caller has closed on the null device; whether that was standard output.
+
+    Otherwise the next file that is opened would take its number, and receive what libraries print.
+    """
+    missing = [number for number in (0, 1, 2) if not _is_open(number)]
+    for number in missing:  # From 0: the lowest free number is taken.
+        os.open(os.devnull, os.O_RDWR)
+        if number == 0:
+            sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+        else:
+            stream = open(number, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+            setattr(sys, "stdout" if number == 1 else "stderr", stream)
+    return 1 in missing
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
 
 
 def _fail(ctx: click.Context, message: str, status: int = 1) -> NoReturn:

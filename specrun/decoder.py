@@ -12,14 +12,14 @@ from specrun.arguments import path, show
 from specrun.config import DraftTargetConfig
 from specrun.draft_length import DraftLength
 from specrun.engine_dir import EngineConfig, open_engine
-from specrun.errors import BackendError, PairError, RequestError
+from specrun.errors import BackendError, EngineDirError, PairError, RequestError
 from specrun.intake import Intake, Prompt, as_prompts
 from specrun.request import Piece, Request
 from specrun.rounds import Round
 from specrun.rounds.opening import Engine, open_round
 from specrun.sampling import SamplingParams
 from specrun.scheduler import Event, Scheduler
-from specrun.tokenizer import require_same_tokenizer
+from specrun.tokenizer import require_own_tokenizer, require_same_tokenizer
 
 
 class SpeculativeDecoder:
@@ -152,6 +152,7 @@ def _require_one(requests: list[Request]) -> list[Request]:
 def _open(role: str, directory: Path, devices: tuple[int, ...]) -> Engine:
     """Check an engine directory and the device it is to run on."""
     config = open_engine(directory)
+    require_own_tokenizer(directory, config.tokenizer, EngineDirError)
     if len(devices) > 1:
         raise BackendError(f"{role}_model_device_list {list(devices)}: a model runs on one device; give one, like [0]")
     if config.backend.device == "cpu" and devices != (0,):

@@ -11,9 +11,9 @@ import json
 import os
 import platform
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from specrun.errors import EngineDirError, SpecError
 
@@ -23,6 +23,12 @@ _KINDS = {"engine": "an engine directory", "checkpoint": "a checkpoint directory
 
 SpeculativeMode = Literal["none", "draft_tokens_external"]
 BackendName = Literal["onnxruntime", "tensorrt", "tensorrt_rtx"]
+ENGINE_FILES: dict[BackendName, str] = {
+    "onnxruntime": "model.onnx",
+    "tensorrt": "rank0.engine",
+    "tensorrt_rtx": "rank0.engine",
+}
+"""The file that each backend loads."""
 Range = tuple[int, int, int]
 """Smallest, usual and largest value of a dimension in a profile."""
 
@@ -40,19 +46,34 @@ class FileInfo(Strict):
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
 
 
+Size = Annotated[int, Field(ge=1, le=1 << 31)]
+"""A number of things in a model or engine; no real one comes near the limit, and arithmetic stays within 64 bits."""
+
+
+def _plain_names(files: dict[str, FileInfo]) -> dict[str, FileInfo]:
+    for name in files:
+        if name in ("", ".", "..") or os.path.basename(name) != name or "\\" in name:
+            raise ValueError(f"{name!r} is not a plain file name")
+    return files
+
+
+Files = Annotated[dict[str, FileInfo], AfterValidator(_plain_names)]
+"""What a directory holds beside its config, by name."""
+
+
 class CacheTensor(Strict):
     """One cache tensor of one layer, [B, heads, S_max, width]."""
 
-    heads: int = Field(gt=0)
-    width: int = Field(gt=0)
+    heads: int = Field(ge=1, le=1 << 16)
+    width: int = Field(ge=1, le=1 << 16)
 
 
 class GraphInfo(Strict):
     """What a graph computes with. ``caches`` is [key_0, value_0, key_1, ...]."""
 
-    vocab_size: int = Field(gt=0)
+    vocab_size: Size
     dtype: Literal["float32", "float16", "bfloat16"]
-    caches: list[CacheTensor]
+    caches: list[CacheTensor] = Field(max_length=1 << 16)
 
     @property
     def layers(self) -> int:
@@ -95,13 +116,13 @@ class Profile(Strict):
 class BuildConfig(Strict):
     """What the engine was built for."""
 
-    max_batch_size: int = Field(ge=1)
-    max_input_len: int = Field(ge=1)
-    max_seq_len: int = Field(ge=1)
-    max_draft_len: int = Field(ge=0)
+    max_batch_size: Size
+    max_input_len: Size
+    max_seq_len: Size
+    max_draft_len: int = Field(ge=0, le=1 << 31)
     speculative_decoding_mode: SpeculativeMode
     gather_generation_logits: bool
-    cache_length: int
+    cache_length: Size
     profiles: list[Profile]
 
 
@@ -139,14 +160,14 @@ class EngineConfig(Strict):
     eos_token_ids: list[int]
     pretrained_config: dict[str, Any]
     provenance: Provenance
-    files: dict[str, FileInfo] = Field(min_length=1)
+    files: Files = Field(min_length=1)
 
     @field_validator("files")
     @classmethod
-    def _plain_names(cls, files: dict[str, FileInfo]) -> dict[str, FileInfo]:
-        for name in files:
-            if name in ("", ".", "..") or os.path.basename(name) != name or "\\" in name:
-                raise ValueError(f"{name!r} is not a plain file name")
+    def _lists_the_engine(cls, files: dict[str, FileInfo], info: ValidationInfo) -> dict[str, FileInfo]:
+        backend = info.data.get("backend")
+        if backend and ENGINE_FILES[backend.name] not in files:
+            raise ValueError(f"does not list {ENGINE_FILES[backend.name]}, the engine itself")
         return files
 
 

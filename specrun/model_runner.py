@@ -76,16 +76,27 @@ class ModelRunner:
 
         Attention costs what the rows' length is, so that follows the texts: by steps, so that passes stay bound.
         """
-        cache, length = self.backend.cache, -(-length // _STEP) * _STEP
-        if used:
-            if rows > cache.rows:  # More will come, and to make room moves all that there is.
-                rows = max(rows, min(2 * cache.rows, self.backend.config.build_config.max_batch_size))
-            rows, length = max(rows, cache.rows), max(length, cache.length)
+        cache, (rows, length) = self.backend.cache, self._size(rows, length, used)
         held = self.rows.lengths[:used]
         if (rows, length) != (cache.rows, cache.length):
             self.rows.lengths = [0] * rows  # Where it is broken off nothing is held, and texts are read again.
             self.backend.resize(rows, length, used)
         self.rows.lengths = held + [0] * (rows - used)
+
+    def missing_bytes(self, rows: int, length: int, used: int) -> int:
+        """What ``reserve`` would allocate."""
+        rows, length = self._size(rows, length, used)
+        size = self.backend.config.graph.cache_bytes(rows, length)
+        return size if size > self.backend.cache.nbytes else 0
+
+    def _size(self, rows: int, length: int, used: int) -> tuple[int, int]:
+        """Rows and positions of a cache for ``reserve``."""
+        cache, length = self.backend.cache, -(-length // _STEP) * _STEP
+        if not used:
+            return rows, length
+        if rows > cache.rows:  # More will come, and to make room moves all that there is.
+            rows = max(rows, min(2 * cache.rows, self.backend.config.build_config.max_batch_size))
+        return max(rows, cache.rows), max(length, cache.length)
 
     def read(self, texts: Sequence[Sequence[int]], first: int, most: int) -> None:
         """Feed up to ``most`` more tokens of the texts in rows ``first ..``, where their rows lack any.

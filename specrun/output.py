@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,6 +47,18 @@ def show_piece(piece: Piece, color: bool) -> None:
     text = click.style(piece.text, fg="green") if color and piece.from_draft else piece.text
     # Colour that was asked for stays, even where click would strip it.
     click.echo(text, nl=False, color=color or None)
+
+
+class JsonPrinter:
+    """Prints a line of JSON for every request, in the prompts' order, as soon as it and those before it have ended."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._left = deque(requests)
+
+    def show(self, event: Event) -> None:
+        """Print what is due after a round."""
+        while self._left and self._left[0].finish_reason:
+            click.echo(as_json(self._left.popleft()))
 
 
 class TextPrinter:

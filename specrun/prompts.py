@@ -22,6 +22,8 @@ def read_prompts(texts: Sequence[str], file: Path | None) -> list[str]:
                 raise RequestError(f"--input_text {number}: {text!r} is not UTF-8; write the text as UTF-8")
         return list(texts)
     if file is None:
+        if sys.stdin.isatty():
+            print("prompts, one a line; Ctrl-D ends them:", file=sys.stderr)
         return _lines(sys.stdin.buffer.read(), "standard input")
     try:
         data = file.read_bytes()

@@ -197,8 +197,16 @@ class Scheduler:
             if self.round.gains(self._waiting[0], self._rows[self._ready :] + joining):
                 break
             request = self._waiting.popleft()
-            if not request.expire():
-                joining.append(request)
+            if request.expire():
+                continue
+            together = [*self._rows, *joining, request]
+            if shortage := self.round.memory_shortage(together, len(self._rows)):
+                if len(together) > 1:  # There will be room when others have ended.
+                    self._waiting.appendleft(request)
+                    break
+                request.fail(shortage)
+                continue
+            joining.append(request)
         if joining:
             with _Failing(joining):
                 self.round.admit(joining, len(self._rows))

@@ -10,7 +10,7 @@ from typing import Any
 
 import tokenizers
 
-from specrun.engine_dir import TokenizerInfo
+from specrun.engine_dir import CONFIG_NAME, TokenizerInfo, describe_file
 from specrun.errors import PairError, RequestError, SpecError
 
 TOKENIZER_NAME = "tokenizer.json"
@@ -49,14 +49,35 @@ def raise_unless_fault(problem: BaseException) -> None:
         raise problem
 
 
-def describe_tokenizer(directory: Path) -> TokenizerInfo | None:
-    """Fingerprint of what turns text into ids; None where the directory holds no tokenizer."""
-    if not (directory / TOKENIZER_NAME).is_file():
+def describe_tokenizer(directory: Path, error: type[SpecError] = RequestError) -> TokenizerInfo | None:
+    """Fingerprint of what turns text into ids; None where the directory holds no tokenizer. Raises ``error``."""
+    path = directory / TOKENIZER_NAME
+    if not path.is_file():
         return None
-    tokenizer = load_tokenizer(directory)
-    canonical = json.dumps([_by_id(tokenizer), _rules(tokenizer)], sort_keys=True, ensure_ascii=True)
-    digest = hashlib.sha256(canonical.encode()).hexdigest()
-    return TokenizerInfo(fingerprint=digest, vocab_size=tokenizer.get_vocab_size(with_added_tokens=True))
+    # Both models of a pair have the same file, mostly, and a large vocabulary takes a second.
+    content = describe_file(path).sha256
+    if content not in _described:
+        tokenizer = load_tokenizer(directory, error)
+        canonical = json.dumps([_by_id(tokenizer), _rules(tokenizer)], sort_keys=True, ensure_ascii=True)
+        digest = hashlib.sha256(canonical.encode()).hexdigest()
+        size = tokenizer.get_vocab_size(with_added_tokens=True)
+        _described[content] = TokenizerInfo(fingerprint=digest, vocab_size=size)
+    return _described[content]
+
+
+_described: dict[str, TokenizerInfo] = {}
+"""By the file's checksum."""
+
+
+def require_own_tokenizer(directory: Path, recorded: TokenizerInfo | None, error: type[SpecError]) -> None:
+    """Raise ``error`` where the tokenizer in ``directory`` is not the ``recorded`` one: it would give other texts."""
+    found = describe_tokenizer(directory, error) if recorded else None
+    if recorded and found and found != recorded:
+        raise error(
+            f"{directory / TOKENIZER_NAME}: {found.vocab_size} tokens, fingerprint {found.fingerprint[:12]}; "
+            f"{CONFIG_NAME} was written for one of {recorded.vocab_size} tokens, fingerprint "
+            f"{recorded.fingerprint[:12]}: make the directory again"
+        )
 
 
 def _by_id(tokenizer: tokenizers.Tokenizer) -> dict[int, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ from specbuild.config import engine_options
 from specbuild.convert import ConvertOptions, convert
 from specbuild.engine import build_engine
 from specbuild.progress import Stages
+from specrun.engine_dir import describe_file
+from specrun.tokenizer import describe_tokenizer
 from tests.families import save_checkpoint
 
 # A suite that was started in the background ignores Ctrl-C, and so would the programs that it starts.
@@ -36,6 +39,18 @@ def make_engine(checkpoint: Path, output: Path, **flags: Any) -> Path:
     (options,) = engine_options({"checkpoint_dir": checkpoint, "output_dir": output, **flags}, None)
     build_engine(options, force=False)
     return output
+
+
+def redescribe(directory: Path) -> Path:
+    """Let ``config.json`` of an engine or checkpoint directory list the files that are there now."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    files = sorted(file.name for file in directory.iterdir() if file.name != path.name)
+    config["files"] = {name: describe_file(directory / name).model_dump() for name in files}
+    tokenizer = describe_tokenizer(directory)
+    config["tokenizer"] = tokenizer and tokenizer.model_dump()
+    path.write_text(json.dumps(config))
+    return directory
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,7 @@ ORDER = [
     "devices",
     "kv_cache",
     "device_memory",
+    "host_memory",
     "backends",
     "model_runner",
     "text",

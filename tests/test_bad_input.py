@@ -17,6 +17,8 @@ from click.testing import CliRunner, Result
 
 import specbuild.cli
 import specrun.cli
+from specrun.engine_dir import describe_file
+from tests.conftest import redescribe
 from tests.families import save_checkpoint, save_tokenizer
 
 Edit = Callable[[dict[str, Any]], object]
@@ -75,6 +77,14 @@ def copy_of(source: Path, target: Path, edit: Edit | None = None) -> Path:
 
 def truncate(path: Path, size: int) -> None:
     path.write_bytes(path.read_bytes()[:size])
+
+
+def files_of(directory: Path, *names: str) -> None:
+    """Let config.json say what these files are now, and nothing else."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    config["files"] |= {name: describe_file(directory / name).model_dump() for name in names}
+    path.write_text(json.dumps(config))
 
 
 @pytest.fixture
@@ -399,6 +409,7 @@ def test_output_that_is_a_file_or_below_one(hf: Path, tmp_path: Path) -> None:
         ({"max_batch_size": 0}, ["max_batch_size", "greater than or equal to 1", "found 0"]),
         ({"max_draft_len": -1}, ["max_draft_len", "found -1"]),
         ({"max_seq_len": 4096}, ["--max_seq_len 4096", "converted for 128 positions", "at most that"]),
+        ({"max_draft_len": 5000}, ["--max_draft_len 5000", "max_seq_len 128", "at most 126"]),
         ({"max_seq_len": 64, "max_input_len": 64}, ["--max_input_len 64", "no room for output", "--max_seq_len 64"]),
         ({"backend": "tensorrt"}, ["--backend tensorrt", "--backend tensorrt_rtx compiles plans without a GPU"]),
     ],
@@ -435,6 +446,16 @@ def test_directories_must_be_named(onnx: Path, out: Path) -> None:
         ("engines: []\n", ["'engines' must be a list of settings"]),
         ("engines: [a, b]\n", ["'engines' must be a list of settings"]),
         ("engines:\n- {checkpoint_dir: a}\n", ["engine 1: output_dir is missing"]),
+        ("max_seq_len: 4\nmax_seq_len: 5\n", ["not readable YAML", "'max_seq_len' is given twice", "line 2"]),
+        ("engines:\n- {output_dir: a, output_dir: b}\n", ["'output_dir' is given twice"]),
+        ("a: &a [x, x]\nb: &b [*a, *a]\n", ["not readable YAML", "aliases"]),
+        ("max_seq_len: &n 4\nmax_input_len: *n\n", ["aliases (*name) are not taken"]),
+        ("checkpoint_dir: a\noutput_dir: b\nmax_batch_size: 2026-11-22\n", ["max_batch_size", "found '2026-11-22'"]),
+        (f"max_batch_size: {'9' * 5000}\n", ["not readable YAML", "4300 digits"]),
+        ("engines: " + "[" * 20_000, ["not readable YAML"]),
+        ("? [a, b]\n: c\n", ["not readable YAML"]),
+        ('checkpoint_dir: a\noutput_dir: "a\\0b"\n', ["output_dir", "no NUL character"]),
+        ("checkpoint_dir: ~\noutput_dir: b\n", ["checkpoint_dir is missing"]),
         ("checkpoint_dir: a\nengines:\n- {output_dir: b}\n- {output_dir: b}\n", ["same output_dir"]),
         ("checkpoint_dir: a\noutput_dir: b\nmax_batch_size: many\n", ["engine 1: max_batch_size", "found 'many'"]),
         ("checkpoint_dir: a\noutput_dir: b\nbackend: cuda\n", ["engine 1: backend", "found 'cuda'", "tensorrt_rtx"]),
@@ -444,6 +465,24 @@ def test_settings_file(tmp_path: Path, text: str, fragments: list[str]) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text(text)
     says(error_line(build("engine", "--config", file)), file, *fragments)
+
+
+def test_null_is_the_default_and_a_tilde_is_home(onnx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    copy_of(onnx / "draft", tmp_path / "onnx")
+    file = tmp_path / "settings.yaml"
+    file.write_text("max_batch_size: 2\nengines: [{checkpoint_dir: ~/onnx, output_dir: ~/engine, max_batch_size: ~}]\n")
+    assert build("engine", "--config", file, "--backend", "onnxruntime").exit_code == 0
+    assert json.loads((tmp_path / "engine" / "config.json").read_text())["build_config"]["max_batch_size"] == 4
+
+
+@pytest.mark.parametrize("flag", ["--checkpoint_dir", "--output_dir", "--config"])
+def test_names_longer_than_the_file_system_takes(onnx: Path, out: Path, flag: str) -> None:
+    flags = {"--checkpoint_dir": onnx / "draft", "--output_dir": out / "engine", flag: out / ("n" * 300)}
+    line = error_line(build("engine", *(part for pair in flags.items() for part in pair)))
+    says(line, "n" * 300, "File name too long")
+    says(error_line(run("generate", "--engine_dir", out / ("n" * 300), "--input_text", "a")), "File name too long")
+    says(convert_error(out / ("n" * 300), out), "File name too long")
 
 
 def test_settings_file_that_cannot_be_read(tmp_path: Path) -> None:
@@ -565,14 +604,85 @@ def test_engine_for_other_hardware(engines: Path, tmp_path: Path) -> None:
     plan = copy_of(
         engines / "target", tmp_path / "b", lambda config: config["backend"].update(name="tensorrt_rtx", device="cuda")
     )
+    (plan / "model.onnx").rename(plan / "rank0.engine")
+    redescribe(plan)
     says(generate_error(plan), plan, "an engine of tensorrt_rtx for GPU 0", "no NVIDIA driver")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_tokenizer_that_was_changed_is_noticed(
+    engines: Path, onnx: Path, tmp_path: Path, out: Path, name: str
+) -> None:
+    """Also where its size stays: two entries of the vocabulary change places, say."""
+    engine = copy_of(engines / "target", tmp_path / "engine")
+    checkpoint = copy_of(onnx / "target", tmp_path / "onnx")
+    for folder in (engine, checkpoint):
+        swap_two(folder / name)
+    says(generate_error(engine), engine / name, "wrong sha256 checksum", "build the engine again")
+    says(engine_error(out, "--checkpoint_dir", checkpoint), checkpoint / name, "wrong sha256 checksum")
+
+
+def test_a_tokenizer_that_is_not_the_one_described_is_noticed(
+    engines: Path, onnx: Path, tmp_path: Path, out: Path
+) -> None:
+    """By its fingerprint, where checksums are as they should be or were never listed, as in older directories."""
+    engine = copy_of(engines / "target", tmp_path / "engine")
+    checkpoint = copy_of(onnx / "target", tmp_path / "onnx")
+    old = copy_of(engines / "target", tmp_path / "old", lambda config: config["files"].pop("tokenizer.json"))
+    for folder in (engine, checkpoint, old):
+        swap_two(folder / "tokenizer.json")
+    files_of(engine, "tokenizer.json")
+    files_of(checkpoint, "tokenizer.json")
+    for folder in (engine, old):
+        says(generate_error(folder), folder / "tokenizer.json", "fingerprint", "config.json was written for")
+    says(engine_error(out, "--checkpoint_dir", checkpoint), checkpoint / "tokenizer.json", "fingerprint")
+
+
+def swap_two(path: Path) -> None:
+    """Exchange two tokens of a vocabulary, or two letters of another file: the size stays."""
+    text = path.read_text()
+    if path.name == "tokenizer.json":
+        data = json.loads(text)
+        vocabulary = data["model"]["vocab"]
+        one, other = [token for token in vocabulary if len(token) == 2][:2]
+        vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+        path.write_text(json.dumps(data, indent=2, ensure_ascii=False))
+    else:
+        path.write_text(text[:-2] + text[-1] + text[-2] if text[-1] != text[-2] else "xy" + text[2:])
+
+
+def test_engine_directory_must_list_the_engine(engines: Path, tmp_path: Path) -> None:
+    engine = copy_of(engines / "target", tmp_path / "engine", lambda config: config["files"].pop("model.onnx"))
+    says(generate_error(engine), engine / "config.json", "files", "does not list model.onnx")
+
+
+def test_sizes_that_no_model_has(engines: Path, tmp_path: Path) -> None:
+    for number, (place, name) in enumerate((("graph", "vocab_size"), ("build_config", "max_seq_len"))):
+        edit = {place: {name: 10**18}}
+        engine = copy_of(
+            engines / "target", tmp_path / str(number), lambda c, e=edit: [c[k].update(v) for k, v in e.items()]
+        )
+        says(generate_error(engine), engine / "config.json", f"{place}.{name}")
+    edited = copy_of(engines / "target", tmp_path / "e", lambda c: c["graph"]["caches"][0].update(heads=10**18))
+    says(generate_error(edited), edited / "config.json", "graph.caches.0.heads")
+    edited = copy_of(engines / "target", tmp_path / "f", lambda c: c["graph"]["caches"][0].update(heads=60_000))
+    says(generate_error(edited), "past_key_values.0.key", "config.json says")
+
+
+def test_memory_is_planned_before_it_is_taken(onnx: Path, engines: Path, out: Path) -> None:
+    says(generate_error(engines / "target", "--max_tokens_in_kv_cache", 10**12), "not enough memory", "are free")
+    flags = ("--checkpoint_dir", onnx / "draft", "--output_dir", out / "engine", "--backend", "onnxruntime")
+    assert build("engine", *flags, "--max_batch_size", 10**9).exit_code == 0
+    assert run("generate", "--engine_dir", out / "engine", "--input_text", "a", "--max_output_len", 2).exit_code == 0
 
 
 def test_engine_without_a_tokenizer(engines: Path, tmp_path: Path) -> None:
     engine = copy_of(engines / "target", tmp_path / "engine")
     (engine / "tokenizer.json").write_text("{")
+    files_of(engine, "tokenizer.json")
     says(generate_error(engine), engine / "tokenizer.json", "not a readable tokenizer")
     (engine / "tokenizer.json").unlink()
+    redescribe(engine)
     says(generate_error(engine), f"{engine}: no tokenizer.json", "--tokenizer_dir")
     says(generate_error(engine, "--tokenizer_dir", tmp_path), f"{tmp_path}: no tokenizer.json", "--tokenizer_dir")
     flags = ("--tokenizer_dir", engines / "target", "--max_output_len", 2)
@@ -582,10 +692,13 @@ def test_engine_without_a_tokenizer(engines: Path, tmp_path: Path) -> None:
 def test_chat_templates(engines: Path, tmp_path: Path) -> None:
     engine = copy_of(engines / "target", tmp_path / "engine")
     (engine / "chat_template.jinja").write_text("{{ raise_exception('no system role') }}")
+    redescribe(engine)
     says(generate_error(engine, "--chat"), engine, "the chat template failed", "no system role", "without --chat")
     (engine / "chat_template.jinja").unlink()
+    redescribe(engine)
     says(generate_error(engine, "--chat"), engine, "has no chat template", "without --chat")
     (engine / "tokenizer_config.json").write_text("{")
+    redescribe(engine)
     says(generate_error(engine, "--chat"), engine, "tokenizer's settings cannot be read", "without --chat")
 
 
@@ -596,19 +709,17 @@ def test_chat_templates(engines: Path, tmp_path: Path) -> None:
 def strangers(engines: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Copies of the draft with another vocabulary, with other merges, without a tokenizer, and a shorter one."""
     root = tmp_path_factory.mktemp("strangers")
-    vocabulary = copy_of(engines / "draft", root / "vocabulary", forget_tokenizer)
+    vocabulary = copy_of(engines / "draft", root / "vocabulary")
     save_tokenizer(vocabulary, "completely different words make completely different merges " * 5)
-    rules = copy_of(engines / "draft", root / "rules", forget_tokenizer)
+    redescribe(vocabulary)
+    rules = copy_of(engines / "draft", root / "rules")
     tokenizer = json.loads((rules / "tokenizer.json").read_text())
     tokenizer["normalizer"] = {"type": "Lowercase"}
     (rules / "tokenizer.json").write_text(json.dumps(tokenizer))
+    redescribe(rules)
     none = copy_of(engines / "padded", root / "none", lambda config: config.update(tokenizer=None))
     short = copy_of(engines / "draft", root / "short", lambda config: config["build_config"].update(max_seq_len=64))
     return {"vocabulary": vocabulary, "rules": rules, "none": none, "short": short}
-
-
-def forget_tokenizer(config: dict[str, Any]) -> None:
-    config["tokenizer"]["fingerprint"] = "another"
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,9 @@ def test_every_batch_size_with_every_draft_length(run: Bench) -> None:
             assert result.split.draft_ms.median == 0
     console = Console(width=130, file=io.StringIO(), record=True)
     console.print(table(results))
-    assert console.export_text().count("auto") == len(batch_sizes)
+    shown = console.export_text()
+    assert shown.count("auto") == 2 * len(batch_sizes), "in both tables"
+    assert max(map(len, map(str.rstrip, shown.splitlines()))) <= 80
 
 
 def test_a_prompt_that_comes_again_in_a_batch_is_another_text(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from specrun.errors import RequestError
 from specrun.kv_cache import BLOCK
 from specrun.sampling import SamplingParams
 from specrun.tokenizer import render_chat
-from tests.conftest import make_engine
+from tests.conftest import make_engine, redescribe
 
 ENDLESS = SamplingParams(temperature=0.5, seed=1, logit_bias={0: float("-inf")})
 """Answers that end by their length only."""
@@ -153,6 +153,7 @@ def test_a_new_seed_is_shown_and_makes_the_same_answer(pair: Path) -> None:
 def test_mistakes_are_one_line(pair: Path, tmp_path: Path) -> None:
     plain = shutil.copytree(pair / "target", tmp_path / "target")
     (plain / "chat_template.jinja").unlink()
+    redescribe(plain)
     shown = CliRunner().invoke(main, ["chat", "--engine_dir", str(plain)], input="one\ntwo\n")
     assert (shown.exit_code, shown.stdout, shown.stderr.count("\n")) == (1, "", 1)
     assert "no chat template" in shown.stderr

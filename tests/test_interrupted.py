@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,12 +19,17 @@ import yaml
 from click.testing import CliRunner
 
 from specbuild.cli import main
+from specbuild.files import new_directory, require_space
 from specrun.engine_dir import open_engine
 from specrun.errors import EngineDirError
 from tests.conftest import make_engine
 
 SPECBUILD = Path(sys.executable).parent / "specbuild"
-INTERRUPTED = "specbuild: error: interrupted; nothing half-written was left behind"
+ENDED = {
+    signal.SIGINT: "specbuild: error: interrupted; nothing half-written was left behind",
+    signal.SIGTERM: "specbuild: error: terminated; nothing half-written was left behind",
+}
+SIGNALS = pytest.mark.parametrize("how", ENDED, ids=["Ctrl-C", "SIGTERM"])
 
 Moment = Callable[["Build"], bool]
 
@@ -86,10 +92,12 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def interrupted(build: Build, moment: Moment) -> None:
+def interrupted(build: Build, moment: Moment, how: int = signal.SIGINT) -> None:
     build.until(moment)
-    assert build.end(signal.SIGINT) == 130, build.stderr
-    assert build.stderr.splitlines()[-1] == INTERRUPTED
+    if how == signal.SIGTERM:
+        os.kill(build.process.pid, how)  # Not the group: service managers and containers signal one process.
+    assert build.end(how if how == signal.SIGINT else None) == 128 + how, build.stderr
+    assert build.stderr.splitlines()[-1] == ENDED[how]
     assert build.stderr.count("error") == 1
     assert "Traceback" not in build.stderr
 
@@ -101,16 +109,25 @@ def test_interrupt_convert_before_it_writes(hf: Path, out: Path, tmp_path: Path)
     assert list(out.iterdir()) == []
 
 
-@pytest.mark.parametrize("moment", [lambda out: said("check checkpoint: "), exporting], ids=["load", "export"])
-def test_interrupt_convert(hf: Path, out: Path, tmp_path: Path, moment: Callable[[Path], Moment]) -> None:
+@pytest.mark.parametrize(
+    ("moment", "how"),
+    [
+        (lambda out: said("check checkpoint: "), signal.SIGINT),
+        (exporting, signal.SIGINT),
+        (exporting, signal.SIGTERM),
+    ],
+    ids=["load", "export", "SIGTERM"],
+)
+def test_interrupt_convert(hf: Path, out: Path, tmp_path: Path, moment: Callable[[Path], Moment], how: int) -> None:
     flags = ("--model_dir", hf / "draft", "--output_dir", out / "onnx")
-    interrupted(Build(tmp_path / "log", "convert", *flags), moment(out))
+    interrupted(Build(tmp_path / "log", "convert", *flags), moment(out), how)
     assert list(out.iterdir()) == []
 
 
-def test_interrupt_engine(onnx: Path, out: Path, tmp_path: Path) -> None:
+@SIGNALS
+def test_interrupt_engine(onnx: Path, out: Path, tmp_path: Path, how: int) -> None:
     flags = ("--checkpoint_dir", onnx / "draft", "--output_dir", out / "engine", "--backend", "onnxruntime")
-    interrupted(Build(tmp_path / "log", "engine", *flags), writing(out))
+    interrupted(Build(tmp_path / "log", "engine", *flags), writing(out), how)
     assert list(out.iterdir()) == []
 
 
@@ -124,13 +141,14 @@ def test_interrupt_leaves_the_old_engine(onnx: Path, engines: Path, out: Path, t
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("tensorrt_rtx"), reason="tensorrt_rtx is not installed")
-def test_interrupt_tensorrt(onnx: Path, out: Path, tmp_path: Path) -> None:
-    """The builder is C++ and would go on; Ctrl-C stops it at its next step."""
+@SIGNALS
+def test_interrupt_tensorrt(onnx: Path, out: Path, tmp_path: Path, how: int) -> None:
+    """The builder is C++ and would go on; a signal stops it at its next step."""
     flags = ("--checkpoint_dir", onnx / "target", "--output_dir", out / "engine", "--backend", "tensorrt_rtx")
     build = Build(tmp_path / "log", "engine", *flags)
     build.until(writing(out))
     time.sleep(0.2)
-    interrupted(build, writing(out))
+    interrupted(build, writing(out), how)
     assert list(out.iterdir()) == []
 
 
@@ -153,11 +171,12 @@ def test_interrupt_workers(onnx: Path, out: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("tensorrt_rtx"), reason="tensorrt_rtx is not installed")
-def test_interrupt_workers_when_one_is_idle(onnx: Path, out: Path, tmp_path: Path) -> None:
+@SIGNALS
+def test_interrupt_workers_when_one_is_idle(onnx: Path, out: Path, tmp_path: Path, how: int) -> None:
     file = settings(onnx, out, tmp_path / "two.yaml", "tensorrt_rtx", "onnxruntime")
     build = Build(tmp_path / "log", "engine", "--config", file, "--workers", 2)
     build.until(lambda _: (out / "draft").exists())
-    interrupted(build, writing(out))
+    interrupted(build, writing(out), how)
     assert [path.name for path in out.iterdir()] == ["draft"]  # What was finished stays.
     open_engine(out / "draft")
 
@@ -182,8 +201,41 @@ def test_kill_engine(onnx: Path, out: Path, tmp_path: Path) -> None:
     with pytest.raises(EngineDirError):
         open_engine(out / "engine")
     assert not any(loads(folder) for folder in out.rglob("*"))
-    assert Build(tmp_path / "log", "engine", *flags).end() == 0  # What is left does not stand in the way.
+    assert any(out.iterdir()), "a killed build tidies nothing"
+    assert Build(tmp_path / "log", "engine", *flags).end() == 0
     open_engine(out / "engine")
+    assert [path.name for path in out.iterdir()] == ["engine"], "the next one does"
+
+
+def test_what_killed_builds_left_is_swept_and_what_others_work_in_is_not(tmp_path: Path) -> None:
+    output = tmp_path / ("n" * 250)  # With a longer suffix this name would be too long.
+    dead, strange = tmp_path / f".{'n' * 200}.0123abcd.tmp", tmp_path / ".other.0123abcd.tmp"
+    for folder in (dead / "new", strange):
+        folder.mkdir(parents=True)
+    with new_directory(output, force=False) as work:
+        (work / "first").touch()
+        assert not dead.exists() and strange.exists()
+        with new_directory(output, force=False) as again:  # The first one is alive and holds its lock.
+            (again / "second").touch()
+        assert work.exists()
+        (output / "second").unlink()
+    assert (output / "first").exists()
+
+
+def test_an_old_directory_that_was_moved_away_by_a_killed_build_comes_back(tmp_path: Path) -> None:
+    old = tmp_path / ".engine.0123abcd.tmp" / "old"
+    old.mkdir(parents=True)
+    (old / "config.json").write_text('{"kind": "engine"}')
+    with pytest.raises(ZeroDivisionError), new_directory(tmp_path / "engine", force=True):
+        raise ZeroDivisionError
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["engine", "engine/config.json"]
+
+
+def test_space_is_looked_at_before_anything_is_written(tmp_path: Path) -> None:
+    require_space({tmp_path / "a" / "b": 1, tmp_path: 1})
+    free = shutil.disk_usage(tmp_path).free
+    with pytest.raises(OSError, match=r"GB are needed and .* are free: No space left on device"):
+        require_space({tmp_path / "a": free * 2 // 3, tmp_path / "b": free * 2 // 3})
 
 
 def test_a_killed_worker(onnx: Path, out: Path, tmp_path: Path) -> None:

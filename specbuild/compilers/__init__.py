@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from specrun.devices.driver import why_no_gpu
 from specrun.engine_dir import BackendInfo, BuildConfig, GraphInfo, Tensor
 from specrun.errors import BackendError
 
@@ -35,7 +36,8 @@ class Compiler(Protocol):
 def choose(backend: str, device: str | None = None) -> tuple[str, Compiler, str]:
     """The backend's name, its compiler and why it was chosen. Raises BackendError when it is not usable here.
 
-    device: ``cpu``, ``cuda`` or None. Only onnxruntime has a choice; None is the CPU there.
+    device: ``cpu``, ``cuda`` or None. Only onnxruntime has a choice; None is the CPU there. With ``cuda`` auto is
+    never the CPU.
     """
     from specbuild.compilers import onnxruntime, tensorrt
 
@@ -49,7 +51,15 @@ def choose(backend: str, device: str | None = None) -> tuple[str, Compiler, str]
         problem = tensorrt.why_unusable("tensorrt")
         if problem is None:
             return "tensorrt", tensorrt.Tensorrt("tensorrt"), "a usable NVIDIA GPU and tensorrt are here"
-        return "onnxruntime", onnxruntime.compile_graph, f"tensorrt is not usable ({problem})"
+        reason = f"tensorrt is not usable ({problem})"
+        if device == "cuda":
+            return "onnxruntime", onnxruntime.copy_graph, f"on CUDA, as asked for; {reason}"
+        if why_no_gpu() is None:
+            reason = (
+                f"WARNING: built for the CPU, though this machine has an NVIDIA GPU: {reason}; for the GPU give "
+                "--backend tensorrt_rtx or --device cuda"
+            )
+        return "onnxruntime", onnxruntime.compile_graph, reason
     if backend == "onnxruntime":
         return backend, onnxruntime.compile_graph, "asked for"
     problem = tensorrt.why_unusable(backend)

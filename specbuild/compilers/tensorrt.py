@@ -223,7 +223,7 @@ def _capabilities(config: Any) -> list[str]:
 
 @contextmanager
 def _interruptible() -> Iterator[threading.Event]:
-    """Ctrl-C as an event while the block runs, then as KeyboardInterrupt.
+    """Ctrl-C and SIGTERM as an event while the block runs; then what they do otherwise.
 
     The builder calls Python from C++, prints an exception that it meets there and goes on building.
     """
@@ -231,13 +231,23 @@ def _interruptible() -> Iterator[threading.Event]:
     if threading.current_thread() is not threading.main_thread():
         yield pressed
         return
-    before = signal.signal(signal.SIGINT, lambda *_: pressed.set())
+    received: list[int] = []
+
+    def receive(number: int, _frame: object) -> None:
+        received.append(number)
+        pressed.set()
+
+    usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: handler for number, handler in usual.items() if callable(handler)}
+    for number in handlers:
+        signal.signal(number, receive)
     try:
         yield pressed
     finally:
-        signal.signal(signal.SIGINT, before)
-    if pressed.is_set():
-        raise KeyboardInterrupt
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if received:
+            handlers[signal.Signals(received[0])](received[0], None)
 
 
 def _progress(trt: Any, advance: Callable[[float], None], interrupted: threading.Event) -> Any:

@@ -46,8 +46,8 @@ class OrtBackend:
 
     def __init__(self, directory: Path, config: EngineConfig, blocks: int) -> None:
         self.config = config
+        self._session = _open(directory, config, "CPUExecutionProvider", {})  # It knows whether the sizes are true.
         self.cache = HostKVCache(config.graph.caches, blocks)
-        self._session = _open(directory, config, "CPUExecutionProvider", {})
         self._passes: dict[tuple[int, int, int, int], OrtPass] = {}
         self._logits = np.empty(0, np.float32)
 

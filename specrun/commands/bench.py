@@ -8,7 +8,14 @@ from typing import Any
 import click
 
 from specrun.command_line import FolderPath
-from specrun.commands.options import DRAFT_LEN, draft_len, prompt_ids, require_one_source, sampling_options
+from specrun.commands.options import (
+    DRAFT_LEN,
+    draft_len,
+    note_unused_sampling,
+    prompt_ids,
+    require_one_source,
+    sampling_options,
+)
 from specrun.config import AUTO
 
 
@@ -63,6 +70,7 @@ def bench(
     from specrun.sampling import SamplingParams
 
     lengths = [draft_len(length) for length in draft_lens]
+    note_unused_sampling(sampling)
     params, use_logits = SamplingParams(**sampling), acceptance == "logits"
     settings = Settings(batch_sizes, lengths, output_len, repetitions, params, use_logits)
     config = open_engine(engine_dir)
@@ -71,4 +79,4 @@ def bench(
     if output_format == "json":
         click.echo(as_json(results, config, settings))
     else:
-        Console(width=max(Console().width, 110)).print(table(results))  # Narrower, cells would fold.
+        Console(width=max(Console().width, 80)).print(table(results))  # Narrower, cells would fold.

@@ -58,7 +58,7 @@ def generate(
     if options["logprobs"] is not None and output_format != "json":
         raise click.UsageError("--logprobs are part of --output_format json")
 
-    from specrun.output import TextPrinter, as_json, summary
+    from specrun.output import JsonPrinter, TextPrinter, summary
     from specrun.prompts import read_prompts
 
     params = sampling_params(options)
@@ -67,15 +67,11 @@ def generate(
     requests = decoder.requests(prompts, params, **{name: options[name] for name in WISHES})
 
     began = time.perf_counter()
-    if output_format == "json":
-        for _ in decoder.run(requests):
-            pass
-        for request in requests:
-            click.echo(as_json(request))
-    else:
+    printer: JsonPrinter | TextPrinter = JsonPrinter(requests)
+    if output_format == "text":
         printer = TextPrinter(requests, prompts, stream, use_color(color))
-        for event in decoder.run(requests):
-            printer.show(event)
+    for event in decoder.run(requests):
+        printer.show(event)
     click.echo(summary(requests, decoder.scheduler.round, time.perf_counter() - began), err=True)
     failed = [request.error for request in requests if request.error]
     for error in failed:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from specrun.config import AUTO, parse_device_list, parse_draft_len, parse_logit_bias
 
@@ -71,12 +72,22 @@ def sampling_params(options: dict[str, Any]) -> SamplingParams:
     """What ``sampling_options`` and ``seed_option`` say. A seed that was not given and counts is shown."""
     from specrun.sampling import SamplingParams
 
+    note_unused_sampling(options)
     seed, drawn = options["seed"], options["temperature"] > 0
     if seed is None:
         seed = secrets.randbits(32) if drawn else 0
         if drawn:
             click.echo(f"seed {seed}", err=True)
     return SamplingParams(seed=seed, **{name: options[name] for name in SAMPLING})
+
+
+def note_unused_sampling(options: dict[str, Any]) -> None:
+    """Say which of the options that were given do nothing, because greedy texts are not drawn."""
+    given = click.get_current_context().get_parameter_source
+    names = [name for name in ("top_k", "top_p", "min_p", "seed") if given(name) is ParameterSource.COMMANDLINE]
+    if names and options["temperature"] == 0:
+        wanted = " and ".join(f"--{name}" for name in names)
+        click.echo(f"note: temperature 0 is greedy: {wanted} changes nothing; give --temperature too", err=True)
 
 
 seed_option = click.option("--seed", type=int, help="The same seed gives the same text. Default: a new one, shown.")

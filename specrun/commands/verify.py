@@ -10,7 +10,14 @@ from typing import Any
 import click
 
 from specrun.command_line import FolderPath
-from specrun.commands.options import DRAFT_LEN, draft_len, prompt_ids, require_one_source, sampling_options
+from specrun.commands.options import (
+    DRAFT_LEN,
+    draft_len,
+    note_unused_sampling,
+    prompt_ids,
+    require_one_source,
+    sampling_options,
+)
 from specrun.config import DraftTargetConfig
 
 
@@ -49,6 +56,7 @@ def verify(
 
     config = DraftTargetConfig(draft_len(options.pop("draft_len")), use_logits=acceptance == "logits")
     prompts = prompt_ids(tokenizer_dir or engine_dir, input_text, input_file)
+    note_unused_sampling(options)
     params = SamplingParams(**options)
 
     def report(line: str) -> None:

@@ -48,6 +48,11 @@ class HostKVCache:
             tensor[:used, :, :kept] = before[:used].copy()
             tensor[:used, :, kept:] = 0
 
+    @property
+    def nbytes(self) -> int:
+        """Memory for rows, used or not."""
+        return self._memory.nbytes
+
     def release(self) -> None:
         """Give the memory back: of all rows, and of the pool."""
         self.blocks = self.rows = self.length = 0

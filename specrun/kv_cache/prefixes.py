@@ -30,7 +30,7 @@ class Prefixes:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._blocks: OrderedDict[_Key, _Block] = OrderedDict()
-        self._free = list(range(capacity))[::-1]
+        self._unused = iter(range(capacity))
         self._serial = 0
 
     def __len__(self) -> int:
@@ -49,7 +49,9 @@ class Prefixes:
         parent, new = before[-1].serial if before else 0, []
         # No more than there is room for: a text longer than the pool would evict its own beginning.
         for own in list(_cut(tokens))[len(before) : self.capacity]:
-            number = self._free.pop() if self._free else self._blocks.popitem(last=False)[1].number
+            number = next(self._unused, None)
+            if number is None:
+                number = self._blocks.popitem(last=False)[1].number
             self._serial += 1
             self._blocks[parent, own] = _Block(number, self._serial)
             parent = self._serial

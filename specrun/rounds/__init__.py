@@ -23,6 +23,9 @@ class Round(Protocol):
     settled: bool
     """Whether the last round took the time that others of its kind will take."""
 
+    def memory_shortage(self, requests: Sequence[Request], used: int) -> SpecError | None:
+        """Why the caches have no room for ``requests``, the first ``used`` of which have rows; None where they have."""
+
     def admit(self, requests: Sequence[Request], first: int) -> None:
         """Give ``requests`` the rows from ``first`` on, with what is kept of texts that begin like theirs."""
 

@@ -100,6 +100,9 @@ class DeviceRound(CachedTexts[DeviceRunner]):
         self._recorded: dict[tuple[_Batch, int], Callable[[], None]] = {}
         self._batch = _Batch(0)
 
+    def memory_shortage(self, requests: Sequence[Request], used: int) -> None:
+        """See ``Round``. Everything was allocated when the engines were opened."""
+
     def admit(self, requests: Sequence[Request], first: int) -> None:
         """See ``Round``."""
         if any(request.adjusts for request in requests) and not self._adjusted.nbytes:

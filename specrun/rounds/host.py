@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from specrun.acceptance import accept_logits, accept_tokens
 from specrun.drafter import Drafter, Proposal
 from specrun.errors import BackendError, SpecError, as_spec_error
+from specrun.host_memory import shortage
 from specrun.model_runner import ModelRunner
 from specrun.request import Outcome, Request
 from specrun.rounds.cached import CachedTexts
@@ -37,11 +38,16 @@ class HostRound(CachedTexts[ModelRunner]):
         self.use_logits = use_logits
         self.drafter = Drafter(self.draft, target.vocab_size, use_logits) if self.draft else None
 
+    def memory_shortage(self, requests: Sequence[Request], used: int) -> SpecError | None:
+        """See ``Round``."""
+        size = sum(runner.missing_bytes(len(requests), self._longest(requests[used:]), used) for runner in self.runners)
+        advice = "ask for shorter outputs, or build with a smaller --max_batch_size"
+        return shortage(f"caches for {len(requests)} requests", size, advice) if size else None
+
     def admit(self, requests: Sequence[Request], first: int) -> None:
         """See ``Round``."""
-        longest = max(len(request.tokens) + request.remaining for request in requests) + self.draft_len + 1
         for runner in self.runners:
-            runner.reserve(first + len(requests), longest, first)
+            runner.reserve(first + len(requests), self._longest(requests), first)
         super().admit(requests, first)
 
     def step(self, requests: Sequence[Request], draft_len: int) -> list[Outcome | SpecError]:
@@ -66,6 +72,10 @@ class HostRound(CachedTexts[ModelRunner]):
         """See ``Round``."""
         for runner in self.runners:
             runner.backend.close()
+
+    def _longest(self, requests: Sequence[Request]) -> int:
+        """Positions that the longest of them may need."""
+        return max(len(request.tokens) + request.remaining for request in requests) + self.draft_len + 1
 
     def _outcome(self, request: Request, proposal: Proposal, logits: Floats) -> Outcome | SpecError:
         """``_accept``, or what went wrong with this request alone."""

@@ -12,11 +12,15 @@ from specrun.devices.cuda import CudaDevice
 from specrun.devices.driver import why_no_gpu
 from specrun.engine_dir import EngineConfig
 from specrun.errors import BackendError, PairError
+from specrun.host_memory import free_memory, shortage
 from specrun.kv_cache import BLOCK
 from specrun.model_runner import ModelRunner
 from specrun.rounds import Round
 from specrun.rounds.device import DeviceRound
 from specrun.rounds.host import HostRound
+
+_KEPT_SHARE = 0.25
+"""Of the memory that weights leave free, that past texts take by default, on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ def open_round(target: Engine, draft: Engine | None, draft_len: int, rows: int, 
             f"{engines[1].config.backend.device}; build both for the same kind of device"
         )
     if kinds == {"cpu"}:
-        kept = _kept_blocks(target, rows, config)
+        kept = _kept_blocks_on_host(engines, rows, config)
         runners = [ModelRunner(open_host_backend(engine.directory, engine.config, kept)) for engine in engines]
         return HostRound(runners[0], runners[1] if draft else None, draft_len, config.use_logits)
     return _open_on_gpus(engines, draft_len, rows, config)
@@ -54,6 +58,22 @@ def _kept_blocks(target: Engine, rows: int, config: DraftTargetConfig) -> int:
     if tokens is None:
         tokens = rows * target.config.build_config.max_seq_len
     return tokens // BLOCK if config.reuse_blocks else 0
+
+
+def _kept_blocks_on_host(engines: list[Engine], rows: int, config: DraftTargetConfig) -> int:
+    """``_kept_blocks``, or by default what fits. Raises BackendError where weights, or blocks asked for, do not."""
+    weights = sum(file.bytes for engine in engines for file in engine.config.files.values())
+    kept = _kept_blocks(engines[0], rows, config)
+    block = sum(engine.config.graph.cache_bytes(1, BLOCK) for engine in engines)
+    if error := shortage("weights", weights, "use a smaller model"):
+        raise error
+    if config.max_tokens_in_kv_cache is None:
+        free = free_memory()
+        return kept if free is None else min(kept, int(_KEPT_SHARE * (free - weights)) // block)
+    what = f"weights and {kept * BLOCK} tokens of past texts"
+    if error := shortage(what, weights + kept * block, "give a smaller --max_tokens_in_kv_cache"):
+        raise error
+    return kept
 
 
 def _open_on_gpus(engines: list[Engine], draft_len: int, rows: int, config: DraftTargetConfig) -> Round:

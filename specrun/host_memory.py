@@ -1,0 +1,33 @@
+"""Memory of the machine itself: what is free, and errors that say what would not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from specrun.errors import BackendError
+
+_SPARED = 0.05
+"""Share of the free memory that is left to others."""
+_MEMINFO, _GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+
+
+def free_memory() -> int | None:
+    """Bytes that this process may still take: of the machine, and of its control group. None where nobody tells."""
+    try:
+        lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, KeyError):
+        return None
+    try:
+        limit, used = (int((_GROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+    except (OSError, ValueError):  # No such group, or "max": no limit.
+        return free
+    return min(free, max(0, limit - used))
+
+
+def shortage(what: str, size: int, advice: str) -> BackendError | None:
+    """Why ``size`` bytes for ``what`` cannot be had; None where they can, or where nothing is known of it."""
+    free = free_memory()
+    if free is None or size <= free * (1 - _SPARED):
+        return None
+    return BackendError(f"not enough memory: {what}: {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free; {advice}")
