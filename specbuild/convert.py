@@ -9,18 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbuild.checkpoint import GRAPH_NAME, WEIGHTS_NAME, CheckpointConfig
-from specbuild.files import new_directory, require_free
-from specbuild.huggingface import (
-    DTYPES,
-    check_weights,
-    eos_token_ids,
-    load_model,
-    locate,
-    read_model_config,
-    save_tokenizer,
-)
+from specbuild.files import new_directory, require_free, require_space
+from specbuild.huggingface import DTYPES, eos_token_ids, load_model, locate, read_model_config, save_tokenizer
 from specbuild.memory import mapped_weights, not_resident
 from specbuild.progress import Stages, human_bytes, peak_memory
+from specbuild.weights import Weights, check_weights, require_finite, require_layers
 from specrun.engine_dir import CONFIG_NAME, GraphInfo, Provenance, describe_file
 from specrun.errors import BuildConfigError, UnsupportedModelError
 from specrun.tokenizer import TOKENIZER_FILES, describe_tokenizer
@@ -49,12 +42,14 @@ def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
     with stages.stage("check checkpoint"):
         source = locate(options.model, options.revision)
         hf_config = read_model_config(source, options.trust_remote_code)
-        weight_bytes = check_weights(source)
+        weights = check_weights(source)
+        require_layers(source, hf_config, weights)
+        require_space({options.output_dir.parent: _output_bytes(weights, hf_config, options.dtype)})
         max_seq_len = _max_seq_len(source, hf_config, options.max_seq_len)
     with new_directory(options.output_dir, options.force) as work:
         config = _write(source, hf_config, max_seq_len, options, stages, work)
         (work / CONFIG_NAME).write_text(config.model_dump_json(indent=2) + "\n")
-    _summarise(config, weight_bytes, options.output_dir, stages)
+    _summarise(config, weights.nbytes, options.output_dir, stages)
     return config
 
 
@@ -71,21 +66,27 @@ def _write(
     from specbuild import graph as graphs
     from specbuild.export.exporter import cache_shapes, export_onnx
     from specbuild.export.rope import pin_rope
-    from specbuild.verify import compare, reference_logits
+    from specbuild.verify import compare, far_reference, reference_logits
 
     with stages.stage("load weights"):
         model = load_model(source, hf_config, options.dtype, options.trust_remote_code)
-    notes = pin_rope(model, max_seq_len)
-    for note in notes:
-        stages.say(f"note: {note}")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     eos, pretrained = eos_token_ids(model), model.config.to_dict()
-    reference = None
+    references = []
     with not_resident(mapped_weights(model, source)):
+        with stages.stage("check weights"):
+            require_finite(model, source)
         info = GraphInfo(vocab_size=_vocab_size(model), dtype=_dtype_name(model), caches=cache_shapes(model))
+        far = None
+        if options.verify:
+            with stages.stage("run the model behind a long text"):
+                far = far_reference(model, info, max_seq_len)
+        notes = pin_rope(model, max_seq_len)
+        for note in notes:
+            stages.say(f"note: {note}")
         if options.verify:
             with stages.stage("run the model for reference"):
-                reference = reference_logits(model, info.vocab_size, max_seq_len)
+                references = [reference_logits(model, info.vocab_size, max_seq_len), *([far] if far else [])]
         with stages.stage("export graph"):
             graph = export_onnx(model, info.caches, max_seq_len)
             graphs.tidy(graph)
@@ -94,10 +95,11 @@ def _write(
             graphs.save(graph, work / GRAPH_NAME, lambda tensor, _info: advance(tensor.nbytes))
     release(model)
     difference = None
-    if reference is not None:
+    if references:
         with stages.stage("verify in ONNX Runtime"):
-            difference = compare(work / GRAPH_NAME, info, reference, max_seq_len)
-        stages.say(f"verified: largest logit difference {difference:.3g}")
+            difference = compare(work / GRAPH_NAME, info, references)
+        behind = f", also behind {far.start} tokens" if far else ""
+        stages.say(f"verified: largest logit difference {difference:.3g}{behind}")
     if not save_tokenizer(source, work, options.trust_remote_code):
         stages.say(f"note: {source} has no tokenizer; specrun will need --tokenizer_dir")
     _check_opset(work)
@@ -112,6 +114,13 @@ def _write(
         provenance=provenance("specbuild convert", options.model, notes, "torch", "transformers", "onnx", "onnxscript"),
         files={name: describe_file(work / name) for name in (GRAPH_NAME, WEIGHTS_NAME, *_tokenizer_files(work))},
     )
+
+
+def _output_bytes(weights: Weights, config: PreTrainedConfig, dtype: str) -> int:
+    """About how large the ONNX checkpoint will be."""
+    stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
+    widened = dtype == "float32" and stored in ("float16", "bfloat16")
+    return weights.nbytes * (2 if widened else 1)
 
 
 def _tokenizer_files(directory: Path) -> list[str]:

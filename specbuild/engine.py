@@ -7,11 +7,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from specbuild.checkpoint import CheckpointConfig, open_checkpoint
+from specbuild.checkpoint import WEIGHTS_NAME, CheckpointConfig, open_checkpoint
 from specbuild.compilers import choose
 from specbuild.config import EngineOptions, plan_build
 from specbuild.convert import provenance
-from specbuild.files import new_directory, require_free
+from specbuild.files import new_directory, require_free, require_space
 from specbuild.progress import Advance, Stages, human_bytes
 from specbuild.workers import run_side_by_side
 from specrun.engine_dir import CONFIG_NAME, BuildConfig, EngineConfig, describe_file
@@ -31,6 +31,7 @@ def build_engines(engines: list[EngineOptions], workers: int, force: bool, stage
         stages.say(f"{options.output_dir}: backend {name}: {reason}")
         for note in notes:
             stages.say(f"{options.output_dir}: {note}")
+    require_space(_needed_space(engines, checkpoints))
     if workers <= 1 or len(engines) == 1:
         for options in engines:
             with stages.stage(f"build {options.output_dir}", 1.0) as advance:
@@ -41,6 +42,18 @@ def build_engines(engines: list[EngineOptions], workers: int, force: bool, stage
         summaries = run_side_by_side(partial(build_engine, force=force), engines, workers, advance)
     for summary in summaries:
         stages.say(summary)
+
+
+def _needed_space(engines: list[EngineOptions], checkpoints: list[CheckpointConfig]) -> dict[Path, int]:
+    """About how many bytes the engines will take beside each other in every output directory's parent."""
+    needs: dict[Path, int] = {}
+    for options, checkpoint in zip(engines, checkpoints, strict=True):
+        name, _, _ = choose(options.backend, options.device)
+        # On the CPU 16-bit weights become float32.
+        wider = name == "onnxruntime" and options.device != "cuda" and checkpoint.graph.dtype != "float32"
+        parent = options.output_dir.absolute().parent
+        needs[parent] = needs.get(parent, 0) + checkpoint.files[WEIGHTS_NAME].bytes * (2 if wider else 1)
+    return needs
 
 
 def build_engine(options: EngineOptions, force: bool, advance: Advance = lambda _amount: None) -> str:

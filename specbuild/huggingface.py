@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specbuild.json_file import read_json
+from specbuild.refusals import LAYERS, MOST_LAYERS, REASONS, other_memory, refuse_other_formats
+from specbuild.tokenizer_check import check_tokenizer
 from specrun.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -15,17 +18,6 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "float16", "bfloat16")
 
 _WANTED = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "*.model", "*.jinja", "*.py"]
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_REASONS = {
-    "llama4": "its rotary embedding uses complex numbers, which ONNX does not have",
-    "deepseek_v2": "multi-head latent attention keeps a compressed cache that the contract has no tensors for",
-    "deepseek_v3": "multi-head latent attention keeps a compressed cache that the contract has no tensors for",
-    "mamba": "it is a state-space model without a key-value cache",
-    "mamba2": "it is a state-space model without a key-value cache",
-    "jamba": "it has state-space layers without a key-value cache",
-    "rwkv": "it is a recurrent model without a key-value cache",
-    "recurrent_gemma": "it has recurrent layers without a key-value cache",
-}
 
 
 def locate(model: str, revision: str | None = None) -> Path:
@@ -63,9 +55,10 @@ def read_model_config(directory: Path, trust_remote_code: bool) -> PreTrainedCon
     transformers_logging.set_verbosity_error()  # Its warnings are for training; ours name the file and what to do.
     transformers_logging.disable_progress_bar()
     path = directory / "config.json"
+    refuse_other_formats(directory)
     if not path.is_file():
         raise CheckpointError(f"{directory}: no config.json; expected a Hugging Face checkpoint directory")
-    data = _read_json(path)
+    data = read_json(path)
     model_type = data.get("model_type")
     if "auto_map" in data and model_type not in CONFIG_MAPPING and not trust_remote_code:
         raise CheckpointError(
@@ -74,8 +67,11 @@ def read_model_config(directory: Path, trust_remote_code: bool) -> PreTrainedCon
         )
     if not isinstance(model_type, str):
         raise CheckpointError(f"{path}: no 'model_type'; expected a transformers configuration")
-    if model_type in _REASONS:
-        raise UnsupportedModelError(f"{path}: {model_type} cannot be converted: {_REASONS[model_type]}")
+    for key in LAYERS:
+        if isinstance(count := data.get(key), int) and count > MOST_LAYERS:
+            raise CheckpointError(f"{path}: {key} {count}: no model has more than {MOST_LAYERS} layers")
+    if model_type in REASONS:
+        raise UnsupportedModelError(f"{path}: {model_type} cannot be converted: {REASONS[model_type]}")
     if "auto_map" not in data:
         if model_type not in CONFIG_MAPPING:
             import transformers
@@ -104,70 +100,14 @@ def read_model_config(directory: Path, trust_remote_code: bool) -> PreTrainedCon
             f"{path}: {model_type} is an encoder-decoder; specbuild converts decoder-only text models"
         )
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if reason := other_memory(config, model_class):
+        raise UnsupportedModelError(f"{path}: {model_type} cannot be converted: {reason}")
     if model_class is not None and not hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS"):
         raise UnsupportedModelError(
             f"{path}: {model_type} cannot be converted: its attention does not go through transformers' attention "
             "interface"
         )
     return config
-
-
-def check_weights(directory: Path) -> int:
-    """Check that all weight files are safetensors, present and whole; returns their size in bytes.
-
-    Raises CheckpointError.
-    """
-    index = directory / "model.safetensors.index.json"
-    single = directory / "model.safetensors"
-    if index.is_file():
-        weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{index}: no 'weight_map'; download the checkpoint again")
-        if bad := [name for name in weight_map.values() if not isinstance(name, str) or Path(name).name != name]:
-            raise CheckpointError(f"{index}: shard {bad[0]!r} is not a plain file name; refusing to leave {directory}")
-        shards = [directory / name for name in sorted(set(weight_map.values()))]
-    elif single.is_file():
-        shards = [single]
-    else:
-        pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
-        if pickles:
-            raise CheckpointError(
-                f"{directory}: only pickled weights ({pickles[0]}), which can run code when read; convert them "
-                "where you trust them: "
-                "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR) writes safetensors"
-            )
-        raise CheckpointError(
-            f"{directory}: no model.safetensors and no model.safetensors.index.json; the checkpoint has no weights"
-        )
-    for shard in shards:
-        _check_shard(shard)
-    return sum(shard.stat().st_size for shard in shards)
-
-
-def _check_shard(path: Path) -> None:
-    """The safetensors header promises how long the file is; hold it to that."""
-    if not path.is_file():
-        raise CheckpointError(
-            f"{path}: missing, though model.safetensors.index.json lists it; download the checkpoint again"
-        )
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise CheckpointError(
-                f"{path}: {size} bytes, too short for its safetensors header; it is empty or truncated: download "
-                "it again"
-            )
-        try:
-            header = json.loads(file.read(length))
-            ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-            raise CheckpointError(f"{path}: not a safetensors file (unreadable header); download it again") from error
-    expected = 8 + length + max(ends, default=0)
-    if size != expected:
-        raise CheckpointError(
-            f"{path}: {size} bytes, its header says {expected}; it is truncated or altered: download it again"
-        )
 
 
 def load_model(directory: Path, config: PreTrainedConfig, dtype: str, trust_remote_code: bool) -> PreTrainedModel:
@@ -204,11 +144,18 @@ def load_model(directory: Path, config: PreTrainedConfig, dtype: str, trust_remo
 
 
 def eos_token_ids(model: PreTrainedModel) -> list[int]:
-    """The ids that end a text: the generation config's, else the model config's."""
+    """The ids that end a text: the generation config's, else the model config's. Raises CheckpointError."""
     for source in (model.generation_config, model.config):
         ids: Any = getattr(source, "eos_token_id", None)
-        if ids is not None:
-            return sorted({int(i) for i in (ids if isinstance(ids, list) else [ids])})
+        if ids is None:
+            continue
+        found = ids if isinstance(ids, list) else [ids]
+        if not all(type(token) is int and token >= 0 for token in found):
+            raise CheckpointError(
+                f"{model.name_or_path}: eos_token_id {ids!r} in generation_config.json or config.json: expected a "
+                "token id, or a list of them"
+            )
+        return sorted(set(found))
     return []
 
 
@@ -217,6 +164,7 @@ def save_tokenizer(directory: Path, output: Path, trust_remote_code: bool) -> bo
     known = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
     if not any((directory / name).is_file() for name in known):
         return False
+    check_tokenizer(directory)
     from transformers import AutoTokenizer
 
     try:
@@ -238,20 +186,10 @@ def _keep_rules(original: Path, written: Path) -> None:
 
     Otherwise a Llama and a Qwen checkpoint with the same tokenizer.json would get different tokenizers.
     """
-    rules, tokenizer = _read_json(original), _read_json(written)
+    rules, tokenizer = read_json(original), read_json(written)
     for section in ("normalizer", "pre_tokenizer", "model", "decoder"):
         tokenizer[section] = rules.get(section)
     written.write_text(json.dumps(tokenizer, ensure_ascii=False, indent=2), encoding="utf-8")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_bytes())
-    except (ValueError, OSError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not readable JSON ({error}); download it again") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found {type(data).__name__}")
-    return data
 
 
 def _first_line(error: Exception) -> str:

@@ -1,15 +1,18 @@
 """Parity: the exported graph in ONNX Runtime against the model it came from.
 
-Two rows walk through prefill, one token, several tokens and different write indices, over a cache full of junk.
+Two rows walk through prefill, one token, several tokens and different write indices, over a cache full of junk. Where
+the model looks no further back than some window, or turns its positions differently from some length on, a third row
+walks behind a text longer than that. Its keys and values are made up, alike on both sides, so that it costs no more
+than a few tokens.
 The model's logits are taken first and the model is dropped before ONNX Runtime starts, so that memory never holds
 the weights twice. 16-bit checkpoints are compared in float32 on both sides, one module's weights at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +33,13 @@ from specrun.errors import VerificationError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+Floats = npt.NDArray[np.float32]
+
 STEPS = ((5, 9), (1, 1), (4, 3), (1, 5))
 """New tokens of the two rows in each call: prefill, one token, several, unequal."""
+FAR_STEPS = ((4,), (1,), (1,))
+"""The same behind a long text."""
+_FAR_TOKENS = sum(step for (step,) in FAR_STEPS)
 
 TOLERANCE = {"float32": 1e-3, "float16": 5e-3, "bfloat16": 2e-2}
 """Largest accepted difference as a share of the largest logit; wrong graphs are off by order 1.
@@ -40,6 +48,8 @@ TOLERANCE = {"float32": 1e-3, "float16": 5e-3, "bfloat16": 2e-2}
 """
 
 _CHUNK = 1 << 24
+_MOST_FAR_BYTES = 2 << 30
+"""Of keys and values for a long text; longer texts are not walked behind."""
 
 
 @dataclass(frozen=True)
@@ -47,61 +57,146 @@ class Reference:
     """Tokens fed to both sides and what the model says to them."""
 
     tokens: npt.NDArray[np.int64]
-    """[2, S]"""
-    logits: npt.NDArray[np.float32]
-    """[2, S, V]"""
+    """[B, S]"""
+    logits: Floats
+    """[B, S, V]"""
+    steps: tuple[tuple[int, ...], ...]
+    """New tokens of every row in each call."""
+    start: int = 0
+    """Positions before the first token, whose keys and values are made up: see ``_far_cache``."""
+    windows: tuple[int, ...] = ()
+    """How far back layers look, where not at everything."""
 
 
 def reference_logits(model: PreTrainedModel, vocab_size: int, max_seq_len: int) -> Reference:
-    """Run the HF model once over both rows, whole and without a cache; causal rows hold the logits of every prefix."""
+    """Run the HF model once over both rows, whole and without a cache; causal rows hold the logits of every prefix.
+
+    Raises VerificationError where they are not finite.
+    """
     steps = _steps_within(max_seq_len)
     generator = np.random.default_rng(0)
     tokens = generator.integers(0, vocab_size, (2, sum(max(step) for step in steps)), dtype=np.int64)
     with torch.no_grad(), _float32(model):
         output = model(input_ids=torch.from_numpy(tokens), use_cache=False)
-    return Reference(tokens, output.logits.float().numpy())
+    return Reference(tokens, _finite(output.logits.float().numpy(), "the model's own logits"), steps)
 
 
-def compare(graph: Path, info: GraphInfo, reference: Reference, max_seq_len: int) -> float:
-    """Largest absolute logit difference between ``graph`` and ``reference``.
+def far_reference(model: PreTrainedModel, info: GraphInfo, max_seq_len: int) -> Reference | None:
+    """Run the HF model over a few tokens behind a text that is longer than its windows and rotary switches.
 
-    Raises VerificationError when it exceeds TOLERANCE[dtype] times the largest logit, or is not a number.
+    To be called before rotary embeddings are pinned. None where it has no such length within ``max_seq_len``, or its
+    cache for so long a text would be too large.
+    Raises VerificationError where the logits are not finite.
+    """
+    from transformers import DynamicCache
+
+    config = model.config.get_text_config()
+    ropes = _rope_parameters(config)
+    windows = {getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")}
+    switches = {rope.get("original_max_position_embeddings") for rope in ropes if rope["rope_type"] == "longrope"}
+    reached = [n for n in windows | switches if isinstance(n, int) and 0 < n <= max_seq_len - _FAR_TOKENS - 2]
+    if any("dynamic" in rope["rope_type"] for rope in ropes):
+        return None  # Pinned for max_seq_len; the model's own frequencies follow every length.
+    if not reached or info.cache_bytes(1, max(reached)) > _MOST_FAR_BYTES:
+        return None
+    start = max(reached) + 2
+    tokens = np.random.default_rng(1).integers(0, info.vocab_size, (1, _FAR_TOKENS), dtype=np.int64)
+    reference = Reference(tokens, np.zeros(0, np.float32), FAR_STEPS, start, tuple(n for n in reached if n in windows))
+    cache = DynamicCache(config=model.config)
+    made_up = [torch.from_numpy(tensor) for tensor in _far_cache(info, reference, start)]
+    for layer, (keys, values) in enumerate(zip(made_up[::2], made_up[1::2], strict=True)):
+        cache.update(keys, values, layer)
+    with torch.no_grad(), _float32(model):
+        output = model(input_ids=torch.from_numpy(tokens), past_key_values=cache, use_cache=True)
+    logits = _finite(output.logits.float().numpy(), f"the model's own logits behind {start} tokens")
+    return replace(reference, logits=logits)
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """Of the whole model, or of each type of layers."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return [parameters] if "rope_type" in parameters else [own for own in parameters.values() if isinstance(own, dict)]
+
+
+def _far_cache(info: GraphInfo, reference: Reference, length: int) -> Iterator[Floats]:
+    """Keys and values [1, heads, length, width] for the ``start`` positions before the tokens, and junk behind them.
+
+    Around a window's beginning values are large: whether a position is seen shows in the logits.
+    """
+    generator = np.random.default_rng(2)
+    for number, shape in enumerate(info.caches):
+        tensor = np.full((1, shape.heads, length, shape.width), 1e3, np.float32)
+        tensor[:, :, : reference.start] = generator.standard_normal(
+            (1, shape.heads, reference.start, shape.width), np.float32
+        )
+        for window in reference.windows if number % 2 else ():
+            first = reference.start - window
+            tensor[:, :, max(0, first - 2) : first + _FAR_TOKENS + 2] *= window
+        yield tensor
+
+
+def compare(graph: Path, info: GraphInfo, references: Sequence[Reference]) -> float:
+    """Largest absolute logit difference between ``graph`` and ``references``.
+
+    Raises VerificationError when it exceeds TOLERANCE[dtype] times the largest logit, or logits are not finite.
     """
     session = _session(graph)
     weights = clean_mappings(graph.parent)  # Held by the session, and by nobody after it.
-    room = reference.tokens.shape[1] + 16
-    # Junk where nothing was written yet: whatever the mask lets through shows up in the logits.
-    cache = {
-        name: np.full((2, shape.heads, room, shape.width), 1e3, np.float32)
-        for name, shape in zip(past_names(info.layers), info.caches, strict=True)
-    }
-    worst, scale = 0.0, 0.0
-    lengths = np.zeros(2, np.int64)
-    for step in _steps_within(max_seq_len):
-        width = max(step)
-        ids = np.zeros((2, width), np.int64)
-        for row, new in enumerate(step):
-            ids[row, :new] = reference.tokens[row, lengths[row] : lengths[row] + new]
-        feeds = {INPUT_IDS: ids, WRITE_INDICES: lengths, LOGITS_INDICES: np.tile(np.arange(width), (2, 1))}
+    worst = 0.0
+    for reference in references:
         with not_resident(weights):
-            logits, *present = session.run(None, {**feeds, **cache})
-        cache = dict(zip(cache, present, strict=True))
-        for row, new in enumerate(step):
-            expected = reference.logits[row, lengths[row] : lengths[row] + new]
-            worst = max(worst, float(np.abs(logits[row, :new] - expected).max()))
-            scale = max(scale, float(np.abs(expected).max()))
-        lengths = lengths + np.array(step)
-    tolerance = TOLERANCE[info.dtype]
-    if not worst <= tolerance * scale:
-        raise VerificationError(
-            f"the exported graph and the model disagree: largest {LOGITS} difference {worst:.3g}, expected at most "
-            f"{tolerance * scale:.3g} ({tolerance:g} of the largest logit); "
-            "please report the model, --no-verify skips the check"
-        )
+            difference, scale = _walk(session, info, reference)
+        tolerance = TOLERANCE[info.dtype]
+        if not difference <= tolerance * scale:
+            where = f" behind {reference.start} tokens" if reference.start else ""
+            raise VerificationError(
+                f"the exported graph and the model disagree{where}: largest {LOGITS} difference {difference:.3g}, "
+                f"expected at most {tolerance * scale:.3g} ({tolerance:g} of the largest logit); "
+                "please report the model, --no-verify skips the check"
+            )
+        worst = max(worst, difference)
     return worst
 
 
-def _steps_within(max_seq_len: int) -> list[tuple[int, int]]:
+def _walk(session: Any, info: GraphInfo, reference: Reference) -> tuple[float, float]:
+    """The largest difference of logits in the reference's steps, and the largest logit."""
+    rows, total = reference.tokens.shape
+    room = reference.start + total + 16
+    # Junk where nothing was written yet: whatever the mask lets through shows up in the logits.
+    junk = (np.full((rows, shape.heads, room, shape.width), 1e3, np.float32) for shape in info.caches)
+    cache = dict(
+        zip(past_names(info.layers), _far_cache(info, reference, room) if reference.start else junk, strict=True)
+    )
+    worst, scale = 0.0, 0.0
+    done = np.zeros(rows, np.int64)
+    for step in reference.steps:
+        width = max(step)
+        ids = np.zeros((rows, width), np.int64)
+        for row, new in enumerate(step):
+            ids[row, :new] = reference.tokens[row, done[row] : done[row] + new]
+        indices = np.tile(np.arange(width), (rows, 1))
+        feeds = {INPUT_IDS: ids, WRITE_INDICES: reference.start + done, LOGITS_INDICES: indices}
+        logits, *present = session.run(None, {**feeds, **cache})
+        cache = dict(zip(cache, present, strict=True))
+        for row, new in enumerate(step):
+            expected = reference.logits[row, done[row] : done[row] + new]
+            found = _finite(logits[row, :new], f"the exported graph's {LOGITS}")
+            worst = max(worst, float(np.abs(found - expected).max()))
+            scale = max(scale, float(np.abs(expected).max()))
+        done = done + np.array(step)
+    return worst, scale
+
+
+def _finite(logits: Floats, what: str) -> Floats:
+    """``logits``. Raises VerificationError where one is NaN or infinite: comparing it would say nothing."""
+    if not np.isfinite(logits).all():
+        raise VerificationError(
+            f"{what} are not finite (NaN or inf); the model overflows, or its weights or config.json are damaged"
+        )
+    return logits
+
+
+def _steps_within(max_seq_len: int) -> tuple[tuple[int, int], ...]:
     """The steps that fit into ``max_seq_len`` positions."""
     steps, used = [], 0
     for step in STEPS:
@@ -109,7 +204,7 @@ def _steps_within(max_seq_len: int) -> list[tuple[int, int]]:
         if used > max_seq_len:
             break
         steps.append(step)
-    return steps
+    return tuple(steps)
 
 
 def _session(graph: Path) -> Any:

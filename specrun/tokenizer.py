@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +33,33 @@ def load_tokenizer(directory: Path, error: type[SpecError] = RequestError) -> to
     if not path.is_file():
         raise error(f"{directory}: no {TOKENIZER_NAME}; give a directory that has one with --tokenizer_dir")
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        with _silent():
+            tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+            tokenizer.encode("a")  # Some faults show only in use.
     except BaseException as problem:
         raise_unless_fault(problem)
         raise error(f"{path}: not a readable tokenizer ({problem})") from problem
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
     return tokenizer
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Nothing is printed on standard error while the block runs: Rust's panics print before they are raised."""
+    try:
+        kept = os.dup(2)
+    except OSError:  # It is closed already.
+        yield
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def raise_unless_fault(problem: BaseException) -> None:

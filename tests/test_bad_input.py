@@ -193,8 +193,14 @@ def test_config_that_is_no_config(out: Path, tmp_path: Path, text: str, fragment
     [
         ({"model_type": "frobnicate"}, ["unknown architecture 'frobnicate'", "transformers 5."]),
         ({"model_type": "llama4"}, ["llama4 cannot be converted", "complex numbers"]),
-        ({"model_type": "deepseek_v2"}, ["deepseek_v2 cannot be converted", "latent attention"]),
-        ({"model_type": "deepseek_v3"}, ["deepseek_v3 cannot be converted", "latent attention"]),
+        ({"model_type": "llama4_text"}, ["llama4_text cannot be converted", "complex numbers"]),
+        ({"model_type": "deepseek_v2"}, ["deepseek_v2 cannot be converted", "complex numbers"]),
+        ({"model_type": "bamba"}, ["bamba cannot be converted", "recurrent state", "could not be taken back"]),
+        ({"model_type": "falcon_h1"}, ["falcon_h1 cannot be converted", "beside keys and values"]),
+        ({"model_type": "falcon_mamba"}, ["falcon_mamba cannot be converted", "state-space"]),
+        ({"model_type": "qwen3_next"}, ["qwen3_next cannot be converted", "linear attention"]),
+        ({"model_type": "kimi_linear"}, ["kimi_linear cannot be converted", "linear attention"]),
+        ({"model_type": "llama", "num_hidden_layers": 10**6}, ["num_hidden_layers 1000000", "no model has more"]),
         ({"model_type": "mamba"}, ["mamba cannot be converted", "state-space"]),
         ({"model_type": "rwkv"}, ["rwkv cannot be converted", "recurrent"]),
         ({"model_type": "t5"}, ["t5 is not a causal language model", "decoder-only"]),
@@ -214,6 +220,16 @@ def test_architecture_that_cannot_be_converted(
 
 SMALL = {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 HYBRID = {"layer_types": ["conv", "full_attention"]}
+SHARED = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "num_key_value_heads": 2,
+    "layer_types": ["full_attention"] * 4,
+    "vocab_size_per_layer_input": 320,
+    "hidden_size_per_layer_input": 16,
+    "activation_sparsity_pattern": [0.0] * 4,
+}
+"""The last layers use the keys and values of others."""
 
 
 @pytest.mark.parametrize(
@@ -226,8 +242,9 @@ HYBRID = {"layer_types": ["conv", "full_attention"]}
             ["gptj", "attention interface"],
         ),
         ("BertForMaskedLM", {**SMALL, "intermediate_size": 96}, ["no key-value cache", "decoder-only"]),
-        ("Lfm2ForCausalLM", {**SMALL, **HYBRID, "num_key_value_heads": 2}, ["layer 0 keeps", "plain attention"]),
-        ("Lfm2ForCausalLM", {**SMALL, **HYBRID, "num_key_value_heads": 8}, ["does not run as its config.json"]),
+        ("Lfm2ForCausalLM", {**SMALL, **HYBRID, "num_key_value_heads": 2}, ["1 of its 2 layers", "a convolution"]),
+        ("Gemma3nForCausalLM", {**SMALL, **SHARED}, ["layer 2 keeps", "plain attention"]),
+        ("LlamaForCausalLM", {**SMALL, "num_key_value_heads": 3}, ["does not run as its config.json"]),
     ],
 )
 def test_loaded_model_that_cannot_be_converted(
@@ -279,6 +296,8 @@ def test_missing_shard(sharded: Path, out: Path, tmp_path: Path) -> None:
         ((2).to_bytes(8, "little") + b"[]", ["not a safetensors file"]),
         ((31).to_bytes(8, "little") + b'{"a": {"data_offsets": [0,"x"]}}'[:31], ["not a safetensors file"]),
         ((32).to_bytes(8, "little") + b'{"a": {"data_offsets": [0,"x"]}}', ["not a safetensors file"]),
+        ((34).to_bytes(8, "little") + b'{"a": {"data_offsets": [0,1e999]}}', ["not a safetensors file"]),
+        ((32).to_bytes(8, "little") + b'{"a": {"data_offsets": [0,4.5]}}', ["not a safetensors file"]),
     ],
 )
 def test_shard_that_is_no_safetensors(
@@ -287,6 +306,75 @@ def test_shard_that_is_no_safetensors(
     shard = first_shard(copy_of(sharded, tmp_path / "hf"))
     shard.write_bytes(content)
     says(convert_error(tmp_path / "hf", out), shard, *fragments)
+
+
+def test_header_that_claims_gigabytes(hf: Path, out: Path, tmp_path: Path) -> None:
+    weights = copy_of(hf / "draft", tmp_path / "hf") / "model.safetensors"
+    with weights.open("wb") as file:
+        file.write((5 << 30).to_bytes(8, "little"))
+        file.truncate(6 << 30)  # Sparse: it takes no room.
+    says(convert_error(weights.parent, out), weights, "not a safetensors file")
+
+
+def test_more_layers_than_tensors(hf: Path, out: Path, tmp_path: Path) -> None:
+    model = copy_of(hf / "target", tmp_path / "hf", lambda config: config.update(num_hidden_layers=9000))
+    line = convert_error(model, out)
+    says(line, model / "config.json", "num_hidden_layers 9000", "tensors in all", "does not fit its config.json")
+
+
+def test_adapters_and_gguf_are_called_what_they_are(hf: Path, out: Path, tmp_path: Path) -> None:
+    adapter = {"base_model_name_or_path": "some/base", "peft_type": "LORA"}
+    for whole in (False, True):  # Beside whole weights an adapter would be dropped without a word.
+        folder = tmp_path / f"lora{whole}"
+        shutil.copytree(hf / "target", folder) if whole else folder.mkdir()
+        (folder / "adapter_config.json").write_text(json.dumps(adapter))
+        (folder / "adapter_model.safetensors").write_bytes(b"")
+        says(convert_error(folder, out), folder, "holds an adapter", "some/base", "merge_and_unload")
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "model-q4.gguf").write_bytes(b"GGUF")
+    says(convert_error(tmp_path / "gguf", out), "holds GGUF weights (model-q4.gguf)", "give the safetensors checkpoint")
+    shutil.copy(hf / "target" / "config.json", tmp_path / "gguf")
+    says(convert_error(tmp_path / "gguf", out), "holds GGUF weights")
+
+
+TEMPLATE = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "<x>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+    "special_tokens": {},
+}
+DAMAGED_TOKENIZERS: dict[str, dict[str, Any]] = {
+    "a map that is no map": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    "a map that is too short": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "CAAAAAAAAAAAAAAA"}},
+    "a regex that is none": {
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}
+    },
+    "a template without its token": {"post_processor": TEMPLATE},
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED_TOKENIZERS)
+def test_tokenizers_that_make_the_library_panic(
+    hf: Path, engines: Path, out: Path, tmp_path: Path, damage: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rust's panics are no Exceptions in Python, and print what nobody can use."""
+    model = copy_of(hf / "target", tmp_path / "hf")
+    tokenizer = json.loads((model / "tokenizer.json").read_text()) | DAMAGED_TOKENIZERS[damage]
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    says(convert_error(model, out), model / "tokenizer.json", "the tokenizer cannot be read and used")
+    says(generate_error(engines / "target", "--tokenizer_dir", model), model / "tokenizer.json", "not a readable tok")
+    assert "panicked" not in capfd.readouterr().err
+
+
+def test_a_tokenizer_that_hangs_or_crashes(
+    hf: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library is read in a process of its own; here that is made to do what damaged files can make it do."""
+    model = copy_of(hf / "target", tmp_path / "hf")
+    monkeypatch.setattr("specbuild.tokenizer_check._SECONDS", 0.5)
+    for program, words in (("import time; time.sleep(60)", "hangs"), ("import os; os.abort()", "crash (signal 6)")):
+        monkeypatch.setattr("specbuild.tokenizer_check._READ", program)
+        says(convert_error(model, out), model / "tokenizer.json", words)
 
 
 def test_truncated_weights(hf: Path, out: Path, tmp_path: Path) -> None:

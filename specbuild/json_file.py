@@ -1,0 +1,20 @@
+"""JSON files that somebody else wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from specrun.errors import CheckpointError
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in ``path``. Raises CheckpointError."""
+    try:
+        data = json.loads(path.read_bytes())
+    except (ValueError, OSError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not readable JSON ({error}); download it again") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(data).__name__}")
+    return data

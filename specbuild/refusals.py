@@ -1,0 +1,63 @@
+"""What cannot be converted, and why: other formats, and models that remember more of a text than keys and values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specbuild.json_file import read_json
+from specrun.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_COMPLEX = "its rotary embedding uses complex numbers, which ONNX does not have"
+REASONS = {
+    "llama4": _COMPLEX,
+    "llama4_text": _COMPLEX,
+    "deepseek_v2": _COMPLEX,
+    "falcon_mamba": "it is a state-space model: it keeps one state instead of keys and values for every position",
+    "minimax": "it keeps a cache of its own kind, with states of linear attention, beside keys and values",
+}
+_KEYS_AND_VALUES = {"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp"}
+"""Types of layers whose memory of a text is at most keys and values."""
+_STATES = {
+    "linear_attention": "a recurrent state (of linear attention or a state-space model) instead of keys and values",
+    "conv": "the state of a convolution instead of keys and values",
+    "hybrid": "a recurrent or convolution state beside keys and values",
+    "hybrid_sliding": "a recurrent or convolution state beside keys and values",
+}
+MOST_LAYERS = 10_000
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
+def refuse_other_formats(directory: Path) -> None:
+    """Say what the directory holds where that is no checkpoint; an adapter would be dropped without a word."""
+    if (adapter := directory / "adapter_config.json").is_file():
+        base = read_json(adapter).get("base_model_name_or_path") or "its base model"
+        raise CheckpointError(
+            f"{directory}: holds an adapter ({adapter.name}) for {base}, not a whole model; merge the two first: "
+            "PeftModel.from_pretrained(base_model, DIR).merge_and_unload().save_pretrained(NEW_DIR)"
+        )
+    files = sorted(path.name for path in directory.glob("*.gguf"))
+    if files and not any(directory.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{directory}: holds GGUF weights ({files[0]}), which specbuild does not read; give the safetensors "
+            "checkpoint that they were made from"
+        )
+
+
+def other_memory(config: PreTrainedConfig, model_class: Any) -> str | None:
+    """What the model remembers of a text beside keys and values; None where nothing is known of such."""
+    kinds = getattr(config.get_text_config(), "layer_types", None)
+    if kinds is None:
+        if getattr(model_class, "_is_stateful", False):
+            return "it is a recurrent model: it keeps one state instead of keys and values for every position"
+        return None
+    other = [kind for kind in kinds if kind not in _KEYS_AND_VALUES]
+    if not other:
+        return None
+    layers = f"{len(other)} of its {len(kinds)} layers keep"
+    if other[0] not in _STATES:
+        return f"{layers} more than keys and values ({other[0]}), which the graph has no tensors for"
+    return f"{layers} {_STATES[other[0]]}, so rejected draft tokens could not be taken back"
