@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -37,7 +38,10 @@ class ConvertOptions:
 
 
 def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
-    """Convert one checkpoint; see the stages below. Raises SpecError."""
+    """Convert one checkpoint; see the stages below. Raises SpecError, and ImportError where a package is missing."""
+    for package in ("torch", "transformers", "onnx", "onnxscript", "onnx_ir"):
+        if importlib.util.find_spec(package) is None:  # Importing them would take seconds, before bad input is told.
+            raise ModuleNotFoundError(f"no module named {package}", name=package)
     require_free(options.output_dir, options.force)
     with stages.stage("check checkpoint"):
         source = locate(options.model, options.revision)

@@ -29,8 +29,8 @@ class Fit:
 
     @property
     def good(self) -> bool:
-        """Whether the counts fit."""
-        return self.statistic <= self.limit
+        """Whether the counts fit; one bin, with no freedom, always does."""
+        return self.freedom == 0 or self.statistic <= self.limit
 
     @property
     def visible(self) -> float:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -37,6 +38,9 @@ ROWS = 32
 DRAWN_PROMPTS = 4
 """Draws share few prompts, so that each prompt's first token is drawn often."""
 BINS = 20
+BLIND = 0.25
+"""Where more of the probability than this could be out of place without showing, draws tell nothing."""
+Outcome = Literal["good", "wrong", "inconclusive"]
 NOISE = {"float32": 5e-5, "float16": 5e-3, "bfloat16": 2e-2}
 """How far rounding may move a logit, as a share of the row's largest: 840, 10 and 5 units of the type's rounding."""
 
@@ -61,6 +65,15 @@ class Part:
         """Whether the target may have written this."""
         return self.wrong == 0 and all(fit.good for fit in self.fits.values())
 
+    @property
+    def blind(self) -> str:
+        """Why an error could not have shown; empty where it could."""
+        if self.accepted == self.evaluated:
+            return "no draft token was rejected" if self.evaluated else "no draft token was evaluated"
+        if self.fits and (hidden := min(fit.visible for fit in self.fits.values())) > BLIND:
+            return f"{hidden:.0%} of the probability could be out of place"
+        return ""
+
     def add(self, requests: Sequence[Request]) -> None:
         """Count finished texts and their draft tokens."""
         self.texts += len(requests)
@@ -79,7 +92,8 @@ class Part:
         drafts = f"{self.accepted} of {self.evaluated} drafts accepted, near-ties {self.near_ties}"
         wrong = [f"  {self.wrong} tokens are not the target's; {self.example}"] if self.wrong else []
         fits = [f"  {name}: {fit}" for name, fit in self.fits.items()]
-        return [f"{self.name}: {self.texts} texts, {drafts}: {'good' if self.good else 'WRONG'}", *wrong, *fits]
+        found = ("cannot tell: " + self.blind if self.blind else "good") if self.good else "WRONG"
+        return [f"{self.name}: {self.texts} texts, {drafts}: {found}", *wrong, *fits]
 
 
 @dataclass(frozen=True)
@@ -90,13 +104,25 @@ class Verdict:
     seconds: float
 
     @property
+    def outcome(self) -> Outcome:
+        """``wrong`` where something told the pair from its target, ``inconclusive`` where nothing could have."""
+        if not all(part.good for part in self.parts):
+            return "wrong"
+        return "inconclusive" if any(part.blind for part in self.parts) else "good"
+
+    @property
     def good(self) -> bool:
-        """Whether nothing told the pair from its target."""
-        return all(part.good for part in self.parts)
+        """Whether nothing told the pair from its target, though it could have."""
+        return self.outcome == "good"
 
     def lines(self) -> list[str]:
         """For people; the verdict comes last."""
-        found = "no difference from the target alone" if self.good else "NOT what the target alone writes"
+        found = {
+            "good": "no difference from the target alone",
+            "wrong": "NOT what the target alone writes",
+            "inconclusive": "no difference, but an error could not have shown; give another draft, more --seconds, "
+            "or shorter prompts",
+        }[self.outcome]
         return [*(line for part in self.parts for line in part.lines()), f"{found} ({self.seconds:.0f} s)"]
 
 

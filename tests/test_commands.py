@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from click.testing import CliRunner, Result
 
 from specrun.cli import main
 from tests.tables import normal, save_table_engine
 from tests.wrong import accepts_tokens_always
+
+SPECRUN = str(Path(sys.executable).parent / "specrun")
 
 
 def run(*arguments: object) -> Result:
@@ -44,6 +51,78 @@ def test_verify_exits_1_for_a_pair_that_differs(engines: Path, monkeypatch: obje
     shown = run("verify", *pair(engines), "--seconds", 1)
     assert shown.exit_code == 1
     assert "not" in shown.stdout
+
+
+def test_verify_exits_3_where_an_error_could_not_have_shown(engines: Path) -> None:
+    target = engines / "target"
+    same = ("--engine_dir", target, "--draft_engine_dir", target, "--input_text", "alpha beta", "--seconds", 1)
+    shown = run("verify", *same)
+    assert shown.exit_code == 3, shown.output
+    assert "no draft token was rejected" in shown.stdout
+    verdict = json.loads(run("verify", *same, "--output_format", "json").stdout)
+    assert (verdict["good"], verdict["outcome"]) == (False, "inconclusive")
+
+
+def test_options_that_change_nothing_are_noted(engines: Path) -> None:
+    flags = ("generate", "--engine_dir", engines / "target", "--input_text", "alpha", "--max_output_len", 3)
+    said = run(*flags, "--top_p", 0.9, "--top_k", 5).stderr
+    assert "note: temperature 0 is greedy: --top_k and --top_p changes nothing; give --temperature too" in said
+    for quiet in ((), ("--top_p", 0.9, "--temperature", 0.7), ("--temperature", 0)):
+        assert "note:" not in run(*flags, *quiet).stderr
+
+
+def test_bench_names_its_own_option(engines: Path) -> None:
+    said = run("bench", *pair(engines), "--output_len", 1000)
+    assert said.exit_code == 1
+    assert "give --output_len " in said.stderr
+    assert "--max_output_len" not in said.stderr
+
+
+def test_prompts_from_a_terminal_are_asked_for(engines: Path) -> None:
+    """In a terminal of its own: waiting without a word looks like work."""
+    ours, theirs = os.openpty()
+    command = [SPECRUN, "generate", "--engine_dir", engines / "target", "--max_output_len", "3"]
+    with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr
+        assert "prompts, one a line; Ctrl-D ends them" in process.stderr.readline()
+        os.write(ours, b"alpha\n\x04")
+        assert process.wait(60) == 0
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_json_lines_come_as_prompts_end(engines: Path) -> None:
+    """In the prompts' order, each as soon as it can: what was printed is there after Ctrl-C too."""
+    flags = ["generate", "--engine_dir", engines / "target", "--output_format", "json", "--max_output_len", "60"]
+    prompts = "".join(f"alpha {number}\n" for number in range(400))
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([SPECRUN, *flags], **options) as process:
+        process.stdin.write(prompts)
+        process.stdin.close()
+        first = json.loads(process.stdout.readline())
+        assert process.poll() is None, "the others are not done"
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read().splitlines()
+        assert process.wait(60) == 130
+    assert first["output_tokens"] == 60
+    assert all(json.loads(line)["finish_reason"] == "length" for line in rest)
+    assert len(rest) < 399
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "bench"])
+def test_closed_streams(engines: Path, command: str) -> None:
+    flags = f"--engine_dir {engines / 'target'}" + (
+        f" --draft_engine_dir {engines / 'draft'}" if command == "bench" else ""
+    )
+    for closed in (">&-", "<&-"):
+        said = subprocess.run(f"{SPECRUN} {command} {flags} {closed}", shell=True, stderr=subprocess.PIPE, text=True)
+        assert "Traceback" not in said.stderr
+        name = "output" if closed == ">&-" else "input"
+        if (command, closed) != ("chat", "<&-"):  # A conversation without turns.
+            assert said.returncode == 1
+            assert f"specrun: error: standard {name}" in said.stderr
+    words = f"{SPECRUN} generate --engine_dir {engines / 'target'} --input_text a --max_output_len 3 2>&-"
+    assert subprocess.run(words, shell=True, stdout=subprocess.PIPE).returncode == 0
 
 
 def test_mistakes_are_usage_errors(engines: Path, tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ The plans' real inputs, profiles and aliases come from engine directories that t
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,6 +77,34 @@ class Recorder:
                 return record
 
         return Context()
+
+
+def test_a_closed_backend_keeps_no_engine(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are gigabytes; the backend itself may live on in its decoder."""
+    made: list[weakref.ref[Recorder]] = []
+
+    class Runtime:
+        def __init__(self, log: Any) -> None: ...
+
+        def deserialize_cuda_engine(self, data: bytes) -> Recorder:
+            engine = Recorder(open_engine(plan))
+            made.append(weakref.ref(engine))
+            return engine
+
+    fake = SimpleNamespace(
+        Runtime=Runtime,
+        ILogger=trt.ILogger,
+        ExecutionContextAllocationStrategy=trt.ExecutionContextAllocationStrategy,
+        __version__=trt.__version__,
+    )
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", fake)
+    backend = TrtBackend(plan, open_engine(plan), HostDevice(), "8.9")
+    backend.allocate_cache(0)
+    enqueue(backend, 1, 2, 1)
+    backend.close()
+    gc.collect()
+    assert [engine() for engine in made] == [None]
+    backend.close()
 
 
 @pytest.fixture

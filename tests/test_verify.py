@@ -170,12 +170,39 @@ def test_without_a_draft_length_drafts_are_made_whether_they_pay_or_not(tmp_path
         check(tmp_path / "none", target, target, draft_len=None, max_draft_len=0)
 
 
+@pytest.mark.usefixtures("many_draws")
 def test_short_engines(tmp_path: Path) -> None:
     """Texts as long as what fits, one at a time."""
     target = normal(40, 13, 16)
     build = {"max_seq_len": 5, "max_input_len": 3, "cache_length": 16, "max_batch_size": 1}
     verdict = check(tmp_path, target, target + normal(41, 13, 16), **build)
     assert verdict.good
+
+
+@pytest.mark.usefixtures("many_draws")
+@ACCEPTANCE
+def test_a_draft_that_is_never_rejected_shows_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_logits: bool
+) -> None:
+    """Acceptance that accepts always would pass, and does."""
+    target = normal(40, 13, 16)
+    for number, way in enumerate(("accept_tokens", "accept_logits")):
+        if number:
+            monkeypatch.setattr(f"specrun.rounds.host.{way}", (accepts_tokens_always, accepts_always)[number])
+        verdict = check(tmp_path / way, target, target, use_logits=use_logits)
+        assert verdict.outcome == "inconclusive"
+        assert not verdict.good
+        assert "an error could not have shown" in verdict.lines()[-1]
+        assert all("no draft token was rejected" in part.blind for part in verdict.parts)
+
+
+def test_few_draws_show_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "FEWEST", 20)
+    target = normal(40, 13, 16)
+    verdict = check(tmp_path, target, target + normal(41, 13, 16), use_logits=True)
+    assert verdict.outcome == "inconclusive"
+    assert "of the probability could be out of place" in verdict.parts[-1].blind
+    assert verdict.parts[0].blind == ""
 
 
 @pytest.mark.parametrize("prompts", [[], [[]], [[1], [16]], [[1] * 65]])

@@ -57,6 +57,12 @@ class KernelCache:
         except OSError:
             return
 
+    def close(self) -> None:
+        """Keep what was compiled, and let go of the engine. Contexts must have gone before: they need their configs."""
+        self.save()
+        self._configs.clear()
+        self._engine = self._cache = None
+
 
 def _folder() -> Path:
     """See the XDG base directory specification."""

@@ -184,11 +184,12 @@ class TrtBackend:
         self._require(context.execution.execute_async_v3(self.device.stream), "to run")
 
     def close(self) -> None:
-        """See ``DeviceBackend.close``. Contexts go before their engine, the engine before its runtime."""
-        if self._engine is not None:
-            self.device.activate()
-            self._kernels.save()
+        """See ``DeviceBackend.close``. Contexts go before their configs and engine, the engine before its runtime."""
+        if self._engine is None:
+            return
+        self.device.activate()
         self._contexts.clear()
+        self._kernels.close()
         self._engine = self._runtime = None
 
     def _new_execution(self, profile: int) -> Any:

@@ -20,6 +20,9 @@ from specrun.commands.options import (
 )
 from specrun.config import DraftTargetConfig
 
+INCONCLUSIVE = 3
+"""Exit status: 2 is wrong usage."""
+
 
 @click.command()
 @click.option("--engine_dir", required=True, type=FolderPath, help="The target's engine directory.")
@@ -47,7 +50,7 @@ def verify(
     """Check that a pair writes what its target alone writes.
 
     Greedy and seeded ids are compared token by token; drawn texts are tested against the target's exact probabilities.
-    Exit 1 where they differ.
+    Exit 1 where they differ, 3 where nothing differs but an error could not have shown.
     """
     require_one_source(input_text, input_file)
 
@@ -64,8 +67,8 @@ def verify(
 
     verdict = verify_pair(engine_dir, draft_engine_dir, config, prompts, params, seconds, report)
     if output_format == "json":
-        click.echo(json.dumps({"good": verdict.good, **dataclasses.asdict(verdict)}))
+        click.echo(json.dumps({"good": verdict.good, "outcome": verdict.outcome, **dataclasses.asdict(verdict)}))
     else:
         click.echo("\n".join(verdict.lines()))
     if not verdict.good:
-        raise click.exceptions.Exit(1)
+        raise click.exceptions.Exit({"wrong": 1, "inconclusive": INCONCLUSIVE}[verdict.outcome])
