@@ -29,6 +29,9 @@ class DraftTargetConfig:
     """Keep what was read of prompts and written after them for prompts that begin alike."""
     max_tokens_in_kv_cache: int | None = None
     """Tokens that are kept for it, of each model; None: as many as the rows of a full batch hold."""
+    shared_thread_pool: bool = True
+    """Let CPU engines share one pool of threads. It is onnxruntime's for the whole process: once it is made, sessions
+    of other libraries that want threads of their own are refused. False: each engine has its own, which is slower."""
 
     @property
     def fixed_draft_len(self) -> int | None:
@@ -46,7 +49,7 @@ class DraftTargetConfig:
         }
         for name in ("draft_devices", "target_devices"):
             found[name] = tuple(arguments.wholes(name, getattr(self, name)))
-        for name in ("use_logits", "cuda_graph", "reuse_blocks"):
+        for name in ("use_logits", "cuda_graph", "reuse_blocks", "shared_thread_pool"):
             found[name] = arguments.flag(name, getattr(self, name))
         for name, value in found.items():
             if name in ("draft_len", "max_tokens_in_kv_cache") and value is not None and value < 0:

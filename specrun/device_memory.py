@@ -34,7 +34,7 @@ def need(role: str, config: EngineConfig, rows: int, positions: int, steps: int,
     counts = rows * graph.vocab_size * 4
     return Need(
         role=role,
-        weights=sum(file.bytes for file in config.files.values()),
+        weights=config.weight_bytes,
         cache=graph.cache_bytes(build.max_batch_size, build.cache_length) + graph.cache_bytes(blocks, BLOCK),
         buffers=logits + ids + counts,
     )

@@ -1,17 +1,22 @@
 """How many tokens to draft: the number whose rounds yield the most tokens a second, found while decoding.
 
 A round of draft length g takes T(g), which is measured, and yields 1 + alpha + .. + alpha^g tokens (arXiv 2211.17192)
-for an acceptance rate alpha, which is measured too. Where 0 is best nothing is learnt about the draft, so it is tried
-again from time to time; what the trials cost is kept to a small share of the time.
+for an acceptance rate alpha, which is measured too. Of the lengths that pay, the one is taken whose rate could be the
+best, given how well its time is known: so a length that nobody has tried is tried where it might be better, once or
+twice. (Times are no straight lines: a processor's matrix products take so many rows at a time.)
+Where 0 is best nothing is learnt about the draft, so it is tried again from time to time; what the trials cost is kept
+to a small share of the time.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from specrun.stats import expected_tokens
@@ -23,11 +28,21 @@ MARGIN = 1.02
 _CLOSE, _PLAIN_EVERY = 1.25, 16
 """While it promises less than this, a plain round is timed anew every so many rounds."""
 _NEEDED = 3
-"""Plain rounds to be timed before anything is decided."""
-_KEPT = 15
+"""Plain rounds to be timed before anything is decided, where no other batch size tells."""
+_PLAIN_AFTER = 4
+"""Rounds of a new batch size before its first plain one, where another batch size has told that drafting pays."""
+_KEPT = 31
 """Latest times of a draft length that are kept."""
-_LINE = 4
-"""What the line through all lengths says of one counts as much as so many times of its own."""
+_RECENT = 15
+"""Latest rounds that tell the pace."""
+_STRANGE = 0.15
+"""How far, as a share, a length's time may lie from what the others let expect."""
+_HOPE = 0.4
+"""So many standard errors shorter than it is thought, a round is taken for when lengths are compared."""
+_NOISE, _LEAST_NOISE = 0.08, 0.02
+"""How far times of one length differ, as a share: until it was seen, and at least."""
+_FEW, _BAD_LUCK = 2, 1.5
+"""The first times of a length count as at most this much more than the others let expect."""
 _WEIGHT = 4.0
 """Evaluated tokens of its own that a request needs to count as much as the requests before it."""
 _READING = 0.25
@@ -69,47 +84,94 @@ class Acceptance:
 
 
 @dataclass
-class RoundTimes:
-    """T(g) of one batch size: what a straight line through all lengths says of g, within the middle of what was seen.
+class Pace:
+    """How fast the machine is now, in relation to what is kept: machines get faster and slower.
 
-    That is the median of the times seen and of ``_LINE`` times of the line's. So one that was seen seldom, and had bad
-    luck, is not ruled out for good, and one that was seen often is known by its own times.
-    Machines get faster and slower, and lengths are not seen at the same times: what is kept of a round is its time in
-    relation to ``pace``, which rounds of all lengths tell.
+    Lengths are not seen at the same times, so what is kept of a round is its time in relation to the pace, which
+    rounds of all lengths and batch sizes tell.
     """
+
+    pace: float = 1.0
+    noise: float = _NOISE
+    """How far times of one length differ from their median, as a share of it: one standard deviation."""
+    _latest: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    _distances: deque[float] = field(default_factory=lambda: deque(maxlen=64))
+
+    def see(self, ratio: float, known: int) -> None:
+        """A round took ``ratio`` times the median of the ``known`` times of its length."""
+        self._latest.append(ratio)
+        self.pace = statistics.median(self._latest)
+        if known >= _NEEDED:
+            self._distances.append(abs(math.log(ratio / self.pace)))
+        if len(self._distances) >= _KEPT:  # Of a normal distribution the median distance is 1 / 1.48 of its deviation.
+            self.noise = max(_LEAST_NOISE, 1.48 * statistics.median(self._distances))
+
+
+class Times(NamedTuple):
+    """T(0), T(1), .., in relation to the pace: what is thought of them, and at the best."""
+
+    likely: list[float]
+    hoped: list[float]
+
+
+@dataclass
+class RoundTimes:
+    """What was seen of the times of one batch size, in relation to the pace."""
 
     seen: dict[int, deque[float]] = field(default_factory=dict)
     medians: dict[int, float] = field(default_factory=dict)
-    pace: float = 1.0
-    _paces: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    _bounds: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """What the median of each length's times lies between when ``_LINE`` more of them, all equal, join those seen."""
 
-    def add(self, draft_len: int, seconds: float) -> None:
+    def add(self, draft_len: int, seconds: float, pace: Pace) -> None:
         """Count a round."""
         if draft_len in self.medians:
-            self._paces.append(seconds / self.medians[draft_len])
-            self.pace = statistics.median(self._paces)
-        times = self.seen.setdefault(draft_len, deque(maxlen=_KEPT))
-        times.append(seconds / self.pace)
-        ordered = sorted(times)
-        self.medians[draft_len] = statistics.median(ordered)
-        middle = (len(ordered) + _LINE) // 2
-        reached = [0.0] * _LINE + ordered + [math.inf] * _LINE
-        self._bounds[draft_len] = (reached[middle], reached[middle + _LINE])
+            pace.see(seconds / self.medians[draft_len], len(self.seen[draft_len]))
+        times, time = self.seen.setdefault(draft_len, deque(maxlen=_KEPT)), seconds / pace.pace
+        if len(times) < _FEW and len(self.medians.keys() - {draft_len}) > 1:
+            # One that had bad luck would not be tried again.
+            time = min(time, _BAD_LUCK * self._expected(draft_len, None))
+        times.append(time)
+        self.medians[draft_len] = statistics.median(times)
 
-    def seconds(self, most: int) -> list[float] | None:
-        """T(0), .., T(most); None before some plain rounds and one with drafts were seen."""
-        known = self.medians
-        if len(known) < 2 or len(self.seen.get(0, ())) < _NEEDED:
-            return None
-        # Rounds get longer with g. A line from T(0); its slope the median, so that a slow round does not count.
-        slope = max(0.0, statistics.median_low((t - known[0]) / g for g, t in known.items() if g))
-        found = []
+    def times(self, most: int, noise: float, base: Sequence[float] | None = None) -> Times:
+        """T(0), .., T(most), where something was seen or there is a ``base``: the times of another batch size.
+
+        A length's own median counts the more the oftener it was seen and the less noise there is; the rest is what
+        the others let expect.
+        """
+        others = noise**2 / _STRANGE**2  # Times of its own that what others say is worth.
+        likely: list[float] = []
+        hoped: list[float] = []
         for g in range(most + 1):
-            lowest, highest = self._bounds.get(g, (0.0, math.inf))
-            found.append(self.pace * min(max(known[0] + slope * g, lowest), highest))
-        return found
+            count, expected = len(self.seen.get(g, ())), self._expected(g, base)
+            likely.append((count * self.medians.get(g, expected) + others * expected) / (count + others))
+            error = _STRANGE * math.sqrt(others / (count + others))
+            hoped.append(likely[-1] * (1 - _HOPE * error))
+        return Times(likely, hoped)
+
+    def _expected(self, g: int, base: Sequence[float] | None) -> float:
+        """What the lengths other than ``g`` let expect of it: between two of them, or beyond all of them.
+
+        With a ``base``, its distance from that is what is expected to be alike.
+        """
+        known = sorted(length for length in self.medians if length != g)
+        if not known:
+            return base[g] if base else self.medians[g]
+
+        def above(length: int) -> float:
+            return self.medians[length] - (base[length] if base else 0.0)
+
+        place = bisect.bisect(known, g)
+        if 0 < place < len(known):
+            before, after = known[place - 1], known[place]
+            share = (g - before) / (after - before)
+            time = above(before) * (1 - share) + above(after) * share
+        else:
+            nearest = known[min(place, len(known) - 1)]
+            time = above(nearest)
+            if not base and len(known) > 1:
+                slope = (self.medians[known[-1]] - self.medians[known[0]]) / (known[-1] - known[0])
+                time += max(0.0, slope) * (g - nearest)
+        return max(time + (base[g] if base else 0.0), 0.1 * self.medians[known[0]])
 
 
 _UNKNOWN = Acceptance()
@@ -124,7 +186,9 @@ class DraftLength:
     def __init__(self, most: int, fixed: int | None) -> None:
         self.most = most
         self.fixed = fixed
+        self._pace = Pace()
         self._times: dict[int, RoundTimes] = {}
+        """By batch size."""
         self._overall = Acceptance()
         self._elapsed = 0.0
         self._lost = 0.0
@@ -132,7 +196,7 @@ class DraftLength:
         self._own: WeakKeyDictionary[object, Acceptance] = WeakKeyDictionary()
         self._since_plain = 0
         self._reading: deque[float] = deque(maxlen=_KEPT)
-        """Seconds a token that the draft took to read what it had missed."""
+        """What a token took that the draft read because it had missed it, in relation to the pace."""
         self.drafting = bool(most) and fixed != 0
         """Whether drafting pays, as far as is known: then the draft reads prompts when the target does."""
 
@@ -143,29 +207,44 @@ class DraftLength:
         """
         if self.fixed is not None:
             return self.fixed
-        times = self._times.setdefault(len(caps), RoundTimes())
         if min(self.most, max(caps)) == 0:
             return 0
-        seconds = times.seconds(self.most)
-        if seconds is None:
+        seen, base = self._times.setdefault(len(caps), RoundTimes()), self._base(len(caps))
+        plain_rounds = len(seen.seen.get(0, ()))
+        if base is None and (plain_rounds < _NEEDED or len(seen.medians) < 2):
             # First rounds without drafts, which cost nothing; then a short one, since the draft may be slow.
-            return 0 if len(times.seen.get(0, ())) < _NEEDED else 1
+            return 0 if plain_rounds < _NEEDED else 1
+        times = seen.times(self.most, self._pace.noise, base)
         prior = self._overall.rate(0.5, 2.0)
         alphas = [self._own.get(request, _UNKNOWN).rate(prior, _WEIGHT) for request in requests]
-        step = seconds[1] - seconds[0]
+        step = times.likely[1] - times.likely[0]
         reading = backlog * (statistics.median(self._reading) if self._reading else _READING * step)
-        # What the draft must read first has to pay before it rests again.
-        plain, *drafting = token_rates(alphas, caps, [seconds[0], *(t + reading / _STRETCH for t in seconds[1:])])
-        best = max(range(len(drafting)), key=drafting.__getitem__) + 1
-        promise = drafting[best - 1] / plain
+
+        def rates(seconds: Sequence[float]) -> list[float]:
+            # What the draft must read first has to pay before it rests again.
+            return token_rates(alphas, caps, [seconds[0], *(t + reading / _STRETCH for t in seconds[1:])])
+
+        plain, *drafting = rates(times.likely)
+        promise = max(drafting) / plain
         self.drafting = promise >= MARGIN
         if not self.drafting:
             # After a plain round: without those between them, nothing would tell what trials cost.
-            affordable = self._lost + step + reading <= TRIAL_SHARE * self._elapsed
+            affordable = self._lost + (step + reading) * self._pace.pace <= TRIAL_SHARE * self._elapsed
             return int(affordable and self._since_plain == 0)
-        if promise < _CLOSE and self._since_plain >= _PLAIN_EVERY:
+        unknown = plain_rounds == 0 and self._since_plain >= _PLAIN_AFTER
+        if unknown or (promise < _CLOSE and self._since_plain >= _PLAIN_EVERY):
             return 0
-        return best
+        hoped = rates(times.hoped)[1:]
+        return max(range(len(hoped)), key=hoped.__getitem__) + 1
+
+    def _base(self, batch_size: int) -> list[float] | None:
+        """The times of the nearest other batch size of which enough is known."""
+        known = [size for size, times in self._times.items() if size != batch_size and len(times.medians) > 1]
+        known = [size for size in known if 0 in self._times[size].medians]
+        if not known:
+            return None
+        nearest = min(known, key=lambda size: max(size, batch_size) / min(size, batch_size))
+        return self._times[nearest].times(self.most, self._pace.noise).likely
 
     def observe(
         self,
@@ -192,10 +271,11 @@ class DraftLength:
         self._elapsed = self._elapsed * keep + seconds
         self._lost *= keep
         if draft_len and 0 in times.medians:
-            plain = times.medians[0] * times.pace
+            plain = times.medians[0] * self._pace.pace
             gained = sum(accepted for accepted, _ in rows) / len(rows)
             self._lost = max(0.0, self._lost + seconds - plain * (1 + gained))
         if not (draft_len and backlog):
-            times.add(draft_len, seconds)
-        elif usual := times.seconds(self.most):
-            self._reading.append(max(0.0, seconds - usual[draft_len]) / backlog)
+            times.add(draft_len, seconds, self._pace)
+        elif len(times.medians) > 1:
+            usual = times.times(self.most, self._pace.noise).likely[draft_len]
+            self._reading.append(max(0.0, seconds / self._pace.pace - usual) / backlog)

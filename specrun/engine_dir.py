@@ -162,6 +162,12 @@ class EngineConfig(Strict):
     provenance: Provenance
     files: Files = Field(min_length=1)
 
+    @property
+    def weight_bytes(self) -> int:
+        """Size of the engine's own files: about what its weights take."""
+        engine = ENGINE_FILES[self.backend.name]
+        return sum(info.bytes for name, info in self.files.items() if name.startswith(engine))
+
     @field_validator("files")
     @classmethod
     def _lists_the_engine(cls, files: dict[str, FileInfo], info: ValidationInfo) -> dict[str, FileInfo]:

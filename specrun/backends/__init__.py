@@ -109,14 +109,14 @@ def why_no_gpu_backend(name: BackendName) -> str | None:
     return None
 
 
-def open_host_backend(directory: Path, config: EngineConfig, blocks: int) -> Backend:
-    """Load an engine for the CPU, with room for ``blocks`` blocks of past texts.
+def open_host_backend(directory: Path, config: EngineConfig, blocks: int, shared_pool: bool = True) -> Backend:
+    """Load an engine for the CPU, with room for ``blocks`` blocks of past texts; shared_pool: of threads.
 
     Raises EngineDirError, and BackendError when its runtime is not installed.
     """
     from specrun.backends.ort import OrtBackend
 
-    return OrtBackend(directory, config, blocks)
+    return OrtBackend(directory, config, blocks, shared_pool)
 
 
 def open_device_backend(directory: Path, config: EngineConfig, device: Device) -> DeviceBackend:

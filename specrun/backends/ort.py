@@ -44,9 +44,11 @@ CACHE_DTYPES = {
 class OrtBackend:
     """See ``Backend``. Inputs, outputs and cache are bound by address, so nothing is copied."""
 
-    def __init__(self, directory: Path, config: EngineConfig, blocks: int) -> None:
+    def __init__(self, directory: Path, config: EngineConfig, blocks: int, shared_pool: bool = True) -> None:
         self.config = config
-        self._session = _open(directory, config, "CPUExecutionProvider", {})  # It knows whether the sizes are true.
+        self._session = _open(
+            directory, config, "CPUExecutionProvider", {}, shared_pool
+        )  # It knows whether the sizes are true.
         self.cache = HostKVCache(config.graph.caches, blocks)
         self._passes: dict[tuple[int, int, int, int], OrtPass] = {}
         self._logits = np.empty(0, np.float32)
@@ -191,9 +193,11 @@ def _load_cuda_libraries() -> None:
             ) from error
 
 
-def _open(directory: Path, config: EngineConfig, provider: str, provider_options: dict[str, str]) -> Any:
+def _open(
+    directory: Path, config: EngineConfig, provider: str, provider_options: dict[str, str], shared_pool: bool = True
+) -> Any:
     """A session on the engine's graph, checked against the contract. Raises EngineDirError and BackendError."""
-    ort, options = session_options()
+    ort, options = session_options(shared_pool)
     if provider not in ort.get_available_providers():
         raise BackendError(
             f"onnxruntime {ort.__version__} has no {provider}; pip install onnxruntime-gpu in place of onnxruntime"
@@ -241,18 +245,34 @@ def _ort() -> Any:
     return onnxruntime
 
 
-def session_options() -> tuple[Any, Any]:
-    """The onnxruntime module, and options for a session on the thread pool that all sessions of the process share.
+def session_options(shared_pool: bool = True) -> tuple[Any, Any]:
+    """The onnxruntime module, and options for a session.
 
-    Two sessions with pools of their own slow each other down: the idle one's threads spin on the busy one's cores.
-    Once the shared pool exists, onnxruntime refuses sessions that want their own. Raises BackendError.
+    shared_pool: on the thread pool that all sessions of the process share. Two sessions with pools of their own slow
+    each other down, for the idle one's threads spin on the busy one's cores; without spinning every pass waits until
+    its threads have woken up. But once the shared pool exists, onnxruntime refuses sessions that want their own, those
+    of other libraries too. Raises BackendError.
     """
     global _pool_made
-    ort = _ort()
-    if not _pool_made:
-        ort.set_global_thread_pool_sizes(len(os.sched_getaffinity(0)), 1)
-        _pool_made = True
+    ort, threads = _ort(), _threads()
     options = ort.SessionOptions()
-    options.use_per_session_threads = False
     options.log_severity_level = 3
+    if shared_pool:
+        if not _pool_made:
+            ort.set_global_thread_pool_sizes(threads, 1)
+            _pool_made = True
+        options.use_per_session_threads = False
+    elif _pool_made:
+        raise BackendError(
+            "shared_thread_pool False: onnxruntime's shared pool was made in this process already, and it takes no "
+            "other sessions now; open every decoder of the process with False, and build engines in another process"
+        )
+    else:
+        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return ort, options
+
+
+def _threads() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

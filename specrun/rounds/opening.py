@@ -47,7 +47,8 @@ def open_round(target: Engine, draft: Engine | None, draft_len: int, rows: int, 
         )
     if kinds == {"cpu"}:
         kept = _kept_blocks_on_host(engines, rows, config)
-        runners = [ModelRunner(open_host_backend(engine.directory, engine.config, kept)) for engine in engines]
+        shared = config.shared_thread_pool
+        runners = [ModelRunner(open_host_backend(engine.directory, engine.config, kept, shared)) for engine in engines]
         return HostRound(runners[0], runners[1] if draft else None, draft_len, config.use_logits)
     return _open_on_gpus(engines, draft_len, rows, config)
 
@@ -62,7 +63,7 @@ def _kept_blocks(target: Engine, rows: int, config: DraftTargetConfig) -> int:
 
 def _kept_blocks_on_host(engines: list[Engine], rows: int, config: DraftTargetConfig) -> int:
     """``_kept_blocks``, or by default what fits. Raises BackendError where weights, or blocks asked for, do not."""
-    weights = sum(file.bytes for engine in engines for file in engine.config.files.values())
+    weights = sum(engine.config.weight_bytes for engine in engines)
     kept = _kept_blocks(engines[0], rows, config)
     block = sum(engine.config.graph.cache_bytes(1, BLOCK) for engine in engines)
     if error := shortage("weights", weights, "use a smaller model"):
