@@ -31,9 +31,9 @@ _NEEDED = 3
 """Plain rounds to be timed before anything is decided, where no other batch size tells."""
 _PLAIN_AFTER = 4
 """Rounds of a new batch size before its first plain one, where another batch size has told that drafting pays."""
-_KEPT = 31
+_KEPT = 63
 """Latest times of a draft length that are kept."""
-_RECENT = 15
+_RECENT = 25
 """Latest rounds that tell the pace."""
 _STRANGE = 0.15
 """How far, as a share, a length's time may lie from what the others let expect."""
@@ -103,7 +103,9 @@ class Pace:
         self.pace = statistics.median(self._latest)
         if known >= _NEEDED:
             self._distances.append(abs(math.log(ratio / self.pace)))
-        if len(self._distances) >= _KEPT:  # Of a normal distribution the median distance is 1 / 1.48 of its deviation.
+        if (
+            len(self._distances) >= _RECENT
+        ):  # Of a normal distribution the median distance is 1 / 1.48 of its deviation.
             self.noise = max(_LEAST_NOISE, 1.48 * statistics.median(self._distances))
 
 
@@ -144,9 +146,22 @@ class RoundTimes:
         for g in range(most + 1):
             count, expected = len(self.seen.get(g, ())), self._expected(g, base)
             likely.append((count * self.medians.get(g, expected) + others * expected) / (count + others))
-            error = _STRANGE * math.sqrt(others / (count + others))
-            hoped.append(likely[-1] * (1 - _HOPE * error))
+            error = _HOPE * _STRANGE * math.sqrt(others / (count + others)) * likely[-1]
+            hoped.append(likely[-1] - (error if count else max(error, self._bridge(g))))
         return Times(likely, hoped)
+
+    def _bridge(self, g: int) -> float:
+        """How far T(g) may lie from the straight line between the nearest known lengths: there may be a step.
+
+        That of a Brownian bridge: nothing at its ends, half of the distance between them in its middle.
+        """
+        known = sorted(self.medians)
+        place = bisect.bisect(known, g)
+        if not 0 < place < len(known):
+            return 0.0
+        before, after = known[place - 1], known[place]
+        height = max(0.0, self.medians[after] - self.medians[before])
+        return height * math.sqrt((g - before) * (after - g)) / (after - before)
 
     def _expected(self, g: int, base: Sequence[float] | None) -> float:
         """What the lengths other than ``g`` let expect of it: between two of them, or beyond all of them.
@@ -210,15 +225,16 @@ class DraftLength:
         if min(self.most, max(caps)) == 0:
             return 0
         seen, base = self._times.setdefault(len(caps), RoundTimes()), self._base(len(caps))
-        plain_rounds = len(seen.seen.get(0, ()))
-        if base is None and (plain_rounds < _NEEDED or len(seen.medians) < 2):
-            # First rounds without drafts, which cost nothing; then a short one, since the draft may be slow.
-            return 0 if plain_rounds < _NEEDED else 1
+        if base is None and len(seen.seen.get(0, ())) < _NEEDED:
+            return 0  # First rounds without drafts, which cost nothing;
+        if base is None and len(seen.medians) < 2:
+            return 1  # then a short one, since the draft may be slow.
         times = seen.times(self.most, self._pace.noise, base)
         prior = self._overall.rate(0.5, 2.0)
         alphas = [self._own.get(request, _UNKNOWN).rate(prior, _WEIGHT) for request in requests]
         step = times.likely[1] - times.likely[0]
         reading = backlog * (statistics.median(self._reading) if self._reading else _READING * step)
+        plain_rounds, known_rounds = len(seen.seen.get(0, ())), sum(map(len, seen.seen.values()))
 
         def rates(seconds: Sequence[float]) -> list[float]:
             # What the draft must read first has to pay before it rests again.
@@ -228,10 +244,16 @@ class DraftLength:
         promise = max(drafting) / plain
         self.drafting = promise >= MARGIN
         if not self.drafting:
+            # The next longer length than any tried may take no longer than that.
+            longest = max(1, *(g for g in seen.medians if g <= len(drafting)))
+            upto = min(longest + 1, len(drafting))
+            floor = [times.likely[min(g, longest)] for g in range(upto + 1)]
+            trial = max(range(1, upto + 1), key=rates(floor).__getitem__)
+            cost = times.likely[trial] - times.likely[0] + reading
             # After a plain round: without those between them, nothing would tell what trials cost.
-            affordable = self._lost + (step + reading) * self._pace.pace <= TRIAL_SHARE * self._elapsed
-            return int(affordable and self._since_plain == 0)
-        unknown = plain_rounds == 0 and self._since_plain >= _PLAIN_AFTER
+            affordable = self._lost + cost * self._pace.pace <= TRIAL_SHARE * self._elapsed
+            return trial if affordable and self._since_plain == 0 else 0
+        unknown = plain_rounds == 0 and known_rounds >= _PLAIN_AFTER
         if unknown or (promise < _CLOSE and self._since_plain >= _PLAIN_EVERY):
             return 0
         hoped = rates(times.hoped)[1:]
