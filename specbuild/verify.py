@@ -93,9 +93,9 @@ def far_reference(model: PreTrainedModel, info: GraphInfo, max_seq_len: int) -> 
     config = model.config.get_text_config()
     ropes = _rope_parameters(config)
     windows = {getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")}
-    switches = {rope.get("original_max_position_embeddings") for rope in ropes if rope["rope_type"] == "longrope"}
+    switches = {rope.get("original_max_position_embeddings") for rope in ropes if rope.get("rope_type") == "longrope"}
     reached = [n for n in windows | switches if isinstance(n, int) and 0 < n <= max_seq_len - _FAR_TOKENS - 2]
-    if any("dynamic" in rope["rope_type"] for rope in ropes):
+    if any("dynamic" in rope.get("rope_type", "") for rope in ropes):
         return None  # Pinned for max_seq_len; the model's own frequencies follow every length.
     if not reached or info.cache_bytes(1, max(reached)) > _MOST_FAR_BYTES:
         return None

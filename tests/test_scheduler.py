@@ -450,3 +450,26 @@ def test_a_closed_decoder_gives_memory_back_and_says_so(tmp_path: Path) -> None:
         with pytest.raises(RequestError, match="closed"):
             use()
     assert "closed before" in str(waiting.error)
+
+
+def test_requests_wait_for_memory_and_fail_where_none_comes(
+    pair: SpeculativeDecoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (expected,) = decode(pair, [pair.request([1], max_output_len=30)])
+    meminfo = tmp_path / "meminfo"
+    monkeypatch.setattr("specrun.host_memory._MEMINFO", meminfo)
+    meminfo.write_text("MemAvailable: 8000000 kB\n")
+    running, longer, short = (pair.request([1], max_output_len=length) for length in (30, 3000, 5))
+    pair.scheduler.add(running)
+    pair.scheduler.step()
+    meminfo.write_text("MemAvailable: 0 kB\n")
+    for request in (longer, short):
+        pair.scheduler.add(request)
+    for _ in range(3):
+        pair.scheduler.step()
+    assert not longer.pieces and longer.finish_reason is None
+    while len(pair.scheduler):
+        pair.scheduler.step()
+    assert running.output == expected
+    assert "not enough memory: caches for 1 requests" in str(longer.error)
+    assert short.output == expected[:5], "it fits into what there is"

@@ -79,6 +79,17 @@ class Recorder:
         return Context()
 
 
+def use_runtime(runtime: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the executor find ``runtime`` in place of TensorRT's, which needs a GPU."""
+    fake = SimpleNamespace(
+        Runtime=runtime,
+        ILogger=trt.ILogger,
+        ExecutionContextAllocationStrategy=trt.ExecutionContextAllocationStrategy,
+        __version__=trt.__version__,
+    )
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", fake)
+
+
 def test_a_closed_backend_keeps_no_engine(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are gigabytes; the backend itself may live on in its decoder."""
     made: list[weakref.ref[Recorder]] = []
@@ -91,13 +102,7 @@ def test_a_closed_backend_keeps_no_engine(plan: Path, monkeypatch: pytest.Monkey
             made.append(weakref.ref(engine))
             return engine
 
-    fake = SimpleNamespace(
-        Runtime=Runtime,
-        ILogger=trt.ILogger,
-        ExecutionContextAllocationStrategy=trt.ExecutionContextAllocationStrategy,
-        __version__=trt.__version__,
-    )
-    monkeypatch.setitem(sys.modules, "tensorrt_rtx", fake)
+    use_runtime(Runtime, monkeypatch)
     backend = TrtBackend(plan, open_engine(plan), HostDevice(), "8.9")
     backend.allocate_cache(0)
     enqueue(backend, 1, 2, 1)
@@ -119,13 +124,7 @@ def opened(plan: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[TrtBackend, Rec
             assert data == (plan / "rank0.engine").read_bytes()
             return recorder
 
-    fake = SimpleNamespace(
-        Runtime=Runtime,
-        ILogger=trt.ILogger,
-        ExecutionContextAllocationStrategy=trt.ExecutionContextAllocationStrategy,
-        __version__=trt.__version__,
-    )
-    monkeypatch.setitem(sys.modules, "tensorrt_rtx", fake)
+    use_runtime(Runtime, monkeypatch)
     return TrtBackend(plan, open_engine(plan), HostDevice(), "8.9"), recorder
 
 
