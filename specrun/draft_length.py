@@ -130,7 +130,7 @@ class RoundTimes:
         times, time = self.seen.setdefault(draft_len, deque(maxlen=_KEPT)), seconds / pace.pace
         if len(times) < _FEW and len(self.medians.keys() - {draft_len}) > 1:
             # One that had bad luck would not be tried again.
-            time = min(time, _BAD_LUCK * self._expected(draft_len, None))
+            time = min(time, _BAD_LUCK * self._expected(draft_len, sorted(self.medians), None)[0])
         times.append(time)
         self.medians[draft_len] = statistics.median(times)
 
@@ -141,52 +141,48 @@ class RoundTimes:
         the others let expect.
         """
         others = noise**2 / _STRANGE**2  # Times of its own that what others say is worth.
+        known = sorted(self.medians)
         likely: list[float] = []
         hoped: list[float] = []
         for g in range(most + 1):
-            count, expected = len(self.seen.get(g, ())), self._expected(g, base)
-            likely.append((count * self.medians.get(g, expected) + others * expected) / (count + others))
-            error = _HOPE * _STRANGE * math.sqrt(others / (count + others)) * likely[-1]
-            hoped.append(likely[-1] - (error if count else max(error, self._bridge(g))))
+            expected, step = self._expected(g, known, base)
+            count = 0
+            if g in self.medians:
+                count, step = len(self.seen[g]), 0.0
+                time = (count * self.medians[g] + others * expected) / (count + others)
+            else:
+                time = expected
+            likely.append(time)
+            hoped.append(time - max(_HOPE * _STRANGE * math.sqrt(others / (count + others)) * time, step))
         return Times(likely, hoped)
 
-    def _bridge(self, g: int) -> float:
-        """How far T(g) may lie from the straight line between the nearest known lengths: there may be a step.
+    def _expected(self, g: int, known: Sequence[int], base: Sequence[float] | None) -> tuple[float, float]:
+        """What the ``known`` lengths but ``g`` let expect of T(g), and how much less it may be if there is a step.
 
-        That of a Brownian bridge: nothing at its ends, half of the distance between them in its middle.
+        Between two lengths that is a straight line, and as far as a Brownian bridge goes: nothing at its ends, half of
+        the distance between them in its middle. Beyond all of them it is the mean slope. With a ``base``, the distance
+        from that is what is expected to be alike.
         """
-        known = sorted(self.medians)
-        place = bisect.bisect(known, g)
-        if not 0 < place < len(known):
-            return 0.0
-        before, after = known[place - 1], known[place]
-        height = max(0.0, self.medians[after] - self.medians[before])
-        return height * math.sqrt((g - before) * (after - g)) / (after - before)
-
-    def _expected(self, g: int, base: Sequence[float] | None) -> float:
-        """What the lengths other than ``g`` let expect of it: between two of them, or beyond all of them.
-
-        With a ``base``, its distance from that is what is expected to be alike.
-        """
-        known = sorted(length for length in self.medians if length != g)
-        if not known:
-            return base[g] if base else self.medians[g]
-
-        def above(length: int) -> float:
-            return self.medians[length] - (base[length] if base else 0.0)
-
-        place = bisect.bisect(known, g)
-        if 0 < place < len(known):
-            before, after = known[place - 1], known[place]
-            share = (g - before) / (after - before)
-            time = above(before) * (1 - share) + above(after) * share
+        medians, left, right = self.medians, bisect.bisect_left(known, g) - 1, bisect.bisect_right(known, g)
+        if left < 0 and right == len(known):
+            return (base[g] if base else medians[g]), 0.0
+        if left < 0 or right == len(known):
+            nearest, first, last = (
+                (known[right], known[right], known[-1]) if left < 0 else (known[left], known[0], known[left])
+            )
+            time, step = medians[nearest], 0.0
+            if base:
+                time += base[g] - base[nearest]
+            elif last > first:
+                time += max(0.0, (medians[last] - medians[first]) / (last - first)) * (g - nearest)
         else:
-            nearest = known[min(place, len(known) - 1)]
-            time = above(nearest)
-            if not base and len(known) > 1:
-                slope = (self.medians[known[-1]] - self.medians[known[0]]) / (known[-1] - known[0])
-                time += max(0.0, slope) * (g - nearest)
-        return max(time + (base[g] if base else 0.0), 0.1 * self.medians[known[0]])
+            before, after = known[left], known[right]
+            share = (g - before) / (after - before)
+            time = medians[before] * (1 - share) + medians[after] * share
+            step = max(0.0, medians[after] - medians[before]) * math.sqrt(share * (1 - share))
+            if base:
+                time += base[g] - base[before] * (1 - share) - base[after] * share
+        return max(time, 0.1 * medians[known[0] if left >= 0 else known[right]]), step
 
 
 _UNKNOWN = Acceptance()
@@ -245,7 +241,7 @@ class DraftLength:
         self.drafting = promise >= MARGIN
         if not self.drafting:
             # The next longer length than any tried may take no longer than that.
-            longest = max(1, *(g for g in seen.medians if g <= len(drafting)))
+            longest = max([1, *(g for g in seen.medians if g <= len(drafting))])
             upto = min(longest + 1, len(drafting))
             floor = [times.likely[min(g, longest)] for g in range(upto + 1)]
             trial = max(range(1, upto + 1), key=rates(floor).__getitem__)

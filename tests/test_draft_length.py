@@ -110,8 +110,7 @@ def test_nor_far_from_it_on_a_noisy_machine(alpha: float, cost: float, width: fl
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 8])
-@pytest.mark.parametrize("alpha", [0.6, 0.76, 0.9])
-@pytest.mark.parametrize("step", [6, 12])
+@pytest.mark.parametrize("alpha, step", [(0.6, 12), (0.76, 12), (0.9, 12), (0.76, 6)])
 def test_times_that_are_no_straight_line(rows: int, alpha: float, step: int) -> None:
     """Processors multiply so many rows at a time: a verify pass of 13 tokens may take as long as one of 24."""
 
@@ -145,6 +144,15 @@ def test_a_new_batch_size_begins_with_what_others_have_told() -> None:
         chosen.append(g)
     assert chosen[0] == 4
     assert chosen.count(0) == 1, "its plain rounds are timed, but not before anything else"
+
+
+def test_a_new_batch_size_where_drafting_has_not_paid() -> None:
+    lengths, rows = DraftLength(4, None), [Row(), Row(), Row()]
+    for count in (3, 2, 1):
+        for _ in range(40):
+            g = lengths.choose(rows[:count], [4] * count)
+            lengths.observe(g, 0.01 * (1 + g), rows[:count], [(0, min(1, g))] * count)
+        assert not lengths.drafting
 
 
 @pytest.mark.parametrize("rows", [1, 4])
