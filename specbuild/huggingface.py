@@ -164,7 +164,8 @@ def save_tokenizer(directory: Path, output: Path, trust_remote_code: bool) -> bo
     known = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
     if not any((directory / name).is_file() for name in known):
         return False
-    check_tokenizer(directory)
+    if not trust_remote_code or (directory / "tokenizer.json").is_file():  # Else it may be code of the checkpoint's.
+        check_tokenizer(directory)
     from transformers import AutoTokenizer
 
     try:
