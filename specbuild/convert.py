@@ -17,7 +17,7 @@ from specbuild.progress import Stages, human_bytes, peak_memory
 from specbuild.weights import Weights, check_weights, require_finite, require_layers
 from specrun.engine_dir import CONFIG_NAME, GraphInfo, Provenance, describe_file
 from specrun.errors import BuildConfigError, UnsupportedModelError, VerificationError
-from specrun.tokenizer import TOKENIZER_FILES, describe_tokenizer
+from specrun.tokenizer import describe_tokenizer, tokenizer_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -118,7 +118,7 @@ def _write(
         max_logit_difference=difference,
         pretrained_config=_plain(pretrained),
         provenance=provenance("specbuild convert", options.model, notes, "torch", "transformers", "onnx", "onnxscript"),
-        files={name: describe_file(work / name) for name in (GRAPH_NAME, WEIGHTS_NAME, *_tokenizer_files(work))},
+        files={name: describe_file(work / name) for name in (GRAPH_NAME, WEIGHTS_NAME, *tokenizer_files(work))},
     )
 
 
@@ -140,10 +140,6 @@ def _output_bytes(weights: Weights, config: PreTrainedConfig, dtype: str) -> int
     stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
     widened = dtype == "float32" and stored in ("float16", "bfloat16")
     return weights.nbytes * (2 if widened else 1)
-
-
-def _tokenizer_files(directory: Path) -> list[str]:
-    return [name for name in TOKENIZER_FILES if (directory / name).is_file()]
 
 
 def release(model: PreTrainedModel) -> None:

@@ -16,7 +16,7 @@ from specbuild.progress import Advance, Stages, human_bytes
 from specbuild.workers import run_side_by_side
 from specrun.engine_dir import CONFIG_NAME, BuildConfig, EngineConfig, describe_file
 from specrun.errors import BuildConfigError, CheckpointError
-from specrun.tokenizer import TOKENIZER_FILES, require_own_tokenizer
+from specrun.tokenizer import require_own_tokenizer, tokenizer_files
 
 
 def build_engines(engines: list[EngineOptions], workers: int, force: bool, stages: Stages) -> None:
@@ -79,7 +79,7 @@ def _compile(
 ) -> EngineConfig:
     _, compiler, _ = choose(options.backend, options.device)
     compiled = compiler(options.checkpoint_dir, checkpoint.graph, build, work, advance)
-    copied = [file for file in TOKENIZER_FILES if (options.checkpoint_dir / file).is_file()]
+    copied = tokenizer_files(options.checkpoint_dir)
     for file in copied:
         shutil.copyfile(options.checkpoint_dir / file, work / file)
     require_own_tokenizer(options.checkpoint_dir, checkpoint.tokenizer, CheckpointError)

@@ -119,9 +119,12 @@ def _sweep(output: Path) -> None:
 def _lock(directory: Path) -> int | None:
     """A descriptor that shows other processes, until it is closed or this one dies, that somebody works in there.
 
-    None where somebody does already, or where the file system has no locks.
+    None where somebody does already, where it is gone or another user's, or where the file system has no locks.
     """
-    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except OSError:
+        return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

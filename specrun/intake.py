@@ -111,7 +111,7 @@ class Intake:
             timeout=timeout,
         )
         self.check(request)
-        self._check_wishes(request)
+        self._check_options(request)
         return request
 
     def check(self, request: Request) -> None:
@@ -135,7 +135,7 @@ class Intake:
             f"draft_len {draft_len}: expected 0 to {self.draft_len}, as this pair was opened",
         )
 
-    def _check_wishes(self, request: Request) -> None:
+    def _check_options(self, request: Request) -> None:
         """Raise RequestError, naming the parameter, for what is harmless but cannot be meant."""
         vocab, timeout = self.target.graph.vocab_size, request.timeout
         for name, ids in (("stop_ids", request.stop_ids), ("logit_bias", request.params.logit_bias)):

@@ -27,6 +27,11 @@ TOKENIZER_FILES = (
 _SECTIONS = ("normalizer", "pre_tokenizer")
 
 
+def tokenizer_files(directory: Path) -> list[str]:
+    """Names of the tokenizer's files that are there."""
+    return [name for name in TOKENIZER_FILES if (directory / name).is_file()]
+
+
 def load_tokenizer(directory: Path, error: type[SpecError] = RequestError) -> tokenizers.Tokenizer:
     """The fast tokenizer in ``directory``. Raises ``error`` when it is missing or unreadable."""
     path = directory / TOKENIZER_NAME

@@ -222,6 +222,16 @@ def test_what_killed_builds_left_is_swept_and_what_others_work_in_is_not(tmp_pat
     assert (output / "first").exists()
 
 
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads whatever it likes")
+def test_another_users_leftovers_stand_in_nobodys_way(tmp_path: Path) -> None:
+    theirs = tmp_path / ".engine.0123abcd.tmp"
+    theirs.mkdir(mode=0o000)
+    with new_directory(tmp_path / "engine", force=False):
+        pass
+    assert theirs.exists()
+    theirs.chmod(0o700)
+
+
 def test_an_old_directory_that_was_moved_away_by_a_killed_build_comes_back(tmp_path: Path) -> None:
     old = tmp_path / ".engine.0123abcd.tmp" / "old"
     old.mkdir(parents=True)
