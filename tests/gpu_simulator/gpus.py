@@ -1,0 +1,187 @@
+"""The driver's library: built, loaded, and asked what happened on the GPUs."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.gpu_simulator import ptx
+
+_DRIVER = Path(__file__).parent / "driver"
+_CACHE = Path(__file__).parents[2] / ".cache" / "gpu_simulator"
+_COMPILER = ("c++", "-std=c++20", "-fPIC", "-ffp-contract=off", "-march=native", f"-I{_DRIVER}")
+_loaded: ctypes.CDLL | None = None
+
+
+@dataclass(frozen=True)
+class Alive:
+    """How many of each there are."""
+
+    memory: int
+    pinned: int
+    streams: int
+    events: int
+    graphs: int
+    executables: int
+
+
+def start(count: int) -> None:
+    """Give this process ``count`` GPUs, which it keeps."""
+    global _loaded
+    if _loaded is not None:
+        return
+    # Whoever asks for a library of this name from now on finds this one.
+    _loaded = ctypes.CDLL(str(_build_driver()), mode=ctypes.RTLD_GLOBAL)
+    _loaded.gpu_violation.restype = ctypes.c_char_p
+    _loaded.gpu_room.restype = ctypes.c_uint64
+    _loaded.gpu_open(count, _load_module)
+    _use_stand_ins()
+
+
+def _use_stand_ins() -> None:
+    """For what runs on real GPUs only: NVRTC gives PTX instead of machine code, TensorRT is our stand-in.
+
+    And a check for what no driver can find: arguments that are not the kernel's, which it reads as they come.
+    """
+    from cuda import core
+    from cuda.core import Program, ProgramOptions
+
+    from specrun import kernels
+    from specrun.devices import cuda
+    from tests.gpu_simulator import tensorrt
+
+    def compile_ptx(arch: str) -> Any:
+        options = ProgramOptions(arch=arch.replace("sm_", "compute_"), std="c++17", fma=False)
+        return Program(kernels.source(), "c++", options).compile("ptx")
+
+    def checked(stream: Any, config: Any, kernel: Any, *arguments: Any) -> None:
+        expected = [parameter.size for parameter in kernel.arguments_info]
+        found = [argument.nbytes if hasattr(argument, "nbytes") else 8 for argument in arguments]
+        if found != expected:
+            violate("cuLaunchKernelEx", f"arguments of {found} bytes for a kernel that takes {expected}")
+        else:
+            launch(stream, config, kernel, *arguments)
+
+    launch, core.launch = core.launch, checked
+    cuda.compile_cubin = compile_ptx
+    sys.modules["tensorrt"] = tensorrt
+
+
+def library() -> ctypes.CDLL:
+    """The driver. Raises RuntimeError before ``start``."""
+    if _loaded is None:
+        raise RuntimeError("no GPUs were started")
+    return _loaded
+
+
+@contextmanager
+def backwards() -> Iterator[None]:
+    """Run threads, and blocks, last first."""
+    library().gpu_run_backwards(1)
+    try:
+        yield
+    finally:
+        library().gpu_run_backwards(0)
+
+
+def calls(function: str) -> int:
+    """How often a function of the driver was called, or ran in a stream."""
+    return int(library().gpu_calls(function.encode()))
+
+
+def violations() -> list[str]:
+    """The rules that were broken, since ``forgive``."""
+    found: list[str] = []
+    while text := library().gpu_violation(len(found)):
+        found.append(text.decode())
+    return found
+
+
+def forgive() -> None:
+    """Forget what was broken; the GPUs are as new, but for what lies on them."""
+    library().gpu_forgive()
+
+
+def violate(call: str, why: str) -> None:
+    """Remember that ``call`` broke a rule."""
+    library().gpu_violate(call.encode(), why.encode())
+
+
+def alive() -> Alive:
+    """What was made and not given back."""
+    counts = (ctypes.c_int * 6)()
+    library().gpu_alive(counts)
+    return Alive(*counts)
+
+
+def _build_driver() -> Path:
+    sources = sorted(_DRIVER.glob("*.[ch]pp"))
+    code = hashlib.sha256(b"".join([*(path.read_bytes() for path in sources), repr(_COMPILER).encode()])).hexdigest()
+    path = _CACHE / f"driver-{code[:16]}.so"
+    units = [str(source) for source in sources if source.suffix == ".cpp"]
+    _compile(path, ["-O2", "-shared", "-Wl,-soname,libcuda.so.1", *units, "-ldl"])
+    return path
+
+
+def _compile(path: Path, arguments: Sequence[str]) -> None:
+    """Run the compiler, unless it has made ``path`` before. Raises CalledProcessError."""
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")
+    subprocess.run([*_COMPILER, *arguments, "-o", str(unfinished)], check=True)
+    unfinished.replace(path)
+
+
+@functools.cache
+def build_kernels(text: str) -> Path:
+    """A library of the kernels of a PTX module. Raises PtxError."""
+    sources = [_DRIVER / "kernel.hpp", _DRIVER / "arithmetic.hpp", Path(ptx.__file__)]
+    key = b"".join([text.encode(), *(path.read_bytes() for path in sources), repr(_COMPILER).encode()])
+    path = _CACHE / f"kernels-{hashlib.sha256(key).hexdigest()[:16]}.so"
+    if path.exists():
+        return path
+    folder = path.with_suffix("")
+    folder.mkdir(parents=True, exist_ok=True)
+    kernels = ptx.kernels(text)
+
+    def compile_one(kernel: ptx.Kernel) -> str:
+        source = folder / f"{kernel.name}.cpp"
+        source.write_text(kernel.source)
+        _compile(source.with_suffix(".o"), ["-O1", "-w", "-fvisibility=hidden", "-c", str(source)])
+        return str(source.with_suffix(".o"))
+
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(compile_one, kernels))
+    names = [kernel.name for kernel in kernels]
+    declared = "\n".join(f"extern const gpu::Kernel kernel_{name};" for name in names)
+    listed = ", ".join(f"&kernel_{name}" for name in names)
+    table = folder / "table.cpp"
+    exported = f'extern "C" {{ const gpu::Kernel* gpu_kernels[] = {{{listed}, nullptr}}; }}'
+    table.write_text(f'#include "kernel.hpp"\n{declared}\n{exported}\n')
+    _compile(path, ["-O1", "-shared", str(table), *objects])
+    return path
+
+
+_keep: list[bytes] = []
+
+
+@ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)
+def _load_module(text: bytes) -> int | None:
+    """What the driver calls for a module: the path of its library, or nothing."""
+    try:
+        path = build_kernels(text.decode())
+    except (ptx.PtxError, UnicodeDecodeError, subprocess.CalledProcessError) as error:
+        violate("cuLibraryLoadData", str(error))
+        return None
+    _keep.append(str(path).encode())
+    return ctypes.cast(ctypes.c_char_p(_keep[-1]), ctypes.c_void_p).value
