@@ -90,11 +90,15 @@ def pin_cache_length(model: ir.Model, cache_length: int) -> None:
         value.shape = ir.Shape([cache_length if dim == CACHE else dim for dim in value.shape])  # type: ignore[union-attr]
 
 
-def mark_decomposable(model: ir.Model) -> None:
-    """Let TensorRT break fp32 Attention into pieces; it has no fused fp32 kernel. Only TensorRT reads the mark."""
-    for node in model.graph:
-        if node.op_type == "Attention":
-            node.attributes["TRT_decomposable"] = ir.AttrInt64("TRT_decomposable", 1)
+def mark_decomposable(model: ir.Model) -> int:
+    """Let TensorRT break Attention into pieces where it has no fused kernel. Only TensorRT reads the mark.
+
+    Returns how many Attention nodes there are.
+    """
+    nodes = [node for node in model.graph if node.op_type == "Attention"]
+    for node in nodes:
+        node.attributes["TRT_decomposable"] = ir.AttrInt64("TRT_decomposable", 1)
+    return len(nodes)
 
 
 def widen_to_float32(model: ir.Model) -> None:

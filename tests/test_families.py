@@ -20,9 +20,13 @@ from specrun.engine_dir import EngineConfig, open_engine
 from specrun.sampling import Floats
 from tests.conftest import make_engine, make_onnx
 from tests.families import FAMILIES, POSITIONS, VOCAB, save_checkpoint
+from tests.test_causal import kept_masks, walk
 
 STEPS = [(7, 11), (1, 1), (5, 3), (1, 6)]
 """Tokens fed to two rows in each call: prefill, one token, several, unequal."""
+
+WINDOWED = {"mistral": 2, "gemma3": 5}
+"""Attention layers with a sliding window. Gemma 2's attention is no Attention node at all."""
 
 
 def forward(backend: Backend, ids: npt.NDArray[np.int64], starts: npt.ArrayLike, wanted: npt.ArrayLike) -> Floats:
@@ -68,6 +72,7 @@ def check_plan(engine: Path, dtype: str, draft_len: int) -> None:
     config = open_engine(engine)
     layers = config.graph.layers
     assert config.backend.name == "tensorrt_rtx"
+    assert not any("fused" in note for note in config.provenance.notes)
     assert (engine / "rank0.engine").stat().st_size > 100_000
     tensors = {tensor.name: tensor for tensor in config.io}
     assert {name for name, tensor in tensors.items() if tensor.kind == "input"} == {
@@ -110,6 +115,10 @@ def test_family(family: str, tmp_path: Path) -> None:
     assert [(opset.domain, opset.version) for opset in opsets] == [("", 24)]
     engine = make_engine(onnx_dir, tmp_path / "ort")
     assert largest_difference(checkpoint, engine, torch.float16, STEPS) < 1e-3
+    cuda = make_engine(onnx_dir, tmp_path / "cuda", backend="onnxruntime", device="cuda")
+    assert kept_masks(cuda / GRAPH_NAME) == WINDOWED.get(family, 0)
+    masked = walk(onnx_dir / GRAPH_NAME)
+    assert np.abs(walk(cuda / GRAPH_NAME) - masked).max() < 1e-3 * np.abs(masked).max()
     for draft_len in (4, 0):
         flags: dict[str, Any] = {"max_draft_len": draft_len} if draft_len else {}
         plan = make_engine(onnx_dir, tmp_path / f"rtx{draft_len}", backend="tensorrt_rtx", **flags)

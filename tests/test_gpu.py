@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from specrun.backends import BACKEND_NAMES, why_no_gpu_backend
@@ -12,7 +13,8 @@ from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.request import Request
 from specrun.sampling import SamplingParams
-from tests.conftest import make_engine
+from tests.conftest import make_engine, make_onnx
+from tests.test_causal import kept_masks, walk
 from tests.test_lossless import PROMPTS, near_ties
 from tests.test_scheduler import run_staggered
 
@@ -92,3 +94,18 @@ def test_opening_again_and_again_gives_all_memory_back(pair: Path) -> None:
         free.append(device.free_memory()[0])
         device.close()
     assert free[-1] >= free[1] - (8 << 20)
+
+
+@pytest.mark.skipif(why_no_gpu_backend("onnxruntime") is not None, reason="no onnxruntime for a GPU")
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_attention_without_a_mask_says_what_it_says_with_one(name: str, hf: Path, tmp_path: Path) -> None:
+    """In float16, where ONNX Runtime takes other kernels for it: rows of different lengths, padded on the right."""
+    import onnxruntime
+
+    onnxruntime.preload_dlls(cuda=True, cudnn=False)
+    onnx_dir = make_onnx(hf / name, tmp_path / "onnx", dtype="float16", verify=False)
+    engine = make_engine(onnx_dir, tmp_path / "engine", backend="onnxruntime", device="cuda")
+    assert kept_masks(engine / "model.onnx") == 0
+    expected = walk(onnx_dir / "model.onnx", "CUDAExecutionProvider")
+    found = walk(engine / "model.onnx", "CUDAExecutionProvider")
+    assert np.abs(found - expected).max() < 1e-2 * np.abs(expected).max()

@@ -12,9 +12,10 @@ import pytest
 
 from specbuild.checkpoint import GRAPH_NAME
 from specbuild.compilers import choose
-from specrun.engine_dir import describe_file
+from specrun.engine_dir import describe_file, open_engine
 from specrun.errors import BackendError, BuildError
-from tests.conftest import make_engine
+from tests.conftest import make_engine, make_onnx
+from tests.families import save_checkpoint
 
 
 def edited(checkpoint: Path, output: Path, edit: Callable[[ir.Model], None]) -> Path:
@@ -80,6 +81,31 @@ def test_a_graph_the_parser_refuses_names_the_reason(onnx: Path, tmp_path: Path)
     checkpoint = edited(onnx / "target", tmp_path / "onnx", unknown_operator)
     with pytest.raises(BuildError, match="Nonsense"):
         make_engine(checkpoint, tmp_path / "plan", backend="tensorrt_rtx")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "fused"), [("float16", 16, True), ("bfloat16", 8, False), ("float16", 288, False)]
+)
+def test_attention_is_one_kernel_or_it_is_said(dtype: str, head_dim: int, fused: bool, tmp_path: Path) -> None:
+    """TensorRT-RTX 1.7 has fused kernels for heads of 16 to 256."""
+    checkpoint = save_checkpoint(tmp_path / "hf", "llama3", head_dim=head_dim)
+    onnx_dir = make_onnx(checkpoint, tmp_path / "onnx", dtype=dtype, verify=False)
+    plan = make_engine(onnx_dir, tmp_path / "plan", backend="tensorrt_rtx", max_draft_len=4)
+    notes = open_engine(plan).provenance.notes
+    said = f"TensorRT has no fused attention kernel for {dtype} and heads of {head_dim}"
+    assert any(note.startswith(said) for note in notes) is not fused
+    assert has_fused_attention(plan) is fused
+
+
+def test_float32_attention_is_taken_apart_without_asking(onnx: Path, tmp_path: Path) -> None:
+    plan = make_engine(onnx / "target", tmp_path / "plan", backend="tensorrt_rtx", max_draft_len=4)
+    assert not has_fused_attention(plan)
+    assert not any("fused" in note for note in open_engine(plan).provenance.notes)
+
+
+def has_fused_attention(plan: Path) -> bool:
+    """Plans name their kernels; TensorRT-RTX's fused attention is the only one with ``mha`` in its name."""
+    return b"name=_gemm_mha" in (plan / "rank0.engine").read_bytes()
 
 
 def test_tensorrt_without_its_gpu_points_to_tensorrt_rtx() -> None:

@@ -1,6 +1,7 @@
 """ONNX Runtime: for the CPU, the graph optimised for this machine at build time and saved, so that loading is quick.
 
-For CUDA the graph is the checkpoint's own: ONNX Runtime optimises it on the GPU when it loads it.
+For CUDA the graph is the checkpoint's own, less masks that would keep ONNX Runtime from Flash attention. ONNX Runtime
+optimises it on the GPU when it loads it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Literal
 import onnx_ir as ir
 
 from specbuild import graph as graphs
+from specbuild.causal import drop_causal_masks
 from specbuild.checkpoint import GRAPH_NAME, WEIGHTS_NAME
 from specbuild.compilers import Compiled, machine
 from specrun.backends.ort import session_options
@@ -55,18 +57,25 @@ def compile_graph(
 def copy_graph(
     checkpoint: Path, graph: GraphInfo, build: BuildConfig, output: Path, advance: Callable[[float], None]
 ) -> Compiled:
-    """Take the graph as it is, for CUDA; needs no GPU. See ``Compiler``."""
+    """Take the graph for CUDA, without the masks that row lengths replace; needs no GPU. See ``Compiler``."""
     ort, _ = session_options()
     for name in (GRAPH_NAME, WEIGHTS_NAME):
         shutil.copyfile(checkpoint / name, output / name)
         advance(0.5)
     model = ir.load(checkpoint / GRAPH_NAME)
+    notes = ["optimised on the GPU when it is loaded"]
+    if graph.dtype != "float32":  # Flash attention has no float32.
+        dropped, total = drop_causal_masks(model, build.cache_length)
+        if total:
+            others = "; the others need a mask" if dropped < total else ""
+            notes.append(f"Flash attention is possible in {dropped} of {total} attention layers{others}")
+        (output / GRAPH_NAME).write_bytes(graphs.to_bytes(model))
     return Compiled(
         backend=BackendInfo(name="onnxruntime", version=ort.__version__, device="cuda", machine=machine()),
         graph=graph,
         io=_io(model),
         files=[GRAPH_NAME, WEIGHTS_NAME],
-        notes=["optimised on the GPU when it is loaded"],
+        notes=notes,
     )
 
 

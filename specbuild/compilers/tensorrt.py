@@ -7,18 +7,17 @@ Networks are strongly typed: the ONNX graph's dtypes are the engine's.
 from __future__ import annotations
 
 import importlib
-import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import onnx_ir as ir
 
 from specbuild import graph as graphs
 from specbuild.checkpoint import GRAPH_NAME
 from specbuild.compilers import Compiled, machine
+from specbuild.compilers.trt_progress import interruptible, progress_monitor
 from specrun.contract import INPUT_IDS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
 from specrun.devices.driver import compute_capability, why_no_gpu
 from specrun.engine_dir import BackendInfo, BuildConfig, GraphInfo, Profile, Tensor
@@ -54,7 +53,7 @@ class Tensorrt:
         self, checkpoint: Path, graph: GraphInfo, build: BuildConfig, output: Path, advance: Callable[[float], None]
     ) -> Compiled:
         """Compile a plan. See ``Compiler``."""
-        with _interruptible() as interrupted:
+        with interruptible() as interrupted:
             return self._compile(checkpoint, graph, build, output, advance, interrupted)
 
     def _compile(
@@ -67,45 +66,87 @@ class Tensorrt:
         interrupted: threading.Event,
     ) -> Compiled:
         trt = importlib.import_module(self.name)
-        log = _log(trt)
-        builder = trt.Builder(log)
-        network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-        parser = trt.OnnxParser(network, log)
-        _parse(parser, checkpoint, build)
-        advance(0.1)
-        io = _check_network(trt, network, graph)
-        config = builder.create_builder_config()
-        for profile in build.profiles:
-            config.add_optimization_profile(_profile(builder, network, profile))
-        capabilities = _capabilities(config)
-        config.clear_flag(trt.BuilderFlag.TF32)  # float32 means float32.
-        if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
-            config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # Or the plan cannot be part of a CUDA graph.
-        if hasattr(trt, "IProgressMonitor"):
-            config.progress_monitor = _progress(trt, advance, interrupted)
-        plan = builder.build_serialized_network(network, config)
-        if interrupted.is_set():
-            raise KeyboardInterrupt
-        if plan is None:
+        model = ir.load(checkpoint / GRAPH_NAME)
+        graphs.pin_cache_length(model, build.cache_length)
+        if graph.dtype == "float32":  # TensorRT has no fused float32 attention.
+            graphs.mark_decomposable(model)
+        notes = []
+        built = _build(trt, checkpoint, model, graph, build, advance, interrupted)
+        if built.plan is None and graph.dtype != "float32" and graphs.mark_decomposable(model):
+            # A refusal comes early: with TensorRT-RTX 1.7 after 0.3 s of 1.9 s (2 layers), 3.1 s of 8.5 s (16 layers).
+            built = _build(trt, checkpoint, model, graph, build, advance, interrupted)
+            notes = [_not_fused(graph)]
+        log = built.log
+        if built.plan is None:
             raise BuildError(f"{checkpoint}: {self.name} {trt.__version__} refused the graph: {log.reason()}")
         if unused := log.unused():
             raise BuildError(
                 f"{checkpoint}: {self.name} ignores the input {unused}; the engine would compute something else"
             )
-        (output / PLAN_NAME).write_bytes(plan)
+        (output / PLAN_NAME).write_bytes(built.plan)
         return Compiled(
             backend=BackendInfo(
                 name=self.name,
                 version=trt.__version__,
                 device="cuda",
                 machine=machine(),
-                compute_capabilities=capabilities,
+                compute_capabilities=built.capabilities,
             ),
             graph=graph,
-            io=io,
+            io=built.io,
             files=[PLAN_NAME],
-            notes=log.notes(),
+            notes=[*notes, *log.notes()],
         )
+
+
+class _Built(NamedTuple):
+    """What one run of the builder gave; ``plan`` is None where it refused."""
+
+    plan: Any
+    log: Any
+    io: list[Tensor]
+    capabilities: list[str]
+
+
+def _build(
+    trt: Any,
+    checkpoint: Path,
+    model: ir.Model,
+    graph: GraphInfo,
+    build: BuildConfig,
+    advance: Callable[[float], None],
+    interrupted: threading.Event,
+) -> _Built:
+    """Run the builder on TensorRT's copy of the graph. Raises BuildError where its parser refuses."""
+    log = _log(trt)
+    builder = trt.Builder(log)
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.OnnxParser(network, log)
+    _parse(parser, checkpoint, model)
+    advance(0.1)
+    io = _check_network(trt, network, graph)
+    config = builder.create_builder_config()
+    for profile in build.profiles:
+        config.add_optimization_profile(_profile(builder, network, profile))
+    capabilities = _capabilities(config)
+    config.clear_flag(trt.BuilderFlag.TF32)  # float32 means float32.
+    if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
+        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # Or the plan cannot be part of a CUDA graph.
+    if hasattr(trt, "IProgressMonitor"):
+        config.progress_monitor = progress_monitor(trt, advance, interrupted)
+    plan = builder.build_serialized_network(network, config)
+    if interrupted.is_set():
+        raise KeyboardInterrupt
+    return _Built(plan, log, io, capabilities)
+
+
+def _not_fused(graph: GraphInfo) -> str:
+    """The note on a plan whose attention TensorRT takes apart."""
+    widths = ", ".join(str(width) for width in sorted({cache.width for cache in graph.caches}))
+    return (
+        f"TensorRT has no fused attention kernel for {graph.dtype} and heads of {widths}: it takes attention apart, "
+        "which, it says, may be slower"
+    )
 
 
 def _log(trt: Any) -> Any:
@@ -136,11 +177,7 @@ def _log(trt: Any) -> Any:
     return Log()
 
 
-def _parse(parser: Any, checkpoint: Path, build: BuildConfig) -> None:
-    """Parse TensorRT's copy of the graph: a static cache length, and Attention it may break up."""
-    model = ir.load(checkpoint / GRAPH_NAME)
-    graphs.pin_cache_length(model, build.cache_length)
-    graphs.mark_decomposable(model)
+def _parse(parser: Any, checkpoint: Path, model: ir.Model) -> None:
     # The path is where the weights lie; the graph itself is parsed from memory.
     if not parser.parse(graphs.to_bytes(model), str(checkpoint / GRAPH_NAME)):
         errors = [parser.get_error(i) for i in range(parser.num_errors)]
@@ -219,55 +256,3 @@ def _capabilities(config: Any) -> list[str]:
     if not hasattr(config, "num_compute_capabilities"):
         return [compute_capability(0)]
     return [str(config.get_compute_capability(i)).rpartition(".")[2] for i in range(config.num_compute_capabilities)]
-
-
-@contextmanager
-def _interruptible() -> Iterator[threading.Event]:
-    """Ctrl-C and SIGTERM as an event while the block runs; then what they do otherwise.
-
-    The builder calls Python from C++, prints an exception that it meets there and goes on building.
-    """
-    pressed = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield pressed
-        return
-    received: list[int] = []
-
-    def receive(number: int, _frame: object) -> None:
-        received.append(number)
-        pressed.set()
-
-    usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    handlers = {number: handler for number, handler in usual.items() if callable(handler)}
-    for number in handlers:
-        signal.signal(number, receive)
-    try:
-        yield pressed
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        if received:
-            handlers[signal.Signals(received[0])](received[0], None)
-
-
-def _progress(trt: Any, advance: Callable[[float], None], interrupted: threading.Event) -> Any:
-    """Forward the builder's top-level phases to the progress bar, and stop the builder once ``interrupted``."""
-
-    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
-        def __init__(self) -> None:
-            trt.IProgressMonitor.__init__(self)
-            self.steps: dict[str, int] = {}
-
-        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
-            if parent_phase is None:
-                self.steps[phase_name] = max(1, num_steps)
-
-        def step_complete(self, phase_name: str, step: int) -> bool:
-            if phase_name in self.steps:
-                advance(0.9 / self.steps[phase_name])
-            return not interrupted.is_set()
-
-        def phase_finish(self, phase_name: str) -> None:
-            self.steps.pop(phase_name, None)
-
-    return Monitor()

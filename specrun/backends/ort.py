@@ -21,6 +21,11 @@ from specrun.kv_cache.device import DeviceKVCache
 from specrun.kv_cache.host import HostKVCache
 
 _GRAPH = "model.onnx"
+_OLDEST_FOR_CUDA = (1, 31)
+"""Before its change 28958 onnxruntime counted ``is_causal`` from the cache's first key: wrong tokens and no error.
+
+1.31 is the release that the graphs were tried with.
+"""
 _ROUND_WIDTH = 16
 """Tokens of a row in a round at most; longer inputs are prompts."""
 _pool_made = False
@@ -202,6 +207,8 @@ def _open(
         raise BackendError(
             f"onnxruntime {ort.__version__} has no {provider}; pip install onnxruntime-gpu in place of onnxruntime"
         )
+    if provider == "CUDAExecutionProvider":
+        require_release(ort.__version__)
     optimised = provider == "CPUExecutionProvider"  # When it was built, for this processor.
     level = ort.GraphOptimizationLevel
     options.graph_optimization_level = level.ORT_DISABLE_ALL if optimised else level.ORT_ENABLE_ALL
@@ -213,6 +220,16 @@ def _open(
         raise BackendError(f"{directory}: onnxruntime {ort.__version__} could not start {provider} on this machine")
     _check_contract(directory, config, session)
     return session
+
+
+def require_release(version: str) -> None:
+    """Raise BackendError if onnxruntime ``version`` is too old to run on CUDA."""
+    major, minor = (int(part) for part in version.split(".")[:2])
+    if (major, minor) < _OLDEST_FOR_CUDA:
+        raise BackendError(
+            f"onnxruntime {version} is too old for CUDA: its attention may compute something else; pip install "
+            "'onnxruntime-gpu>=1.31'"
+        )
 
 
 def _check_contract(directory: Path, config: EngineConfig, session: Any) -> None:
