@@ -107,8 +107,11 @@ class Team {
       for (int other = 16; other > 0; other /= 2) value = combine(value, __shfl_xor_sync(~0u, value, other));
       return value;
     };
+    bool brings = false;
+    for (int n = 0; n < N; n++) brings |= values[n] != 0;
+    bool any = __any_sync(~0u, brings);  // Most warps have nothing to say in most reductions.
     for (int n = 0; n < N; n++) {
-      u64 part = reduce_warp(values[n]);
+      u64 part = any ? reduce_warp(values[n]) : 0;
       if (lane == 0) parts[n][warp] = part;
     }
     __syncthreads();

@@ -434,6 +434,15 @@ def _shuffle(words: list[str], operands: list[str], line: int, function: _Functi
     return f"{whole} {_store(to, 'u32', received)}{inside}"
 
 
+def _vote(words: list[str], operands: list[str], line: int, function: _Function) -> str:
+    to, own, mask = operands
+    if words[1:] != ["sync", "any", "pred"]:
+        raise ValueError("this vote")
+    value = _value(own, "pred", function)
+    received = f"thread->services->shuffle(thread, {value}, ANY_LANE, {_value(mask, 'u32', function)}, {line})"
+    return f"{_register(to)} = {received};"
+
+
 def _bfi(words: list[str], operands: list[str], line: int, function: _Function) -> str:
     kind = _type(words[-1])
     kinds = (kind, kind, "u32", "u32")
@@ -462,6 +471,7 @@ _OTHERS: dict[str, _Translate] = {
     "bra": _branch,
     "bar": _barrier,
     "shfl": _shuffle,
+    "vote": _vote,
     "ret": lambda words, operands, line, function: "return;",
     "exit": lambda words, operands, line, function: "return;",
     "membar": lambda words, operands, line, function: "",

@@ -216,10 +216,12 @@ uint32_t shuffle(Thread* thread, uint32_t value, int source, uint32_t mask, int 
   fiber->state = AT_SHUFFLE;
   if (warp.arrived == mask) {
     size_t first = fiber->rank - lane;
+    uint32_t any = 0;
+    for (uint32_t other = 0; other < 32; other++) any |= mask >> other & 1 && warp.values[other];
     for (uint32_t other = 0; other < 32; other++)
       if (mask >> other & 1) {
         Fiber& peer = fiber->team->fibers[first + other];
-        peer.received = warp.values[warp.sources[other]];
+        peer.received = source == ANY_LANE ? any : warp.values[warp.sources[other]];
         if (&peer == fiber) peer.state = READY;  // It goes on.
         else wake(&peer);
       }
