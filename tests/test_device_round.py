@@ -14,7 +14,7 @@ from specrun.backends import Feed
 from specrun.backends.ort import OrtDeviceBackend
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.devices import DeviceArray
+from specrun.devices import Device, DeviceArray
 from specrun.draft_length import DraftLength
 from specrun.engine_dir import open_engine
 from specrun.errors import BackendError
@@ -57,14 +57,15 @@ def device_round(
 ) -> DeviceRound:
     device = HostDevice()
     other = HostDevice() if apart else device
-    return DeviceRound(
+    round_ = DeviceRound(
         kind(target, open_engine(target), device),
         kind(draft, open_engine(draft), other) if draft else None,
         draft_len,
         use_logits,
         rows,
-        blocks=blocks,
     )
+    round_.allocate_pools(blocks)
+    return round_
 
 
 def on_device(round_: DeviceRound, requests: Sequence[Request]) -> list[list[int]]:
@@ -117,7 +118,8 @@ def test_a_recorded_round_is_the_same_round(tables: tuple[Path, Path], use_logit
     recorded = device_round(*tables, 4, use_logits, kind=Recordable)
     for size in (4, 2, 4, 1):  # Recordings of other batch sizes are kept.
         assert on_device(recorded, batch(EVERY)[:size]) == ids[:size]
-    assert {key.size for key, _ in recorded._recorded} == {1, 2, 4}  # Batches that shrink are padded.
+    # Batches that shrink are padded.
+    assert [size for size in range(1, 5) if (size, 4) in recorded._recordings] == [1, 2, 4]
 
 
 def test_what_cannot_be_recorded_is_queued_piece_by_piece(tables: tuple[Path, Path]) -> None:
@@ -186,10 +188,10 @@ def test_a_round_that_is_interrupted_ends_its_requests(tables: tuple[Path, Path]
     round_, expected = device_round(*tables, 4, blocks=50), on_host(*tables, 4, False, batch(EVERY))
     wait, requests = round_._wait, batch(EVERY)
 
-    def interrupted() -> None:
+    def interrupted(devices: Sequence[Device]) -> None:
         if requests[0].pieces:
             raise KeyboardInterrupt
-        wait()
+        wait(devices)
 
     round_._wait = interrupted
     with pytest.raises(KeyboardInterrupt):
@@ -241,8 +243,10 @@ def test_a_round_is_a_fixed_sequence_of_kernels(tables: tuple[Path, Path]) -> No
     on_device(round_, batch(EVERY))
     # Between rounds, rows change places.
     launched = " ".join(kernel for kernel in round_.device.launched if kernel != "swap").split(" accept")
-    plain = "feed judge_target"
-    assert {one.strip() for one in launched} == {f"feed draw_draft feed draw_draft {plain}", plain, ""}
+    plain = "feed adjust judge_target"
+    draft = "feed adjust draw_draft"
+    rounds = {one.strip().removeprefix("log_probabilities ") for one in launched}
+    assert rounds == {f"{draft} {draft} {plain}", plain, "log_probabilities"}
 
 
 def test_up_to_the_last_position(tmp_path: Path) -> None:

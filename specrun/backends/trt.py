@@ -152,12 +152,12 @@ class TrtBackend:
         """Memory that the plan computes in, for its largest profile."""
         return int(self._engine.device_memory_size_v2)
 
-    def allocate_cache(self, blocks: int) -> None:
+    def allocate_cache(self) -> None:
         """See ``DeviceBackend.allocate_cache``. S_max is a number in the plan."""
         build = self.config.build_config
         self._workspace = self.device.zeros((self.workspace_bytes,), np.uint8)
         kind, size = _ELEMENTS[self.config.graph.dtype], (build.max_batch_size, build.cache_length)
-        self.cache = DeviceKVCache(self.device, self.config.graph.caches, kind, *size, blocks)
+        self.cache = DeviceKVCache(self.device, self.config.graph.caches, kind, *size)
 
     def enqueue(self, feed: Feed, logits: DeviceArray, first: int, fixed: bool) -> None:
         """See ``DeviceBackend.enqueue``.

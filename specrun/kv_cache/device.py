@@ -15,7 +15,7 @@ from specrun.kv_cache import BLOCK
 class DeviceKVCache:
     """Rows [rows, heads, length, width] of every cache tensor, and a pool [blocks, heads, BLOCK, width] beside it.
 
-    All memory is allocated at once, for ``rows`` rows of ``length`` positions.
+    ``rows`` rows of ``length`` positions are allocated at once, the pool when the room for it is known.
     """
 
     def __init__(
@@ -25,16 +25,25 @@ class DeviceKVCache:
         storage: npt.DTypeLike,
         rows: int,
         length: int,
-        blocks: int,
     ) -> None:
         self.rows = rows
         self.length = length
-        self.blocks = blocks
+        self.blocks = 0
         self._device = device
         self._shapes = shapes
+        self._storage = storage
         self._tensors = [device.zeros((rows * shape.heads * length * shape.width,), storage) for shape in shapes]
-        self._pool = [device.zeros((blocks, shape.heads, BLOCK, shape.width), storage) for shape in shapes]
+        self._pool: list[DeviceArray] = []
         self._numbers = device.zeros((length // BLOCK,), np.int32)
+
+    def allocate_pool(self, blocks: int) -> None:
+        """Have a pool of ``blocks`` blocks; once."""
+        if self._pool:
+            raise RuntimeError("the pool is allocated already")
+        if blocks:
+            zeros, sizes = self._device.zeros, [(blocks, shape.heads, BLOCK, shape.width) for shape in self._shapes]
+            self._pool = [zeros(size, self._storage) for size in sizes]
+        self.blocks = blocks
 
     def part(self, first: int, rows: int) -> list[DeviceArray]:
         """The tensors of rows ``first .. first + rows``, in the memory of the whole."""
