@@ -122,6 +122,32 @@ def test_a_recorded_round_is_the_same_round(tables: tuple[Path, Path], use_logit
     assert [size for size in range(1, 5) if (size, 4) in recorded._recordings] == [1, 2, 4]
 
 
+@pytest.mark.parametrize("kind", [OrtDeviceBackend, Recordable])
+@pytest.mark.parametrize("apart", [False, True])
+def test_after_a_warm_up_every_round_is_settled(
+    tables: tuple[Path, Path], kind: type[OrtDeviceBackend], apart: bool
+) -> None:
+    """And every row is as new, though prompts and rounds were run in it."""
+    round_, unprepared = (device_round(*tables, 4, kind=kind, apart=apart) for _ in range(2))
+    shown: list[tuple[int, int]] = []
+    round_.warm_up(lambda done, of: shown.append((done, of)))
+    assert shown == [(done, 2 + 2 * 3 * 5) for done in range(1, 33)]
+    for size in (3, 1, 4):
+        states = []
+        for one in (round_, unprepared):
+            scheduler, requests = Scheduler(one, Cycle(4, None), 4), batch(EVERY)[:size]
+            for request in requests:
+                scheduler.add(request)
+            settled = []
+            while len(scheduler):
+                scheduler.step()
+                settled.append(one.settled)
+            assert [request.output for request in requests] == on_host(*tables, 4, False, batch(EVERY)[:size])
+            states.append(settled)
+        assert all(states[0])
+        assert not all(states[1])
+
+
 def test_what_cannot_be_recorded_is_queued_piece_by_piece(tables: tuple[Path, Path]) -> None:
     round_ = device_round(*tables, 4, kind=Recordable)
 
@@ -141,7 +167,9 @@ def test_draft_on_another_device(tables: tuple[Path, Path], use_logits: bool) ->
     assert on_device(device_round(*tables, 4, use_logits, apart=True), batch(EVERY)) == ids
 
 
-@pytest.mark.parametrize("kind, apart", [(OrtDeviceBackend, False), (OrtDeviceBackend, True), (Recordable, False)])
+@pytest.mark.parametrize(
+    "kind, apart", [(OrtDeviceBackend, False), (OrtDeviceBackend, True), (Recordable, False), (Recordable, True)]
+)
 @pytest.mark.parametrize("blocks", [0, 3, 200])
 def test_requests_that_come_and_go(tmp_path: Path, kind: type[OrtDeviceBackend], apart: bool, blocks: int) -> None:
     """Of every manner, with draft lengths, acceptance and penalties of their own, and prompts that begin alike."""

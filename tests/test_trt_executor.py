@@ -268,7 +268,7 @@ def test_shapes_are_within_the_plans_profiles(plan: Path) -> None:
 def check(plan: Path, capability: str = "8.9", runtime: Any = None, module: Any = trt, **backend: Any) -> None:
     config = open_engine(plan)
     config = config.model_copy(update={"backend": config.backend.model_copy(update=backend)})
-    check_plan(plan, config, module, runtime, capability)
+    check_plan(plan, config, module, runtime, 1, capability)
 
 
 def test_a_plan_of_another_version_is_refused(plan: Path) -> None:
@@ -279,7 +279,7 @@ def test_a_plan_of_another_version_is_refused(plan: Path) -> None:
 
 def test_a_plan_for_another_gpu_is_refused(plan: Path) -> None:
     check(plan, "8.9", name="tensorrt", compute_capabilities=["8.9"])
-    with pytest.raises(EngineDirError, match=r"compute capability 8\.9, this GPU has 9\.0"):
+    with pytest.raises(EngineDirError, match=r"compute capability 8\.9, GPU 1 has 9\.0; .* --device cuda:1"):
         check(plan, "9.0", name="tensorrt", compute_capabilities=["8.9"])
 
 
@@ -328,7 +328,7 @@ def test_the_real_runtime_cannot_take_a_plan_without_a_gpu(plan: Path) -> None:
     if why_no_gpu() is None:
         pytest.skip("this machine has a GPU")
     log = executor._log(trt)
-    with pytest.raises(EngineDirError, match="does not take this plan on this GPU"):
+    with pytest.raises(EngineDirError, match="does not take this plan on GPU 1"):
         check(plan, runtime=trt.Runtime(log))
 
 

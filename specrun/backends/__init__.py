@@ -92,6 +92,9 @@ class DeviceBackend(Protocol):
         fixed: calls of this shape come again in every round, so it is worth preparing for.
         """
 
+    def save_kernels(self) -> None:
+        """Keep what was compiled for this GPU for later runs, as ``close`` does."""
+
     def close(self) -> None:
         """Let go of the engine."""
 

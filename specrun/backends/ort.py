@@ -175,6 +175,9 @@ class OrtDeviceBackend:
             self._bind(binding.bind_output, present, memory, element)
         return binding
 
+    def save_kernels(self) -> None:
+        """See ``DeviceBackend.save_kernels``. It compiles none."""
+
     def close(self) -> None:
         """See ``DeviceBackend.close``."""
         self._bindings.clear()

@@ -72,10 +72,10 @@ def input_shapes(config: EngineConfig, call: Call) -> dict[str, tuple[int, ...]]
     return shapes
 
 
-def check_plan(directory: Path, config: EngineConfig, trt: Any, runtime: Any, capability: str) -> None:
+def check_plan(directory: Path, config: EngineConfig, trt: Any, runtime: Any, gpu: int, capability: str) -> None:
     """Raise EngineDirError, before anything is loaded, where this runtime or GPU cannot take the plan.
 
-    capability: the GPU's, such as 9.0.
+    capability: that of the GPU with this number, such as 9.0.
     """
     backend = config.backend
     if backend.version != trt.__version__:
@@ -86,8 +86,8 @@ def check_plan(directory: Path, config: EngineConfig, trt: Any, runtime: Any, ca
     if backend.name == "tensorrt" and backend.compute_capabilities and capability not in backend.compute_capabilities:
         built = ", ".join(backend.compute_capabilities)
         raise EngineDirError(
-            f"{directory}: compiled for compute capability {built}, this GPU has {capability}; build the engine on "
-            "this machine"
+            f"{directory}: compiled for compute capability {built}, GPU {gpu} has {capability}; build the engine for "
+            f"it, on this machine, with specbuild engine --device cuda:{gpu}"
         )
     if hasattr(runtime, "get_engine_validity"):
         with (directory / _PLAN).open("rb") as file:
@@ -97,7 +97,7 @@ def check_plan(directory: Path, config: EngineConfig, trt: Any, runtime: Any, ca
             names = trt.EngineInvalidityDiagnostics.__members__.items()
             reasons = [name for name, value in names if int(value) & int(diagnostics)] or ["no reason given"]
             raise EngineDirError(
-                f"{directory}: {backend.name} {trt.__version__} does not take this plan on this GPU (compute "
+                f"{directory}: {backend.name} {trt.__version__} does not take this plan on GPU {gpu} (compute "
                 f"capability {capability}): {', '.join(reasons)}"
             )
 
@@ -128,7 +128,7 @@ class TrtBackend:
         self._log = _log(self._trt)
         # TensorRT's objects must outlive what was made from them; Python's garbage collection knows nothing of it.
         self._runtime = self._trt.Runtime(self._log)
-        check_plan(directory, config, self._trt, self._runtime, capability)
+        check_plan(directory, config, self._trt, self._runtime, device.number, capability)
         self._engine = self._runtime.deserialize_cuda_engine((directory / _PLAN).read_bytes())
         if self._engine is None:
             raise EngineDirError(f"{directory}: {config.backend.name} does not load the plan: {self._log.reason()}")
@@ -182,6 +182,10 @@ class TrtBackend:
         for name, array in {**feed.by_name(), LOGITS: logits}.items():
             self._require(context.execution.set_tensor_address(name, array.address), f"the address of {name}")
         self._require(context.execution.execute_async_v3(self.device.stream), "to run")
+
+    def save_kernels(self) -> None:
+        """See ``DeviceBackend.save_kernels``."""
+        self._kernels.save()
 
     def close(self) -> None:
         """See ``DeviceBackend.close``. Contexts go before their configs and engine, the engine before its runtime."""

@@ -135,6 +135,7 @@ class CudaDevice:
 
         def play() -> None:
             with self._errors("refused a recorded round"):
+                self.activate()
                 graph.launch(self._stream)
 
         return play

@@ -100,6 +100,8 @@ class DeviceRound(CachedTexts[DeviceRunner]):
             step()
             self._wait(self._devices())
             show(done, len(steps))
+        for runner in self.runners:
+            runner.backend.save_kernels()
 
     def memory_shortage(self, requests: Sequence[Request], used: int) -> None:
         """See ``Round``. Everything was allocated when the engines were opened."""

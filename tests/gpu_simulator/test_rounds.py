@@ -5,14 +5,17 @@ Every sampling, draft and placement, recorded and in pieces, in batches of 1, 3 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from specrun import kernels
+from specrun.cli import main
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import BackendError
@@ -122,6 +125,20 @@ def test_a_real_model_with_every_thread(engines: Path, tmp_path: Path, params: S
     assert sum(near_ties(engines / "target", *texts, prompt) for prompt, *texts in found) <= 2
 
 
+@pytest.mark.usefixtures("nothing_left", "narrow")
+@pytest.mark.parametrize("flag", ["--warm_up", "--no_warm_up"])
+def test_the_command_says_how_long_the_warm_up_took(engines: Path, tmp_path: Path, flag: str) -> None:
+    pair = [str(as_plan(engines / name, tmp_path / name)) for name in ("target", "draft")]
+    flags = ["--engine_dir", pair[0], "--draft_engine_dir", pair[1], "--input_text", "alpha", "--max_output_len", "3"]
+    result = CliRunner().invoke(main, ["generate", *flags, "--draft_len", "1", flag])
+    assert result.exit_code == 0, result.stderr
+    assert (
+        re.search(r"^warm-up: \d+\.\d s$", result.stderr, re.MULTILINE)
+        if flag == "--warm_up"
+        else ("warm-up" not in result.stderr)
+    )
+
+
 CALLS = (
     *("cuGraphLaunch", "cuStreamSynchronize", "cuLaunchKernelEx", "cuMemAlloc_v2", "cuMemcpyHtoDAsync_v2"),
     *("cuMemcpyAsync", "cuEventRecord", "cuStreamWaitEvent"),
@@ -201,6 +218,7 @@ def test_nothing_is_prepared_after_opening(
 @pytest.mark.usefixtures("nothing_left", "narrow")
 @pytest.mark.parametrize("place", ["one GPU", "apart"])
 @pytest.mark.parametrize("calls", [0, 1, 7, 40])
+@pytest.mark.filterwarnings("ignore:rounds are queued piece by piece")  # Where it is a recording that fails.
 def test_a_warm_up_that_fails_leaves_nothing(
     tables: Path, place: str, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
