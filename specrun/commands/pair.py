@@ -109,7 +109,7 @@ def _warm_up_shown() -> Iterator[Callable[[int, int], None]]:
 
         def show(done: int, of: int) -> None:
             nonlocal began
-            if done == 1:
+            if done == 0:
                 began = time.perf_counter()
             progress.update(bar, completed=done, total=of, visible=done < of)
             if done == of:

@@ -96,6 +96,7 @@ class DeviceRound(CachedTexts[DeviceRunner]):
         kinds = [(size, draft_len) for size in sizes for draft_len in range(self.draft_len, -1, -1)]
         steps: list[Callable[[], object]] = [partial(runner.warm_up, self._max_rows) for runner in self.runners]
         steps += [partial(self._queue, *kind, True) for kind in kinds for _ in range(2)]
+        show(0, len(steps))
         for done, step in enumerate(steps, 1):
             step()
             self._wait(self._devices())
