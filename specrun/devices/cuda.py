@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specrun.devices import Device, DeviceArray
+from specrun.devices import Device, DeviceArray, Grid
 from specrun.devices.driver import why_no_gpu
 from specrun.errors import BackendError
-from specrun.kernels import THREADS, compile_cubin
+from specrun.kernels import TEAMS, THREADS, compile_cubin
 
 
 class CudaDevice:
@@ -40,6 +40,7 @@ class CudaDevice:
             self.stream = int(self._stream.handle)
             self.name: str = self._device.name
             self.arch = f"sm_{self._device.arch}"
+            self.multiprocessors = int(self._device.properties.multiprocessor_count)
             code = compile_cubin(self.arch)
             self._kernels = {name: code.get_kernel(name) for name in THREADS}
         self._code = code
@@ -110,12 +111,13 @@ class CudaDevice:
             self.activate()
             self._check(self._driver.cuMemcpyAsync(to.address, source.address, to.nbytes, self.stream))
 
-    def launch(self, kernel: str, grid: tuple[int, int], *arguments: DeviceArray | int) -> None:
+    def launch(self, kernel: str, grid: Grid, *arguments: DeviceArray | int) -> None:
         """See ``Device.launch``."""
         values = [value.address if isinstance(value, DeviceArray) else np.int32(value) for value in arguments]
-        config = self._core.LaunchConfig(grid=grid, block=THREADS[kernel])
         with self._errors(f"refused the kernel {kernel}"):
             self.activate()
+            together = kernel in TEAMS and grid[2] > 1
+            config = self._core.LaunchConfig(grid=grid, block=THREADS[kernel], is_cooperative=together)
             self._core.launch(self._stream, config, self._kernels[kernel], *values)
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:

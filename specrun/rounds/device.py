@@ -59,7 +59,7 @@ class DeviceRound(CachedTexts[DeviceRunner]):
         self.use_logits = use_logits
         self.device = target.device
         width = target.config.build_config.max_seq_len + draft_len + 1
-        self.rows = self._draft_rows = DeviceRows(self.device, max_rows, width, self.target.vocab)
+        self.rows = self._draft_rows = DeviceRows(self.device, max_rows, width, self.target.vocab, draft_len + 1)
         self._apart = self.draft is not None and self.draft.device is not self.device
         positions = (max_rows, draft_len + 1)
         self._chosen = self.device.zeros(positions, np.int32)
@@ -73,7 +73,7 @@ class DeviceRound(CachedTexts[DeviceRunner]):
             self._drafted = self._sent = (distributions, self.draft.logits)
             if self._apart:
                 there = self.draft.device
-                self._draft_rows = DeviceRows(there, max_rows, width, self.target.vocab)
+                self._draft_rows = DeviceRows(there, max_rows, width, self.target.vocab, 1)
                 distributions, logits = (self.device.zeros(array.shape, array.dtype) for array in self._drafted)
                 self._sent = (distributions, logits)
                 # Draft tokens, where they are drawn and where they are verified; and records where drafts are drawn.
@@ -207,26 +207,26 @@ class DeviceRound(CachedTexts[DeviceRunner]):
             logits = draft.forward(batch, rows, offset, count, step - 1, 1, step)
             rows.adjust(logits, vocab, step, g, logits)
             own = (*rows.state(g), step, distributions)
-            draft.device.launch("draw_draft", (batch, 1), logits, draft.vocab, vocab, *own)
+            rows.launch("draw_draft", batch, 1, logits, draft.vocab, vocab, *own)
         if self._apart:
             rows.move_drafts(batch, g, self._packed[0], unpacking=False)
 
     def _queue_target(self, batch: int, g: int) -> None:
         """Verify, accept, commit, and write it down."""
-        target, rows, launch = self.target, self.rows, self.device.launch
+        target, rows, launch = self.target, self.rows, self.rows.launch
         if self._apart and g:
             rows.move_drafts(batch, g, self._packed[1], unpacking=True)
         raw = target.forward(batch, rows, -1, g + 1, -1, g + 1)
         adjusted = self._adjusted.part(0, raw.shape)
         rows.adjust(raw, target.vocab, 0, g, adjusted)
         logits, judged = (raw, adjusted, target.vocab), (self._target_distributions, self._chosen)
-        launch("judge_target", (batch, g + 1), *logits, rows.progress, g, rows.sampling, *judged)
+        launch("judge_target", batch, g + 1, *logits, rows.progress, g, rows.sampling, *judged)
         drafting = self.draft or target
         draft = (*self._sent, drafting.step_stride, drafting.vocab, min(drafting.vocab, target.vocab))
         records, logprobs = self._records.of(batch, g)
         ends = (rows.stop_ids, rows.counts, records)
-        launch("accept", (batch, 1), *rows.state(g), *draft, *judged, *logits, *ends)
-        launch("log_probabilities", (batch, g + 1), raw, target.vocab, g, rows.sampling, records, logprobs)
+        launch("accept", batch, 1, *rows.state(g), *draft, *judged, *logits, *ends)
+        launch("log_probabilities", batch, g + 1, raw, target.vocab, g, rows.sampling, records, logprobs)
         self._records.fetch(batch, g)
 
     def _wait(self, devices: Sequence[Device]) -> None:
