@@ -242,11 +242,14 @@ class Cycle(DraftLength):
 def test_lengths_may_change_from_round_to_round(
     tables: tuple[Path, Path], kind: type[OrtDeviceBackend], apart: bool
 ) -> None:
-    round_ = device_round(*tables, 4, kind=kind, apart=apart)
-    requests = batch(EVERY)
-    for _ in Scheduler(round_, Cycle(4, None), 4).run(requests):
-        pass
+    rounds = device_round(*tables, 4), device_round(*tables, 4, kind=kind, apart=apart)
+    usual, requests = batch(EVERY), batch(EVERY)
+    for round_, some in zip(rounds, (usual, requests), strict=True):
+        for _ in Scheduler(round_, Cycle(4, None), 4).run(some):
+            pass
     assert [r.output for r in requests] == on_host(*tables, 4, False, batch(EVERY))
+    # A draft that did not hear of plain rounds would draft behind another text.
+    assert [r.stats.accepted for r in requests] == [r.stats.accepted for r in usual]
 
 
 @pytest.mark.parametrize("longest", [48, 2])

@@ -60,7 +60,7 @@ def time_kernels(device: Device, vocab: int = 128_256, count: int = 50) -> Figur
     for array in (logits, draft_logits):
         device.write(array, (rng.normal(size=array.shape) * 3).astype(np.float32))
     rows = DeviceRows(device, 1, width, vocab)
-    # Penalties and log-probabilities cost nothing for requests that want none; here one wants everything.
+    # Penalties and log-probabilities are queued only for requests that want them; here one wants everything.
     params = SamplingParams(presence_penalty=0.5, logit_bias={1: 1.0})
     rows.begin(0, [Request([1] * 8, params, 1, draft_len=g, logprobs=MAX_LOGPROBS)], g, False)
     p, q = device.zeros((g + 1,), DISTRIBUTION), device.zeros((g,), DISTRIBUTION)
@@ -71,7 +71,7 @@ def time_kernels(device: Device, vocab: int = 128_256, count: int = 50) -> Figur
     inputs = [device.zeros((16,), np.int64) for _ in range(3)]
 
     state, own = rows.state(g), (rows.progress, g, rows.sampling)
-    ends = (rows.stop_ids, rows.counts, record)
+    ends = (rows.stop_ids, rows.counts, 0, record)
     judged = (p, chosen)
     one, each = (1, 1), (1, g + 1)
     calls: dict[str, tuple[Any, ...]] = {
@@ -81,8 +81,8 @@ def time_kernels(device: Device, vocab: int = 128_256, count: int = 50) -> Figur
             *(logits, vocab, vocab, g + 1, 0, *state, rows.counts, vocab, rows.biases, rows.stop_ids, adjusted),
         ),
         "draw_draft": (one, draft_logits, vocab, vocab, *state, 0, q),
-        "judge_target": (each, logits, logits, vocab, *own, *judged),
-        "accept": (one, *state, q, draft_logits, vocab, vocab, vocab, *judged, logits, logits, vocab, *ends),
+        "judge_target": (each, logits, vocab, *own, *judged),
+        "accept": (one, *state, q, draft_logits, vocab, vocab, vocab, *judged, logits, vocab, *ends),
         "log_probabilities": (each, logits, vocab, g, rows.sampling, record, found),
     }
     figures: Figures = {"vocabulary": vocab}

@@ -575,11 +575,11 @@ ROW_KERNEL void adjust(
     const Progress* progress, int draft_len, const Sampling* sampling, const u32* counts, int counted,
     const TokenValue* biases, const i64* stop_ids, float* adjusted, Meeting* meetings) {
   int row = blockIdx.x, drafts = first + blockIdx.y;
-  Team team = team_of(meetings);
   i64 place = ((i64)row * positions + blockIdx.y) * stride;
   const Sampling& s = sampling[row];
   const Progress& p = progress[row];
   if (!adjusts(s, p) || p.remaining == 0 || drafts > draft_count(p, s, draft_len)) return;
+  Team team = team_of(meetings);
   int forbidden = p.length + drafts < s.free_length ? s.stops : 0;
   adjust_row(
       team, logits + place, vocab, s, counts + (i64)row * counted, tokens + (i64)row * width + p.length, drafts,
@@ -663,10 +663,11 @@ ROW_KERNEL void log_probabilities(
     const float* logits, int vocab, int draft_len, const Sampling* sampling, const i64* records, TokenValue* found,
     Meeting* meetings) {
   int row = blockIdx.x, position = blockIdx.y, place = row * (draft_len + 1) + position;
-  Team team = team_of(meetings);
+  if (sampling[row].logprobs < 0) return;
   const i64* record = records + row * (3 + draft_len);
   i64 accepted = record[1], token = position < accepted ? record[3 + position] : record[2];
-  if (sampling[row].logprobs < 0 || position > accepted || token < 0) return;
+  if (position > accepted || token < 0) return;
+  Team team = team_of(meetings);
   const float* own = logits + (i64)place * vocab;
   Sampling plain = {};
   plain.temperature = 1;
