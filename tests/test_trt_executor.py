@@ -315,7 +315,9 @@ def test_compiled_kernels_are_kept_from_run_to_run(tmp_path: Path, monkeypatch: 
     )
     engine = SimpleNamespace(create_runtime_config=lambda: config)
     kernels = KernelCache.open(engine, "plan-8.9")
-    assert kernels.runtime_config(trt).dynamic_shapes_kernel_specialization_strategy.name == "EAGER"
+    for fixed, strategy in ((True, "EAGER"), (False, "LAZY")):
+        found = kernels.runtime_config(trt, fixed).dynamic_shapes_kernel_specialization_strategy
+        assert found.name == strategy
     kernels.save()
     assert given == []
     KernelCache.open(engine, "plan-8.9").save()

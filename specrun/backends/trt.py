@@ -171,7 +171,7 @@ class TrtBackend:
         key = call if fixed else profile
         context = self._contexts.get(key)
         if context is None:
-            context = self._contexts[key] = _Context(self._new_execution(profile))
+            context = self._contexts[key] = _Context(self._new_execution(profile, fixed))
         if context.call != call:
             for name, shape in input_shapes(self.config, call).items():
                 self._require(context.execution.set_input_shape(name, shape), f"the shape {shape} of {name}")
@@ -196,11 +196,12 @@ class TrtBackend:
         self._kernels.close()
         self._engine = self._runtime = None
 
-    def _new_execution(self, profile: int) -> Any:
+    def _new_execution(self, profile: int, fixed: bool) -> Any:
         """A context in the shared workspace."""
         if self._workspace is None:
             raise RuntimeError("allocate_cache comes before enqueue")
-        context = self._engine.create_execution_context(runtime_config=self._kernels.runtime_config(self._trt))
+        config = self._kernels.runtime_config(self._trt, fixed)
+        context = self._engine.create_execution_context(runtime_config=config)
         if context is None:
             raise BackendError(f"{self.config.backend.name} cannot run the plan: {self._log.reason()}")
         context.set_device_memory(self._workspace.address, self.workspace_bytes)
