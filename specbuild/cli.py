@@ -43,7 +43,7 @@ def convert(model_dir: str, output_dir: Path, **options: Any) -> None:
 @click.option("--output_dir", type=FolderPath, help="Where the engine goes.")
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="YAML file with these settings.")
 @click.option("--backend", type=click.Choice(get_args(Backend)), help="Default: auto.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="What the engine runs on. Default: as the backend.")
+@click.option("--device", metavar="cpu|cuda|cuda:N", help="What the engine runs on; TensorRT builds for GPU N.")
 @click.option("--max_batch_size", type=int, help="Default: 4.")
 @click.option("--max_input_len", type=int, help="Longest prompt, tokens. Default: 3200, or what the model has.")
 @click.option("--max_seq_len", type=int, help="Longest prompt + output. Default: 4800, or what the model has.")

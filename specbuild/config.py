@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,13 +26,20 @@ class EngineOptions(Strict):
     checkpoint_dir: Path
     output_dir: Path
     backend: Backend = "auto"
-    device: Literal["cpu", "cuda"] | None = None
+    device: str | None = None
     max_batch_size: int = Field(4, ge=1)
     max_input_len: int | None = Field(None, ge=1)
     max_seq_len: int | None = Field(None, ge=2)
     speculative_decoding_mode: SpeculativeMode | None = None
     max_draft_len: int | None = Field(None, ge=0)
     gather_generation_logits: bool = False
+
+    @field_validator("device")
+    @classmethod
+    def _device(cls, device: str | None) -> str | None:
+        if device is not None and not re.fullmatch(r"cpu|cuda(:\d{1,3})?", device, re.ASCII):
+            raise ValueError("expected cpu, cuda, or a GPU by its number, like cuda:1")
+        return device
 
     @field_validator("checkpoint_dir", "output_dir")
     @classmethod

@@ -122,7 +122,13 @@ def measure(
     if not prompts:
         raise RequestError("no prompts: expected one or more")
     results = {}
-    with SpeculativeDecoder.open(target_dir, config=DraftTargetConfig(reuse_blocks=False)) as alone:
+
+    def on_warm_up(done: int, of: int) -> None:
+        if done == 0:
+            report(f"warm-up: {of} steps")
+
+    plain = DraftTargetConfig(reuse_blocks=False)
+    with SpeculativeDecoder.open(target_dir, config=plain, on_warm_up=on_warm_up) as alone:
         for number, prompt in enumerate(prompts, 1):
             # Only for its checks: a benchmark's own requests have no stop ids.
             alone.request(prompt, max_output_len=1, name=f"prompt {number}")
@@ -135,7 +141,7 @@ def measure(
         # Longest first: one that the target was not built for is an error before anything is measured.
         for draft_len in sorted(settings.draft_lens, key=lambda length: length or 0, reverse=True):
             config = DraftTargetConfig(draft_len=draft_len, use_logits=settings.use_logits, reuse_blocks=False)
-            with SpeculativeDecoder.open(target_dir, draft_dir, config) as pair:
+            with SpeculativeDecoder.open(target_dir, draft_dir, config, on_warm_up=on_warm_up) as pair:
                 if (most := max(settings.batch_sizes)) > pair.max_batch_size:
                     raise RequestError(f"batch size {most}: the engines were built for at most {pair.max_batch_size}")
                 for size in settings.batch_sizes:

@@ -25,6 +25,9 @@ class DraftTargetConfig:
     """Share of a GPU's memory that caches may take of what weights leave free."""
     cuda_graph: bool = True
     """Queue a round as one CUDA graph where engines allow it."""
+    warm_up: bool = True
+    """Prepare GPU engines for every batch size and draft length when they are opened, which can take minutes the first
+    time, and give past texts the memory that is left then. False: in the middle of requests, when one comes first."""
     reuse_blocks: bool = True
     """Keep what was read of prompts and written after them for prompts that begin alike."""
     max_tokens_in_kv_cache: int | None = None
@@ -49,7 +52,7 @@ class DraftTargetConfig:
         }
         for name in ("draft_devices", "target_devices"):
             found[name] = tuple(arguments.wholes(name, getattr(self, name)))
-        for name in ("use_logits", "cuda_graph", "reuse_blocks", "shared_thread_pool"):
+        for name in ("use_logits", "cuda_graph", "warm_up", "reuse_blocks", "shared_thread_pool"):
             found[name] = arguments.flag(name, getattr(self, name))
         for name, value in found.items():
             if name in ("draft_len", "max_tokens_in_kv_cache") and value is not None and value < 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,11 @@ class SpeculativeDecoder:
         draft_dir: str | Path | None = None,
         config: DraftTargetConfig | None = None,
         tokenizer_dir: str | Path | None = None,
+        on_warm_up: Callable[[int, int], None] = lambda _done, _of: None,
     ) -> SpeculativeDecoder:
         """Check everything about the pair, then load it. The tokenizer is the target's unless told otherwise.
 
+        ``on_warm_up`` is told how many steps of the GPUs' warm-up, of how many, are done.
         Raises EngineDirError, PairError, BackendError, and RequestError for arguments of the wrong type; nothing is
         loaded before all checks have passed.
         """
@@ -73,7 +75,7 @@ class SpeculativeDecoder:
             draft = _open("draft", draft_dir, config.draft_devices)
             draft_len = _check_pair(target_dir, engine.config, draft_dir, draft.config, config.fixed_draft_len)
             rows = min(rows, draft.config.build_config.max_batch_size)
-        rounds = open_round(engine, draft if draft_len else None, draft_len, rows, config)
+        rounds = open_round(engine, draft if draft_len else None, draft_len, rows, config, on_warm_up)
         lengths = DraftLength(draft_len, config.fixed_draft_len if draft_len else 0)
         return cls(rounds, lengths, engine.config, rows, tokenizer_dir)
 

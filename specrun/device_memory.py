@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from specrun.engine_dir import EngineConfig
 from specrun.errors import BackendError
 from specrun.kv_cache import BLOCK
+from specrun.sampling import MAX_BIASES
 
 
 @dataclass(frozen=True)
@@ -17,21 +18,21 @@ class Need:
     weights: int
     cache: int
     buffers: int
-    """Ids, logits and what acceptance works on."""
+    """Ids, logits, the rows' texts and what acceptance works on."""
     workspace: int = 0
     """What the plan computes in; only the loaded plan knows, so it is 0 in the first check."""
 
 
-def need(role: str, config: EngineConfig, rows: int, positions: int, steps: int, blocks: int) -> Need:
-    """What an engine takes for ``rows`` rows, ``positions`` logits of each in a call, ``steps`` calls kept.
+def need(role: str, config: EngineConfig, rows: int, positions: int, texts: bool, blocks: int) -> Need:
+    """What an engine takes for ``rows`` rows, with the logits of ``positions`` positions of each, copies among them.
 
-    blocks: of past texts. The logits count twice, for penalties change a copy of them.
+    texts: whether its GPU holds the rows' texts for it. blocks: of past texts, that were asked for.
     Weights are taken for as large as the engine's files, cache and logits are exact.
     """
     build, graph = config.build_config, config.graph
-    logits = 2 * steps * rows * positions * graph.vocab_size * 4
-    ids = rows * (build.max_input_len + 2 * build.max_seq_len) * 8
-    counts = rows * graph.vocab_size * 4
+    logits = rows * positions * graph.vocab_size * 4
+    ids = rows * build.max_input_len * 8
+    counts = rows * (build.max_seq_len * 8 + graph.vocab_size * 4 + MAX_BIASES * 8) if texts else 0
     return Need(
         role=role,
         weights=config.weight_bytes,
@@ -59,10 +60,17 @@ def require_room(gpu: str, free: int, fraction: float, needs: list[Need]) -> Non
     )
 
 
-def blocks_that_fit(free: int, fraction: float, needs: list[Need], engines: list[EngineConfig]) -> int:
-    """How many blocks of past texts each of ``engines`` can keep in what ``needs`` leave of the caches' room."""
-    _, caches, room = _balance(free, fraction, needs)
-    return max(0, room - caches) // sum(config.graph.cache_bytes(1, BLOCK) for config in engines)
+def blocks_that_fit(free: int, fraction: float, engines: list[EngineConfig]) -> int:
+    """How many blocks of past texts each of ``engines`` can keep when all else is allocated, their rows too.
+
+    Rows and blocks together may have ``fraction`` of what is left without them.
+    """
+    rows = sum(
+        config.graph.cache_bytes(config.build_config.max_batch_size, config.build_config.cache_length)
+        for config in engines
+    )
+    room = int((free + rows) * fraction) - rows
+    return max(0, room) // sum(config.graph.cache_bytes(1, BLOCK) for config in engines)
 
 
 def _balance(free: int, fraction: float, needs: list[Need]) -> tuple[int, int, int]:

@@ -60,3 +60,18 @@ def test_a_package_that_is_missing_is_named_with_the_extra_that_brings_it(
     assert "error: " in last and missing in last and "not installed: pip install" in last
     assert extra is None or f"'.[{extra}]'" in last
     assert "Traceback" not in said.stderr
+
+
+def test_only_tensorrt_builds_for_one_of_several_gpus(onnx: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx")
+    flags = ["--checkpoint_dir", str(onnx / "draft"), "--output_dir", str(tmp_path / "engine")]
+    for device, backend, words in (
+        ("cuda:1", "onnxruntime", "an engine of onnxruntime is for no GPU in particular; give --device cuda here"),
+        ("cuda:1", "tensorrt_rtx", "an engine of tensorrt_rtx is for no GPU in particular"),
+        ("gpu", "onnxruntime", "device: Value error, expected cpu, cuda, or a GPU by its number, like cuda:1"),
+        ("cuda:", "onnxruntime", "expected cpu, cuda, or a GPU"),
+    ):
+        result = CliRunner().invoke(main, ["engine", *flags, "--device", device, "--backend", backend])
+        assert result.exit_code == 1
+        assert words in result.stderr
+    assert not (tmp_path / "engine").exists()

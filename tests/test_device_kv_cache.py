@@ -39,7 +39,8 @@ def fill(cache: DeviceKVCache, generator: np.random.Generator) -> list[npt.NDArr
 @pytest.mark.parametrize("storage", [np.float32, np.float16, np.uint16])
 def test_rows_and_blocks_are_numpys(storage: type[np.generic], length: int) -> None:
     """Elements of both sizes, widths and lengths of every alignment; what is not copied stays."""
-    cache = DeviceKVCache(kernel_device(), SHAPES, storage, ROWS, length, BLOCKS)
+    cache = DeviceKVCache(kernel_device(), SHAPES, storage, ROWS, length)
+    cache.allocate_pool(BLOCKS)
     rows = fill(cache, np.random.default_rng(length))
     pool = [np.zeros((BLOCKS, shape.heads, BLOCK, shape.width), storage) for shape in SHAPES]
     copies = [("save", 1, 0, [5, 0, 3]), ("save", 2, 3, [1]), ("load", 0, 19, [0, 1, 5]), ("load", 2, 0, [])]
@@ -61,6 +62,7 @@ def test_rows_and_blocks_are_numpys(storage: type[np.generic], length: int) -> N
 
 
 def test_blocks_beyond_the_end_of_a_row() -> None:
-    cache = DeviceKVCache(kernel_device(), SHAPES, np.float32, ROWS, 60, 1)
+    cache = DeviceKVCache(kernel_device(), SHAPES, np.float32, ROWS, 60)
+    cache.allocate_pool(1)
     with pytest.raises(ValueError, match="4 blocks from position 0 of 60"):
         cache.load(0, 0, [0] * 4)

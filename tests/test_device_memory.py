@@ -16,12 +16,13 @@ GB = 1_000_000_000
 
 def test_an_engines_need_is_its_files_its_cache_and_its_logits(engines: Path) -> None:
     config = open_engine(engines / "target")
-    found = need("target", config, rows=2, positions=5, steps=1, blocks=3)
+    found = need("target", config, rows=2, positions=5, texts=True, blocks=3)
     build, graph = config.build_config, config.graph
     assert found.weights == sum(path.stat().st_size for path in (engines / "target").glob("model.onnx*"))
     per_position = sum(cache.heads * cache.width for cache in graph.caches) * 4
     assert found.cache == (build.max_batch_size * build.cache_length + 3 * BLOCK) * per_position
-    assert found.buffers > 2 * 2 * 5 * graph.vocab_size * 4
+    assert found.buffers > 2 * (5 + 1) * graph.vocab_size * 4, "logits and counts"
+    assert need("draft", config, 2, 5, texts=False, blocks=3).buffers < found.buffers - 2 * graph.vocab_size * 4
 
 
 def test_both_models_must_fit_beside_each_other() -> None:
@@ -45,7 +46,7 @@ def test_weights_that_do_not_fit_are_said_to_be_the_reason() -> None:
 
 def test_past_texts_get_what_is_left(engines: Path) -> None:
     config = open_engine(engines / "target")
-    pair = [Need("target", 2 * GB, GB, 0), Need("draft", GB, GB, 0)]
-    per_block = 2 * config.graph.cache_bytes(1, BLOCK)
-    assert blocks_that_fit(7 * GB, 0.75, pair, [config, config]) == GB // per_block
-    assert blocks_that_fit(5 * GB, 0.75, pair, [config, config]) == 0
+    build, per_block = config.build_config, 2 * config.graph.cache_bytes(1, BLOCK)
+    rows = 2 * config.graph.cache_bytes(build.max_batch_size, build.cache_length)
+    assert blocks_that_fit(4 * GB - rows, 0.75, [config, config]) == (3 * GB - rows) // per_block
+    assert blocks_that_fit(rows // 4, 0.75, [config, config]) == 0

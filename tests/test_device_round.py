@@ -14,7 +14,7 @@ from specrun.backends import Feed
 from specrun.backends.ort import OrtDeviceBackend
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.devices import DeviceArray
+from specrun.devices import Device, DeviceArray
 from specrun.draft_length import DraftLength
 from specrun.engine_dir import open_engine
 from specrun.errors import BackendError
@@ -57,14 +57,15 @@ def device_round(
 ) -> DeviceRound:
     device = HostDevice()
     other = HostDevice() if apart else device
-    return DeviceRound(
+    round_ = DeviceRound(
         kind(target, open_engine(target), device),
         kind(draft, open_engine(draft), other) if draft else None,
         draft_len,
         use_logits,
         rows,
-        blocks=blocks,
     )
+    round_.allocate_pools(blocks)
+    return round_
 
 
 def on_device(round_: DeviceRound, requests: Sequence[Request]) -> list[list[int]]:
@@ -117,7 +118,34 @@ def test_a_recorded_round_is_the_same_round(tables: tuple[Path, Path], use_logit
     recorded = device_round(*tables, 4, use_logits, kind=Recordable)
     for size in (4, 2, 4, 1):  # Recordings of other batch sizes are kept.
         assert on_device(recorded, batch(EVERY)[:size]) == ids[:size]
-    assert {key.size for key, _ in recorded._recorded} == {1, 2, 4}  # Batches that shrink are padded.
+    # Batches that shrink are padded.
+    assert [size for size in range(1, 5) if (size, 4) in recorded._recordings] == [1, 2, 4]
+
+
+@pytest.mark.parametrize("kind", [OrtDeviceBackend, Recordable])
+@pytest.mark.parametrize("apart", [False, True])
+def test_after_a_warm_up_every_round_is_settled(
+    tables: tuple[Path, Path], kind: type[OrtDeviceBackend], apart: bool
+) -> None:
+    """And every row is as new, though prompts and rounds were run in it."""
+    round_, unprepared = (device_round(*tables, 4, kind=kind, apart=apart) for _ in range(2))
+    shown: list[tuple[int, int]] = []
+    round_.warm_up(lambda done, of: shown.append((done, of)))
+    assert shown == [(done, 2 + 2 * 3 * 5) for done in range(33)]
+    for size in (3, 1, 4):
+        states = []
+        for one in (round_, unprepared):
+            scheduler, requests = Scheduler(one, Cycle(4, None), 4), batch(EVERY)[:size]
+            for request in requests:
+                scheduler.add(request)
+            settled = []
+            while len(scheduler):
+                scheduler.step()
+                settled.append(one.settled)
+            assert [request.output for request in requests] == on_host(*tables, 4, False, batch(EVERY)[:size])
+            states.append(settled)
+        assert all(states[0])
+        assert not all(states[1])
 
 
 def test_what_cannot_be_recorded_is_queued_piece_by_piece(tables: tuple[Path, Path]) -> None:
@@ -139,7 +167,9 @@ def test_draft_on_another_device(tables: tuple[Path, Path], use_logits: bool) ->
     assert on_device(device_round(*tables, 4, use_logits, apart=True), batch(EVERY)) == ids
 
 
-@pytest.mark.parametrize("kind, apart", [(OrtDeviceBackend, False), (OrtDeviceBackend, True), (Recordable, False)])
+@pytest.mark.parametrize(
+    "kind, apart", [(OrtDeviceBackend, False), (OrtDeviceBackend, True), (Recordable, False), (Recordable, True)]
+)
 @pytest.mark.parametrize("blocks", [0, 3, 200])
 def test_requests_that_come_and_go(tmp_path: Path, kind: type[OrtDeviceBackend], apart: bool, blocks: int) -> None:
     """Of every manner, with draft lengths, acceptance and penalties of their own, and prompts that begin alike."""
@@ -186,10 +216,10 @@ def test_a_round_that_is_interrupted_ends_its_requests(tables: tuple[Path, Path]
     round_, expected = device_round(*tables, 4, blocks=50), on_host(*tables, 4, False, batch(EVERY))
     wait, requests = round_._wait, batch(EVERY)
 
-    def interrupted() -> None:
+    def interrupted(devices: Sequence[Device]) -> None:
         if requests[0].pieces:
             raise KeyboardInterrupt
-        wait()
+        wait(devices)
 
     round_._wait = interrupted
     with pytest.raises(KeyboardInterrupt):
@@ -212,11 +242,14 @@ class Cycle(DraftLength):
 def test_lengths_may_change_from_round_to_round(
     tables: tuple[Path, Path], kind: type[OrtDeviceBackend], apart: bool
 ) -> None:
-    round_ = device_round(*tables, 4, kind=kind, apart=apart)
-    requests = batch(EVERY)
-    for _ in Scheduler(round_, Cycle(4, None), 4).run(requests):
-        pass
+    rounds = device_round(*tables, 4), device_round(*tables, 4, kind=kind, apart=apart)
+    usual, requests = batch(EVERY), batch(EVERY)
+    for round_, some in zip(rounds, (usual, requests), strict=True):
+        for _ in Scheduler(round_, Cycle(4, None), 4).run(some):
+            pass
     assert [r.output for r in requests] == on_host(*tables, 4, False, batch(EVERY))
+    # A draft that did not hear of plain rounds would draft behind another text.
+    assert [r.stats.accepted for r in requests] == [r.stats.accepted for r in usual]
 
 
 @pytest.mark.parametrize("longest", [48, 2])
@@ -241,8 +274,10 @@ def test_a_round_is_a_fixed_sequence_of_kernels(tables: tuple[Path, Path]) -> No
     on_device(round_, batch(EVERY))
     # Between rounds, rows change places.
     launched = " ".join(kernel for kernel in round_.device.launched if "swap" not in kernel).split(" accept")
-    plain = "feed judge_target"
-    assert {one.strip() for one in launched} == {f"feed draw_draft feed draw_draft {plain}", plain, ""}
+    plain = "feed adjust judge_target"
+    draft = "feed adjust draw_draft"
+    rounds = {one.strip().removeprefix("log_probabilities ") for one in launched}
+    assert rounds == {f"{draft} {draft} {plain}", plain, "log_probabilities"}
 
 
 def test_up_to_the_last_position(tmp_path: Path) -> None:

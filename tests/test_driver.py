@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 
 LIBRARY = """
+#include <stdio.h>
 int cuDriverGetVersion(int *version) { *version = VERSION; return VERSION_CODE; }
 int cuInit(unsigned flags) { return INIT_CODE; }
 int cuDeviceGetCount(int *count) { *count = COUNT; return 0; }
 int cuDeviceGet(int *device, int number) { *device = number; return 0; }
-int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attribute == 75 ? 8 : 9; return 0; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attribute == 75 ? 8 + device : 9; return 0; }
+int cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)(long)(device + 77); return RETAIN_CODE; }
+int cuCtxSetCurrent(void *context) { printf("current %d\\n", (int)(long)context - 77); fflush(stdout); return 0; }
 """
-DEFAULTS = {"VERSION": 13000, "VERSION_CODE": 0, "INIT_CODE": 0, "COUNT": 2}
+DEFAULTS = {"VERSION": 13000, "VERSION_CODE": 0, "INIT_CODE": 0, "COUNT": 2, "RETAIN_CODE": 0}
 
 
 def ask(directory: Path, code: str, **settings: int) -> str:
@@ -46,8 +49,19 @@ def test_why_there_is_no_gpu(tmp_path: Path, settings: dict[str, int], number: i
 
 
 def test_compute_capability(tmp_path: Path) -> None:
-    code = "from specrun.devices.driver import compute_capability; print(compute_capability(0))"
-    assert ask(tmp_path, code) == "8.9"
+    code = "from specrun.devices.driver import compute_capability; print(*map(compute_capability, (0, 1)))"
+    assert ask(tmp_path, code) == "8.9 9.9"
+
+
+def test_a_plan_of_tensorrt_is_for_the_gpu_that_it_was_built_for(tmp_path: Path) -> None:
+    code = "from specbuild.compilers.tensorrt import _capabilities; print(_capabilities(object(), 1))"
+    assert ask(tmp_path, code) == "['9.9']"
+
+
+def test_the_gpu_of_a_thread(tmp_path: Path) -> None:
+    code = "from specrun.devices.driver import use_gpu; use_gpu(1); use_gpu(0)"
+    assert ask(tmp_path, code).split("\n") == ["current 1", "current 0"]
+    assert "GPU 1: the NVIDIA driver gives no context" in ask(tmp_path, code, RETAIN_CODE=2)
 
 
 def test_an_engine_for_a_gpu_that_is_not_there(tmp_path: Path, onnx: Path) -> None:

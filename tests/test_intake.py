@@ -281,6 +281,7 @@ def test_paths_may_be_texts_and_other_types_are_refused(engines: Path) -> None:
         ("draft_devices", 0),
         ("use_logits", "no"),
         ("cuda_graph", None),
+        ("warm_up", 1),
         ("max_tokens_in_kv_cache", 2.5),
         ("kv_cache_free_gpu_memory_fraction", "all"),
     ):

@@ -99,7 +99,7 @@ def judge(logits: Floats, params: SamplingParams, position: int) -> tuple[Any, i
     """The kernel's distribution of one row, and its token at ``position``."""
     found, chosen = np.zeros(1, DISTRIBUTION), np.full(1, -7, np.int32)
     own = (progress_of(position, 1), 0, sampling_of(params))
-    call("judge_target", (1, 1), logits, len(logits), *own, found, chosen)
+    call("judge_target", (1, 1), logits, logits, len(logits), *own, found, chosen)
     return found[0], int(chosen[0])
 
 
@@ -194,9 +194,9 @@ def accept(params: SamplingParams, length: int, drafts: list[int], draft: Floats
     p, chosen = np.array([d for d, _ in judged], DISTRIBUTION), np.array([token for _, token in judged], np.int32)
     state = (tokens, 64, progress, g, sampling_of(params, use_logits=1))
     draft_vocab = draft.shape[-1]
-    own = (q, draft, draft_vocab, draft_vocab, draft_vocab, p, chosen, target, vocab)
+    own = (q, draft, draft_vocab, draft_vocab, draft_vocab, p, chosen, target, target, vocab)
     stop_ids, record = np.zeros(MAX_STOP_IDS, np.int64), np.zeros(3 + g, np.int64)
-    call("accept", (1, 1), *state, *own, stop_ids, np.zeros(1, np.uint32), 0, record)
+    call("accept", (1, 1), *state, *own, stop_ids, np.zeros(1, np.uint32), record)
     return record, tokens[0], progress
 
 
@@ -204,9 +204,9 @@ def commit(progress: Any, tokens: Any, chosen: list[int], stop_ids: list[int], r
     """``accept`` where tokens are compared: it reads no logits."""
     nothing, none = np.zeros(1, DISTRIBUTION), np.zeros(1, np.float32)
     state = (tokens, tokens.shape[1], progress, 3, sampling_of(SamplingParams(), stops=len(stop_ids)))
-    own = (nothing, none, 1, 1, 1, nothing, np.array(chosen, np.int32), none, 1)
+    own = (nothing, none, 1, 1, 1, nothing, np.array(chosen, np.int32), none, none, 1)
     stops = np.array(stop_ids + [0] * (MAX_STOP_IDS - len(stop_ids)), np.int64)
-    call("accept", (1, 1), *state, *own, stops, np.zeros(1, np.uint32), 0, record)
+    call("accept", (1, 1), *state, *own, stops, np.zeros(1, np.uint32), record)
 
 
 @pytest.mark.parametrize("remaining, stop, kept", [(9, 99, 3), (2, 99, 2), (9, 12, 2), (9, 11, 1), (1, 99, 1)])
@@ -321,7 +321,7 @@ def table(batch: Sequence[Row], width: int) -> dict[str, Any]:
 def adjust_all(logits: Any, vocab: int, first: int, g: int, rows: dict[str, Any]) -> Any:
     """The kernel's adjusted logits [B, positions, stride]."""
     batch, positions, stride = logits.shape
-    adjusted = logits.copy()  # Ids beyond ``vocab`` stay as they are.
+    adjusted = logits.copy()  # Ids beyond ``vocab`` stay as they are, and rows that adjust nothing.
     state = (rows["tokens"], rows["tokens"].shape[1], rows["progress"], g, rows["sampling"])
     own = (rows["counts"], rows["counts"].shape[1], rows["biases"], rows["stop_ids"])
     call("adjust", (batch, positions), logits, stride, vocab, positions, first, *state, *own, adjusted)
@@ -409,7 +409,8 @@ def test_rounds_of_mixed_rows_are_numpys() -> None:
             expected = table([after], width)
             assert found["progress"][i]["length"] == expected["progress"][0]["length"]
             assert found["progress"][i]["remaining"] == (after.remaining if last is None else 0)
-            assert (found["counts"][i] == expected["counts"][0]).all()
+            counted = row.params.repetition_penalty != 1  # Without penalties nobody needs the counts.
+            assert (found["counts"][i] == (expected if counted else table([row], width))["counts"][0]).all()
             ends[i].add(accepted)
     assert [len(accepted) > 1 for accepted in ends] == [True] * 7 + [False] * 3
     assert len(stopped) > 4
@@ -426,11 +427,16 @@ def play(batch: Sequence[Row], g: int, narrow: int, width: int) -> dict[str, Any
     for step in range(g):
         steps[step] = adjust_all(steps[step][:, None], narrow, step, g, rows)[:, 0]
         call("draw_draft", one, steps[step], stride, narrow, *state, step, q)
-    target = adjust_all(np.stack([row.target for row in batch]), vocab, 0, g, rows)
-    call("judge_target", each, target, vocab, rows["progress"], g, rows["sampling"], p, chosen)
+    target = np.stack([row.target for row in batch])
+    adjusted = adjust_all(target, vocab, 0, g, rows)
+    for found, row in zip(adjusted, batch, strict=True):
+        if not row.params.adjusts and not row.min_output_len:
+            found[:] = np.nan  # Nobody looks at it.
+    call("judge_target", each, target, adjusted, vocab, rows["progress"], g, rows["sampling"], p, chosen)
     rows["records"] = np.zeros((len(batch), 3 + g), np.int64)
     draft = (q, steps, len(batch) * stride, stride, narrow)
-    call("accept", one, *state, *draft, p, chosen, target, vocab, rows["stop_ids"], rows["counts"], 1, rows["records"])
+    judged = (p, chosen, target, adjusted, vocab)
+    call("accept", one, *state, *draft, *judged, rows["stop_ids"], rows["counts"], rows["records"])
     return rows
 
 

@@ -104,7 +104,7 @@ def test_a_closed_backend_keeps_no_engine(plan: Path, monkeypatch: pytest.Monkey
 
     use_runtime(Runtime, monkeypatch)
     backend = TrtBackend(plan, open_engine(plan), HostDevice(), "8.9")
-    backend.allocate_cache(0)
+    backend.allocate_cache()
     enqueue(backend, 1, 2, 1)
     backend.close()
     gc.collect()
@@ -144,7 +144,7 @@ def enqueue(
 def test_every_context_has_the_same_cache_and_workspace(opened: tuple[TrtBackend, Recorder]) -> None:
     """Past and present are one memory, of which nothing moves from batch to batch."""
     backend, recorder = opened
-    backend.allocate_cache(0)
+    backend.allocate_cache()
     for batch in (3, 1):
         enqueue(backend, batch, 5, 5)
         enqueue(backend, batch, 20, 1, fixed=False)
@@ -162,7 +162,7 @@ def test_every_context_has_the_same_cache_and_workspace(opened: tuple[TrtBackend
 
 def test_a_call_sets_shapes_once_then_addresses_then_runs(opened: tuple[TrtBackend, Recorder]) -> None:
     backend, recorder = opened
-    backend.allocate_cache(0)
+    backend.allocate_cache()
     addresses = enqueue(backend, 2, 5, 5)
     names = [call[0] for call in recorder.calls]
     assert names[:3] == ["context", "set_device_memory", "set_optimization_profile_async"]
@@ -182,7 +182,7 @@ def test_a_call_sets_shapes_once_then_addresses_then_runs(opened: tuple[TrtBacke
 def test_shapes_that_may_be_recorded_have_contexts_of_their_own(opened: tuple[TrtBackend, Recorder]) -> None:
     """A recording must not see a context's shapes change: not by another batch, another step, or a prompt."""
     backend, recorder = opened
-    backend.allocate_cache(0)
+    backend.allocate_cache()
     calls = [(1, 2, 1, True), (1, 1, 1, True), (3, 5, 5, True), (1, 2, 1, False), (1, 20, 1, False)]
     for call in calls * 2:
         enqueue(backend, *call)
@@ -195,7 +195,7 @@ def test_shapes_that_may_be_recorded_have_contexts_of_their_own(opened: tuple[Tr
 
 def test_prompts_are_read_in_rows_behind_those_that_decode(opened: tuple[TrtBackend, Recorder]) -> None:
     backend, recorder = opened
-    backend.allocate_cache(0)
+    backend.allocate_cache()
     past, shape = past_names(backend.config.graph.layers)[0], backend.config.graph.caches[0]
     row = shape.heads * backend.config.build_config.cache_length * shape.width * 4  # float32
     for first in (0, 2, 1):
@@ -207,7 +207,7 @@ def test_prompts_are_read_in_rows_behind_those_that_decode(opened: tuple[TrtBack
 
 def test_a_refusal_is_an_error(opened: tuple[TrtBackend, Recorder]) -> None:
     backend, recorder = opened
-    backend.allocate_cache(0)
+    backend.allocate_cache()
     for call, what in (
         ("set_input_shape", "the shape"),
         ("set_tensor_address", "the address"),
@@ -268,7 +268,7 @@ def test_shapes_are_within_the_plans_profiles(plan: Path) -> None:
 def check(plan: Path, capability: str = "8.9", runtime: Any = None, module: Any = trt, **backend: Any) -> None:
     config = open_engine(plan)
     config = config.model_copy(update={"backend": config.backend.model_copy(update=backend)})
-    check_plan(plan, config, module, runtime, capability)
+    check_plan(plan, config, module, runtime, 1, capability)
 
 
 def test_a_plan_of_another_version_is_refused(plan: Path) -> None:
@@ -279,7 +279,7 @@ def test_a_plan_of_another_version_is_refused(plan: Path) -> None:
 
 def test_a_plan_for_another_gpu_is_refused(plan: Path) -> None:
     check(plan, "8.9", name="tensorrt", compute_capabilities=["8.9"])
-    with pytest.raises(EngineDirError, match=r"compute capability 8\.9, this GPU has 9\.0"):
+    with pytest.raises(EngineDirError, match=r"compute capability 8\.9, GPU 1 has 9\.0; .* --device cuda:1"):
         check(plan, "9.0", name="tensorrt", compute_capabilities=["8.9"])
 
 
@@ -315,7 +315,9 @@ def test_compiled_kernels_are_kept_from_run_to_run(tmp_path: Path, monkeypatch: 
     )
     engine = SimpleNamespace(create_runtime_config=lambda: config)
     kernels = KernelCache.open(engine, "plan-8.9")
-    assert kernels.runtime_config(trt).dynamic_shapes_kernel_specialization_strategy.name == "EAGER"
+    for fixed, strategy in ((True, "EAGER"), (False, "LAZY")):
+        found = kernels.runtime_config(trt, fixed).dynamic_shapes_kernel_specialization_strategy
+        assert found.name == strategy
     kernels.save()
     assert given == []
     KernelCache.open(engine, "plan-8.9").save()
@@ -328,7 +330,7 @@ def test_the_real_runtime_cannot_take_a_plan_without_a_gpu(plan: Path) -> None:
     if why_no_gpu() is None:
         pytest.skip("this machine has a GPU")
     log = executor._log(trt)
-    with pytest.raises(EngineDirError, match="does not take this plan on this GPU"):
+    with pytest.raises(EngineDirError, match="does not take this plan on GPU 1"):
         check(plan, runtime=trt.Runtime(log))
 
 

@@ -36,9 +36,20 @@ class Compiler(Protocol):
 def choose(backend: str, device: str | None = None) -> tuple[str, Compiler, str]:
     """The backend's name, its compiler and why it was chosen. Raises BackendError when it is not usable here.
 
-    device: ``cpu``, ``cuda`` or None. Only onnxruntime has a choice; None is the CPU there. With ``cuda`` auto is
-    never the CPU.
+    device: ``cpu``, ``cuda``, ``cuda:1`` or None. Only onnxruntime has a choice; None is the CPU there. With ``cuda``
+    auto is never the CPU. Only tensorrt's engines are for the GPU that has a number.
     """
+    kind, _, number = (device or "").partition(":")
+    found = _choose(backend, kind, int(number or 0))
+    if number and found[0] != "tensorrt":
+        raise BackendError(
+            f"--device {device}: an engine of {found[0]} is for no GPU in particular; give --device {kind} here, and "
+            "the GPU's number to specrun"
+        )
+    return found
+
+
+def _choose(backend: str, device: str, gpu: int) -> tuple[str, Compiler, str]:
     from specbuild.compilers import onnxruntime, tensorrt
 
     if backend == "onnxruntime" and device == "cuda":
@@ -48,9 +59,9 @@ def choose(backend: str, device: str | None = None) -> tuple[str, Compiler, str]
             raise BackendError(f"--backend {backend} --device cpu: its engines run on GPUs only")
         return "onnxruntime", onnxruntime.compile_graph, "it is the backend for the CPU"
     if backend == "auto":
-        problem = tensorrt.why_unusable("tensorrt")
+        problem = tensorrt.why_unusable("tensorrt", gpu)
         if problem is None:
-            return "tensorrt", tensorrt.Tensorrt("tensorrt"), "a usable NVIDIA GPU and tensorrt are here"
+            return "tensorrt", tensorrt.Tensorrt("tensorrt", gpu), "a usable NVIDIA GPU and tensorrt are here"
         reason = f"tensorrt is not usable ({problem})"
         if device == "cuda":
             return "onnxruntime", onnxruntime.copy_graph, f"on CUDA, as asked for; {reason}"
@@ -62,11 +73,11 @@ def choose(backend: str, device: str | None = None) -> tuple[str, Compiler, str]
         return "onnxruntime", onnxruntime.compile_graph, reason
     if backend == "onnxruntime":
         return backend, onnxruntime.compile_graph, "asked for"
-    problem = tensorrt.why_unusable(backend)
+    problem = tensorrt.why_unusable(backend, gpu)
     if problem is not None:
         hint = "; --backend tensorrt_rtx compiles plans without a GPU" if backend == "tensorrt" else ""
         raise BackendError(f"--backend {backend}: {problem}{hint}")
-    return backend, tensorrt.Tensorrt(backend), "asked for"
+    return backend, tensorrt.Tensorrt(backend, gpu), "asked for"
 
 
 def machine() -> str:

@@ -19,15 +19,15 @@ from specbuild.checkpoint import GRAPH_NAME
 from specbuild.compilers import Compiled, machine
 from specbuild.compilers.trt_progress import interruptible, progress_monitor
 from specrun.contract import INPUT_IDS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
-from specrun.devices.driver import compute_capability, why_no_gpu
+from specrun.devices.driver import compute_capability, use_gpu, why_no_gpu
 from specrun.engine_dir import BackendInfo, BuildConfig, GraphInfo, Profile, Tensor
 from specrun.errors import BuildError
 
 PLAN_NAME = "rank0.engine"
 
 
-def why_unusable(name: str) -> str | None:
-    """Why the builder called ``name`` cannot run on this machine, or None when it can."""
+def why_unusable(name: str, gpu: int = 0) -> str | None:
+    """Why the builder called ``name`` cannot run on this machine, for ``gpu`` where it needs one, or None."""
     try:
         trt = importlib.import_module(name)
     except ImportError:
@@ -35,7 +35,7 @@ def why_unusable(name: str) -> str | None:
         return f"{name} is not installed: pip install {package}"
     except Exception as error:  # Broken installations raise what they like.
         return f"{name} does not load ({error})"
-    if name == "tensorrt" and (reason := why_no_gpu()):
+    if name == "tensorrt" and (reason := why_no_gpu(gpu)):
         return f"it needs an NVIDIA GPU: {reason}"
     missing = [part for part in ("Builder", "OnnxParser", "IKVCacheUpdateLayer") if not hasattr(trt, part)]
     if missing:
@@ -46,8 +46,10 @@ def why_unusable(name: str) -> str | None:
 class Tensorrt:
     """The compiler for import name ``tensorrt`` or ``tensorrt_rtx``."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, gpu: int = 0) -> None:
+        """gpu: the one that TensorRT's plans are for."""
         self.name: Any = name
+        self.gpu = gpu
 
     def __call__(
         self, checkpoint: Path, graph: GraphInfo, build: BuildConfig, output: Path, advance: Callable[[float], None]
@@ -66,15 +68,17 @@ class Tensorrt:
         interrupted: threading.Event,
     ) -> Compiled:
         trt = importlib.import_module(self.name)
+        if self.name == "tensorrt":
+            use_gpu(self.gpu)  # Its builder compiles for the GPU of the thread that makes it.
         model = ir.load(checkpoint / GRAPH_NAME)
         graphs.pin_cache_length(model, build.cache_length)
         if graph.dtype == "float32":  # TensorRT has no fused float32 attention.
             graphs.mark_decomposable(model)
         notes = []
-        built = _build(trt, checkpoint, model, graph, build, advance, interrupted)
+        built = _build(trt, checkpoint, model, graph, build, advance, interrupted, self.gpu)
         if built.plan is None and graph.dtype != "float32" and graphs.mark_decomposable(model):
             # A refusal comes early: with TensorRT-RTX 1.7 after 0.3 s of 1.9 s (2 layers), 3.1 s of 8.5 s (16 layers).
-            built = _build(trt, checkpoint, model, graph, build, advance, interrupted)
+            built = _build(trt, checkpoint, model, graph, build, advance, interrupted, self.gpu)
             notes = [_not_fused(graph)]
         log = built.log
         if built.plan is None:
@@ -116,6 +120,7 @@ def _build(
     build: BuildConfig,
     advance: Callable[[float], None],
     interrupted: threading.Event,
+    gpu: int,
 ) -> _Built:
     """Run the builder on TensorRT's copy of the graph. Raises BuildError where its parser refuses."""
     log = _log(trt)
@@ -128,7 +133,7 @@ def _build(
     config = builder.create_builder_config()
     for profile in build.profiles:
         config.add_optimization_profile(_profile(builder, network, profile))
-    capabilities = _capabilities(config)
+    capabilities = _capabilities(config, gpu)
     config.clear_flag(trt.BuilderFlag.TF32)  # float32 means float32.
     if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
         config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # Or the plan cannot be part of a CUDA graph.
@@ -251,8 +256,8 @@ def _profile(builder: Any, network: Any, sizes: Profile) -> Any:
     return profile
 
 
-def _capabilities(config: Any) -> list[str]:
-    """Compute capabilities the plan is compiled for: those TensorRT-RTX lists, or this machine's first GPU's."""
+def _capabilities(config: Any, gpu: int) -> list[str]:
+    """Compute capabilities the plan is compiled for: those TensorRT-RTX lists, or those of ``gpu``."""
     if not hasattr(config, "num_compute_capabilities"):
-        return [compute_capability(0)]
+        return [compute_capability(gpu)]
     return [str(config.get_compute_capability(i)).rpartition(".")[2] for i in range(config.num_compute_capabilities)]

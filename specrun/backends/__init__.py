@@ -82,8 +82,8 @@ class DeviceBackend(Protocol):
     def workspace_bytes(self) -> int:
         """Memory that the engine will take beside weights and cache; 0 where it cannot tell."""
 
-    def allocate_cache(self, blocks: int) -> None:
-        """Make the cache, for the largest batch and longest text, with room for ``blocks`` blocks of past texts."""
+    def allocate_cache(self) -> None:
+        """Make the cache, for the largest batch and longest text, without a pool for past texts."""
 
     def enqueue(self, feed: Feed, logits: DeviceArray, first: int, fixed: bool) -> None:
         """Queue one forward pass as the graph contract says: ``feed`` -> logits [B, K, V].
@@ -91,6 +91,9 @@ class DeviceBackend(Protocol):
         On rows ``first .. first + B`` of the cache.
         fixed: calls of this shape come again in every round, so it is worth preparing for.
         """
+
+    def save_kernels(self) -> None:
+        """Keep what was compiled for this GPU for later runs, as ``close`` does."""
 
     def close(self) -> None:
         """Let go of the engine."""

@@ -147,12 +147,12 @@ class OrtDeviceBackend:
         """ONNX Runtime allocates on its own and does not tell."""
         return 0
 
-    def allocate_cache(self, blocks: int) -> None:
+    def allocate_cache(self) -> None:
         """See ``DeviceBackend.allocate_cache``."""
         graph, build = self.config.graph, self.config.build_config
         storage = CACHE_DTYPES[graph.dtype].storage
         size = (build.max_batch_size, build.cache_length)
-        self.cache = DeviceKVCache(self.device, graph.caches, storage, *size, blocks)
+        self.cache = DeviceKVCache(self.device, graph.caches, storage, *size)
 
     def enqueue(self, feed: Feed, logits: DeviceArray, first: int, fixed: bool) -> None:
         """See ``DeviceBackend.enqueue``."""
@@ -174,6 +174,9 @@ class OrtDeviceBackend:
             self._bind(binding.bind_input, past, memory, element)
             self._bind(binding.bind_output, present, memory, element)
         return binding
+
+    def save_kernels(self) -> None:
+        """See ``DeviceBackend.save_kernels``. It compiles none."""
 
     def close(self) -> None:
         """See ``DeviceBackend.close``."""

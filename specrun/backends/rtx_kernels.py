@@ -32,14 +32,19 @@ class KernelCache:
             cache.deserialize(file.read_bytes())  # False: from another GPU, driver or version. Begin anew.
         return cls(engine, cache, file)
 
-    def runtime_config(self, trt: Any) -> Any:
-        """The configuration of a new context: memory is ours, kernels are compiled at once and kept."""
+    def runtime_config(self, trt: Any, fixed: bool) -> Any:
+        """The configuration of a new context: memory is ours, kernels are kept.
+
+        fixed: whether its shapes never change.
+        """
         config = self._engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         if self._cache is not None:
             config.set_runtime_cache(self._cache)
-            # Compiled in the background, kernels would come too late for a CUDA graph, which keeps the slow ones.
-            strategy = trt.DynamicShapesKernelSpecializationStrategy.EAGER
+            strategies = trt.DynamicShapesKernelSpecializationStrategy
+            # Compiled in the background, kernels would come too late for a CUDA graph, which keeps the slow ones. But
+            # nobody waits for those of a prompt's length: until they are there, others serve.
+            strategy = strategies.EAGER if fixed else strategies.LAZY
             config.dynamic_shapes_kernel_specialization_strategy = strategy
         self._configs.append(config)
         return config

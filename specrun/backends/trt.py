@@ -72,10 +72,10 @@ def input_shapes(config: EngineConfig, call: Call) -> dict[str, tuple[int, ...]]
     return shapes
 
 
-def check_plan(directory: Path, config: EngineConfig, trt: Any, runtime: Any, capability: str) -> None:
+def check_plan(directory: Path, config: EngineConfig, trt: Any, runtime: Any, gpu: int, capability: str) -> None:
     """Raise EngineDirError, before anything is loaded, where this runtime or GPU cannot take the plan.
 
-    capability: the GPU's, such as 9.0.
+    capability: that of the GPU with this number, such as 9.0.
     """
     backend = config.backend
     if backend.version != trt.__version__:
@@ -86,8 +86,8 @@ def check_plan(directory: Path, config: EngineConfig, trt: Any, runtime: Any, ca
     if backend.name == "tensorrt" and backend.compute_capabilities and capability not in backend.compute_capabilities:
         built = ", ".join(backend.compute_capabilities)
         raise EngineDirError(
-            f"{directory}: compiled for compute capability {built}, this GPU has {capability}; build the engine on "
-            "this machine"
+            f"{directory}: compiled for compute capability {built}, GPU {gpu} has {capability}; build the engine for "
+            f"it, on this machine, with specbuild engine --device cuda:{gpu}"
         )
     if hasattr(runtime, "get_engine_validity"):
         with (directory / _PLAN).open("rb") as file:
@@ -97,7 +97,7 @@ def check_plan(directory: Path, config: EngineConfig, trt: Any, runtime: Any, ca
             names = trt.EngineInvalidityDiagnostics.__members__.items()
             reasons = [name for name, value in names if int(value) & int(diagnostics)] or ["no reason given"]
             raise EngineDirError(
-                f"{directory}: {backend.name} {trt.__version__} does not take this plan on this GPU (compute "
+                f"{directory}: {backend.name} {trt.__version__} does not take this plan on GPU {gpu} (compute "
                 f"capability {capability}): {', '.join(reasons)}"
             )
 
@@ -128,7 +128,7 @@ class TrtBackend:
         self._log = _log(self._trt)
         # TensorRT's objects must outlive what was made from them; Python's garbage collection knows nothing of it.
         self._runtime = self._trt.Runtime(self._log)
-        check_plan(directory, config, self._trt, self._runtime, capability)
+        check_plan(directory, config, self._trt, self._runtime, device.number, capability)
         self._engine = self._runtime.deserialize_cuda_engine((directory / _PLAN).read_bytes())
         if self._engine is None:
             raise EngineDirError(f"{directory}: {config.backend.name} does not load the plan: {self._log.reason()}")
@@ -152,12 +152,12 @@ class TrtBackend:
         """Memory that the plan computes in, for its largest profile."""
         return int(self._engine.device_memory_size_v2)
 
-    def allocate_cache(self, blocks: int) -> None:
+    def allocate_cache(self) -> None:
         """See ``DeviceBackend.allocate_cache``. S_max is a number in the plan."""
         build = self.config.build_config
         self._workspace = self.device.zeros((self.workspace_bytes,), np.uint8)
         kind, size = _ELEMENTS[self.config.graph.dtype], (build.max_batch_size, build.cache_length)
-        self.cache = DeviceKVCache(self.device, self.config.graph.caches, kind, *size, blocks)
+        self.cache = DeviceKVCache(self.device, self.config.graph.caches, kind, *size)
 
     def enqueue(self, feed: Feed, logits: DeviceArray, first: int, fixed: bool) -> None:
         """See ``DeviceBackend.enqueue``.
@@ -171,7 +171,7 @@ class TrtBackend:
         key = call if fixed else profile
         context = self._contexts.get(key)
         if context is None:
-            context = self._contexts[key] = _Context(self._new_execution(profile))
+            context = self._contexts[key] = _Context(self._new_execution(profile, fixed))
         if context.call != call:
             for name, shape in input_shapes(self.config, call).items():
                 self._require(context.execution.set_input_shape(name, shape), f"the shape {shape} of {name}")
@@ -183,6 +183,10 @@ class TrtBackend:
             self._require(context.execution.set_tensor_address(name, array.address), f"the address of {name}")
         self._require(context.execution.execute_async_v3(self.device.stream), "to run")
 
+    def save_kernels(self) -> None:
+        """See ``DeviceBackend.save_kernels``."""
+        self._kernels.save()
+
     def close(self) -> None:
         """See ``DeviceBackend.close``. Contexts go before their configs and engine, the engine before its runtime."""
         if self._engine is None:
@@ -192,11 +196,12 @@ class TrtBackend:
         self._kernels.close()
         self._engine = self._runtime = None
 
-    def _new_execution(self, profile: int) -> Any:
+    def _new_execution(self, profile: int, fixed: bool) -> Any:
         """A context in the shared workspace."""
         if self._workspace is None:
             raise RuntimeError("allocate_cache comes before enqueue")
-        context = self._engine.create_execution_context(runtime_config=self._kernels.runtime_config(self._trt))
+        config = self._kernels.runtime_config(self._trt, fixed)
+        context = self._engine.create_execution_context(runtime_config=config)
         if context is None:
             raise BackendError(f"{self.config.backend.name} cannot run the plan: {self._log.reason()}")
         context.set_device_memory(self._workspace.address, self.workspace_bytes)

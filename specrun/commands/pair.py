@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any
@@ -39,6 +41,9 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     ),
     click.option("--cuda_graph/--no_cuda_graph", default=True, show_default=True, help="Queue a round as one piece."),
     click.option(
+        "--warm_up/--no_warm_up", default=True, show_default=True, help="Prepare GPUs for all rounds when opening."
+    ),
+    click.option(
         "--kv_cache_enable_block_reuse/--no_kv_cache_enable_block_reuse",
         "reuse_blocks",
         default=True,
@@ -62,7 +67,7 @@ def pair_config(options: dict[str, Any]) -> DraftTargetConfig:
     """The list and the readable flags set the same four things; saying one of them twice is an error."""
     flags = ("draft_len", "draft_model_device_list", "target_model_device_list", "acceptance")
     given = [name for name in flags if options[name] is not None]
-    memory = ("kv_cache_free_gpu_memory_fraction", "cuda_graph", "reuse_blocks", "max_tokens_in_kv_cache")
+    memory = ("kv_cache_free_gpu_memory_fraction", "cuda_graph", "warm_up", "reuse_blocks", "max_tokens_in_kv_cache")
     own = {name: options[name] for name in memory}
     if options["draft_engine_dir"] is None:
         for name in ("draft_target_model_config", "draft_len", "draft_model_device_list", "acceptance"):
@@ -87,4 +92,27 @@ def open_pair(options: dict[str, Any], config: DraftTargetConfig) -> Speculative
     from specrun.decoder import SpeculativeDecoder
 
     target, draft, tokenizer = (options[name] for name in ("engine_dir", "draft_engine_dir", "tokenizer_dir"))
-    return click.get_current_context().with_resource(SpeculativeDecoder.open(target, draft, config, tokenizer))
+    with _warm_up_shown() as show:
+        decoder = SpeculativeDecoder.open(target, draft, config, tokenizer, show)
+    return click.get_current_context().with_resource(decoder)
+
+
+@contextmanager
+def _warm_up_shown() -> Iterator[Callable[[int, int], None]]:
+    """A function that shows how much of the warm-up is done, on standard error: a bar on a terminal, then a line."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console, began = Console(stderr=True), time.perf_counter()
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("warm-up", total=None, visible=False)
+
+        def show(done: int, of: int) -> None:
+            nonlocal began
+            if done == 0:
+                began = time.perf_counter()
+            progress.update(bar, completed=done, total=of, visible=done < of)
+            if done == of:
+                click.echo(f"warm-up: {time.perf_counter() - began:.1f} s", err=True)
+
+        yield show

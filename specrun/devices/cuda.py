@@ -46,6 +46,8 @@ class CudaDevice:
         self._code = code
         self._memory: list[int] = []
         self._pinned: list[Any] = []
+        self._done: Any = None
+        """The event that others wait for. One is enough: a wait is for what was recorded last before it."""
 
     def free_memory(self) -> tuple[int, int]:
         """Free and total bytes of this GPU."""
@@ -135,6 +137,7 @@ class CudaDevice:
 
         def play() -> None:
             with self._errors("refused a recorded round"):
+                self.activate()
                 graph.launch(self._stream)
 
         return play
@@ -144,10 +147,10 @@ class CudaDevice:
         if not isinstance(other, CudaDevice):
             raise ValueError(f"a GPU cannot wait for a {other.kind} device")
         with self._errors("cannot wait for another GPU"):
-            other._device.set_current()
-            event = other._stream.record()
+            other.activate()
+            other._done = other._stream.record(other._done)
             self.activate()
-            self._stream.wait(event)
+            self._stream.wait(other._done)
 
     def connect(self, other: CudaDevice) -> bool:
         """Let this GPU read and write the other's memory directly; False where the hardware does not allow it."""
@@ -170,6 +173,9 @@ class CudaDevice:
             self._driver.cuMemFree(address)
         self._memory.clear()
         self._pinned.clear()
+        if self._done is not None:
+            self._done.close()
+            self._done = None
         self._stream.close()
 
     def _check(self, result: tuple[Any, ...]) -> Any:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 
+from specrun.errors import BackendError
+
 _CUDA_13 = 13000
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR.
 
@@ -43,3 +45,15 @@ def compute_capability(number: int) -> str:
         cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
         parts.append(str(value.value))
     return ".".join(parts)
+
+
+def use_gpu(number: int) -> None:
+    """Make a usable GPU the calling thread's, for libraries that ask the thread. Raises BackendError."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    device, context = ctypes.c_int(0), ctypes.c_void_p()
+    cuda.cuDeviceGet(ctypes.byref(device), number)
+    # The primary context is the one that the CUDA runtime uses, and so its libraries.
+    if (code := cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)) != 0:
+        raise BackendError(f"GPU {number}: the NVIDIA driver gives no context (cuDevicePrimaryCtxRetain: error {code})")
+    if (code := cuda.cuCtxSetCurrent(context)) != 0:
+        raise BackendError(f"GPU {number}: the NVIDIA driver gives no context (cuCtxSetCurrent: error {code})")

@@ -12,6 +12,8 @@ THREADS = {
     "judge_target": 1024,
     "accept": 1024,
     "log_probabilities": 1024,
+    "move_drafts": 1,
+    "commit_records": 1,
     "copy_blocks": 256,
     "swap_rows": 256,
     "swap": 256,

@@ -483,6 +483,14 @@ FUNCTION void commit(
 // counts [V] of a row: how often a token came in its output; this bit beside it says that it is in the prompt.
 const u32 IN_PROMPT = 1u << 31;
 
+FUNCTION bool has_penalties(const Sampling& s) { return s.repetition != 1 || s.presence != 0 || s.frequency != 0; }
+
+// Whether logits of a row's next round are changed before they become a distribution. It stays as it is until `accept`
+// commits.
+FUNCTION bool adjusts(const Sampling& s, const Progress& p) {
+  return has_penalties(s) || s.biases > 0 || (s.stops > 0 && p.length < s.free_length);
+}
+
 // See adjust in penalties.py; `drafts` of them came before, and `forbidden` ids must not come. Also in place.
 FUNCTION void adjust_row(
     Team& team, const float* logits, int vocab, const Sampling& s, const u32* counts, const i64* tokens,
@@ -559,18 +567,19 @@ KERNEL void feed(
 }
 
 // Logits of `positions` positions, the first behind `first` draft tokens, as the rows' texts and wishes change them:
-// logits and adjusted [B, positions, stride], of which `vocab` ids count; both may be the same memory.
+// logits and adjusted [B, positions, stride], of which `vocab` ids count; both may be the same memory. Nothing is written
+// for a row that adjusts none.
 // counts [B, counted]; biases [B, MAX_BIASES].
 ROW_KERNEL void adjust(
     const float* logits, int stride, int vocab, int positions, int first, const i64* tokens, int width,
     const Progress* progress, int draft_len, const Sampling* sampling, const u32* counts, int counted,
     const TokenValue* biases, const i64* stop_ids, float* adjusted, Meeting* meetings) {
   int row = blockIdx.x, drafts = first + blockIdx.y;
-  Team team = team_of(meetings);
   i64 place = ((i64)row * positions + blockIdx.y) * stride;
   const Sampling& s = sampling[row];
   const Progress& p = progress[row];
-  if (p.remaining == 0 || drafts > draft_count(p, s, draft_len)) return;
+  if (!adjusts(s, p) || p.remaining == 0 || drafts > draft_count(p, s, draft_len)) return;
+  Team team = team_of(meetings);
   int forbidden = p.length + drafts < s.free_length ? s.stops : 0;
   adjust_row(
       team, logits + place, vocab, s, counts + (i64)row * counted, tokens + (i64)row * width + p.length, drafts,
@@ -596,17 +605,18 @@ ROW_KERNEL void draw_draft(
   }
 }
 
-// What the target makes of every position: logits [B, draft_len + 1, vocab] -> distributions, and its own choices
-// chosen [B, draft_len + 1] where tokens are compared and behind a row's last draft token.
+// What the target makes of every position: logits [B, draft_len + 1, vocab], or `adjusted` of rows that adjust them ->
+// distributions, and its own choices chosen [B, draft_len + 1] where tokens are compared and behind a row's last draft
+// token.
 ROW_KERNEL void judge_target(
-    const float* logits, int vocab, const Progress* progress, int draft_len, const Sampling* sampling,
-    Distribution* distributions, int* chosen, Meeting* meetings) {
+    const float* logits, const float* adjusted, int vocab, const Progress* progress, int draft_len,
+    const Sampling* sampling, Distribution* distributions, int* chosen, Meeting* meetings) {
   int row = blockIdx.x, position = blockIdx.y, place = row * (draft_len + 1) + position;
   Team team = team_of(meetings);
   const Sampling& s = sampling[row];
   int count = draft_count(progress[row], s, draft_len);
   if (progress[row].remaining == 0 || position > count) return;
-  const float* own = logits + (i64)place * vocab;
+  const float* own = (adjusts(s, progress[row]) ? adjusted : logits) + (i64)place * vocab;
   Distribution d = distribution(team, own, vocab, s);
   int token = -1;
   if (position == count || compares_tokens(s))
@@ -618,12 +628,12 @@ ROW_KERNEL void judge_target(
 }
 
 // Acceptance, by each row's own rule, and commit. The draft's logits of a step lie step_stride apart, those of a row
-// draft_stride, and draft_vocab of them count. q [B, draft_len]; target_logits [B, draft_len + 1, vocab],
-// p and chosen [B, draft_len + 1]; counts [B, vocab], which are kept where `counting`; records [B, 3 + draft_len].
+// draft_stride, and draft_vocab of them count. q [B, draft_len]; target_logits and adjusted [B, draft_len + 1, vocab],
+// p and chosen [B, draft_len + 1]; counts [B, vocab], of rows with penalties; records [B, 3 + draft_len].
 ROW_KERNEL void accept(
     i64* tokens, int width, Progress* progress, int draft_len, const Sampling* sampling, const Distribution* q,
     const float* draft_logits, int step_stride, int draft_stride, int draft_vocab, const Distribution* p,
-    const int* chosen, const float* target_logits, int vocab, const i64* stop_ids, u32* counts, int counting,
+    const int* chosen, const float* target_logits, const float* adjusted, int vocab, const i64* stop_ids, u32* counts,
     i64* records, Meeting* meetings) {
   int row = blockIdx.x, first = row * (draft_len + 1);
   Team team = team_of(meetings);
@@ -638,12 +648,13 @@ ROW_KERNEL void accept(
   else if (going)
     verdict = compare_logits(
         team, drafts, count, q + row * draft_len, draft_logits + (i64)row * draft_stride, step_stride, draft_vocab,
-        p + first, target_logits + (i64)first * vocab, vocab, chosen[first + count], s.seed, before.length);
+        p + first, (adjusts(s, before) ? adjusted : target_logits) + (i64)first * vocab, vocab, chosen[first + count],
+        s.seed, before.length);
   team.wait();  // Only now may thread 0 change what all threads have read.
   if (team.rank() == 0)
     commit(
-        progress + row, own, stop_ids + row * MAX_STOP_IDS, s.stops, counting ? counts + (i64)row * vocab : nullptr,
-        count, verdict, records + row * (3 + draft_len));
+        progress + row, own, stop_ids + row * MAX_STOP_IDS, s.stops,
+        has_penalties(s) ? counts + (i64)row * vocab : nullptr, count, verdict, records + row * (3 + draft_len));
 }
 
 // The log-probabilities of what `accept` wrote down, by the target's unchanged logits [B, draft_len + 1, vocab]:
@@ -652,10 +663,11 @@ ROW_KERNEL void log_probabilities(
     const float* logits, int vocab, int draft_len, const Sampling* sampling, const i64* records, TokenValue* found,
     Meeting* meetings) {
   int row = blockIdx.x, position = blockIdx.y, place = row * (draft_len + 1) + position;
-  Team team = team_of(meetings);
+  if (sampling[row].logprobs < 0) return;
   const i64* record = records + row * (3 + draft_len);
   i64 accepted = record[1], token = position < accepted ? record[3 + position] : record[2];
-  if (sampling[row].logprobs < 0 || position > accepted || token < 0) return;
+  if (position > accepted || token < 0) return;
+  Team team = team_of(meetings);
   const float* own = logits + (i64)place * vocab;
   Sampling plain = {};
   plain.temperature = 1;
@@ -664,6 +676,32 @@ ROW_KERNEL void log_probabilities(
   found += (i64)place * (1 + MAX_LOGPROBS);
   if (team.rank() == 0) found[0] = {(int)token, log_probability(d, own[token])};
   likeliest(team, own, vocab, d, sampling[row].logprobs, found + 1);
+}
+
+// Between two GPUs go only these: the draft tokens behind each row's text, from `tokens` to `packed` [B, draft_len] where
+// they were drawn, and back again where they are verified. One thread per row.
+KERNEL void move_drafts(
+    i64* tokens, int width, const Progress* progress, int draft_len, i64* packed, int unpacking) {
+  i64* drafts = tokens + (i64)blockIdx.x * width + progress[blockIdx.x].length;
+  packed += blockIdx.x * draft_len;
+  for (int i = 0; i < draft_len; i++) {
+    if (unpacking) drafts[i] = packed[i];
+    else packed[i] = drafts[i];
+  }
+}
+
+// And the records [B, 3 + draft_len] of `accept`: the GPU that drafted commits what the other one did. counts [B, vocab].
+// One thread per row.
+KERNEL void commit_records(
+    i64* tokens, int width, Progress* progress, int draft_len, const Sampling* sampling, const i64* stop_ids,
+    u32* counts, int vocab, i64* records) {
+  int row = blockIdx.x;
+  const Sampling& s = sampling[row];
+  i64* record = records + row * (3 + draft_len);
+  Verdict verdict = {(int)record[1], (int)record[2]};
+  commit(
+      progress + row, tokens + (i64)row * width, stop_ids + row * MAX_STOP_IDS, s.stops,
+      has_penalties(s) ? counts + (i64)row * vocab : nullptr, (int)record[0], verdict, record);
 }
 
 // A tensor of a cache, as in kv_cache/device.py: rows [rows, heads, length], pool [blocks, heads, BLOCK] of positions.

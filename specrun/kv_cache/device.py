@@ -19,7 +19,7 @@ _TENSOR = np.dtype([("rows", "<u8"), ("pool", "<u8"), ("heads", "<i4"), ("size",
 class DeviceKVCache:
     """Rows [rows, heads, length, width] of every cache tensor, and a pool [blocks, heads, BLOCK, width] beside it.
 
-    All memory is allocated at once, for ``rows`` rows of ``length`` positions.
+    ``rows`` rows of ``length`` positions are allocated at once, the pool when the room for it is known.
     """
 
     def __init__(
@@ -29,25 +29,31 @@ class DeviceKVCache:
         storage: npt.DTypeLike,
         rows: int,
         length: int,
-        blocks: int,
     ) -> None:
         self.rows = rows
         self.length = length
-        self.blocks = blocks
+        self.blocks = 0
         self._device = device
         self._shapes = shapes
+        self._storage = storage
         self._tensors = [device.zeros((rows * shape.heads * length * shape.width,), storage) for shape in shapes]
-        self._pool = [device.zeros((blocks, shape.heads, BLOCK, shape.width), storage) for shape in shapes]
+        self._pool: list[DeviceArray] = []
         self._numbers = device.zeros((length // BLOCK,), np.int32)
         size = np.dtype(storage).itemsize
-        table = [
-            (rows.address, pool.address, shape.heads, shape.width * size)
-            for shape, rows, pool in zip(shapes, self._tensors, self._pool, strict=True)
-        ]
-        self._table = device.zeros((len(table),), _TENSOR)
-        device.write(self._table, np.array(table, _TENSOR))
+        self._table = device.zeros((len(shapes),), _TENSOR)
+        self._write_table([0] * len(shapes))
         self._most_heads = max(shape.heads for shape in shapes)
         self._most_bytes = max(shape.width for shape in shapes) * size
+
+    def allocate_pool(self, blocks: int) -> None:
+        """Have a pool of ``blocks`` blocks; once."""
+        if self._pool:
+            raise RuntimeError("the pool is allocated already")
+        if blocks:
+            zeros, sizes = self._device.zeros, [(blocks, shape.heads, BLOCK, shape.width) for shape in self._shapes]
+            self._pool = [zeros(size, self._storage) for size in sizes]
+            self._write_table([pool.address for pool in self._pool])
+        self.blocks = blocks
 
     def part(self, first: int, rows: int) -> list[DeviceArray]:
         """The tensors of rows ``first .. first + rows``, in the memory of the whole."""
@@ -75,6 +81,15 @@ class DeviceKVCache:
     def load(self, row: int, start: int, blocks: Sequence[int]) -> None:
         """See ``KVCache``."""
         self._copy(row, start, blocks, saving=False)
+
+    def _write_table(self, pools: Sequence[int]) -> None:
+        """Tell kernels where the tensors are, and their parts of the pool."""
+        size = np.dtype(self._storage).itemsize
+        table = [
+            (rows.address, pool, shape.heads, shape.width * size)
+            for shape, rows, pool in zip(self._shapes, self._tensors, pools, strict=True)
+        ]
+        self._device.write(self._table, np.array(table, _TENSOR))
 
     def _copy(self, row: int, start: int, blocks: Sequence[int], saving: bool) -> None:
         if not blocks:

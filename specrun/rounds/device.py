@@ -1,17 +1,15 @@
 """The round on the device: ids, lengths, logits and acceptance stay there; the host reads one small record a round.
 
 Every round of a batch size and draft length queues the same work with the same addresses and shapes, whatever the
-rows' lengths, so it is recorded once and queued as one piece from then on. Lengths and ids are contents of device
-memory.
+rows hold and want, so it is recorded once and queued as one piece from then on. Lengths, ids and wishes are contents of
+device memory. With the draft on another device, its part is one recording and the target's is another.
 """
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -19,11 +17,12 @@ from specrun.backends import DeviceBackend
 from specrun.devices import Device
 from specrun.errors import BackendError, SpecError
 from specrun.kernels import MAX_VOCAB
-from specrun.request import MAX_LOGPROBS, Outcome, Request
+from specrun.request import Outcome, Request
 from specrun.rounds.cached import CachedTexts, Rows
-from specrun.rounds.device_rows import TOKEN_VALUE, DeviceRows
+from specrun.rounds.device_records import DeviceRecords
+from specrun.rounds.device_rows import DeviceRows
 from specrun.rounds.device_runner import DeviceRunner
-from specrun.sampling import NOT_NUMBERS, TokenLogprob
+from specrun.rounds.recordings import Recordings
 
 # As in kernels/round.cu.
 DISTRIBUTION = np.dtype(
@@ -31,23 +30,10 @@ DISTRIBUTION = np.dtype(
 )
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """What a round's work depends on beside its draft length: rounds that agree in it may be one recording."""
-
-    size: int
-    use_logits: bool = False
-    """Whether a row is accepted by the draft's logits."""
-    adjusts: bool = False
-    """Whether a row's logits are adjusted."""
-    logprobs: bool = False
-    """Whether a row wants log-probabilities."""
-
-
 class DeviceRound(CachedTexts[DeviceRunner]):
     """See ``Round``. ``max_rows`` rows at most; ``graphs`` records rounds where engines and device can.
 
-    ``blocks``: of past texts, that each model keeps.
+    It keeps no past texts before ``allocate_pools``, since the room for them is what rounds and prompts leave.
     """
 
     piece = 512  # GPUs take hardly longer for hundreds of tokens than for one.
@@ -60,14 +46,13 @@ class DeviceRound(CachedTexts[DeviceRunner]):
         use_logits: bool,
         max_rows: int,
         graphs: bool = True,
-        blocks: int = 0,
     ) -> None:
         if draft is None or not draft_len:
             draft, draft_len = None, 0
         self._check_vocab(target, draft)
         super().__init__(
-            DeviceRunner(target, max_rows, draft_len + 1, 1, blocks),
-            DeviceRunner(draft, max_rows, 1, draft_len, blocks) if draft else None,
+            DeviceRunner(target, max_rows, draft_len + 1, 1),
+            DeviceRunner(draft, max_rows, 1, draft_len) if draft else None,
         )
         self._max_rows = max_rows
         self.draft_len = draft_len
@@ -79,34 +64,51 @@ class DeviceRound(CachedTexts[DeviceRunner]):
         positions = (max_rows, draft_len + 1)
         self._chosen = self.device.zeros(positions, np.int32)
         self._target_distributions = self.device.zeros(positions, DISTRIBUTION)
+        self._adjusted = self.device.zeros(self.target.logits.shape, np.float32)
+        self._records = DeviceRecords(self.device, max_rows, draft_len)
         # The draft's distributions and logits, and where acceptance finds them. Without a draft it does not look.
         self._drafted = self._sent = (self._target_distributions, self.target.logits)
         if self.draft:
             distributions = self.draft.device.zeros((max_rows, draft_len), DISTRIBUTION)
             self._drafted = self._sent = (distributions, self.draft.logits)
             if self._apart:
-                self._draft_rows = DeviceRows(self.draft.device, max_rows, width, self.target.vocab, 1)
+                there = self.draft.device
+                self._draft_rows = DeviceRows(there, max_rows, width, self.target.vocab, 1)
                 distributions, logits = (self.device.zeros(array.shape, array.dtype) for array in self._drafted)
                 self._sent = (distributions, logits)
-        # Of no rows until one wants its logits adjusted.
-        self._adjusted = self.device.zeros((0,), np.float32)
-        self._records = self.device.zeros((max_rows, 3 + draft_len), np.int64)
-        self._mirror = self.device.mirror(self._records)
-        self._logprobs = self.device.zeros((*positions, 1 + MAX_LOGPROBS), TOKEN_VALUE)
-        self._logprobs_mirror = self.device.mirror(self._logprobs)
+                # Draft tokens, where they are drawn and where they are verified; and records where drafts are drawn.
+                self._packed = [device.zeros((max_rows * draft_len,), np.int64) for device in (there, self.device)]
+                self._records_there = there.zeros((max_rows * (3 + draft_len),), np.int64)
+        self._recordings = Recordings(graphs, [runner.backend for runner in self.runners])
         self.settled = False
-        self._record = graphs and not self._apart
-        self._seen: set[tuple[_Batch, int]] = set()
-        self._recorded: dict[tuple[_Batch, int], Callable[[], None]] = {}
-        self._batch = _Batch(0)
+
+    def allocate_pools(self, blocks: int) -> None:
+        """Have each model keep ``blocks`` blocks of past texts; once, before any request."""
+        for runner in self.runners:
+            runner.allocate_pool(blocks)
+
+    def warm_up(self, show: Callable[[int, int], None] = lambda _done, _of: None) -> None:
+        """Have prompts read and every round run and recorded that there can be, before any request.
+
+        So that nothing is prepared, compiled or allocated later. ``show`` is told how many steps of how many are done.
+        """
+        sizes = sorted({self._batch_size(count) for count in range(1, self._max_rows + 1)}, reverse=True)
+        kinds = [(size, draft_len) for size in sizes for draft_len in range(self.draft_len, -1, -1)]
+        steps: list[Callable[[], object]] = [partial(runner.warm_up, self._max_rows) for runner in self.runners]
+        steps += [partial(self._queue, *kind, True) for kind in kinds for _ in range(2)]
+        show(0, len(steps))
+        for done, step in enumerate(steps, 1):
+            step()
+            self._wait(self._devices())
+            show(done, len(steps))
+        for runner in self.runners:
+            runner.backend.save_kernels()
 
     def memory_shortage(self, requests: Sequence[Request], used: int) -> None:
         """See ``Round``. Everything was allocated when the engines were opened."""
 
     def admit(self, requests: Sequence[Request], first: int) -> None:
         """See ``Round``."""
-        if any(request.adjusts for request in requests) and not self._adjusted.nbytes:
-            self._adjusted = self.device.zeros(self.target.logits.shape, np.float32)
         for rows in self._every_rows():
             rows.begin(first, requests, self.draft_len, self.use_logits)
         super().admit(requests, first)
@@ -117,7 +119,7 @@ class DeviceRound(CachedTexts[DeviceRunner]):
         for row, request in enumerate(requests, first):
             for rows in self._every_rows() if done[row - first] else ():
                 rows.wake(row, request)
-        self._wait()  # A round's time is its own.
+        self._wait(self._devices())  # A round's time is its own.
         return done
 
     def step(self, requests: Sequence[Request], draft_len: int) -> list[Outcome | SpecError]:
@@ -129,17 +131,10 @@ class DeviceRound(CachedTexts[DeviceRunner]):
                 self.draft.rows.rewind(row, len(text))
             while any(self.draft.rows.lacks(texts, 0)):
                 self.draft.read(texts, 0, longest)
-        self._batch = _Batch(
-            # Of 1, 2, 4, .. rows, which bounds how many shapes there are to prepare. What the rows behind hold rests,
-            # or belongs to nobody.
-            min(1 << (len(requests) - 1).bit_length(), self._max_rows),
-            use_logits=any(request.wants_logits(self.use_logits) for request in requests),
-            adjusts=any(request.adjusts for request in requests),
-            logprobs=any(request.logprobs is not None for request in requests),
-        )
-        self._play(draft_len)
-        self._wait()
-        outcomes = [self._outcome(row, request, draft_len) for row, request in enumerate(requests)]
+        sends_logits = any(request.wants_logits(self.use_logits) for request in requests)
+        self.settled = self._queue(self._batch_size(len(requests)), draft_len, sends_logits)
+        self._wait([self.device])
+        outcomes = [self._records.outcome(row, request, draft_len) for row, request in enumerate(requests)]
         for row, (request, outcome) in enumerate(zip(requests, outcomes, strict=True)):
             accepted = 0 if isinstance(outcome, SpecError) else len(outcome.accepted)
             self._advance(row, len(request.tokens), accepted, draft_len)
@@ -151,7 +146,7 @@ class DeviceRound(CachedTexts[DeviceRunner]):
         for device in devices:
             with suppress(BackendError):  # After a failed round there is nothing left to wait for.
                 device.wait()
-        self._recorded.clear()
+        self._recordings.clear()
         for runner in self.runners:
             runner.backend.close()
         for device in devices:
@@ -163,103 +158,79 @@ class DeviceRound(CachedTexts[DeviceRunner]):
         if self.draft and draft_len:
             self.draft.rows.lengths[row] = length + max(0, accepted - 1)
 
-    def _play(self, g: int) -> None:
-        """Queue a round: the first of its kind piece by piece, which also warms the engines up, then as one."""
-        key = (self._batch, g)
-        self.settled = key in self._recorded or (key in self._seen and not self._record)
-        if self._record and key in self._seen and key not in self._recorded:
-            self._try_to_record(key)
-        if key in self._recorded:
-            self._recorded[key]()
-        else:
-            self._queue(g)
-        self._seen.add(key)
+    def _batch_size(self, count: int) -> int:
+        """The size of the round for ``count`` requests: 1, 2, 4, .., which bounds how many kinds there are to prepare.
 
-    def _try_to_record(self, key: tuple[_Batch, int]) -> None:
-        self._record = all(runner.backend.recordable for runner in self.runners)
-        if self._record:
-            try:
-                self._recorded[key] = self.device.record(lambda: self._queue(key[1]))
-            except BackendError as error:
-                self._record = False
-                warnings.warn(f"rounds are queued piece by piece: they cannot be recorded ({error})", stacklevel=2)
+        What the rows behind them hold rests, or belongs to nobody.
+        """
+        return min(1 << (count - 1).bit_length(), self._max_rows)
 
-    def _send_state(self, draft: DeviceRunner) -> None:
-        """To a draft on another GPU: what the target's has committed."""
-        draft.device.follow(self.device)
-        draft.device.copy(self._draft_rows.tokens, self.rows.tokens)
-        draft.device.copy(self._draft_rows.progress, self.rows.progress)
-        if self._batch.adjusts:
-            draft.device.copy(self._draft_rows.counts, self.rows.counts)
+    def _queue(self, batch: int, g: int, sends_logits: bool) -> bool:
+        """Queue a round; returns whether it takes the time that all of its kind will take.
 
-    def _queue(self, g: int) -> None:
-        """Draft g tokens, verify, accept and commit."""
-        batch, target, rows = self._batch, self.target, self.rows
-        if self.draft and g:
-            self._queue_draft(self.draft, g)
-        raw = logits = target.forward(batch.size, rows, -1, g + 1, -1, g + 1)
-        if batch.adjusts:
-            logits = self._adjusted.part(0, raw.shape)
-            rows.adjust(raw, target.vocab, 0, g, logits)
-        judged = (self._target_distributions, self._chosen)
-        own = (rows.progress, g, rows.sampling)
-        rows.launch("judge_target", batch.size, g + 1, logits, target.vocab, *own, *judged)
-        drafting = self.draft or target
-        draft = (*self._sent, drafting.step_stride, drafting.vocab, min(drafting.vocab, target.vocab))
-        ends = (rows.stop_ids, rows.counts, int(batch.adjusts), self._records)
-        rows.launch("accept", batch.size, 1, *rows.state(g), *draft, *judged, logits, target.vocab, *ends)
-        self.device.fetch(self._records, self._mirror)
-        if batch.logprobs:
-            wanted = (g, rows.sampling, self._records, self._logprobs)
-            rows.launch("log_probabilities", batch.size, g + 1, raw, target.vocab, *wanted)
-            self.device.fetch(self._logprobs, self._logprobs_mirror)
+        sends_logits: whether a row is accepted by the draft's logits, so that they must go to the target's device.
+        """
+        if not self.draft or not self._apart:
+            return self._recordings.queue(self.device, (batch, g), lambda: self._queue_here(batch, g))
+        there, settled = self.draft.device, True
+        if g:
+            settled = self._recordings.queue(there, ("draft", batch, g), lambda: self._queue_draft(batch, g))
+            self.device.follow(there)
+            packed, received = (array.part(0, (batch, g)) for array in self._packed)
+            self.device.copy(received, packed)
+            for to, source in zip(self._sent, self._drafted, strict=True) if sends_logits else ():
+                self.device.copy(to, source)
+        settled &= self._recordings.queue(self.device, ("target", batch, g), lambda: self._queue_target(batch, g))
+        there.follow(self.device)
+        records, told = self._records.of(batch, g)[0], self._records_there.part(0, (batch, 3 + g))
+        there.copy(told, records)
+        self._draft_rows.commit(batch, g, told)
+        return settled
 
-    def _queue_draft(self, draft: DeviceRunner, g: int) -> None:
-        batch, rows = self._batch, self._draft_rows
+    def _queue_here(self, batch: int, g: int) -> None:
+        """Queue a round on one device."""
+        if g:
+            self._queue_draft(batch, g)
+        self._queue_target(batch, g)
+
+    def _queue_draft(self, batch: int, g: int) -> None:
+        """Draft g tokens."""
+        draft, rows = self.draft, self._draft_rows
+        if draft is None:
+            raise RuntimeError("there is no draft")
         vocab = min(draft.vocab, self.target.vocab)  # Ids beyond the target's are never proposed.
         distributions, _ = self._drafted
-        if self._apart:
-            self._send_state(draft)
         for step in range(g):
             # After full acceptance the cache lacks two tokens, else one. Two are fed always: writing one again
             # changes nothing, and the shapes stay the same.
             offset, count = (-2, 2) if step == 0 else (step - 1, 1)
-            logits = draft.forward(batch.size, rows, offset, count, step - 1, 1, step)
-            if batch.adjusts:
-                rows.adjust(logits, vocab, step, g, logits)
+            logits = draft.forward(batch, rows, offset, count, step - 1, 1, step)
+            rows.adjust(logits, vocab, step, g, logits)
             own = (*rows.state(g), step, distributions)
-            rows.launch("draw_draft", batch.size, 1, logits, draft.vocab, vocab, *own)
+            rows.launch("draw_draft", batch, 1, logits, draft.vocab, vocab, *own)
         if self._apart:
-            self.device.follow(draft.device)
-            self.device.copy(self.rows.tokens, rows.tokens)
-            if batch.use_logits:
-                for to, source in zip(self._sent, self._drafted, strict=True):
-                    self.device.copy(to, source)
+            rows.move_drafts(batch, g, self._packed[0], unpacking=False)
 
-    def _outcome(self, row: int, request: Request, draft_len: int) -> Outcome | SpecError:
-        """What the kernels wrote down of a row; see ``commit`` in round.cu."""
-        width = 3 + draft_len
-        drafted, accepted, following, *drafts = self._mirror.reshape(-1)[row * width : (row + 1) * width].tolist()
-        if following < 0:
-            return BackendError(NOT_NUMBERS)
-        logprobs = None
-        if request.logprobs is not None:
-            logprobs = self._logprobs_of(row * (draft_len + 1), accepted + 1, request.logprobs)
-            if any(math.isnan(logprob) for logprob, _ in logprobs):
-                return BackendError(NOT_NUMBERS)
-        return Outcome(drafted, drafts[:accepted], following, logprobs)
+    def _queue_target(self, batch: int, g: int) -> None:
+        """Verify, accept, commit, and write it down."""
+        target, rows, launch = self.target, self.rows, self.rows.launch
+        if self._apart and g:
+            rows.move_drafts(batch, g, self._packed[1], unpacking=True)
+        raw = target.forward(batch, rows, -1, g + 1, -1, g + 1)
+        adjusted = self._adjusted.part(0, raw.shape)
+        rows.adjust(raw, target.vocab, 0, g, adjusted)
+        logits, judged = (raw, adjusted, target.vocab), (self._target_distributions, self._chosen)
+        launch("judge_target", batch, g + 1, *logits, rows.progress, g, rows.sampling, *judged)
+        drafting = self.draft or target
+        draft = (*self._sent, drafting.step_stride, drafting.vocab, min(drafting.vocab, target.vocab))
+        records, logprobs = self._records.of(batch, g)
+        ends = (rows.stop_ids, rows.counts, records)
+        launch("accept", batch, 1, *rows.state(g), *draft, *judged, *logits, *ends)
+        launch("log_probabilities", batch, g + 1, raw, target.vocab, g, rows.sampling, records, logprobs)
+        self._records.fetch(batch, g)
 
-    def _logprobs_of(self, first: int, count: int, top: int) -> list[TokenLogprob]:
-        """What the kernels wrote down of ``count`` positions; see ``log_probabilities`` in round.cu."""
-        found = self._logprobs_mirror.reshape(-1, 1 + MAX_LOGPROBS)[first : first + count]
-        return [
-            # A vocabulary may have fewer ids than are wanted.
-            TokenLogprob(own, [(token, value) for token, value in likeliest[:top] if token >= 0 and value > -np.inf])
-            for (_, own), *likeliest in found.tolist()
-        ]
-
-    def _wait(self) -> None:
-        for device in self._devices():
+    def _wait(self, devices: Sequence[Device]) -> None:
+        for device in devices:
             device.wait()
 
     def _devices(self) -> list[Device]:

@@ -40,7 +40,7 @@ IN_PROMPT = np.uint32(1 << 31)
 
 
 class DeviceRows:
-    """The rows of a round on one device. The target's device decides; a draft elsewhere is sent copies.
+    """The rows of a round on one device. The target's device decides; a draft's own device commits what it is told.
 
     positions: of a row that one kernel works on, at most.
     """
@@ -54,9 +54,9 @@ class DeviceRows:
         self.sampling = device.zeros((rows,), SAMPLING)
         self.stop_ids = device.zeros((rows, MAX_STOP_IDS), np.int64)
         self._meetings = device.zeros((rows * positions, MEETING_BYTES), np.uint8)
-        # How often tokens are in each row's text, and its biases: of no rows until one wants its logits adjusted.
-        self.counts = device.zeros((0, vocab), np.uint32)
-        self.biases = device.zeros((0, MAX_BIASES), TOKEN_VALUE)
+        # How often tokens are in each row's text, and its biases: of rows whose logits are adjusted.
+        self.counts = device.zeros((rows, vocab), np.uint32)
+        self.biases = device.zeros((rows, MAX_BIASES), TOKEN_VALUE)
 
     def begin(self, first: int, requests: Sequence[Request], draft_len: int, use_logits: bool) -> None:
         """Write down the first state of the rows from ``first`` on, which rest until ``wake``.
@@ -86,9 +86,18 @@ class DeviceRows:
         """Exchange two rows."""
         arrays = (self.tokens, self.progress, self.sampling, self.stop_ids, self.counts, self.biases)
         for array in arrays:
-            if array.nbytes:
-                row = math.prod(array.shape[1:])
-                swap(self.device, *(array.part(number * row, (row,)) for number in (one, other)))
+            row = math.prod(array.shape[1:])
+            swap(self.device, *(array.part(number * row, (row,)) for number in (one, other)))
+
+    def move_drafts(self, batch: int, draft_len: int, packed: DeviceArray, unpacking: bool) -> None:
+        """Queue a copy of the draft tokens of ``batch`` rows to ``packed`` [batch, draft_len], or from it."""
+        own = (self.tokens, self.width, self.progress)
+        self.device.launch("move_drafts", (batch, 1, 1), *own, draft_len, packed, int(unpacking))
+
+    def commit(self, batch: int, draft_len: int, records: DeviceArray) -> None:
+        """Queue the commit of what another device's rows have committed: ``records`` [batch, 3 + draft_len]."""
+        own = (self.stop_ids, self.counts, self.vocab, records)
+        self.device.launch("commit_records", (batch, 1, 1), *self.state(draft_len), *own)
 
     def state(self, draft_len: int) -> tuple[DeviceArray | int, ...]:
         """What kernels are told of the rows in a round of ``draft_len``."""
@@ -102,17 +111,14 @@ class DeviceRows:
     def adjust(self, logits: DeviceArray, vocab: int, first: int, draft_len: int, adjusted: DeviceArray) -> None:
         """Queue the adjustment of ``logits`` [B, positions, V], of which ``vocab`` ids count.
 
-        The first position is behind ``first`` draft tokens. ``adjusted`` may be the same memory.
+        The first position is behind ``first`` draft tokens. ``adjusted`` may be the same memory; nothing is written for
+        rows that adjust nothing.
         """
         batch, positions, stride = logits.shape
         own = (*self.state(draft_len), self.counts, self.vocab, self.biases, self.stop_ids)
         self.launch("adjust", batch, positions, logits, stride, vocab, positions, first, *own, adjusted)
 
     def _begin_adjusting(self, row: int, request: Request) -> None:
-        if not self.counts.shape[0]:
-            rows = self.progress.shape[0]
-            self.counts = self.device.zeros((rows, self.vocab), np.uint32)
-            self.biases = self.device.zeros((rows, MAX_BIASES), TOKEN_VALUE)
         prompt, counts = np.array(request.prompt, np.int64), np.zeros(self.vocab, np.uint32)
         counts[prompt[prompt < self.vocab]] = IN_PROMPT
         self._write(self.counts, row, counts[None])

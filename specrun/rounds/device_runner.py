@@ -16,8 +16,8 @@ from specrun.rounds.device_rows import DeviceRows
 class DeviceRunner:
     """Feeds one model on its device, and owns the memory it is fed from."""
 
-    def __init__(self, backend: DeviceBackend, rows: int, positions: int, steps: int, blocks: int) -> None:
-        """Allocate what ``rows`` rows at most need, and ``blocks`` blocks of past texts.
+    def __init__(self, backend: DeviceBackend, rows: int, positions: int, steps: int) -> None:
+        """Allocate what ``rows`` rows at most need, but for blocks of past texts.
 
         positions: most tokens of a row in one call of a round; steps: calls whose logits are kept.
         """
@@ -25,7 +25,7 @@ class DeviceRunner:
         self.backend = backend
         self.device = backend.device
         self.vocab = backend.config.graph.vocab_size
-        backend.allocate_cache(blocks)
+        backend.allocate_cache()
         self.rows = CacheRows(backend.cache)
         self.input_ids = self.device.zeros((rows, max(positions + 1, build.max_input_len)), np.int64)
         self.write_indices = self.device.zeros((rows,), np.int64)
@@ -33,6 +33,23 @@ class DeviceRunner:
         # Engines want aligned addresses: a step's logits begin at a multiple of 256 bytes.
         self.step_stride = -(-rows * positions * self.vocab // 64) * 64
         self.logits = self.device.zeros((steps, self.step_stride), np.float32)
+
+    def allocate_pool(self, blocks: int) -> None:
+        """Have room for ``blocks`` blocks of past texts, before there are any."""
+        self.backend.cache.allocate_pool(blocks)
+        self.rows = CacheRows(self.backend.cache)
+
+    def warm_up(self, rows: int) -> None:
+        """Queue prompts of every batch size up to ``rows``. What they leave in the cache, new texts clear away.
+
+        An engine that does not tell its workspace takes it now: then one prompt is as long as they get.
+        """
+        longest = 1 if self.backend.workspace_bytes else self.backend.config.build_config.max_input_len
+        for batch in range(rows, 0, -1):
+            feed = self._feed(batch, longest if batch == rows else 1, 1)
+            for array in feed:
+                self.device.clear(array)
+            self.backend.enqueue(feed, self._step_logits(batch, 0, 1), 0, fixed=False)
 
     def read(self, texts: Sequence[Sequence[int]], first: int, most: int) -> None:
         """See ``ModelRunner.read``."""

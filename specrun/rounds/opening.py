@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,10 +35,18 @@ class Engine:
     gpu: int
 
 
-def open_round(target: Engine, draft: Engine | None, draft_len: int, rows: int, config: DraftTargetConfig) -> Round:
+def open_round(
+    target: Engine,
+    draft: Engine | None,
+    draft_len: int,
+    rows: int,
+    config: DraftTargetConfig,
+    show: Callable[[int, int], None] = lambda _done, _of: None,
+) -> Round:
     """Load both engines, ``draft_len`` draft tokens a round, for ``rows`` rows at most.
 
-    Raises PairError, EngineDirError and BackendError.
+    ``show`` is told how many steps of a warm-up, of how many, are done. Raises PairError, EngineDirError and
+    BackendError.
     """
     engines = [target, *([draft] if draft else [])]
     kinds = {engine.config.backend.device for engine in engines}
@@ -50,7 +60,7 @@ def open_round(target: Engine, draft: Engine | None, draft_len: int, rows: int, 
         shared = config.shared_thread_pool
         runners = [ModelRunner(open_host_backend(engine.directory, engine.config, kept, shared)) for engine in engines]
         return HostRound(runners[0], runners[1] if draft else None, draft_len, config.use_logits)
-    return _open_on_gpus(engines, draft_len, rows, config)
+    return _open_on_gpus(engines, draft_len, rows, config, show)
 
 
 def _kept_blocks(target: Engine, rows: int, config: DraftTargetConfig) -> int:
@@ -77,7 +87,9 @@ def _kept_blocks_on_host(engines: list[Engine], rows: int, config: DraftTargetCo
     return kept
 
 
-def _open_on_gpus(engines: list[Engine], draft_len: int, rows: int, config: DraftTargetConfig) -> Round:
+def _open_on_gpus(
+    engines: list[Engine], draft_len: int, rows: int, config: DraftTargetConfig, show: Callable[[int, int], None]
+) -> Round:
     for engine in engines:
         if reason := why_no_gpu(engine.gpu):
             raise BackendError(
@@ -97,34 +109,43 @@ def _open_on_gpus(engines: list[Engine], draft_len: int, rows: int, config: Draf
             here.connect(there)
             there.connect(here)
         asked = kept if config.max_tokens_in_kv_cache is not None else 0
-        needs = {engine.role: _need(engine, draft_len, rows, len(devices) > 1, asked) for engine in engines}
+        apart = len(devices) > 1
+        needs = {engine.role: _need(engine, draft_len, rows, apart, asked) for engine in engines}
         _require_room(engines, needs, devices, config)
         for engine in engines:
             backends.append(open_device_backend(engine.directory, engine.config, devices[engine.gpu]))
             # From here on weights are no estimate: they are what is gone.
             needs[engine.role] = replace(needs[engine.role], weights=0, workspace=backends[-1].workspace_bytes)
         _require_room(engines, needs, devices, config)
-        for number, device in devices.items() if not asked else ():
-            own = [engine for engine in engines if engine.gpu == number]
-            room = (device.free_memory()[0], config.kv_cache_free_gpu_memory_fraction)
-            fit = blocks_that_fit(*room, [needs[engine.role] for engine in own], [engine.config for engine in own])
-            kept = min(kept, fit)
         draft = backends[1] if len(backends) > 1 else None
-        return DeviceRound(backends[0], draft, draft_len, config.use_logits, rows, config.cuda_graph, kept)
+        round_ = DeviceRound(backends[0], draft, draft_len, config.use_logits, rows, config.cuda_graph)
     except BaseException:
         for backend in backends:
             backend.close()
         for device in devices.values():
             device.close()
         raise
+    try:
+        if config.warm_up:
+            round_.warm_up(show)
+        for number, device in devices.items() if not asked else ():
+            own = [engine.config for engine in engines if engine.gpu == number]
+            free = device.free_memory()[0]
+            kept = min(kept, blocks_that_fit(free, config.kv_cache_free_gpu_memory_fraction, own))
+        round_.allocate_pools(kept)
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # They hold execution contexts, which must go before engines.
+        round_.close()
+        raise
+    return round_
 
 
 def _need(engine: Engine, draft_len: int, rows: int, apart: bool, blocks: int) -> Need:
     if engine.role == "draft":
-        return need(engine.role, engine.config, rows, positions=1, steps=draft_len, blocks=blocks)
-    # A draft on another GPU sends its logits.
-    copies = draft_len if apart else 0
-    return need(engine.role, engine.config, rows, positions=draft_len + 1 + copies, steps=1, blocks=blocks)
+        return need(engine.role, engine.config, rows, positions=draft_len, texts=apart, blocks=blocks)
+    # Penalties change a copy of the logits. A draft on another GPU sends its own.
+    positions = 2 * (draft_len + 1) + (draft_len if apart else 0)
+    return need(engine.role, engine.config, rows, positions, texts=True, blocks=blocks)
 
 
 def _require_room(

@@ -5,20 +5,25 @@ Every sampling, draft and placement, recorded and in pieces, in batches of 1, 3 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from specrun import kernels
+from specrun.cli import main
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
+from specrun.errors import BackendError
 from specrun.request import Request
 from specrun.rounds import device_rows
 from specrun.sampling import SamplingParams
 from tests.gpu_simulator import gpus
-from tests.gpu_simulator.tensorrt import as_plan
+from tests.gpu_simulator.tensorrt import CudaEngine, ExecutionContext, RuntimeConfig, as_plan
 from tests.tables import decode, normal, save_table_engine
 from tests.test_lossless import PROMPTS, near_ties
 from tests.test_scheduler import MANNERS, V, run_staggered
@@ -122,7 +127,24 @@ def test_a_real_model_with_every_thread(engines: Path, tmp_path: Path, params: S
     assert sum(near_ties(engines / "target", *texts, prompt) for prompt, *texts in found) <= 2
 
 
-CALLS = ("cuGraphLaunch", "cuStreamSynchronize", "cuLaunchKernelEx", "cuMemAlloc_v2", "cuMemcpyHtoDAsync_v2")
+@pytest.mark.usefixtures("nothing_left", "narrow")
+@pytest.mark.parametrize("flag", ["--warm_up", "--no_warm_up"])
+def test_the_command_says_how_long_the_warm_up_took(engines: Path, tmp_path: Path, flag: str) -> None:
+    pair = [str(as_plan(engines / name, tmp_path / name)) for name in ("target", "draft")]
+    flags = ["--engine_dir", pair[0], "--draft_engine_dir", pair[1], "--input_text", "alpha", "--max_output_len", "3"]
+    result = CliRunner().invoke(main, ["generate", *flags, "--draft_len", "1", flag])
+    assert result.exit_code == 0, result.stderr
+    assert (
+        re.search(r"^warm-up: \d+\.\d s$", result.stderr, re.MULTILINE)
+        if flag == "--warm_up"
+        else ("warm-up" not in result.stderr)
+    )
+
+
+CALLS = (
+    *("cuGraphLaunch", "cuStreamSynchronize", "cuLaunchKernelEx", "cuMemAlloc_v2", "cuMemcpyHtoDAsync_v2"),
+    *("cuMemcpyAsync", "cuEventRecord", "cuStreamWaitEvent"),
+)
 
 
 def settled_rounds(decoder: SpeculativeDecoder, some: Sequence[Request]) -> list[dict[str, int]]:
@@ -139,9 +161,84 @@ def settled_rounds(decoder: SpeculativeDecoder, some: Sequence[Request]) -> list
 
 
 @pytest.mark.usefixtures("narrow")
-def test_a_settled_round_is_one_launch_and_one_wait(tables: Path) -> None:
+@pytest.mark.parametrize(
+    "place, expected",
+    # Two GPUs: the draft's half and the target's, and a kernel that tells the draft what was committed.
+    [("one GPU", (1, 1, 0, 0, 0, 0, 0, 0)), ("apart", (2, 1, 1, 0, 0, 2, 2, 2))],
+)
+@pytest.mark.parametrize("kind", [{}, {"logprobs": 3}, {"params": SamplingParams(presence_penalty=0.5)}], ids=str)
+def test_calls_of_a_settled_round(tables: Path, place: str, expected: tuple[int, ...], kind: dict[str, Any]) -> None:
+    """Whatever its requests want."""
     plans = tables / "plans"
-    with SpeculativeDecoder.open(plans / "target", plans / "good", DraftTargetConfig(3, reuse_blocks=False)) as decoder:
-        counted = settled_rounds(decoder, [Request([1, 2], SamplingParams(), 40, draft_len=3) for _ in range(4)])
+    wanted = {"params": SamplingParams(), **kind}
+    with SpeculativeDecoder.open(plans / "target", plans / "good", config(place, reuse_blocks=False)) as decoder:
+        some = [Request([1, 2], max_output_len=40, draft_len=3, **wanted) for _ in range(4)]
+        counted = settled_rounds(decoder, some)
     assert len(counted) > 5
-    assert counted[2:-2] == [dict(zip(CALLS, (1, 1, 0, 0, 0), strict=True))] * (len(counted) - 4)
+    assert counted[2:-2] == [dict(zip(CALLS, expected, strict=True))] * (len(counted) - 4)
+
+
+PREPARATIONS = (
+    "cuMemAlloc_v2",
+    "cuMemAllocHost_v2",
+    "cuGraphInstantiateWithParams",
+    "cuEventCreate",
+    "cuStreamCreateWithPriority",
+)
+
+
+@pytest.mark.usefixtures("nothing_left", "narrow")
+@pytest.mark.parametrize("place", ["one GPU", "apart"])
+def test_nothing_is_prepared_after_opening(
+    tables: Path, expected: dict[str, list[list[int]]], place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of every manner, that come and go, allocate nothing, record nothing and make no context."""
+    contexts: list[object] = []
+    own = CudaEngine.create_execution_context
+
+    def counted(self: CudaEngine, runtime_config: RuntimeConfig) -> ExecutionContext:
+        contexts.append(None)
+        return own(self, runtime_config)
+
+    monkeypatch.setattr(CudaEngine, "create_execution_context", counted)
+    plans = tables / "plans"
+    steps: list[tuple[int, int]] = []
+
+    def show(done: int, of: int) -> None:
+        steps.append((done, of))
+
+    with SpeculativeDecoder.open(plans / "target", plans / "noisy", config(place), on_warm_up=show) as decoder:
+        before = [len(contexts), *map(gpus.calls, PREPARATIONS)]
+        assert in_batches(decoder) == expected["noisy"]
+        assert [len(contexts), *map(gpus.calls, PREPARATIONS)] == before
+    # Three batch sizes: of the target four lengths, of the draft two widths; and of each the prompts' profile.
+    assert len(contexts) == 3 * (4 + 2) + 2
+    # Each model's prompts, and each kind of round twice.
+    assert steps == [(done, 26) for done in range(27)]
+
+
+@pytest.mark.usefixtures("nothing_left", "narrow")
+@pytest.mark.parametrize("place", ["one GPU", "apart"])
+@pytest.mark.parametrize("calls", [0, 1, 7, 40])
+@pytest.mark.filterwarnings("ignore:rounds are queued piece by piece")  # Where it is a recording that fails.
+def test_a_warm_up_that_fails_leaves_nothing(
+    tables: Path, place: str, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = [calls]
+    own = ExecutionContext.execute_async_v3
+
+    def fails(self: ExecutionContext, stream: int) -> bool:
+        left[0] -= 1
+        return left[0] >= 0 and own(self, stream)
+
+    monkeypatch.setattr(ExecutionContext, "execute_async_v3", fails)
+    with pytest.raises(BackendError, match="refused to run"):
+        SpeculativeDecoder.open(tables / "plans" / "target", tables / "plans" / "good", config(place))
+
+
+@pytest.mark.usefixtures("nothing_left", "narrow")
+def test_without_a_warm_up_ids_are_the_same(tables: Path, expected: dict[str, list[list[int]]]) -> None:
+    plans = tables / "plans"
+    lazily = config("apart", warm_up=False)
+    with SpeculativeDecoder.open(plans / "target", plans / "noisy", lazily) as decoder:
+        assert in_batches(decoder) == expected["noisy"]

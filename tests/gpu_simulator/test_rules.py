@@ -312,22 +312,22 @@ def test_mistakes_with_tensorrt(pair: Path, monkeypatch: pytest.MonkeyPatch, nam
     owner, method, change, rule = MISTAKES[name]
     monkeypatch.setattr(owner, method, change(getattr(owner, method)))
     with pytest.raises(BackendError, match="refused"):
-        generate(pair)
+        generate(pair, warm_up=False)
     breaks(rule)
 
 
 def test_a_shape_is_not_captured_before_it_has_run(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A round that is recorded the first time has contexts that were not warmed up; pieces go on."""
-    from specrun.rounds.device import DeviceRound
+    from specrun.rounds.recordings import Recordings
 
     expected = generate(pair)
-    own = DeviceRound._play
+    own = Recordings.queue
 
-    def eager(self: DeviceRound, g: int) -> None:
-        self._seen.add((self._batch, g))
-        own(self, g)
+    def eager(self: Recordings, device: Any, key: Any, work: Any) -> bool:
+        self._seen.add(key)
+        return own(self, device, key, work)
 
-    monkeypatch.setattr(DeviceRound, "_play", eager)
+    monkeypatch.setattr(Recordings, "queue", eager)
     with pytest.warns(UserWarning, match="cannot be recorded"):
         assert generate(pair) == expected
     breaks("the capture of a shape that this context has not run before|a switch of profiles in a capture")
@@ -338,7 +338,7 @@ def test_a_wait_that_is_removed_shows(pair: Path, monkeypatch: pytest.MonkeyPatc
     from specrun.rounds.device import DeviceRound
 
     expected = generate(pair)
-    monkeypatch.setattr(DeviceRound, "_wait", lambda self: None)
+    monkeypatch.setattr(DeviceRound, "_wait", lambda self, devices: None)
     assert generate(pair) != expected
 
 
@@ -348,7 +348,7 @@ def test_positions_behind_the_cache(pair: Path, monkeypatch: pytest.MonkeyPatch)
     from specrun.engine_dir import open_engine
 
     backend = TrtBackend(pair / "target", open_engine(pair / "target"), device, "9.0")
-    backend.allocate_cache(0)
+    backend.allocate_cache()
     feed = Feed(*(device.zeros(shape, np.int64) for shape in ((1, 4), (1,), (1, 1))))
     device.write(feed.write_indices, np.array([125]))
     backend.enqueue(feed, device.zeros((1, 1, 24), np.float32), 0, fixed=True)

@@ -1,0 +1,57 @@
+"""What the kernels write down of a round: all that the host reads of it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from specrun.devices import Device, DeviceArray
+from specrun.errors import BackendError, SpecError
+from specrun.request import MAX_LOGPROBS, Outcome, Request
+from specrun.rounds.device_rows import TOKEN_VALUE
+from specrun.sampling import NOT_NUMBERS, TokenLogprob
+
+
+class DeviceRecords:
+    """What became of each row, and log-probabilities: in one memory, so that they come to the host in one copy."""
+
+    def __init__(self, device: Device, rows: int, draft_len: int) -> None:
+        """For ``rows`` rows and ``draft_len`` draft tokens at most."""
+        self.device = device
+        self._first_logprob = rows * (3 + draft_len)
+        size = self._first_logprob + rows * (draft_len + 1) * (1 + MAX_LOGPROBS)
+        self._memory = device.zeros((size,), np.int64)  # A TOKEN_VALUE has 8 bytes too.
+        self._mirror = device.mirror(self._memory)
+
+    def of(self, batch: int, draft_len: int) -> tuple[DeviceArray, DeviceArray]:
+        """Where a round's kernels write: records [batch, 3 + draft_len], and log-probabilities of every position."""
+        positions = (batch, draft_len + 1, 1 + MAX_LOGPROBS)
+        return self._memory.part(0, (batch, 3 + draft_len)), self._memory.part(self._first_logprob, positions)
+
+    def fetch(self, batch: int, draft_len: int) -> None:
+        """Queue the copy of a round's records to the host."""
+        size = self._first_logprob + batch * (draft_len + 1) * (1 + MAX_LOGPROBS)
+        self.device.fetch(self._memory.part(0, (size,)), self._mirror[:size])
+
+    def outcome(self, row: int, request: Request, draft_len: int) -> Outcome | SpecError:
+        """What was fetched of a row; see ``commit`` in round.cu."""
+        width = 3 + draft_len
+        drafted, accepted, following, *drafts = self._mirror[row * width : (row + 1) * width].tolist()
+        if following < 0:
+            return BackendError(NOT_NUMBERS)
+        logprobs = None
+        if request.logprobs is not None:
+            logprobs = self._logprobs(row * (draft_len + 1), accepted + 1, request.logprobs)
+            if any(math.isnan(logprob) for logprob, _ in logprobs):
+                return BackendError(NOT_NUMBERS)
+        return Outcome(drafted, drafts[:accepted], following, logprobs)
+
+    def _logprobs(self, first: int, count: int, top: int) -> list[TokenLogprob]:
+        """What was fetched of ``count`` positions; see ``log_probabilities`` in round.cu."""
+        found = self._mirror[self._first_logprob :].view(TOKEN_VALUE).reshape(-1, 1 + MAX_LOGPROBS)
+        return [
+            # A vocabulary may have fewer ids than are wanted.
+            TokenLogprob(own, [(token, value) for token, value in likeliest[:top] if token >= 0 and value > -np.inf])
+            for (_, own), *likeliest in found[first : first + count].tolist()
+        ]

@@ -1,0 +1,50 @@
+"""Work on a device that comes again and again, recorded so that it is queued as one piece."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+
+from specrun.backends import DeviceBackend
+from specrun.devices import Device
+from specrun.errors import BackendError
+
+
+class Recordings:
+    """Recordings by key. Work of a key is the same every time: kernels, shapes and addresses."""
+
+    def __init__(self, enabled: bool, backends: Sequence[DeviceBackend]) -> None:
+        """enabled: whether to record where ``backends`` and devices can."""
+        self._enabled = enabled
+        self._backends = backends
+        self._seen: set[Hashable] = set()
+        self._recorded: dict[Hashable, Callable[[], None]] = {}
+
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether work of ``key`` is recorded."""
+        return key in self._recorded
+
+    def queue(self, device: Device, key: Hashable, work: Callable[[], None]) -> bool:
+        """Queue ``work``: the first time piece by piece, which also warms engines up, then as one.
+
+        Returns whether it took the time that it will take from now on.
+        """
+        settled = key in self._recorded or (key in self._seen and not self._enabled)
+        if self._enabled and key in self._seen and key not in self._recorded:
+            self._try_to_record(device, key, work)
+        self._recorded.get(key, work)()
+        self._seen.add(key)
+        return settled
+
+    def clear(self) -> None:
+        """Let go of all recordings: before the engines in them."""
+        self._recorded.clear()
+
+    def _try_to_record(self, device: Device, key: Hashable, work: Callable[[], None]) -> None:
+        self._enabled = all(backend.recordable for backend in self._backends)
+        if self._enabled:
+            try:
+                self._recorded[key] = device.record(work)
+            except BackendError as error:
+                self._enabled = False
+                warnings.warn(f"rounds are queued piece by piece: they cannot be recorded ({error})", stacklevel=2)
