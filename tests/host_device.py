@@ -37,8 +37,10 @@ def host_kernels() -> ctypes.CDLL:
     library = CACHE / f"round-{name}.so"
     if not library.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
+        unfinished = library.with_suffix(f".{os.getpid()}")  # Others may be compiling it too.
         command = ["c++", *flags, "-x", "c++", "-", "-o"]
-        subprocess.run([*command, str(library)], input=source, text=True, check=True)
+        subprocess.run([*command, str(unfinished)], input=source, text=True, check=True)
+        unfinished.replace(library)
     return ctypes.CDLL(str(library))
 
 

@@ -38,7 +38,11 @@ def bindings(version: str) -> Path:
                 wheel.extractall(made)
             (extension,) = made.glob("tensorrt_bindings/*.so")
             _add_empty_libraries(extension)
-            made.replace(folder)
+            try:
+                made.replace(folder)
+            except OSError:
+                if not folder.exists():  # Else another process was quicker.
+                    raise
     return folder
 
 

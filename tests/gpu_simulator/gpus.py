@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -137,7 +138,7 @@ def _compile(path: Path, arguments: Sequence[str]) -> None:
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".unfinished")
+    unfinished = path.with_suffix(f".{os.getpid()}")  # Others may be compiling it too.
     subprocess.run([*_COMPILER, *arguments, "-o", str(unfinished)], check=True)
     unfinished.replace(path)
 
