@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import itertools
+import math
 import os
 import subprocess
 import time
@@ -21,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specrun import kernels
-from specrun.devices import Device, DeviceArray
+from specrun.devices import Device, DeviceArray, Grid
 
 CACHE = Path(__file__).parent.parent / ".cache" / "kernels"
 
@@ -51,8 +53,11 @@ def kernel_device() -> Device:
     return HostDevice(threads=5)  # More than one, so that they have to work together; no power of 2.
 
 
+blocks_of_a_team = 1
+
+
 def call(kernel: str, grid: tuple[int, int], *arguments: npt.NDArray[Any] | int) -> None:
-    """Run a kernel on numpy arrays, which afterwards hold what it wrote."""
+    """Run a kernel on numpy arrays, which afterwards hold what it wrote. Teams have ``blocks_of_a_team`` blocks."""
     device = kernel_device()
     sent: list[DeviceArray | int] = []
     for value in arguments:
@@ -61,13 +66,23 @@ def call(kernel: str, grid: tuple[int, int], *arguments: npt.NDArray[Any] | int)
         else:
             sent.append(device.zeros(value.shape, value.dtype))
             device.write(sent[-1], value)
-    device.launch(kernel, grid, *sent)
+    if kernel in kernels.TEAMS:
+        meetings = device.zeros((math.prod(grid), kernels.MEETING_BYTES), np.uint8)
+        device.launch(kernel, (*grid, blocks_of_a_team), *sent, meetings)
+        assert not fetched(device, meetings).any(), "the teams leave something behind"
+    else:
+        device.launch(kernel, (*grid, 1), *sent)
     for value, there in zip(arguments, sent, strict=True):
         if isinstance(there, DeviceArray):
-            mirror = device.mirror(there)
-            device.fetch(there, mirror)
-            device.wait()
-            value[...] = mirror
+            value[...] = fetched(device, there)
+
+
+def fetched(device: Device, array: DeviceArray) -> npt.NDArray[Any]:
+    """What ``array`` holds."""
+    mirror = device.mirror(array)
+    device.fetch(array, mirror)
+    device.wait()
+    return mirror
 
 
 class HostDevice:
@@ -76,6 +91,7 @@ class HostDevice:
     kind = "cpu"
     number = 0
     stream = 0
+    multiprocessors = 1
 
     def __init__(self, threads: int = 1) -> None:
         self.threads = threads
@@ -119,7 +135,7 @@ class HostDevice:
         assert to.nbytes == source.nbytes
         self.queue(lambda: ctypes.memmove(to.address, source.address, to.nbytes) and None)
 
-    def launch(self, kernel: str, grid: tuple[int, int], *arguments: DeviceArray | int) -> None:
+    def launch(self, kernel: str, grid: Grid, *arguments: DeviceArray | int) -> None:
         library = host_kernels()
         function = library[kernel]
         values = [
@@ -131,14 +147,13 @@ class HostDevice:
 
         def walk(thread: int) -> None:
             library.set_thread(thread)
-            for x in range(grid[0]):
-                for y in range(grid[1]):
-                    library.set_block(x, y)
-                    function(*values)
+            for block in itertools.product(*map(range, grid)):
+                library.set_block(*block)
+                function(*values)
 
         def work() -> None:
             self.launched.append(kernel)
-            library.set_block_size(threads)
+            library.set_launch(threads, *grid)
             others = [Thread(target=walk, args=(thread,)) for thread in range(1, threads)]
             for other in others:
                 other.start()

@@ -90,10 +90,12 @@ class TableBackend:
         if batch + first > self.cache.rows:
             raise BackendError(f"{batch} rows from row {first} of {self.cache.rows}")
         cache = (*self.cache.part(first, batch), self.cache.length)
-        self.device.launch("table_write", (batch, 1), feed.input_ids, feed.write_indices, count, self._weight, *cache)
+        self.device.launch(
+            "table_write", (batch, 1, 1), feed.input_ids, feed.write_indices, count, self._weight, *cache
+        )
         shares = -(-vocab // _SHARE)
         given = (self._table, self._table.shape[0], vocab, feed.write_indices, feed.logits_indices, count, positions)
-        self.device.launch("table_logits", (batch * positions, shares), *given, *cache, _SHARE, logits)
+        self.device.launch("table_logits", (batch * positions, shares, 1), *given, *cache, _SHARE, logits)
 
     def close(self) -> None:
         """See ``DeviceBackend.close``. The table's memory is the device's."""

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from specrun.kernels import memory_blocks
+
 
 @dataclass(frozen=True)
 class DeviceArray:
@@ -34,8 +36,8 @@ class DeviceArray:
         return DeviceArray(self.address + first * self.dtype.itemsize, shape, self.dtype)
 
 
-_SWAPPED_TOGETHER = 1 << 14
-"""Two-byte units that one block of the kernel ``swap`` exchanges."""
+Grid = tuple[int, int, int]
+"""How many blocks a kernel is started with, in three dimensions."""
 
 
 class Device(Protocol):
@@ -49,6 +51,8 @@ class Device(Protocol):
     number: int
     stream: int
     """The stream's handle, for libraries that queue work of their own on it."""
+    multiprocessors: int
+    """How many blocks of 1024 threads run at the same time."""
 
     def activate(self) -> None:
         """Make this the calling thread's device, for libraries that ask the thread and not the stream."""
@@ -71,8 +75,11 @@ class Device(Protocol):
     def copy(self, to: DeviceArray, source: DeviceArray) -> None:
         """Queue a copy of ``source`` to ``to`` on this device's stream; either may lie on another device."""
 
-    def launch(self, kernel: str, grid: tuple[int, int], *arguments: DeviceArray | int) -> None:
-        """Queue a kernel of ``specrun.kernels``: arrays are passed by address, numbers as 32-bit integers."""
+    def launch(self, kernel: str, grid: Grid, *arguments: DeviceArray | int) -> None:
+        """Queue a kernel of ``specrun.kernels``: arrays are passed by address, numbers as 32-bit integers.
+
+        Of a kernel whose blocks work in teams all blocks run at the same time.
+        """
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """What ``work`` queues as one piece, to be queued again and again. It is not run now."""
@@ -92,5 +99,4 @@ class Device(Protocol):
 
 def swap(device: Device, one: DeviceArray, other: DeviceArray) -> None:
     """Queue the exchange of what two arrays of the same size hold."""
-    units = one.nbytes // 2
-    device.launch("swap", (-(-units // _SWAPPED_TOGETHER), 1), one, other, units, _SWAPPED_TOGETHER)
+    device.launch("swap", (memory_blocks(one.nbytes), 1, 1), one, other, one.nbytes)

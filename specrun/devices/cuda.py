@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specrun.devices import Device, DeviceArray
+from specrun.devices import Device, DeviceArray, Grid
 from specrun.devices.driver import why_no_gpu
 from specrun.errors import BackendError
-from specrun.kernels import THREADS, compile_cubin, source
+from specrun.kernels import TEAMS, THREADS, compile_cubin, source
 
 
 class CudaDevice:
@@ -40,6 +40,7 @@ class CudaDevice:
             self.stream = int(self._stream.handle)
             self.name: str = self._device.name
             self.arch = f"sm_{self._device.arch}"
+            self.multiprocessors = int(self._device.properties.multiprocessor_count)
         self._code: list[Any] = []
         self._kernels: dict[str, tuple[Any, int]] = {}
         self.add_kernels(source(), THREADS)
@@ -116,13 +117,14 @@ class CudaDevice:
             self.activate()
             self._check(self._driver.cuMemcpyAsync(to.address, source.address, to.nbytes, self.stream))
 
-    def launch(self, kernel: str, grid: tuple[int, int], *arguments: DeviceArray | int) -> None:
+    def launch(self, kernel: str, grid: Grid, *arguments: DeviceArray | int) -> None:
         """See ``Device.launch``."""
         values = [value.address if isinstance(value, DeviceArray) else np.int32(value) for value in arguments]
         code, threads = self._kernels[kernel]
-        config = self._core.LaunchConfig(grid=grid, block=threads)
         with self._errors(f"refused the kernel {kernel}"):
             self.activate()
+            together = kernel in TEAMS and grid[2] > 1
+            config = self._core.LaunchConfig(grid=grid, block=threads, is_cooperative=together)
             self._core.launch(self._stream, config, code, *values)
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:

@@ -13,12 +13,33 @@ THREADS = {
     "accept": 1024,
     "log_probabilities": 1024,
     "copy_blocks": 256,
+    "swap_rows": 256,
     "swap": 256,
 }
-"""Threads per block. A block works on one row, on one position of one row, or on a piece of memory."""
+"""Threads per block."""
+
+TEAMS = frozenset({"adjust", "draw_draft", "judge_target", "accept", "log_probabilities"})
+"""Kernels in which the blocks of the grid's third dimension work on one row, or one position of a row, together."""
+
+MEETING_BYTES = 176
+"""Of device memory that a team needs, zeros at first: ``Meeting`` in ``round.cu``."""
+_MOST_BLOCKS = 32
+_LOGITS_OF_A_THREAD = 4
+_BYTES_OF_A_BLOCK = 1 << 14
 
 MAX_VOCAB = 1 << 19
 """Largest vocabulary: the kernels add up this many weights of at most 1 in 64-bit fixed point."""
+
+
+def team_blocks(teams: int, vocab: int, multiprocessors: int) -> int:
+    """How many blocks each of ``teams`` teams has: all of them run at the same time, a block on a multiprocessor."""
+    useful = -(-vocab // (max(THREADS.values()) * _LOGITS_OF_A_THREAD))
+    return max(1, min(multiprocessors // teams, useful, _MOST_BLOCKS))
+
+
+def memory_blocks(size: int) -> int:
+    """How many blocks move ``size`` bytes."""
+    return max(1, -(-size // _BYTES_OF_A_BLOCK))
 
 
 def source() -> str:

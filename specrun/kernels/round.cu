@@ -1,12 +1,13 @@
 // A round's arithmetic on the device: from logits to tokens, from draft tokens to committed ones.
 //
 // The same formulas as specrun/penalties.py, sampling.py and acceptance.py, row by row. Functions of one row are written
-// for a Team of threads and know nothing of how many there are. The file compiles for CUDA (a Team is a thread block)
-// and as host C++ (a Team is one thread, or some), so what runs on a GPU is tested on machines without one.
+// for a Team of threads and know nothing of how many there are. The file compiles for CUDA (a Team is one thread block
+// or several) and as host C++ (a Team is one thread, or some), so what runs on a GPU is tested on machines without one.
 //
 // All reductions are integer maxima and sums, which do not depend on the order of the threads: a row's result is the
 // same for every Team size. Masses of probability are summed in fixed point for that reason.
 
+typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -25,55 +26,138 @@ typedef long long i64;
 #define KERNEL extern "C"
 #define ROW_KERNEL extern "C"
 // What the launch syntax does on the device: the host's caller walks over the grid, in every thread of a block.
-struct Index { int x, y; };
+struct Index { int x, y, z; };
 static thread_local Index blockIdx, threadIdx;
-static Index blockDim = {1, 1};
-static std::unique_ptr<std::barrier<>> meeting;
-extern "C" void set_block_size(int threads) {
+static Index blockDim, gridDim;
+static std::unique_ptr<std::barrier<>> barrier;
+extern "C" void set_launch(int threads, int x, int y, int z) {
   blockDim.x = threads;
-  meeting = std::make_unique<std::barrier<>>(threads);
+  gridDim = {x, y, z};
+  barrier = std::make_unique<std::barrier<>>(threads);
 }
 extern "C" void set_thread(int thread) { threadIdx.x = thread; }
-extern "C" void set_block(int x, int y) { blockIdx = {x, y}; }
+extern "C" void set_block(int x, int y, int z) { blockIdx = {x, y, z}; }
 inline void __syncthreads() {
-  if (blockDim.x > 1) meeting->arrive_and_wait();
+  if (blockDim.x > 1) barrier->arrive_and_wait();
 }
+inline void atomicMax(u64*, u64) {}  // For what meets in memory, which host threads do not.
+inline void atomicAdd(u64*, u64) {}
 #endif
 
 // ---------------------------------------------------------------------------------------------------------- threads
 
-// The threads that work on one row together. Every thread of it must reach every call of its functions.
-struct Team {
-  FUNCTION int rank() const { return threadIdx.x; }
-  FUNCTION int size() const { return blockDim.x; }
-  FUNCTION void wait() const { __syncthreads(); }
+enum { MOST_VALUES = 7 };  // That a Team adds up at once.
 
-  // The result of `combine` over all threads' values, in every thread.
-  template <typename Combine>
-  FUNCTION u64 reduce(u64 value, Combine combine) const {
+// Where the blocks of a Team meet. All zeros when a kernel begins, and when it has ended.
+struct Meeting {
+  u32 arrived;                 // Blocks that have come to a meeting, since the kernel began.
+  u32 left;                    // Blocks that have ended.
+  u64 values[3][MOST_VALUES];  // What they bring to this meeting; to the next; to the one before.
+};
+
+// The threads that work on one row together: of all blocks of the grid's third dimension, which must run at the same
+// time (a cooperative launch, where there is more than one). Every thread must reach every call of its functions.
+class Team {
+ public:
+  FUNCTION explicit Team(Meeting* meeting) : meeting(meeting) {}
+  FUNCTION int rank() const { return blockIdx.z * blockDim.x + threadIdx.x; }
+  FUNCTION int size() const { return gridDim.z * blockDim.x; }
+
+  FUNCTION void wait() {
+    __syncthreads();
 #ifdef __CUDACC__
-    __shared__ u64 parts[32];  // One of each warp.
-    for (int lane = 16; lane > 0; lane /= 2) value = combine(value, __shfl_xor_sync(~0u, value, lane));
-    int part = rank() / 32, count = size() / 32;
-    bool first = rank() % 32 == 0;
-#else
-    static u64 parts[64];  // One of each thread.
-    int part = rank(), count = size();
-    bool first = true;
+    if (gridDim.z == 1) return;
+    if (threadIdx.x == 0) meet();
+    __syncthreads();
+    meetings++;
 #endif
-    if (first) parts[part] = value;
-    wait();
-    u64 total = parts[0];
-    for (int other = 1; other < count; other++) total = combine(total, parts[other]);
-    wait();  // `parts` is free for the next reduction.
-    return total;
   }
-  FUNCTION u64 largest(u64 value) const {
-    return reduce(value, [](u64 a, u64 b) { return a > b ? a : b; });
+
+  FUNCTION u64 largest(u64 value) {
+    u64 values[1] = {value};
+    reduce(values, [](u64 a, u64 b) { return a > b ? a : b; }, [](u64* to, u64 own) { atomicMax(to, own); });
+    return values[0];
   }
-  FUNCTION u64 sum(u64 value) const {
-    return reduce(value, [](u64 a, u64 b) { return a + b; });
+  template <int N>
+  FUNCTION void sum(u64 (&values)[N]) {
+    reduce(values, [](u64 a, u64 b) { return a + b; }, [](u64* to, u64 own) { atomicAdd(to, own); });
   }
+
+#ifdef __CUDACC__
+  FUNCTION ~Team() {
+    if (gridDim.z == 1) return;
+    __syncthreads();
+    if (threadIdx.x > 0 || atomicAdd(&meeting->left, 1u) + 1 < gridDim.z) return;
+    *meeting = {};  // The last block leaves it as it was.
+  }
+#endif
+
+ private:
+  Meeting* meeting;
+  u32 meetings = 0;  // That have been.
+
+  // Combine every thread's values; all threads get the result. 0 changes nothing. `add` does it in memory, atomically.
+  template <int N, typename Combine, typename Add>
+  FUNCTION void reduce(u64 (&values)[N], Combine combine, Add add) {
+#ifdef __CUDACC__
+    __shared__ u64 parts[N][32];  // One of each warp.
+    __shared__ u64 totals[N];
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    auto reduce_warp = [&](u64 value) {
+      for (int other = 16; other > 0; other /= 2) value = combine(value, __shfl_xor_sync(~0u, value, other));
+      return value;
+    };
+    bool brings = false;
+    for (int n = 0; n < N; n++) brings |= values[n] != 0;
+    bool any = __any_sync(~0u, brings);  // Most warps have nothing to say in most reductions.
+    for (int n = 0; n < N; n++) {
+      u64 part = any ? reduce_warp(values[n]) : 0;
+      if (lane == 0) parts[n][warp] = part;
+    }
+    __syncthreads();
+    for (int n = warp; n < N; n += warps) {
+      u64 total = reduce_warp(lane < warps ? parts[n][lane] : 0);
+      if (lane == 0) totals[n] = total;
+    }
+    __syncthreads();
+    if (gridDim.z > 1) {
+      if (warp == 0) {
+        u64* shared = meeting->values[meetings % 3];
+        if (lane < N) add(shared + lane, totals[lane]);
+        // All blocks have come to this meeting's predecessor, so nobody looks at what was brought before that.
+        if (blockIdx.z == 0 && lane < MOST_VALUES) meeting->values[(meetings + 1) % 3][lane] = 0;
+        __threadfence();
+        __syncwarp();
+        if (lane == 0) meet();
+        __syncwarp();
+        if (lane < N) totals[lane] = *(volatile u64*)(shared + lane);
+      }
+      __syncthreads();
+      meetings++;
+    }
+    for (int n = 0; n < N; n++) values[n] = totals[n];
+#else
+    static u64 parts[64][N];  // Of each thread.
+    (void)add;
+    for (int n = 0; n < N; n++) parts[rank()][n] = values[n];
+    __syncthreads();
+    for (int n = 0; n < N; n++) {
+      values[n] = parts[0][n];
+      for (int other = 1; other < size(); other++) values[n] = combine(values[n], parts[other][n]);
+    }
+    __syncthreads();  // `parts` is free for the next reduction.
+#endif
+  }
+
+#ifdef __CUDACC__
+  // One thread of each block: wait until all blocks have come. What each has written before, all see behind it.
+  FUNCTION void meet() const {
+    __threadfence();
+    atomicAdd(&meeting->arrived, 1u);
+    while (*(volatile u32*)&meeting->arrived < gridDim.z * (meetings + 1)) {}
+    __threadfence();
+  }
+#endif
 };
 
 FUNCTION u32 float_bits(float value) {
@@ -192,38 +276,39 @@ FUNCTION float probability(const Distribution& d, float logit) {
 // A weight of at most 1 in fixed point: 2^19 of them have room in 64 bits.
 FUNCTION u64 mass(float weight) { return (u64)(weight * 0x1p44f + 0.5f); }
 
-// take(value, v) for this thread's share of `count` values. Four are on their way at a time: memory is far.
+struct alignas(16) Four { float value[4]; };
+
+// take(value, v) for this thread's share of `count` values: 16 bytes at a time, where they begin at such an address.
 template <typename Take>
 FUNCTION void each(const Team& team, const float* values, int count, Take take) {
-  int v = team.rank(), step = team.size();
-  for (; v + 3 * step < count; v += 4 * step) {
-    float four[4];
-    for (int i = 0; i < 4; i++) four[i] = values[v + i * step];
-    for (int i = 0; i < 4; i++) take(four[i], v + i * step);
+  int quads = (u64)values % sizeof(Four) == 0 ? count / 4 : 0;
+  for (int quad = team.rank(); quad < quads; quad += team.size()) {
+    Four four = ((const Four*)values)[quad];
+    for (int i = 0; i < 4; i++) take(four.value[i], quad * 4 + i);
   }
-  for (; v < count; v += step) take(values[v], v);
+  for (int v = quads * 4 + team.rank(); v < count; v += team.size()) take(values[v], v);
 }
 
 enum Measure { COUNT, MASS };
 enum { FEW = 16 };  // Weights that a thread of `cut` keeps.
 
 // The largest v with measure(weights >= v) >= limit, at least d.smallest: the smallest weight to keep, with its ties.
-// It is found two bits at a time, the highest first: by sums alone, since most weights share a few exponents, and
+// It is found three bits at a time, the highest first: by sums alone, since most weights share a few exponents, and
 // counters that many threads want at once are slow. A thread that has few of the weights that begin like v keeps them and
 // looks at no others.
-FUNCTION float cut(const Team& team, const float* logits, int vocab, const Distribution& d, Measure measure, u64 limit) {
-  u32 found = 0;   // The bits of v from `shift` + 2 on; weights are at most 1, so the highest two are 0.
+FUNCTION float cut(Team& team, const float* logits, int vocab, const Distribution& d, Measure measure, u64 limit) {
+  u32 found = 0;   // The bits of v from `shift` + 3 on; weights are at most 1, so the highest two are 0.
   u64 above = 0;   // The measure of the weights that begin with more.
   float few[FEW];  // This thread's weights that begin with `found`, or did when it began to keep them.
   int kept = 0;
   bool are_few = false;
-  for (int shift = 28; shift >= 0; shift -= 2) {
-    u64 sums[3] = {0, 0, 0};  // Of those whose next two bits are at least 1, 2, 3.
+  for (int shift = 27; shift >= 0; shift -= 3) {
+    u64 sums[7] = {};  // Of those whose next three bits are at least 1, 2, .. 7.
     auto add = [&](float weight) {
       u32 bits = float_bits(weight);
-      if (bits >> (shift + 2) != found) return false;
+      if (bits >> (shift + 3) != found) return false;
       u64 own = measure == COUNT ? 1 : mass(weight);
-      for (u32 i = 0; i < 3; i++) sums[i] += (bits >> shift & 3) > i ? own : 0;
+      for (u32 i = 0; i < 7; i++) sums[i] += (bits >> shift & 7) > i ? own : 0;
       return true;
     };
     if (are_few) {
@@ -236,30 +321,27 @@ FUNCTION float cut(const Team& team, const float* logits, int vocab, const Distr
       });
       are_few = kept <= FEW;
     }
-    u32 next = 0;
-    for (; next < 3; next++) {
-      u64 larger = above + team.sum(sums[next]);
-      if (larger < limit) {
-        above = larger;
-        break;
-      }
-    }
-    found = found << 2 | next;
+    team.sum(sums);
+    u32 next = 7;
+    while (next > 0 && above + sums[next - 1] < limit) next--;
+    if (next < 7) above += sums[next];
+    found = found << 3 | next;
   }
   return fmaxf(bits_float(found), d.smallest);
 }
 
-FUNCTION u64 kept_mass(const Team& team, const float* logits, int vocab, const Distribution& d) {
-  u64 kept = 0;
+FUNCTION u64 kept_mass(Team& team, const float* logits, int vocab, const Distribution& d) {
+  u64 kept[1] = {0};
   each(team, logits, vocab, [&](float logit, int) {
     float weight = raw_weight(d, logit);
-    if (weight >= d.smallest) kept += mass(weight);
+    if (weight >= d.smallest) kept[0] += mass(weight);
   });
-  return team.sum(kept);
+  team.sum(kept);
+  return kept[0];
 }
 
 // Temperature, then min-p, top-k, top-p, as `probabilities` in sampling.py.
-FUNCTION Distribution distribution(const Team& team, const float* logits, int vocab, const Sampling& s) {
+FUNCTION Distribution distribution(Team& team, const float* logits, int vocab, const Sampling& s) {
   const u64 not_a_number = ~0ull;
   u64 best = 0;
   each(team, logits, vocab, [&](float logit, int v) {
@@ -285,7 +367,7 @@ FUNCTION Distribution distribution(const Team& team, const float* logits, int vo
 // argmax of score(v) / E_v over the vocabulary, with the exponentials of (seed, purpose, position): a draw in
 // proportion to the scores. -1 where every score is 0.
 template <typename Score>
-FUNCTION int race(const Team& team, int vocab, u64 seed, u64 purpose, u64 position, Score score) {
+FUNCTION int race(Team& team, int vocab, u64 seed, u64 purpose, u64 position, Score score) {
   u64 best = 0;
   for (int block = team.rank(); block * 8 < vocab; block += team.size()) {
     int first = block * 8, count = vocab - first < 8 ? vocab - first : 8;
@@ -309,7 +391,7 @@ FUNCTION int race(const Team& team, int vocab, u64 seed, u64 purpose, u64 positi
 
 // The token a model chooses at `position`; -1 where the logits are not numbers.
 FUNCTION int choose(
-    const Team& team, const float* logits, int vocab, const Distribution& d, u64 seed, u64 purpose, u64 position) {
+    Team& team, const float* logits, int vocab, const Distribution& d, u64 seed, u64 purpose, u64 position) {
   if (d.best < 0 || d.temperature == 0) return d.best;
   return race(team, vocab, seed, purpose, position, [&](int v) { return probability(d, logits[v]); });
 }
@@ -354,7 +436,7 @@ FUNCTION Verdict compare_tokens(const i64* drafts, const int* chosen, int count)
 // p, q: distributions of the target's and the draft's logits at each draft position; draft ids end at draft_vocab.
 // last: the target's choice after all of them.
 FUNCTION Verdict compare_logits(
-    const Team& team, const i64* drafts, int count, const Distribution* q, const float* draft_logits,
+    Team& team, const i64* drafts, int count, const Distribution* q, const float* draft_logits,
     i64 draft_row, int draft_vocab, const Distribution* p, const float* target_logits, int vocab, int last, u64 seed,
     u64 position) {
   for (int i = 0; i < count; i++) {
@@ -403,7 +485,7 @@ const u32 IN_PROMPT = 1u << 31;
 
 // See adjust in penalties.py; `drafts` of them came before, and `forbidden` ids must not come. Also in place.
 FUNCTION void adjust_row(
-    const Team& team, const float* logits, int vocab, const Sampling& s, const u32* counts, const i64* tokens,
+    Team& team, const float* logits, int vocab, const Sampling& s, const u32* counts, const i64* tokens,
     int drafts, const TokenValue* biases, const i64* stop_ids, int forbidden, float* adjusted) {
   // Penalties that are off change nothing, whatever the counts.
   for (int v = team.rank(); v < vocab; v += team.size()) {
@@ -428,7 +510,7 @@ FUNCTION float log_probability(const Distribution& d, float logit) {
 
 // The `count` likeliest ids in order, among equals the smaller one first; -1 where the vocabulary has no more.
 FUNCTION void likeliest(
-    const Team& team, const float* logits, int vocab, const Distribution& d, int count, TokenValue* found) {
+    Team& team, const float* logits, int vocab, const Distribution& d, int count, TokenValue* found) {
   u64 previous = ~0ull;
   for (int i = 0; i < count; i++) {
     u64 best = 0;
@@ -444,12 +526,14 @@ FUNCTION void likeliest(
 }
 
 // ---------------------------------------------------------------------------------------------------------- kernels
-// One block per row (blockIdx.x), and per position where there are several (blockIdx.y).
+// A Team per row (blockIdx.x), and per position where there are several (blockIdx.y); meetings [B, positions] of Teams.
 // tokens [B, width]: committed and draft tokens; progress [B]; sampling [B]; distributions [B, positions];
 // stop_ids [B, MAX_STOP_IDS]; draft_len: the most draft tokens of this round.
 
 // As in request.py, sampling.py and kv_cache/__init__.py.
 enum { MAX_STOP_IDS = 64, MAX_BIASES = 300, MAX_LOGPROBS = 20, BLOCK = 16 };
+
+FUNCTION Team team_of(Meeting* meetings) { return Team(meetings + blockIdx.x * gridDim.y + blockIdx.y); }
 
 // An engine's inputs: `count` tokens of each row from progress.length + offset on, written where they stand, and
 // `kept` positions whose logits are wanted, the first at progress.length + keep_from. One thread per row.
@@ -480,15 +564,16 @@ KERNEL void feed(
 ROW_KERNEL void adjust(
     const float* logits, int stride, int vocab, int positions, int first, const i64* tokens, int width,
     const Progress* progress, int draft_len, const Sampling* sampling, const u32* counts, int counted,
-    const TokenValue* biases, const i64* stop_ids, float* adjusted) {
+    const TokenValue* biases, const i64* stop_ids, float* adjusted, Meeting* meetings) {
   int row = blockIdx.x, drafts = first + blockIdx.y;
+  Team team = team_of(meetings);
   i64 place = ((i64)row * positions + blockIdx.y) * stride;
   const Sampling& s = sampling[row];
   const Progress& p = progress[row];
   if (p.remaining == 0 || drafts > draft_count(p, s, draft_len)) return;
   int forbidden = p.length + drafts < s.free_length ? s.stops : 0;
   adjust_row(
-      Team(), logits + place, vocab, s, counts + (i64)row * counted, tokens + (i64)row * width + p.length, drafts,
+      team, logits + place, vocab, s, counts + (i64)row * counted, tokens + (i64)row * width + p.length, drafts,
       biases + row * MAX_BIASES, stop_ids + row * MAX_STOP_IDS, forbidden, adjusted + place);
 }
 
@@ -496,9 +581,9 @@ ROW_KERNEL void adjust(
 // target's choice it is drawn with the target's random numbers.
 ROW_KERNEL void draw_draft(
     const float* logits, int stride, int vocab, i64* tokens, int width, const Progress* progress, int draft_len,
-    const Sampling* sampling, int step, Distribution* distributions) {
+    const Sampling* sampling, int step, Distribution* distributions, Meeting* meetings) {
   int row = blockIdx.x;
-  Team team;
+  Team team = team_of(meetings);
   const Sampling& s = sampling[row];
   if (step >= draft_count(progress[row], s, draft_len)) return;
   const float* own = logits + (i64)row * stride;
@@ -515,9 +600,9 @@ ROW_KERNEL void draw_draft(
 // chosen [B, draft_len + 1] where tokens are compared and behind a row's last draft token.
 ROW_KERNEL void judge_target(
     const float* logits, int vocab, const Progress* progress, int draft_len, const Sampling* sampling,
-    Distribution* distributions, int* chosen) {
+    Distribution* distributions, int* chosen, Meeting* meetings) {
   int row = blockIdx.x, position = blockIdx.y, place = row * (draft_len + 1) + position;
-  Team team;
+  Team team = team_of(meetings);
   const Sampling& s = sampling[row];
   int count = draft_count(progress[row], s, draft_len);
   if (progress[row].remaining == 0 || position > count) return;
@@ -539,9 +624,9 @@ ROW_KERNEL void accept(
     i64* tokens, int width, Progress* progress, int draft_len, const Sampling* sampling, const Distribution* q,
     const float* draft_logits, int step_stride, int draft_stride, int draft_vocab, const Distribution* p,
     const int* chosen, const float* target_logits, int vocab, const i64* stop_ids, u32* counts, int counting,
-    i64* records) {
+    i64* records, Meeting* meetings) {
   int row = blockIdx.x, first = row * (draft_len + 1);
-  Team team;
+  Team team = team_of(meetings);
   const Sampling& s = sampling[row];
   const Progress before = progress[row];
   int count = draft_count(before, s, draft_len);
@@ -564,9 +649,10 @@ ROW_KERNEL void accept(
 // The log-probabilities of what `accept` wrote down, by the target's unchanged logits [B, draft_len + 1, vocab]:
 // found [B, draft_len + 1, 1 + MAX_LOGPROBS]: the token's own, then those of the likeliest ids.
 ROW_KERNEL void log_probabilities(
-    const float* logits, int vocab, int draft_len, const Sampling* sampling, const i64* records, TokenValue* found) {
+    const float* logits, int vocab, int draft_len, const Sampling* sampling, const i64* records, TokenValue* found,
+    Meeting* meetings) {
   int row = blockIdx.x, position = blockIdx.y, place = row * (draft_len + 1) + position;
-  Team team;
+  Team team = team_of(meetings);
   const i64* record = records + row * (3 + draft_len);
   i64 accepted = record[1], token = position < accepted ? record[3 + position] : record[2];
   if (sampling[row].logprobs < 0 || position > accepted || token < 0) return;
@@ -580,25 +666,67 @@ ROW_KERNEL void log_probabilities(
   likeliest(team, own, vocab, d, sampling[row].logprobs, found + 1);
 }
 
-// Positions start .. of a cache's row [heads, length, width] to blocks of its pool [blocks, heads, BLOCK, width] or
-// back: block blockIdx.x of them, head blockIdx.y. size: 2-byte units of a position, as elements have 2 or 4 bytes.
-KERNEL void copy_blocks(
-    u16* row, int heads, int length, int size, int start, u16* pool, const int* blocks, int saving) {
-  Team team;
-  u16* positions = row + ((i64)blockIdx.y * length + start + blockIdx.x * BLOCK) * size;
-  u16* block = pool + ((i64)blocks[blockIdx.x] * heads + blockIdx.y) * BLOCK * size;
-  u16 *to = saving ? block : positions, *from = saving ? positions : block;
-  for (int i = team.rank(); i < BLOCK * size; i += team.size()) to[i] = from[i];
-}
+// A tensor of a cache, as in kv_cache/device.py: rows [rows, heads, length], pool [blocks, heads, BLOCK] of positions.
+struct CacheTensor {
+  u8 *rows, *pool;
+  int heads;
+  int size;  // Bytes of a position; even, as elements have 2 or 4.
+};
 
-// Exchange two arrays of `size` 2-byte units: each block `share` of them.
-KERNEL void swap(u16* one, u16* other, int size, int share) {
-  Team team;
-  i64 end = (i64)(blockIdx.x + 1) * share;
-  if (end > size) end = size;
-  for (i64 i = (i64)blockIdx.x * share + team.rank(); i < end; i += team.size()) {
-    u16 kept = one[i];
-    one[i] = other[i];
-    other[i] = kept;
+// do(unit, count): this thread's share of `bytes`, in units of 16 bytes where all addresses are multiples of them.
+template <typename Wide, typename Narrow>
+FUNCTION void each_unit(u64 addresses, i64 bytes, Wide wide, Narrow narrow) {
+  bool aligned = (addresses | bytes) % sizeof(Four) == 0;
+  i64 count = bytes / (aligned ? sizeof(Four) : sizeof(u16)), step = (i64)gridDim.x * blockDim.x;
+  for (i64 unit = (i64)blockIdx.x * blockDim.x + threadIdx.x; unit < count; unit += step) {
+    if (aligned) wide(unit);
+    else narrow(unit);
   }
 }
+
+template <typename Unit>
+FUNCTION void exchange(void* one, void* other, i64 unit) {
+  Unit kept = ((Unit*)one)[unit];
+  ((Unit*)one)[unit] = ((Unit*)other)[unit];
+  ((Unit*)other)[unit] = kept;
+}
+
+FUNCTION void swap_bytes(void* one, void* other, i64 bytes) {
+  each_unit((u64)one | (u64)other, bytes, [=](i64 unit) { exchange<Four>(one, other, unit); },
+            [=](i64 unit) { exchange<u16>(one, other, unit); });
+}
+
+FUNCTION void copy_bytes(void* to, const void* from, i64 bytes) {
+  each_unit((u64)to | (u64)from, bytes, [=](i64 unit) { ((Four*)to)[unit] = ((const Four*)from)[unit]; },
+            [=](i64 unit) { ((u16*)to)[unit] = ((const u16*)from)[unit]; });
+}
+
+FUNCTION u8* position_of(const CacheTensor& tensor, int length, i64 row, int head, int position) {
+  return tensor.rows + ((row * tensor.heads + head) * length + position) * tensor.size;
+}
+
+// Positions start .. of a row, of every tensor (blockIdx.z) and head (blockIdx.y), to `count` blocks of its pool or back.
+KERNEL void copy_blocks(
+    const CacheTensor* tensors, int length, int row, int start, const int* blocks, int count, int saving) {
+  const CacheTensor& tensor = tensors[blockIdx.z];
+  int head = blockIdx.y;
+  if (head >= tensor.heads) return;
+  for (int i = 0; i < count; i++) {
+    u8* positions = position_of(tensor, length, row, head, start + i * BLOCK);
+    u8* block = tensor.pool + ((i64)blocks[i] * tensor.heads + head) * BLOCK * tensor.size;
+    copy_bytes(saving ? block : positions, saving ? positions : block, BLOCK * tensor.size);
+  }
+}
+
+// Exchange the first `positions` of two rows, of every tensor (blockIdx.z) and head (blockIdx.y).
+KERNEL void swap_rows(const CacheTensor* tensors, int length, int one, int other, int positions) {
+  const CacheTensor& tensor = tensors[blockIdx.z];
+  int head = blockIdx.y;
+  if (head >= tensor.heads) return;
+  swap_bytes(
+      position_of(tensor, length, one, head, 0), position_of(tensor, length, other, head, 0),
+      (i64)positions * tensor.size);
+}
+
+// Exchange two arrays of `bytes`, an even number.
+KERNEL void swap(void* one, void* other, int bytes) { swap_bytes(one, other, bytes); }

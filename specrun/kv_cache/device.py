@@ -7,9 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from specrun.devices import Device, DeviceArray, swap
+from specrun.devices import Device, DeviceArray
 from specrun.engine_dir import CacheTensor
+from specrun.kernels import memory_blocks
 from specrun.kv_cache import BLOCK
+
+# As in kernels/round.cu.
+_TENSOR = np.dtype([("rows", "<u8"), ("pool", "<u8"), ("heads", "<i4"), ("size", "<i4")])
 
 
 class DeviceKVCache:
@@ -35,6 +39,15 @@ class DeviceKVCache:
         self._tensors = [device.zeros((rows * shape.heads * length * shape.width,), storage) for shape in shapes]
         self._pool = [device.zeros((blocks, shape.heads, BLOCK, shape.width), storage) for shape in shapes]
         self._numbers = device.zeros((length // BLOCK,), np.int32)
+        size = np.dtype(storage).itemsize
+        table = [
+            (rows.address, pool.address, shape.heads, shape.width * size)
+            for shape, rows, pool in zip(shapes, self._tensors, self._pool, strict=True)
+        ]
+        self._table = device.zeros((len(table),), _TENSOR)
+        device.write(self._table, np.array(table, _TENSOR))
+        self._most_heads = max(shape.heads for shape in shapes)
+        self._most_bytes = max(shape.width for shape in shapes) * size
 
     def part(self, first: int, rows: int) -> list[DeviceArray]:
         """The tensors of rows ``first .. first + rows``, in the memory of the whole."""
@@ -49,9 +62,11 @@ class DeviceKVCache:
             self._device.clear(tensor)
 
     def swap(self, one: int, other: int, held: tuple[int, int]) -> None:
-        """See ``KVCache``. Whole rows: on a device that is quick."""
-        for ours, theirs in zip(self.part(one, 1), self.part(other, 1), strict=True):
-            swap(self._device, ours, theirs)
+        """See ``KVCache``."""
+        positions = max(held)
+        if positions:
+            grid = (memory_blocks(positions * self._most_bytes), self._most_heads, len(self._shapes))
+            self._device.launch("swap_rows", grid, self._table, self.length, one, other, positions)
 
     def save(self, row: int, start: int, blocks: Sequence[int]) -> None:
         """See ``KVCache``."""
@@ -68,9 +83,6 @@ class DeviceKVCache:
             raise ValueError(f"{len(blocks)} blocks from position {start} of {self.length}")
         numbers = self._numbers.part(0, (len(blocks),))
         self._device.write(numbers, np.array(blocks, np.int32))
-        for tensor, pool in zip(self.part(row, 1), self._pool, strict=True):
-            _, heads, length, width = tensor.shape
-            units = width * tensor.dtype.itemsize // 2
-            self._device.launch(
-                "copy_blocks", (len(blocks), heads), tensor, heads, length, units, start, pool, numbers, int(saving)
-            )
+        grid = (1, self._most_heads, len(self._shapes))
+        own = (row, start, numbers, len(blocks), int(saving))
+        self._device.launch("copy_blocks", grid, self._table, self.length, *own)

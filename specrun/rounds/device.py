@@ -74,7 +74,7 @@ class DeviceRound(CachedTexts[DeviceRunner]):
         self.use_logits = use_logits
         self.device = target.device
         width = target.config.build_config.max_seq_len + draft_len + 1
-        self.rows = self._draft_rows = DeviceRows(self.device, max_rows, width, self.target.vocab)
+        self.rows = self._draft_rows = DeviceRows(self.device, max_rows, width, self.target.vocab, draft_len + 1)
         self._apart = self.draft is not None and self.draft.device is not self.device
         positions = (max_rows, draft_len + 1)
         self._chosen = self.device.zeros(positions, np.int32)
@@ -85,7 +85,7 @@ class DeviceRound(CachedTexts[DeviceRunner]):
             distributions = self.draft.device.zeros((max_rows, draft_len), DISTRIBUTION)
             self._drafted = self._sent = (distributions, self.draft.logits)
             if self._apart:
-                self._draft_rows = DeviceRows(self.draft.device, max_rows, width, self.target.vocab)
+                self._draft_rows = DeviceRows(self.draft.device, max_rows, width, self.target.vocab, 1)
                 distributions, logits = (self.device.zeros(array.shape, array.dtype) for array in self._drafted)
                 self._sent = (distributions, logits)
         # Of no rows until one wants its logits adjusted.
@@ -203,15 +203,15 @@ class DeviceRound(CachedTexts[DeviceRunner]):
             rows.adjust(raw, target.vocab, 0, g, logits)
         judged = (self._target_distributions, self._chosen)
         own = (rows.progress, g, rows.sampling)
-        self.device.launch("judge_target", (batch.size, g + 1), logits, target.vocab, *own, *judged)
+        rows.launch("judge_target", batch.size, g + 1, logits, target.vocab, *own, *judged)
         drafting = self.draft or target
         draft = (*self._sent, drafting.step_stride, drafting.vocab, min(drafting.vocab, target.vocab))
         ends = (rows.stop_ids, rows.counts, int(batch.adjusts), self._records)
-        self.device.launch("accept", (batch.size, 1), *rows.state(g), *draft, *judged, logits, target.vocab, *ends)
+        rows.launch("accept", batch.size, 1, *rows.state(g), *draft, *judged, logits, target.vocab, *ends)
         self.device.fetch(self._records, self._mirror)
         if batch.logprobs:
             wanted = (g, rows.sampling, self._records, self._logprobs)
-            self.device.launch("log_probabilities", (batch.size, g + 1), raw, target.vocab, *wanted)
+            rows.launch("log_probabilities", batch.size, g + 1, raw, target.vocab, *wanted)
             self.device.fetch(self._logprobs, self._logprobs_mirror)
 
     def _queue_draft(self, draft: DeviceRunner, g: int) -> None:
@@ -228,7 +228,7 @@ class DeviceRound(CachedTexts[DeviceRunner]):
             if batch.adjusts:
                 rows.adjust(logits, vocab, step, g, logits)
             own = (*rows.state(g), step, distributions)
-            draft.device.launch("draw_draft", (batch.size, 1), logits, draft.vocab, vocab, *own)
+            rows.launch("draw_draft", batch.size, 1, logits, draft.vocab, vocab, *own)
         if self._apart:
             self.device.follow(draft.device)
             self.device.copy(self.rows.tokens, rows.tokens)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specrun.devices import Device, DeviceArray, swap
-from specrun.kernels import MAX_VOCAB
+from specrun.kernels import MAX_VOCAB, MEETING_BYTES, team_blocks
 from specrun.request import MAX_STOP_IDS, Request
 from specrun.sampling import MAX_BIASES
 
@@ -40,9 +40,12 @@ IN_PROMPT = np.uint32(1 << 31)
 
 
 class DeviceRows:
-    """The rows of a round on one device. The target's device decides; a draft elsewhere is sent copies."""
+    """The rows of a round on one device. The target's device decides; a draft elsewhere is sent copies.
 
-    def __init__(self, device: Device, rows: int, width: int, vocab: int) -> None:
+    positions: of a row that one kernel works on, at most.
+    """
+
+    def __init__(self, device: Device, rows: int, width: int, vocab: int, positions: int) -> None:
         self.device = device
         self.width = width
         self.vocab = vocab
@@ -50,6 +53,7 @@ class DeviceRows:
         self.progress = device.zeros((rows,), PROGRESS)
         self.sampling = device.zeros((rows,), SAMPLING)
         self.stop_ids = device.zeros((rows, MAX_STOP_IDS), np.int64)
+        self._meetings = device.zeros((rows * positions, MEETING_BYTES), np.uint8)
         # How often tokens are in each row's text, and its biases: of no rows until one wants its logits adjusted.
         self.counts = device.zeros((0, vocab), np.uint32)
         self.biases = device.zeros((0, MAX_BIASES), TOKEN_VALUE)
@@ -90,6 +94,11 @@ class DeviceRows:
         """What kernels are told of the rows in a round of ``draft_len``."""
         return self.tokens, self.width, self.progress, draft_len, self.sampling
 
+    def launch(self, kernel: str, batch: int, positions: int, *arguments: DeviceArray | int) -> None:
+        """Queue a kernel with a team for every one of ``positions`` positions of ``batch`` rows."""
+        blocks = team_blocks(batch * positions, self.vocab, self.device.multiprocessors)
+        self.device.launch(kernel, (batch, positions, blocks), *arguments, self._meetings)
+
     def adjust(self, logits: DeviceArray, vocab: int, first: int, draft_len: int, adjusted: DeviceArray) -> None:
         """Queue the adjustment of ``logits`` [B, positions, V], of which ``vocab`` ids count.
 
@@ -97,7 +106,7 @@ class DeviceRows:
         """
         batch, positions, stride = logits.shape
         own = (*self.state(draft_len), self.counts, self.vocab, self.biases, self.stop_ids)
-        self.device.launch("adjust", (batch, positions), logits, stride, vocab, positions, first, *own, adjusted)
+        self.launch("adjust", batch, positions, logits, stride, vocab, positions, first, *own, adjusted)
 
     def _begin_adjusting(self, row: int, request: Request) -> None:
         if not self.counts.shape[0]:

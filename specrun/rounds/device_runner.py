@@ -64,7 +64,7 @@ class DeviceRunner:
         """
         feed = self._feed(batch, count, kept)
         source, room = (rows.tokens, rows.width, rows.progress), self.backend.cache.length
-        self.device.launch("feed", (batch, 1), *source, offset, count, keep_from, kept, room, self.vocab, *feed)
+        self.device.launch("feed", (batch, 1, 1), *source, offset, count, keep_from, kept, room, self.vocab, *feed)
         logits = self._step_logits(batch, step, kept)
         self.backend.enqueue(feed, logits, 0, fixed=True)
         return logits

@@ -355,10 +355,11 @@ def _place(words: list[str], address: str, size: int, writes: bool, line: int, f
         return f"thread->services->shared(thread, {address}, {size}, {str(writes).lower()}, {line})"
     if "local" in words:
         return f"reinterpret_cast<void*>({address})"
-    if "global" in words:
-        function.ranges += 1
-        return f"global(thread, {address}, {size}, ranges[{function.ranges - 1}], {line})"
-    raise ValueError("the kind of memory")
+    if "const" in words:
+        raise ValueError("the kind of memory")
+    # Global, or whatever the address says: shared memory has no such addresses here (see _cvta), so it is global.
+    function.ranges += 1
+    return f"global(thread, {address}, {size}, ranges[{function.ranges - 1}], {line})"
 
 
 def _memory(words: list[str], operands: list[str], line: int, function: _Function) -> str:
@@ -412,6 +413,9 @@ def _branch(words: list[str], operands: list[str], line: int, function: _Functio
 
 
 def _barrier(words: list[str], operands: list[str], line: int, function: _Function) -> str:
+    if words == ["bar", "warp", "sync"]:
+        own = f"int(thread->tid[0] & 31), {_value(operands[0], 'u32', function)}"
+        return f"thread->services->shuffle(thread, 0, {own}, {line});"
     if operands != ["0"]:
         raise ValueError("a barrier of some threads")
     return f"thread->services->barrier(thread, {line});"
@@ -428,6 +432,15 @@ def _shuffle(words: list[str], operands: list[str], line: int, function: _Functi
     source, own = _value(mask, "u32", function), _value(value, "u32", function)
     received = f"thread->services->shuffle(thread, {own}, {other}, {source}, {line})"
     return f"{whole} {_store(to, 'u32', received)}{inside}"
+
+
+def _vote(words: list[str], operands: list[str], line: int, function: _Function) -> str:
+    to, own, mask = operands
+    if words[1:] != ["sync", "any", "pred"]:
+        raise ValueError("this vote")
+    value = _value(own, "pred", function)
+    received = f"thread->services->shuffle(thread, {value}, ANY_LANE, {_value(mask, 'u32', function)}, {line})"
+    return f"{_register(to)} = {received};"
 
 
 def _bfi(words: list[str], operands: list[str], line: int, function: _Function) -> str:
@@ -458,6 +471,7 @@ _OTHERS: dict[str, _Translate] = {
     "bra": _branch,
     "bar": _barrier,
     "shfl": _shuffle,
+    "vote": _vote,
     "ret": lambda words, operands, line, function: "return;",
     "exit": lambda words, operands, line, function: "return;",
     "membar": lambda words, operands, line, function: "",

@@ -48,7 +48,7 @@ def test_kernels_of_a_caller(device: CudaDevice) -> None:
     text = 'extern "C" __global__ void number(int* out, int n) { out[threadIdx.x] = n * threadIdx.x; }'
     device.add_kernels(text, {"number": 64})
     out = device.zeros((64,), np.int32)
-    device.launch("number", (1, 1), out, 3)
+    device.launch("number", (1, 1, 1), out, 3)
     mirror = device.mirror(out)
     device.fetch(out, mirror)
     device.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -37,13 +38,11 @@ __all__ = [
 HARD = ("narrow", "odd", "ties", "minus infinity", "far apart", "subnormal weights")
 
 
-@pytest.fixture(autouse=True, params=[False, True], ids=["forwards", "backwards"])
-def order(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Threads and blocks first to last, and last to first."""
-    if not request.param:
-        yield
-        return
-    with gpus.backwards():
+@pytest.fixture(autouse=True, params=[1, 2], ids=["a block", "two blocks"])
+def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Teams of one block, first thread first; teams of two, last thread first."""
+    monkeypatch.setattr(host_device, "blocks_of_a_team", request.param)
+    with gpus.backwards() if request.param > 1 else contextlib.nullcontext():
         yield
 
 
@@ -55,19 +54,21 @@ def test_rejection_sampling(params: SamplingParams) -> None:
 @pytest.mark.parametrize("params", test_kernels.PARAMS[1:10:2], ids=str)
 @pytest.mark.parametrize("name", HARD)
 def test_a_row_is_the_host_builds(name: str, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one thread does everything. exp may differ in the last bit, and what comes of it."""
+    """There one thread does everything. exp may differ in the last bit, and what comes of it."""
     logits = test_kernels.rows()[name]
     found, token = test_kernels.judge(logits, params, 9)
     monkeypatch.setattr(host_device, "kernel_device", lambda: HostDevice(1))
+    monkeypatch.setattr(host_device, "blocks_of_a_team", 1)
     expected, its_token = test_kernels.judge(logits, params, 9)
     assert (token, *found.tolist()[:3]) == (its_token, *expected.tolist()[:3])
     assert found.tolist()[3:] == pytest.approx(expected.tolist()[3:], rel=1e-6)
 
 
 @pytest.mark.parametrize("name", HARD)
-def test_the_order_of_threads_changes_no_bit(name: str) -> None:
-    logits = test_kernels.rows()[name]
-    one = [test_kernels.judge(logits, params, 9) for params in test_kernels.PARAMS[1:10:2]]
-    with gpus.backwards():
-        other = [test_kernels.judge(logits, params, 9) for params in test_kernels.PARAMS[1:10:2]]
-    assert [(found.tobytes(), token) for found, token in one] == [(found.tobytes(), token) for found, token in other]
+def test_neither_the_order_nor_the_number_of_threads_changes_a_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for blocks in (1, 2, 5):
+        monkeypatch.setattr(host_device, "blocks_of_a_team", blocks)
+        judged = [test_kernels.judge(test_kernels.rows()[name], params, 9) for params in test_kernels.PARAMS[1:10:2]]
+        found.append([(distribution.tobytes(), token) for distribution, token in judged])
+    assert found[0] == found[1] == found[2]

@@ -132,11 +132,11 @@ def test_memory_of_another_gpu(device: CudaDevice) -> None:
 
 def test_a_kernel_that_takes_other_arguments(device: CudaDevice) -> None:
     out = device.zeros((1 << 20,), np.uint16)
-    device.launch("swap", (1, 1), out, out, 8, 8)
+    device.launch("swap", (1, 1, 1), out, out, 8)
     device.wait()
     assert gpus.violations() == []
-    for wrong in ((out, out, 8, out), (8, out, 8, 8)):
-        device.launch("swap", (1, 1), *wrong)
+    for wrong in ((out, out, 8, 8), (8, out, 8), (out, out)):
+        device.launch("swap", (1, 1, 1), *wrong)
         breaks("for a kernel that takes")
 
 

@@ -88,7 +88,7 @@ def _measure_launches(results: Results, device: CudaDevice, count: int) -> None:
     one = device.zeros((8,), np.uint16)
 
     def launch() -> None:
-        device.launch("swap", (1, 1), one, one, 0, 0)
+        device.launch("swap", (1, 1, 1), one, one, 0)
 
     results.put(node_us=mean_seconds(device, launch, calls=count) * 1e6)
     results.put(nodes_of_a_launch=count_nodes(device, launch))

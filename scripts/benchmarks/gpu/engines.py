@@ -78,7 +78,7 @@ class _Calls:
         build = self.config.build_config
         self.rows = build.max_batch_size
         self.runner = DeviceRunner(backend, self.rows, build.max_draft_len + 1, 1, 0)
-        self.texts = DeviceRows(device, self.rows, build.cache_length, self.config.graph.vocab_size)
+        self.texts = DeviceRows(device, self.rows, build.cache_length, self.config.graph.vocab_size, 1)
 
     def measure_round(self, results: Results, batch: int, sequence: int) -> None:
         """A round's call of ``sequence`` tokens and as many logits, behind short and long texts."""

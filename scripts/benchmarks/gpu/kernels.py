@@ -11,8 +11,10 @@ import numpy as np
 from scripts.benchmarks.gpu.results import Figures, Results
 from scripts.benchmarks.gpu.sizes import Size
 from scripts.benchmarks.gpu.timing import mean_seconds
-from specrun.devices import Device, swap
+from specrun.devices import Device
+from specrun.engine_dir import CacheTensor
 from specrun.kv_cache import BLOCK
+from specrun.kv_cache.device import DeviceKVCache
 from specrun.request import MAX_LOGPROBS, Request
 from specrun.rounds.device import DISTRIBUTION
 from specrun.rounds.device_rows import PROGRESS, TOKEN_VALUE, DeviceRows
@@ -63,7 +65,7 @@ def _prepare(device: Device, rows: int, vocab: int) -> tuple[DeviceRows, dict[st
     logits, draft_logits = (device.zeros((rows, count, vocab), np.float32) for count in (g + 1, g))
     for array in (logits, draft_logits):
         device.write(array, (rng.normal(size=array.shape) * 3).astype(np.float32))
-    state = DeviceRows(device, rows, _WIDTH, vocab)
+    state = DeviceRows(device, rows, _WIDTH, vocab, g + 1)
     # Penalties and log-probabilities are queued only for requests that want them; here all want everything.
     params = SamplingParams(presence_penalty=0.5, logit_bias={1: 1.0})
     state.begin(0, [Request([1] * 8, params, 1, draft_len=g, logprobs=MAX_LOGPROBS) for _ in range(rows)], g, False)
@@ -76,34 +78,34 @@ def _prepare(device: Device, rows: int, vocab: int) -> tuple[DeviceRows, dict[st
     own, whole = (state.progress, g, state.sampling), state.state(g)
     # The draft's logits of a step lie behind those of the step before.
     drafted = (q, draft_logits, rows * vocab, vocab, vocab)
-    one, each = (rows, 1), (rows, g + 1)
-    counted = (state.counts, vocab, state.biases, state.stop_ids, adjusted)
+    fed: tuple[Any, ...] = (state.tokens, _WIDTH, state.progress, -1, g + 1, -1, g + 1, _WIDTH, vocab, *inputs)
     calls: dict[str, tuple[Any, ...]] = {
-        "feed": (one, state.tokens, _WIDTH, state.progress, -1, g + 1, -1, g + 1, _WIDTH, vocab, *inputs),
-        "draw_draft": (one, draft_logits, vocab, vocab, *whole, 0, q),
-        "judge_target": (each, logits, vocab, *own, p, chosen),
-        "accept": (one, *whole, *drafted, p, chosen, logits, vocab, state.stop_ids, state.counts, 0, records),
-        "adjust": (each, logits, vocab, vocab, g + 1, 0, *whole, *counted),
-        "log_probabilities": (each, logits, vocab, g, state.sampling, records, found),
+        "draw_draft": (1, draft_logits, vocab, vocab, *whole, 0, q),
+        "judge_target": (g + 1, logits, vocab, *own, p, chosen),
+        "accept": (1, *whole, *drafted, p, chosen, logits, vocab, state.stop_ids, state.counts, 0, records),
+        "log_probabilities": (g + 1, logits, vocab, g, state.sampling, records, found),
     }
-    return state, {kernel: functools.partial(device.launch, kernel, *call) for kernel, call in calls.items()}
+    return state, {
+        "feed": functools.partial(device.launch, "feed", (rows, 1, 1), *fed),
+        **{kernel: functools.partial(state.launch, kernel, rows, *call) for kernel, call in calls.items()},
+        "adjust": functools.partial(state.adjust, logits, vocab, 0, g, adjusted),
+    }
 
 
 def _time_memory(results: Results, device: Device, size: Size) -> None:
-    """What changes places or is kept between rounds, as a cache of 16 heads of 64 channels in 16 bits holds it."""
-    heads, width = 16, 64
+    """What changes places or is kept between rounds: rows of 32 layers of 8 heads with 128 channels in 16 bits."""
     length = max(BLOCK, size.max_seq_len // BLOCK * BLOCK)
-    row, other = (device.zeros((heads, length, width), np.uint16) for _ in range(2))
     blocks = length // BLOCK
-    pool, numbers = device.zeros((blocks, heads, BLOCK, width), np.uint16), device.zeros((blocks,), np.int32)
-    device.write(numbers, np.arange(blocks, dtype=np.int32))
-    save = ((blocks, heads), row, heads, length, width, 0, pool, numbers, 1)
-    works: dict[str, tuple[int, Callable[[], None]]] = {
-        "swap": (4, lambda: swap(device, row, other)),
-        "copy_blocks": (2, lambda: device.launch("copy_blocks", *save)),
-        "copy": (2, lambda: device.copy(row, other)),
-        "clear": (1, lambda: device.clear(row)),
+    cache = DeviceKVCache(device, [CacheTensor(heads=8, width=128)] * size.cache_tensors, np.uint16, 2, length, blocks)
+    one, other = (cache.part(row, 1)[0] for row in range(2))
+    row_bytes = one.nbytes * size.cache_tensors
+    works: dict[str, tuple[int, bool, Callable[[], None]]] = {
+        "swap": (4 * row_bytes, True, lambda: cache.swap(0, 1, (length, length))),
+        # It writes the numbers of the blocks, for which it waits.
+        "save": (2 * row_bytes, False, lambda: cache.save(0, 0, range(blocks))),
+        "copy": (2 * one.nbytes, True, lambda: device.copy(one, other)),
+        "clear": (row_bytes, True, lambda: cache.clear(0)),
     }
-    for name, (moved, work) in works.items():
-        seconds = mean_seconds(device, work, calls=size.calls)
-        results.part(name).put(bytes=row.nbytes, us=seconds * 1e6, bytes_per_second=moved * row.nbytes / seconds)
+    for name, (moved, recordable, work) in works.items():
+        seconds = mean_seconds(device, work, recordable, size.calls)
+        results.part(name).put(bytes_moved=moved, us=seconds * 1e6, bytes_per_second=moved / seconds)

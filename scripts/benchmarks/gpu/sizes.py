@@ -25,6 +25,8 @@ class Size:
     output_len: int = 96
     repetitions: int = 3
     soak_rounds: int = 10_000
+    cache_tensors: int = 64
+    """Of the cache whose rows are moved."""
     copied_bytes: int = 1 << 30
     calls: int = 50
     """Of a kernel, in the graph that is timed."""
@@ -59,6 +61,7 @@ SIZES = {
         output_len=12,
         repetitions=1,
         soak_rounds=60,
+        cache_tensors=2,
         copied_bytes=1 << 16,
         calls=2,
         empty_nodes=10,

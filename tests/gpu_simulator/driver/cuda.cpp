@@ -59,6 +59,7 @@ using namespace gpu;
 namespace {
 
 constexpr size_t TOTAL = 24ull << 30;
+constexpr int MULTIPROCESSORS = 132;
 constexpr size_t PAGE = 2 << 20;  // Of an allocation; an empty one lies between two.
 constexpr size_t POISONED = 64 << 20;
 constexpr unsigned char POISON = 0xc9;
@@ -219,7 +220,7 @@ int cuDeviceGetUuid_v2(char* uuid, int device) {
 int cuDeviceGetAttribute(int* value, int attribute, int) {
   BEGIN;
   // As an H100's: compute capability 9.0, 132 multiprocessors, unified addressing, cooperative launches.
-  static const std::map<int, int> known = {{1, 1024}, {10, 32}, {16, 132}, {41, 1}, {75, 9}, {76, 0}, {95, 1}};
+  static const std::map<int, int> known = {{1, 1024}, {10, 32}, {16, MULTIPROCESSORS}, {41, 1}, {75, 9}, {76, 0}, {95, 1}};
   auto found = known.find(attribute);
   *value = found == known.end() ? 0 : found->second;
   return SUCCESS;
@@ -276,11 +277,6 @@ int cuCtxPopCurrent_v2(Device** context) {
 int cuCtxGetDevice(int* device) {
   NEEDS_CONTEXT;
   *device = world().current->number;
-  return SUCCESS;
-}
-
-int cuCtxGetDevice_v2(int* device, Device* context) {
-  *device = context->number;
   return SUCCESS;
 }
 
@@ -579,6 +575,15 @@ int cuKernelGetParamInfo(const Kernel* kernel, size_t index, size_t* offset, siz
   return SUCCESS;
 }
 
+// As if every kernel used as many registers as 1024 threads may have.
+static uint32_t resident_blocks(uint32_t threads) { return 65536 / (64 * threads); }
+
+int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* count, const Kernel*, int threads, size_t) {
+  BEGIN;
+  *count = static_cast<int>(resident_blocks(threads));
+  return SUCCESS;
+}
+
 static int launch(const Kernel* kernel, const uint32_t* grid, const uint32_t* block, bool cooperative, Stream* stream,
                   void** arguments) {
   NEEDS_CONTEXT;
@@ -587,7 +592,7 @@ static int launch(const Kernel* kernel, const uint32_t* grid, const uint32_t* bl
   uint32_t threads = block[0] * block[1] * block[2];
   REQUIRE(threads && threads <= kernel->max_threads, INVALID_VALUE, std::string(kernel->name) + ": threads of a block");
   REQUIRE(grid[0] && grid[1] && grid[2] && grid[1] < 65536 && grid[2] < 65536, INVALID_VALUE, std::string(kernel->name) + ": a grid's size");
-  REQUIRE(!cooperative || grid[0] * grid[1] * grid[2] <= 132 * (2048 / threads), COOPERATIVE_LAUNCH_TOO_LARGE, "more blocks than run together");
+  REQUIRE(!cooperative || grid[0] * grid[1] * grid[2] <= MULTIPROCESSORS * resident_blocks(threads), COOPERATIVE_LAUNCH_TOO_LARGE, "more blocks than run together");
   Launch it{kernel, stream->device, {grid[0], grid[1], grid[2]}, {block[0], block[1], block[2]}, cooperative, {}};
   if (int last = kernel->num_parameters - 1; last >= 0) it.parameters.resize(kernel->offsets[last] + kernel->sizes[last]);
   for (int index = 0; index < kernel->num_parameters; index++)

@@ -20,7 +20,7 @@ namespace {
 
 // Not a power of 2, so that the stacks of a block do not fight for the same lines of the cache.
 constexpr size_t STACK = (16 << 10) + 13 * 64;
-constexpr int MOST_IDLE = 10000;
+constexpr size_t MOST_LOOKS = 1000;
 
 #ifdef __x86_64__
 using Place = void*;
@@ -58,7 +58,6 @@ struct Fiber : Thread {
   Place place;
   Team* team;
   State state = READY;
-  bool looks = false;
   int line = 0;
   uint32_t received = 0;  // From a shuffle.
   uint32_t rank;          // In the block.
@@ -82,6 +81,7 @@ struct Team {
   std::vector<Warp> warps;
   std::vector<char> shared;
   std::vector<Touch> touches;
+  std::deque<Fiber*> ready;  // Threads that can run, in the order of their turns.
   uint32_t waiting = 0, alive = 0, epoch = 1;
   int barrier_line = 0;
 };
@@ -89,9 +89,11 @@ struct Team {
 struct Run {
   const Launch* launch;
   Place scheduler;
-  std::vector<Fiber*> order;
-  size_t turn = 0;     // The place in `order` of the thread that runs.
-  bool moved = false;  // Whether a thread did more than look, in this turn.
+  std::vector<Team> teams;
+  size_t turn = 0;  // The team that runs: as far as it can, before another does.
+  Fiber* current = nullptr;
+  size_t alive = 0;  // Threads that have not ended.
+  size_t looks = 0;  // Turns since one did more than look whether memory has changed.
   std::string error;
   Result code = SUCCESS;
 };
@@ -108,18 +110,28 @@ void change(Place* from, Place* to) {
 #endif
 }
 
-// The next thread of this turn that can run; nullptr at the turn's end.
+// The next thread to run; nullptr where none can, or where all that can only look whether memory has changed.
 Fiber* next() {
-  while (++now->turn < now->order.size())
-    if (now->order[now->turn]->state == READY) return now->order[now->turn];
+  if (!now->error.empty() || now->looks > MOST_LOOKS * now->alive) return nullptr;
+  for (size_t teams = now->teams.size(), tried = 0; tried < teams; tried++, now->turn = (now->turn + 1) % teams) {
+    auto& ready = now->teams[now->turn].ready;
+    if (ready.empty()) continue;
+    now->current = ready.front();
+    ready.pop_front();
+    return now->current;
+  }
   return nullptr;
 }
 
 // Let others run; returns when it is this thread's turn again.
 void leave(Fiber* fiber) {
-  now->moved |= !fiber->looks;
-  Fiber* other = now->error.empty() ? next() : nullptr;
-  change(&fiber->place, other ? &other->place : &now->scheduler);
+  Fiber* other = next();
+  if (other != fiber) change(&fiber->place, other ? &other->place : &now->scheduler);
+}
+
+void wake(Fiber* fiber) {
+  fiber->state = READY;
+  fiber->team->ready.push_back(fiber);
 }
 
 [[noreturn]] void give_up(Fiber* fiber, Result code, const std::string& why, int line) {
@@ -141,8 +153,12 @@ std::string hexadecimal(uint64_t value) {
 void release_barrier(Team* team) {
   team->waiting = 0;
   team->epoch++;
-  for (Fiber& fiber : team->fibers)
-    if (fiber.state == AT_BARRIER) fiber.state = READY;
+  now->looks = 0;
+  auto release = [](Fiber& fiber) {
+    if (fiber.state == AT_BARRIER) wake(&fiber);
+  };
+  if (world().backwards) std::for_each(team->fibers.rbegin(), team->fibers.rend(), release);
+  else std::for_each(team->fibers.begin(), team->fibers.end(), release);
 }
 
 void find(Thread* thread, uint64_t address, unsigned size, Range* range, int line) {
@@ -200,11 +216,14 @@ uint32_t shuffle(Thread* thread, uint32_t value, int source, uint32_t mask, int 
   fiber->state = AT_SHUFFLE;
   if (warp.arrived == mask) {
     size_t first = fiber->rank - lane;
+    uint32_t any = 0;
+    for (uint32_t other = 0; other < 32; other++) any |= mask >> other & 1 && warp.values[other];
     for (uint32_t other = 0; other < 32; other++)
       if (mask >> other & 1) {
         Fiber& peer = fiber->team->fibers[first + other];
-        peer.received = warp.values[warp.sources[other]];
-        peer.state = READY;
+        peer.received = source == ANY_LANE ? any : warp.values[warp.sources[other]];
+        if (&peer == fiber) peer.state = READY;  // It goes on.
+        else wake(&peer);
       }
     warp.arrived = 0;
   } else {
@@ -215,10 +234,10 @@ uint32_t shuffle(Thread* thread, uint32_t value, int source, uint32_t mask, int 
 
 // Another thread's turn, for a thread that looks whether memory has changed.
 void yield(Thread* thread) {
-  auto* fiber = static_cast<Fiber*>(thread);
-  fiber->looks = true;
-  leave(fiber);
-  fiber->looks = false;
+  now->looks++;
+  wake(static_cast<Fiber*>(thread));
+  now->turn = (now->turn + 1) % now->teams.size();
+  leave(static_cast<Fiber*>(thread));
 }
 
 void fail(Thread* thread, const char* what, int line) {
@@ -228,13 +247,15 @@ void fail(Thread* thread, const char* what, int line) {
 const Services services = {find, shared, barrier, shuffle, yield, fail};
 
 void begin() {
-  Fiber* fiber = now->order[now->turn];
+  Fiber* fiber = now->current;
   now->launch->kernel->run(fiber, now->launch->parameters.data());
   Team* team = fiber->team;
   Warp& warp = team->warps[fiber->rank / 32];
   warp.ended |= 1u << fiber->rank % 32;
   if (warp.arrived && (warp.mask & warp.ended)) give_up(fiber, LAUNCH_FAILED, "ended; other lanes wait for it in a shuffle", warp.line);
   fiber->state = ENDED;
+  now->alive--;
+  now->looks = 0;
   if (--team->alive && team->waiting == team->alive) release_barrier(team);
   for (;;) leave(fiber);
 }
@@ -278,7 +299,9 @@ void prepare(Team* team, const Launch& launch, uint32_t number, char* stacks) {
     fiber.team = team;
     fiber.rank = rank;
     prepare(&fiber, stacks + rank * STACK);
+    team->ready.push_back(&fiber);
   }
+  if (world().backwards) std::reverse(team->ready.begin(), team->ready.end());
 }
 
 std::string who_waits(const std::vector<Team>& teams) {
@@ -299,22 +322,16 @@ void run_together(const Launch& launch, uint32_t first, uint32_t count) {
     stacks = static_cast<char*>(mmap(nullptr, needed * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     num_stacks = needed;
   }
-  std::vector<Team> teams(count);
-  now->order.clear();
+  now->teams = std::vector<Team>(count);
+  now->turn = 0;
+  now->alive = static_cast<size_t>(threads) * count;
   for (uint32_t number = 0; number < count; number++) {
-    prepare(&teams[number], launch, first + number, stacks + static_cast<size_t>(number) * threads * STACK);
-    for (Fiber& fiber : teams[number].fibers) now->order.push_back(&fiber);
+    uint32_t block = first + (world().backwards ? count - 1 - number : number);
+    prepare(&now->teams[number], launch, block, stacks + static_cast<size_t>(number) * threads * STACK);
   }
-  if (world().backwards) std::reverse(now->order.begin(), now->order.end());
-  for (int idle = 0; idle < MOST_IDLE; idle = now->moved ? 0 : idle + 1) {
-    now->moved = false;
-    now->turn = ~size_t(0);
-    if (Fiber* fiber = next()) change(&now->scheduler, &fiber->place);
-    if (!now->error.empty()) return;
-    bool ended = std::all_of(now->order.begin(), now->order.end(), [](Fiber* fiber) { return fiber->state == ENDED; });
-    if (ended) return;
-  }
-  now->error = std::string("kernel ") + launch.kernel->name + ": a deadlock: " + who_waits(teams);
+  if (Fiber* fiber = next()) change(&now->scheduler, &fiber->place);  // Back when all have ended, or none can go on.
+  if (!now->alive || !now->error.empty()) return;
+  now->error = std::string("kernel ") + launch.kernel->name + ": a deadlock: " + who_waits(now->teams);
   now->code = LAUNCH_FAILED;
 }
 

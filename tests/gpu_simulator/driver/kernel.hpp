@@ -12,12 +12,15 @@ struct Range {
   uint64_t first = 1, last = 0;
 };
 
+// In place of a lane: whether any lane's value is not 0.
+constexpr int ANY_LANE = -1;
+
 // What a thread asks of the GPU. `line` is the instruction's line in the PTX.
 struct Services {
   void (*find)(Thread*, uint64_t address, unsigned size, Range*, int line);       // Fills the range, or fails.
   void* (*shared)(Thread*, uint64_t offset, unsigned size, bool writes, int line);  // Checks for races.
   void (*barrier)(Thread*, int line);
-  uint32_t (*shuffle)(Thread*, uint32_t value, int lane, uint32_t mask, int line);
+  uint32_t (*shuffle)(Thread*, uint32_t value, int lane, uint32_t mask, int line);  // That lane's value.
   void (*yield)(Thread*);
   void (*fail)(Thread*, const char* what, int line);
 };
