@@ -47,8 +47,8 @@ class Size:
 SIZES = {
     # As the small pair, and as quick: for trying out what this measures. Its figures mean nothing.
     "tiny": Size(
-        target="--parameters 3M",
-        draft="--parameters 2M",
+        target="--parameters 3M --vocab_size 2500",
+        draft="--parameters 2M --vocab_size 2500",
         dtype="float32",
         max_seq_len=64,
         cache_lengths=(64, 96),
