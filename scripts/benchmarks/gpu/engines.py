@@ -29,8 +29,8 @@ _SHORT = 64
 _ATTENTION = re.compile("mha|fmha|flash|attention", re.IGNORECASE)
 
 
-def measure_engine(results: Results, directory: Path, size: Size, layers: Path) -> None:
-    """Calls of every width, batch and length of text. layers: the file for what the plan consists of."""
+def measure_engine(results: Results, directory: Path, size: Size, layers: Results) -> None:
+    """Calls of every width, batch and length of text. layers: where all that the plan consists of is put."""
     config, device = open_engine(directory), CudaDevice(0)
     backend: DeviceBackend | None = None
     try:
@@ -57,14 +57,14 @@ def measure_engine(results: Results, directory: Path, size: Size, layers: Path) 
         device.close()
 
 
-def _describe(results: Results, backend: TrtBackend, file: Path) -> None:
-    """Which layers of the plan are attention; all of them go to ``file``."""
-    text = backend.describe()
-    file.write_text(text)
-    found = [layer if isinstance(layer, str) else json.dumps(layer) for layer in json.loads(text)["Layers"]]
+def _describe(results: Results, backend: TrtBackend, layers: Results) -> None:
+    """Which layers of the plan are attention; all of them go to ``layers``."""
+    plan = json.loads(backend.describe())
+    layers.put(**plan)
+    found = [layer if isinstance(layer, str) else json.dumps(layer) for layer in plan["Layers"]]
     names = [name[:300] for name in found if _ATTENTION.search(name)]
     softmax = sum("softmax" in name.lower() for name in found)
-    results.put(layers=len(found), of_attention=len(names), of_softmax=softmax, first=names[:3], all_in=file.name)
+    results.put(layers=len(found), of_attention=len(names), of_softmax=softmax, first=names[:3])
 
 
 class _Calls:
@@ -123,7 +123,9 @@ class _Calls:
         """What is made once: seconds, and bytes that are gone afterwards."""
         self.device.wait()
         free, began = self.device.free_memory()[0], time.perf_counter()
-        work()
+        made = work()
+        if callable(made):
+            made()  # A recording is sent to the device when it is queued first.
         self.device.wait()
         results.part(name).put(seconds=time.perf_counter() - began, bytes=free - self.device.free_memory()[0])
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from scripts.benchmarks.gpu.results import Figures, Results
 from scripts.benchmarks.gpu.sizes import Size
 from scripts.benchmarks.gpu.soak import soak
-from scripts.benchmarks.gpu.timing import Replays, copy_bandwidth, mean_seconds, watch_replays
+from scripts.benchmarks.gpu.timing import Replays, copy_bandwidth, cuda_device, mean_seconds, watch_replays
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.request import Request
@@ -45,7 +45,7 @@ def measure_pair(results: Results, target: Path, draft: Path, draft_len: int, si
         config = DraftTargetConfig(draft_len, cuda_graph=graphs, reuse_blocks=False)
         part, began = results.part(name), time.perf_counter()
         with SpeculativeDecoder.open(target, draft, config) as decoder:
-            part.put(opened_in_seconds=time.perf_counter() - began)
+            part.put(opened_in_seconds=time.perf_counter() - began, free_bytes=cuda_device(decoder).free_memory()[0])
             rounds = device_round(decoder)
             replays, bandwidth = watch_replays(rounds.device), copy_bandwidth(rounds.device, size.copied_bytes)
             for mode, (batch, params, use_logits) in MODES.items():
@@ -56,6 +56,8 @@ def measure_pair(results: Results, target: Path, draft: Path, draft_len: int, si
                     for prompt in PROMPTS[:batch]
                 ]
                 part.attempt(mode, _measure, decoder, requests, size, replays, bandwidth)
+            # Contexts and recordings are made in the first rounds of every kind.
+            part.put(free_bytes_at_the_end=cuda_device(decoder).free_memory()[0])
 
 
 def soak_pair(results: Results, target: Path, draft: Path, draft_len: int, size: Size) -> None:

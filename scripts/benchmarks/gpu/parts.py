@@ -76,10 +76,10 @@ def _measure_engines(results: Results, settings: Settings, backend: str) -> None
     size = settings.sizes
     engines = [("target", length) for length in size.cache_lengths]
     engines.insert(1, ("draft", size.max_seq_len))
+    layers = Results.in_file(settings.output.with_suffix(".layers.json")).part(backend)
     for role, length in engines:
         directory = engine_dir(settings.work_dir, backend, length, role)
-        layers = settings.output.with_name(f"{settings.output.stem}.{backend}.{role}.{length}.layers.json")
-        results.attempt(f"{role} {length}", measure_engine, directory, size, layers)
+        results.attempt(f"{role} {length}", measure_engine, directory, size, layers.part(f"{role} {length}"))
 
 
 def _pair(settings: Settings, backend: str) -> tuple[Path, Path]:
