@@ -88,6 +88,7 @@ struct Graph {
 };
 
 struct Stream {
+  explicit Stream(Device* device) : device(device) {}
   Device* device;
   std::deque<Operation> waiting;
   bool running = false;
@@ -132,6 +133,9 @@ const Allocation* holds(Address first, size_t size);
 
 // Run what waits in a stream, up to a marker or all of it.
 void drain(Stream* stream, const Marker* until = nullptr);
+
+// Run what waits in all streams of a device.
+void drain_all(const Device* device);
 
 // Queue work, or add it to the stream's capture.
 Result queue(Stream* stream, const char* what, std::function<void()> run);
