@@ -76,10 +76,18 @@ def errors(figures: Any, where: str = "") -> Iterator[str]:
 
 
 @pytest.mark.usefixtures("nothing_left", "narrow")
-def test_card(run: Run) -> None:
+def test_card(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"  # As it prints what it is asked for.
+    program.write_text(
+        "#!/bin/sh\necho NVIDIA H100, 1980 MHz, 2619 MHz, 1, 2, 700.00 W, 31, Enabled, Disabled, 5, 16\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     found = run("card")["card"]
     assert list(errors(found)) == []
     assert (found["gpu"], found["compute_capability"]) == ("Simulated GPU", "9.0")
+    (gpu,) = found["nvidia_smi"]["gpus"]
+    assert (gpu["name"], gpu["clocks.sm"], gpu["pcie.link.width.current"]) == ("NVIDIA H100", "1980 MHz", "16")
     assert found["launches"]["nodes_of_a_launch"] == 1
     assert found["peers"]["1"]["direct"] is True
     assert all(value > 0 for value in found["bytes_per_second"].values())
