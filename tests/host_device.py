@@ -13,6 +13,7 @@ import itertools
 import math
 import os
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
@@ -171,6 +172,11 @@ class HostDevice:
         finally:
             self._recording = None
         return lambda: [step() for step in steps] and None
+
+    def seconds(self, work: Callable[[], None]) -> float:
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began
 
     def follow(self, other: Device) -> None:
         pass

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx
-import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
 from specrun.config import DraftTargetConfig
@@ -26,6 +25,7 @@ from specrun.engine_dir import (
     BuildConfig,
     CacheTensor,
     EngineConfig,
+    FileInfo,
     GraphInfo,
     Provenance,
     Tensor,
@@ -57,10 +57,20 @@ def save_table_engine(
     logits = np.atleast_2d(np.asarray(table, np.float32))
     onnx.save(_model(logits, weight), directory / _GRAPH)
     vocab_size = logits.shape[1]
-    config = EngineConfig(
-        backend=BackendInfo(
-            name="onnxruntime", version=onnxruntime.__version__, device="cpu", machine=platform.machine()
-        ),
+    config = table_config(vocab_size, describe_file(directory / _GRAPH), tokenizer, **build)
+    (directory / CONFIG_NAME).write_text(config.model_dump_json(indent=2) + "\n")
+    return directory
+
+
+_NO_FILE = FileInfo(bytes=0, sha256="0" * 64)
+
+
+def table_config(
+    vocab_size: int, graph: FileInfo = _NO_FILE, tokenizer: str | None = None, **build: int
+) -> EngineConfig:
+    """The description of a table's engine; see ``save_table_engine``."""
+    return EngineConfig(
+        backend=BackendInfo(name="onnxruntime", version="1.0", device="cpu", machine=platform.machine()),
         build_config=_build_config(**build),
         graph=GraphInfo(vocab_size=vocab_size, dtype="float32", caches=[CacheTensor(heads=1, width=1)] * 2),
         io=_io(vocab_size),
@@ -68,10 +78,8 @@ def save_table_engine(
         eos_token_ids=[],
         pretrained_config={"model_type": "table"},
         provenance=Provenance(tool="tests", created="2024-01-01T00:00:00Z", source="a table", versions={}),
-        files={_GRAPH: describe_file(directory / _GRAPH)},
+        files={_GRAPH: graph},
     )
-    (directory / CONFIG_NAME).write_text(config.model_dump_json(indent=2) + "\n")
-    return directory
 
 
 def _build_config(**numbers: int) -> BuildConfig:

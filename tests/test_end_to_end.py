@@ -143,6 +143,39 @@ def test_grown_checkpoints_compute_the_same(pair: Path, tmp_path: Path) -> None:
     assert outputs[0] == outputs[1]
 
 
+def test_a_grown_vocabulary_is_never_chosen(pair: Path, tmp_path: Path) -> None:
+    """The same ids, greedy and sampled, beside thousands that no text has; in positions that nobody trained too."""
+    grown = tmp_path / "grown"
+    ok(sys.executable, ROOT / "scripts" / "grow_checkpoint", "--input_dir", pair / "draft", "--output_dir", grown,
+       "--parameters", "12M", "--vocab_size", "9000", "--max_position_embeddings", "4096")  # fmt: skip
+    small, large = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (pair / "draft", grown))
+    assert (large.config.vocab_size, large.config.max_position_embeddings) == (9000, 4096)
+    ids = torch.tensor([AutoTokenizer.from_pretrained(grown)(PROMPT).input_ids])
+    with torch.no_grad():
+        few, many = (torch.softmax(model(ids).logits.float(), -1) for model in (small, large))
+    assert many.shape[-1] == 9000
+    assert many[..., few.shape[-1] :].sum() < 1e-12
+    assert torch.allclose(few, many[..., : few.shape[-1]], atol=1e-4)
+    refused = shell(sys.executable, ROOT / "scripts" / "grow_checkpoint", "--input_dir", pair / "draft",
+                    "--output_dir", tmp_path / "less", "--parameters", "12M", "--vocab_size", "9")  # fmt: skip
+    assert refused.returncode == 2
+    assert "--vocab_size 9: the checkpoint has" in refused.stderr
+
+
+def test_gpu_check_makes_its_models(pair: Path, tmp_path: Path) -> None:
+    """Without a GPU, as for a host that has one; once."""
+    command = [sys.executable, ROOT / "scripts" / "gpu_check", "--here", "--part", "models", "--size", "tiny"]
+    command += ["--pair_dir", pair, "--work_dir", tmp_path / "work", "--output", tmp_path / "check.json"]
+    ok(*command)
+    models = json.loads((tmp_path / "check.json").read_text())["models"]
+    assert models.keys() == {"target", "draft"}
+    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "work").rglob("*")}
+    graph = json.loads((tmp_path / "work" / "onnx" / "target" / "config.json").read_text())["graph"]
+    assert graph["vocab_size"] == 2500
+    ok(*command)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "work").rglob("*")} == made
+
+
 def test_tensorrt_rtx_compiles_the_pair_and_inspect_shows_it(pair: Path, built: Path, tmp_path: Path) -> None:
     onnx = built.parent / "onnx" / "target"
     plan = tmp_path / "plan"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +12,16 @@ import pytest
 from specrun.backends import BACKEND_NAMES, why_no_gpu_backend
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
+from specrun.devices.driver import why_no_gpu
 from specrun.request import Request
 from specrun.sampling import SamplingParams
 from tests.conftest import make_engine, make_onnx
+from tests.table_backend import open_on_gpus
+from tests.tables import decode as decode_tables
+from tests.tables import normal, open_tables, table_config
 from tests.test_causal import kept_masks, walk
 from tests.test_lossless import PROMPTS, near_ties
-from tests.test_scheduler import run_staggered
+from tests.test_scheduler import V, run_staggered, some_requests
 
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(temperature=0.9, top_k=60, top_p=0.95, seed=11)
@@ -94,6 +99,26 @@ def test_opening_again_and_again_gives_all_memory_back(pair: Path) -> None:
         free.append(device.free_memory()[0])
         device.close()
     assert free[-1] >= free[1] - (8 << 20)
+
+
+@pytest.mark.skipif(why_no_gpu() is not None, reason="no GPU")
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "pieces"])
+@pytest.mark.parametrize("drafts", [True, False], ids=["draft", "alone"])
+def test_tables_are_the_cpus(tmp_path: Path, drafts: bool, graph: bool) -> None:
+    """Whole rounds of this project's own kernels, which need neither TensorRT nor ONNX Runtime on the GPU."""
+    sizes = {"max_batch_size": 4, "max_input_len": 100, "max_seq_len": 397, "cache_length": 408}
+    target = normal(1, V, V, scale=2.0)
+    draft = target + normal(2, V, V, scale=0.5) if drafts else None
+    expected, requests = (
+        [replace(r, draft_len=r.draft_len if drafts else None) for r in some_requests(24) if not r.use_logits]
+        for _ in range(2)
+    )
+    decode_tables(open_tables(tmp_path, target, draft, weight=5, **sizes), expected)
+    with open_on_gpus(table_config(V, **sizes), target, draft, weight=5, graphs=graph, blocks=60) as decoder:
+        run_staggered(decoder, requests, 1)
+    assert [request.output for request in requests] == [request.output for request in expected]
+    assert sum(request.stats.cached for request in requests) > 0
+    assert (sum(request.stats.accepted for request in requests) > 0) == drafts
 
 
 @pytest.mark.skipif(why_no_gpu_backend("onnxruntime") is not None, reason="no onnxruntime for a GPU")

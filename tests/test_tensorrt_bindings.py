@@ -17,7 +17,10 @@ from tests.bindings.builds import BUILDS, api, folder, module
 from tests.bindings.program import Program
 
 ROOT = Path(__file__).parent.parent
-SOURCES = ("specrun/backends/trt.py", "specrun/backends/rtx_kernels.py", "specbuild/compilers/tensorrt.py")
+SOURCES = (
+    *("specrun/backends/trt.py", "specrun/backends/rtx_kernels.py"),
+    *("specbuild/compilers/tensorrt.py", "specbuild/compilers/trt_progress.py"),
+)
 """The modules that hold objects of TensorRT. One that is handed such an object has to be among them."""
 ONLY_LOADS_IT = "specrun/backends/__init__.py"
 """Asks whether TensorRT loads, and nothing more of it."""
@@ -140,6 +143,7 @@ sys.path[:0] = folder
 # Under TensorRT-RTX's name, because TensorRT would be asked for a GPU first.
 trt = sys.modules["tensorrt_rtx"] = importlib.import_module(name)
 from specbuild.compilers import tensorrt as compiler
+from specbuild.compilers.trt_progress import progress_monitor
 from specrun.backends import trt as executor
 
 assert compiler.why_unusable("tensorrt_rtx") is None
@@ -151,7 +155,7 @@ for severity in ("INTERNAL_ERROR", "ERROR", "WARNING", "INFO", "VERBOSE"):
 assert builder.errors == runtime.errors == ["INTERNAL_ERROR", "ERROR"]
 assert builder.warnings == ["WARNING"]
 advanced, interrupted = [], threading.Event()
-monitor = compiler._progress(trt, advanced.append, interrupted)
+monitor = progress_monitor(trt, advanced.append, interrupted)
 monitor.phase_start("whole", None, 2)
 monitor.phase_start("part", "whole", 8)
 assert monitor.step_complete("part", 0) and monitor.step_complete("whole", 0)

@@ -187,6 +187,11 @@ class TrtBackend:
         """See ``DeviceBackend.save_kernels``."""
         self._kernels.save()
 
+    def describe(self) -> str:
+        """The plan's layers as JSON: all that TensorRT tells of a plan built as ours are."""
+        inspector = self._engine.create_engine_inspector()
+        return str(inspector.get_engine_information(self._trt.LayerInformationFormat.JSON))
+
     def close(self) -> None:
         """See ``DeviceBackend.close``. Contexts go before their configs and engine, the engine before its runtime."""
         if self._engine is None:

@@ -84,6 +84,9 @@ class Device(Protocol):
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """What ``work`` queues as one piece, to be queued again and again. It is not run now."""
 
+    def seconds(self, work: Callable[[], None]) -> float:
+        """Run what ``work`` queues, and return how long the device took for it."""
+
     def follow(self, other: Device) -> None:
         """Queue nothing further here before what is queued on ``other`` now is done."""
 

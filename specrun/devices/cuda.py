@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from specrun.devices import Device, DeviceArray, Grid
 from specrun.devices.driver import why_no_gpu
 from specrun.errors import BackendError
-from specrun.kernels import TEAMS, THREADS, compile_cubin
+from specrun.kernels import TEAMS, THREADS, compile_cubin, source
 
 
 class CudaDevice:
@@ -41,13 +41,21 @@ class CudaDevice:
             self.name: str = self._device.name
             self.arch = f"sm_{self._device.arch}"
             self.multiprocessors = int(self._device.properties.multiprocessor_count)
-            code = compile_cubin(self.arch)
-            self._kernels = {name: code.get_kernel(name) for name in THREADS}
-        self._code = code
+        self._code: list[Any] = []
+        self._kernels: dict[str, tuple[Any, int]] = {}
+        self.add_kernels(source(), THREADS)
         self._memory: list[int] = []
         self._pinned: list[Any] = []
         self._done: Any = None
         """The event that others wait for. One is enough: a wait is for what was recorded last before it."""
+
+    def add_kernels(self, text: str, threads: Mapping[str, int]) -> None:
+        """Compile ``text``, so that ``launch`` knows the kernels named in ``threads``, in blocks of so many threads."""
+        with self._errors("does not take kernels"):
+            self.activate()
+            code = compile_cubin(self.arch, text)
+            self._code.append(code)
+            self._kernels |= {name: (code.get_kernel(name), count) for name, count in threads.items()}
 
     def free_memory(self) -> tuple[int, int]:
         """Free and total bytes of this GPU."""
@@ -114,11 +122,12 @@ class CudaDevice:
     def launch(self, kernel: str, grid: Grid, *arguments: DeviceArray | int) -> None:
         """See ``Device.launch``."""
         values = [value.address if isinstance(value, DeviceArray) else np.int32(value) for value in arguments]
+        code, threads = self._kernels[kernel]
         with self._errors(f"refused the kernel {kernel}"):
             self.activate()
             together = kernel in TEAMS and grid[2] > 1
-            config = self._core.LaunchConfig(grid=grid, block=THREADS[kernel], is_cooperative=together)
-            self._core.launch(self._stream, config, self._kernels[kernel], *values)
+            config = self._core.LaunchConfig(grid=grid, block=threads, is_cooperative=together)
+            self._core.launch(self._stream, config, code, *values)
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """See ``Device.record``: a CUDA graph."""
@@ -141,6 +150,24 @@ class CudaDevice:
                 graph.launch(self._stream)
 
         return play
+
+    def seconds(self, work: Callable[[], None]) -> float:
+        """See ``Device.seconds``: between two events, which the GPU reaches before and after it."""
+        driver, events = self._driver, []
+        with self._errors("cannot time its work"):
+            self.activate()
+            try:
+                for _ in range(2):
+                    events.append(self._check(driver.cuEventCreate(0)))
+                self._stream.sync()
+                self._check(driver.cuEventRecord(events[0], self.stream))
+                work()
+                self._check(driver.cuEventRecord(events[1], self.stream))
+                self._stream.sync()
+                return float(self._check(driver.cuEventElapsedTime(*events))) / 1e3
+            finally:
+                for event in events:
+                    driver.cuEventDestroy(event)
 
     def follow(self, other: Device) -> None:
         """See ``Device.follow``."""

@@ -56,13 +56,12 @@ def _use_stand_ins() -> None:
     from cuda import core
     from cuda.core import Program, ProgramOptions
 
-    from specrun import kernels
     from specrun.devices import cuda
     from tests.gpu_simulator import tensorrt
 
-    def compile_ptx(arch: str) -> Any:
+    def compile_ptx(arch: str, text: str) -> Any:
         options = ProgramOptions(arch=arch.replace("sm_", "compute_"), std="c++17", fma=False)
-        return Program(kernels.source(), "c++", options).compile("ptx")
+        return Program(text, "c++", options).compile("ptx")
 
     def checked(stream: Any, config: Any, kernel: Any, *arguments: Any) -> None:
         expected = [parameter.size for parameter in kernel.arguments_info]

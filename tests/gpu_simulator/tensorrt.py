@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 
 from specbuild.config import _profiles
 from specrun.backends.ort import session_options
@@ -118,6 +119,22 @@ class Runtime:
         return engine
 
 
+class LayerInformationFormat(IntEnum):
+    ONELINE = 0
+    JSON = 1
+
+
+class EngineInspector:
+    """Says what a plan consists of."""
+
+    def __init__(self, engine: CudaEngine) -> None:
+        self._engine = engine
+
+    def get_engine_information(self, form: LayerInformationFormat) -> str:
+        names = [f"{node.op_type} {node.name}" for node in self._engine.nodes]
+        return json.dumps({"Layers": names, "Bindings": list(self._engine.tensors)})
+
+
 class CudaEngine:
     """A plan on the GPU that was current when it was loaded."""
 
@@ -129,6 +146,7 @@ class CudaEngine:
         self.log = log
         ort, options = session_options()
         self.session = ort.InferenceSession(plan["graph"], options, providers=["CPUExecutionProvider"])
+        self.nodes = list(onnx.load(plan["graph"], load_external_data=False).graph.node)
         self.workspaces: dict[int, int] = {}
         """The stream that each workspace is used on."""
         self._contexts: weakref.WeakSet[ExecutionContext] = weakref.WeakSet()
@@ -149,6 +167,9 @@ class CudaEngine:
 
     def get_aliased_input_tensor(self, name: str) -> str | None:
         return self.tensors[name].aliases
+
+    def create_engine_inspector(self) -> EngineInspector:
+        return EngineInspector(self)
 
     def create_runtime_config(self) -> RuntimeConfig:
         return RuntimeConfig()

@@ -51,6 +51,15 @@ int cuStreamGetCaptureInfo_v2(Stream* stream, int* status, uint64_t* id, Graph**
   return cuStreamGetCaptureInfo_v3(stream, status, id, graph, dependencies, nullptr, count);
 }
 
+// Only how many there are.
+int cuGraphGetNodes(Graph* graph, void** nodes, size_t* count) {
+  BEGIN;
+  REQUIRE(world().graphs.count(graph), INVALID_HANDLE, "no such graph, or it was destroyed");
+  REQUIRE(!nodes, INVALID_VALUE, "a graph's nodes are not simulated, but for their number");
+  *count = graph->nodes->size();
+  return SUCCESS;
+}
+
 struct InstantiateParams {
   uint64_t flags;
   Stream* upload;

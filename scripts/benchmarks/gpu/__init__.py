@@ -1,0 +1,1 @@
+"""Measurements on a GPU, one module for each subject, for ``scripts/gpu_check``."""

@@ -1,0 +1,113 @@
+"""Times of the project's own kernels."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from scripts.benchmarks.gpu.results import Figures, Results
+from scripts.benchmarks.gpu.sizes import Size
+from scripts.benchmarks.gpu.timing import mean_seconds
+from specrun.devices import Device
+from specrun.engine_dir import CacheTensor
+from specrun.kv_cache import BLOCK
+from specrun.kv_cache.device import DeviceKVCache
+from specrun.request import MAX_LOGPROBS, Request
+from specrun.rounds.device import DISTRIBUTION
+from specrun.rounds.device_rows import PROGRESS, TOKEN_VALUE, DeviceRows
+from specrun.sampling import SamplingParams
+
+_DRAFT_LEN, _WIDTH = 4, 4096
+_WAYS: dict[str, Figures] = {
+    "greedy": {},
+    "temperature": {"temperature": 0.8},
+    "top_k and top_p": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
+    "top_p": {"temperature": 0.8, "top_p": 0.9},
+    "logits": {"temperature": 0.8, "use_logits": 1},
+}
+
+
+def time_kernels(results: Results, device: Device, size: Size) -> None:
+    """Microseconds of each kernel, for every vocabulary and number of rows, and bytes a second of the memory's."""
+    results.put(unit="microseconds", draft_len=_DRAFT_LEN)
+    results.attempt("memory", _time_memory, device, size)
+    for rows in size.rows:
+        for vocab in size.vocabularies:
+            results.part(f"vocabulary {vocab}").attempt(f"{rows} rows", _time, device, rows, vocab, size)
+
+
+def _time(results: Results, device: Device, rows: int, vocab: int, size: Size) -> None:
+    """Of rows that draft four tokens."""
+    state, calls = _prepare(device, rows, vocab)
+    usual = device.mirror(state.sampling)
+    device.fetch(state.sampling, usual)
+    device.wait()
+    for way, values in _WAYS.items():
+        sampling = usual.copy()
+        for name, value in values.items():
+            sampling[name] = value
+        device.write(state.sampling, sampling)
+        for kernel, call in calls.items():
+            results.require_time()
+            # Acceptance commits up to five tokens a call; there is room for all of them.
+            device.write(state.progress, np.array([(8, _WIDTH)] * rows, PROGRESS))
+            microseconds = mean_seconds(device, call, calls=size.calls) * 1e6
+            results.part(way).put(**{kernel: microseconds})
+
+
+def _prepare(device: Device, rows: int, vocab: int) -> tuple[DeviceRows, dict[str, Callable[[], None]]]:
+    """The rows of a round, and a call of each of its kernels."""
+    g = _DRAFT_LEN
+    rng = np.random.default_rng(0)
+    logits, draft_logits = (device.zeros((rows, count, vocab), np.float32) for count in (g + 1, g))
+    for array in (logits, draft_logits):
+        device.write(array, (rng.normal(size=array.shape) * 3).astype(np.float32))
+    state = DeviceRows(device, rows, _WIDTH, vocab, g + 1)
+    # Kernels do nothing for rows that want no penalties or log-probabilities; here all want everything.
+    params = SamplingParams(presence_penalty=0.5, logit_bias={1: 1.0})
+    state.begin(0, [Request([1] * 8, params, 1, draft_len=g, logprobs=MAX_LOGPROBS) for _ in range(rows)], g, False)
+    p, q = device.zeros((rows, g + 1), DISTRIBUTION), device.zeros((rows, g), DISTRIBUTION)
+    chosen, records = device.zeros((rows, g + 1), np.int32), device.zeros((rows, 3 + g), np.int64)
+    adjusted = device.zeros((rows, g + 1, vocab), np.float32)
+    found = device.zeros((rows, g + 1, 1 + MAX_LOGPROBS), TOKEN_VALUE)
+    inputs = [device.zeros((rows * (g + 1),), np.int64) for _ in range(3)]
+
+    own, whole = (state.progress, g, state.sampling), state.state(g)
+    # The draft's logits of a step lie behind those of the step before.
+    drafted = (q, draft_logits, rows * vocab, vocab, vocab)
+    ends = (state.stop_ids, state.counts, records)
+    fed: tuple[Any, ...] = (state.tokens, _WIDTH, state.progress, -1, g + 1, -1, g + 1, _WIDTH, vocab, *inputs)
+    calls: dict[str, tuple[Any, ...]] = {
+        "draw_draft": (1, draft_logits, vocab, vocab, *whole, 0, q),
+        "judge_target": (g + 1, logits, adjusted, vocab, *own, p, chosen),
+        "accept": (1, *whole, *drafted, p, chosen, logits, adjusted, vocab, *ends),
+        "log_probabilities": (g + 1, logits, vocab, g, state.sampling, records, found),
+    }
+    return state, {
+        "feed": functools.partial(device.launch, "feed", (rows, 1, 1), *fed),
+        **{kernel: functools.partial(state.launch, kernel, rows, *call) for kernel, call in calls.items()},
+        "adjust": functools.partial(state.adjust, logits, vocab, 0, g, adjusted),
+    }
+
+
+def _time_memory(results: Results, device: Device, size: Size) -> None:
+    """What changes places or is kept between rounds: rows of 32 layers of 8 heads with 128 channels in 16 bits."""
+    length = max(BLOCK, size.max_seq_len // BLOCK * BLOCK)
+    blocks = length // BLOCK
+    cache = DeviceKVCache(device, [CacheTensor(heads=8, width=128)] * size.cache_tensors, np.uint16, 2, length)
+    cache.allocate_pool(blocks)
+    one, other = (cache.part(row, 1)[0] for row in range(2))
+    row_bytes = one.nbytes * size.cache_tensors
+    works: dict[str, tuple[int, bool, Callable[[], None]]] = {
+        "swap": (4 * row_bytes, True, lambda: cache.swap(0, 1, (length, length))),
+        # It writes the numbers of the blocks, for which it waits.
+        "save": (2 * row_bytes, False, lambda: cache.save(0, 0, range(blocks))),
+        "copy": (2 * one.nbytes, True, lambda: device.copy(one, other)),
+        "clear": (row_bytes, True, lambda: cache.clear(0)),
+    }
+    for name, (moved, recordable, work) in works.items():
+        seconds = mean_seconds(device, work, recordable, size.calls)
+        results.part(name).put(bytes_moved=moved, us=seconds * 1e6, bytes_per_second=moved / seconds)

@@ -1,0 +1,86 @@
+"""How large everything is that is measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Size:
+    """Models, and what is measured with them."""
+
+    target: str
+    draft: str
+    """Options of scripts/grow_checkpoint."""
+    dtype: str = "float16"
+    max_seq_len: int = 8192
+    cache_lengths: tuple[int, ...] = (8192, 512, 32768)
+    """Largest texts of the engines whose passes are timed, in the order of their value."""
+    max_input_len: int = 2048
+    batches: tuple[int, ...] = (1, 2, 4, 8)
+    sequences: tuple[int, ...] = (1, 2, 3, 5, 9, 11)
+    prompts: tuple[int, ...] = (128, 512, 2048)
+    vocabularies: tuple[int, ...] = (128_256, 32_000, 262_144, 2048)
+    rows: tuple[int, ...] = (1, 4, 16)
+    output_len: int = 96
+    repetitions: int = 3
+    soak_rounds: int = 10_000
+    cache_tensors: int = 64
+    """Of the cache whose rows are moved."""
+    copied_bytes: int = 1 << 30
+    calls: int = 50
+    """Of a kernel, in the graph that is timed."""
+    empty_nodes: int = 1000
+    tests: tuple[str, ...] = ("tests/test_kernels.py", "tests/test_gpu.py")
+    sanitized: tuple[tuple[str, ...], ...] = (
+        ("tests/test_gpu.py", "-k", "tables"),
+        ("tests/test_kernels.py", "-k", "mixed_rows or adjusted or commit or change_places"),
+    )
+    """pytest's arguments, for the runs under compute-sanitizer."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Of tables; models are grown to theirs by their options."""
+        return self.vocabularies[0]
+
+
+SIZES = {
+    # As the small pair, and as quick: for trying out what this measures. Its figures mean nothing.
+    "tiny": Size(
+        target="--parameters 3M --vocab_size 2500",
+        draft="--parameters 2M --vocab_size 2500",
+        dtype="float32",
+        max_seq_len=64,
+        cache_lengths=(64, 96),
+        max_input_len=32,
+        batches=(1, 2),
+        sequences=(1, 3),
+        prompts=(4, 16),
+        vocabularies=(300, 40),
+        rows=(1, 2),
+        output_len=12,
+        repetitions=1,
+        soak_rounds=60,
+        cache_tensors=2,
+        copied_bytes=1 << 16,
+        calls=2,
+        empty_nodes=10,
+        tests=("tests/gpu_simulator/test_cuda_device.py",),
+        sanitized=(("tests/gpu_simulator/test_cuda_device.py", "-k", "caller"),),
+    ),
+    "demo": Size(
+        target="--parameters 200M",
+        draft="--parameters 5M",
+        max_seq_len=1024,
+        cache_lengths=(1024, 512),
+        max_input_len=256,
+        prompts=(128, 256),
+    ),
+    # Llama 3.1 8B and Llama 3.2 1B, with the small pair's 64 channels to a head.
+    "8B": Size(
+        target="--hidden_size 4096 --intermediate_size 14336 --num_layers 32 --num_heads 64 --num_kv_heads 16"
+        " --vocab_size 128256 --max_position_embeddings 32768",
+        draft="--hidden_size 2048 --intermediate_size 8192 --num_layers 16 --num_heads 32 --num_kv_heads 8"
+        " --vocab_size 128256 --max_position_embeddings 32768",
+    ),
+}

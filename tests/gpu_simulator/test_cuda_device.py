@@ -1,0 +1,57 @@
+"""What ``CudaDevice`` does beside a round: times of its work, kernels of a caller's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from specrun.devices.cuda import CudaDevice
+from specrun.errors import BackendError
+from tests.gpu_simulator import gpus
+
+
+@pytest.fixture
+def device() -> Iterator[CudaDevice]:
+    device = CudaDevice(0)
+    yield device
+    gpus.forgive()
+    device.close()
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_times_are_of_the_work_alone(device: CudaDevice) -> None:
+    """Not of what was queued before, and not of the host."""
+    small, large = device.zeros((4,), np.uint8), device.zeros((32 << 20,), np.uint8)
+    device.wait()
+    recorded = device.record(lambda: [device.clear(large) for _ in range(20)] and None)
+    long = device.seconds(recorded)
+    recorded()
+    short = device.seconds(lambda: device.clear(small))
+    assert 0 < short < long / 20
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_work_that_fails_has_no_time(device: CudaDevice) -> None:
+    def fail() -> None:
+        raise ValueError("not this")
+
+    with pytest.raises(BackendError, match="not this"):
+        device.seconds(fail)
+    with pytest.raises(BackendError, match="cannot"):
+        device.record(lambda: device.seconds(lambda: None) and None)
+    gpus.forgive()
+
+
+def test_kernels_of_a_caller(device: CudaDevice) -> None:
+    text = 'extern "C" __global__ void number(int* out, int n) { out[threadIdx.x] = n * threadIdx.x; }'
+    device.add_kernels(text, {"number": 64})
+    out = device.zeros((64,), np.int32)
+    device.launch("number", (1, 1, 1), out, 3)
+    mirror = device.mirror(out)
+    device.fetch(out, mirror)
+    device.wait()
+    assert mirror.tolist() == [3 * n for n in range(64)]
+    with pytest.raises(BackendError, match="does not take kernels: "):
+        device.add_kernels("not C++", {"number": 64})
