@@ -95,10 +95,10 @@ def progress_of(length: int, remaining: int) -> Any:
     return np.array([(length, remaining)], PROGRESS)
 
 
-def judge(logits: Floats, params: SamplingParams, position: int) -> tuple[Any, int]:
+def judge(logits: Floats, params: SamplingParams, position: int, use_logits: int = 1) -> tuple[Any, int]:
     """The kernel's distribution of one row, and its token at ``position``."""
     found, chosen = np.zeros(1, DISTRIBUTION), np.full(1, -7, np.int32)
-    own = (progress_of(position, 1), 0, sampling_of(params))
+    own = (progress_of(position, 1), 0, sampling_of(params, use_logits=use_logits))
     call("judge_target", (1, 1), logits, logits, len(logits), *own, found, chosen)
     return found[0], int(chosen[0])
 
@@ -130,7 +130,8 @@ def test_choice_is_numpys(name: str, params: SamplingParams) -> None:
     probs = probabilities(logits, params)
     for position in (1, 2, 1000):
         noise = exponentials(params.seed, Purpose.TARGET, position, len(logits))
-        expected, found = race(probs, noise), judge(logits, params, position)[1]
+        # Rows that compare tokens draw from weights, the others from probabilities.
+        expected, found = race(probs, noise), judge(logits, params, position, use_logits=position % 2)[1]
         score = probs / noise
         assert expected == found or score[found] >= score[expected] * (1 - 1e-5)
 

@@ -263,7 +263,7 @@ struct Distribution {
   int best;           // Its id; -1 where the logits are not numbers.
   float temperature;  // 0: all of the mass is at `best`.
   float smallest;     // Weights below this one are cut off.
-  float total;        // The sum of the weights that are left.
+  float total;        // The sum of the weights that are left; 1 for rows that compare tokens, which need none.
 };
 
 FUNCTION float raw_weight(const Distribution& d, float logit) { return expf((logit - d.peak) / d.temperature); }
@@ -355,12 +355,12 @@ FUNCTION Distribution distribution(Team& team, const float* logits, int vocab, c
   d.smallest = s.min_p;  // The likeliest token's weight is 1.
   d.temperature = fminf(fmaxf(s.temperature, 1e-37f), 1e38f);
   if (s.top_k > 0 && s.top_k < vocab) d.smallest = cut(team, logits, vocab, d, COUNT, s.top_k);
-  u64 total = kept_mass(team, logits, vocab, d);
   if (s.top_p < 1) {
-    d.smallest = cut(team, logits, vocab, d, MASS, (u64)ceil(s.top_p * (double)total));
-    total = kept_mass(team, logits, vocab, d);
+    double total = (double)kept_mass(team, logits, vocab, d);
+    d.smallest = cut(team, logits, vocab, d, MASS, (u64)ceil(s.top_p * total));
   }
-  d.total = (float)((double)total * 0x1p-44);
+  // A draw is the same for every total.
+  if (s.use_logits) d.total = (float)((double)kept_mass(team, logits, vocab, d) * 0x1p-44);
   return d;
 }
 
@@ -672,6 +672,7 @@ ROW_KERNEL void log_probabilities(
   Sampling plain = {};
   plain.temperature = 1;
   plain.top_p = 1;
+  plain.use_logits = 1;
   Distribution d = distribution(team, own, vocab, plain);
   found += (i64)place * (1 + MAX_LOGPROBS);
   if (team.rank() == 0) found[0] = {(int)token, log_probability(d, own[token])};

@@ -21,6 +21,7 @@ _DRIVER = Path(__file__).parent / "driver"
 _CACHE = Path(__file__).parents[2] / ".cache" / "gpu_simulator"
 _COMPILER = ("c++", "-std=c++20", "-fPIC", "-ffp-contract=off", "-march=native", f"-I{_DRIVER}")
 _loaded: ctypes.CDLL | None = None
+_counting = False
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,10 @@ class Alive:
     executables: int
 
 
-def start(count: int) -> None:
-    """Give this process ``count`` GPUs, which it keeps."""
-    global _loaded
+def start(count: int, counting: bool = False) -> None:
+    """Give this process ``count`` GPUs, which it keeps; with ``counting`` their kernels count instructions."""
+    global _loaded, _counting
+    _counting = counting
     if _loaded is not None:
         return
     # Whoever asks for a library of this name from now on finds this one.
@@ -98,6 +100,11 @@ def calls(function: str) -> int:
     return int(library().gpu_calls(function.encode()))
 
 
+def instructions() -> int:
+    """PTX instructions that all threads have run, of the kernels that were loaded last."""
+    return ctypes.c_ulonglong.in_dll(ctypes.CDLL(_keep[-1].decode()), "gpu_instructions").value
+
+
 def violations() -> list[str]:
     """The rules that were broken, since ``forgive``."""
     found: list[str] = []
@@ -146,13 +153,15 @@ def _compile(path: Path, arguments: Sequence[str]) -> None:
 def build_kernels(text: str) -> Path:
     """A library of the kernels of a PTX module. Raises PtxError."""
     sources = [_DRIVER / "kernel.hpp", _DRIVER / "arithmetic.hpp", Path(ptx.__file__)]
-    key = b"".join([text.encode(), *(path.read_bytes() for path in sources), repr(_COMPILER).encode()])
+    key = b"".join(
+        [text.encode(), bytes([_counting]), *(path.read_bytes() for path in sources), repr(_COMPILER).encode()]
+    )
     path = _CACHE / f"kernels-{hashlib.sha256(key).hexdigest()[:16]}.so"
     if path.exists():
         return path
     folder = path.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
-    kernels = ptx.kernels(text)
+    kernels = ptx.kernels(text, _counting)
 
     def compile_one(kernel: ptx.Kernel) -> str:
         source = folder / f"{kernel.name}.cpp"
@@ -167,7 +176,8 @@ def build_kernels(text: str) -> Path:
     listed = ", ".join(f"&kernel_{name}" for name in names)
     table = folder / "table.cpp"
     exported = f'extern "C" {{ const gpu::Kernel* gpu_kernels[] = {{{listed}, nullptr}}; }}'
-    table.write_text(f'#include "kernel.hpp"\n{declared}\n{exported}\n')
+    count = 'extern "C" { unsigned long long gpu_instructions = 0; }'
+    table.write_text(f'#include "kernel.hpp"\n{declared}\n{exported}\n{count}\n')
     _compile(path, ["-O1", "-shared", str(table), *objects])
     return path
 

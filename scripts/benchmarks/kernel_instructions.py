@@ -1,0 +1,62 @@
+#!/usr/bin/env python3
+"""Instructions that a draw takes, counted on a simulated GPU: what is known of the sampling kernels without a real one.
+
+Of ``judge_target`` for one row: the PTX instructions of all threads, and the time in which multiprocessors would issue
+them, at four of a warp a clock. Waiting, for memory and for other blocks, comes on top; see docs/gpu.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import click
+import numpy as np
+
+from specrun.rounds.device import DISTRIBUTION
+from specrun.sampling import SamplingParams
+from tests.gpu_simulator import gpus
+
+WAYS = {
+    "greedy": SamplingParams(),
+    "temperature": SamplingParams(0.9, seed=1),
+    "top_k 50": SamplingParams(0.9, top_k=50, seed=1),
+    "top_k 50, top_p 0.9": SamplingParams(0.9, top_k=50, top_p=0.9, seed=1),
+}
+WARP, ISSUED = 32, 4
+"""Threads of a warp, and warp instructions that a multiprocessor issues in a clock."""
+
+
+@click.command()
+@click.option("--vocab_size", default=128_256, show_default=True)
+@click.option("--blocks", multiple=True, type=int, default=(1, 16, 32), show_default=True, help="That a row has.")
+@click.option("--clock", default=1.75e9, show_default=True, help="Of the GPU, in Hz.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
+def main(vocab_size: int, blocks: tuple[int, ...], clock: float, json_file: Path | None) -> None:
+    """Count the instructions of a draw."""
+    gpus.start(1, counting=True)
+    from tests import host_device, test_kernels
+
+    os.environ["SPECRUN_TEST_DEVICE"] = "cuda"
+    host_device.kernel_device()
+    logits = (np.random.default_rng(0).normal(size=vocab_size) * 2.5).astype(np.float32)
+    results = []
+    for count in blocks:
+        host_device.blocks_of_a_team = count
+        for name, params in WAYS.items():
+            found, chosen = np.zeros(1, DISTRIBUTION), np.zeros(1, np.int32)
+            own = (test_kernels.progress_of(7, 1), 0, test_kernels.sampling_of(params))
+            before = gpus.instructions()
+            host_device.call("judge_target", (1, 1), logits, logits, vocab_size, *own, found, chosen)
+            run = gpus.instructions() - before
+            seconds = run / WARP / ISSUED / count / clock
+            click.echo(f"{count:2} blocks, {name}: {run / vocab_size:.0f} a logit, {seconds * 1e6:.1f} us")
+            results.append({"blocks": count, "way": name, "instructions": run, "us": seconds * 1e6})
+    if json_file:
+        figures = {"vocab_size": vocab_size, "clock": clock, "results": results}
+        json_file.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
