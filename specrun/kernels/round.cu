@@ -64,6 +64,9 @@ class Team {
   FUNCTION int size() const { return gridDim.z * blockDim.x; }
 
   FUNCTION void wait() {
+#ifdef __CUDACC__
+    clear_next(threadIdx.x);
+#endif
     __syncthreads();
 #ifdef __CUDACC__
     if (gridDim.z == 1) return;
@@ -124,8 +127,7 @@ class Team {
       if (warp == 0) {
         u64* shared = meeting->values[meetings % 3];
         if (lane < N) add(shared + lane, totals[lane]);
-        // All blocks have come to this meeting's predecessor, so nobody looks at what was brought before that.
-        if (blockIdx.z == 0 && lane < MOST_VALUES) meeting->values[(meetings + 1) % 3][lane] = 0;
+        clear_next(lane);
         __threadfence();
         __syncwarp();
         if (lane == 0) meet();
@@ -150,6 +152,12 @@ class Team {
   }
 
 #ifdef __CUDACC__
+  // Make room for what is brought to the next meeting: all blocks have come to the one before this, so nobody looks any
+  // more at what was brought to the one before that.
+  FUNCTION void clear_next(int place) const {
+    if (gridDim.z > 1 && blockIdx.z == 0 && place < MOST_VALUES) meeting->values[(meetings + 1) % 3][place] = 0;
+  }
+
   // One thread of each block: wait until all blocks have come. What each has written before, all see behind it.
   FUNCTION void meet() const {
     __threadfence();

@@ -185,7 +185,8 @@ def _value(operand: str, kind: str, function: _Function) -> str:
     if operand.startswith("0d"):
         return f"as<f64>(0x{operand[2:]}ull)"
     if re.fullmatch(r"-?\d+|0x[0-9a-fA-F]+U?", operand):
-        return f"static_cast<{kind}>({operand.rstrip('U')}ll)"
+        to = "bool" if kind == "pred" else kind
+        return f"static_cast<{to}>({operand.rstrip('U')}ll)"
     if operand in function.shared:
         return f"u64({function.shared[operand]})"
     if operand.startswith("!"):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
+from specrun import kernels
 from specrun.sampling import SamplingParams
 from tests import host_device, test_kernels
 from tests.gpu_simulator import gpus
@@ -72,3 +74,32 @@ def test_neither_the_order_nor_the_number_of_threads_changes_a_bit(name: str, mo
         judged = [test_kernels.judge(test_kernels.rows()[name], params, 9) for params in test_kernels.PARAMS[1:10:2]]
         found.append([(distribution.tobytes(), token) for distribution, token in judged])
     assert found[0] == found[1] == found[2]
+
+
+def test_teams_meet_in_any_order() -> None:
+    """Sums, largest values and plain meetings, between which nothing is left over."""
+    from cuda import core
+
+    source = kernels.source() + """
+        KERNEL void meet(u64* out, Meeting* meetings) {
+          Team team = team_of(meetings);
+          for (int i = 0; i < 12; i++) {
+            u64 sums[2] = {1, (u64)team.rank()};
+            if (i % 4 != 3) team.sum(sums);
+            if (i % 3 == 1) team.wait();
+            u64 largest = i % 5 == 2 ? 0 : team.largest(team.rank());
+            if (team.rank() == 0) out[3 * i] = sums[0], out[3 * i + 1] = sums[1], out[3 * i + 2] = largest;
+          }
+        }"""
+    device = host_device.kernel_device()
+    out, meetings = device.zeros((12, 3), np.uint64), device.zeros((1, kernels.MEETING_BYTES), np.uint8)
+    options = core.ProgramOptions(arch="compute_90", std="c++17", fma=False)
+    kernel = core.Program(source, "c++", options).compile("ptx").get_kernel("meet")
+    blocks, threads = host_device.blocks_of_a_team + 1, 64
+    config = core.LaunchConfig(grid=(1, 1, blocks), block=threads, is_cooperative=True)
+    core.launch(device._stream, config, kernel, out.address, meetings.address)  # type: ignore[attr-defined]
+    everyone = blocks * threads
+    for i, found in enumerate(host_device.fetched(device, out).tolist()):
+        sums = [1, 0] if i % 4 == 3 else [everyone, everyone * (everyone - 1) // 2]
+        assert found == [*sums, 0 if i % 5 == 2 else everyone - 1]
+    assert not host_device.fetched(device, meetings).any()
