@@ -80,7 +80,9 @@ def test_teams_meet_in_any_order() -> None:
     """Sums, largest values and plain meetings, between which nothing is left over."""
     from cuda import core
 
-    source = kernels.source() + """
+    source = (
+        kernels.source()
+        + """
         KERNEL void meet(u64* out, Meeting* meetings) {
           Team team = team_of(meetings);
           for (int i = 0; i < 12; i++) {
@@ -91,6 +93,7 @@ def test_teams_meet_in_any_order() -> None:
             if (team.rank() == 0) out[3 * i] = sums[0], out[3 * i + 1] = sums[1], out[3 * i + 2] = largest;
           }
         }"""
+    )
     device = host_device.kernel_device()
     out, meetings = device.zeros((12, 3), np.uint64), device.zeros((1, kernels.MEETING_BYTES), np.uint8)
     options = core.ProgramOptions(arch="compute_90", std="c++17", fma=False)
