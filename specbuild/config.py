@@ -181,20 +181,19 @@ def plan_build(options: EngineOptions, checkpoint: CheckpointConfig) -> tuple[Bu
         gather_generation_logits=options.gather_generation_logits,
         # CUDA's attention kernels and the addresses of rows want multiples of 8.
         cache_length=-(-(seq_len + draft_len + 1) // 8) * 8,
-        profiles=_profiles(options, input_len, draft_len),
+        profiles=plan_profiles(options.max_batch_size, input_len, draft_len, options.gather_generation_logits),
     )
     return build, notes
 
 
-def _profiles(options: EngineOptions, input_len: int, draft_len: int) -> list[Profile]:
-    """Context: S = 1..max_input_len. Generation: a verify pass (1..draft_len + 1), or a draft step of 1..2 tokens.
+def plan_profiles(batch_size: int, input_len: int, draft_len: int, every_logit: bool) -> list[Profile]:
+    """Context: S = 1..input_len. Generation: a verify pass (1..draft_len + 1), or a draft step of 1..2 tokens.
 
     A draft step feeds two tokens after a round in which every draft token was accepted.
     """
-    batch = (1, 1, options.max_batch_size)
+    batch = (1, 1, batch_size)
     step = (1, draft_len + 1, draft_len + 1) if draft_len else (1, 1, 2)
-    every = options.gather_generation_logits
-    context_logits = (1, 1, input_len) if every else (1, 1, min(step[2], input_len))
+    context_logits = (1, 1, input_len) if every_logit else (1, 1, min(step[2], input_len))
     usual = min(input_len, max(1, input_len // 2))
     return [
         Profile(name="context", batch=batch, sequence=(1, usual, input_len), logits=context_logits),

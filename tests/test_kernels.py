@@ -12,7 +12,7 @@ import pytest
 
 from specrun.acceptance import accept_logits, accept_tokens
 from specrun.devices import swap
-from specrun.kernels import MAX_VOCAB, THREADS, compile_cubin, source
+from specrun.kernels import MAX_VOCAB, THREADS, compile_kernels, source
 from specrun.penalties import Seen, adjust
 from specrun.request import MAX_LOGPROBS, MAX_STOP_IDS
 from specrun.rounds.device import DISTRIBUTION
@@ -478,7 +478,7 @@ def test_the_largest_vocabulary_does_not_overflow() -> None:
 def test_compiles_for_gpus(architecture: str) -> None:
     """With NVRTC, which needs no GPU; every kernel is in the binary."""
     pytest.importorskip("cuda.core")
-    cubin = bytes(compile_cubin(architecture, source()).code)
+    cubin = bytes(compile_kernels(architecture, source()).code)
     assert cubin[:4] == b"\x7fELF"
     for kernel in THREADS:
         assert kernel.encode() + b"\0" in cubin

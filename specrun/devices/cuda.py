@@ -14,7 +14,7 @@ import numpy.typing as npt
 from specrun.devices import Device, DeviceArray, Grid
 from specrun.devices.driver import why_no_gpu
 from specrun.errors import BackendError
-from specrun.kernels import TEAMS, THREADS, compile_cubin, source
+from specrun.kernels import TEAMS, THREADS, compile_kernels, source
 
 
 class CudaDevice:
@@ -53,7 +53,7 @@ class CudaDevice:
         """Compile ``text``, so that ``launch`` knows the kernels named in ``threads``, in blocks of so many threads."""
         with self._errors("does not take kernels"):
             self.activate()
-            code = compile_cubin(self.arch, text)
+            code = compile_kernels(self.arch, text)
             self._code.append(code)
             self._kernels |= {name: (code.get_kernel(name), count) for name, count in threads.items()}
 

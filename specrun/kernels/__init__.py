@@ -49,12 +49,13 @@ def source() -> str:
     return (resources.files(__package__) / "round.cu").read_text(encoding="utf-8")
 
 
-def compile_cubin(arch: str, text: str) -> Any:
+def compile_kernels(arch: str, text: str, form: str = "cubin") -> Any:
     """Compile kernels for a GPU architecture such as ``sm_90`` with NVRTC, which needs no GPU: a cuda.core ObjectCode.
 
-    Multiplications and additions are not fused, so that rounding is the host's.
+    form: ``cubin`` is machine code; ``ptx`` is had for an architecture such as ``compute_90``. Multiplications and
+    additions are not fused, so that rounding is the host's.
     """
     from cuda.core import Program, ProgramOptions
 
     options = ProgramOptions(arch=arch, std="c++17", fma=False)
-    return Program(text, "c++", options).compile("cubin")
+    return Program(text, "c++", options).compile(form)

@@ -26,22 +26,25 @@ typedef long long i64;
 #define KERNEL extern "C"
 #define ROW_KERNEL extern "C"
 // What the launch syntax does on the device: the host's caller walks over the grid, in every thread of a block.
-struct Index { int x, y, z; };
+struct Index { u32 x, y, z; };
 static thread_local Index blockIdx, threadIdx;
 static Index blockDim, gridDim;
 static std::unique_ptr<std::barrier<>> barrier;
-extern "C" void set_launch(int threads, int x, int y, int z) {
+extern "C" void set_launch(u32 threads, u32 x, u32 y, u32 z) {
   blockDim.x = threads;
   gridDim = {x, y, z};
   barrier = std::make_unique<std::barrier<>>(threads);
 }
-extern "C" void set_thread(int thread) { threadIdx.x = thread; }
-extern "C" void set_block(int x, int y, int z) { blockIdx = {x, y, z}; }
+extern "C" void set_thread(u32 thread) { threadIdx.x = thread; }
+extern "C" void set_block(u32 x, u32 y, u32 z) { blockIdx = {x, y, z}; }
 inline void __syncthreads() {
   if (blockDim.x > 1) barrier->arrive_and_wait();
 }
-inline void atomicMax(u64*, u64) {}  // For what meets in memory, which host threads do not.
+// For blocks that meet in memory: on the host a Team has one.
+inline void __threadfence() {}
+inline void atomicMax(u64*, u64) {}
 inline void atomicAdd(u64*, u64) {}
+inline u32 atomicAdd(u32*, u32) { return 0; }
 #endif
 
 // ---------------------------------------------------------------------------------------------------------- threads
@@ -54,6 +57,7 @@ struct Meeting {
   u32 left;                    // Blocks that have ended.
   u64 values[3][MOST_VALUES];  // What they bring to this meeting; to the next; to the one before.
 };
+static_assert(sizeof(Meeting) == 176, "as in kernels/__init__.py");
 
 // The threads that work on one row together: of all blocks of the grid's third dimension, which must run at the same
 // time (a cooperative launch, where there is more than one). Every thread must reach every call of its functions.
@@ -64,16 +68,12 @@ class Team {
   FUNCTION int size() const { return gridDim.z * blockDim.x; }
 
   FUNCTION void wait() {
-#ifdef __CUDACC__
     clear_next(threadIdx.x);
-#endif
     __syncthreads();
-#ifdef __CUDACC__
     if (gridDim.z == 1) return;
     if (threadIdx.x == 0) meet();
     __syncthreads();
     meetings++;
-#endif
   }
 
   FUNCTION u64 largest(u64 value) {
@@ -86,14 +86,12 @@ class Team {
     reduce(values, [](u64 a, u64 b) { return a + b; }, [](u64* to, u64 own) { atomicAdd(to, own); });
   }
 
-#ifdef __CUDACC__
   FUNCTION ~Team() {
     if (gridDim.z == 1) return;
     __syncthreads();
     if (threadIdx.x > 0 || atomicAdd(&meeting->left, 1u) + 1 < gridDim.z) return;
     *meeting = {};  // The last block leaves it as it was.
   }
-#endif
 
  private:
   Meeting* meeting;
@@ -151,7 +149,6 @@ class Team {
 #endif
   }
 
-#ifdef __CUDACC__
   // Make room for what is brought to the next meeting: all blocks have come to the one before this, so nobody looks any
   // more at what was brought to the one before that.
   FUNCTION void clear_next(int place) const {
@@ -165,7 +162,6 @@ class Team {
     while (*(volatile u32*)&meeting->arrived < gridDim.z * (meetings + 1)) {}
     __threadfence();
   }
-#endif
 };
 
 FUNCTION u32 float_bits(float value) {

@@ -35,15 +35,14 @@ class DeviceKVCache:
         self.blocks = 0
         self._device = device
         self._shapes = shapes
-        self._storage = storage
+        self._storage = np.dtype(storage)
         self._tensors = [device.zeros((rows * shape.heads * length * shape.width,), storage) for shape in shapes]
         self._pool: list[DeviceArray] = []
         self._numbers = device.zeros((length // BLOCK,), np.int32)
-        size = np.dtype(storage).itemsize
         self._table = device.zeros((len(shapes),), _TENSOR)
         self._write_table([0] * len(shapes))
         self._most_heads = max(shape.heads for shape in shapes)
-        self._most_bytes = max(shape.width for shape in shapes) * size
+        self._most_bytes = max(shape.width for shape in shapes) * self._storage.itemsize
 
     def allocate_pool(self, blocks: int) -> None:
         """Have a pool of ``blocks`` blocks; once."""
@@ -84,9 +83,8 @@ class DeviceKVCache:
 
     def _write_table(self, pools: Sequence[int]) -> None:
         """Tell kernels where the tensors are, and their parts of the pool."""
-        size = np.dtype(self._storage).itemsize
         table = [
-            (rows.address, pool, shape.heads, shape.width * size)
+            (rows.address, pool, shape.heads, shape.width * self._storage.itemsize)
             for shape, rows, pool in zip(self._shapes, self._tensors, pools, strict=True)
         ]
         self._device.write(self._table, np.array(table, _TENSOR))

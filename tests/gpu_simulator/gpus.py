@@ -39,9 +39,9 @@ class Alive:
 def start(count: int, counting: bool = False) -> None:
     """Give this process ``count`` GPUs, which it keeps; with ``counting`` their kernels count instructions."""
     global _loaded, _counting
-    _counting = counting
     if _loaded is not None:
         return
+    _counting = counting
     # Whoever asks for a library of this name from now on finds this one.
     _loaded = ctypes.CDLL(str(_build_driver()), mode=ctypes.RTLD_GLOBAL)
     _loaded.gpu_violation.restype = ctypes.c_char_p
@@ -56,14 +56,13 @@ def _use_stand_ins() -> None:
     And a check for what no driver can find: arguments that are not the kernel's, which it reads as they come.
     """
     from cuda import core
-    from cuda.core import Program, ProgramOptions
 
+    from specrun import kernels
     from specrun.devices import cuda
     from tests.gpu_simulator import tensorrt
 
     def compile_ptx(arch: str, text: str) -> Any:
-        options = ProgramOptions(arch=arch.replace("sm_", "compute_"), std="c++17", fma=False)
-        return Program(text, "c++", options).compile("ptx")
+        return kernels.compile_kernels(arch.replace("sm_", "compute_"), text, "ptx")
 
     def checked(stream: Any, config: Any, kernel: Any, *arguments: Any) -> None:
         expected = [parameter.size for parameter in kernel.arguments_info]
@@ -74,7 +73,7 @@ def _use_stand_ins() -> None:
             launch(stream, config, kernel, *arguments)
 
     launch, core.launch = core.launch, checked
-    cuda.compile_cubin = compile_ptx
+    cuda.compile_kernels = compile_ptx
     sys.modules["tensorrt"] = tensorrt
 
 

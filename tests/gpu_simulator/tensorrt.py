@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from specbuild.config import _profiles
+from specbuild.config import plan_profiles
 from specrun.backends.ort import session_options
 from specrun.contract import INPUT_IDS, LOGITS_INDICES, WRITE_INDICES
 from specrun.engine_dir import CONFIG_NAME, Profile, Tensor, describe_file, open_engine
@@ -35,7 +35,8 @@ def as_plan(source: Path, output: Path) -> Path:
     """An engine directory of backend tensorrt, with the graph of an onnxruntime engine directory."""
     config = open_engine(source)
     build = config.build_config
-    profiles = _profiles(build, build.max_input_len, build.max_draft_len)  # type: ignore[arg-type]  # What it reads.
+    sizes = (build.max_batch_size, build.max_input_len, build.max_draft_len, build.gather_generation_logits)
+    profiles = plan_profiles(*sizes)
     output.mkdir(parents=True)
     graph = next(name for name in config.files if name.endswith(".onnx"))
     plan = {

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from specrun import kernels
+from specrun.devices import cuda
 from specrun.sampling import SamplingParams
 from tests import host_device, test_kernels
 from tests.gpu_simulator import gpus
@@ -76,10 +77,8 @@ def test_neither_the_order_nor_the_number_of_threads_changes_a_bit(name: str, mo
     assert found[0] == found[1] == found[2]
 
 
-def test_teams_meet_in_any_order() -> None:
+def test_teams_meet_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums, largest values and plain meetings, between which nothing is left over."""
-    from cuda import core
-
     source = (
         kernels.source()
         + """
@@ -95,12 +94,12 @@ def test_teams_meet_in_any_order() -> None:
         }"""
     )
     device = host_device.kernel_device()
+    assert isinstance(device, cuda.CudaDevice)
     out, meetings = device.zeros((12, 3), np.uint64), device.zeros((1, kernels.MEETING_BYTES), np.uint8)
-    options = core.ProgramOptions(arch="compute_90", std="c++17", fma=False)
-    kernel = core.Program(source, "c++", options).compile("ptx").get_kernel("meet")
     blocks, threads = host_device.blocks_of_a_team + 1, 64
-    config = core.LaunchConfig(grid=(1, 1, blocks), block=threads, is_cooperative=True)
-    core.launch(device._stream, config, kernel, out.address, meetings.address)  # type: ignore[attr-defined]
+    monkeypatch.setattr(cuda, "TEAMS", cuda.TEAMS | {"meet"})
+    device.add_kernels(source, {"meet": threads})
+    device.launch("meet", (1, 1, blocks), out, meetings)
     everyone = blocks * threads
     for i, found in enumerate(host_device.fetched(device, out).tolist()):
         sums = [1, 0] if i % 4 == 3 else [everyone, everyone * (everyone - 1) // 2]

@@ -44,12 +44,8 @@ def breaks(rule: str) -> None:
 
 def run(device: CudaDevice, source: str, threads: int, *arguments: DeviceArray | int, blocks: int = 1) -> None:
     """Compile a kernel ``k`` and wait until it has run."""
-    from cuda import core
-
-    options = core.ProgramOptions(arch="compute_90", std="c++17", fma=False)
-    kernel = core.Program(source, "c++", options).compile("ptx").get_kernel("k")
-    values = [value.address if isinstance(value, DeviceArray) else np.int32(value) for value in arguments]
-    core.launch(device._stream, core.LaunchConfig(grid=blocks, block=threads), kernel, *values)
+    device.add_kernels(source, {"k": threads})
+    device.launch("k", (blocks, 1, 1), *arguments)
     device.wait()
 
 
