@@ -39,9 +39,18 @@ def build_engines(engines: list[EngineOptions], workers: int, force: bool, stage
             stages.say(summary)
         return
     with stages.stage(f"build {len(engines)} engines", len(engines)) as advance:
-        summaries = run_side_by_side(partial(build_engine, force=force), engines, workers, advance)
+        load = partial(_load_compilers, engines)
+        summaries = run_side_by_side(partial(build_engine, force=force), engines, workers, advance, load)
     for summary in summaries:
         stages.say(summary)
+
+
+def _load_compilers(engines: list[EngineOptions]) -> None:
+    """Import every package that building the engines needs."""
+    for options in engines:
+        name, _, _ = choose(options.backend, options.device)
+        if name == "onnxruntime":
+            import onnxruntime  # noqa: F401
 
 
 def _needed_space(engines: list[EngineOptions], checkpoints: list[CheckpointConfig]) -> dict[Path, int]:

@@ -19,16 +19,22 @@ Result = TypeVar("Result")
 
 
 def run_side_by_side(
-    function: Callable[[Item], Result], items: Sequence[Item], workers: int, advance: Advance
+    function: Callable[[Item], Result],
+    items: Sequence[Item],
+    workers: int,
+    advance: Advance,
+    load: Callable[[], object] = lambda: None,
 ) -> list[Result]:
     """``function`` of every item, ``workers`` at a time; ``advance`` is told of each that is done.
 
-    The first exception cancels what has not begun and is raised. Raises BuildError when a worker is killed.
+    load: called first in every worker, to import what ``function`` needs; an interrupt in the middle of a C++ module's
+    import would abort the worker with a traceback. The first exception cancels what has not begun and is raised.
+    Raises BuildError when a worker is killed.
     """
     # Fresh processes: a fork would copy the compilers' threads in an undefined state.
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
-    with ProcessPoolExecutor(workers, context, _start_worker, (stop,)) as pool:
+    with ProcessPoolExecutor(workers, context, _start_worker, (stop, load)) as pool:
         with _no_interrupt():  # Workers inherit it, so that Ctrl-C finds none of them half started.
             futures = [pool.submit(_in_worker, function, item) for item in items]
         try:
@@ -63,10 +69,11 @@ _stop: Event | None = None
 """In a worker: set once the command was interrupted, so that what was waiting is not begun."""
 
 
-def _start_worker(stop: Event) -> None:
+def _start_worker(stop: Event, load: Callable[[], object]) -> None:
     """A worker ignores Ctrl-C and SIGTERM, which may reach the whole process group, except while it works."""
     global _stop
     _stop = stop
+    load()  # SIGINT is blocked still, and SIGTERM ends the worker without a word.
     _take_signals(_ignore)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 

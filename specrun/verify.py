@@ -21,10 +21,10 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir import EngineConfig, read_config
 from specrun.errors import BackendError, EngineDirError, RequestError
 from specrun.fit import Fit, chi_squared, ranked
-from specrun.model_runner import ModelRunner
 from specrun.penalties import Seen, adjust
 from specrun.request import Request
 from specrun.rounds.host import HostRound
+from specrun.runners.host import ModelRunner
 from specrun.sampling import Floats, SamplingParams, choose, probabilities
 
 DRAFT_LEN = 4

@@ -16,7 +16,7 @@ from specrun.kernels import MAX_VOCAB, THREADS, compile_kernels, source
 from specrun.penalties import Seen, adjust
 from specrun.request import MAX_LOGPROBS, MAX_STOP_IDS
 from specrun.rounds.device import DISTRIBUTION
-from specrun.rounds.device_rows import IN_PROMPT, PROGRESS, SAMPLING, TOKEN_VALUE
+from specrun.runners.device_batch import IN_PROMPT, PROGRESS, SAMPLING, TOKEN_VALUE
 from specrun.sampling import (
     MAX_BIASES,
     Floats,

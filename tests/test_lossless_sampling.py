@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from specrun.decoder import SpeculativeDecoder
-from specrun.drafter import Drafter, Proposal
+from specrun.drafters.model import Drafter, Proposal
 from specrun.request import Request
 from specrun.sampling import Floats, SamplingParams, choose, probabilities
 from tests.reference import Doubles, Fit, chi_squared, exact_probabilities

@@ -16,7 +16,7 @@ from scipy import stats
 from specrun import verify
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.drafter import Drafter, Proposal
+from specrun.drafters.model import Drafter, Proposal
 from specrun.errors import BackendError, PairError, RequestError
 from specrun.fit import Fit, chi_squared, ranked
 from specrun.request import Request

@@ -239,7 +239,7 @@ FUNCTION float exponential(u32 bits) {
 
 // ---------------------------------------------------------------------------------------------------- distributions
 
-// How a row chooses its tokens; temperature 0 is greedy, top_k 0, top_p 1 and min_p 0 are off. As in rounds/device_rows.py.
+// How a row chooses its tokens; temperature 0 is greedy, top_k 0, top_p 1 and min_p 0 are off. As in runners/device_batch.py.
 struct Sampling {
   u64 seed;
   double top_p;
@@ -255,7 +255,7 @@ struct Sampling {
   int logprobs;     // Log-probabilities of the token and of so many likeliest ones; -1: of none.
 };
 
-// An id and what belongs to it: its bias, its log-probability. As in rounds/device_rows.py.
+// An id and what belongs to it: its bias, its log-probability. As in runners/device_batch.py.
 struct TokenValue {
   int id;
   float value;
@@ -402,7 +402,7 @@ FUNCTION int choose(
 
 // ------------------------------------------------------------------------------------------------------- acceptance
 
-// How far a row is. As in rounds/device_rows.py.
+// How far a row is. As in runners/device_batch.py.
 struct Progress {
   int length;     // Committed tokens.
   int remaining;  // Tokens that may still be committed; 0: the row has ended.

@@ -20,9 +20,9 @@ from specrun.kernels import MAX_VOCAB
 from specrun.request import Outcome, Request
 from specrun.rounds.cached import CachedTexts, Rows
 from specrun.rounds.device_records import DeviceRecords
-from specrun.rounds.device_rows import DeviceRows
-from specrun.rounds.device_runner import DeviceRunner
-from specrun.rounds.recordings import Recordings
+from specrun.runners.capture import Recordings
+from specrun.runners.device import DeviceRunner
+from specrun.runners.device_batch import DeviceRows
 
 # As in kernels/round.cu.
 DISTRIBUTION = np.dtype(

@@ -9,7 +9,7 @@ import numpy as np
 from specrun.devices import Device, DeviceArray
 from specrun.errors import BackendError, SpecError
 from specrun.request import MAX_LOGPROBS, Outcome, Request
-from specrun.rounds.device_rows import TOKEN_VALUE
+from specrun.runners.device_batch import TOKEN_VALUE
 from specrun.sampling import NOT_NUMBERS, TokenLogprob
 
 

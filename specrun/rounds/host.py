@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable, Sequence
 
 from specrun.acceptance import accept_logits, accept_tokens
-from specrun.drafter import Drafter, Proposal
+from specrun.drafters.model import Drafter, Proposal
 from specrun.errors import BackendError, SpecError, as_spec_error
 from specrun.host_memory import shortage
-from specrun.model_runner import ModelRunner
 from specrun.request import Outcome, Request
 from specrun.rounds.cached import CachedTexts
+from specrun.runners.host import ModelRunner
 from specrun.sampling import (
     NOT_NUMBERS,
     Floats,

@@ -16,10 +16,10 @@ from specrun.engine_dir import EngineConfig
 from specrun.errors import BackendError, PairError
 from specrun.host_memory import free_memory, shortage
 from specrun.kv_cache import BLOCK
-from specrun.model_runner import ModelRunner
 from specrun.rounds import Round
 from specrun.rounds.device import DeviceRound
 from specrun.rounds.host import HostRound
+from specrun.runners.host import ModelRunner
 
 _KEPT_SHARE = 0.25
 """Of the memory that weights leave free, that past texts take by default, on the CPU."""

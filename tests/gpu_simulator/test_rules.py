@@ -314,7 +314,7 @@ def test_mistakes_with_tensorrt(pair: Path, monkeypatch: pytest.MonkeyPatch, nam
 
 def test_a_shape_is_not_captured_before_it_has_run(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A round that is recorded the first time has contexts that were not warmed up; pieces go on."""
-    from specrun.rounds.recordings import Recordings
+    from specrun.runners.capture import Recordings
 
     expected = generate(pair)
     own = Recordings.queue

@@ -17,7 +17,7 @@ from specrun.kv_cache import BLOCK
 from specrun.kv_cache.device import DeviceKVCache
 from specrun.request import MAX_LOGPROBS, Request
 from specrun.rounds.device import DISTRIBUTION
-from specrun.rounds.device_rows import PROGRESS, TOKEN_VALUE, DeviceRows
+from specrun.runners.device_batch import PROGRESS, TOKEN_VALUE, DeviceRows
 from specrun.sampling import SamplingParams
 
 _DRAFT_LEN, _WIDTH = 4, 4096

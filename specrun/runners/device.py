@@ -9,8 +9,8 @@ import numpy as np
 from specrun.backends import DeviceBackend, Feed
 from specrun.devices import DeviceArray
 from specrun.kv_cache.rows import CacheRows
-from specrun.model_runner import arrange
-from specrun.rounds.device_rows import DeviceRows
+from specrun.runners.device_batch import DeviceRows
+from specrun.runners.host import arrange
 
 
 class DeviceRunner:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from specrun.errors import SpecError, as_spec_error
-from specrun.model_runner import ModelRunner
 from specrun.request import Request
+from specrun.runners.host import ModelRunner
 from specrun.sampling import Floats, Purpose, choose, exponentials, probabilities, race
 
 

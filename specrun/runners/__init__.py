@@ -1,0 +1,1 @@
+"""Models fed by their cache: on the host through numpy arrays, or on a device."""
