@@ -35,6 +35,8 @@ class DraftTargetConfig:
     shared_thread_pool: bool = True
     """Let CPU engines share one pool of threads. It is onnxruntime's for the whole process: once it is made, sessions
     of other libraries that want threads of their own are refused. False: each engine has its own, which is slower."""
+    draft: Literal["ngram"] | None = None
+    """What drafts without a draft engine. ngram: what followed the text's last tokens where they came before in it."""
 
     @property
     def fixed_draft_len(self) -> int | None:
@@ -54,6 +56,8 @@ class DraftTargetConfig:
             found[name] = tuple(arguments.wholes(name, getattr(self, name)))
         for name in ("use_logits", "cuda_graph", "warm_up", "reuse_blocks", "shared_thread_pool"):
             found[name] = arguments.flag(name, getattr(self, name))
+        if self.draft not in (None, "ngram"):
+            raise RequestError(f"draft {arguments.show(self.draft)}: expected ngram")
         for name, value in found.items():
             if name in ("draft_len", "max_tokens_in_kv_cache") and value is not None and value < 0:
                 raise RequestError(f"{name} {value}: expected 0 or more")
