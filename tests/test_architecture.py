@@ -34,6 +34,7 @@ ORDER = [
     "runners",
     "drafters",
     "rounds",
+    "round_times",
     "draft_length",
     "scheduler",
     "prompts",
