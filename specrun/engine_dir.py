@@ -19,14 +19,19 @@ from specrun.errors import EngineDirError, SpecError
 
 FORMAT_VERSION = 1
 CONFIG_NAME = "config.json"
+GRAPH_NAME = "model.onnx"
+WEIGHTS_NAME = "model.onnx.data"
+"""The graph's weights, beside it."""
+PLAN_NAME = "rank0.engine"
+"""TensorRT's serialised engine."""
 _KINDS = {"engine": "an engine directory", "checkpoint": "a checkpoint directory"}
 
 SpeculativeMode = Literal["none", "draft_tokens_external"]
 BackendName = Literal["onnxruntime", "tensorrt", "tensorrt_rtx"]
 ENGINE_FILES: dict[BackendName, str] = {
-    "onnxruntime": "model.onnx",
-    "tensorrt": "rank0.engine",
-    "tensorrt_rtx": "rank0.engine",
+    "onnxruntime": GRAPH_NAME,
+    "tensorrt": PLAN_NAME,
+    "tensorrt_rtx": PLAN_NAME,
 }
 """The file that each backend loads."""
 Range = tuple[int, int, int]

@@ -15,10 +15,9 @@ import onnx_ir as ir
 
 from specbuild import graph as graphs
 from specbuild.causal import drop_causal_masks
-from specbuild.checkpoint import GRAPH_NAME, WEIGHTS_NAME
 from specbuild.compilers import Compiled, machine
 from specrun.backends.ort import session_options
-from specrun.engine_dir import BackendInfo, BuildConfig, GraphInfo, Tensor
+from specrun.engine_dir import GRAPH_NAME, WEIGHTS_NAME, BackendInfo, BuildConfig, GraphInfo, Tensor
 from specrun.errors import BuildError
 
 

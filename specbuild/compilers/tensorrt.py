@@ -15,15 +15,12 @@ from typing import Any, NamedTuple
 import onnx_ir as ir
 
 from specbuild import graph as graphs
-from specbuild.checkpoint import GRAPH_NAME
 from specbuild.compilers import Compiled, machine
 from specbuild.compilers.trt_progress import interruptible, progress_monitor
 from specrun.contract import INPUT_IDS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
 from specrun.devices.driver import compute_capability, use_gpu, why_no_gpu
-from specrun.engine_dir import BackendInfo, BuildConfig, GraphInfo, Profile, Tensor
+from specrun.engine_dir import GRAPH_NAME, PLAN_NAME, BackendInfo, BuildConfig, GraphInfo, Profile, Tensor
 from specrun.errors import BuildError
-
-PLAN_NAME = "rank0.engine"
 
 
 def why_unusable(name: str, gpu: int = 0) -> str | None:

@@ -15,12 +15,11 @@ import numpy.typing as npt
 from specrun.backends import Feed
 from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
 from specrun.devices import Device, DeviceArray
-from specrun.engine_dir import EngineConfig
+from specrun.engine_dir import GRAPH_NAME, EngineConfig
 from specrun.errors import BackendError, EngineDirError
 from specrun.kv_cache.device import DeviceKVCache
 from specrun.kv_cache.host import HostKVCache
 
-_GRAPH = "model.onnx"
 _OLDEST_FOR_CUDA = (1, 31)
 """Before its change 28958 onnxruntime counted ``is_causal`` from the cache's first key: wrong tokens and no error.
 
@@ -216,7 +215,7 @@ def _open(
     level = ort.GraphOptimizationLevel
     options.graph_optimization_level = level.ORT_DISABLE_ALL if optimised else level.ORT_ENABLE_ALL
     try:
-        session = ort.InferenceSession(directory / _GRAPH, options, providers=[(provider, provider_options)])
+        session = ort.InferenceSession(directory / GRAPH_NAME, options, providers=[(provider, provider_options)])
     except Exception as error:  # ONNX Runtime's exceptions share no base class.
         raise EngineDirError(f"{directory}: onnxruntime {ort.__version__} does not load it ({error})") from error
     if session.get_providers()[0] != provider:  # ONNX Runtime falls back to the CPU with no more than a warning.

@@ -17,11 +17,10 @@ from specrun.backends import Feed
 from specrun.backends.rtx_kernels import KernelCache
 from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
 from specrun.devices import Device, DeviceArray
-from specrun.engine_dir import EngineConfig, Profile
+from specrun.engine_dir import PLAN_NAME, EngineConfig, Profile
 from specrun.errors import BackendError, EngineDirError
 from specrun.kv_cache.device import DeviceKVCache
 
-_PLAN = "rank0.engine"
 _ELEMENTS: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
@@ -90,7 +89,7 @@ def check_plan(directory: Path, config: EngineConfig, trt: Any, runtime: Any, gp
             f"it, on this machine, with specbuild engine --device cuda:{gpu}"
         )
     if hasattr(runtime, "get_engine_validity"):
-        with (directory / _PLAN).open("rb") as file:
+        with (directory / PLAN_NAME).open("rb") as file:
             header = file.read(int(runtime.engine_header_size))
         validity, diagnostics = runtime.get_engine_validity(header)
         if validity == trt.EngineValidity.INVALID:
@@ -129,11 +128,11 @@ class TrtBackend:
         # TensorRT's objects must outlive what was made from them; Python's garbage collection knows nothing of it.
         self._runtime = self._trt.Runtime(self._log)
         check_plan(directory, config, self._trt, self._runtime, device.number, capability)
-        self._engine = self._runtime.deserialize_cuda_engine((directory / _PLAN).read_bytes())
+        self._engine = self._runtime.deserialize_cuda_engine((directory / PLAN_NAME).read_bytes())
         if self._engine is None:
             raise EngineDirError(f"{directory}: {config.backend.name} does not load the plan: {self._log.reason()}")
         _check_engine(directory, config, self._engine)
-        self._kernels = KernelCache.open(self._engine, f"{config.files[_PLAN].sha256[:16]}-{capability}")
+        self._kernels = KernelCache.open(self._engine, f"{config.files[PLAN_NAME].sha256[:16]}-{capability}")
         self._contexts: dict[Call | int, _Context] = {}
         self._workspace: DeviceArray | None = None
 
