@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
+from specrun.dtypes import DTYPES, FloatName
 from specrun.errors import EngineDirError, SpecError
 
 FORMAT_VERSION = 1
@@ -77,7 +78,7 @@ class GraphInfo(Strict):
     """What a graph computes with. ``caches`` is [key_0, value_0, key_1, ...]."""
 
     vocab_size: Size
-    dtype: Literal["float32", "float16", "bfloat16"]
+    dtype: FloatName
     caches: list[CacheTensor] = Field(max_length=1 << 16)
 
     @property
@@ -87,8 +88,8 @@ class GraphInfo(Strict):
 
     def cache_bytes(self, rows: int, length: int) -> int:
         """Bytes of a whole key-value cache for ``rows`` rows of ``length`` positions."""
-        element = 4 if self.dtype == "float32" else 2
-        return sum(cache.heads * cache.width for cache in self.caches) * rows * length * element
+        elements = sum(cache.heads * cache.width for cache in self.caches) * rows * length
+        return elements * DTYPES[self.dtype].nbytes
 
 
 class TokenizerInfo(Strict):

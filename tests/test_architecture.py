@@ -17,6 +17,7 @@ ORDER = [
     "arguments",
     "contract",
     "config",
+    "dtypes",
     "engine_dir",
     "tokenizer",
     "stats",

@@ -17,16 +17,10 @@ from specrun.backends import Feed
 from specrun.backends.rtx_kernels import KernelCache
 from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
 from specrun.devices import Device, DeviceArray
+from specrun.dtypes import DTYPES
 from specrun.engine_dir import PLAN_NAME, EngineConfig, Profile
 from specrun.errors import BackendError, EngineDirError
 from specrun.kv_cache.device import DeviceKVCache
-
-_ELEMENTS: dict[str, np.dtype[Any]] = {
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(np.uint16),
-}
-"""numpy has no bfloat16; here only the size counts."""
 
 
 class Call(NamedTuple):
@@ -155,7 +149,7 @@ class TrtBackend:
         """See ``DeviceBackend.allocate_cache``. S_max is a number in the plan."""
         build = self.config.build_config
         self._workspace = self.device.zeros((self.workspace_bytes,), np.uint8)
-        kind, size = _ELEMENTS[self.config.graph.dtype], (build.max_batch_size, build.cache_length)
+        kind, size = DTYPES[self.config.graph.dtype].storage, (build.max_batch_size, build.cache_length)
         self.cache = DeviceKVCache(self.device, self.config.graph.caches, kind, *size)
 
     def enqueue(self, feed: Feed, logits: DeviceArray, first: int, fixed: bool) -> None:
@@ -234,7 +228,7 @@ def _check_engine(directory: Path, config: EngineConfig, engine: Any) -> None:
     layers, length = config.graph.layers, config.build_config.cache_length
     for cache in config.graph.caches:
         # Prompts are read in rows behind those that decode; TensorRT wants addresses that are multiples of 256.
-        if cache.heads * length * cache.width * _ELEMENTS[config.graph.dtype].itemsize % 256:
+        if cache.heads * length * cache.width * DTYPES[config.graph.dtype].nbytes % 256:
             raise EngineDirError(f"{directory}: its rows of {length} positions are not aligned; build the engine again")
     past, present = past_names(layers), present_names(layers)
     expected = {INPUT_IDS, WRITE_INDICES, LOGITS_INDICES, LOGITS, *past, *present}
