@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from specrun import kernels
 from specrun.devices import Device, DeviceArray, Grid
+from specrun.kernels.layout import MEETING
 
 CACHE = Path(__file__).parent.parent / ".cache" / "kernels"
 
@@ -69,7 +70,7 @@ def call(kernel: str, grid: tuple[int, int], *arguments: npt.NDArray[Any] | int)
             sent.append(device.zeros(value.shape, value.dtype))
             device.write(sent[-1], value)
     if kernel in kernels.TEAMS:
-        meetings = device.zeros((math.prod(grid), kernels.MEETING_BYTES), np.uint8)
+        meetings = device.zeros((math.prod(grid), MEETING.itemsize), np.uint8)
         device.launch(kernel, (*grid, blocks_of_a_team), *sent, meetings)
         assert not fetched(device, meetings).any(), "the teams leave something behind"
     else:

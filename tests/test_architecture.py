@@ -15,6 +15,7 @@ VENDORS = ["torch", "transformers", "onnx", "onnxruntime", "onnxscript", "onnx_i
 ORDER = [
     "errors",
     "arguments",
+    "limits",
     "contract",
     "config",
     "dtypes",

@@ -12,13 +12,11 @@ import pytest
 
 from specrun.acceptance import accept_logits, accept_tokens
 from specrun.devices import swap
-from specrun.kernels import MAX_VOCAB, THREADS, compile_kernels, source
+from specrun.kernels import THREADS, compile_kernels, source
+from specrun.kernels.layout import DISTRIBUTION, IN_PROMPT, MAX_VOCAB, PROGRESS, SAMPLING, TOKEN_VALUE, record_len
+from specrun.limits import MAX_BIASES, MAX_LOGPROBS, MAX_STOP_IDS
 from specrun.penalties import Seen, adjust
-from specrun.request import MAX_LOGPROBS, MAX_STOP_IDS
-from specrun.rounds.device import DISTRIBUTION
-from specrun.runners.device_batch import IN_PROMPT, PROGRESS, SAMPLING, TOKEN_VALUE
 from specrun.sampling import (
-    MAX_BIASES,
     Floats,
     Purpose,
     SamplingParams,
@@ -196,7 +194,7 @@ def accept(params: SamplingParams, length: int, drafts: list[int], draft: Floats
     state = (tokens, 64, progress, g, sampling_of(params, use_logits=1))
     draft_vocab = draft.shape[-1]
     own = (q, draft, draft_vocab, draft_vocab, draft_vocab, p, chosen, target, target, vocab)
-    stop_ids, record = np.zeros(MAX_STOP_IDS, np.int64), np.zeros(3 + g, np.int64)
+    stop_ids, record = np.zeros(MAX_STOP_IDS, np.int64), np.zeros(record_len(g), np.int64)
     call("accept", (1, 1), *state, *own, stop_ids, np.zeros(1, np.uint32), record)
     return record, tokens[0], progress
 
@@ -434,7 +432,7 @@ def play(batch: Sequence[Row], g: int, narrow: int, width: int) -> dict[str, Any
         if not row.params.adjusts and not row.min_output_len:
             found[:] = np.nan  # Nobody looks at it.
     call("judge_target", each, target, adjusted, vocab, rows["progress"], g, rows["sampling"], p, chosen)
-    rows["records"] = np.zeros((len(batch), 3 + g), np.int64)
+    rows["records"] = np.zeros((len(batch), record_len(g)), np.int64)
     draft = (q, steps, len(batch) * stride, stride, narrow)
     judged = (p, chosen, target, adjusted, vocab)
     call("accept", one, *state, *draft, *judged, rows["stop_ids"], rows["counts"], rows["records"])

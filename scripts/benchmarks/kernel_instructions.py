@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from specrun.rounds.device import DISTRIBUTION
+from specrun.kernels.layout import DISTRIBUTION
 from specrun.sampling import SamplingParams
 from tests.gpu_simulator import gpus
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import resources
 from typing import Any
 
+from specrun.kernels.layout import header
+
 THREADS = {
     "feed": 1,
     "adjust": 1024,
@@ -23,14 +25,9 @@ THREADS = {
 TEAMS = frozenset({"adjust", "draw_draft", "judge_target", "accept", "log_probabilities"})
 """Kernels in which the blocks of the grid's third dimension work on one row, or one position of a row, together."""
 
-MEETING_BYTES = 176
-"""Of device memory that a team needs, zeros at first: ``Meeting`` in ``round.cu``."""
 _MOST_BLOCKS = 32
 _LOGITS_OF_A_THREAD = 4
 _BYTES_OF_A_BLOCK = 1 << 14
-
-MAX_VOCAB = 1 << 19
-"""Largest vocabulary: the kernels add up this many weights of at most 1 in 64-bit fixed point."""
 
 
 def team_blocks(teams: int, vocab: int, multiprocessors: int) -> int:
@@ -45,8 +42,9 @@ def memory_blocks(size: int) -> int:
 
 
 def source() -> str:
-    """The text of ``round.cu``."""
-    return (resources.files(__package__) / "round.cu").read_text(encoding="utf-8")
+    """The text of ``round.cu``, behind the header of what the host knows too."""
+    text = (resources.files(__package__) / "round.cu").read_text(encoding="utf-8")
+    return f'{header()}#line 1 "round.cu"\n{text}'  # Compilers then name its own lines.
 
 
 def compile_kernels(arch: str, text: str, form: str = "cubin") -> Any:

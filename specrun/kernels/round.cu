@@ -6,12 +6,8 @@
 //
 // All reductions are integer maxima and sums, which do not depend on the order of the threads: a row's result is the
 // same for every Team size. Masses of probability are summed in fixed point for that reason.
-
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
+//
+// What the host knows too (types, numbers, structs) is made by layout.py and stands in front of this file.
 
 #ifdef __CUDACC__
 #define FUNCTION __device__ inline
@@ -48,16 +44,6 @@ inline u32 atomicAdd(u32*, u32) { return 0; }
 #endif
 
 // ---------------------------------------------------------------------------------------------------------- threads
-
-enum { MOST_VALUES = 7 };  // That a Team adds up at once.
-
-// Where the blocks of a Team meet. All zeros when a kernel begins, and when it has ended.
-struct Meeting {
-  u32 arrived;                 // Blocks that have come to a meeting, since the kernel began.
-  u32 left;                    // Blocks that have ended.
-  u64 values[3][MOST_VALUES];  // What they bring to this meeting; to the next; to the one before.
-};
-static_assert(sizeof(Meeting) == 176, "as in kernels/__init__.py");
 
 // The threads that work on one row together: of all blocks of the grid's third dimension, which must run at the same
 // time (a cooperative launch, where there is more than one). Every thread must reach every call of its functions.
@@ -152,7 +138,7 @@ class Team {
   // Make room for what is brought to the next meeting: all blocks have come to the one before this, so nobody looks any
   // more at what was brought to the one before that.
   FUNCTION void clear_next(int place) const {
-    if (gridDim.z > 1 && blockIdx.z == 0 && place < MOST_VALUES) meeting->values[(meetings + 1) % 3][place] = 0;
+    if (gridDim.z > 1 && blockIdx.z == 0 && place < MAX_SUMS) meeting->values[(meetings + 1) % 3][place] = 0;
   }
 
   // One thread of each block: wait until all blocks have come. What each has written before, all see behind it.
@@ -200,9 +186,6 @@ FUNCTION float scored_value(u64 best) {
 
 // --------------------------------------------------------------------------------------------------- random numbers
 
-// What random numbers are for; see Purpose in sampling.py.
-enum { TARGET = 0, DRAFT = 1, ACCEPT = 2 };
-
 struct Words { u64 word[4]; };
 
 FUNCTION u64 high_product(u64 a, u64 b) {
@@ -239,37 +222,6 @@ FUNCTION float exponential(u32 bits) {
 
 // ---------------------------------------------------------------------------------------------------- distributions
 
-// How a row chooses its tokens; temperature 0 is greedy, top_k 0, top_p 1 and min_p 0 are off. As in runners/device_batch.py.
-struct Sampling {
-  u64 seed;
-  double top_p;
-  float temperature;
-  int top_k;
-  float min_p;
-  int use_logits;   // 1: modified rejection sampling; 0: drafts are compared with the target's own choice.
-  int draft_len;    // The most draft tokens of a round.
-  float repetition, presence, frequency;  // Penalties; 1, 0 and 0 are off.
-  int biases;       // How many of its row of the bias table count.
-  int stops;        // How many of its row of the stop ids count.
-  int free_length;  // Shorter texts must not end: their stop ids are forbidden.
-  int logprobs;     // Log-probabilities of the token and of so many likeliest ones; -1: of none.
-};
-
-// An id and what belongs to it: its bias, its log-probability. As in runners/device_batch.py.
-struct TokenValue {
-  int id;
-  float value;
-};
-
-// A row of logits as a distribution: all that is needed to turn one logit into its probability.
-struct Distribution {
-  float peak;         // The largest logit.
-  int best;           // Its id; -1 where the logits are not numbers.
-  float temperature;  // 0: all of the mass is at `best`.
-  float smallest;     // Weights below this one are cut off.
-  float total;        // The sum of the weights that are left; 1 for rows that compare tokens, which need none.
-};
-
 FUNCTION float raw_weight(const Distribution& d, float logit) { return expf((logit - d.peak) / d.temperature); }
 
 FUNCTION float probability(const Distribution& d, float logit) {
@@ -277,7 +229,8 @@ FUNCTION float probability(const Distribution& d, float logit) {
   return weight >= d.smallest ? weight / d.total : 0.0f;
 }
 
-// A weight of at most 1 in fixed point: 2^19 of them have room in 64 bits.
+// A weight of at most 1 in fixed point: a whole vocabulary's have room in 64 bits.
+static_assert((u64)MAX_VOCAB << 44 <= 1ull << 63, "the sum of all masses");
 FUNCTION u64 mass(float weight) { return (u64)(weight * 0x1p44f + 0.5f); }
 
 struct alignas(16) Four { float value[4]; };
@@ -402,12 +355,6 @@ FUNCTION int choose(
 
 // ------------------------------------------------------------------------------------------------------- acceptance
 
-// How far a row is. As in runners/device_batch.py.
-struct Progress {
-  int length;     // Committed tokens.
-  int remaining;  // Tokens that may still be committed; 0: the row has ended.
-};
-
 struct Verdict {
   int accepted;   // Draft tokens that stand.
   int following;  // The target's token after them; -1 where logits were not numbers.
@@ -460,16 +407,19 @@ FUNCTION Verdict compare_logits(
   return {count, last};
 }
 
+// Integers of a row's record; see Record in layout.py.
+FUNCTION int record_len(int draft_len) { return Record::DRAFTS + draft_len; }
+
 // Append a round's tokens up to a stop id or the row's end, count them where there are counts, and write down what
-// happened: record [3 + draft_len]: drafted, accepted, following, the draft tokens.
+// happened: record [record_len].
 FUNCTION void commit(
     Progress* progress, i64* tokens, const i64* stop_ids, int stops, u32* counts, int drafted, const Verdict& verdict,
     i64* record) {
   Progress p = *progress;
-  record[0] = drafted;
-  record[1] = verdict.accepted;
-  record[2] = verdict.following;
-  for (int i = 0; i < drafted; i++) record[3 + i] = tokens[p.length + i];
+  record[Record::DRAFTED] = drafted;
+  record[Record::ACCEPTED] = verdict.accepted;
+  record[Record::FOLLOWING] = verdict.following;
+  for (int i = 0; i < drafted; i++) record[Record::DRAFTS + i] = tokens[p.length + i];
   if (verdict.following < 0) p.remaining = 0;
   else tokens[p.length + verdict.accepted] = verdict.following;
   for (int i = 0; i <= verdict.accepted && p.remaining > 0; i++) {
@@ -484,8 +434,7 @@ FUNCTION void commit(
 
 // -------------------------------------------------------------------------------- what is done to logits, said of them
 
-// counts [V] of a row: how often a token came in its output; this bit beside it says that it is in the prompt.
-const u32 IN_PROMPT = 1u << 31;
+// counts [V] of a row: how often a token came in its output, and IN_PROMPT.
 
 FUNCTION bool has_penalties(const Sampling& s) { return s.repetition != 1 || s.presence != 0 || s.frequency != 0; }
 
@@ -541,9 +490,6 @@ FUNCTION void likeliest(
 // A Team per row (blockIdx.x), and per position where there are several (blockIdx.y); meetings [B, positions] of Teams.
 // tokens [B, width]: committed and draft tokens; progress [B]; sampling [B]; distributions [B, positions];
 // stop_ids [B, MAX_STOP_IDS]; draft_len: the most draft tokens of this round.
-
-// As in request.py, sampling.py and kv_cache/__init__.py.
-enum { MAX_STOP_IDS = 64, MAX_BIASES = 300, MAX_LOGPROBS = 20, BLOCK = 16 };
 
 FUNCTION Team team_of(Meeting* meetings) { return Team(meetings + blockIdx.x * gridDim.y + blockIdx.y); }
 
@@ -633,7 +579,7 @@ ROW_KERNEL void judge_target(
 
 // Acceptance, by each row's own rule, and commit. The draft's logits of a step lie step_stride apart, those of a row
 // draft_stride, and draft_vocab of them count. q [B, draft_len]; target_logits and adjusted [B, draft_len + 1, vocab],
-// p and chosen [B, draft_len + 1]; counts [B, vocab], of rows with penalties; records [B, 3 + draft_len].
+// p and chosen [B, draft_len + 1]; counts [B, vocab], of rows with penalties; records [B, record_len].
 ROW_KERNEL void accept(
     i64* tokens, int width, Progress* progress, int draft_len, const Sampling* sampling, const Distribution* q,
     const float* draft_logits, int step_stride, int draft_stride, int draft_vocab, const Distribution* p,
@@ -658,7 +604,7 @@ ROW_KERNEL void accept(
   if (team.rank() == 0)
     commit(
         progress + row, own, stop_ids + row * MAX_STOP_IDS, s.stops,
-        has_penalties(s) ? counts + (i64)row * vocab : nullptr, count, verdict, records + row * (3 + draft_len));
+        has_penalties(s) ? counts + (i64)row * vocab : nullptr, count, verdict, records + row * record_len(draft_len));
 }
 
 // The log-probabilities of what `accept` wrote down, by the target's unchanged logits [B, draft_len + 1, vocab]:
@@ -668,8 +614,9 @@ ROW_KERNEL void log_probabilities(
     Meeting* meetings) {
   int row = blockIdx.x, position = blockIdx.y, place = row * (draft_len + 1) + position;
   if (sampling[row].logprobs < 0) return;
-  const i64* record = records + row * (3 + draft_len);
-  i64 accepted = record[1], token = position < accepted ? record[3 + position] : record[2];
+  const i64* record = records + row * record_len(draft_len);
+  i64 accepted = record[Record::ACCEPTED];
+  i64 token = position < accepted ? record[Record::DRAFTS + position] : record[Record::FOLLOWING];
   if (position > accepted || token < 0) return;
   Team team = team_of(meetings);
   const float* own = logits + (i64)place * vocab;
@@ -695,26 +642,19 @@ KERNEL void move_drafts(
   }
 }
 
-// And the records [B, 3 + draft_len] of `accept`: the GPU that drafted commits what the other one did. counts [B, vocab].
-// One thread per row.
+// And the records [B, record_len] of `accept`: the GPU that drafted commits what the other one did.
+// counts [B, vocab]. One thread per row.
 KERNEL void commit_records(
     i64* tokens, int width, Progress* progress, int draft_len, const Sampling* sampling, const i64* stop_ids,
     u32* counts, int vocab, i64* records) {
   int row = blockIdx.x;
   const Sampling& s = sampling[row];
-  i64* record = records + row * (3 + draft_len);
-  Verdict verdict = {(int)record[1], (int)record[2]};
+  i64* record = records + row * record_len(draft_len);
+  Verdict verdict = {(int)record[Record::ACCEPTED], (int)record[Record::FOLLOWING]};
   commit(
       progress + row, tokens + (i64)row * width, stop_ids + row * MAX_STOP_IDS, s.stops,
-      has_penalties(s) ? counts + (i64)row * vocab : nullptr, (int)record[0], verdict, record);
+      has_penalties(s) ? counts + (i64)row * vocab : nullptr, (int)record[Record::DRAFTED], verdict, record);
 }
-
-// A tensor of a cache, as in kv_cache/device.py: rows [rows, heads, length], pool [blocks, heads, BLOCK] of positions.
-struct CacheTensor {
-  u8 *rows, *pool;
-  int heads;
-  int size;  // Bytes of a position; even, as elements have 2 or 4.
-};
 
 // do(unit, count): this thread's share of `bytes`, in units of 16 bytes where all addresses are multiples of them.
 template <typename Wide, typename Narrow>
@@ -745,7 +685,7 @@ FUNCTION void copy_bytes(void* to, const void* from, i64 bytes) {
 }
 
 FUNCTION u8* position_of(const CacheTensor& tensor, int length, i64 row, int head, int position) {
-  return tensor.rows + ((row * tensor.heads + head) * length + position) * tensor.size;
+  return (u8*)tensor.rows + ((row * tensor.heads + head) * length + position) * tensor.size;
 }
 
 // Positions start .. of a row, of every tensor (blockIdx.z) and head (blockIdx.y), to `count` blocks of its pool or back.
@@ -755,9 +695,9 @@ KERNEL void copy_blocks(
   int head = blockIdx.y;
   if (head >= tensor.heads) return;
   for (int i = 0; i < count; i++) {
-    u8* positions = position_of(tensor, length, row, head, start + i * BLOCK);
-    u8* block = tensor.pool + ((i64)blocks[i] * tensor.heads + head) * BLOCK * tensor.size;
-    copy_bytes(saving ? block : positions, saving ? positions : block, BLOCK * tensor.size);
+    u8* positions = position_of(tensor, length, row, head, start + i * CACHE_BLOCK);
+    u8* block = (u8*)tensor.pool + ((i64)blocks[i] * tensor.heads + head) * CACHE_BLOCK * tensor.size;
+    copy_bytes(saving ? block : positions, saving ? positions : block, CACHE_BLOCK * tensor.size);
   }
 }
 

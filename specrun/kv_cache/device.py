@@ -10,10 +10,8 @@ import numpy.typing as npt
 from specrun.devices import Device, DeviceArray
 from specrun.engine_dir import CacheTensor
 from specrun.kernels import memory_blocks
+from specrun.kernels.layout import CACHE_TENSOR
 from specrun.kv_cache import BLOCK
-
-# As in kernels/round.cu.
-_TENSOR = np.dtype([("rows", "<u8"), ("pool", "<u8"), ("heads", "<i4"), ("size", "<i4")])
 
 
 class DeviceKVCache:
@@ -39,7 +37,7 @@ class DeviceKVCache:
         self._tensors = [device.zeros((rows * shape.heads * length * shape.width,), storage) for shape in shapes]
         self._pool: list[DeviceArray] = []
         self._numbers = device.zeros((length // BLOCK,), np.int32)
-        self._table = device.zeros((len(shapes),), _TENSOR)
+        self._table = device.zeros((len(shapes),), CACHE_TENSOR)
         self._write_table([0] * len(shapes))
         self._most_heads = max(shape.heads for shape in shapes)
         self._most_bytes = max(shape.width for shape in shapes) * self._storage.itemsize
@@ -87,7 +85,7 @@ class DeviceKVCache:
             (rows.address, pool, shape.heads, shape.width * self._storage.itemsize)
             for shape, rows, pool in zip(self._shapes, self._tensors, pools, strict=True)
         ]
-        self._device.write(self._table, np.array(table, _TENSOR))
+        self._device.write(self._table, np.array(table, CACHE_TENSOR))
 
     def _copy(self, row: int, start: int, blocks: Sequence[int], saving: bool) -> None:
         if not blocks:

@@ -16,18 +16,13 @@ import numpy as np
 from specrun.backends import DeviceBackend
 from specrun.devices import Device
 from specrun.errors import BackendError, SpecError
-from specrun.kernels import MAX_VOCAB
+from specrun.kernels.layout import DISTRIBUTION, MAX_VOCAB, record_len
 from specrun.request import Outcome, Request
 from specrun.rounds.cached import CachedTexts, Rows
 from specrun.rounds.device_records import DeviceRecords
 from specrun.runners.capture import Recordings
 from specrun.runners.device import DeviceRunner
 from specrun.runners.device_batch import DeviceRows
-
-# As in kernels/round.cu.
-DISTRIBUTION = np.dtype(
-    [("peak", "<f4"), ("best", "<i4"), ("temperature", "<f4"), ("smallest", "<f4"), ("total", "<f4")]
-)
 
 
 class DeviceRound(CachedTexts[DeviceRunner]):
@@ -78,7 +73,7 @@ class DeviceRound(CachedTexts[DeviceRunner]):
                 self._sent = (distributions, logits)
                 # Draft tokens, where they are drawn and where they are verified; and records where drafts are drawn.
                 self._packed = [device.zeros((max_rows * draft_len,), np.int64) for device in (there, self.device)]
-                self._records_there = there.zeros((max_rows * (3 + draft_len),), np.int64)
+                self._records_there = there.zeros((max_rows * record_len(draft_len),), np.int64)
         self._recordings = Recordings(graphs, [runner.backend for runner in self.runners])
         self.settled = False
 
@@ -182,7 +177,7 @@ class DeviceRound(CachedTexts[DeviceRunner]):
                 self.device.copy(to, source)
         settled &= self._recordings.queue(self.device, ("target", batch, g), lambda: self._queue_target(batch, g))
         there.follow(self.device)
-        records, told = self._records.of(batch, g)[0], self._records_there.part(0, (batch, 3 + g))
+        records, told = self._records.of(batch, g)[0], self._records_there.part(0, (batch, record_len(g)))
         there.copy(told, records)
         self._draft_rows.commit(batch, g, told)
         return settled

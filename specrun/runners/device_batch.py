@@ -10,33 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from specrun.devices import Device, DeviceArray, swap
-from specrun.kernels import MAX_VOCAB, MEETING_BYTES, team_blocks
-from specrun.request import MAX_STOP_IDS, Request
-from specrun.sampling import MAX_BIASES
-
-# As in kernels/round.cu.
-SAMPLING = np.dtype(
-    [
-        ("seed", "<u8"),
-        ("top_p", "<f8"),
-        ("temperature", "<f4"),
-        ("top_k", "<i4"),
-        ("min_p", "<f4"),
-        ("use_logits", "<i4"),
-        ("draft_len", "<i4"),
-        ("repetition", "<f4"),
-        ("presence", "<f4"),
-        ("frequency", "<f4"),
-        ("biases", "<i4"),
-        ("stops", "<i4"),
-        ("free_length", "<i4"),
-        ("logprobs", "<i4"),
-    ]
-)
-PROGRESS = np.dtype([("length", "<i4"), ("remaining", "<i4")])
-TOKEN_VALUE = np.dtype([("id", "<i4"), ("value", "<f4")])
-
-IN_PROMPT = np.uint32(1 << 31)
+from specrun.kernels import team_blocks
+from specrun.kernels.layout import IN_PROMPT, MAX_VOCAB, MEETING, PROGRESS, SAMPLING, TOKEN_VALUE
+from specrun.limits import MAX_BIASES, MAX_STOP_IDS
+from specrun.request import Request
 
 
 class DeviceRows:
@@ -53,7 +30,7 @@ class DeviceRows:
         self.progress = device.zeros((rows,), PROGRESS)
         self.sampling = device.zeros((rows,), SAMPLING)
         self.stop_ids = device.zeros((rows, MAX_STOP_IDS), np.int64)
-        self._meetings = device.zeros((rows * positions, MEETING_BYTES), np.uint8)
+        self._meetings = device.zeros((rows * positions,), MEETING)
         # How often tokens are in each row's text, and its biases: of rows whose logits are adjusted.
         self.counts = device.zeros((rows, vocab), np.uint32)
         self.biases = device.zeros((rows, MAX_BIASES), TOKEN_VALUE)
@@ -95,7 +72,7 @@ class DeviceRows:
         self.device.launch("move_drafts", (batch, 1, 1), *own, draft_len, packed, int(unpacking))
 
     def commit(self, batch: int, draft_len: int, records: DeviceArray) -> None:
-        """Queue the commit of what another device's rows have committed: ``records`` [batch, 3 + draft_len]."""
+        """Queue the commit of what another device's rows have committed: ``records`` [batch, record_len]."""
         own = (self.stop_ids, self.counts, self.vocab, records)
         self.device.launch("commit_records", (batch, 1, 1), *self.state(draft_len), *own)
 

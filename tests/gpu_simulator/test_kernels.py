@@ -10,6 +10,7 @@ import pytest
 
 from specrun import kernels
 from specrun.devices import cuda
+from specrun.kernels.layout import MEETING
 from specrun.sampling import SamplingParams
 from tests import host_device, test_kernels
 from tests.gpu_simulator import gpus
@@ -95,7 +96,7 @@ def test_teams_meet_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     device = host_device.kernel_device()
     assert isinstance(device, cuda.CudaDevice)
-    out, meetings = device.zeros((12, 3), np.uint64), device.zeros((1, kernels.MEETING_BYTES), np.uint8)
+    out, meetings = device.zeros((12, 3), np.uint64), device.zeros((1, MEETING.itemsize), np.uint8)
     blocks, threads = host_device.blocks_of_a_team + 1, 64
     monkeypatch.setattr(cuda, "TEAMS", cuda.TEAMS | {"meet"})
     device.add_kernels(source, {"meet": threads})

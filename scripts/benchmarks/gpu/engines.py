@@ -21,8 +21,9 @@ from specrun.backends import DeviceBackend, Feed, open_device_backend
 from specrun.backends.trt import TrtBackend
 from specrun.devices.cuda import CudaDevice
 from specrun.engine_dir import EngineConfig, open_engine
+from specrun.kernels.layout import PROGRESS
 from specrun.runners.device import DeviceRunner
-from specrun.runners.device_batch import PROGRESS, DeviceRows
+from specrun.runners.device_batch import DeviceRows
 
 _SHORT = 64
 """Tokens of a short text."""

@@ -13,11 +13,12 @@ from scripts.benchmarks.gpu.sizes import Size
 from scripts.benchmarks.gpu.timing import mean_seconds
 from specrun.devices import Device
 from specrun.engine_dir import CacheTensor
+from specrun.kernels.layout import DISTRIBUTION, PROGRESS, TOKEN_VALUE, record_len
 from specrun.kv_cache import BLOCK
 from specrun.kv_cache.device import DeviceKVCache
-from specrun.request import MAX_LOGPROBS, Request
-from specrun.rounds.device import DISTRIBUTION
-from specrun.runners.device_batch import PROGRESS, TOKEN_VALUE, DeviceRows
+from specrun.limits import MAX_LOGPROBS
+from specrun.request import Request
+from specrun.runners.device_batch import DeviceRows
 from specrun.sampling import SamplingParams
 
 _DRAFT_LEN, _WIDTH = 4, 4096
@@ -70,7 +71,7 @@ def _prepare(device: Device, rows: int, vocab: int) -> tuple[DeviceRows, dict[st
     params = SamplingParams(presence_penalty=0.5, logit_bias={1: 1.0})
     state.begin(0, [Request([1] * 8, params, 1, draft_len=g, logprobs=MAX_LOGPROBS) for _ in range(rows)], g, False)
     p, q = device.zeros((rows, g + 1), DISTRIBUTION), device.zeros((rows, g), DISTRIBUTION)
-    chosen, records = device.zeros((rows, g + 1), np.int32), device.zeros((rows, 3 + g), np.int64)
+    chosen, records = device.zeros((rows, g + 1), np.int32), device.zeros((rows, record_len(g)), np.int64)
     adjusted = device.zeros((rows, g + 1, vocab), np.float32)
     found = device.zeros((rows, g + 1, 1 + MAX_LOGPROBS), TOKEN_VALUE)
     inputs = [device.zeros((rows * (g + 1),), np.int64) for _ in range(3)]
