@@ -14,7 +14,6 @@ from pathlib import Path
 import click
 import numpy as np
 
-from specrun.kernels.layout import DISTRIBUTION
 from specrun.sampling import SamplingParams
 from tests.gpu_simulator import gpus
 
@@ -45,10 +44,8 @@ def main(vocab_size: int, blocks: tuple[int, ...], clock: float, json_file: Path
     for count in blocks:
         host_device.blocks_of_a_team = count
         for name, params in WAYS.items():
-            found, chosen = np.zeros(1, DISTRIBUTION), np.zeros(1, np.int32)
-            own = (test_kernels.progress_of(7, 1), 0, test_kernels.sampling_of(params))
             before = gpus.instructions()
-            host_device.call("judge_target", (1, 1), logits, logits, vocab_size, *own, found, chosen)
+            test_kernels.judge(logits, params, 7, use_logits=0)
             run = gpus.instructions() - before
             seconds = run / WARP / ISSUED / count / clock
             click.echo(f"{count:2} blocks, {name}: {run / vocab_size:.0f} a logit, {seconds * 1e6:.1f} us")

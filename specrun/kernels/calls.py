@@ -1,7 +1,7 @@
 """Calls of the kernels in ``round.cu``: a function each, which queues it over the right grid.
 
-A parameter has the name that it has in ``round.cu``, where it is explained. Sizes come from the arrays' shapes, and what
-is always passed of the rows comes from ``RowState``.
+A parameter has the name that it has in ``round.cu``, where it is explained. Sizes come from the shapes of arrays, and
+what is always passed of the rows comes from ``RowState``.
 """
 
 from __future__ import annotations
@@ -174,9 +174,7 @@ def _state(rows: RowState, draft_len: int) -> tuple[DeviceArray | int, ...]:
     return rows.tokens, rows.tokens.shape[1], rows.progress, draft_len, rows.sampling
 
 
-def _launch(
-    rows: RowState, kernel: str, batch: int, positions: int, vocab: int, *arguments: DeviceArray | int
-) -> None:
+def _launch(rows: RowState, kernel: str, batch: int, positions: int, vocab: int, *arguments: DeviceArray | int) -> None:
     """Queue a kernel with a team for every one of ``positions`` positions of ``batch`` rows."""
     blocks = blocks_of_a_team(batch * positions, vocab, rows.device.multiprocessors)
     rows.device.launch(kernel, (batch, positions, blocks), *arguments, rows.meetings)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from specrun.devices import Device, DeviceArray
 from specrun.engine_dir import CacheTensor
-from specrun.kernels import memory_blocks
+from specrun.kernels import calls
 from specrun.kernels.layout import CACHE_TENSOR
 from specrun.kv_cache import BLOCK
 
@@ -68,8 +68,16 @@ class DeviceKVCache:
         """See ``KVCache``."""
         positions = max(held)
         if positions:
-            grid = (memory_blocks(positions * self._most_bytes), self._most_heads, len(self._shapes))
-            self._device.launch("swap_rows", grid, self._table, self.length, one, other, positions)
+            calls.swap_rows(
+                self._device,
+                tensors=self._table,
+                length=self.length,
+                one=one,
+                other=other,
+                positions=positions,
+                heads=self._most_heads,
+                size=self._most_bytes,
+            )
 
     def save(self, row: int, start: int, blocks: Sequence[int]) -> None:
         """See ``KVCache``."""
@@ -94,6 +102,13 @@ class DeviceKVCache:
             raise ValueError(f"{len(blocks)} blocks from position {start} of {self.length}")
         numbers = self._numbers.part(0, (len(blocks),))
         self._device.write(numbers, np.array(blocks, np.int32))
-        grid = (1, self._most_heads, len(self._shapes))
-        own = (row, start, numbers, len(blocks), int(saving))
-        self._device.launch("copy_blocks", grid, self._table, self.length, *own)
+        calls.copy_blocks(
+            self._device,
+            tensors=self._table,
+            length=self.length,
+            row=row,
+            start=start,
+            blocks=numbers,
+            saving=saving,
+            heads=self._most_heads,
+        )

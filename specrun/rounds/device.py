@@ -16,6 +16,7 @@ import numpy as np
 from specrun.backends import DeviceBackend
 from specrun.devices import Device
 from specrun.errors import BackendError, SpecError
+from specrun.kernels import calls
 from specrun.kernels.layout import DISTRIBUTION, MAX_VOCAB, record_len
 from specrun.request import Outcome, Request
 from specrun.rounds.cached import CachedTexts, Rows
@@ -179,7 +180,7 @@ class DeviceRound(CachedTexts[DeviceRunner]):
         there.follow(self.device)
         records, told = self._records.of(batch, g)[0], self._records_there.part(0, (batch, record_len(g)))
         there.copy(told, records)
-        self._draft_rows.commit(batch, g, told)
+        calls.commit_records(self._draft_rows, batch=batch, draft_len=g, records=told)
         return settled
 
     def _queue_here(self, batch: int, g: int) -> None:
@@ -200,28 +201,37 @@ class DeviceRound(CachedTexts[DeviceRunner]):
             # changes nothing, and the shapes stay the same.
             offset, count = (-2, 2) if step == 0 else (step - 1, 1)
             logits = draft.forward(batch, rows, offset, count, step - 1, 1, step)
-            rows.adjust(logits, vocab, step, g, logits)
-            own = (*rows.state(g), step, distributions)
-            rows.launch("draw_draft", batch, 1, logits, draft.vocab, vocab, *own)
+            calls.adjust(rows, logits=logits, vocab=vocab, first=step, draft_len=g, adjusted=logits)
+            calls.draw_draft(rows, logits=logits, vocab=vocab, draft_len=g, step=step, distributions=distributions)
         if self._apart:
-            rows.move_drafts(batch, g, self._packed[0], unpacking=False)
+            calls.move_drafts(rows, batch=batch, draft_len=g, packed=self._packed[0], unpacking=False)
 
     def _queue_target(self, batch: int, g: int) -> None:
         """Verify, accept, commit, and write it down."""
-        target, rows, launch = self.target, self.rows, self.rows.launch
+        target, rows = self.target, self.rows
         if self._apart and g:
-            rows.move_drafts(batch, g, self._packed[1], unpacking=True)
+            calls.move_drafts(rows, batch=batch, draft_len=g, packed=self._packed[1], unpacking=True)
         raw = target.forward(batch, rows, -1, g + 1, -1, g + 1)
         adjusted = self._adjusted.part(0, raw.shape)
-        rows.adjust(raw, target.vocab, 0, g, adjusted)
-        logits, judged = (raw, adjusted, target.vocab), (self._target_distributions, self._chosen)
-        launch("judge_target", batch, g + 1, *logits, rows.progress, g, rows.sampling, *judged)
-        drafting = self.draft or target
-        draft = (*self._sent, drafting.step_stride, drafting.vocab, min(drafting.vocab, target.vocab))
+        calls.adjust(rows, logits=raw, vocab=target.vocab, first=0, draft_len=g, adjusted=adjusted)
+        p, chosen = self._target_distributions, self._chosen
+        calls.judge_target(rows, logits=raw, adjusted=adjusted, distributions=p, chosen=chosen)
+        drafting, (q, draft_logits) = self.draft or target, self._sent
         records, logprobs = self._records.of(batch, g)
-        ends = (rows.stop_ids, rows.counts, records)
-        launch("accept", batch, 1, *rows.state(g), *draft, *judged, *logits, *ends)
-        launch("log_probabilities", batch, g + 1, raw, target.vocab, g, rows.sampling, records, logprobs)
+        calls.accept(
+            rows,
+            q=q,
+            draft_logits=draft_logits,
+            step_stride=drafting.step_stride,
+            draft_stride=drafting.vocab,
+            draft_vocab=min(drafting.vocab, target.vocab),
+            p=p,
+            chosen=chosen,
+            target_logits=raw,
+            adjusted=adjusted,
+            records=records,
+        )
+        calls.log_probabilities(rows, logits=raw, records=records, found=logprobs)
         self._records.fetch(batch, g)
 
     def _wait(self, devices: Sequence[Device]) -> None:

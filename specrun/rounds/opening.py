@@ -15,6 +15,7 @@ from specrun.devices.driver import why_no_gpu
 from specrun.engine_dir import EngineConfig
 from specrun.errors import BackendError, PairError
 from specrun.host_memory import free_memory, shortage
+from specrun.kernels import open_gpu
 from specrun.kv_cache import BLOCK
 from specrun.rounds import Round
 from specrun.rounds.device import DeviceRound
@@ -102,7 +103,7 @@ def _open_on_gpus(
     try:
         for engine in engines:
             if engine.gpu not in devices:
-                devices[engine.gpu] = CudaDevice(engine.gpu)
+                devices[engine.gpu] = open_gpu(engine.gpu)
         if len(devices) > 1:
             # In both directions: drafts go to the target, what it committed goes back.
             here, there = devices.values()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from specrun import kernels
-from specrun.devices import cuda
+from specrun.devices.cuda import CudaDevice
 from specrun.kernels.layout import MEETING
 from specrun.sampling import SamplingParams
 from tests import host_device, test_kernels
@@ -78,7 +78,7 @@ def test_neither_the_order_nor_the_number_of_threads_changes_a_bit(name: str, mo
     assert found[0] == found[1] == found[2]
 
 
-def test_teams_meet_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_teams_meet_in_any_order() -> None:
     """Sums, largest values and plain meetings, between which nothing is left over."""
     source = (
         kernels.source()
@@ -95,14 +95,13 @@ def test_teams_meet_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
         }"""
     )
     device = host_device.kernel_device()
-    assert isinstance(device, cuda.CudaDevice)
-    out, meetings = device.zeros((12, 3), np.uint64), device.zeros((1, MEETING.itemsize), np.uint8)
+    assert isinstance(device, CudaDevice)
+    out, meetings = device.zeros((12, 3), np.uint64), device.zeros((1,), MEETING)
     blocks, threads = host_device.blocks_of_a_team + 1, 64
-    monkeypatch.setattr(cuda, "TEAMS", cuda.TEAMS | {"meet"})
-    device.add_kernels(source, {"meet": threads})
+    device.add_kernels(source, {"meet": threads}, {"meet"})
     device.launch("meet", (1, 1, blocks), out, meetings)
     everyone = blocks * threads
     for i, found in enumerate(host_device.fetched(device, out).tolist()):
         sums = [1, 0] if i % 4 == 3 else [everyone, everyone * (everyone - 1) // 2]
         assert found == [*sums, 0 if i % 5 == 2 else everyone - 1]
-    assert not host_device.fetched(device, meetings).any()
+    assert not host_device.fetched(device, meetings).tobytes().strip(b"\0")
