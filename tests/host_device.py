@@ -26,7 +26,7 @@ import numpy.typing as npt
 from specrun import kernels
 from specrun.devices import Device, DeviceArray, Grid
 from specrun.kernels import calls
-from specrun.kernels.layout import MEETING
+from specrun.kernels.layout import BARRIER
 
 CACHE = Path(__file__).parent.parent / ".cache" / "kernels"
 
@@ -56,7 +56,7 @@ def kernel_device() -> Device:
     return HostDevice(threads=5)  # More than one, so that they have to work together; no power of 2.
 
 
-blocks_of_a_team = 1
+blocks_per_group = 1
 
 
 def call(
@@ -66,7 +66,7 @@ def call(
 ) -> None:
     """Run a kernel by its ``function`` on numpy arrays, which afterwards hold what it wrote.
 
-    rows: what the kernel needs of a ``RowState``. Teams have ``blocks_of_a_team`` blocks.
+    rows: what the kernel needs of a ``RowState``. Thread groups have ``blocks_per_group`` blocks.
     """
     device = kernel_device()
     sent: list[tuple[npt.NDArray[Any], DeviceArray]] = []
@@ -83,11 +83,11 @@ def call(
     if rows is None:
         function(device, **given)
     else:
-        meetings = device.zeros((64,), MEETING)
-        state = SimpleNamespace(device=device, meetings=meetings, **{name: send(value) for name, value in rows.items()})
-        with patch.object(calls, "blocks_of_a_team", lambda *_: blocks_of_a_team):
+        barriers = device.zeros((64,), BARRIER)
+        state = SimpleNamespace(device=device, barriers=barriers, **{name: send(value) for name, value in rows.items()})
+        with patch.object(calls, "blocks_per_group", lambda *_: blocks_per_group):
             function(state, **given)
-        assert not fetched(device, meetings).tobytes().strip(b"\0"), "the teams leave something behind"
+        assert not fetched(device, barriers).tobytes().strip(b"\0"), "the thread groups leave something behind"
     for value, array in sent:
         value[...] = fetched(device, array)
 

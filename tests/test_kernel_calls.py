@@ -20,13 +20,23 @@ CALLS = {
     for name, function in inspect.getmembers(calls, inspect.isfunction)
     if any(one.kind is one.KEYWORD_ONLY for one in inspect.signature(function).parameters.values())
 }
-SIZES = {"width": 17, "vocab": 11, "counted": 11, "stride": 13, "positions": 4, "draft_len": 3, "count": 5, "kept": 6}
+SIZES = {
+    "token_stride": 17,
+    "vocab": 11,
+    "counted": 11,
+    "stride": 13,
+    "positions": 4,
+    "draft_len": 3,
+    "query_len": 5,
+    "count": 8,
+    "num_logits": 6,
+}
 """What the shapes below say."""
 SHAPES = {
-    "tokens": (9, SIZES["width"]),
+    "tokens": (9, SIZES["token_stride"]),
     "counts": (9, SIZES["counted"]),
-    "input_ids": (2, SIZES["count"]),
-    "logits_indices": (2, SIZES["kept"]),
+    "input_ids": (2, SIZES["query_len"]),
+    "logits_indices": (2, SIZES["num_logits"]),
     "target_logits": (2, SIZES["positions"], SIZES["vocab"]),
     "tensors": (7,),
     "blocks": (SIZES["count"],),
@@ -39,7 +49,7 @@ STATE = {
     "stop_ids": np.dtype(np.int64),
     "counts": np.dtype(np.uint32),
     "biases": layout.TOKEN_VALUE,
-    "meetings": layout.MEETING,
+    "barriers": layout.BARRIER,
 }
 """Of a ``RowState``."""
 
@@ -110,7 +120,7 @@ def differences(text: str) -> dict[str, str]:
 def test_every_kernel_has_one_call() -> None:
     kernels = signatures(source())
     assert set(kernels) == set(CALLS) == set(THREADS)
-    together = {kernel for kernel, parameters in kernels.items() if parameters[-1] == ("Meeting*", "meetings")}
+    together = {kernel for kernel, parameters in kernels.items() if parameters[-1] == ("Barrier*", "barriers")}
     assert together == COOPERATIVE
     assert len(re.findall(r"^\w*KERNEL void", source(), re.MULTILINE)) == len(kernels)
 
@@ -122,8 +132,8 @@ def test_calls_pass_what_kernels_take() -> None:
 @pytest.mark.parametrize(
     "kernel, now, then",
     [
-        ("adjust", "int stride, int vocab, int positions", "int vocab, int stride, int positions"),
-        ("draw_draft", "int step, Distribution*", "const int* step, Distribution*"),
+        ("apply_penalties", "int stride, int vocab, int positions", "int vocab, int stride, int positions"),
+        ("sample_draft", "int step, Distribution*", "const int* step, Distribution*"),
         ("accept", "int step_stride, int draft_stride", "int draft_stride, int step_stride"),
         ("accept", "const i64* stop_ids, u32* counts,\n    i64*", "u32* counts, const i64* stop_ids,\n    i64*"),
         ("feed", "const Progress* progress", "const Sampling* progress"),
@@ -137,9 +147,9 @@ def test_a_signature_that_changes_is_found(kernel: str, now: str, then: str) -> 
     assert set(differences(f"{before}KERNEL void {kernel}({rest.replace(now, then, 1)}")) == {kernel}
 
 
-def test_teams_share_the_multiprocessors() -> None:
+def test_thread_groups_share_the_multiprocessors() -> None:
     """Every block of a launch runs at the same time; small vocabularies have no use for many."""
-    assert calls.blocks_of_a_team(1, 128_256, 132) == 32
-    assert calls.blocks_of_a_team(20, 128_256, 132) == 6
-    assert calls.blocks_of_a_team(200, 128_256, 132) == 1
-    assert calls.blocks_of_a_team(1, 4097, 132) == 2
+    assert calls.blocks_per_group(1, 128_256, 132) == 32
+    assert calls.blocks_per_group(20, 128_256, 132) == 6
+    assert calls.blocks_per_group(200, 128_256, 132) == 1
+    assert calls.blocks_per_group(1, 4097, 132) == 2

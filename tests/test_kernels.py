@@ -98,7 +98,7 @@ def judge(logits: Floats, params: SamplingParams, position: int, use_logits: int
     found, chosen = np.zeros(1, DISTRIBUTION), np.full(1, -7, np.int32)
     state = {"progress": progress_of(position, 1), "sampling": sampling_of(params, use_logits=use_logits)}
     row = logits[None, None]
-    call(calls.judge_target, state, logits=row, adjusted=row, distributions=found, chosen=chosen)
+    call(calls.sample_target, state, logits=row, adjusted=row, distributions=found, chosen=chosen)
     return found[0], int(chosen[0])
 
 
@@ -345,7 +345,7 @@ def table(batch: Sequence[Row], width: int) -> dict[str, Any]:
 def adjust_all(logits: Any, vocab: int, first: int, g: int, rows: dict[str, Any]) -> Any:
     """The kernel's adjusted logits [B, positions, stride]."""
     adjusted = logits.copy()  # Ids beyond ``vocab`` stay as they are, and rows that adjust nothing.
-    call(calls.adjust, rows, logits=logits, vocab=vocab, first=first, draft_len=g, adjusted=adjusted)
+    call(calls.apply_penalties, rows, logits=logits, vocab=vocab, first=first, draft_len=g, adjusted=adjusted)
     return adjusted
 
 
@@ -446,13 +446,13 @@ def play(batch: Sequence[Row], g: int, narrow: int, width: int) -> dict[str, Any
     for step in range(g):
         logits = steps[step][:, None]
         logits[...] = adjust_all(logits, narrow, step, g, rows)
-        call(calls.draw_draft, rows, logits=logits, vocab=narrow, draft_len=g, step=step, distributions=q)
+        call(calls.sample_draft, rows, logits=logits, vocab=narrow, draft_len=g, step=step, distributions=q)
     target = np.stack([row.target for row in batch])
     adjusted = adjust_all(target, target.shape[2], 0, g, rows)
     for found, row in zip(adjusted, batch, strict=True):
         if not row.params.adjusts and not row.min_output_len:
             found[:] = np.nan  # Nobody looks at it.
-    call(calls.judge_target, rows, logits=target, adjusted=adjusted, distributions=p, chosen=chosen)
+    call(calls.sample_target, rows, logits=target, adjusted=adjusted, distributions=p, chosen=chosen)
     records = np.zeros((len(batch), record_len(g)), np.int64)
     call(
         calls.accept,

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Instructions that a draw takes, counted on a simulated GPU: what is known of the sampling kernels without a real one.
 
-Of ``judge_target`` for one row: the PTX instructions of all threads, and the time in which multiprocessors would issue
+Of ``sample_target`` for one row: the PTX instructions of all threads, and the time in which multiprocessors would issue
 them, at four of a warp a clock. Waiting, for memory and for other blocks, comes on top; see docs/gpu.md.
 """
 
@@ -42,7 +42,7 @@ def main(vocab_size: int, blocks: tuple[int, ...], clock: float, json_file: Path
     logits = (np.random.default_rng(0).normal(size=vocab_size) * 2.5).astype(np.float32)
     results = []
     for count in blocks:
-        host_device.blocks_of_a_team = count
+        host_device.blocks_per_group = count
         for name, params in WAYS.items():
             before = gpus.instructions()
             test_kernels.judge(logits, params, 7, use_logits=0)

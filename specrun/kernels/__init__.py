@@ -9,9 +9,9 @@ from specrun.kernels.layout import header
 
 THREADS = {
     "feed": 1,
-    "adjust": 1024,
-    "draw_draft": 1024,
-    "judge_target": 1024,
+    "apply_penalties": 1024,
+    "sample_draft": 1024,
+    "sample_target": 1024,
     "accept": 1024,
     "log_probabilities": 1024,
     "move_drafts": 1,
@@ -22,7 +22,7 @@ THREADS = {
 }
 """Threads per block."""
 
-COOPERATIVE = frozenset({"adjust", "draw_draft", "judge_target", "accept", "log_probabilities"})
+COOPERATIVE = frozenset({"apply_penalties", "sample_draft", "sample_target", "accept", "log_probabilities"})
 """Kernels in which the blocks of the grid's third dimension work on one row, or one position of a row, together."""
 
 

@@ -22,7 +22,7 @@ class RowState(Protocol):
 
     device: Device
     tokens: DeviceArray
-    """[rows, width] int64"""
+    """[rows, token_stride] int64"""
     progress: DeviceArray
     """[rows] PROGRESS"""
     sampling: DeviceArray
@@ -33,13 +33,13 @@ class RowState(Protocol):
     """[rows, vocab] uint32"""
     biases: DeviceArray
     """[rows, MAX_BIASES] TOKEN_VALUE"""
-    meetings: DeviceArray
-    """[rows * positions] MEETING"""
+    barriers: DeviceArray
+    """[rows * positions] BARRIER"""
 
 
-def blocks_of_a_team(teams: int, vocab: int, multiprocessors: int) -> int:
-    """How many blocks each of ``teams`` teams has: all of them run at the same time, a block on a multiprocessor."""
-    return max(1, min(multiprocessors // teams, -(-vocab // _LOGITS_OF_A_BLOCK), _MOST_BLOCKS))
+def blocks_per_group(groups: int, vocab: int, multiprocessors: int) -> int:
+    """How many blocks each of ``groups`` thread groups has: all run at the same time, a block on a multiprocessor."""
+    return max(1, min(multiprocessors // groups, -(-vocab // _LOGITS_OF_A_BLOCK), _MOST_BLOCKS))
 
 
 def blocks_for_bytes(size: int) -> int:
@@ -51,44 +51,49 @@ def feed(
     rows: RowState,
     *,
     offset: int,
-    keep_from: int,
-    room: int,
+    first_logit: int,
+    capacity: int,
     vocab: int,
     input_ids: DeviceArray,
     write_indices: DeviceArray,
     logits_indices: DeviceArray,
 ) -> None:
-    """Fill an engine's inputs: ``input_ids`` [B, count], ``write_indices`` [B], ``logits_indices`` [B, kept], int64."""
-    (batch, count), (_, kept) = input_ids.shape, logits_indices.shape
+    """Fill an engine's inputs, all int64.
+
+    ``input_ids`` [B, query_len], ``write_indices`` [B], ``logits_indices`` [B, num_logits].
+    """
+    (batch, query_len), (_, num_logits) = input_ids.shape, logits_indices.shape
     state, inputs = (rows.tokens, rows.tokens.shape[1], rows.progress), (input_ids, write_indices, logits_indices)
-    rows.device.launch("feed", (batch, 1, 1), *state, offset, count, keep_from, kept, room, vocab, *inputs)
+    rows.device.launch(
+        "feed", (batch, 1, 1), *state, offset, query_len, first_logit, num_logits, capacity, vocab, *inputs
+    )
 
 
-def adjust(
+def apply_penalties(
     rows: RowState, *, logits: DeviceArray, vocab: int, first: int, draft_len: int, adjusted: DeviceArray
 ) -> None:
-    """Write what rows want of their ``logits`` [B, positions, stride] to ``adjusted``, which may be the same memory."""
+    """Write the ``logits`` [B, positions, stride] of rows with penalties, biases or forbidden ids to ``adjusted``."""
     batch, positions, stride = logits.shape
     state = (*_state(rows, draft_len), rows.counts, rows.counts.shape[1], rows.biases, rows.stop_ids)
-    _launch(rows, "adjust", batch, positions, vocab, logits, stride, vocab, positions, first, *state, adjusted)
+    _launch(rows, "apply_penalties", batch, positions, vocab, logits, stride, vocab, positions, first, *state, adjusted)
 
 
-def draw_draft(
+def sample_draft(
     rows: RowState, *, logits: DeviceArray, vocab: int, draft_len: int, step: int, distributions: DeviceArray
 ) -> None:
-    """Draw a draft token of each row from ``logits`` [B, 1, stride], and write its DISTRIBUTION down."""
+    """Sample a draft token of each row from ``logits`` [B, 1, stride], and write its DISTRIBUTION down."""
     batch, _, stride = logits.shape
     state = _state(rows, draft_len)
-    _launch(rows, "draw_draft", batch, 1, vocab, logits, stride, vocab, *state, step, distributions)
+    _launch(rows, "sample_draft", batch, 1, vocab, logits, stride, vocab, *state, step, distributions)
 
 
-def judge_target(
+def sample_target(
     rows: RowState, *, logits: DeviceArray, adjusted: DeviceArray, distributions: DeviceArray, chosen: DeviceArray
 ) -> None:
-    """Find the target's DISTRIBUTION of each of ``logits`` [B, draft_len + 1, vocab], and its choices (int32)."""
+    """Find the target's DISTRIBUTION of each of ``logits`` [B, draft_len + 1, vocab], and its tokens (int32)."""
     batch, positions, vocab = logits.shape
     state = (rows.progress, positions - 1, rows.sampling)
-    _launch(rows, "judge_target", batch, positions, vocab, logits, adjusted, vocab, *state, distributions, chosen)
+    _launch(rows, "sample_target", batch, positions, vocab, logits, adjusted, vocab, *state, distributions, chosen)
 
 
 def accept(
@@ -175,6 +180,6 @@ def _state(rows: RowState, draft_len: int) -> tuple[DeviceArray | int, ...]:
 
 
 def _launch(rows: RowState, kernel: str, batch: int, positions: int, vocab: int, *arguments: DeviceArray | int) -> None:
-    """Queue a kernel with a team for every one of ``positions`` positions of ``batch`` rows."""
-    blocks = blocks_of_a_team(batch * positions, vocab, rows.device.multiprocessors)
-    rows.device.launch(kernel, (batch, positions, blocks), *arguments, rows.meetings)
+    """Queue a kernel with a thread group for each of ``positions`` positions of ``batch`` rows."""
+    blocks = blocks_per_group(batch * positions, vocab, rows.device.multiprocessors)
+    rows.device.launch(kernel, (batch, positions, blocks), *arguments, rows.barriers)

@@ -57,7 +57,7 @@ DISTRIBUTION = np.dtype(
         ("peak", "<f4"),  # The largest logit.
         ("best", "<i4"),  # Its id; -1 where the logits are not numbers.
         ("temperature", "<f4"),  # 0: all of the mass is at `best`.
-        ("smallest", "<f4"),  # Weights below this one are cut off.
+        ("smallest", "<f4"),  # Weights below this threshold are 0.
         ("total", "<f4"),  # The sum of the weights that are left; 1 for rows that compare tokens, which need none.
     ]
 )
@@ -73,14 +73,14 @@ CACHE_TENSOR = np.dtype(
 )
 """A tensor of a key-value cache."""
 
-MEETING = np.dtype(
+BARRIER = np.dtype(
     [
-        ("arrived", "<u4"),  # Blocks that have come to a meeting, since the kernel began.
+        ("arrived", "<u4"),  # Arrivals of blocks since the kernel began.
         ("left", "<u4"),  # Blocks that have ended.
-        ("values", "<u8", (3, _MAX_SUMS)),  # What they bring to this meeting; to the next; to the one before.
+        ("values", "<u8", (3, _MAX_SUMS)),  # What they combine in this phase, in the next and in the one before.
     ]
 )
-"""Where the blocks that work on one row meet. All zeros when a kernel begins, and when it has ended."""
+"""Where the blocks that work on one row wait for each other. All zeros before a kernel and after it."""
 
 STRUCTS = {
     "Sampling": SAMPLING,
@@ -88,7 +88,7 @@ STRUCTS = {
     "TokenValue": TOKEN_VALUE,
     "Distribution": DISTRIBUTION,
     "CacheTensor": CACHE_TENSOR,
-    "Meeting": MEETING,
+    "Barrier": BARRIER,
 }
 """What each struct is called in the kernels."""
 
@@ -98,7 +98,7 @@ class Record(enum.IntEnum):
 
     DRAFTED = 0  # How many tokens were drafted.
     ACCEPTED = 1  # How many of them stand.
-    FOLLOWING = 2  # The target's token after them; -1 where its logits were not numbers.
+    NEXT_TOKEN = 2  # The target's token after them; -1 where its logits were not numbers.
     DRAFTS = 3  # The first of the draft tokens, which are the rest.
 
 

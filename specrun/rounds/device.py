@@ -201,8 +201,8 @@ class DeviceRound(CachedTexts[DeviceRunner]):
             # changes nothing, and the shapes stay the same.
             offset, count = (-2, 2) if step == 0 else (step - 1, 1)
             logits = draft.forward(batch, rows, offset, count, step - 1, 1, step)
-            calls.adjust(rows, logits=logits, vocab=vocab, first=step, draft_len=g, adjusted=logits)
-            calls.draw_draft(rows, logits=logits, vocab=vocab, draft_len=g, step=step, distributions=distributions)
+            calls.apply_penalties(rows, logits=logits, vocab=vocab, first=step, draft_len=g, adjusted=logits)
+            calls.sample_draft(rows, logits=logits, vocab=vocab, draft_len=g, step=step, distributions=distributions)
         if self._apart:
             calls.move_drafts(rows, batch=batch, draft_len=g, packed=self._packed[0], unpacking=False)
 
@@ -213,9 +213,9 @@ class DeviceRound(CachedTexts[DeviceRunner]):
             calls.move_drafts(rows, batch=batch, draft_len=g, packed=self._packed[1], unpacking=True)
         raw = target.forward(batch, rows, -1, g + 1, -1, g + 1)
         adjusted = self._adjusted.part(0, raw.shape)
-        calls.adjust(rows, logits=raw, vocab=target.vocab, first=0, draft_len=g, adjusted=adjusted)
+        calls.apply_penalties(rows, logits=raw, vocab=target.vocab, first=0, draft_len=g, adjusted=adjusted)
         p, chosen = self._target_distributions, self._chosen
-        calls.judge_target(rows, logits=raw, adjusted=adjusted, distributions=p, chosen=chosen)
+        calls.sample_target(rows, logits=raw, adjusted=adjusted, distributions=p, chosen=chosen)
         drafting, (q, draft_logits) = self.draft or target, self._sent
         records, logprobs = self._records.of(batch, g)
         calls.accept(

@@ -84,8 +84,8 @@ class DeviceRunner:
         calls.feed(
             rows,
             offset=offset,
-            keep_from=keep_from,
-            room=self.backend.cache.length,
+            first_logit=keep_from,
+            capacity=self.backend.cache.length,
             vocab=self.vocab,
             input_ids=feed.input_ids,
             write_indices=feed.write_indices,

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from specrun.devices import Device, DeviceArray
 from specrun.kernels import calls
-from specrun.kernels.layout import IN_PROMPT, MAX_VOCAB, MEETING, PROGRESS, SAMPLING, TOKEN_VALUE
+from specrun.kernels.layout import BARRIER, IN_PROMPT, MAX_VOCAB, PROGRESS, SAMPLING, TOKEN_VALUE
 from specrun.limits import MAX_BIASES, MAX_STOP_IDS
 from specrun.request import Request
 
@@ -30,7 +30,7 @@ class DeviceRows:
         self.progress = device.zeros((rows,), PROGRESS)
         self.sampling = device.zeros((rows,), SAMPLING)
         self.stop_ids = device.zeros((rows, MAX_STOP_IDS), np.int64)
-        self.meetings = device.zeros((rows * positions,), MEETING)
+        self.barriers = device.zeros((rows * positions,), BARRIER)
         # How often tokens are in each row's text, and its biases: of rows whose logits are adjusted.
         self.counts = device.zeros((rows, vocab), np.uint32)
         self.biases = device.zeros((rows, MAX_BIASES), TOKEN_VALUE)

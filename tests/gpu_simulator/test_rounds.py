@@ -36,10 +36,10 @@ LENGTH = 10
 
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Teams of two blocks of fewer threads, which take less time; ``test_kernels`` has them all."""
+    """Groups of two blocks of fewer threads, which take less time; ``test_kernels`` has them all."""
     for kernel, threads in kernels.THREADS.items():
         monkeypatch.setitem(kernels.THREADS, kernel, min(threads, 32))
-    monkeypatch.setattr(calls, "blocks_of_a_team", lambda teams, vocab, multiprocessors: 2)
+    monkeypatch.setattr(calls, "blocks_per_group", lambda groups, vocab, multiprocessors: 2)
 
 
 @pytest.fixture(scope="module")

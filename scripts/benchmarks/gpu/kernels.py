@@ -82,14 +82,18 @@ def _prepare(device: Device, rows: int, vocab: int) -> tuple[DeviceRows, dict[st
     drafted = {"draft_logits": draft_logits, "step_stride": rows * vocab, "draft_stride": vocab, "draft_vocab": vocab}
     call = functools.partial
     return state, {
-        "feed": call(calls.feed, state, offset=-1, keep_from=-1, room=_WIDTH, vocab=vocab, **fed),
-        "draw_draft": call(calls.draw_draft, state, logits=first, vocab=vocab, draft_len=g, step=0, distributions=q),
-        "judge_target": call(
-            calls.judge_target, state, logits=logits, adjusted=adjusted, distributions=p, chosen=chosen
+        "feed": call(calls.feed, state, offset=-1, first_logit=-1, capacity=_WIDTH, vocab=vocab, **fed),
+        "sample_draft": call(
+            calls.sample_draft, state, logits=first, vocab=vocab, draft_len=g, step=0, distributions=q
+        ),
+        "sample_target": call(
+            calls.sample_target, state, logits=logits, adjusted=adjusted, distributions=p, chosen=chosen
         ),
         "accept": call(calls.accept, state, q=q, **drafted, **accepted),
         "log_probabilities": call(calls.log_probabilities, state, logits=logits, records=records, found=found),
-        "adjust": call(calls.adjust, state, logits=logits, vocab=vocab, first=0, draft_len=g, adjusted=adjusted),
+        "apply_penalties": call(
+            calls.apply_penalties, state, logits=logits, vocab=vocab, first=0, draft_len=g, adjusted=adjusted
+        ),
     }
 
 
