@@ -8,6 +8,8 @@ from typing import Any, Literal
 from specrun.engine_dir import (
     CONFIG_NAME,
     FORMAT_VERSION,
+    GRAPH_NAME,
+    WEIGHTS_NAME,
     Files,
     GraphInfo,
     Provenance,
@@ -17,9 +19,6 @@ from specrun.engine_dir import (
     read_config,
 )
 from specrun.errors import CheckpointError
-
-GRAPH_NAME = "model.onnx"
-WEIGHTS_NAME = "model.onnx.data"
 
 
 class CheckpointConfig(Strict):

@@ -8,8 +8,8 @@ from typing import Any, get_args
 import click
 
 from specbuild.config import Backend
-from specbuild.huggingface import DTYPES
 from specrun.command_line import CONTEXT, FolderPath, OneLineErrors
+from specrun.dtypes import FLOAT_NAMES
 from specrun.engine_dir import SpeculativeMode
 
 
@@ -23,7 +23,7 @@ def main(debug: bool) -> None:
 @main.command()
 @click.option("--model_dir", required=True, metavar="DIR|HUB_ID", help="Hugging Face checkpoint, or its Hub ID.")
 @click.option("--output_dir", required=True, type=FolderPath, help="Where the ONNX checkpoint goes.")
-@click.option("--dtype", type=click.Choice(["auto", *DTYPES]), default="auto", show_default=True)
+@click.option("--dtype", type=click.Choice(["auto", *FLOAT_NAMES]), default="auto", show_default=True)
 @click.option("--max_seq_len", type=int, help="Positions to serve; default: what the model was trained for.")
 @click.option("--revision", help="Branch, tag or commit, for a Hub ID.")
 @click.option("--trust_remote_code", is_flag=True, help="Run Python code that comes with the checkpoint.")

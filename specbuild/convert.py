@@ -9,13 +9,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbuild.checkpoint import GRAPH_NAME, WEIGHTS_NAME, CheckpointConfig
+from specbuild.checkpoint import CheckpointConfig
 from specbuild.files import new_directory, require_free, require_space
-from specbuild.huggingface import DTYPES, eos_token_ids, load_model, locate, read_model_config, save_tokenizer
+from specbuild.huggingface import eos_token_ids, load_model, locate, read_model_config, save_tokenizer
 from specbuild.memory import mapped_weights, not_resident
 from specbuild.progress import Stages, human_bytes, peak_memory
 from specbuild.weights import Weights, check_weights, require_finite, require_layers
-from specrun.engine_dir import CONFIG_NAME, GraphInfo, Provenance, describe_file
+from specrun.dtypes import FLOAT_NAMES
+from specrun.engine_dir import CONFIG_NAME, GRAPH_NAME, WEIGHTS_NAME, GraphInfo, Provenance, describe_file
 from specrun.errors import BuildConfigError, UnsupportedModelError, VerificationError
 from specrun.tokenizer import describe_tokenizer, tokenizer_files
 
@@ -176,8 +177,8 @@ def _vocab_size(model: PreTrainedModel) -> int:
 
 def _dtype_name(model: PreTrainedModel) -> Any:
     name = str(model.dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise UnsupportedModelError(f"{model.name_or_path}: weights are {name}; give --dtype {'|'.join(DTYPES)}")
+    if name not in FLOAT_NAMES:
+        raise UnsupportedModelError(f"{model.name_or_path}: weights are {name}; give --dtype {'|'.join(FLOAT_NAMES)}")
     return name
 
 

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from specbuild.checkpoint import WEIGHTS_NAME, CheckpointConfig, open_checkpoint
+from specbuild.checkpoint import CheckpointConfig, open_checkpoint
 from specbuild.compilers import choose
 from specbuild.config import EngineOptions, plan_build
 from specbuild.convert import provenance
 from specbuild.files import new_directory, require_free, require_space
 from specbuild.progress import Advance, Stages, human_bytes
 from specbuild.workers import run_side_by_side
-from specrun.engine_dir import CONFIG_NAME, BuildConfig, EngineConfig, describe_file
+from specrun.engine_dir import CONFIG_NAME, WEIGHTS_NAME, BuildConfig, EngineConfig, describe_file
 from specrun.errors import BuildConfigError, CheckpointError
 from specrun.tokenizer import require_own_tokenizer, tokenizer_files
 

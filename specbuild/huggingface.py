@@ -15,7 +15,6 @@ from specrun.errors import CheckpointError, UnsupportedModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-DTYPES = ("float32", "float16", "bfloat16")
 
 _WANTED = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "*.model", "*.jinja", "*.py"]
 

@@ -27,6 +27,7 @@ from specbuild.graph import slice_products, to_bytes, widen_to_float32
 from specbuild.memory import clean_mappings, not_resident
 from specrun.backends.ort import session_options
 from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES, past_names
+from specrun.dtypes import DTYPES
 from specrun.engine_dir import GraphInfo
 from specrun.errors import VerificationError
 
@@ -40,12 +41,6 @@ STEPS = ((5, 9), (1, 1), (4, 3), (1, 5))
 FAR_STEPS = ((4,), (1,), (1,))
 """The same behind a long text."""
 _FAR_TOKENS = sum(step for (step,) in FAR_STEPS)
-
-TOLERANCE = {"float32": 1e-3, "float16": 5e-3, "bfloat16": 2e-2}
-"""Largest accepted difference as a share of the largest logit; wrong graphs are off by order 1.
-
-16-bit graphs hold some constants (Gemma's embedding scale) rounded to 16 bits.
-"""
 
 _CHUNK = 1 << 24
 _MOST_FAR_BYTES = 2 << 30
@@ -138,7 +133,7 @@ def _far_cache(info: GraphInfo, reference: Reference, length: int) -> Iterator[F
 def compare(graph: Path, info: GraphInfo, references: Sequence[Reference]) -> float:
     """Largest absolute logit difference between ``graph`` and ``references``.
 
-    Raises VerificationError when it exceeds TOLERANCE[dtype] times the largest logit, or logits are not finite.
+    Raises VerificationError when it exceeds the dtype's tolerance times the largest logit, or logits are not finite.
     """
     session = _session(graph)
     weights = clean_mappings(graph.parent)  # Held by the session, and by nobody after it.
@@ -146,7 +141,7 @@ def compare(graph: Path, info: GraphInfo, references: Sequence[Reference]) -> fl
     for reference in references:
         with not_resident(weights):
             difference, scale = _walk(session, info, reference)
-        tolerance = TOLERANCE[info.dtype]
+        tolerance = DTYPES[info.dtype].tolerance
         if not difference <= tolerance * scale:
             where = f" behind {reference.start} tokens" if reference.start else ""
             raise VerificationError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from specrun.engine_dir import EngineConfig
 from specrun.errors import BackendError
 from specrun.kv_cache import BLOCK
-from specrun.sampling import MAX_BIASES
+from specrun.limits import MAX_BIASES
 
 
 @dataclass(frozen=True)

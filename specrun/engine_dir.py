@@ -15,18 +15,24 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
+from specrun.dtypes import DTYPES, FloatName
 from specrun.errors import EngineDirError, SpecError
 
 FORMAT_VERSION = 1
 CONFIG_NAME = "config.json"
+GRAPH_NAME = "model.onnx"
+WEIGHTS_NAME = "model.onnx.data"
+"""The graph's weights, beside it."""
+PLAN_NAME = "rank0.engine"
+"""TensorRT's serialised engine."""
 _KINDS = {"engine": "an engine directory", "checkpoint": "a checkpoint directory"}
 
 SpeculativeMode = Literal["none", "draft_tokens_external"]
 BackendName = Literal["onnxruntime", "tensorrt", "tensorrt_rtx"]
 ENGINE_FILES: dict[BackendName, str] = {
-    "onnxruntime": "model.onnx",
-    "tensorrt": "rank0.engine",
-    "tensorrt_rtx": "rank0.engine",
+    "onnxruntime": GRAPH_NAME,
+    "tensorrt": PLAN_NAME,
+    "tensorrt_rtx": PLAN_NAME,
 }
 """The file that each backend loads."""
 Range = tuple[int, int, int]
@@ -72,7 +78,7 @@ class GraphInfo(Strict):
     """What a graph computes with. ``caches`` is [key_0, value_0, key_1, ...]."""
 
     vocab_size: Size
-    dtype: Literal["float32", "float16", "bfloat16"]
+    dtype: FloatName
     caches: list[CacheTensor] = Field(max_length=1 << 16)
 
     @property
@@ -82,8 +88,8 @@ class GraphInfo(Strict):
 
     def cache_bytes(self, rows: int, length: int) -> int:
         """Bytes of a whole key-value cache for ``rows`` rows of ``length`` positions."""
-        element = 4 if self.dtype == "float32" else 2
-        return sum(cache.heads * cache.width for cache in self.caches) * rows * length * element
+        elements = sum(cache.heads * cache.width for cache in self.caches) * rows * length
+        return elements * DTYPES[self.dtype].nbytes
 
 
 class TokenizerInfo(Strict):

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 from specrun import arguments
 from specrun.engine_dir import EngineConfig
 from specrun.errors import RequestError
-from specrun.request import MAX_LOGPROBS, MAX_STOP_IDS, Request
+from specrun.limits import MAX_LOGPROBS, MAX_STOP_IDS
+from specrun.request import Request
 from specrun.sampling import SamplingParams
 from specrun.text import Detokenizer, TextStream
 from specrun.tokenizer import load_tokenizer, raise_unless_fault, render_chat

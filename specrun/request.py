@@ -16,11 +16,6 @@ from specrun.sampling import Floats, SamplingParams, TokenLogprob
 from specrun.stats import Stats
 from specrun.text import TextStream
 
-MAX_STOP_IDS = 64
-"""Stop ids of a request, the model's own included."""
-MAX_LOGPROBS = 20
-"""Likeliest tokens that a request may ask for."""
-
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
 

@@ -21,13 +21,12 @@ import numpy.typing as npt
 
 from specrun import arguments
 from specrun.errors import BackendError, RequestError
+from specrun.limits import MAX_BIASES
 
 Floats = npt.NDArray[np.float32]
 
 LARGEST_BIAS = 1000
 """Of a penalty or bias: beyond it logits would leave float32, or nothing would change any more."""
-MAX_BIASES = 300
-"""Tokens of a ``logit_bias``."""
 
 _BLOCK, _FEW = 64, 1024
 """Vocabularies are large and what is looked for is among few tokens: values of a block, tokens that are looked at."""

@@ -18,6 +18,7 @@ import numpy as np
 
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
+from specrun.dtypes import DTYPES
 from specrun.engine_dir import EngineConfig, read_config
 from specrun.errors import BackendError, EngineDirError, RequestError
 from specrun.fit import Fit, chi_squared, ranked
@@ -40,8 +41,6 @@ BINS = 20
 BLIND = 0.25
 """Where more of the probability than this could be out of place without showing, draws tell nothing."""
 Outcome = Literal["good", "wrong", "inconclusive"]
-NOISE = {"float32": 5e-5, "float16": 5e-3, "bfloat16": 2e-2}
-"""How far rounding may move a logit, as a share of the row's largest: 840, 10 and 5 units of the type's rounding."""
 
 
 @dataclass
@@ -167,7 +166,7 @@ class _Check:
         build = decoder.target.build_config
         self.decoder, self.target, self.prompts = decoder, target, prompts
         self.rows, self.positions = min(ROWS, build.max_batch_size), build.max_seq_len
-        self.noise = NOISE[decoder.target.graph.dtype]
+        self.noise = DTYPES[decoder.target.graph.dtype].noise
         most = min(build.max_input_len, build.max_seq_len - 1)
         if not prompts or not all(0 < len(prompt) <= most and max(prompt) < target.vocab_size for prompt in prompts):
             raise RequestError(f"prompts: expected at least one, of 1 to {most} tokens below {target.vocab_size} each")
@@ -250,7 +249,7 @@ def _seen(request: Request) -> Iterator[Seen]:
 
 
 def near_tie(logits: Floats, params: SamplingParams, position: int, token: int, noise: float) -> bool:
-    """Whether the target may choose ``token`` at ``position`` when rounding moves its logits [V]: see ``NOISE``."""
+    """Whether the target may choose ``token`` at ``position`` when rounding moves its logits [V] by ``noise``."""
     own = choose(logits, params, position)
     return any(choose(moved, loose, position) == token for moved, loose in _moved(logits, params, token, own, noise))
 

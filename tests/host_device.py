@@ -10,20 +10,23 @@ import ctypes
 import functools
 import hashlib
 import itertools
-import math
 import os
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
 
 from specrun import kernels
 from specrun.devices import Device, DeviceArray, Grid
+from specrun.kernels import calls
+from specrun.kernels.layout import BARRIER
 
 CACHE = Path(__file__).parent.parent / ".cache" / "kernels"
 
@@ -49,34 +52,44 @@ def host_kernels() -> ctypes.CDLL:
 def kernel_device() -> Device:
     """Where kernels are tested: the host build, or with SPECRUN_TEST_DEVICE=cuda the first GPU (scripts/gpu_check)."""
     if os.environ.get("SPECRUN_TEST_DEVICE") == "cuda":
-        from specrun.devices.cuda import CudaDevice
-
-        return CudaDevice(0)
+        return kernels.open_gpu(0)
     return HostDevice(threads=5)  # More than one, so that they have to work together; no power of 2.
 
 
-blocks_of_a_team = 1
+blocks_per_group = 1
 
 
-def call(kernel: str, grid: tuple[int, int], *arguments: npt.NDArray[Any] | int) -> None:
-    """Run a kernel on numpy arrays, which afterwards hold what it wrote. Teams have ``blocks_of_a_team`` blocks."""
+def call(
+    function: Callable[..., None],
+    rows: Mapping[str, npt.NDArray[Any]] | None = None,
+    **arguments: npt.NDArray[Any] | int,
+) -> None:
+    """Run a kernel by its ``function`` on numpy arrays, which afterwards hold what it wrote.
+
+    rows: what the kernel needs of a ``RowState``. Thread groups have ``blocks_per_group`` blocks.
+    """
     device = kernel_device()
-    sent: list[DeviceArray | int] = []
-    for value in arguments:
+    sent: list[tuple[npt.NDArray[Any], DeviceArray]] = []
+
+    def send(value: npt.NDArray[Any] | int) -> DeviceArray | int:
         if isinstance(value, int):
-            sent.append(value)
-        else:
-            sent.append(device.zeros(value.shape, value.dtype))
-            device.write(sent[-1], value)
-    if kernel in kernels.TEAMS:
-        meetings = device.zeros((math.prod(grid), kernels.MEETING_BYTES), np.uint8)
-        device.launch(kernel, (*grid, blocks_of_a_team), *sent, meetings)
-        assert not fetched(device, meetings).any(), "the teams leave something behind"
+            return value
+        array = device.zeros(value.shape, value.dtype)
+        device.write(array, value)
+        sent.append((value, array))
+        return array
+
+    given = {name: send(value) for name, value in arguments.items()}
+    if rows is None:
+        function(device, **given)
     else:
-        device.launch(kernel, (*grid, 1), *sent)
-    for value, there in zip(arguments, sent, strict=True):
-        if isinstance(there, DeviceArray):
-            value[...] = fetched(device, there)
+        barriers = device.zeros((64,), BARRIER)
+        state = SimpleNamespace(device=device, barriers=barriers, **{name: send(value) for name, value in rows.items()})
+        with patch.object(calls, "blocks_per_group", lambda *_: blocks_per_group):
+            function(state, **given)
+        assert not fetched(device, barriers).tobytes().strip(b"\0"), "the thread groups leave something behind"
+    for value, array in sent:
+        value[...] = fetched(device, array)
 
 
 def fetched(device: Device, array: DeviceArray) -> npt.NDArray[Any]:

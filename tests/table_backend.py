@@ -18,6 +18,7 @@ from specrun.draft_length import DraftLength
 from specrun.drafters.device_model import device_model_drafter
 from specrun.engine_dir import EngineConfig
 from specrun.errors import BackendError
+from specrun.kernels import open_gpu
 from specrun.kv_cache.device import DeviceKVCache
 from specrun.rounds.device import DeviceRound
 from specrun.sampling import Floats
@@ -128,7 +129,7 @@ def open_on_gpus(
     try:
         for number in gpus if draft is not None else gpus[:1]:
             if number not in devices:
-                devices[number] = CudaDevice(number)
+                devices[number] = open_gpu(number)
         if len(devices) > 1:
             one, other = devices.values()
             one.connect(other)

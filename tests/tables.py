@@ -21,6 +21,7 @@ from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, OPSET, WRITE_IND
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir import (
     CONFIG_NAME,
+    GRAPH_NAME,
     BackendInfo,
     BuildConfig,
     CacheTensor,
@@ -35,7 +36,6 @@ from specrun.engine_dir import (
 from specrun.request import Request
 from specrun.sampling import Floats, SamplingParams
 
-_GRAPH = "model.onnx"
 _CACHE_LENGTH = 4096
 
 
@@ -55,9 +55,9 @@ def save_table_engine(
     """
     directory.mkdir(parents=True)
     logits = np.atleast_2d(np.asarray(table, np.float32))
-    onnx.save(_model(logits, weight), directory / _GRAPH)
+    onnx.save(_model(logits, weight), directory / GRAPH_NAME)
     vocab_size = logits.shape[1]
-    config = table_config(vocab_size, describe_file(directory / _GRAPH), tokenizer, **build)
+    config = table_config(vocab_size, describe_file(directory / GRAPH_NAME), tokenizer, **build)
     (directory / CONFIG_NAME).write_text(config.model_dump_json(indent=2) + "\n")
     return directory
 
@@ -78,7 +78,7 @@ def table_config(
         eos_token_ids=[],
         pretrained_config={"model_type": "table"},
         provenance=Provenance(tool="tests", created="2024-01-01T00:00:00Z", source="a table", versions={}),
-        files={_GRAPH: graph},
+        files={GRAPH_NAME: graph},
     )
 
 

@@ -268,7 +268,7 @@ def test_target_alone(tables: tuple[Path, Path]) -> None:
     ids = on_host(tables[0], None, 0, False, batch(EVERY))
     round_ = device_round(tables[0], None, 0)
     assert on_device(round_, batch(EVERY)) == ids
-    assert "draw_draft" not in round_.device.launched
+    assert "sample_draft" not in round_.device.launched
 
 
 def test_a_round_is_a_fixed_sequence_of_kernels(tables: tuple[Path, Path]) -> None:
@@ -276,8 +276,8 @@ def test_a_round_is_a_fixed_sequence_of_kernels(tables: tuple[Path, Path]) -> No
     on_device(round_, batch(EVERY))
     # Between rounds, rows change places.
     launched = " ".join(kernel for kernel in round_.device.launched if "swap" not in kernel).split(" accept")
-    plain = "feed adjust judge_target"
-    draft = "feed adjust draw_draft"
+    plain = "feed apply_penalties sample_target"
+    draft = "feed apply_penalties sample_draft"
     rounds = {one.strip().removeprefix("log_probabilities ") for one in launched}
     assert rounds == {f"{draft} {draft} {plain}", plain, "log_probabilities"}
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from specbuild.checkpoint import GRAPH_NAME, open_checkpoint
+from specbuild.checkpoint import open_checkpoint
 from specrun.backends import Backend, open_host_backend
 from specrun.backends.ort import OrtBackend
 from specrun.contract import past_names, present_names
-from specrun.engine_dir import EngineConfig, open_engine
+from specrun.engine_dir import GRAPH_NAME, EngineConfig, open_engine
 from specrun.sampling import Floats
 from tests.conftest import make_engine, make_onnx
 from tests.families import FAMILIES, POSITIONS, VOCAB, save_checkpoint

@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 
 from specrun.acceptance import accept_logits, accept_tokens
-from specrun.devices import swap
-from specrun.kernels import MAX_VOCAB, THREADS, compile_kernels, source
+from specrun.devices.cuda import compile_kernels
+from specrun.kernels import THREADS, calls, source
+from specrun.kernels.layout import DISTRIBUTION, IN_PROMPT, MAX_VOCAB, PROGRESS, SAMPLING, TOKEN_VALUE, record_len
+from specrun.limits import MAX_BIASES, MAX_LOGPROBS, MAX_STOP_IDS
 from specrun.penalties import Seen, adjust
-from specrun.request import MAX_LOGPROBS, MAX_STOP_IDS
-from specrun.rounds.device import DISTRIBUTION
-from specrun.runners.device_batch import IN_PROMPT, PROGRESS, SAMPLING, TOKEN_VALUE
 from specrun.sampling import (
-    MAX_BIASES,
     Floats,
     Purpose,
     SamplingParams,
@@ -98,8 +96,9 @@ def progress_of(length: int, remaining: int) -> Any:
 def judge(logits: Floats, params: SamplingParams, position: int, use_logits: int = 1) -> tuple[Any, int]:
     """The kernel's distribution of one row, and its token at ``position``."""
     found, chosen = np.zeros(1, DISTRIBUTION), np.full(1, -7, np.int32)
-    own = (progress_of(position, 1), 0, sampling_of(params, use_logits=use_logits))
-    call("judge_target", (1, 1), logits, logits, len(logits), *own, found, chosen)
+    state = {"progress": progress_of(position, 1), "sampling": sampling_of(params, use_logits=use_logits)}
+    row = logits[None, None]
+    call(calls.sample_target, state, logits=row, adjusted=row, distributions=found, chosen=chosen)
     return found[0], int(chosen[0])
 
 
@@ -186,28 +185,52 @@ def test_rejection_sampling_is_numpys(params: SamplingParams, same: bool) -> Non
 
 
 def accept(params: SamplingParams, length: int, drafts: list[int], draft: Floats, target: Floats) -> tuple[Any, ...]:
-    g, vocab = len(drafts), target.shape[-1]
+    g = len(drafts)
     progress = progress_of(length, 20)
     tokens = np.zeros((1, 64), np.int64)
     tokens[0, length : length + g] = drafts
     q = np.array([judge(row, params, length)[0] for row in draft], DISTRIBUTION)
     judged = [judge(row, params, length + i) for i, row in enumerate(target)]
     p, chosen = np.array([d for d, _ in judged], DISTRIBUTION), np.array([token for _, token in judged], np.int32)
-    state = (tokens, 64, progress, g, sampling_of(params, use_logits=1))
-    draft_vocab = draft.shape[-1]
-    own = (q, draft, draft_vocab, draft_vocab, draft_vocab, p, chosen, target, target, vocab)
-    stop_ids, record = np.zeros(MAX_STOP_IDS, np.int64), np.zeros(3 + g, np.int64)
-    call("accept", (1, 1), *state, *own, stop_ids, np.zeros(1, np.uint32), record)
-    return record, tokens[0], progress
+    record = np.zeros((1, record_len(g)), np.int64)
+    call(
+        calls.accept,
+        state_of(tokens, progress, sampling_of(params, use_logits=1)),
+        q=q,
+        draft_logits=draft,
+        **dict.fromkeys(("step_stride", "draft_stride", "draft_vocab"), draft.shape[-1]),
+        p=p,
+        chosen=chosen,
+        target_logits=target[None],
+        adjusted=target[None],
+        records=record,
+    )
+    return record[0], tokens[0], progress
+
+
+def state_of(tokens: Any, progress: Any, sampling: Any, stop_ids: Sequence[int] = ()) -> dict[str, Any]:
+    """One row without penalties, as the kernels see it."""
+    stops = np.zeros((1, MAX_STOP_IDS), np.int64)
+    stops[0, : len(stop_ids)] = stop_ids
+    nothing = np.zeros((1, 1), np.uint32)
+    return {"tokens": tokens, "progress": progress, "sampling": sampling, "stop_ids": stops, "counts": nothing}
 
 
 def commit(progress: Any, tokens: Any, chosen: list[int], stop_ids: list[int], record: Any) -> None:
     """``accept`` where tokens are compared: it reads no logits."""
-    nothing, none = np.zeros(1, DISTRIBUTION), np.zeros(1, np.float32)
-    state = (tokens, tokens.shape[1], progress, 3, sampling_of(SamplingParams(), stops=len(stop_ids)))
-    own = (nothing, none, 1, 1, 1, nothing, np.array(chosen, np.int32), none, none, 1)
-    stops = np.array(stop_ids + [0] * (MAX_STOP_IDS - len(stop_ids)), np.int64)
-    call("accept", (1, 1), *state, *own, stops, np.zeros(1, np.uint32), record)
+    nothing, none = np.zeros(1, DISTRIBUTION), np.zeros((1, len(chosen), 1), np.float32)
+    call(
+        calls.accept,
+        state_of(tokens, progress, sampling_of(SamplingParams(), stops=len(stop_ids)), stop_ids),
+        q=nothing,
+        draft_logits=none,
+        **dict.fromkeys(("step_stride", "draft_stride", "draft_vocab"), 1),
+        p=nothing,
+        chosen=np.array(chosen, np.int32),
+        target_logits=none,
+        adjusted=none,
+        records=record[None],
+    )
 
 
 @pytest.mark.parametrize("remaining, stop, kept", [(9, 99, 3), (2, 99, 2), (9, 12, 2), (9, 11, 1), (1, 99, 1)])
@@ -321,11 +344,8 @@ def table(batch: Sequence[Row], width: int) -> dict[str, Any]:
 
 def adjust_all(logits: Any, vocab: int, first: int, g: int, rows: dict[str, Any]) -> Any:
     """The kernel's adjusted logits [B, positions, stride]."""
-    batch, positions, stride = logits.shape
     adjusted = logits.copy()  # Ids beyond ``vocab`` stay as they are, and rows that adjust nothing.
-    state = (rows["tokens"], rows["tokens"].shape[1], rows["progress"], g, rows["sampling"])
-    own = (rows["counts"], rows["counts"].shape[1], rows["biases"], rows["stop_ids"])
-    call("adjust", (batch, positions), logits, stride, vocab, positions, first, *state, *own, adjusted)
+    call(calls.apply_penalties, rows, logits=logits, vocab=vocab, first=first, draft_len=g, adjusted=adjusted)
     return adjusted
 
 
@@ -418,27 +438,37 @@ def test_rounds_of_mixed_rows_are_numpys() -> None:
 
 
 def play(batch: Sequence[Row], g: int, narrow: int, width: int) -> dict[str, Any]:
-    """A round made of the kernels, of which the draft's know ``narrow`` ids."""
+    """A round made of the kernels, of which the draft's know ``narrow`` ids: the rows, and ``records``."""
     rows = table(batch, width)
-    state = (rows["tokens"], width, rows["progress"], g, rows["sampling"])
-    stride, vocab = batch[0].draft.shape[1], batch[0].target.shape[1]
-    one, each = (len(batch), 1), (len(batch), g + 1)
+    each = (len(batch), g + 1)
     q, p = np.zeros((len(batch), g), DISTRIBUTION), np.zeros(each, DISTRIBUTION)
     steps, chosen = np.stack([row.draft for row in batch], axis=1), np.zeros(each, np.int32)
     for step in range(g):
-        steps[step] = adjust_all(steps[step][:, None], narrow, step, g, rows)[:, 0]
-        call("draw_draft", one, steps[step], stride, narrow, *state, step, q)
+        logits = steps[step][:, None]
+        logits[...] = adjust_all(logits, narrow, step, g, rows)
+        call(calls.sample_draft, rows, logits=logits, vocab=narrow, draft_len=g, step=step, distributions=q)
     target = np.stack([row.target for row in batch])
-    adjusted = adjust_all(target, vocab, 0, g, rows)
+    adjusted = adjust_all(target, target.shape[2], 0, g, rows)
     for found, row in zip(adjusted, batch, strict=True):
         if not row.params.adjusts and not row.min_output_len:
             found[:] = np.nan  # Nobody looks at it.
-    call("judge_target", each, target, adjusted, vocab, rows["progress"], g, rows["sampling"], p, chosen)
-    rows["records"] = np.zeros((len(batch), 3 + g), np.int64)
-    draft = (q, steps, len(batch) * stride, stride, narrow)
-    judged = (p, chosen, target, adjusted, vocab)
-    call("accept", one, *state, *draft, *judged, rows["stop_ids"], rows["counts"], rows["records"])
-    return rows
+    call(calls.sample_target, rows, logits=target, adjusted=adjusted, distributions=p, chosen=chosen)
+    records = np.zeros((len(batch), record_len(g)), np.int64)
+    call(
+        calls.accept,
+        rows,
+        q=q,
+        draft_logits=steps,
+        step_stride=steps[0].size,
+        draft_stride=steps.shape[2],
+        draft_vocab=narrow,
+        p=p,
+        chosen=chosen,
+        target_logits=target,
+        adjusted=adjusted,
+        records=records,
+    )
+    return {**rows, "records": records}
 
 
 @pytest.mark.parametrize("top", [0, MAX_LOGPROBS])
@@ -453,8 +483,8 @@ def test_log_probabilities_are_numpys(name: str, top: int) -> None:
     found = untouched.copy()
     for wanted in (-1, top):
         assert (found == untouched).all()
-        sampling = sampling_of(SamplingParams(0.1, top_k=1), logprobs=wanted)
-        call("log_probabilities", (1, 3), both, len(logits), 2, sampling, record, found)
+        state = {"sampling": sampling_of(SamplingParams(0.1, top_k=1), logprobs=wanted)}
+        call(calls.log_probabilities, state, logits=both[None], records=record[None], found=found)
     for i, token in enumerate(tokens):
         expected = log_probability(both[i], token, top)
         assert found[i]["id"][0] == token
@@ -491,7 +521,7 @@ def test_two_arrays_change_places(units: int) -> None:
     memory = device.zeros(values.shape, np.uint16)
     mirror = device.mirror(memory)
     device.write(memory, values)
-    swap(device, memory.part(0, (units,)), memory.part(2 * units, (units,)))
+    calls.swap(device, one=memory.part(0, (units,)), other=memory.part(2 * units, (units,)))
     device.fetch(memory, mirror)
     device.wait()
     assert (mirror == values[::-1]).all()

@@ -10,9 +10,8 @@ from pathlib import Path
 import onnx_ir as ir
 import pytest
 
-from specbuild.checkpoint import GRAPH_NAME
 from specbuild.compilers import choose
-from specrun.engine_dir import describe_file, open_engine
+from specrun.engine_dir import GRAPH_NAME, describe_file, open_engine
 from specrun.errors import BackendError, BuildError
 from tests.conftest import make_engine, make_onnx
 from tests.families import save_checkpoint

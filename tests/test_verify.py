@@ -18,6 +18,7 @@ from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.drafters import Proposal
 from specrun.drafters.model import ModelDrafter
+from specrun.dtypes import DTYPES
 from specrun.errors import BackendError, PairError, RequestError
 from specrun.fit import Fit, chi_squared, ranked
 from specrun.request import Request
@@ -30,7 +31,7 @@ from tests.wrong import accepts_always, accepts_tokens_always, draws_rejected_to
 ACCEPTANCE = pytest.mark.parametrize("use_logits", [False, True], ids=["tokens", "logits"])
 WARM = SamplingParams(1.0)
 PROMPTS = [[0], [1, 2], [3, 1, 2], [2, 2], [5]]
-NOISE = verify.NOISE["float32"]
+NOISE = DTYPES["float32"].noise
 
 
 def check(
@@ -236,7 +237,7 @@ def test_greedy_near_ties() -> None:
     assert near_tie(row(0, 20, 20), greedy, 1, 2, NOISE)
     assert not near_tie(row(0, 20, 20 - 3e-3), greedy, 1, 2, NOISE)
     assert not near_tie(row(0, 20, 20 - 1e-3), greedy, 1, 0, NOISE)
-    assert near_tie(row(0, 20, 19.5), greedy, 1, 2, verify.NOISE["bfloat16"])
+    assert near_tie(row(0, 20, 19.5), greedy, 1, 2, DTYPES["bfloat16"].noise)
     assert near_tie(row(-np.inf, 5, 5), greedy, 1, 2, NOISE)
     assert not near_tie(row(-np.inf, 5, 5), greedy, 1, 0, NOISE)
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Instructions that a draw takes, counted on a simulated GPU: what is known of the sampling kernels without a real one.
 
-Of ``judge_target`` for one row: the PTX instructions of all threads, and the time in which multiprocessors would issue
+Of ``sample_target`` for one row: the PTX instructions of all threads, and the time in which multiprocessors would issue
 them, at four of a warp a clock. Waiting, for memory and for other blocks, comes on top; see docs/gpu.md.
 """
 
@@ -14,7 +14,6 @@ from pathlib import Path
 import click
 import numpy as np
 
-from specrun.rounds.device import DISTRIBUTION
 from specrun.sampling import SamplingParams
 from tests.gpu_simulator import gpus
 
@@ -43,12 +42,10 @@ def main(vocab_size: int, blocks: tuple[int, ...], clock: float, json_file: Path
     logits = (np.random.default_rng(0).normal(size=vocab_size) * 2.5).astype(np.float32)
     results = []
     for count in blocks:
-        host_device.blocks_of_a_team = count
+        host_device.blocks_per_group = count
         for name, params in WAYS.items():
-            found, chosen = np.zeros(1, DISTRIBUTION), np.zeros(1, np.int32)
-            own = (test_kernels.progress_of(7, 1), 0, test_kernels.sampling_of(params))
             before = gpus.instructions()
-            host_device.call("judge_target", (1, 1), logits, logits, vocab_size, *own, found, chosen)
+            test_kernels.judge(logits, params, 7, use_logits=0)
             run = gpus.instructions() - before
             seconds = run / WARP / ISSUED / count / clock
             click.echo(f"{count:2} blocks, {name}: {run / vocab_size:.0f} a logit, {seconds * 1e6:.1f} us")

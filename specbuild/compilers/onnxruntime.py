@@ -15,10 +15,10 @@ import onnx_ir as ir
 
 from specbuild import graph as graphs
 from specbuild.causal import drop_causal_masks
-from specbuild.checkpoint import GRAPH_NAME, WEIGHTS_NAME
 from specbuild.compilers import Compiled, machine
 from specrun.backends.ort import session_options
-from specrun.engine_dir import BackendInfo, BuildConfig, GraphInfo, Tensor
+from specrun.dtypes import DTYPES
+from specrun.engine_dir import GRAPH_NAME, WEIGHTS_NAME, BackendInfo, BuildConfig, GraphInfo, Tensor
 from specrun.errors import BuildError
 
 
@@ -79,12 +79,7 @@ def copy_graph(
     )
 
 
-_DTYPES = {
-    ir.DataType.INT64: "int64",
-    ir.DataType.FLOAT: "float32",
-    ir.DataType.FLOAT16: "float16",
-    ir.DataType.BFLOAT16: "bfloat16",
-}
+_NAMES = {dtype.onnx: dtype.name for dtype in DTYPES.values()}
 
 
 def _io(model: ir.Model) -> list[Tensor]:
@@ -93,7 +88,7 @@ def _io(model: ir.Model) -> list[Tensor]:
 
 
 def _tensor(value: ir.Value, kind: Literal["input", "output"]) -> Tensor:
-    name, dtype = str(value.name), _DTYPES[ir.DataType(value.dtype or 0)]
+    name, dtype = str(value.name), _NAMES[int(value.dtype or 0)]
     shape = [size if isinstance(size, int) else str(size) for size in value.shape or ()]
     # A cache output shares the memory of its input.
     alias = name.replace("present.", "past_key_values.") if name.startswith("present.") else None

@@ -15,15 +15,13 @@ from typing import Any, NamedTuple
 import onnx_ir as ir
 
 from specbuild import graph as graphs
-from specbuild.checkpoint import GRAPH_NAME
 from specbuild.compilers import Compiled, machine
 from specbuild.compilers.trt_progress import interruptible, progress_monitor
 from specrun.contract import INPUT_IDS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
 from specrun.devices.driver import compute_capability, use_gpu, why_no_gpu
-from specrun.engine_dir import BackendInfo, BuildConfig, GraphInfo, Profile, Tensor
+from specrun.dtypes import DTYPES
+from specrun.engine_dir import GRAPH_NAME, PLAN_NAME, BackendInfo, BuildConfig, GraphInfo, Profile, Tensor
 from specrun.errors import BuildError
-
-PLAN_NAME = "rank0.engine"
 
 
 def why_unusable(name: str, gpu: int = 0) -> str | None:
@@ -224,7 +222,7 @@ def _check_network(trt: Any, network: Any, graph: GraphInfo) -> list[Tensor]:
 
 def _dtype(tensor: Any) -> str:
     name = str(tensor.dtype).rpartition(".")[2].lower()
-    return {"float": "float32", "half": "float16", "bf16": "bfloat16"}.get(name, name)
+    return {dtype.tensorrt: dtype.name for dtype in DTYPES.values()}.get(name, name)
 
 
 _VARIABLE = {

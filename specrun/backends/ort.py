@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +15,12 @@ import numpy.typing as npt
 from specrun.backends import Feed
 from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
 from specrun.devices import Device, DeviceArray
-from specrun.engine_dir import EngineConfig
+from specrun.dtypes import DTYPES
+from specrun.engine_dir import GRAPH_NAME, EngineConfig
 from specrun.errors import BackendError, EngineDirError
 from specrun.kv_cache.device import DeviceKVCache
 from specrun.kv_cache.host import HostKVCache
 
-_GRAPH = "model.onnx"
 _OLDEST_FOR_CUDA = (1, 31)
 """Before its change 28958 onnxruntime counted ``is_causal`` from the cache's first key: wrong tokens and no error.
 
@@ -29,21 +29,6 @@ _OLDEST_FOR_CUDA = (1, 31)
 _ROUND_WIDTH = 16
 """Tokens of a row in a round at most; longer inputs are prompts."""
 _pool_made = False
-
-
-class CacheDtype(NamedTuple):
-    """A cache's dtype: what numpy stores it as, what ``io_binding`` calls it (numpy or ONNX), ONNX Runtime's name."""
-
-    storage: type[np.generic]
-    element: Any
-    name: str
-
-
-CACHE_DTYPES = {
-    "float32": CacheDtype(np.float32, np.float32, "float"),
-    "float16": CacheDtype(np.float16, np.float16, "float16"),
-    "bfloat16": CacheDtype(np.uint16, 16, "bfloat16"),  # TensorProto.BFLOAT16; numpy has none.
-}
 
 
 class OrtBackend:
@@ -150,7 +135,7 @@ class OrtDeviceBackend:
     def allocate_cache(self) -> None:
         """See ``DeviceBackend.allocate_cache``."""
         graph, build = self.config.graph, self.config.build_config
-        storage = CACHE_DTYPES[graph.dtype].storage
+        storage = DTYPES[graph.dtype].storage
         size = (build.max_batch_size, build.cache_length)
         self.cache = DeviceKVCache(self.device, graph.caches, storage, *size)
 
@@ -168,7 +153,7 @@ class OrtDeviceBackend:
 
     def _bind_cache(self, first: int, rows: int) -> Any:
         binding, layers = self._session.io_binding(), self.config.graph.layers
-        element = CACHE_DTYPES[self.config.graph.dtype].element
+        element = DTYPES[self.config.graph.dtype].onnx
         names, cache = (past_names(layers), present_names(layers)), self.cache.part(first, rows)
         for past, present, memory in zip(*names, cache, strict=True):
             self._bind(binding.bind_input, past, memory, element)
@@ -216,7 +201,7 @@ def _open(
     level = ort.GraphOptimizationLevel
     options.graph_optimization_level = level.ORT_DISABLE_ALL if optimised else level.ORT_ENABLE_ALL
     try:
-        session = ort.InferenceSession(directory / _GRAPH, options, providers=[(provider, provider_options)])
+        session = ort.InferenceSession(directory / GRAPH_NAME, options, providers=[(provider, provider_options)])
     except Exception as error:  # ONNX Runtime's exceptions share no base class.
         raise EngineDirError(f"{directory}: onnxruntime {ort.__version__} does not load it ({error})") from error
     if session.get_providers()[0] != provider:  # ONNX Runtime falls back to the CPU with no more than a warning.
@@ -239,12 +224,12 @@ def _check_contract(directory: Path, config: EngineConfig, session: Any) -> None
     """Raise EngineDirError unless the graph is what config.json says: memory is bound by these sizes."""
     layers = config.graph.layers
     caches = [[shape.heads, shape.width] for shape in config.graph.caches]
-    tokens: tuple[str, list[int]] = ("tensor(int64)", [])
+    tokens: tuple[str, list[int]] = (_tensor_of("int64"), [])
     expected = dict.fromkeys((INPUT_IDS, WRITE_INDICES, LOGITS_INDICES), tokens)
-    kind = f"tensor({CACHE_DTYPES[config.graph.dtype].name})"
+    kind = _tensor_of(config.graph.dtype)
     for names in (past_names(layers), present_names(layers)):
         expected |= {name: (kind, sizes) for name, sizes in zip(names, caches, strict=True)}
-    expected[LOGITS] = ("tensor(float)", [config.graph.vocab_size])
+    expected[LOGITS] = (_tensor_of("float32"), [config.graph.vocab_size])
     found = {
         value.name: (value.type, [size for size in value.shape if isinstance(size, int)])
         for value in (*session.get_inputs(), *session.get_outputs())
@@ -255,6 +240,11 @@ def _check_contract(directory: Path, config: EngineConfig, session: Any) -> None
                 f"{directory}: the graph's {name} is {found.get(name)}, config.json says {expected.get(name)}; "
                 "build the engine again"
             )
+
+
+def _tensor_of(dtype: str) -> str:
+    """ONNX Runtime's name of a tensor's type."""
+    return f"tensor({DTYPES[dtype].onnxruntime})"
 
 
 def _ort() -> Any:

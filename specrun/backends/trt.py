@@ -17,17 +17,10 @@ from specrun.backends import Feed
 from specrun.backends.rtx_kernels import KernelCache
 from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
 from specrun.devices import Device, DeviceArray
-from specrun.engine_dir import EngineConfig, Profile
+from specrun.dtypes import DTYPES
+from specrun.engine_dir import PLAN_NAME, EngineConfig, Profile
 from specrun.errors import BackendError, EngineDirError
 from specrun.kv_cache.device import DeviceKVCache
-
-_PLAN = "rank0.engine"
-_ELEMENTS: dict[str, np.dtype[Any]] = {
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(np.uint16),
-}
-"""numpy has no bfloat16; here only the size counts."""
 
 
 class Call(NamedTuple):
@@ -90,7 +83,7 @@ def check_plan(directory: Path, config: EngineConfig, trt: Any, runtime: Any, gp
             f"it, on this machine, with specbuild engine --device cuda:{gpu}"
         )
     if hasattr(runtime, "get_engine_validity"):
-        with (directory / _PLAN).open("rb") as file:
+        with (directory / PLAN_NAME).open("rb") as file:
             header = file.read(int(runtime.engine_header_size))
         validity, diagnostics = runtime.get_engine_validity(header)
         if validity == trt.EngineValidity.INVALID:
@@ -129,11 +122,11 @@ class TrtBackend:
         # TensorRT's objects must outlive what was made from them; Python's garbage collection knows nothing of it.
         self._runtime = self._trt.Runtime(self._log)
         check_plan(directory, config, self._trt, self._runtime, device.number, capability)
-        self._engine = self._runtime.deserialize_cuda_engine((directory / _PLAN).read_bytes())
+        self._engine = self._runtime.deserialize_cuda_engine((directory / PLAN_NAME).read_bytes())
         if self._engine is None:
             raise EngineDirError(f"{directory}: {config.backend.name} does not load the plan: {self._log.reason()}")
         _check_engine(directory, config, self._engine)
-        self._kernels = KernelCache.open(self._engine, f"{config.files[_PLAN].sha256[:16]}-{capability}")
+        self._kernels = KernelCache.open(self._engine, f"{config.files[PLAN_NAME].sha256[:16]}-{capability}")
         self._contexts: dict[Call | int, _Context] = {}
         self._workspace: DeviceArray | None = None
 
@@ -156,7 +149,7 @@ class TrtBackend:
         """See ``DeviceBackend.allocate_cache``. S_max is a number in the plan."""
         build = self.config.build_config
         self._workspace = self.device.zeros((self.workspace_bytes,), np.uint8)
-        kind, size = _ELEMENTS[self.config.graph.dtype], (build.max_batch_size, build.cache_length)
+        kind, size = DTYPES[self.config.graph.dtype].storage, (build.max_batch_size, build.cache_length)
         self.cache = DeviceKVCache(self.device, self.config.graph.caches, kind, *size)
 
     def enqueue(self, feed: Feed, logits: DeviceArray, first: int, fixed: bool) -> None:
@@ -235,7 +228,7 @@ def _check_engine(directory: Path, config: EngineConfig, engine: Any) -> None:
     layers, length = config.graph.layers, config.build_config.cache_length
     for cache in config.graph.caches:
         # Prompts are read in rows behind those that decode; TensorRT wants addresses that are multiples of 256.
-        if cache.heads * length * cache.width * _ELEMENTS[config.graph.dtype].itemsize % 256:
+        if cache.heads * length * cache.width * DTYPES[config.graph.dtype].nbytes % 256:
             raise EngineDirError(f"{directory}: its rows of {length} positions are not aligned; build the engine again")
     past, present = past_names(layers), present_names(layers)
     expected = {INPUT_IDS, WRITE_INDICES, LOGITS_INDICES, LOGITS, *past, *present}

@@ -10,8 +10,6 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from specrun.kernels import memory_blocks
-
 
 @dataclass(frozen=True)
 class DeviceArray:
@@ -76,9 +74,9 @@ class Device(Protocol):
         """Queue a copy of ``source`` to ``to`` on this device's stream; either may lie on another device."""
 
     def launch(self, kernel: str, grid: Grid, *arguments: DeviceArray | int) -> None:
-        """Queue a kernel of ``specrun.kernels``: arrays are passed by address, numbers as 32-bit integers.
+        """Queue a kernel that the device has: arrays are passed by address, numbers as 32-bit integers.
 
-        Of a kernel whose blocks work in teams all blocks run at the same time.
+        All blocks of a cooperative kernel run at the same time.
         """
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
@@ -95,8 +93,3 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Give all memory back."""
-
-
-def swap(device: Device, one: DeviceArray, other: DeviceArray) -> None:
-    """Queue the exchange of what two arrays of the same size hold."""
-    device.launch("swap", (memory_blocks(one.nbytes), 1, 1), one, other, one.nbytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,11 +14,25 @@ import numpy.typing as npt
 from specrun.devices import Device, DeviceArray, Grid
 from specrun.devices.driver import why_no_gpu
 from specrun.errors import BackendError
-from specrun.kernels import TEAMS, THREADS, compile_kernels, source
+
+
+def compile_kernels(arch: str, text: str, form: str = "cubin") -> Any:
+    """Compile kernels for a GPU architecture such as ``sm_90`` with NVRTC, which needs no GPU: a cuda.core ObjectCode.
+
+    form: ``cubin`` is machine code; ``ptx`` is had for an architecture such as ``compute_90``. Multiplications and
+    additions are not fused, so that rounding is the host's.
+    """
+    from cuda.core import Program, ProgramOptions
+
+    options = ProgramOptions(arch=arch, std="c++17", fma=False)
+    return Program(text, "c++", options).compile(form)
 
 
 class CudaDevice:
-    """See ``Device``. Memory is the driver's own, visible to every stream; nothing is allocated in a round."""
+    """See ``Device``. It knows the kernels that were added to it.
+
+    Memory is the driver's own, visible to every stream; nothing is allocated in a round.
+    """
 
     kind = "cuda"
 
@@ -42,20 +56,24 @@ class CudaDevice:
             self.arch = f"sm_{self._device.arch}"
             self.multiprocessors = int(self._device.properties.multiprocessor_count)
         self._code: list[Any] = []
-        self._kernels: dict[str, tuple[Any, int]] = {}
-        self.add_kernels(source(), THREADS)
+        self._kernels: dict[str, tuple[Any, int, bool]] = {}
         self._memory: list[int] = []
         self._pinned: list[Any] = []
         self._done: Any = None
         """The event that others wait for. One is enough: a wait is for what was recorded last before it."""
 
-    def add_kernels(self, text: str, threads: Mapping[str, int]) -> None:
-        """Compile ``text``, so that ``launch`` knows the kernels named in ``threads``, in blocks of so many threads."""
+    def add_kernels(self, text: str, threads: Mapping[str, int], cooperative: Collection[str] = ()) -> None:
+        """Compile ``text``, so that ``launch`` knows the kernels named in ``threads``, in blocks of so many threads.
+
+        The blocks of ``cooperative`` kernels along the grid's third dimension wait for each other.
+        """
         with self._errors("does not take kernels"):
             self.activate()
             code = compile_kernels(self.arch, text)
             self._code.append(code)
-            self._kernels |= {name: (code.get_kernel(name), count) for name, count in threads.items()}
+            self._kernels |= {
+                name: (code.get_kernel(name), count, name in cooperative) for name, count in threads.items()
+            }
 
     def free_memory(self) -> tuple[int, int]:
         """Free and total bytes of this GPU."""
@@ -122,10 +140,10 @@ class CudaDevice:
     def launch(self, kernel: str, grid: Grid, *arguments: DeviceArray | int) -> None:
         """See ``Device.launch``."""
         values = [value.address if isinstance(value, DeviceArray) else np.int32(value) for value in arguments]
-        code, threads = self._kernels[kernel]
+        code, threads, cooperative = self._kernels[kernel]
         with self._errors(f"refused the kernel {kernel}"):
             self.activate()
-            together = kernel in TEAMS and grid[2] > 1
+            together = cooperative and grid[2] > 1
             config = self._core.LaunchConfig(grid=grid, block=threads, is_cooperative=together)
             self._core.launch(self._stream, config, code, *values)
 

@@ -12,11 +12,13 @@ from specrun.contract import FIRST_DRAFT_STEP_LEN
 from specrun.devices import Device, DeviceArray
 from specrun.drafters import DraftProbs
 from specrun.errors import SpecError
+from specrun.kernels import calls
+from specrun.kernels.layout import DISTRIBUTION, record_len
 from specrun.request import Outcome, Request
 from specrun.runners.cached import CachedTexts
 from specrun.runners.capture import Captures
 from specrun.runners.device import DeviceRunner
-from specrun.runners.device_batch import DISTRIBUTION, DeviceRows
+from specrun.runners.device_batch import DeviceRows
 
 
 class DeviceModelDrafter(CachedTexts[DeviceRunner]):
@@ -92,9 +94,11 @@ class DeviceModelDrafter(CachedTexts[DeviceRunner]):
             # The first step feeds as many tokens always: feeding one again changes nothing, and shapes stay the same.
             offset, count = (-FIRST_DRAFT_STEP_LEN, FIRST_DRAFT_STEP_LEN) if step == 0 else (step - 1, 1)
             logits = self.runner.forward(batch, rows, offset, count, step - 1, 1, step)
-            rows.adjust(logits, drawn.vocab, step, draft_len, logits)
-            own = (*rows.state(draft_len), step, drawn.distributions)
-            rows.launch("draw_draft", batch, 1, logits, drawn.row_stride, drawn.vocab, *own)
+            vocab = drawn.vocab
+            calls.apply_penalties(rows, logits=logits, vocab=vocab, first=step, draft_len=draft_len, adjusted=logits)
+            calls.sample_draft(
+                rows, logits=logits, vocab=vocab, draft_len=draft_len, step=step, distributions=drawn.distributions
+            )
 
 
 class RemoteModelDrafter(DeviceModelDrafter):
@@ -113,7 +117,7 @@ class RemoteModelDrafter(DeviceModelDrafter):
         distributions, logits = (here.zeros(array.shape, array.dtype) for array in (drawn.distributions, drawn.logits))
         self.probs = replace(drawn, distributions=distributions, logits=logits)
         self._packed, self._received = (device.zeros((max_rows * length,), np.int64) for device in (there, here))
-        self._records = there.zeros((max_rows * (3 + length),), np.int64)
+        self._records = there.zeros((max_rows * record_len(length),), np.int64)
         self._captures = Captures(captures, [backend])
 
     def admit(self, requests: Sequence[Request], first: int) -> None:
@@ -145,15 +149,15 @@ class RemoteModelDrafter(DeviceModelDrafter):
 
     def queue(self, batch: int, draft_len: int) -> None:
         """See ``DeviceDrafter``."""
-        self._target_rows.move_drafts(batch, draft_len, self._received, unpacking=True)
+        calls.move_drafts(self._target_rows, batch=batch, draft_len=draft_len, packed=self._received, unpacking=True)
 
     def queue_behind(self, batch: int, draft_len: int, records: DeviceArray) -> None:
         """See ``DeviceDrafter``."""
         there = self._rows.device
         there.follow(self._target_rows.device)
-        decided = self._records.part(0, (batch, 3 + draft_len))
+        decided = self._records.part(0, (batch, record_len(draft_len)))
         there.copy(decided, records)
-        self._rows.commit(batch, draft_len, decided)
+        calls.commit_records(self._rows, batch=batch, draft_len=draft_len, records=decided)
 
     def close(self) -> None:
         """See ``DeviceDrafter``. A capture must go before the engine in it."""
@@ -162,7 +166,7 @@ class RemoteModelDrafter(DeviceModelDrafter):
 
     def _draft_and_pack(self, batch: int, draft_len: int) -> None:
         self._draft(batch, draft_len)
-        self._rows.move_drafts(batch, draft_len, self._packed, unpacking=False)
+        calls.move_drafts(self._rows, batch=batch, draft_len=draft_len, packed=self._packed, unpacking=False)
 
 
 def device_model_drafter(backend: DeviceBackend, captures: bool, rows: DeviceRows) -> DeviceModelDrafter:

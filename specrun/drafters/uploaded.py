@@ -10,8 +10,10 @@ from specrun.backends import DeviceBackend
 from specrun.devices import Device, DeviceArray
 from specrun.drafters import Drafter, DraftProbs
 from specrun.errors import SpecError
+from specrun.kernels import calls
+from specrun.kernels.layout import DISTRIBUTION
 from specrun.request import Outcome, Request
-from specrun.runners.device_batch import DISTRIBUTION, DeviceRows
+from specrun.runners.device_batch import DeviceRows
 
 
 class UploadedDrafter:
@@ -53,7 +55,7 @@ class UploadedDrafter:
     def queue(self, batch: int, draft_len: int) -> None:
         """See ``DeviceDrafter``."""
         uploads = self._uploads.part(0, (batch, 1 + draft_len))
-        self._rows.place_drafts(batch, draft_len, uploads, self.probs.distributions)
+        calls.place_drafts(self._rows, uploads=uploads, q=self.probs.distributions)
 
     def queue_behind(self, batch: int, draft_len: int, records: DeviceArray) -> None:
         """See ``DeviceDrafter``."""

@@ -1,17 +1,13 @@
 // A round's arithmetic on the device: from logits to tokens, from draft tokens to committed ones.
 //
 // The same formulas as specrun/penalties.py, sampling.py and acceptance.py, row by row. Functions of one row are written
-// for a Team of threads and know nothing of how many there are. The file compiles for CUDA (a Team is one thread block
-// or several) and as host C++ (a Team is one thread, or some), so what runs on a GPU is tested on machines without one.
+// for a ThreadGroup and know nothing of how many threads there are. The file compiles for CUDA (a group is one thread
+// block or several) and as host C++ (a group is one thread, or some), so what runs on a GPU is tested without one.
 //
 // All reductions are integer maxima and sums, which do not depend on the order of the threads: a row's result is the
-// same for every Team size. Masses of probability are summed in fixed point for that reason.
-
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
+// same for every size of the group. Masses of probability are summed in fixed point for that reason.
+//
+// What the host knows too (types, numbers, structs) is made by layout.py and stands in front of this file.
 
 #ifdef __CUDACC__
 #define FUNCTION __device__ inline
@@ -29,18 +25,18 @@ typedef long long i64;
 struct Index { u32 x, y, z; };
 static thread_local Index blockIdx, threadIdx;
 static Index blockDim, gridDim;
-static std::unique_ptr<std::barrier<>> barrier;
+static std::unique_ptr<std::barrier<>> block_barrier;
 extern "C" void set_launch(u32 threads, u32 x, u32 y, u32 z) {
   blockDim.x = threads;
   gridDim = {x, y, z};
-  barrier = std::make_unique<std::barrier<>>(threads);
+  block_barrier = std::make_unique<std::barrier<>>(threads);
 }
 extern "C" void set_thread(u32 thread) { threadIdx.x = thread; }
 extern "C" void set_block(u32 x, u32 y, u32 z) { blockIdx = {x, y, z}; }
 inline void __syncthreads() {
-  if (blockDim.x > 1) barrier->arrive_and_wait();
+  if (blockDim.x > 1) block_barrier->arrive_and_wait();
 }
-// For blocks that meet in memory: on the host a Team has one.
+// For blocks that wait for each other in memory: on the host a group has one.
 inline void __threadfence() {}
 inline void atomicMax(u64*, u64) {}
 inline void atomicAdd(u64*, u64) {}
@@ -49,53 +45,44 @@ inline u32 atomicAdd(u32*, u32) { return 0; }
 
 // ---------------------------------------------------------------------------------------------------------- threads
 
-enum { MOST_VALUES = 7 };  // That a Team adds up at once.
-
-// Where the blocks of a Team meet. All zeros when a kernel begins, and when it has ended.
-struct Meeting {
-  u32 arrived;                 // Blocks that have come to a meeting, since the kernel began.
-  u32 left;                    // Blocks that have ended.
-  u64 values[3][MOST_VALUES];  // What they bring to this meeting; to the next; to the one before.
-};
-static_assert(sizeof(Meeting) == 176, "as in kernels/__init__.py");
-
 // The threads that work on one row together: of all blocks of the grid's third dimension, which must run at the same
 // time (a cooperative launch, where there is more than one). Every thread must reach every call of its functions.
-class Team {
+class ThreadGroup {
  public:
-  FUNCTION explicit Team(Meeting* meeting) : meeting(meeting) {}
+  FUNCTION explicit ThreadGroup(Barrier* barrier) : barrier(barrier) {}
   FUNCTION int rank() const { return blockIdx.z * blockDim.x + threadIdx.x; }
   FUNCTION int size() const { return gridDim.z * blockDim.x; }
 
-  FUNCTION void wait() {
+  // What each thread has written before, all see behind it.
+  FUNCTION void sync() {
     clear_next(threadIdx.x);
     __syncthreads();
     if (gridDim.z == 1) return;
-    if (threadIdx.x == 0) meet();
+    if (threadIdx.x == 0) arrive_and_wait();
     __syncthreads();
-    meetings++;
+    phase++;
   }
 
-  FUNCTION u64 largest(u64 value) {
+  FUNCTION u64 reduce_max(u64 value) {
     u64 values[1] = {value};
     reduce(values, [](u64 a, u64 b) { return a > b ? a : b; }, [](u64* to, u64 own) { atomicMax(to, own); });
     return values[0];
   }
   template <int N>
-  FUNCTION void sum(u64 (&values)[N]) {
+  FUNCTION void reduce_sum(u64 (&values)[N]) {
     reduce(values, [](u64 a, u64 b) { return a + b; }, [](u64* to, u64 own) { atomicAdd(to, own); });
   }
 
-  FUNCTION ~Team() {
+  FUNCTION ~ThreadGroup() {
     if (gridDim.z == 1) return;
     __syncthreads();
-    if (threadIdx.x > 0 || atomicAdd(&meeting->left, 1u) + 1 < gridDim.z) return;
-    *meeting = {};  // The last block leaves it as it was.
+    if (threadIdx.x > 0 || atomicAdd(&barrier->left, 1u) + 1 < gridDim.z) return;
+    *barrier = {};  // The last block leaves it as it was.
   }
 
  private:
-  Meeting* meeting;
-  u32 meetings = 0;  // That have been.
+  Barrier* barrier;
+  u32 phase = 0;  // How often all blocks have arrived.
 
   // Combine every thread's values; all threads get the result. 0 changes nothing. `add` does it in memory, atomically.
   template <int N, typename Combine, typename Add>
@@ -108,9 +95,9 @@ class Team {
       for (int other = 16; other > 0; other /= 2) value = combine(value, __shfl_xor_sync(~0u, value, other));
       return value;
     };
-    bool brings = false;
-    for (int n = 0; n < N; n++) brings |= values[n] != 0;
-    bool any = __any_sync(~0u, brings);  // Most warps have nothing to say in most reductions.
+    bool adds = false;
+    for (int n = 0; n < N; n++) adds |= values[n] != 0;
+    bool any = __any_sync(~0u, adds);  // Most warps add nothing in most reductions.
     for (int n = 0; n < N; n++) {
       u64 part = any ? reduce_warp(values[n]) : 0;
       if (lane == 0) parts[n][warp] = part;
@@ -123,17 +110,17 @@ class Team {
     __syncthreads();
     if (gridDim.z > 1) {
       if (warp == 0) {
-        u64* shared = meeting->values[meetings % 3];
+        u64* shared = barrier->values[phase % 3];
         if (lane < N) add(shared + lane, totals[lane]);
         clear_next(lane);
         __threadfence();
         __syncwarp();
-        if (lane == 0) meet();
+        if (lane == 0) arrive_and_wait();
         __syncwarp();
         if (lane < N) totals[lane] = *(volatile u64*)(shared + lane);
       }
       __syncthreads();
-      meetings++;
+      phase++;
     }
     for (int n = 0; n < N; n++) values[n] = totals[n];
 #else
@@ -149,17 +136,17 @@ class Team {
 #endif
   }
 
-  // Make room for what is brought to the next meeting: all blocks have come to the one before this, so nobody looks any
-  // more at what was brought to the one before that.
+  // Make room for the values of the next phase: all blocks have arrived in the one before this, so no block reads the
+  // values of the one before that any more.
   FUNCTION void clear_next(int place) const {
-    if (gridDim.z > 1 && blockIdx.z == 0 && place < MOST_VALUES) meeting->values[(meetings + 1) % 3][place] = 0;
+    if (gridDim.z > 1 && blockIdx.z == 0 && place < MAX_SUMS) barrier->values[(phase + 1) % 3][place] = 0;
   }
 
-  // One thread of each block: wait until all blocks have come. What each has written before, all see behind it.
-  FUNCTION void meet() const {
+  // One thread of each block: wait until all blocks have arrived.
+  FUNCTION void arrive_and_wait() const {
     __threadfence();
-    atomicAdd(&meeting->arrived, 1u);
-    while (*(volatile u32*)&meeting->arrived < gridDim.z * (meetings + 1)) {}
+    atomicAdd(&barrier->arrived, 1u);
+    while (*(volatile u32*)&barrier->arrived < gridDim.z * (phase + 1)) {}
     __threadfence();
   }
 };
@@ -200,9 +187,6 @@ FUNCTION float scored_value(u64 best) {
 
 // --------------------------------------------------------------------------------------------------- random numbers
 
-// What random numbers are for; see Purpose in sampling.py.
-enum { TARGET = 0, DRAFT = 1, ACCEPT = 2 };
-
 struct Words { u64 word[4]; };
 
 FUNCTION u64 high_product(u64 a, u64 b) {
@@ -232,43 +216,12 @@ FUNCTION double uniform(u64 seed, u64 purpose, u64 position) {
 }
 
 // Exp(1) from 32 random bits.
-FUNCTION float exponential(u32 bits) {
+FUNCTION float exponential_noise(u32 bits) {
   float u = ((float)bits + 0.5f) * 0x1p-32f;
   return -log1pf(-(u < 1.0f - 0x1p-24f ? u : 1.0f - 0x1p-24f));
 }
 
 // ---------------------------------------------------------------------------------------------------- distributions
-
-// How a row chooses its tokens; temperature 0 is greedy, top_k 0, top_p 1 and min_p 0 are off. As in runners/device_batch.py.
-struct Sampling {
-  u64 seed;
-  double top_p;
-  float temperature;
-  int top_k;
-  float min_p;
-  int use_logits;   // 1: modified rejection sampling; 0: drafts are compared with the target's own choice.
-  int draft_len;    // The most draft tokens of a round.
-  float repetition, presence, frequency;  // Penalties; 1, 0 and 0 are off.
-  int biases;       // How many of its row of the bias table count.
-  int stops;        // How many of its row of the stop ids count.
-  int free_length;  // Shorter texts must not end: their stop ids are forbidden.
-  int logprobs;     // Log-probabilities of the token and of so many likeliest ones; -1: of none.
-};
-
-// An id and what belongs to it: its bias, its log-probability. As in runners/device_batch.py.
-struct TokenValue {
-  int id;
-  float value;
-};
-
-// A row of logits as a distribution: all that is needed to turn one logit into its probability.
-struct Distribution {
-  float peak;         // The largest logit.
-  int best;           // Its id; -1 where the logits are not numbers.
-  float temperature;  // 0: all of the mass is at `best`.
-  float smallest;     // Weights below this one are cut off.
-  float total;        // The sum of the weights that are left; 1 for rows that compare tokens, which need none.
-};
 
 FUNCTION float raw_weight(const Distribution& d, float logit) { return expf((logit - d.peak) / d.temperature); }
 
@@ -277,34 +230,36 @@ FUNCTION float probability(const Distribution& d, float logit) {
   return weight >= d.smallest ? weight / d.total : 0.0f;
 }
 
-// A weight of at most 1 in fixed point: 2^19 of them have room in 64 bits.
+// A weight of at most 1 in fixed point: a whole vocabulary's have room in 64 bits.
+static_assert((u64)MAX_VOCAB << 44 <= 1ull << 63, "the sum of all masses");
 FUNCTION u64 mass(float weight) { return (u64)(weight * 0x1p44f + 0.5f); }
 
 struct alignas(16) Four { float value[4]; };
 
 // take(value, v) for this thread's share of `count` values: 16 bytes at a time, where they begin at such an address.
 template <typename Take>
-FUNCTION void each(const Team& team, const float* values, int count, Take take) {
+FUNCTION void each(const ThreadGroup& group, const float* values, int count, Take take) {
   int quads = (u64)values % sizeof(Four) == 0 ? count / 4 : 0;
-  for (int quad = team.rank(); quad < quads; quad += team.size()) {
+  for (int quad = group.rank(); quad < quads; quad += group.size()) {
     Four four = ((const Four*)values)[quad];
     for (int i = 0; i < 4; i++) take(four.value[i], quad * 4 + i);
   }
-  for (int v = quads * 4 + team.rank(); v < count; v += team.size()) take(values[v], v);
+  for (int v = quads * 4 + group.rank(); v < count; v += group.size()) take(values[v], v);
 }
 
 enum Measure { COUNT, MASS };
-enum { FEW = 16 };  // Weights that a thread of `cut` keeps.
+enum { FEW = 16 };  // Weights that a thread of `select_threshold` keeps.
 
 // The largest v with measure(weights >= v) >= limit, at least d.smallest: the smallest weight to keep, with its ties.
 // It is found three bits at a time, the highest first: by sums alone, since most weights share a few exponents, and
 // counters that many threads want at once are slow. A thread that has few of the weights that begin like v keeps them and
 // looks at no others.
-FUNCTION float cut(Team& team, const float* logits, int vocab, const Distribution& d, Measure measure, u64 limit) {
+FUNCTION float select_threshold(
+    ThreadGroup& group, const float* logits, int vocab, const Distribution& d, Measure measure, u64 limit) {
   u32 found = 0;   // The bits of v from `shift` + 3 on; weights are at most 1, so the highest two are 0.
   u64 above = 0;   // The measure of the weights that begin with more.
   float few[FEW];  // This thread's weights that begin with `found`, or did when it began to keep them.
-  int kept = 0;
+  int num_few = 0;
   bool are_few = false;
   for (int shift = 27; shift >= 0; shift -= 3) {
     u64 sums[7] = {};  // Of those whose next three bits are at least 1, 2, .. 7.
@@ -316,16 +271,16 @@ FUNCTION float cut(Team& team, const float* logits, int vocab, const Distributio
       return true;
     };
     if (are_few) {
-      for (int i = 0; i < kept; i++) add(few[i]);
+      for (int i = 0; i < num_few; i++) add(few[i]);
     } else {
-      kept = 0;
-      each(team, logits, vocab, [&](float logit, int) {
+      num_few = 0;
+      each(group, logits, vocab, [&](float logit, int) {
         float weight = raw_weight(d, logit);
-        if (add(weight) && kept++ < FEW) few[kept - 1] = weight;
+        if (add(weight) && num_few++ < FEW) few[num_few - 1] = weight;
       });
-      are_few = kept <= FEW;
+      are_few = num_few <= FEW;
     }
-    team.sum(sums);
+    group.reduce_sum(sums);
     u32 next = 7;
     while (next > 0 && above + sums[next - 1] < limit) next--;
     if (next < 7) above += sums[next];
@@ -334,46 +289,46 @@ FUNCTION float cut(Team& team, const float* logits, int vocab, const Distributio
   return fmaxf(bits_float(found), d.smallest);
 }
 
-FUNCTION u64 kept_mass(Team& team, const float* logits, int vocab, const Distribution& d) {
-  u64 kept[1] = {0};
-  each(team, logits, vocab, [&](float logit, int) {
+FUNCTION u64 kept_mass(ThreadGroup& group, const float* logits, int vocab, const Distribution& d) {
+  u64 sums[1] = {0};
+  each(group, logits, vocab, [&](float logit, int) {
     float weight = raw_weight(d, logit);
-    if (weight >= d.smallest) kept[0] += mass(weight);
+    if (weight >= d.smallest) sums[0] += mass(weight);
   });
-  team.sum(kept);
-  return kept[0];
+  group.reduce_sum(sums);
+  return sums[0];
 }
 
 // Temperature, then min-p, top-k, top-p, as `probabilities` in sampling.py.
-FUNCTION Distribution distribution(Team& team, const float* logits, int vocab, const Sampling& s) {
+FUNCTION Distribution distribution(ThreadGroup& group, const float* logits, int vocab, const Sampling& s) {
   const u64 not_a_number = ~0ull;
   u64 best = 0;
-  each(team, logits, vocab, [&](float logit, int v) {
+  each(group, logits, vocab, [&](float logit, int v) {
     u64 candidate = logit < infinity() ? scored(logit, v) : not_a_number;
     if (candidate > best) best = candidate;
   });
-  best = team.largest(best);
+  best = group.reduce_max(best);
   Distribution d = {scored_value(best), scored_id(best), s.temperature, 0.0f, 1.0f};
   if (best == not_a_number || d.peak == -infinity()) d.best = -1;
   if (d.best < 0 || s.temperature == 0) return d;
   d.smallest = s.min_p;  // The likeliest token's weight is 1.
   d.temperature = fminf(fmaxf(s.temperature, 1e-37f), 1e38f);
-  if (s.top_k > 0 && s.top_k < vocab) d.smallest = cut(team, logits, vocab, d, COUNT, s.top_k);
+  if (s.top_k > 0 && s.top_k < vocab) d.smallest = select_threshold(group, logits, vocab, d, COUNT, s.top_k);
   if (s.top_p < 1) {
-    double total = (double)kept_mass(team, logits, vocab, d);
-    d.smallest = cut(team, logits, vocab, d, MASS, (u64)ceil(s.top_p * total));
+    double total = (double)kept_mass(group, logits, vocab, d);
+    d.smallest = select_threshold(group, logits, vocab, d, MASS, (u64)ceil(s.top_p * total));
   }
   // A draw is the same for every total.
-  if (s.use_logits) d.total = (float)((double)kept_mass(team, logits, vocab, d) * 0x1p-44);
+  if (s.use_logits) d.total = (float)((double)kept_mass(group, logits, vocab, d) * 0x1p-44);
   return d;
 }
 
-// argmax of score(v) / E_v over the vocabulary, with the exponentials of (seed, purpose, position): a draw in
-// proportion to the scores. -1 where every score is 0.
+// A draw in proportion to the scores, by the Gumbel-max trick: argmax of score(v) / E_v over the vocabulary, with the
+// exponential noise E of (seed, purpose, position). -1 where every score is 0.
 template <typename Score>
-FUNCTION int race(Team& team, int vocab, u64 seed, u64 purpose, u64 position, Score score) {
+FUNCTION int gumbel_argmax(ThreadGroup& group, int vocab, u64 seed, u64 purpose, u64 position, Score score) {
   u64 best = 0;
-  for (int block = team.rank(); block * 8 < vocab; block += team.size()) {
+  for (int block = group.rank(); block * 8 < vocab; block += group.size()) {
     int first = block * 8, count = vocab - first < 8 ? vocab - first : 8;
     float scores[8];
     bool any = false;
@@ -385,32 +340,26 @@ FUNCTION int race(Team& team, int vocab, u64 seed, u64 purpose, u64 position, Sc
     Words words = random_words(seed, purpose, position, block);
     for (int i = 0; i < 8; i++) {
       if (!(scores[i] > 0)) continue;
-      u64 candidate = scored(scores[i] / exponential((u32)(words.word[i / 2] >> (i % 2 * 32))), first + i);
+      u64 candidate = scored(scores[i] / exponential_noise((u32)(words.word[i / 2] >> (i % 2 * 32))), first + i);
       if (candidate > best) best = candidate;
     }
   }
-  best = team.largest(best);
+  best = group.reduce_max(best);
   return best ? scored_id(best) : -1;
 }
 
 // The token a model chooses at `position`; -1 where the logits are not numbers.
-FUNCTION int choose(
-    Team& team, const float* logits, int vocab, const Distribution& d, u64 seed, u64 purpose, u64 position) {
+FUNCTION int sample(
+    ThreadGroup& group, const float* logits, int vocab, const Distribution& d, u64 seed, u64 purpose, u64 position) {
   if (d.best < 0 || d.temperature == 0) return d.best;
-  return race(team, vocab, seed, purpose, position, [&](int v) { return probability(d, logits[v]); });
+  return gumbel_argmax(group, vocab, seed, purpose, position, [&](int v) { return probability(d, logits[v]); });
 }
 
 // ------------------------------------------------------------------------------------------------------- acceptance
 
-// How far a row is. As in runners/device_batch.py.
-struct Progress {
-  int length;     // Committed tokens.
-  int remaining;  // Tokens that may still be committed; 0: the row has ended.
-};
-
 struct Verdict {
   int accepted;   // Draft tokens that stand.
-  int following;  // The target's token after them; -1 where logits were not numbers.
+  int next_token;  // The target's token after them; -1 where logits were not numbers.
 };
 
 // The target adds a token of its own, so the last token of a row is never drafted.
@@ -440,7 +389,7 @@ FUNCTION Verdict compare_tokens(const i64* drafts, const int* chosen, int count)
 // p, q: distributions of the target's and the draft's logits at each draft position; draft ids end at draft_vocab.
 // last: the target's choice after all of them.
 FUNCTION Verdict compare_logits(
-    Team& team, const i64* drafts, int count, const Distribution* q, const float* draft_logits,
+    ThreadGroup& group, const i64* drafts, int count, const Distribution* q, const float* draft_logits,
     i64 draft_row, int draft_vocab, const Distribution* p, const float* target_logits, int vocab, int last, u64 seed,
     u64 position) {
   for (int i = 0; i < count; i++) {
@@ -453,28 +402,31 @@ FUNCTION Verdict compare_logits(
     };
     double u = uniform(seed, ACCEPT, position + i);
     if (u * (double)drafted((int)token) < (double)probability(p[i], target[token])) continue;
-    int following = race(team, vocab, seed, TARGET, position + i, [&](int v) {
+    int next_token = gumbel_argmax(group, vocab, seed, TARGET, position + i, [&](int v) {
       return fmaxf(probability(p[i], target[v]) - drafted(v), 0.0f);
     });
     // p == q up to rounding leaves nothing over; p is then the remainder's limit.
-    if (following < 0) following = choose(team, target, vocab, p[i], seed, TARGET, position + i);
-    return {i, following};
+    if (next_token < 0) next_token = sample(group, target, vocab, p[i], seed, TARGET, position + i);
+    return {i, next_token};
   }
   return {count, last};
 }
 
+// Integers of a row's record; see Record in layout.py.
+FUNCTION int record_len(int draft_len) { return Record::DRAFTS + draft_len; }
+
 // Append a round's tokens up to a stop id or the row's end, count them where there are counts, and write down what
-// happened: record [3 + draft_len]: drafted, accepted, following, the draft tokens.
+// happened: record [record_len].
 FUNCTION void commit(
     Progress* progress, i64* tokens, const i64* stop_ids, int stops, u32* counts, int drafted, const Verdict& verdict,
     i64* record) {
   Progress p = *progress;
-  record[0] = drafted;
-  record[1] = verdict.accepted;
-  record[2] = verdict.following;
-  for (int i = 0; i < drafted; i++) record[3 + i] = tokens[p.length + i];
-  if (verdict.following < 0) p.remaining = 0;
-  else tokens[p.length + verdict.accepted] = verdict.following;
+  record[Record::DRAFTED] = drafted;
+  record[Record::ACCEPTED] = verdict.accepted;
+  record[Record::NEXT_TOKEN] = verdict.next_token;
+  for (int i = 0; i < drafted; i++) record[Record::DRAFTS + i] = tokens[p.length + i];
+  if (verdict.next_token < 0) p.remaining = 0;
+  else tokens[p.length + verdict.accepted] = verdict.next_token;
   for (int i = 0; i <= verdict.accepted && p.remaining > 0; i++) {
     i64 token = tokens[p.length++];
     p.remaining--;
@@ -487,23 +439,22 @@ FUNCTION void commit(
 
 // -------------------------------------------------------------------------------- what is done to logits, said of them
 
-// counts [V] of a row: how often a token came in its output; this bit beside it says that it is in the prompt.
-const u32 IN_PROMPT = 1u << 31;
+// counts [V] of a row: how often a token came in its output, and IN_PROMPT.
 
 FUNCTION bool has_penalties(const Sampling& s) { return s.repetition != 1 || s.presence != 0 || s.frequency != 0; }
 
 // Whether logits of a row's next round are changed before they become a distribution. It stays as it is until `accept`
 // commits.
-FUNCTION bool adjusts(const Sampling& s, const Progress& p) {
+FUNCTION bool has_logits_processors(const Sampling& s, const Progress& p) {
   return has_penalties(s) || s.biases > 0 || (s.stops > 0 && p.length < s.free_length);
 }
 
 // See adjust in penalties.py; `drafts` of them came before, and `forbidden` ids must not come. Also in place.
-FUNCTION void adjust_row(
-    Team& team, const float* logits, int vocab, const Sampling& s, const u32* counts, const i64* tokens,
+FUNCTION void apply_penalties_to_row(
+    ThreadGroup& group, const float* logits, int vocab, const Sampling& s, const u32* counts, const i64* tokens,
     int drafts, const TokenValue* biases, const i64* stop_ids, int forbidden, float* adjusted) {
   // Penalties that are off change nothing, whatever the counts.
-  for (int v = team.rank(); v < vocab; v += team.size()) {
+  for (int v = group.rank(); v < vocab; v += group.size()) {
     u32 output = counts[v] & ~IN_PROMPT;
     for (int i = 0; i < drafts; i++) output += tokens[i] == v;
     float logit = logits[v];
@@ -511,11 +462,11 @@ FUNCTION void adjust_row(
     if (output) logit -= s.presence + s.frequency * (float)output;
     adjusted[v] = logit;
   }
-  team.wait();
-  for (int i = team.rank(); i < s.biases; i += team.size())
+  group.sync();
+  for (int i = group.rank(); i < s.biases; i += group.size())
     if (biases[i].id < vocab) adjusted[biases[i].id] += biases[i].value;
-  team.wait();
-  for (int i = team.rank(); i < forbidden; i += team.size())
+  group.sync();
+  for (int i = group.rank(); i < forbidden; i += group.size())
     if (stop_ids[i] < vocab) adjusted[stop_ids[i]] = -infinity();
 }
 
@@ -525,110 +476,107 @@ FUNCTION float log_probability(const Distribution& d, float logit) {
 
 // The `count` likeliest ids in order, among equals the smaller one first; -1 where the vocabulary has no more.
 FUNCTION void likeliest(
-    Team& team, const float* logits, int vocab, const Distribution& d, int count, TokenValue* found) {
+    ThreadGroup& group, const float* logits, int vocab, const Distribution& d, int count, TokenValue* found) {
   u64 previous = ~0ull;
   for (int i = 0; i < count; i++) {
     u64 best = 0;
-    each(team, logits, vocab, [&](float logit, int v) {
+    each(group, logits, vocab, [&](float logit, int v) {
       u64 candidate = scored(logit, v);
       if (candidate < previous && candidate > best) best = candidate;
     });
-    previous = team.largest(best);
-    if (team.rank() > 0) continue;
+    previous = group.reduce_max(best);
+    if (group.rank() > 0) continue;
     if (previous) found[i] = {scored_id(previous), log_probability(d, scored_value(previous))};
     else found[i] = {-1, -infinity()};
   }
 }
 
 // ---------------------------------------------------------------------------------------------------------- kernels
-// A Team per row (blockIdx.x), and per position where there are several (blockIdx.y); meetings [B, positions] of Teams.
-// tokens [B, width]: committed and draft tokens; progress [B]; sampling [B]; distributions [B, positions];
+// A ThreadGroup per row (blockIdx.x), and per position where there are several (blockIdx.y); barriers [B, positions].
+// tokens [B, token_stride]: committed and draft tokens; progress [B]; sampling [B]; distributions [B, positions];
 // stop_ids [B, MAX_STOP_IDS]; draft_len: the most draft tokens of this round.
 
-// As in request.py, sampling.py and kv_cache/__init__.py.
-enum { MAX_STOP_IDS = 64, MAX_BIASES = 300, MAX_LOGPROBS = 20, BLOCK = 16 };
+FUNCTION ThreadGroup group_of(Barrier* barriers) { return ThreadGroup(barriers + blockIdx.x * gridDim.y + blockIdx.y); }
 
-FUNCTION Team team_of(Meeting* meetings) { return Team(meetings + blockIdx.x * gridDim.y + blockIdx.y); }
-
-// An engine's inputs: `count` tokens of each row from progress.length + offset on, written where they stand, and
-// `kept` positions whose logits are wanted, the first at progress.length + keep_from. One thread per row.
+// An engine's inputs: `query_len` tokens of each row from progress.length + offset on, written where they stand, and
+// `num_logits` positions whose logits are wanted, the first at progress.length + first_logit. One thread per row.
 KERNEL void feed(
-    const i64* tokens, int width, const Progress* progress, int offset, int count, int keep_from, int kept, int room,
-    int vocab, i64* input_ids, i64* write_indices, i64* logits_indices) {
+    const i64* tokens, int token_stride, const Progress* progress, int offset, int query_len, int first_logit,
+    int num_logits, int capacity, int vocab, i64* input_ids, i64* write_indices, i64* logits_indices) {
   int row = blockIdx.x, length = progress[row].length;
   int start = length + offset;
   // A row at its end is fed along with the others; it may write junk behind its tokens, but not behind the cache.
-  if (start > room - count) start = room - count;
+  if (start > capacity - query_len) start = capacity - query_len;
   if (start < 0) start = 0;
-  for (int i = 0; i < count; i++) {
-    i64 token = tokens[(i64)row * width + (start + i < width ? start + i : width - 1)];
+  for (int i = 0; i < query_len; i++) {
+    i64 token = tokens[(i64)row * token_stride + (start + i < token_stride ? start + i : token_stride - 1)];
     // A target with a padded embedding may commit ids that a draft without the padding has no row for; -1 is a draft
     // token that could not be drawn, which acceptance reports.
-    input_ids[row * count + i] = token < 0 ? 0 : token < vocab ? token : vocab - 1;
+    input_ids[row * query_len + i] = token < 0 ? 0 : token < vocab ? token : vocab - 1;
   }
   write_indices[row] = start;
-  for (int i = 0; i < kept; i++) {
-    int index = length + keep_from + i - start;
-    logits_indices[row * kept + i] = index < 0 ? 0 : index < count ? index : count - 1;
+  for (int i = 0; i < num_logits; i++) {
+    int index = length + first_logit + i - start;
+    logits_indices[row * num_logits + i] = index < 0 ? 0 : index < query_len ? index : query_len - 1;
   }
 }
 
 // Logits of `positions` positions, the first behind `first` draft tokens, as the rows' texts and wishes change them:
 // logits and adjusted [B, positions, stride], of which `vocab` ids count; both may be the same memory. Nothing is written
-// for a row that adjusts none.
+// for a row without penalties, biases and forbidden ids.
 // counts [B, counted]; biases [B, MAX_BIASES].
-ROW_KERNEL void adjust(
-    const float* logits, int stride, int vocab, int positions, int first, const i64* tokens, int width,
+ROW_KERNEL void apply_penalties(
+    const float* logits, int stride, int vocab, int positions, int first, const i64* tokens, int token_stride,
     const Progress* progress, int draft_len, const Sampling* sampling, const u32* counts, int counted,
-    const TokenValue* biases, const i64* stop_ids, float* adjusted, Meeting* meetings) {
+    const TokenValue* biases, const i64* stop_ids, float* adjusted, Barrier* barriers) {
   int row = blockIdx.x, drafts = first + blockIdx.y;
   i64 place = ((i64)row * positions + blockIdx.y) * stride;
   const Sampling& s = sampling[row];
   const Progress& p = progress[row];
-  if (!adjusts(s, p) || p.remaining == 0 || drafts > draft_count(p, s, draft_len)) return;
-  Team team = team_of(meetings);
+  if (!has_logits_processors(s, p) || p.remaining == 0 || drafts > draft_count(p, s, draft_len)) return;
+  ThreadGroup group = group_of(barriers);
   int forbidden = p.length + drafts < s.free_length ? s.stops : 0;
-  adjust_row(
-      team, logits + place, vocab, s, counts + (i64)row * counted, tokens + (i64)row * width + p.length, drafts,
+  apply_penalties_to_row(
+      group, logits + place, vocab, s, counts + (i64)row * counted, tokens + (i64)row * token_stride + p.length, drafts,
       biases + row * MAX_BIASES, stop_ids + row * MAX_STOP_IDS, forbidden, adjusted + place);
 }
 
 // Draft token `step` of each row, appended behind the committed ones: logits [B, stride]. To be compared with the
 // target's choice it is drawn with the target's random numbers.
-ROW_KERNEL void draw_draft(
-    const float* logits, int stride, int vocab, i64* tokens, int width, const Progress* progress, int draft_len,
-    const Sampling* sampling, int step, Distribution* distributions, Meeting* meetings) {
+ROW_KERNEL void sample_draft(
+    const float* logits, int stride, int vocab, i64* tokens, int token_stride, const Progress* progress, int draft_len,
+    const Sampling* sampling, int step, Distribution* distributions, Barrier* barriers) {
   int row = blockIdx.x;
-  Team team = team_of(meetings);
+  ThreadGroup group = group_of(barriers);
   const Sampling& s = sampling[row];
   if (step >= draft_count(progress[row], s, draft_len)) return;
   const float* own = logits + (i64)row * stride;
-  Distribution d = distribution(team, own, vocab, s);
+  Distribution d = distribution(group, own, vocab, s);
   int position = progress[row].length + step;
-  int token = choose(team, own, vocab, d, s.seed, s.use_logits ? DRAFT : TARGET, position);
-  if (team.rank() == 0) {
+  int token = sample(group, own, vocab, d, s.seed, s.use_logits ? DRAFT : TARGET, position);
+  if (group.rank() == 0) {
     distributions[row * draft_len + step] = d;
-    tokens[(i64)row * width + position] = token;  // -1 is no token: acceptance reports it.
+    tokens[(i64)row * token_stride + position] = token;  // -1 is no token: acceptance reports it.
   }
 }
 
-// What the target makes of every position: logits [B, draft_len + 1, vocab], or `adjusted` of rows that adjust them ->
+// What the target makes of every position: logits [B, draft_len + 1, vocab], or `adjusted` where a row has some ->
 // distributions, and its own choices chosen [B, draft_len + 1] where tokens are compared and behind a row's last draft
 // token.
-ROW_KERNEL void judge_target(
+ROW_KERNEL void sample_target(
     const float* logits, const float* adjusted, int vocab, const Progress* progress, int draft_len,
-    const Sampling* sampling, Distribution* distributions, int* chosen, Meeting* meetings) {
+    const Sampling* sampling, Distribution* distributions, int* chosen, Barrier* barriers) {
   int row = blockIdx.x, position = blockIdx.y, place = row * (draft_len + 1) + position;
-  Team team = team_of(meetings);
+  ThreadGroup group = group_of(barriers);
   const Sampling& s = sampling[row];
   int count = draft_count(progress[row], s, draft_len);
   if (progress[row].remaining == 0 || position > count) return;
-  const float* own = (adjusts(s, progress[row]) ? adjusted : logits) + (i64)place * vocab;
-  Distribution d = distribution(team, own, vocab, s);
+  const float* own = (has_logits_processors(s, progress[row]) ? adjusted : logits) + (i64)place * vocab;
+  Distribution d = distribution(group, own, vocab, s);
   int token = -1;
   if (position == count || compares_tokens(s))
-    token = choose(team, own, vocab, d, s.seed, TARGET, progress[row].length + position);
-  if (team.rank() == 0) {
+    token = sample(group, own, vocab, d, s.seed, TARGET, progress[row].length + position);
+  if (group.rank() == 0) {
     distributions[place] = d;
     chosen[place] = token;
   }
@@ -636,67 +584,68 @@ ROW_KERNEL void judge_target(
 
 // Acceptance, by each row's own rule, and commit. The draft's logits of a step lie step_stride apart, those of a row
 // draft_stride, and draft_vocab of them count. q [B, draft_len]; target_logits and adjusted [B, draft_len + 1, vocab],
-// p and chosen [B, draft_len + 1]; counts [B, vocab], of rows with penalties; records [B, 3 + draft_len].
+// p and chosen [B, draft_len + 1]; counts [B, vocab], of rows with penalties; records [B, record_len].
 ROW_KERNEL void accept(
-    i64* tokens, int width, Progress* progress, int draft_len, const Sampling* sampling, const Distribution* q,
+    i64* tokens, int token_stride, Progress* progress, int draft_len, const Sampling* sampling, const Distribution* q,
     const float* draft_logits, int step_stride, int draft_stride, int draft_vocab, const Distribution* p,
     const int* chosen, const float* target_logits, const float* adjusted, int vocab, const i64* stop_ids, u32* counts,
-    i64* records, Meeting* meetings) {
+    i64* records, Barrier* barriers) {
   int row = blockIdx.x, first = row * (draft_len + 1);
-  Team team = team_of(meetings);
+  ThreadGroup group = group_of(barriers);
   const Sampling& s = sampling[row];
   const Progress before = progress[row];
   int count = draft_count(before, s, draft_len);
-  i64* own = tokens + (i64)row * width;
+  i64* own = tokens + (i64)row * token_stride;
   const i64* drafts = own + before.length;
   Verdict verdict = {0, -1};  // So it stays where the row has ended.
   bool going = before.remaining > 0 && all_drawn(drafts, count);
   if (going && compares_tokens(s)) verdict = compare_tokens(drafts, chosen + first, count);
   else if (going)
     verdict = compare_logits(
-        team, drafts, count, q + row * draft_len, draft_logits + (i64)row * draft_stride, step_stride, draft_vocab,
-        p + first, (adjusts(s, before) ? adjusted : target_logits) + (i64)first * vocab, vocab, chosen[first + count],
-        s.seed, before.length);
-  team.wait();  // Only now may thread 0 change what all threads have read.
-  if (team.rank() == 0)
+        group, drafts, count, q + row * draft_len, draft_logits + (i64)row * draft_stride, step_stride, draft_vocab,
+        p + first, (has_logits_processors(s, before) ? adjusted : target_logits) + (i64)first * vocab, vocab,
+        chosen[first + count], s.seed, before.length);
+  group.sync();  // Only now may thread 0 change what all threads have read.
+  if (group.rank() == 0)
     commit(
         progress + row, own, stop_ids + row * MAX_STOP_IDS, s.stops,
-        has_penalties(s) ? counts + (i64)row * vocab : nullptr, count, verdict, records + row * (3 + draft_len));
+        has_penalties(s) ? counts + (i64)row * vocab : nullptr, count, verdict, records + row * record_len(draft_len));
 }
 
 // The log-probabilities of what `accept` wrote down, by the target's unchanged logits [B, draft_len + 1, vocab]:
 // found [B, draft_len + 1, 1 + MAX_LOGPROBS]: the token's own, then those of the likeliest ids.
 ROW_KERNEL void log_probabilities(
     const float* logits, int vocab, int draft_len, const Sampling* sampling, const i64* records, TokenValue* found,
-    Meeting* meetings) {
+    Barrier* barriers) {
   int row = blockIdx.x, position = blockIdx.y, place = row * (draft_len + 1) + position;
   if (sampling[row].logprobs < 0) return;
-  const i64* record = records + row * (3 + draft_len);
-  i64 accepted = record[1], token = position < accepted ? record[3 + position] : record[2];
+  const i64* record = records + row * record_len(draft_len);
+  i64 accepted = record[Record::ACCEPTED];
+  i64 token = position < accepted ? record[Record::DRAFTS + position] : record[Record::NEXT_TOKEN];
   if (position > accepted || token < 0) return;
-  Team team = team_of(meetings);
+  ThreadGroup group = group_of(barriers);
   const float* own = logits + (i64)place * vocab;
   Sampling plain = {};
   plain.temperature = 1;
   plain.top_p = 1;
   plain.use_logits = 1;
-  Distribution d = distribution(team, own, vocab, plain);
+  Distribution d = distribution(group, own, vocab, plain);
   found += (i64)place * (1 + MAX_LOGPROBS);
-  if (team.rank() == 0) found[0] = {(int)token, log_probability(d, own[token])};
-  likeliest(team, own, vocab, d, sampling[row].logprobs, found + 1);
+  if (group.rank() == 0) found[0] = {(int)token, log_probability(d, own[token])};
+  likeliest(group, own, vocab, d, sampling[row].logprobs, found + 1);
 }
 
 // Draft tokens that the host proposes: uploads [B, 1 + draft_len], how many of a row and which. They are certain: q is 1.
 // One thread per row.
 KERNEL void place_drafts(
-    const i64* uploads, i64* tokens, int width, const Progress* progress, int draft_len, Sampling* sampling,
+    const i64* uploads, i64* tokens, int token_stride, const Progress* progress, int draft_len, Sampling* sampling,
     Distribution* q) {
   int row = blockIdx.x;
   const i64* upload = uploads + (i64)row * (1 + draft_len);
   int count = (int)upload[0];
   sampling[row].draft_len = count;
   for (int i = 0; i < count; i++) {
-    tokens[(i64)row * width + progress[row].length + i] = upload[1 + i];
+    tokens[(i64)row * token_stride + progress[row].length + i] = upload[1 + i];
     q[row * draft_len + i] = {0, (int)upload[1 + i], 0, 0, 1};
   }
 }
@@ -704,8 +653,8 @@ KERNEL void place_drafts(
 // Between two GPUs go only these: the draft tokens behind each row's text, from `tokens` to `packed` [B, draft_len] where
 // they were drawn, and back again where they are verified. One thread per row.
 KERNEL void move_drafts(
-    i64* tokens, int width, const Progress* progress, int draft_len, i64* packed, int unpacking) {
-  i64* drafts = tokens + (i64)blockIdx.x * width + progress[blockIdx.x].length;
+    i64* tokens, int token_stride, const Progress* progress, int draft_len, i64* packed, int unpacking) {
+  i64* drafts = tokens + (i64)blockIdx.x * token_stride + progress[blockIdx.x].length;
   packed += blockIdx.x * draft_len;
   for (int i = 0; i < draft_len; i++) {
     if (unpacking) drafts[i] = packed[i];
@@ -713,26 +662,19 @@ KERNEL void move_drafts(
   }
 }
 
-// And the records [B, 3 + draft_len] of `accept`: the GPU that drafted commits what the other one did. counts [B, vocab].
-// One thread per row.
+// And the records [B, record_len] of `accept`: the GPU that drafted commits what the other one did.
+// counts [B, vocab]. One thread per row.
 KERNEL void commit_records(
-    i64* tokens, int width, Progress* progress, int draft_len, const Sampling* sampling, const i64* stop_ids,
+    i64* tokens, int token_stride, Progress* progress, int draft_len, const Sampling* sampling, const i64* stop_ids,
     u32* counts, int vocab, i64* records) {
   int row = blockIdx.x;
   const Sampling& s = sampling[row];
-  i64* record = records + row * (3 + draft_len);
-  Verdict verdict = {(int)record[1], (int)record[2]};
+  i64* record = records + row * record_len(draft_len);
+  Verdict verdict = {(int)record[Record::ACCEPTED], (int)record[Record::NEXT_TOKEN]};
   commit(
-      progress + row, tokens + (i64)row * width, stop_ids + row * MAX_STOP_IDS, s.stops,
-      has_penalties(s) ? counts + (i64)row * vocab : nullptr, (int)record[0], verdict, record);
+      progress + row, tokens + (i64)row * token_stride, stop_ids + row * MAX_STOP_IDS, s.stops,
+      has_penalties(s) ? counts + (i64)row * vocab : nullptr, (int)record[Record::DRAFTED], verdict, record);
 }
-
-// A tensor of a cache, as in kv_cache/device.py: rows [rows, heads, length], pool [blocks, heads, BLOCK] of positions.
-struct CacheTensor {
-  u8 *rows, *pool;
-  int heads;
-  int size;  // Bytes of a position; even, as elements have 2 or 4.
-};
 
 // do(unit, count): this thread's share of `bytes`, in units of 16 bytes where all addresses are multiples of them.
 template <typename Wide, typename Narrow>
@@ -747,9 +689,9 @@ FUNCTION void each_unit(u64 addresses, i64 bytes, Wide wide, Narrow narrow) {
 
 template <typename Unit>
 FUNCTION void exchange(void* one, void* other, i64 unit) {
-  Unit kept = ((Unit*)one)[unit];
+  Unit before = ((Unit*)one)[unit];
   ((Unit*)one)[unit] = ((Unit*)other)[unit];
-  ((Unit*)other)[unit] = kept;
+  ((Unit*)other)[unit] = before;
 }
 
 FUNCTION void swap_bytes(void* one, void* other, i64 bytes) {
@@ -763,7 +705,7 @@ FUNCTION void copy_bytes(void* to, const void* from, i64 bytes) {
 }
 
 FUNCTION u8* position_of(const CacheTensor& tensor, int length, i64 row, int head, int position) {
-  return tensor.rows + ((row * tensor.heads + head) * length + position) * tensor.size;
+  return (u8*)tensor.rows + ((row * tensor.heads + head) * length + position) * tensor.size;
 }
 
 // Positions start .. of a row, of every tensor (blockIdx.z) and head (blockIdx.y), to `count` blocks of its pool or back.
@@ -773,9 +715,9 @@ KERNEL void copy_blocks(
   int head = blockIdx.y;
   if (head >= tensor.heads) return;
   for (int i = 0; i < count; i++) {
-    u8* positions = position_of(tensor, length, row, head, start + i * BLOCK);
-    u8* block = tensor.pool + ((i64)blocks[i] * tensor.heads + head) * BLOCK * tensor.size;
-    copy_bytes(saving ? block : positions, saving ? positions : block, BLOCK * tensor.size);
+    u8* positions = position_of(tensor, length, row, head, start + i * CACHE_BLOCK);
+    u8* block = (u8*)tensor.pool + ((i64)blocks[i] * tensor.heads + head) * CACHE_BLOCK * tensor.size;
+    copy_bytes(saving ? block : positions, saving ? positions : block, CACHE_BLOCK * tensor.size);
   }
 }
 

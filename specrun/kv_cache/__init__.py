@@ -6,5 +6,7 @@ a row; nothing of a request's result depends on whether it did.
 
 from __future__ import annotations
 
-BLOCK = 16
+from specrun.kernels.layout import CACHE_BLOCK
+
+BLOCK = CACHE_BLOCK
 """Tokens of a block, the unit in which prefixes are kept."""

@@ -9,11 +9,9 @@ import numpy.typing as npt
 
 from specrun.devices import Device, DeviceArray
 from specrun.engine_dir import CacheTensor
-from specrun.kernels import memory_blocks
+from specrun.kernels import calls
+from specrun.kernels.layout import CACHE_TENSOR
 from specrun.kv_cache import BLOCK
-
-# As in kernels/round.cu.
-_TENSOR = np.dtype([("rows", "<u8"), ("pool", "<u8"), ("heads", "<i4"), ("size", "<i4")])
 
 
 class DeviceKVCache:
@@ -39,7 +37,7 @@ class DeviceKVCache:
         self._tensors = [device.zeros((rows * shape.heads * length * shape.width,), storage) for shape in shapes]
         self._pool: list[DeviceArray] = []
         self._numbers = device.zeros((length // BLOCK,), np.int32)
-        self._table = device.zeros((len(shapes),), _TENSOR)
+        self._table = device.zeros((len(shapes),), CACHE_TENSOR)
         self._write_table([0] * len(shapes))
         self._most_heads = max(shape.heads for shape in shapes)
         self._most_bytes = max(shape.width for shape in shapes) * self._storage.itemsize
@@ -70,8 +68,16 @@ class DeviceKVCache:
         """See ``KVCache``."""
         positions = max(held)
         if positions:
-            grid = (memory_blocks(positions * self._most_bytes), self._most_heads, len(self._shapes))
-            self._device.launch("swap_rows", grid, self._table, self.length, one, other, positions)
+            calls.swap_rows(
+                self._device,
+                tensors=self._table,
+                length=self.length,
+                one=one,
+                other=other,
+                positions=positions,
+                heads=self._most_heads,
+                size=self._most_bytes,
+            )
 
     def save(self, row: int, start: int, blocks: Sequence[int]) -> None:
         """See ``KVCache``."""
@@ -87,7 +93,7 @@ class DeviceKVCache:
             (rows.address, pool, shape.heads, shape.width * self._storage.itemsize)
             for shape, rows, pool in zip(self._shapes, self._tensors, pools, strict=True)
         ]
-        self._device.write(self._table, np.array(table, _TENSOR))
+        self._device.write(self._table, np.array(table, CACHE_TENSOR))
 
     def _copy(self, row: int, start: int, blocks: Sequence[int], saving: bool) -> None:
         if not blocks:
@@ -96,6 +102,13 @@ class DeviceKVCache:
             raise ValueError(f"{len(blocks)} blocks from position {start} of {self.length}")
         numbers = self._numbers.part(0, (len(blocks),))
         self._device.write(numbers, np.array(blocks, np.int32))
-        grid = (1, self._most_heads, len(self._shapes))
-        own = (row, start, numbers, len(blocks), int(saving))
-        self._device.launch("copy_blocks", grid, self._table, self.length, *own)
+        calls.copy_blocks(
+            self._device,
+            tensors=self._table,
+            length=self.length,
+            row=row,
+            start=start,
+            blocks=numbers,
+            saving=saving,
+            heads=self._most_heads,
+        )

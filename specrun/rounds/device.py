@@ -17,12 +17,14 @@ from specrun.backends import DeviceBackend
 from specrun.devices import Device
 from specrun.drafters import DeviceDrafter, DraftProbs
 from specrun.errors import BackendError, SpecError
+from specrun.kernels import calls
+from specrun.kernels.layout import DISTRIBUTION
 from specrun.request import Outcome, Request
 from specrun.rounds.cached import CachedRound
 from specrun.rounds.device_records import DeviceRecords
 from specrun.runners.capture import Captures
 from specrun.runners.device import DeviceRunner
-from specrun.runners.device_batch import DISTRIBUTION, DeviceRows
+from specrun.runners.device_batch import DeviceRows
 
 MakeDrafter = Callable[[DeviceRows], DeviceDrafter]
 """Makes the drafter of a round, whose rows it is given."""
@@ -171,19 +173,27 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
 
     def _verify(self, batch: int, draft_len: int) -> None:
         """Verify, accept, commit, and write it down."""
-        target, rows, launch, draft = self.target, self.rows, self.rows.launch, self._draft_probs
-        raw = target.forward(batch, rows, -1, draft_len + 1, -1, draft_len + 1)
-        adjusted = self._adjusted.part(0, raw.shape)
-        rows.adjust(raw, target.vocab, 0, draft_len, adjusted)
-        logits, judged = (raw, adjusted, target.vocab), (self._target_distributions, self._chosen)
-        launch("judge_target", batch, draft_len + 1, *logits, rows.progress, draft_len, rows.sampling, *judged)
-        drafted = (draft.distributions, draft.logits, draft.step_stride, draft.row_stride, draft.vocab)
+        target, rows, draft = self.target, self.rows, self._draft_probs
+        p, chosen = self._target_distributions, self._chosen
         records, logprobs = self._records.of(batch, draft_len)
-        ends = (rows.stop_ids, rows.counts, records)
-        launch("accept", batch, 1, *rows.state(draft_len), *drafted, *judged, *logits, *ends)
-        launch(
-            "log_probabilities", batch, draft_len + 1, raw, target.vocab, draft_len, rows.sampling, records, logprobs
+        logits = target.forward(batch, rows, -1, draft_len + 1, -1, draft_len + 1)
+        adjusted = self._adjusted.part(0, logits.shape)
+        calls.apply_penalties(rows, logits=logits, vocab=target.vocab, first=0, draft_len=draft_len, adjusted=adjusted)
+        calls.sample_target(rows, logits=logits, adjusted=adjusted, distributions=p, chosen=chosen)
+        calls.accept(
+            rows,
+            q=draft.distributions,
+            draft_logits=draft.logits,
+            step_stride=draft.step_stride,
+            draft_stride=draft.row_stride,
+            draft_vocab=draft.vocab,
+            p=p,
+            chosen=chosen,
+            target_logits=logits,
+            adjusted=adjusted,
+            records=records,
         )
+        calls.log_probabilities(rows, logits=logits, records=records, found=logprobs)
         self._records.fetch(batch, draft_len)
 
     def _wait(self, devices: Sequence[Device]) -> None:

@@ -8,8 +8,9 @@ import numpy as np
 
 from specrun.devices import Device, DeviceArray
 from specrun.errors import BackendError, SpecError
-from specrun.request import MAX_LOGPROBS, Outcome, Request
-from specrun.runners.device_batch import TOKEN_VALUE
+from specrun.kernels.layout import TOKEN_VALUE, record_len
+from specrun.limits import MAX_LOGPROBS
+from specrun.request import Outcome, Request
 from specrun.sampling import NOT_NUMBERS, TokenLogprob
 
 
@@ -19,15 +20,15 @@ class DeviceRecords:
     def __init__(self, device: Device, rows: int, draft_len: int) -> None:
         """For ``rows`` rows and ``draft_len`` draft tokens at most."""
         self.device = device
-        self._first_logprob = rows * (3 + draft_len)
+        self._first_logprob = rows * record_len(draft_len)
         size = self._first_logprob + rows * (draft_len + 1) * (1 + MAX_LOGPROBS)
         self._memory = device.zeros((size,), np.int64)  # A TOKEN_VALUE has 8 bytes too.
         self._mirror = device.mirror(self._memory)
 
     def of(self, batch: int, draft_len: int) -> tuple[DeviceArray, DeviceArray]:
-        """Where a round's kernels write: records [batch, 3 + draft_len], and log-probabilities of every position."""
+        """Where a round's kernels write: records [batch, record_len], and log-probabilities of every position."""
         positions = (batch, draft_len + 1, 1 + MAX_LOGPROBS)
-        return self._memory.part(0, (batch, 3 + draft_len)), self._memory.part(self._first_logprob, positions)
+        return self._memory.part(0, (batch, record_len(draft_len))), self._memory.part(self._first_logprob, positions)
 
     def fetch(self, batch: int, draft_len: int) -> None:
         """Queue the copy of a round's records to the host."""
@@ -35,8 +36,8 @@ class DeviceRecords:
         self.device.fetch(self._memory.part(0, (size,)), self._mirror[:size])
 
     def outcome(self, row: int, request: Request, draft_len: int) -> Outcome | SpecError:
-        """What was fetched of a row; see ``commit`` in round.cu."""
-        width = 3 + draft_len
+        """What was fetched of a row: its ``Record``."""
+        width = record_len(draft_len)
         drafted, accepted, following, *drafts = self._mirror[row * width : (row + 1) * width].tolist()
         if following < 0:
             return BackendError(NOT_NUMBERS)

@@ -22,6 +22,7 @@ from specrun.drafters.uploaded import UploadedDrafter
 from specrun.engine_dir import EngineConfig
 from specrun.errors import BackendError, PairError
 from specrun.host_memory import free_memory, shortage
+from specrun.kernels import open_gpu
 from specrun.kv_cache import BLOCK
 from specrun.rounds import Round
 from specrun.rounds.device import DeviceRound, MakeDrafter
@@ -163,7 +164,7 @@ def _open_devices(engines: list[Engine], opened: ExitStack) -> dict[int, CudaDev
     devices: dict[int, CudaDevice] = {}
     for engine in engines:
         if engine.gpu not in devices:
-            devices[engine.gpu] = CudaDevice(engine.gpu)
+            devices[engine.gpu] = open_gpu(engine.gpu)
             opened.callback(devices[engine.gpu].close)
     if len(devices) > 1:
         # In both directions: drafts go to the target, what it committed goes back.

@@ -9,7 +9,8 @@ import numpy as np
 from specrun.backends import DeviceBackend, Feed
 from specrun.devices import DeviceArray
 from specrun.errors import BackendError
-from specrun.kernels import MAX_VOCAB
+from specrun.kernels import calls
+from specrun.kernels.layout import MAX_VOCAB
 from specrun.kv_cache.rows import CacheRows
 from specrun.runners.device_batch import DeviceRows
 from specrun.runners.host import arrange
@@ -85,8 +86,16 @@ class DeviceRunner:
         feeds the last committed token and the drafts, and keeps all: (-1, g + 1, -1, g + 1). See the kernel ``feed``.
         """
         feed = self._feed(batch, count, kept)
-        source, room = (rows.tokens, rows.width, rows.progress), self.backend.cache.length
-        self.device.launch("feed", (batch, 1, 1), *source, offset, count, keep_from, kept, room, self.vocab, *feed)
+        calls.feed(
+            rows,
+            offset=offset,
+            first_logit=keep_from,
+            capacity=self.backend.cache.length,
+            vocab=self.vocab,
+            input_ids=feed.input_ids,
+            write_indices=feed.write_indices,
+            logits_indices=feed.logits_indices,
+        )
         logits = self._step_logits(batch, step, kept)
         self.backend.enqueue(feed, logits, 0, fixed=True)
         return logits

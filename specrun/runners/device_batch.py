@@ -9,37 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specrun.devices import Device, DeviceArray, swap
-from specrun.kernels import MAX_VOCAB, MEETING_BYTES, team_blocks
-from specrun.request import MAX_STOP_IDS, Request
-from specrun.sampling import MAX_BIASES
-
-# As in kernels/round.cu.
-SAMPLING = np.dtype(
-    [
-        ("seed", "<u8"),
-        ("top_p", "<f8"),
-        ("temperature", "<f4"),
-        ("top_k", "<i4"),
-        ("min_p", "<f4"),
-        ("use_logits", "<i4"),
-        ("draft_len", "<i4"),
-        ("repetition", "<f4"),
-        ("presence", "<f4"),
-        ("frequency", "<f4"),
-        ("biases", "<i4"),
-        ("stops", "<i4"),
-        ("free_length", "<i4"),
-        ("logprobs", "<i4"),
-    ]
-)
-PROGRESS = np.dtype([("length", "<i4"), ("remaining", "<i4")])
-DISTRIBUTION = np.dtype(
-    [("peak", "<f4"), ("best", "<i4"), ("temperature", "<f4"), ("smallest", "<f4"), ("total", "<f4")]
-)
-TOKEN_VALUE = np.dtype([("id", "<i4"), ("value", "<f4")])
-
-IN_PROMPT = np.uint32(1 << 31)
+from specrun.devices import Device, DeviceArray
+from specrun.kernels import calls
+from specrun.kernels.layout import BARRIER, IN_PROMPT, MAX_VOCAB, PROGRESS, SAMPLING, TOKEN_VALUE
+from specrun.limits import MAX_BIASES, MAX_STOP_IDS
+from specrun.request import Request
 
 
 class DeviceRows:
@@ -70,7 +44,7 @@ class DeviceRows:
         self.progress = device.zeros((rows,), PROGRESS)
         self.sampling = device.zeros((rows,), SAMPLING)
         self.stop_ids = device.zeros((rows, MAX_STOP_IDS), np.int64)
-        self._meetings = device.zeros((rows * positions, MEETING_BYTES), np.uint8)
+        self.barriers = device.zeros((rows * positions,), BARRIER)
         # How often tokens are in each row's text, and its biases: of rows whose logits are adjusted.
         self.counts = device.zeros((rows, vocab), np.uint32)
         self.biases = device.zeros((rows, MAX_BIASES), TOKEN_VALUE)
@@ -112,44 +86,8 @@ class DeviceRows:
         arrays = (self.tokens, self.progress, self.sampling, self.stop_ids, self.counts, self.biases)
         for array in arrays:
             row = math.prod(array.shape[1:])
-            swap(self.device, *(array.part(number * row, (row,)) for number in (one, other)))
-
-    def place_drafts(self, batch: int, draft_len: int, uploads: DeviceArray, distributions: DeviceArray) -> None:
-        """Queue the host's draft tokens: ``uploads`` [batch, 1 + draft_len], how many of a row and which.
-
-        ``distributions`` [batch, draft_len] become certainty.
-        """
-        own = (uploads, self.tokens, self.width, self.progress, draft_len, self.sampling, distributions)
-        self.device.launch("place_drafts", (batch, 1, 1), *own)
-
-    def move_drafts(self, batch: int, draft_len: int, packed: DeviceArray, unpacking: bool) -> None:
-        """Queue a copy of the draft tokens of ``batch`` rows to ``packed`` [batch, draft_len], or from it."""
-        own = (self.tokens, self.width, self.progress)
-        self.device.launch("move_drafts", (batch, 1, 1), *own, draft_len, packed, int(unpacking))
-
-    def commit(self, batch: int, draft_len: int, records: DeviceArray) -> None:
-        """Queue the commit of what another device's rows have committed: ``records`` [batch, 3 + draft_len]."""
-        own = (self.stop_ids, self.counts, self.vocab, records)
-        self.device.launch("commit_records", (batch, 1, 1), *self.state(draft_len), *own)
-
-    def state(self, draft_len: int) -> tuple[DeviceArray | int, ...]:
-        """What kernels are told of the rows in a round of ``draft_len``."""
-        return self.tokens, self.width, self.progress, draft_len, self.sampling
-
-    def launch(self, kernel: str, batch: int, positions: int, *arguments: DeviceArray | int) -> None:
-        """Queue a kernel with a team for every one of ``positions`` positions of ``batch`` rows."""
-        blocks = team_blocks(batch * positions, self.vocab, self.device.multiprocessors)
-        self.device.launch(kernel, (batch, positions, blocks), *arguments, self._meetings)
-
-    def adjust(self, logits: DeviceArray, vocab: int, first: int, draft_len: int, adjusted: DeviceArray) -> None:
-        """Queue the adjustment of ``logits`` [B, positions, V], of which ``vocab`` ids count.
-
-        The first position is behind ``first`` draft tokens. ``adjusted`` may be the same memory; nothing is written for
-        rows that adjust nothing.
-        """
-        batch, positions, stride = logits.shape
-        own = (*self.state(draft_len), self.counts, self.vocab, self.biases, self.stop_ids)
-        self.launch("adjust", batch, positions, logits, stride, vocab, positions, first, *own, adjusted)
+            first, second = (array.part(number * row, (row,)) for number in (one, other))
+            calls.swap(self.device, one=first, other=second)
 
     def _begin_adjusting(self, row: int, request: Request) -> None:
         prompt, counts = np.array(request.prompt, np.int64), np.zeros(self.vocab, np.uint32)

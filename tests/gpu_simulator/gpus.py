@@ -57,12 +57,11 @@ def _use_stand_ins() -> None:
     """
     from cuda import core
 
-    from specrun import kernels
     from specrun.devices import cuda
     from tests.gpu_simulator import tensorrt
 
     def compile_ptx(arch: str, text: str) -> Any:
-        return kernels.compile_kernels(arch.replace("sm_", "compute_"), text, "ptx")
+        return compile_kernels(arch.replace("sm_", "compute_"), text, "ptx")
 
     def checked(stream: Any, config: Any, kernel: Any, *arguments: Any) -> None:
         expected = [parameter.size for parameter in kernel.arguments_info]
@@ -73,7 +72,7 @@ def _use_stand_ins() -> None:
             launch(stream, config, kernel, *arguments)
 
     launch, core.launch = core.launch, checked
-    cuda.compile_kernels = compile_ptx
+    compile_kernels, cuda.compile_kernels = cuda.compile_kernels, compile_ptx
     sys.modules["tensorrt"] = tensorrt
 
 

@@ -22,11 +22,10 @@ import onnx
 from specbuild.config import plan_profiles
 from specrun.backends.ort import session_options
 from specrun.contract import INPUT_IDS, LOGITS_INDICES, WRITE_INDICES
-from specrun.engine_dir import CONFIG_NAME, Profile, Tensor, describe_file, open_engine
+from specrun.engine_dir import CONFIG_NAME, PLAN_NAME, Profile, Tensor, describe_file, open_engine
 from tests.gpu_simulator import gpus
 
 __version__ = "11.99.simulated"
-PLAN = "rank0.engine"
 _ALIGNMENT = 256
 _WORKSPACE = 1 << 16
 
@@ -45,8 +44,8 @@ def as_plan(source: Path, output: Path) -> Path:
         "profiles": [profile.model_dump() for profile in profiles],
         "cache_length": build.cache_length,
     }
-    (output / PLAN).write_text(json.dumps(plan))
-    files = {PLAN: describe_file(output / PLAN)}
+    (output / PLAN_NAME).write_text(json.dumps(plan))
+    files = {PLAN_NAME: describe_file(output / PLAN_NAME)}
     for name in set(config.files) - {graph}:
         if not name.startswith(graph):
             (output / name).write_bytes((source / name).read_bytes())

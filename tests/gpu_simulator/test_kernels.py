@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from specrun import kernels
-from specrun.devices import cuda
+from specrun.devices.cuda import CudaDevice
+from specrun.kernels.layout import BARRIER
 from specrun.sampling import SamplingParams
 from tests import host_device, test_kernels
 from tests.gpu_simulator import gpus
@@ -43,8 +44,8 @@ HARD = ("narrow", "odd", "ties", "minus infinity", "far apart", "subnormal weigh
 
 @pytest.fixture(autouse=True, params=[1, 2], ids=["a block", "two blocks"])
 def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Teams of one block, first thread first; teams of two, last thread first."""
-    monkeypatch.setattr(host_device, "blocks_of_a_team", request.param)
+    """Groups of one block, first thread first; groups of two, last thread first."""
+    monkeypatch.setattr(host_device, "blocks_per_group", request.param)
     with gpus.backwards() if request.param > 1 else contextlib.nullcontext():
         yield
 
@@ -61,7 +62,7 @@ def test_a_row_is_the_host_builds(name: str, params: SamplingParams, monkeypatch
     logits = test_kernels.rows()[name]
     found, token = test_kernels.judge(logits, params, 9)
     monkeypatch.setattr(host_device, "kernel_device", lambda: HostDevice(1))
-    monkeypatch.setattr(host_device, "blocks_of_a_team", 1)
+    monkeypatch.setattr(host_device, "blocks_per_group", 1)
     expected, its_token = test_kernels.judge(logits, params, 9)
     assert (token, *found.tolist()[:3]) == (its_token, *expected.tolist()[:3])
     assert found.tolist()[3:] == pytest.approx(expected.tolist()[3:], rel=1e-6)
@@ -71,37 +72,36 @@ def test_a_row_is_the_host_builds(name: str, params: SamplingParams, monkeypatch
 def test_neither_the_order_nor_the_number_of_threads_changes_a_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for blocks in (1, 2, 5):
-        monkeypatch.setattr(host_device, "blocks_of_a_team", blocks)
+        monkeypatch.setattr(host_device, "blocks_per_group", blocks)
         judged = [test_kernels.judge(test_kernels.rows()[name], params, 9) for params in test_kernels.PARAMS[1:10:2]]
         found.append([(distribution.tobytes(), token) for distribution, token in judged])
     assert found[0] == found[1] == found[2]
 
 
-def test_teams_meet_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums, largest values and plain meetings, between which nothing is left over."""
+def test_blocks_wait_for_each_other_in_any_order() -> None:
+    """Sums, largest values and plain barriers, between which nothing is left over."""
     source = (
         kernels.source()
         + """
-        KERNEL void meet(u64* out, Meeting* meetings) {
-          Team team = team_of(meetings);
+        KERNEL void sync_often(u64* out, Barrier* barriers) {
+          ThreadGroup group = group_of(barriers);
           for (int i = 0; i < 12; i++) {
-            u64 sums[2] = {1, (u64)team.rank()};
-            if (i % 4 != 3) team.sum(sums);
-            if (i % 3 == 1) team.wait();
-            u64 largest = i % 5 == 2 ? 0 : team.largest(team.rank());
-            if (team.rank() == 0) out[3 * i] = sums[0], out[3 * i + 1] = sums[1], out[3 * i + 2] = largest;
+            u64 sums[2] = {1, (u64)group.rank()};
+            if (i % 4 != 3) group.reduce_sum(sums);
+            if (i % 3 == 1) group.sync();
+            u64 largest = i % 5 == 2 ? 0 : group.reduce_max(group.rank());
+            if (group.rank() == 0) out[3 * i] = sums[0], out[3 * i + 1] = sums[1], out[3 * i + 2] = largest;
           }
         }"""
     )
     device = host_device.kernel_device()
-    assert isinstance(device, cuda.CudaDevice)
-    out, meetings = device.zeros((12, 3), np.uint64), device.zeros((1, kernels.MEETING_BYTES), np.uint8)
-    blocks, threads = host_device.blocks_of_a_team + 1, 64
-    monkeypatch.setattr(cuda, "TEAMS", cuda.TEAMS | {"meet"})
-    device.add_kernels(source, {"meet": threads})
-    device.launch("meet", (1, 1, blocks), out, meetings)
+    assert isinstance(device, CudaDevice)
+    out, barriers = device.zeros((12, 3), np.uint64), device.zeros((1,), BARRIER)
+    blocks, threads = host_device.blocks_per_group + 1, 64
+    device.add_kernels(source, {"sync_often": threads}, {"sync_often"})
+    device.launch("sync_often", (1, 1, blocks), out, barriers)
     everyone = blocks * threads
     for i, found in enumerate(host_device.fetched(device, out).tolist()):
         sums = [1, 0] if i % 4 == 3 else [everyone, everyone * (everyone - 1) // 2]
         assert found == [*sums, 0 if i % 5 == 2 else everyone - 1]
-    assert not host_device.fetched(device, meetings).any()
+    assert not host_device.fetched(device, barriers).tobytes().strip(b"\0")

@@ -19,8 +19,8 @@ from specrun.cli import main
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import BackendError
+from specrun.kernels import calls
 from specrun.request import Request
-from specrun.runners import device_batch
 from specrun.sampling import SamplingParams
 from tests.gpu_simulator import gpus
 from tests.gpu_simulator.tensorrt import CudaEngine, ExecutionContext, RuntimeConfig, as_plan
@@ -36,10 +36,10 @@ LENGTH = 10
 
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Teams of two blocks of fewer threads, which take less time; ``test_kernels`` has them all."""
+    """Groups of two blocks of fewer threads, which take less time; ``test_kernels`` has them all."""
     for kernel, threads in kernels.THREADS.items():
         monkeypatch.setitem(kernels.THREADS, kernel, min(threads, 32))
-    monkeypatch.setattr(device_batch, "team_blocks", lambda teams, vocab, multiprocessors: 2)
+    monkeypatch.setattr(calls, "blocks_per_group", lambda groups, vocab, multiprocessors: 2)
 
 
 @pytest.fixture(scope="module")

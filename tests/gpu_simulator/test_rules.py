@@ -29,7 +29,7 @@ from tests.tables import decode, normal, save_table_engine
 
 @pytest.fixture
 def device() -> Iterator[CudaDevice]:
-    device = CudaDevice(0)
+    device = kernels.open_gpu(0)
     yield device
     gpus.forgive()
     device.close()

@@ -18,6 +18,7 @@ from scripts.benchmarks.gpu.timing import copy_bandwidth, count_nodes, mean_seco
 from specrun.devices import DeviceArray
 from specrun.devices.cuda import CudaDevice
 from specrun.devices.driver import compute_capability, why_no_gpu
+from specrun.kernels import calls, open_gpu
 
 PACKAGES = (
     *("torch", "transformers", "onnx", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx-cu13-libs"),
@@ -51,7 +52,7 @@ def versions() -> Figures:
 
 def measure_card(results: Results, size: Size) -> None:
     """Names and memory, bytes a second of its memory and of its links, and what a launch costs."""
-    device = CudaDevice(0)
+    device = open_gpu(0)
     try:
         free, total = device.free_memory()
         results.put(gpu=device.name, compute_capability=compute_capability(0), memory_bytes=total, free_bytes=free)
@@ -85,10 +86,10 @@ def _measure_copies(results: Results, device: CudaDevice, size: int) -> None:
 
 def _measure_launches(results: Results, device: CudaDevice, count: int) -> None:
     """Kernels that do nothing: one behind the other on the device, and queued one by one by Python."""
-    one = device.zeros((8,), np.uint16)
+    nothing = device.zeros((0,), np.uint16)
 
     def launch() -> None:
-        device.launch("swap", (1, 1, 1), one, one, 0)
+        calls.swap(device, one=nothing, other=nothing)
 
     results.put(node_us=mean_seconds(device, launch, calls=count) * 1e6)
     results.put(nodes_of_a_launch=count_nodes(device, launch))

@@ -21,8 +21,10 @@ from specrun.backends import DeviceBackend, Feed, open_device_backend
 from specrun.backends.trt import TrtBackend
 from specrun.devices.cuda import CudaDevice
 from specrun.engine_dir import EngineConfig, open_engine
+from specrun.kernels import open_gpu
+from specrun.kernels.layout import PROGRESS
 from specrun.runners.device import DeviceRunner
-from specrun.runners.device_batch import PROGRESS, DeviceRows
+from specrun.runners.device_batch import DeviceRows
 
 _SHORT = 64
 """Tokens of a short text."""
@@ -31,7 +33,7 @@ _ATTENTION = re.compile("mha|fmha|flash|attention", re.IGNORECASE)
 
 def measure_engine(results: Results, directory: Path, size: Size, layers: Results) -> None:
     """Calls of every width, batch and length of text. layers: where all that the plan consists of is put."""
-    config, device = open_engine(directory), CudaDevice(0)
+    config, device = open_engine(directory), open_gpu(0)
     backend: DeviceBackend | None = None
     try:
         bandwidth = copy_bandwidth(device, size.copied_bytes)

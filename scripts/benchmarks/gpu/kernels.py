@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -13,11 +12,13 @@ from scripts.benchmarks.gpu.sizes import Size
 from scripts.benchmarks.gpu.timing import mean_seconds
 from specrun.devices import Device
 from specrun.engine_dir import CacheTensor
+from specrun.kernels import calls
+from specrun.kernels.layout import DISTRIBUTION, PROGRESS, TOKEN_VALUE, record_len
 from specrun.kv_cache import BLOCK
 from specrun.kv_cache.device import DeviceKVCache
-from specrun.request import MAX_LOGPROBS, Request
-from specrun.rounds.device import DISTRIBUTION
-from specrun.runners.device_batch import PROGRESS, TOKEN_VALUE, DeviceRows
+from specrun.limits import MAX_LOGPROBS
+from specrun.request import Request
+from specrun.runners.device_batch import DeviceRows
 from specrun.sampling import SamplingParams
 
 _DRAFT_LEN, _WIDTH = 4, 4096
@@ -41,7 +42,7 @@ def time_kernels(results: Results, device: Device, size: Size) -> None:
 
 def _time(results: Results, device: Device, rows: int, vocab: int, size: Size) -> None:
     """Of rows that draft four tokens."""
-    state, calls = _prepare(device, rows, vocab)
+    state, works = _prepare(device, rows, vocab)
     usual = device.mirror(state.sampling)
     device.fetch(state.sampling, usual)
     device.wait()
@@ -50,11 +51,11 @@ def _time(results: Results, device: Device, rows: int, vocab: int, size: Size) -
         for name, value in values.items():
             sampling[name] = value
         device.write(state.sampling, sampling)
-        for kernel, call in calls.items():
+        for kernel, work in works.items():
             results.require_time()
             # Acceptance commits up to five tokens a call; there is room for all of them.
             device.write(state.progress, np.array([(8, _WIDTH)] * rows, PROGRESS))
-            microseconds = mean_seconds(device, call, calls=size.calls) * 1e6
+            microseconds = mean_seconds(device, work, calls=size.calls) * 1e6
             results.part(way).put(**{kernel: microseconds})
 
 
@@ -70,26 +71,29 @@ def _prepare(device: Device, rows: int, vocab: int) -> tuple[DeviceRows, dict[st
     params = SamplingParams(presence_penalty=0.5, logit_bias={1: 1.0})
     state.begin(0, [Request([1] * 8, params, 1, draft_len=g, logprobs=MAX_LOGPROBS) for _ in range(rows)])
     p, q = device.zeros((rows, g + 1), DISTRIBUTION), device.zeros((rows, g), DISTRIBUTION)
-    chosen, records = device.zeros((rows, g + 1), np.int32), device.zeros((rows, 3 + g), np.int64)
+    chosen, records = device.zeros((rows, g + 1), np.int32), device.zeros((rows, record_len(g)), np.int64)
     adjusted = device.zeros((rows, g + 1, vocab), np.float32)
     found = device.zeros((rows, g + 1, 1 + MAX_LOGPROBS), TOKEN_VALUE)
-    inputs = [device.zeros((rows * (g + 1),), np.int64) for _ in range(3)]
-
-    own, whole = (state.progress, g, state.sampling), state.state(g)
+    inputs = {"input_ids": (rows, g + 1), "write_indices": (rows,), "logits_indices": (rows, g + 1)}
+    fed = {name: device.zeros(shape, np.int64) for name, shape in inputs.items()}
+    first = draft_logits.part(0, (rows, 1, vocab))
+    accepted = {"target_logits": logits, "adjusted": adjusted, "p": p, "chosen": chosen, "records": records}
     # The draft's logits of a step lie behind those of the step before.
-    drafted = (q, draft_logits, rows * vocab, vocab, vocab)
-    ends = (state.stop_ids, state.counts, records)
-    fed: tuple[Any, ...] = (state.tokens, _WIDTH, state.progress, -1, g + 1, -1, g + 1, _WIDTH, vocab, *inputs)
-    calls: dict[str, tuple[Any, ...]] = {
-        "draw_draft": (1, draft_logits, vocab, vocab, *whole, 0, q),
-        "judge_target": (g + 1, logits, adjusted, vocab, *own, p, chosen),
-        "accept": (1, *whole, *drafted, p, chosen, logits, adjusted, vocab, *ends),
-        "log_probabilities": (g + 1, logits, vocab, g, state.sampling, records, found),
-    }
+    drafted = {"draft_logits": draft_logits, "step_stride": rows * vocab, "draft_stride": vocab, "draft_vocab": vocab}
+    call = functools.partial
     return state, {
-        "feed": functools.partial(device.launch, "feed", (rows, 1, 1), *fed),
-        **{kernel: functools.partial(state.launch, kernel, rows, *call) for kernel, call in calls.items()},
-        "adjust": functools.partial(state.adjust, logits, vocab, 0, g, adjusted),
+        "feed": call(calls.feed, state, offset=-1, first_logit=-1, capacity=_WIDTH, vocab=vocab, **fed),
+        "sample_draft": call(
+            calls.sample_draft, state, logits=first, vocab=vocab, draft_len=g, step=0, distributions=q
+        ),
+        "sample_target": call(
+            calls.sample_target, state, logits=logits, adjusted=adjusted, distributions=p, chosen=chosen
+        ),
+        "accept": call(calls.accept, state, q=q, **drafted, **accepted),
+        "log_probabilities": call(calls.log_probabilities, state, logits=logits, records=records, found=found),
+        "apply_penalties": call(
+            calls.apply_penalties, state, logits=logits, vocab=vocab, first=0, draft_len=g, adjusted=adjusted
+        ),
     }
 
 

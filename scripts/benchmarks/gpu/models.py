@@ -12,6 +12,7 @@ from pathlib import Path
 from scripts.benchmarks.gpu.results import Results
 from scripts.benchmarks.gpu.sizes import Size
 from specbuild.checkpoint import CheckpointConfig
+from specrun.engine_dir import CONFIG_NAME
 from specrun.errors import BackendError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -25,7 +26,7 @@ def make_pair(results: Results, size: Size, pair_dir: Path, work: Path) -> None:
         _script("make_demo_pair", "--output_dir", pair_dir)
     for role, shape in (("target", size.target), ("draft", size.draft)):
         checkpoint, onnx, began = work / "hf" / role, work / "onnx" / role, time.perf_counter()
-        if (onnx / "config.json").is_file():
+        if (onnx / CONFIG_NAME).is_file():
             continue
         if not (checkpoint / "config.json").is_file():
             where = ("--input_dir", pair_dir / role, "--output_dir", checkpoint)
@@ -47,7 +48,7 @@ def make_engine(
 ) -> Path:
     """Compile an engine, once; of the largest batch whose caches fit into ``free`` bytes beside both models."""
     engine, began = engine_dir(work, backend, max_seq_len, role), time.perf_counter()
-    if not (engine / "config.json").is_file():
+    if not (engine / CONFIG_NAME).is_file():
         sizes: list[object] = [
             "--max_seq_len",
             max_seq_len,
@@ -68,7 +69,7 @@ def fitting_batch(work: Path, max_seq_len: int, size: Size, free: int) -> int:
     """The largest batch whose caches fit beside the pair. Raises BackendError where none does."""
     weights = row = 0
     for role in ("target", "draft"):
-        config = CheckpointConfig.model_validate_json((work / "onnx" / role / "config.json").read_text())
+        config = CheckpointConfig.model_validate_json((work / "onnx" / role / CONFIG_NAME).read_text())
         weights += sum(file.bytes for file in config.files.values())
         row += config.graph.cache_bytes(1, max_seq_len + 16)
     room = 0.9 * (free - weights - _SPARE)

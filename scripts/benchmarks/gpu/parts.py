@@ -18,6 +18,7 @@ from scripts.benchmarks.gpu.results import Results
 from scripts.benchmarks.gpu.sizes import SIZES, Size
 from scripts.benchmarks.gpu.tables import measure_rounds, soak_tables
 from specrun.devices.cuda import CudaDevice
+from specrun.kernels import open_gpu
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Part(NamedTuple):
 
 @contextmanager
 def _device() -> Iterator[CudaDevice]:
-    device = CudaDevice(0)
+    device = open_gpu(0)
     try:
         yield device
     finally:

@@ -1,0 +1,53 @@
+"""Element types of tensors: how numpy stores each, what the runtimes call it, and how far its rounding reaches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+FloatName = Literal["float32", "float16", "bfloat16"]
+"""The element types of weights and caches."""
+FLOAT_NAMES: tuple[FloatName, ...] = get_args(FloatName)
+
+
+@dataclass(frozen=True)
+class ElementType:
+    """One element type. Integers are exact, so their shares are 0."""
+
+    name: str
+    """As torch, numpy and our configs call it."""
+    storage: np.dtype[Any]
+    """What numpy stores it as; numpy has no bfloat16, so there only the size is right."""
+    onnx: int
+    """Its number in ``onnx.TensorProto.DataType``."""
+    onnxruntime: str
+    """Its name in ONNX Runtime's ``tensor(..)``."""
+    tensorrt: str
+    """Its name in ``tensorrt.DataType``, in lower case."""
+    noise: float = 0.0
+    """How far rounding may move a logit of a running model, as a share of the row's largest logit."""
+    tolerance: float = 0.0
+    """How far an exported graph's logits may be from the model's, as a share of the largest logit."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of an element."""
+        return self.storage.itemsize
+
+
+_F32, _F16, _U16, _I64 = (np.dtype(kind) for kind in (np.float32, np.float16, np.uint16, np.int64))
+
+DTYPES = {
+    dtype.name: dtype
+    for dtype in (
+        # A noise of 840, 10 and 5 units of the type's rounding. Wrong graphs are off by order 1, and 16-bit graphs hold
+        # some constants (Gemma's embedding scale) rounded to 16 bits.
+        ElementType("float32", _F32, onnx=1, onnxruntime="float", tensorrt="float", noise=5e-5, tolerance=1e-3),
+        ElementType("float16", _F16, onnx=10, onnxruntime="float16", tensorrt="half", noise=5e-3, tolerance=5e-3),
+        ElementType("bfloat16", _U16, onnx=16, onnxruntime="bfloat16", tensorrt="bf16", noise=2e-2, tolerance=2e-2),
+        ElementType("int64", _I64, onnx=7, onnxruntime="int64", tensorrt="int64"),
+    )
+}
+"""Every element type of an engine's inputs and outputs, by name."""
