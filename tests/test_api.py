@@ -6,10 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specrun.config import DraftTargetConfig
-from specrun.decoder import SpeculativeDecoder
-from specrun.errors import RequestError
-from specrun.sampling import SamplingParams
+from specrun import DraftTargetConfig, RequestError, SamplingParams, SpeculativeDecoder
 
 SAMPLED = SamplingParams(temperature=0.8, seed=3)
 
@@ -25,15 +22,17 @@ def test_generate_and_stream_agree(engines: Path) -> None:
     assert any(piece.from_draft for piece in pieces) == (second.stats.accepted > 0)
 
 
-def test_token_ids_are_answered_by_token_ids(engines: Path) -> None:
+def test_token_ids_are_answered_by_token_ids_and_text(engines: Path) -> None:
     with SpeculativeDecoder.open(engines / "target", engines / "draft") as decoder:
         ids = decoder.tokenizer.encode("alpha beta").ids
         (by_text,) = decoder.generate(["alpha beta"], max_output_len=9)
         (by_ids,) = decoder.generate([ids], max_output_len=9)
         assert by_ids.output == by_text.output
-        assert by_ids.text is None
-        with pytest.raises(RequestError, match="no text to look for"):
-            decoder.request(ids, stop=["x"])
+        assert by_ids.text == by_text.text
+        stop = by_text.text[3:6]
+        (stopped,) = decoder.generate([ids], max_output_len=9, stop=stop, echo=True)
+        assert stopped.text == "alpha beta" + by_text.text[: by_text.text.index(stop)]
+        assert stopped.finish_reason == "stop"
 
 
 def test_a_bad_request_is_refused_before_anything_runs(engines: Path) -> None:

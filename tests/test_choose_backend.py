@@ -46,11 +46,11 @@ def test_auto_says_why_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ("transformers", "convert --model_dir {hf} --output_dir {out}", "build"),
         ("torch", "convert --model_dir {hf} --output_dir {out}", "build"),
         ("onnx_ir", "engine --checkpoint_dir {onnx} --output_dir {out}", "build"),
-        ("onnxruntime", "engine --checkpoint_dir {onnx} --output_dir {out} --backend onnxruntime", None),
+        ("onnxruntime", "engine --checkpoint_dir {onnx} --output_dir {out} --backend onnxruntime", "run"),
     ],
 )
 def test_a_package_that_is_missing_is_named_with_the_extra_that_brings_it(
-    hf: Path, onnx: Path, tmp_path: Path, missing: str, command: str, extra: str | None
+    hf: Path, onnx: Path, tmp_path: Path, missing: str, command: str, extra: str
 ) -> None:
     arguments = command.format(hf=hf / "draft", onnx=onnx / "draft", out=tmp_path / "out").split()
     code = f"import sys; sys.modules[{missing!r}] = None; from specbuild.cli import main; main({arguments!r})"
@@ -58,7 +58,7 @@ def test_a_package_that_is_missing_is_named_with_the_extra_that_brings_it(
     assert said.returncode == 1, said.stderr
     last = said.stderr.splitlines()[-1]
     assert "error: " in last and missing in last and "not installed: pip install" in last
-    assert extra is None or f"'.[{extra}]'" in last
+    assert f"'specbuild-specrun[{extra}]'" in last
     assert "Traceback" not in said.stderr
 
 

@@ -17,6 +17,7 @@ from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES, p
 from specrun.devices import Device, DeviceArray
 from specrun.engine_dir import EngineConfig
 from specrun.errors import BackendError, EngineDirError
+from specrun.extras import how_to_install
 from specrun.kv_cache.device import DeviceKVCache
 from specrun.kv_cache.host import HostKVCache
 
@@ -261,7 +262,7 @@ def _ort() -> Any:
     try:
         import onnxruntime
     except ImportError as error:
-        raise BackendError("onnxruntime is not installed: pip install onnxruntime") from error
+        raise BackendError(f"onnxruntime is not installed: {how_to_install('onnxruntime')}") from error
     return onnxruntime
 
 
