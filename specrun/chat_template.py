@@ -21,11 +21,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from specrun.errors import RequestError
+from specrun.tokenizer import LEGACY_TEMPLATE_NAME, SETTINGS_NAME, SPECIAL_TOKENS_NAME, TEMPLATE_NAME
 
-TEMPLATE_NAME = "chat_template.jinja"
-LEGACY_TEMPLATE_NAME = "chat_template.json"
-_CONFIG_NAME = "tokenizer_config.json"
-_SPECIAL_TOKENS_NAME = "special_tokens_map.json"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The names by which templates know special tokens."""
 _INSTEAD = "give prompts without --chat"
@@ -47,7 +44,7 @@ class ChatTemplate:
     def load(cls, directory: Path) -> ChatTemplate:
         """The template of the tokenizer in ``directory``. Raises RequestError where there is none, or a broken one."""
         try:
-            settings = _read_object(directory / _CONFIG_NAME)
+            settings = _read_object(directory / SETTINGS_NAME)
             source = _source(directory, settings)
             special_tokens = _special_tokens(directory, settings)
         except (OSError, ValueError, RecursionError) as error:
@@ -95,7 +92,7 @@ def _is_named_template(entry: object) -> bool:
 def _special_tokens(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     """Special tokens by name. Older checkpoints have a file for them; newer ones list all tokens in the settings."""
     if "added_tokens_decoder" not in settings:
-        settings = {**settings, **_read_object(directory / _SPECIAL_TOKENS_NAME)}
+        settings = {**settings, **_read_object(directory / SPECIAL_TOKENS_NAME)}
     found = {}
     for name in _SPECIAL_TOKENS:
         token = settings.get(name)

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import click
 
 from specrun.errors import SpecError
-from specrun.extras import how_to_install, missing_package
+from specrun.extras import explain
 
 CONTEXT = {
     "help_option_names": ["-h", "--help"],
@@ -56,11 +56,10 @@ class OneLineErrors(click.Group):
                 where = f"{error.filename}: " if error.filename else ""
                 _fail(ctx, f"{where}{error.strerror or error}{full}")
             except ImportError as error:
-                package = missing_package(error)
-                if package is None:
+                reason = explain(error)
+                if reason is None:
                     raise
-                hint = how_to_install(package)
-                _fail(ctx, f"{ctx.invoked_subcommand} needs {package}, which is not installed: {hint}")
+                _fail(ctx, f"{ctx.invoked_subcommand} needs {reason}")
             except KeyboardInterrupt:
                 if not terminated.is_set():
                     _fail(ctx, "interrupted; nothing half-written was left behind", status=130)

@@ -65,6 +65,8 @@ class SpeculativeDecoder:
         config = DraftTargetConfig() if config is None else config
         if not isinstance(config, DraftTargetConfig):
             raise RequestError(f"config {show(config)}: expected DraftTargetConfig")
+        if not callable(on_warm_up):
+            raise RequestError(f"on_warm_up {show(on_warm_up)}: expected a function")
         target_dir = path("target_dir", target_dir)
         draft_dir = None if draft_dir is None else path("draft_dir", draft_dir)
         tokenizer_dir = target_dir if tokenizer_dir is None else path("tokenizer_dir", tokenizer_dir)

@@ -20,12 +20,15 @@ def how_to_install(package: str) -> str:
     return f"pip install '{DISTRIBUTION}[{_EXTRAS[package]}]'"
 
 
-def missing_package(error: BaseException | None) -> str | None:
-    """The import name of the optional package whose absence caused ``error``; None where that is not the cause."""
-    while error is not None:
-        if isinstance(error, ImportError):
-            package = (error.name or "").split(".")[0]
-            if package in _EXTRAS:
-                return package
-        error = error.__cause__ or error.__context__
-    return None
+def explain(error: ImportError) -> str | None:
+    """The package that ``error`` wants, and how to get it; None where a module of this project is at fault."""
+    cause: BaseException | None = error
+    while cause is not None:  # Libraries raise their own errors when one that they need is missing.
+        package = (getattr(cause, "name", None) or "").split(".")[0]
+        if isinstance(cause, ModuleNotFoundError) and package in _EXTRAS:
+            return f"{package}, which is not installed: {how_to_install(package)}"
+        cause = cause.__cause__ or cause.__context__
+    package = (error.name or "").split(".")[0]
+    if package in ("", "specbuild", "specrun"):
+        return None
+    return f"{package}, which does not load ({error}); pip check shows which packages are missing"

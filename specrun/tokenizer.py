@@ -16,13 +16,17 @@ from specrun.engine_dir import CONFIG_NAME, TokenizerInfo, describe_file
 from specrun.errors import PairError, RequestError, SpecError
 
 TOKENIZER_NAME = "tokenizer.json"
+SETTINGS_NAME = "tokenizer_config.json"
+SPECIAL_TOKENS_NAME = "special_tokens_map.json"
+TEMPLATE_NAME = "chat_template.jinja"
+LEGACY_TEMPLATE_NAME = "chat_template.json"
 TOKENIZER_FILES = (
     TOKENIZER_NAME,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
+    SETTINGS_NAME,
+    SPECIAL_TOKENS_NAME,
     "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
+    TEMPLATE_NAME,
+    LEGACY_TEMPLATE_NAME,
     "generation_config.json",
 )
 _SECTIONS = ("normalizer", "pre_tokenizer")

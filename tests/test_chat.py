@@ -100,7 +100,9 @@ def test_a_turn_without_any_answer_is_forgotten(decoder: SpeculativeDecoder, mon
         patch.setattr(decoder.scheduler.round, "step", interrupt)
         say(conversation, TURNS[0])
     assert conversation.messages == [{"role": "system", "content": "be brief"}]
-    assert say(conversation, TURNS[0]) == say(Conversation(decoder, ENDLESS, system="be brief", max_output_len=12), TURNS[0])
+    assert say(conversation, TURNS[0]) == say(
+        Conversation(decoder, ENDLESS, system="be brief", max_output_len=12), TURNS[0]
+    )
 
 
 def test_a_refused_turn_changes_nothing(decoder: SpeculativeDecoder) -> None:
