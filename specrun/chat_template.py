@@ -7,7 +7,7 @@ plain data.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -164,6 +164,17 @@ def _require_public(name: object) -> None:
         raise jinja2.exceptions.SecurityError(f"a namespace takes no name like {name!r}")
 
 
+class _Dict:
+    """``dict`` for templates: not the type itself, whose attributes lead to Python's own."""
+
+    def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
+        return dict(*args, **values)
+
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        """A dict of ``keys`` that all have the same value."""
+        return dict.fromkeys(keys, value)
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     """jinja2 with the settings, filters and functions that transformers gives to chat templates."""
     environment = ImmutableSandboxedEnvironment(
@@ -174,7 +185,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
         "raise_exception": _raise_exception,
         "strftime_now": lambda format: datetime.now().strftime(format),
         "namespace": _Namespace,
-        "dict": lambda *args, **values: dict(*args, **values),  # Not the type, whose attributes lead on.
+        "dict": _Dict(),
     }
     return environment
 

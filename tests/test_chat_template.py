@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+import specbuild.huggingface
 from specrun.chat_template import ChatTemplate
 from specrun.errors import RequestError
+from specrun.tokenizer import tokenizer_files
 from tests.families import save_tokenizer
 
 CHATML = (
@@ -86,7 +88,7 @@ LOOPS = """
     {%- set ns.last = message.content %}
     {%- set ns.count = ns.count + 1 %}
     {%- set extra = dict(role=message.role, n=ns.count) %}
-{{ extra.role }}{{ extra['n'] }}: {{ message.content.split(' ')[0] }}
+{{ extra.role }}{{ extra['n'] }}{{ dict.fromkeys(['a', 'b'], 0) }}: {{ message.content.split(' ')[0] }}
 {%- endfor %}
 [{{ ns.last }}]{{ pad_token is defined }}{{ unknown }}{{ documents is none }}
 """
@@ -189,6 +191,16 @@ def test_the_default_of_several_is_transformers_too(tmp_path: Path) -> None:
     directory = tokenizer_dir(tmp_path, several)
     assert isinstance(json.loads((directory / "tokenizer_config.json").read_text())["chat_template"], list)
     assert ChatTemplate.load(directory).render(CONVERSATIONS[1]) == theirs(directory, CONVERSATIONS[1])
+
+
+def test_a_template_that_transformers_does_not_keep_is_carried_along(tmp_path: Path) -> None:
+    directory = tokenizer_dir(tmp_path / "hf", CHATML)
+    (directory / "chat_template.jinja").rename(directory / "saved")
+    write(directory, "chat_template.json", {"chat_template": (directory / "saved").read_text()})
+    (tmp_path / "onnx").mkdir()
+    assert specbuild.huggingface.save_tokenizer(directory, tmp_path / "onnx", trust_remote_code=False)
+    assert "chat_template.json" in tokenizer_files(tmp_path / "onnx")
+    assert "<|im_start|>assistant" in ChatTemplate.load(tmp_path / "onnx").render(CONVERSATIONS[0])
 
 
 @pytest.mark.parametrize(
