@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from specrun import Conversation, DraftTargetConfig, RequestError, RequestOptions, SamplingParams, SpeculativeDecoder
+from specrun import (
+    Conversation,
+    DraftTargetConfig,
+    Request,
+    RequestError,
+    RequestOptions,
+    SamplingParams,
+    SpeculativeDecoder,
+)
 from specrun.cli import main
 from specrun.output import as_json
 from tests.conftest import redescribe
@@ -85,6 +93,8 @@ def test_a_seed_that_is_not_given_is_drawn_and_told(engines: Path) -> None:
         assert decoder.request("alpha").params.seed == 0
         assert decoder.request("alpha", SamplingParams(seed=5)).params.seed == 5
     assert unseeded.seed is None
+    by_hand = [Request([1], unseeded, 5).params.seed for _ in range(2)]
+    assert None not in by_hand and by_hand[0] != by_hand[1]
     assert json.loads(as_json(first))["seed"] == first.params.seed
 
 

@@ -94,14 +94,14 @@ LOOPS = """
 """
 GENERATION = """
 {% for message in messages %}
-{% if message.role == 'assistant' %}
+    {% if message.role == 'assistant' %}
 <a>{% generation %}{{ message.content }}{% set inside = 1 %}
 
 {% endgeneration %}</a>
 {% else %}
 <{{ message.role }}>{{ message.content }}
-{% endif %}
-{% endfor %}
+    {% endif %}
+  {% endfor %}
 {{ inside is defined }}
 """
 TEMPLATES = {

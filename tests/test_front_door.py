@@ -30,7 +30,7 @@ NAMES = {"SpeculativeDecoder", "SamplingParams", "RequestOptions", "DraftTargetC
 
 def python(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, **options)
+    return subprocess.run(command, capture_output=True, text=True, **{"cwd": ROOT, **options})
 
 
 # --- names
@@ -91,6 +91,7 @@ RIGHT = """
 from pathlib import Path
 from specrun import Conversation, DraftTargetConfig, Request, RequestError, RequestOptions, SamplingParams
 from specrun import SpeculativeDecoder, __version__
+from specbuild import __version__ as built_with
 
 options = RequestOptions(max_output_len=64, stop="\\n", draft_len="auto")
 params = SamplingParams(temperature=0.8, seed=None)
@@ -109,7 +110,7 @@ with SpeculativeDecoder.open("target", Path("draft"), DraftTargetConfig(draft_le
     try:
         request = decoder.request("text", acceptance="logits")
     except RequestError as error:
-        print(error, __version__)
+        print(error, __version__, built_with)
 """
 WRONG = {
     'decoder.generate("text", max_outptu_len=3)': 'did you mean "max_output_len"',
@@ -136,7 +137,7 @@ def test_a_users_type_checker_sees_the_types(tmp_path: Path) -> None:
     first = f"from specrun import {names}\ndecoder = SpeculativeDecoder.open('a')\n"
     wrong.write_text(first + "\n".join(WRONG) + "\n")
     own = ("--python-executable", tmp_path / "env" / "bin" / "python", "--cache-dir", tmp_path / "cache")
-    said = python("-m", "mypy", "--strict", "--config-file", "/dev/null", *own, right, wrong)
+    said = python("-m", "mypy", "--strict", "--config-file", "/dev/null", *own, right, wrong, cwd=tmp_path)
     assert "right.py" not in said.stdout
     found: dict[int, str] = {}
     for line, message in re.findall(r"wrong\.py:(\d+): error: (.*)", said.stdout):
