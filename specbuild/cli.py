@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import click
 
+from specbuild import __version__
 from specbuild.config import Backend
 from specrun.command_line import CONTEXT, FolderPath, OneLineErrors
 from specrun.dtypes import FLOAT_NAMES
@@ -14,7 +15,7 @@ from specrun.engine_dir import SpeculativeMode
 
 
 @click.group(cls=OneLineErrors, context_settings=CONTEXT)
-@click.version_option(package_name="specbuild", prog_name="specbuild")
+@click.version_option(__version__, prog_name="specbuild")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def main(debug: bool) -> None:
     """Turn Hugging Face checkpoints into ONNX checkpoints and engines for specrun."""

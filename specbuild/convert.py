@@ -42,7 +42,8 @@ class ConvertOptions:
 
 def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
     """Convert one checkpoint; see the stages below. Raises SpecError, and ImportError where a package is missing."""
-    for package in ("torch", "transformers", "onnx", "onnxscript", "onnx_ir"):
+    verifying = ("onnxruntime",) if options.verify else ()
+    for package in ("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_ir", *verifying):
         if importlib.util.find_spec(package) is None:  # Importing them would take seconds, before bad input is told.
             raise ModuleNotFoundError(f"no module named {package}", name=package)
     require_free(options.output_dir, options.force)

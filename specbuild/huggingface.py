@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from specbuild.json_file import read_json
 from specbuild.refusals import LAYERS, MOST_LAYERS, REASONS, other_memory, refuse_other_formats
 from specbuild.tokenizer_check import check_tokenizer
 from specrun.errors import CheckpointError, UnsupportedModelError
+from specrun.tokenizer import LEGACY_TEMPLATE_NAME
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -176,6 +178,8 @@ def save_tokenizer(directory: Path, output: Path, trust_remote_code: bool) -> bo
         raise CheckpointError(
             f"{directory}: the tokenizer has no fast (tokenizer.json) form; convert it with transformers first"
         )
+    if (legacy := directory / LEGACY_TEMPLATE_NAME).is_file():  # transformers keeps it for processors only.
+        shutil.copyfile(legacy, output / LEGACY_TEMPLATE_NAME)
     if (directory / "tokenizer.json").is_file():
         _keep_rules(directory / "tokenizer.json", output / "tokenizer.json")
     return True

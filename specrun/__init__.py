@@ -1,1 +1,75 @@
-"""specrun: engines -> text, by draft-target speculative decoding."""
+"""specrun: engines -> text, by draft-target speculative decoding.
+
+Importing this package loads nothing but the errors; the other names are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from specrun.errors import (
+    BackendError,
+    BuildConfigError,
+    BuildError,
+    CheckpointError,
+    EngineDirError,
+    OutputExistsError,
+    PairError,
+    RequestError,
+    SpecError,
+    UnsupportedModelError,
+    VerificationError,
+)
+
+if TYPE_CHECKING:
+    from specrun.config import DraftTargetConfig
+    from specrun.conversation import Conversation
+    from specrun.decoder import SpeculativeDecoder
+    from specrun.request import Request
+    from specrun.request_options import RequestOptions
+    from specrun.sampling import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = [
+    "BackendError",
+    "BuildConfigError",
+    "BuildError",
+    "CheckpointError",
+    "Conversation",
+    "DraftTargetConfig",
+    "EngineDirError",
+    "OutputExistsError",
+    "PairError",
+    "Request",
+    "RequestError",
+    "RequestOptions",
+    "SamplingParams",
+    "SpecError",
+    "SpeculativeDecoder",
+    "UnsupportedModelError",
+    "VerificationError",
+    "__version__",
+]
+
+_MODULES = {
+    "Conversation": "conversation",
+    "DraftTargetConfig": "config",
+    "Request": "request",
+    "RequestOptions": "request_options",
+    "SamplingParams": "sampling",
+    "SpeculativeDecoder": "decoder",
+}
+"""Where the names are that are loaded when they are first used."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

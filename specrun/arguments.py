@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specrun.errors import RequestError
 
 _LONGEST_SHOWN = 60
 """Characters of a wrong value that a message shows."""
+
+
+class Named:
+    """Base of dataclasses of options. Raises RequestError, with the nearest name, for an option that does not exist."""
+
+    if not TYPE_CHECKING:  # Type checkers and editors read the dataclass.
+
+        def __new__(cls, *_, **given):  # noqa: D102
+            require_names(given, [field.name for field in dataclasses.fields(cls)])
+            return super().__new__(cls)
+
+
+def require_names(given: Iterable[str], known: Sequence[str]) -> None:
+    """Raise RequestError, with the nearest of the ``known`` names, for a name that is not among them."""
+    for name in given:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"expected one of {', '.join(known)}"
+            raise RequestError(f"{name}: no such option; {hint}")
 
 
 def show(value: object) -> str:
@@ -62,6 +83,11 @@ def text(name: str, value: Any) -> str:
     if isinstance(value, str):
         return value
     raise RequestError(f"{name} {show(value)}: expected a text")
+
+
+def optional_text(name: str, value: Any) -> str | None:
+    """A text or None. Raises RequestError, naming the argument."""
+    return None if value is None else text(name, value)
 
 
 def path(name: str, value: Any) -> Path:

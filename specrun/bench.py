@@ -11,7 +11,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
@@ -46,7 +46,8 @@ class Settings:
     use_logits: bool = False
 
     def __post_init__(self) -> None:
-        """Raise RequestError for settings that measure nothing."""
+        """Draw the seed that is not given. Raise RequestError for settings that measure nothing."""
+        object.__setattr__(self, "params", self.params.seeded())  # All runs draw the same texts.
         for name, values in (("batch sizes", self.batch_sizes), ("draft lengths", self.draft_lens)):
             if not values or len(set(values)) < len(values):
                 raise RequestError(f"{name} {list(values)}: expected one or more, each of them once")
@@ -101,8 +102,8 @@ def _clock(decoder: SpeculativeDecoder, began: float) -> npt.NDArray[np.float64]
 
 
 def measure(
-    target_dir: Path,
-    draft_dir: Path | None,
+    target_dir: str | Path,
+    draft_dir: str | Path | None,
     prompts: Sequence[Sequence[int]],
     settings: Settings,
     report: Callable[[str], None],
@@ -155,8 +156,8 @@ def _batches(prompts: Sequence[Sequence[int]], size: int, settings: Settings) ->
     """A function that makes the requests anew. A prompt that comes again gets another seed, hence another text."""
 
     def request(row: int) -> Request:
-        seed = (settings.params.seed + row // len(prompts)) % (1 << 64)
-        return Request(prompts[row % len(prompts)], replace(settings.params, seed=seed), settings.output_len)
+        params = settings.params.seeded(row // len(prompts))
+        return Request(prompts[row % len(prompts)], params, settings.output_len)
 
     return lambda: [[request(first + row) for row in range(size)] for first in range(0, len(prompts), size)]
 

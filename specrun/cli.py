@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from specrun import __version__
 from specrun.command_line import CONTEXT, OneLineErrors
 from specrun.commands.bench import bench
 from specrun.commands.chat import chat
@@ -12,7 +13,7 @@ from specrun.commands.verify import verify
 
 
 @click.group(cls=OneLineErrors, context_settings=CONTEXT)
-@click.version_option(package_name="specbuild", prog_name="specrun")
+@click.version_option(__version__, prog_name="specrun")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def main(debug: bool) -> None:
     """Turn engines into text, by draft-target speculative decoding."""

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import click
 
 from specrun.errors import SpecError
+from specrun.extras import explain
 
 CONTEXT = {
     "help_option_names": ["-h", "--help"],
@@ -27,16 +28,6 @@ CONTEXT = {
 FolderPath = click.Path(path_type=Path)
 
 
-_PACKAGES = {
-    **dict.fromkeys(("torch", "transformers", "huggingface_hub", "onnx", "onnxscript", "onnx_ir"), "build"),
-    "onnxruntime": "cpu",
-    "tensorrt": "gpu",
-    "tensorrt_rtx": "rtx",
-    "cuda": "cuda",
-}
-"""What the project can do without until a command needs it, and the extra of pyproject.toml that brings it."""
-
-
 class OneLineErrors(click.Group):
     """A command group that shows errors in one line.
 
@@ -46,7 +37,7 @@ class OneLineErrors(click.Group):
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run the command; standard streams that were closed by the caller are replaced first."""
         if _stand_in_for_closed_streams():
-            name = Path(sys.argv[0]).name
+            name = kwargs.get("prog_name") or Path(sys.argv[0]).name
             print(f"{name}: error: standard output is closed; send it to a file or to /dev/null", file=sys.stderr)
             sys.exit(1)
         return super().main(*args, **kwargs)
@@ -65,11 +56,10 @@ class OneLineErrors(click.Group):
                 where = f"{error.filename}: " if error.filename else ""
                 _fail(ctx, f"{where}{error.strerror or error}{full}")
             except ImportError as error:
-                package = (error.name or "").split(".")[0]
-                if package not in _PACKAGES:
+                reason = explain(error)
+                if reason is None:
                     raise
-                extra = f"pip install '.[{_PACKAGES[package]}]'"
-                _fail(ctx, f"{ctx.invoked_subcommand} needs {package}, which is not installed: {extra}")
+                _fail(ctx, f"{ctx.invoked_subcommand} needs {reason}")
             except KeyboardInterrupt:
                 if not terminated.is_set():
                     _fail(ctx, "interrupted; nothing half-written was left behind", status=130)

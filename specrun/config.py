@@ -13,7 +13,7 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True)
-class DraftTargetConfig:
+class DraftTargetConfig(arguments.Named):
     """TensorRT-LLM's four, and how GPUs are used."""
 
     draft_len: int | Literal["auto"] | None = None

@@ -3,36 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Any
+from dataclasses import replace
+from typing import Unpack
 
+from specrun import arguments
 from specrun.decoder import SpeculativeDecoder
-from specrun.intake import Message
+from specrun.errors import RequestError
 from specrun.request import Piece, Request
+from specrun.request_factory import Message
+from specrun.request_options import OptionKeywords, RequestOptions, combine
 from specrun.sampling import SamplingParams
 
 
 class Conversation:
     """Turns of a user and answers of a model.
 
-    conversation = Conversation(decoder, SamplingParams(temperature=0.8), "You are brief.", max_output_len=200)
+    conversation = Conversation(decoder, SamplingParams(temperature=0.8), system="You are brief.", max_output_len=200)
     for piece in conversation.say("Who wrote Emma?"):
         print(piece.text, end="")
     print(conversation.last.stats.acceptance_rate)
 
-    ``options`` are those of ``decoder.request``, for every answer.
+    Arguments as in ``decoder.request``, for every answer; ``system`` is the first message.
+    Raises RequestError, naming the argument, for values of the wrong type.
     """
 
     def __init__(
         self,
         decoder: SpeculativeDecoder,
         params: SamplingParams | None = None,
-        system: str | None = None,
-        **options: Any,
+        options: RequestOptions | None = None,
+        **keywords: Unpack[OptionKeywords],
     ) -> None:
+        if not isinstance(decoder, SpeculativeDecoder):
+            raise RequestError(f"decoder {arguments.show(decoder)}: expected SpeculativeDecoder")
+        options = combine(options, keywords)
         self.decoder = decoder
         self.params = params
-        self.system = system
-        self.options = {"name": "conversation", **options}
+        self.system = options.system
+        self.options = replace(options, system=None)
         self.messages: list[Message] = []
         self.last: Request | None = None
         """The last answer, with its ``stats``."""
@@ -48,8 +56,8 @@ class Conversation:
         Where the listener stops, what was shown is the answer; where nothing was shown, the turn is forgotten.
         Raises RequestError, and leaves ``messages`` as they were, where the conversation is too long for the engine.
         """
-        turns: list[Message] = [*self.messages, {"role": "user", "content": text}]
-        self.last = request = self.decoder.request(turns, self.params, **self.options)
+        turns: list[Message] = [*self.messages, {"role": "user", "content": arguments.text("text", text)}]
+        self.last = request = self.decoder.request(turns, self.params, self.options, name="conversation")
         shown = ""
         try:
             for event in self.decoder.run([request]):

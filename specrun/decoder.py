@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 from tokenizers import Tokenizer
 
+from specrun import arguments
 from specrun.arguments import path, show
 from specrun.config import DraftTargetConfig
 from specrun.draft_length import DraftLength
 from specrun.engine_dir import EngineConfig, open_engine
 from specrun.errors import BackendError, EngineDirError, PairError, RequestError
-from specrun.intake import Intake, Prompt, as_prompts
 from specrun.request import Piece, Request
+from specrun.request_factory import Prompt, RequestFactory, as_prompts
+from specrun.request_options import OptionKeywords, RequestOptions, combine
 from specrun.rounds import Round
 from specrun.rounds.opening import Engine, open_round
 from specrun.sampling import SamplingParams
@@ -25,7 +27,7 @@ from specrun.tokenizer import require_own_tokenizer, require_same_tokenizer
 class SpeculativeDecoder:
     """A target, or a target and its draft, ready to decode.
 
-    with SpeculativeDecoder.open(Path("engines/target"), Path("engines/draft")) as decoder:
+    with SpeculativeDecoder.open("engines/target", "engines/draft") as decoder:
         for request in decoder.generate(["Once upon a time"], SamplingParams(temperature=0.8, seed=1)):
             print(request.text, request.stats.acceptance_rate)
 
@@ -40,12 +42,10 @@ class SpeculativeDecoder:
         max_batch_size: int,
         tokenizer_dir: Path | None = None,
     ) -> None:
-        self._intake = Intake(target, rounds.max_draft_len, tokenizer_dir)
-        self.scheduler = Scheduler(rounds, lengths, max_batch_size, self._intake.check)
+        self._factory = RequestFactory(target, rounds.max_draft_len, tokenizer_dir)
+        self.scheduler = Scheduler(rounds, lengths, max_batch_size, self._factory.check)
         self.target = target
         self.max_batch_size = max_batch_size
-        self.request = self._intake.request
-        """One checked request; see ``Intake.request`` for what it takes."""
 
     @classmethod
     def open(
@@ -65,6 +65,8 @@ class SpeculativeDecoder:
         config = DraftTargetConfig() if config is None else config
         if not isinstance(config, DraftTargetConfig):
             raise RequestError(f"config {show(config)}: expected DraftTargetConfig")
+        if not callable(on_warm_up):
+            raise RequestError(f"on_warm_up {show(on_warm_up)}: expected a function")
         target_dir = path("target_dir", target_dir)
         draft_dir = None if draft_dir is None else path("draft_dir", draft_dir)
         tokenizer_dir = target_dir if tokenizer_dir is None else path("tokenizer_dir", tokenizer_dir)
@@ -96,48 +98,89 @@ class SpeculativeDecoder:
     @property
     def tokenizer(self) -> Tokenizer:
         """Text to ids and back. Raises RequestError where there is none."""
-        return self._intake.tokenizer
+        return self._factory.tokenizer
 
     def require_chat_template(self) -> None:
         """Raise RequestError where the tokenizer has none, or one that fails."""
-        self._intake.require_chat_template()
+        self._factory.require_chat_template()
+
+    def request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        options: RequestOptions | None = None,
+        *,
+        name: str = "prompt",
+        **keywords: Unpack[OptionKeywords],
+    ) -> Request:
+        """A request for one prompt: a text, token ids, or the messages of a conversation.
+
+        keywords: options that replace those of ``options``. name: the prompt's, in error messages.
+        Raises RequestError, with the parameter's name, before anything runs.
+        """
+        (request,) = self._factory.requests(prompt, _params(params), combine(options, keywords), name=name)
+        return request
 
     def requests(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **options: Any
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | None = None,
+        options: RequestOptions | None = None,
+        *,
+        n: int = 1,
+        **keywords: Unpack[OptionKeywords],
     ) -> list[Request]:
-        """A request for every prompt, or for a single one; options: of ``request``.
+        """``n`` requests for every prompt, or for a single one, in order; options and keywords as in ``request``.
 
-        One that cannot be served has failed (``finish_reason`` error, ``error``) without harm to the others.
-        Raises the RequestError where no prompt can be served.
+        The n requests of a prompt have the seeds seed, seed + 1, ... Without a seed every prompt draws its own.
+        A request that cannot be served has failed (``finish_reason`` error, ``error``) without harm to the others.
+        Raises the RequestError where no prompt can be served, and for arguments of the wrong type.
         """
-        requests = []
+        params, chosen, n = _params(params), combine(options, keywords), arguments.whole("n", n)
+        if n < 1:
+            raise RequestError(f"n {n}: expected 1 or more")
+        requests: list[Request] = []
         for number, prompt in enumerate(as_prompts(prompts), 1):
             try:
-                requests.append(self.request(prompt, params, name=f"prompt {number}", **options))
+                requests += self._factory.requests(prompt, params, chosen, n, f"prompt {number}")
             except RequestError as error:
-                requests.append(Request((), params or SamplingParams(), 0))
-                requests[-1].fail(error)
+                failed = [Request((), params, 0) for _ in range(n)]
+                for request in failed:
+                    request.fail(error)
+                requests += failed
         return _require_one(requests)
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **options: Any
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | None = None,
+        options: RequestOptions | None = None,
+        *,
+        n: int = 1,
+        **keywords: Unpack[OptionKeywords],
     ) -> list[Request]:
         """The finished requests, in order: ``text``, ``output`` (ids), ``finish_reason``, ``stats``.
 
-        options: of ``request``, for all prompts. A prompt's text does not depend on the other prompts, and one that
-        fails (``finish_reason`` error, ``error``) fails alone; where all of them do, the first one's error is raised.
+        Arguments as in ``requests``. A prompt's text does not depend on the other prompts, and one that fails
+        (``finish_reason`` error, ``error``) fails alone. Raises the first one's error where all of them fail.
         """
-        requests = self.requests(prompts, params, **options)
+        requests = self.requests(prompts, params, options, n=n, **keywords)
         for _ in self.run(requests):
             pass
         return _require_one(requests)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Iterator[Piece]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        options: RequestOptions | None = None,
+        **keywords: Unpack[OptionKeywords],
+    ) -> Iterator[Piece]:
         """The tokens of one prompt as they are committed: id, text, whether the draft proposed it, log-probability.
 
-        options: of ``request``. Streams may run side by side; one that is closed early cancels its request.
+        Arguments as in ``request``. Streams may run side by side; one that is closed early cancels its request.
         """
-        request = self.request(prompt, params, **options)
+        request = self.request(prompt, params, options, **keywords)
         for event in self.run([request]):
             yield from event.pieces
         if request.error:
@@ -146,6 +189,15 @@ class SpeculativeDecoder:
     def run(self, requests: Sequence[Request]) -> Iterator[Event]:
         """Decode ``requests``, as many at a time as the engines take; yields what each round commits."""
         return self.scheduler.run(requests)
+
+
+def _params(params: SamplingParams | None) -> SamplingParams:
+    """``params``, or greedy ones. Raises RequestError for other types."""
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"params {show(params)}: expected SamplingParams")
+    return params
 
 
 def _require_one(requests: list[Request]) -> list[Request]:

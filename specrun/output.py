@@ -22,6 +22,7 @@ def as_json(request: Request) -> str:
         "text": request.text,
         "token_ids": output,
         "finish_reason": request.finish_reason,
+        "seed": request.params.seed,
         "prompt_tokens": len(request.prompt),
         "output_tokens": len(output),
         "rounds": stats.rounds,

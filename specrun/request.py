@@ -53,6 +53,7 @@ class Request:
 
     prompt: Sequence[int]
     params: SamplingParams
+    """With a seed: a new one where none was given."""
     max_output_len: int
     stop_ids: frozenset[int] = frozenset()
     stream: TextStream | None = None
@@ -86,6 +87,7 @@ class Request:
     def __post_init__(self) -> None:
         """The prompt is committed from the start."""
         self._check_types()
+        self.params = self.params.seeded()
         self.tokens = list(self.prompt)
         self.adjusts = self.params.adjusts or self.min_output_len > 0
         self._seen = Seen.of(self.prompt if self.adjusts else ())

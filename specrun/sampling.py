@@ -11,9 +11,10 @@ from __future__ import annotations
 import enum
 import functools
 import math
+import secrets
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,8 @@ from specrun.limits import MAX_BIASES
 
 Floats = npt.NDArray[np.float32]
 
+SEEDS = 1 << 64
+"""How many seeds there are."""
 LARGEST_BIAS = 1000
 """Of a penalty or bias: beyond it logits would leave float32, or nothing would change any more."""
 
@@ -43,16 +46,17 @@ class Purpose(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(arguments.Named):
     """How one request chooses tokens. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off.
 
     ``repetition_penalty`` 1, the other penalties 0 and an empty ``logit_bias`` are off too; see ``penalties.adjust``.
+    The same ``seed`` gives the same text. None: every request draws one, and ``request.params.seed`` tells it.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
-    seed: int = 0
+    seed: int | None = None
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -70,7 +74,7 @@ class SamplingParams:
             raise RequestError(f"top_p {self.top_p}: expected more than 0 and at most 1 (off)")
         if not 0 <= self.min_p <= 1:
             raise RequestError(f"min_p {self.min_p}: expected 0 (off) to 1")
-        if not 0 <= self.seed < 1 << 64:
+        if self.seed is not None and not 0 <= self.seed < SEEDS:
             raise RequestError(f"seed {self.seed}: expected 0 to 2**64 - 1")
         if not 1 / LARGEST_BIAS <= self.repetition_penalty <= LARGEST_BIAS:
             raise RequestError(
@@ -89,7 +93,10 @@ class SamplingParams:
                 )
 
     def _check_types(self) -> None:
-        found: dict[str, Any] = {name: arguments.whole(name, getattr(self, name)) for name in ("top_k", "seed")}
+        found: dict[str, Any] = {
+            "top_k": arguments.whole("top_k", self.top_k),
+            "seed": arguments.optional_whole("seed", self.seed),
+        }
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             found[name] = arguments.number(name, getattr(self, name))
         if not isinstance(self.logit_bias, Mapping):
@@ -100,6 +107,14 @@ class SamplingParams:
         }
         for name, value in found.items():
             object.__setattr__(self, name, value)
+
+    def seeded(self, offset: int = 0) -> SamplingParams:
+        """The same with a seed: its own plus ``offset``; a new one where it has none, or 0 where greedy needs none."""
+        seed = self.seed
+        if seed is None:
+            seed = 0 if self.greedy else secrets.randbits(32)
+        seed = (seed + offset) % SEEDS
+        return self if seed == self.seed else replace(self, seed=seed)
 
     @property
     def greedy(self) -> bool:
@@ -182,12 +197,13 @@ def _likeliest(logits: Floats) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def exponentials(seed: int, purpose: Purpose, position: int, size: int) -> Floats:
+def exponentials(seed: int | None, purpose: Purpose, position: int, size: int) -> Floats:
     """``size`` draws of Exp(1) as float32, fixed by (seed, purpose, position).
 
     Philox4x64-10 (Salmon et al., 2011) with key (seed, purpose) and counter (1, position, 0, 0) upwards; each 64-bit
     word gives two 32-bit integers n, low half first, and E = -log1p(-(n + 0.5) / 2**32), at most 24 log 2.
     The last ones are kept, because the target races against the noise that the draft has just raced against.
+    Raises ValueError for None: a request's parameters always have a seed.
     """
     words = _words(seed, purpose, position, (size + 1) // 2)
     noise = words.view(np.uint32)[:size].astype(np.float32)
@@ -200,15 +216,17 @@ def exponentials(seed: int, purpose: Purpose, position: int, size: int) -> Float
     return noise
 
 
-def uniform(seed: int, purpose: Purpose, position: int) -> float:
-    """One draw from [0, 1) with 53 bits, fixed by (seed, purpose, position)."""
+def uniform(seed: int | None, purpose: Purpose, position: int) -> float:
+    """One draw from [0, 1) with 53 bits, fixed by (seed, purpose, position). Raises ValueError as ``exponentials``."""
     return float(_words(seed, purpose, position, 1)[0] >> np.uint64(11)) * 2.0**-53
 
 
 _own = threading.local()
 
 
-def _words(seed: int, purpose: Purpose, position: int, count: int) -> npt.NDArray[np.uint64]:
+def _words(seed: int | None, purpose: Purpose, position: int, count: int) -> npt.NDArray[np.uint64]:
+    if seed is None:
+        raise ValueError("the sampling parameters have no seed; see SamplingParams.seeded")
     # A generator for each thread, set to its place: making one takes longer than drawing from it.
     if not hasattr(_own, "generator"):
         _own.generator = np.random.Philox(0)

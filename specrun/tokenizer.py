@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,17 @@ from specrun.engine_dir import CONFIG_NAME, TokenizerInfo, describe_file
 from specrun.errors import PairError, RequestError, SpecError
 
 TOKENIZER_NAME = "tokenizer.json"
+SETTINGS_NAME = "tokenizer_config.json"
+SPECIAL_TOKENS_NAME = "special_tokens_map.json"
+TEMPLATE_NAME = "chat_template.jinja"
+LEGACY_TEMPLATE_NAME = "chat_template.json"
 TOKENIZER_FILES = (
     TOKENIZER_NAME,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
+    SETTINGS_NAME,
+    SPECIAL_TOKENS_NAME,
     "added_tokens.json",
-    "chat_template.jinja",
+    TEMPLATE_NAME,
+    LEGACY_TEMPLATE_NAME,
     "generation_config.json",
 )
 _SECTIONS = ("normalizer", "pre_tokenizer")
@@ -144,33 +149,3 @@ def require_same_tokenizer(target: Path, draft: Path) -> None:
 
 def _show(token: str | None) -> str:
     return "absent" if token is None else repr(token)
-
-
-def render_chat(directory: Path) -> Callable[[Sequence[Mapping[str, str]]], str]:
-    """A function from a conversation's messages to its text up to the answer, as transformers renders it.
-
-    Raises RequestError when the directory has no template.
-    """
-    try:
-        from transformers import AutoTokenizer  # Slow to import; only chats need it.
-    except ImportError as problem:
-        raise RequestError("--chat needs transformers to render the template: pip install transformers") from problem
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as problem:  # Whatever a broken tokenizer_config.json makes it raise.
-        raise RequestError(
-            f"{directory}: the tokenizer's settings cannot be read ({problem}); give prompts without --chat"
-        ) from problem
-    if not tokenizer.chat_template:
-        raise RequestError(f"{directory}: the tokenizer has no chat template; give prompts without --chat")
-
-    def render(messages: Sequence[Mapping[str, str]]) -> str:
-        try:
-            turns = [dict(message) for message in messages]
-            return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
-        except Exception as problem:  # Templates are programs, and fail like programs.
-            raise RequestError(
-                f"{directory}: the chat template failed ({problem}); give prompts without --chat"
-            ) from problem
-
-    return render

@@ -125,8 +125,8 @@ class Verdict:
 
 
 def verify_pair(
-    target_dir: Path,
-    draft_dir: Path | None,
+    target_dir: str | Path,
+    draft_dir: str | Path | None,
     config: DraftTargetConfig,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
@@ -139,8 +139,11 @@ def verify_pair(
     batch of texts and FEWEST draws take their time in any case. ``report`` hears what is going on.
     Raises RequestError, BackendError where engines are on a GPU, and what opening the pair raises.
     """
+    params = params.seeded()
     if config.fixed_draft_len is None:
-        most = read_config(target_dir, EngineConfig, EngineDirError, "specbuild engine").build_config.max_draft_len
+        most = read_config(
+            Path(target_dir), EngineConfig, EngineDirError, "specbuild engine"
+        ).build_config.max_draft_len
         config = replace(config, draft_len=min(DRAFT_LEN, most) or None)
     with SpeculativeDecoder.open(target_dir, draft_dir, config) as decoder:
         rounds = decoder.scheduler.round
@@ -196,8 +199,7 @@ class _Check:
         ranks = np.zeros((1, BINS), np.int64)
         while part.texts < FEWEST or time.perf_counter() < deadline:
             numbers = range(part.texts, part.texts + self.rows)
-            seeds = [replace(params, seed=(params.seed + n) % 2**64) for n in numbers]
-            batch = [Request(prompts[n % len(prompts)], seed, length) for n, seed in zip(numbers, seeds, strict=True)]
+            batch = [Request(prompts[n % len(prompts)], params.seeded(n), length) for n in numbers]
             for number, request, logits in zip(numbers, self._run(batch), self._whole(batch, length), strict=True):
                 drawn, probs = np.array(request.output), np.stack([probabilities(row, params) for row in logits])
                 firsts[number % len(prompts), drawn[0]] += 1

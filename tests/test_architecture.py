@@ -10,10 +10,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-VENDORS = ["torch", "transformers", "onnx", "onnxruntime", "onnxscript", "onnx_ir", "tensorrt", "tensorrt_rtx", "cuda"]
+VENDORS = [
+    *("torch", "transformers", "onnx", "onnxruntime", "onnxscript", "onnx_ir", "tensorrt", "tensorrt_rtx", "cuda"),
+    "jinja2",
+]
 
 ORDER = [
     "errors",
+    "extras",
     "arguments",
     "limits",
     "contract",
@@ -21,6 +25,7 @@ ORDER = [
     "dtypes",
     "engine_dir",
     "tokenizer",
+    "chat_template",
     "stats",
     "sampling",
     "penalties",
@@ -40,7 +45,8 @@ ORDER = [
     "draft_length",
     "scheduler",
     "prompts",
-    "intake",
+    "request_options",
+    "request_factory",
     "decoder",
     "conversation",
     "bench_results",
@@ -51,6 +57,7 @@ ORDER = [
     "command_line",
     "commands",
     "cli",
+    "__main__",
 ]
 """specrun's modules; each imports only those above it."""
 

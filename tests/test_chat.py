@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from specrun.chat_template import ChatTemplate
 from specrun.cli import main
 from specrun.config import DraftTargetConfig
 from specrun.conversation import Conversation
@@ -22,7 +23,6 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.errors import RequestError
 from specrun.kv_cache import BLOCK
 from specrun.sampling import SamplingParams
-from specrun.tokenizer import render_chat
 from tests.conftest import make_engine, redescribe
 
 ENDLESS = SamplingParams(temperature=0.5, seed=1, logit_bias={0: float("-inf")})
@@ -56,9 +56,9 @@ def say(conversation: Conversation, text: str) -> str:
 def test_every_turn_is_the_template_of_all_messages(pair: Path, decoder: SpeculativeDecoder) -> None:
     """Earlier turns are found among what is kept, and change no answer."""
     fresh = SpeculativeDecoder.open(pair / "target", pair / "draft", DraftTargetConfig(4, reuse_blocks=False))
-    render = render_chat(pair / "target")
+    render = ChatTemplate.load(pair / "target").render
     with fresh:
-        kept, read = (Conversation(each, ENDLESS, "be brief", max_output_len=12) for each in (decoder, fresh))
+        kept, read = (Conversation(each, ENDLESS, system="be brief", max_output_len=12) for each in (decoder, fresh))
         known = 0
         for turn, text in enumerate(TURNS):
             answer = say(kept, text)
@@ -95,12 +95,14 @@ def test_a_turn_without_any_answer_is_forgotten(decoder: SpeculativeDecoder, mon
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    conversation = Conversation(decoder, ENDLESS, "be brief", max_output_len=12)
+    conversation = Conversation(decoder, ENDLESS, system="be brief", max_output_len=12)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(decoder.scheduler.round, "step", interrupt)
         say(conversation, TURNS[0])
     assert conversation.messages == [{"role": "system", "content": "be brief"}]
-    assert say(conversation, TURNS[0]) == say(Conversation(decoder, ENDLESS, "be brief", max_output_len=12), TURNS[0])
+    assert say(conversation, TURNS[0]) == say(
+        Conversation(decoder, ENDLESS, system="be brief", max_output_len=12), TURNS[0]
+    )
 
 
 def test_a_refused_turn_changes_nothing(decoder: SpeculativeDecoder) -> None:
@@ -121,7 +123,7 @@ def chat(pair: Path, *options: object, turns: str) -> Result:
 
 
 def test_a_pipe_has_a_turn_a_line(pair: Path, decoder: SpeculativeDecoder) -> None:
-    conversation = Conversation(decoder, ENDLESS, "be brief", max_output_len=12)
+    conversation = Conversation(decoder, ENDLESS, system="be brief", max_output_len=12)
     answers = [say(conversation, text) for text in TURNS[:2]]
     turns = "\n".join([*TURNS[:2], "dog " * 110, "/reset", "", TURNS[0], "/exit", TURNS[0]])
     shown = chat(pair, *SAME, "--system", "be brief", turns=turns)
@@ -164,6 +166,7 @@ def test_mistakes_are_one_line(pair: Path, tmp_path: Path) -> None:
 
 SLOW = """
 import sys, time
+from specrun.chat_template import ChatTemplate
 from specrun.cli import main
 from specrun.rounds.host import HostRound
 

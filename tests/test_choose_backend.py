@@ -45,12 +45,17 @@ def test_auto_says_why_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("transformers", "convert --model_dir {hf} --output_dir {out}", "build"),
         ("torch", "convert --model_dir {hf} --output_dir {out}", "build"),
+        ("safetensors", "convert --model_dir {hf} --output_dir {out}", "build"),
+        ("onnxruntime", "convert --model_dir {hf} --output_dir {out}", "run"),
+        ("onnx", "engine --checkpoint_dir {onnx} --output_dir {out}", "build"),
+        ("onnxscript", "engine --checkpoint_dir {onnx} --output_dir {out}", "build"),
+        ("tensorrt_rtx", "engine --checkpoint_dir {onnx} --output_dir {out} --backend tensorrt_rtx", "rtx"),
         ("onnx_ir", "engine --checkpoint_dir {onnx} --output_dir {out}", "build"),
-        ("onnxruntime", "engine --checkpoint_dir {onnx} --output_dir {out} --backend onnxruntime", None),
+        ("onnxruntime", "engine --checkpoint_dir {onnx} --output_dir {out} --backend onnxruntime", "run"),
     ],
 )
 def test_a_package_that_is_missing_is_named_with_the_extra_that_brings_it(
-    hf: Path, onnx: Path, tmp_path: Path, missing: str, command: str, extra: str | None
+    hf: Path, onnx: Path, tmp_path: Path, missing: str, command: str, extra: str
 ) -> None:
     arguments = command.format(hf=hf / "draft", onnx=onnx / "draft", out=tmp_path / "out").split()
     code = f"import sys; sys.modules[{missing!r}] = None; from specbuild.cli import main; main({arguments!r})"
@@ -58,8 +63,17 @@ def test_a_package_that_is_missing_is_named_with_the_extra_that_brings_it(
     assert said.returncode == 1, said.stderr
     last = said.stderr.splitlines()[-1]
     assert "error: " in last and missing in last and "not installed: pip install" in last
-    assert extra is None or f"'.[{extra}]'" in last
+    assert f"'specbuild-specrun[{extra}]'" in last
     assert "Traceback" not in said.stderr
+
+
+def test_a_package_that_an_extras_package_lacks_is_named(onnx: Path, tmp_path: Path) -> None:
+    arguments = f"engine --checkpoint_dir {onnx / 'draft'} --output_dir {tmp_path / 'out'}".split()
+    code = f"import sys; sys.modules['ml_dtypes'] = None; from specbuild.cli import main; main({arguments!r})"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert said.returncode == 1
+    (line,) = said.stderr.splitlines()
+    assert "engine needs ml_dtypes, which does not load" in line and "pip check" in line
 
 
 def test_only_tensorrt_builds_for_one_of_several_gpus(onnx: Path, tmp_path: Path) -> None:

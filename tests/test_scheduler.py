@@ -150,7 +150,7 @@ class Widths:
 
 
 def test_a_long_prompt_does_not_stall_the_others(pair: SpeculativeDecoder) -> None:
-    first = Request([1, 2], SamplingParams(1.0), 60, draft_len=0)
+    first = Request([1, 2], SamplingParams(1.0, seed=0), 60, draft_len=0)
     long = Request([3] * 390, SamplingParams(), 4)
     widths = Widths(pair)
     pair.scheduler.add(first)
@@ -194,7 +194,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(tmp_path: Path) -> None:
 def test_whoever_listens_hears_of_every_round(tmp_path: Path) -> None:
     """Of a text that has begun behind one whose prompt is still read."""
     pair = open_five(tmp_path, kept=0)
-    long, short = Request([3] * 390, SamplingParams(1.0), 12), Request([5], SamplingParams(1.0), 20)
+    long, short = Request([3] * 390, SamplingParams(1.0, seed=0), 12), Request([5], SamplingParams(1.0, seed=0), 20)
     pieces: dict[Request, list[int]] = {long: [], short: []}
     for event in pair.scheduler.run([long, short]):
         assert len(event.pieces) <= 5

@@ -29,7 +29,7 @@ from tests.tables import normal, save_table_engine
 from tests.wrong import accepts_always, accepts_tokens_always, draws_rejected_tokens_from_the_target
 
 ACCEPTANCE = pytest.mark.parametrize("use_logits", [False, True], ids=["tokens", "logits"])
-WARM = SamplingParams(1.0)
+WARM = SamplingParams(1.0, seed=0)
 PROMPTS = [[0], [1, 2], [3, 1, 2], [2, 2], [5]]
 NOISE = DTYPES["float32"].noise
 
@@ -78,7 +78,7 @@ def test_a_right_pair_passes(tmp_path: Path, use_logits: bool) -> None:
 
 @pytest.mark.usefixtures("many_draws")
 def test_penalties_are_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    params = SamplingParams(0.8, repetition_penalty=1.5, presence_penalty=0.6, logit_bias={3: 0.5})
+    params = SamplingParams(0.8, repetition_penalty=1.5, presence_penalty=0.6, logit_bias={3: 0.5}, seed=0)
     target, right = normal(40, 13, 16), Request.adjust
     draft = target + normal(41, 13, 16)
     assert check(tmp_path / "right", target, draft, params).good
@@ -134,7 +134,7 @@ def test_control_draft_probabilities_from_before_top_k_fail(
         monkeypatch.setattr(ModelDrafter, "_draw", wrong)
     target = normal(42, 13, 16, scale=0.7)
     draft = target + normal(43, 13, 16)
-    verdict = check(tmp_path, target, draft, SamplingParams(1.0, top_k=4), use_logits=True)
+    verdict = check(tmp_path, target, draft, SamplingParams(1.0, top_k=4, seed=0), use_logits=True)
     assert verdict.good != before
 
 
@@ -260,7 +260,7 @@ def test_seeded_near_ties(temperature: float) -> None:
 
 
 def test_near_ties_at_the_cut_of_top_k() -> None:
-    near, far, params = row(5, 4, 4 - 1e-4), row(5, 4, 4 - 1e-2), SamplingParams(1.0, top_k=2)
+    near, far, params = row(5, 4, 4 - 1e-4), row(5, 4, 4 - 1e-2), SamplingParams(1.0, top_k=2, seed=0)
     assert probabilities(near, params)[2] == 0
     assert nearly_kept(near, params, 2, NOISE)
     assert not nearly_kept(far, params, 2, NOISE)
@@ -275,7 +275,7 @@ def test_near_ties_at_the_cut_of_top_k() -> None:
 def test_near_ties_at_the_cut_of_top_p() -> None:
     logits = np.log(row(0.5, 0.3, 0.2))
     for top_p, near in ((0.8 - 1e-5, True), (0.8 - 1e-3, False)):
-        params = SamplingParams(1.0, top_p=top_p)
+        params = SamplingParams(1.0, top_p=top_p, seed=0)
         assert probabilities(logits, params)[2] == 0
         assert nearly_kept(logits, params, 2, NOISE) == near
 

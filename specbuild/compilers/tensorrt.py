@@ -22,6 +22,7 @@ from specrun.devices.driver import compute_capability, use_gpu, why_no_gpu
 from specrun.dtypes import DTYPES
 from specrun.engine_dir import GRAPH_NAME, PLAN_NAME, BackendInfo, BuildConfig, GraphInfo, Profile, Tensor
 from specrun.errors import BuildError
+from specrun.extras import how_to_install
 
 
 def why_unusable(name: str, gpu: int = 0) -> str | None:
@@ -29,8 +30,7 @@ def why_unusable(name: str, gpu: int = 0) -> str | None:
     try:
         trt = importlib.import_module(name)
     except ImportError:
-        package = name.replace("_", "-")
-        return f"{name} is not installed: pip install {package}"
+        return f"{name} is not installed: {how_to_install(name)}"
     except Exception as error:  # Broken installations raise what they like.
         return f"{name} does not load ({error})"
     if name == "tensorrt" and (reason := why_no_gpu(gpu)):

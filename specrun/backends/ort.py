@@ -18,6 +18,7 @@ from specrun.devices import Device, DeviceArray
 from specrun.dtypes import DTYPES
 from specrun.engine_dir import GRAPH_NAME, EngineConfig
 from specrun.errors import BackendError, EngineDirError
+from specrun.extras import how_to_install
 from specrun.kv_cache.device import DeviceKVCache
 from specrun.kv_cache.host import HostKVCache
 
@@ -251,7 +252,7 @@ def _ort() -> Any:
     try:
         import onnxruntime
     except ImportError as error:
-        raise BackendError("onnxruntime is not installed: pip install onnxruntime") from error
+        raise BackendError(f"onnxruntime is not installed: {how_to_install('onnxruntime')}") from error
     return onnxruntime
 
 

@@ -20,6 +20,7 @@ from specrun.devices import Device, DeviceArray
 from specrun.dtypes import DTYPES
 from specrun.engine_dir import PLAN_NAME, EngineConfig, Profile
 from specrun.errors import BackendError, EngineDirError
+from specrun.extras import how_to_install
 from specrun.kv_cache.device import DeviceKVCache
 
 
@@ -115,8 +116,8 @@ class TrtBackend:
         try:
             self._trt = importlib.import_module(config.backend.name)
         except ImportError as error:
-            package = config.backend.name.replace("_", "-")
-            raise BackendError(f"{config.backend.name} is not installed: pip install {package}") from error
+            name = config.backend.name
+            raise BackendError(f"{name} is not installed: {how_to_install(name)}") from error
         device.activate()
         self._log = _log(self._trt)
         # TensorRT's objects must outlive what was made from them; Python's garbage collection knows nothing of it.

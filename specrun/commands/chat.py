@@ -50,7 +50,7 @@ def chat(
 
     params = sampling_params(options)
     decoder, context = open_pair(options, config), click.get_current_context()
-    conversation = Conversation(decoder, params, system, max_output_len=max_output_len)
+    conversation = Conversation(decoder, params, system=system, max_output_len=max_output_len)
     decoder.require_chat_template()  # Without one no turn can be answered: say so before the first.
     colored = use_color(color)
     failed = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from specrun.commands.options import require_one_source, sampling_options, sampl
 from specrun.commands.pair import open_pair, pair_config, pair_options
 from specrun.errors import RequestError
 
-WISHES = ("max_output_len", "min_output_len", "stop", "stop_ids", "chat", "system", "logprobs", "echo", "timeout")
-"""Options of ``SpeculativeDecoder.request``."""
+OF_THE_PAIR = ("draft_len", "acceptance")
+"""Options of a request that are options of the pair here."""
 
 
 @click.command()
@@ -25,6 +26,9 @@ WISHES = ("max_output_len", "min_output_len", "stop", "stop_ids", "chat", "syste
 @click.option("--input_file", type=FolderPath, help="Prompts, one a line. Default: standard input.")
 @sampling_options()
 @seed_option
+@click.option(
+    "--n", type=click.IntRange(1), default=1, show_default=True, help="Answers to each prompt; seeds count up."
+)
 @click.option("--num_beams", type=int, default=1, show_default=True, help="Only 1.")
 @click.option("--chat", is_flag=True, help="Wrap each prompt in the tokenizer's chat template.")
 @click.option("--system", metavar="TEXT", help="The chat's system message; implies --chat.")
@@ -39,6 +43,7 @@ WISHES = ("max_output_len", "min_output_len", "stop", "stop_ids", "chat", "syste
 def generate(
     input_text: tuple[str, ...],
     input_file: Path | None,
+    n: int,
     num_beams: int,
     output_format: str,
     stream: bool,
@@ -60,16 +65,22 @@ def generate(
 
     from specrun.output import JsonPrinter, TextPrinter, summary
     from specrun.prompts import read_prompts
+    from specrun.request_options import RequestOptions
 
     params = sampling_params(options)
+    if n > 1 and params.greedy:
+        click.echo(f"note: temperature 0 is greedy: the {n} answers of a prompt are the same", err=True)
     prompts = read_prompts(input_text, input_file)
+    own = {field.name: options[field.name] for field in fields(RequestOptions) if field.name not in OF_THE_PAIR}
+    chosen = RequestOptions(**own)
     decoder, context = open_pair(options, config), click.get_current_context()
-    requests = decoder.requests(prompts, params, **{name: options[name] for name in WISHES})
+    requests = decoder.requests(prompts, params, chosen, n=n)
 
     began = time.perf_counter()
     printer: JsonPrinter | TextPrinter = JsonPrinter(requests)
     if output_format == "text":
-        printer = TextPrinter(requests, prompts, stream, use_color(color))
+        asked = [prompt for prompt in prompts for _ in range(n)]
+        printer = TextPrinter(requests, asked, stream, use_color(color))
     for event in decoder.run(requests):
         printer.show(event)
     click.echo(summary(requests, decoder.scheduler.round, time.perf_counter() - began), err=True)

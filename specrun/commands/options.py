@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -73,12 +72,12 @@ def sampling_params(options: dict[str, Any]) -> SamplingParams:
     from specrun.sampling import SamplingParams
 
     note_unused_sampling(options)
-    seed, drawn = options["seed"], options["temperature"] > 0
-    if seed is None:
-        seed = secrets.randbits(32) if drawn else 0
-        if drawn:
-            click.echo(f"seed {seed}", err=True)
-    return SamplingParams(seed=seed, **{name: options[name] for name in SAMPLING})
+    params = SamplingParams(seed=options["seed"], **{name: options[name] for name in SAMPLING})
+    if params.seed is None:
+        params = params.seeded()
+        if not params.greedy:
+            click.echo(f"seed {params.seed}", err=True)
+    return params
 
 
 def note_unused_sampling(options: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from specrun.devices import Device, DeviceArray, Grid
 from specrun.devices.driver import why_no_gpu
 from specrun.errors import BackendError
+from specrun.extras import how_to_install
 
 
 def compile_kernels(arch: str, text: str, form: str = "cubin") -> Any:
@@ -44,7 +45,7 @@ class CudaDevice:
             from cuda import core
             from cuda.bindings import driver
         except ImportError as error:
-            raise BackendError(f"cuda-python is not installed ({error}): pip install cuda-python") from error
+            raise BackendError(f"cuda-python is not installed ({error}): {how_to_install('cuda')}") from error
         self.number = number
         self._core, self._driver = core, driver
         with self._errors("cannot be opened"):

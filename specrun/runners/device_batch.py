@@ -106,7 +106,7 @@ def _sampling(request: Request, draft_len: int, use_logits: bool) -> tuple[float
     params = request.params
     temperature = 0 if params.greedy else min(max(params.temperature, 1e-37), 1e38)  # In float32 neither 0 nor inf.
     return (
-        params.seed,
+        params.seed or 0,  # A request's parameters always have one.
         params.top_p,
         temperature,
         min(params.top_k, MAX_VOCAB),

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from numbers import Real
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
 from specrun import arguments
 from specrun.engine_dir import EngineConfig
 from specrun.errors import RequestError
+from specrun.extras import how_to_install
 from specrun.limits import MAX_LOGPROBS, MAX_STOP_IDS
 from specrun.request import Request
+from specrun.request_options import RequestOptions
 from specrun.sampling import SamplingParams
 from specrun.text import Detokenizer, TextStream
-from specrun.tokenizer import load_tokenizer, raise_unless_fault, render_chat
+from specrun.tokenizer import TOKENIZER_NAME, load_tokenizer, raise_unless_fault, tokenizer_files
+
+if TYPE_CHECKING:
+    from specrun.chat_template import ChatTemplate
 
 DEFAULT_OUTPUT_LEN = 256
 
-Message = Mapping[str, str]
-"""A turn of a conversation: ``role`` (system, user, assistant) and ``content``."""
+Message = Mapping[str, Any]
+"""A turn of a conversation: ``role`` (system, user, assistant), ``content``, and what else its template reads."""
 Prompt = str | Sequence[int] | Sequence[Message]
 
 
-class Intake:
+class RequestFactory:
     """Makes requests for one decoder."""
 
     def __init__(self, target: EngineConfig, draft_len: int, tokenizer_dir: Path | None) -> None:
@@ -42,74 +47,65 @@ class Intake:
         return load_tokenizer(self._tokenizer_dir)
 
     @cached_property
-    def _detokenizer(self) -> Detokenizer:
+    def _detokenizer(self) -> Detokenizer | None:
+        """None where there is no tokenizer. Raises RequestError for one that cannot be read."""
+        if self._tokenizer_dir is None or TOKENIZER_NAME not in tokenizer_files(self._tokenizer_dir):
+            return None
         return Detokenizer(self.tokenizer)
 
     @cached_property
-    def _render_chat(self) -> Callable[[Sequence[Message]], str]:
-        return render_chat(self._tokenizer_dir or Path())
+    def _chat_template(self) -> ChatTemplate:
+        try:
+            from specrun.chat_template import ChatTemplate  # Only chats need jinja2.
+        except ImportError as error:
+            raise RequestError(f"chat templates need jinja2, which is missing: {how_to_install('jinja2')}") from error
+        return ChatTemplate.load(self._tokenizer_dir or Path())
 
     def require_chat_template(self) -> None:
         """Raise RequestError where the tokenizer has none, or one that fails."""
-        self._render_chat([{"role": "user", "content": "?"}])
+        self._chat_template.render([{"role": "user", "content": "?"}])
 
-    def request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        max_output_len: int | None = None,
-        min_output_len: int = 0,
-        stop: str | Sequence[str] = (),
-        stop_ids: Sequence[int] = (),
-        draft_len: int | Literal["auto"] | None = None,
-        acceptance: Literal["tokens", "logits"] | None = None,
-        logprobs: int | None = None,
-        echo: bool = False,
-        timeout: float | None = None,
-        chat: bool = False,
-        system: str | None = None,
-        name: str = "prompt",
-    ) -> Request:
-        """One prompt - a text, token ids, or the messages of a conversation - and how to go on from it.
+    def requests(
+        self, prompt: Prompt, params: SamplingParams, options: RequestOptions, n: int = 1, name: str = "prompt"
+    ) -> list[Request]:
+        """``n`` requests for one prompt, of the seeds seed, seed + 1, ..; ``name`` is the prompt's in error messages.
 
-        max_output_len: default 256, or what fits; stop, stop_ids: the text ends before any of these texts, or with any
-        of these tokens, beside the model's own; before min_output_len tokens none of these tokens comes.
-        draft_len, acceptance: of this request, where not as the decoder was opened; draft_len 0 is the target alone,
-        auto as many as pay. logprobs: of every token, and of this many likeliest ones beside it. echo: the text begins
-        with the prompt. timeout: seconds, waiting included, after which it ends as it is.
-        chat: wrap the text in the tokenizer's chat template, after ``system``; messages always are.
-        ``name`` stands in error messages. Token ids are answered by token ids alone.
-
-        Numbers may be of any type that holds a whole number where one is wanted. Raises RequestError, naming the
-        parameter, before anything runs.
+        Raises RequestError, with the parameter's name, before anything runs.
         """
-        params = SamplingParams() if params is None else params
-        stop, chat, echo = arguments.texts("stop", stop), arguments.flag("chat", chat), arguments.flag("echo", echo)
-        system = None if system is None else arguments.text("system", system)
-        _require(
-            acceptance in (None, "tokens", "logits"),
-            f"acceptance {arguments.show(acceptance)}: expected tokens or logits",
-        )
-        text, ids = self._encode(prompt, chat, system, name)
-        if text is None and (stop or chat or echo):
-            raise RequestError(f"{name}: token ids have no text to look for stop texts in, to echo or to chat with")
+        text, ids = self._encode(prompt, options, name)
         self._check_prompt(ids, name)
         longest = self.target.build_config.max_input_len
         _require(len(ids) <= longest, f"{name}: {len(ids)} tokens, the engine's max_input_len is {longest}")
-        wanted = arguments.optional_whole("max_output_len", max_output_len)
+        detokenizer = self._detokenizer
+        if detokenizer is None:
+            for option in ("stop", "echo"):
+                _require(not getattr(options, option), f"{option}: without a tokenizer token ids have no text")
+        elif text is None and options.echo:
+            text = detokenizer.decode(ids)
+        params = params.seeded()
+        return [
+            self._request(
+                ids, params.seeded(number), options, self._output_len(ids, options.max_output_len, name), text
+            )
+            for number in range(n)
+        ]
+
+    def _request(
+        self, ids: Sequence[int], params: SamplingParams, options: RequestOptions, length: int, text: str | None
+    ) -> Request:
+        """One checked request. text: what ``echo`` shows."""
         request = Request(
             ids,
             params,
-            self._output_len(ids, wanted, name),
-            frozenset((*self.target.eos_token_ids, *arguments.wholes("stop_ids", stop_ids))),
-            None if text is None else TextStream(self._detokenizer, ids, stop),
-            min_output_len=min_output_len,
-            draft_len=None if draft_len == "auto" else draft_len,
-            use_logits=None if acceptance is None else acceptance == "logits",
-            logprobs=logprobs,
-            echo=text if text and echo else "",
-            timeout=timeout,
+            length,
+            frozenset((*self.target.eos_token_ids, *options.stop_ids)),
+            TextStream(self._detokenizer, ids, arguments.texts("stop", options.stop)) if self._detokenizer else None,
+            min_output_len=options.min_output_len,
+            draft_len=None if options.draft_len == "auto" else options.draft_len,
+            use_logits=None if options.acceptance is None else options.acceptance == "logits",
+            logprobs=options.logprobs,
+            echo=text if text and options.echo else "",
+            timeout=options.timeout,
         )
         self.check(request)
         self._check_options(request)
@@ -168,23 +164,25 @@ class Intake:
             )
         return min(DEFAULT_OUTPUT_LEN, room) if wanted is None else wanted
 
-    def _encode(self, prompt: Prompt, chat: bool, system: str | None, name: str) -> tuple[str | None, Sequence[int]]:
+    def _encode(self, prompt: Prompt, options: RequestOptions, name: str) -> tuple[str | None, Sequence[int]]:
         """The prompt's text, None for token ids, and its ids."""
         if isinstance(prompt, str):
-            if not chat and system is None:
+            if not options.chat and options.system is None:
                 return prompt, self._ids(prompt, True)
-            turns: list[Message] = [{"role": "system", "content": system}] if system is not None else []
+            turns: list[Message] = [{"role": "system", "content": options.system}] if options.system is not None else []
             turns.append({"role": "user", "content": prompt})
-        elif system is not None:
+        elif options.system is not None:
             raise RequestError("system: goes with a text; messages have their own, token ids none")
         elif is_conversation(prompt):
-            turns = list(prompt)  # type: ignore[arg-type]
+            turns = _messages(prompt, name)
+        elif options.chat:
+            raise RequestError("chat: goes with a text or messages; token ids are not wrapped in a template")
         else:
             try:
                 return None, arguments.wholes("token ids", prompt)
             except RequestError as error:
                 raise RequestError(f"{name}: a prompt is a text, token ids or messages; {error}") from error
-        text = self._render_chat(turns)
+        text = self._chat_template.render(turns)
         return text, self._ids(text, False)
 
     def _ids(self, text: str, special: bool) -> list[int]:
@@ -200,6 +198,17 @@ class Intake:
 def is_conversation(prompt: object) -> bool:
     """Whether ``prompt`` is the messages of a conversation."""
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def _messages(prompt: Sequence[Any], name: str) -> list[Message]:
+    """The messages of a conversation. Raises RequestError, with the message's place, for other types."""
+    for place, message in enumerate(prompt, 1):
+        where = f"{name}: message {place}"
+        _require(isinstance(message, Mapping), f"{where}: {arguments.show(message)}: expected role and content")
+        arguments.text(f"{where}: role", message.get("role"))
+        if not isinstance(content := message.get("content"), list):  # Of parts, which some templates read.
+            arguments.optional_text(f"{where}: content", content)
+    return list(prompt)
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

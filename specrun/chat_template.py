@@ -1,0 +1,206 @@
+"""Chat templates: the messages of a conversation to the text that the model continues, as transformers renders it.
+
+Templates come with checkpoints, so they are programs of strangers. jinja2's sandbox runs them, and they see nothing but
+plain data.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from specrun.errors import RequestError
+from specrun.tokenizer import LEGACY_TEMPLATE_NAME, SETTINGS_NAME, SPECIAL_TOKENS_NAME, TEMPLATE_NAME
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""The names by which templates know special tokens."""
+_INSTEAD = "give prompts without --chat"
+
+
+class ChatTemplate:
+    """A compiled template and the special tokens that it may name. May be rendered from any thread."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], directory: Path) -> None:
+        """directory: named in error messages. Raises RequestError for a template that is not valid jinja."""
+        self._special_tokens = dict(special_tokens)
+        self._directory = directory
+        try:
+            self._template = _environment().from_string(source)
+        except Exception as error:  # The compiler raises RecursionError and the like too.
+            raise self._failed(error) from error
+
+    @classmethod
+    def load(cls, directory: Path) -> ChatTemplate:
+        """The template of the tokenizer in ``directory``. Raises RequestError where there is none, or a broken one."""
+        try:
+            settings = _read_object(directory / SETTINGS_NAME)
+            source = _source(directory, settings)
+            special_tokens = _special_tokens(directory, settings)
+        except (OSError, ValueError, RecursionError) as error:
+            raise RequestError(f"{directory}: the tokenizer's settings cannot be read ({error}); {_INSTEAD}") from error
+        if not source:
+            raise RequestError(f"{directory}: the tokenizer has no chat template; {_INSTEAD}")
+        return cls(source, special_tokens, directory)
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The text of ``messages`` up to the beginning of the answer. Raises RequestError where the template fails."""
+        try:
+            turns = [
+                {key: value for key, value in _plain(message).items() if value is not None} for message in messages
+            ]
+            settings = {"tools": None, "documents": None, "add_generation_prompt": True}
+            return self._template.render(messages=turns, **settings, **self._special_tokens)
+        except Exception as error:  # Templates are programs, and fail like programs.
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> RequestError:
+        return RequestError(f"{self._directory}: the chat template failed ({error}); {_INSTEAD}")
+
+
+def _source(directory: Path, settings: Mapping[str, Any]) -> str | None:
+    """The template's text, from the first of the places where checkpoints keep it; None where there is none."""
+    if (file := directory / TEMPLATE_NAME).is_file():
+        return file.read_text(encoding="utf-8")
+    found = settings.get("chat_template")
+    if found is None:
+        found = _read_object(directory / LEGACY_TEMPLATE_NAME).get("chat_template")
+    if isinstance(found, list):  # Of several, under names.
+        named = {entry["name"]: entry["template"] for entry in found if _is_named_template(entry)}
+        if found and "default" not in named:
+            raise ValueError(f"chat_template has no template called default, only {sorted(named)}")
+        found = named.get("default")
+    if not isinstance(found, str | None):
+        raise ValueError(f"chat_template is of the type {type(found).__name__}")
+    return found
+
+
+def _is_named_template(entry: object) -> bool:
+    return isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("name", "template"))
+
+
+def _special_tokens(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens by name. Older checkpoints have a file for them; newer ones list all tokens in the settings."""
+    if "added_tokens_decoder" not in settings:
+        settings = {**settings, **_read_object(directory / SPECIAL_TOKENS_NAME)}
+    found = {}
+    for name in _SPECIAL_TOKENS:
+        token = settings.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            found[name] = token
+    return found
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, empty where there is no file. Raises OSError and ValueError."""
+    if not path.is_file():
+        return {}
+    value = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(value, dict):
+        raise ValueError(f"{path.name}: expected a JSON object")
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """``value`` made of JSON's types only. Raises TypeError for other types: templates may call their methods."""
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    raise TypeError(f"a message holds a {type(value).__name__}; expected text, numbers, lists and mappings")
+
+
+# ------------------------------------------------------------------------------------ the language of chat templates
+
+
+class _Generation(Extension):
+    """``{% generation %} .. {% endgeneration %}`` marks the model's part of a text, for training. Here: its body."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """The tag as a call with its body."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Macro) -> str:
+        return caller()
+
+
+class _Namespace(Namespace):
+    """jinja2's ``namespace`` without names that begin with an underscore, which lead to Python's own attributes."""
+
+    def __init__(*args: Any, **values: Any) -> None:
+        self, *rest = args
+        found = dict(*rest, **values)
+        for name in found:
+            _require_public(name)
+        Namespace.__init__(self, found)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _require_public(name)
+        super().__setitem__(name, value)
+
+
+def _require_public(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace takes no name like {name!r}")
+
+
+class _Dict:
+    """``dict`` for templates: not the type itself, whose attributes lead to Python's own."""
+
+    def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
+        return dict(*args, **values)
+
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        """A dict of ``keys`` that all have the same value."""
+        return dict.fromkeys(keys, value)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """jinja2 with the settings, filters and functions that transformers gives to chat templates."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": lambda format: datetime.now().strftime(format),
+        "namespace": _Namespace,
+        "dict": _Dict(),
+    }
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter ``tojson``, without jinja2's escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    """The function by which templates refuse a conversation."""
+    raise jinja2.exceptions.TemplateError(message)

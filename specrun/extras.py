@@ -1,0 +1,34 @@
+"""The packages that commands can do without until they need one, and the extra of pyproject.toml that brings each."""
+
+from __future__ import annotations
+
+DISTRIBUTION = "specbuild-specrun"
+"""What pip calls the project; ``specbuild`` on PyPI is somebody else's."""
+
+_EXTRAS = {
+    **dict.fromkeys(("torch", "transformers", "huggingface_hub", "safetensors"), "build"),
+    **dict.fromkeys(("onnx", "onnxscript", "onnx_ir"), "build"),
+    **dict.fromkeys(("onnxruntime", "jinja2"), "run"),
+    "tensorrt": "gpu",
+    "tensorrt_rtx": "rtx",
+    "cuda": "cuda",
+}
+
+
+def how_to_install(package: str) -> str:
+    """The command that installs the extra with ``package``, an import name. Raises KeyError for other packages."""
+    return f"pip install '{DISTRIBUTION}[{_EXTRAS[package]}]'"
+
+
+def explain(error: ImportError) -> str | None:
+    """The package that ``error`` wants, and how to get it; None where a module of this project is at fault."""
+    cause: BaseException | None = error
+    while cause is not None:  # Libraries raise their own errors when one that they need is missing.
+        package = (getattr(cause, "name", None) or "").split(".")[0]
+        if isinstance(cause, ModuleNotFoundError) and package in _EXTRAS:
+            return f"{package}, which is not installed: {how_to_install(package)}"
+        cause = cause.__cause__ or cause.__context__
+    package = (error.name or "").split(".")[0]
+    if package in ("", "specbuild", "specrun"):
+        return None
+    return f"{package}, which does not load ({error}); pip check shows which packages are missing"

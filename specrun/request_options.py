@@ -1,0 +1,87 @@
+"""What a user may ask of one request, beside its prompt and its sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypedDict
+
+from specrun import arguments
+from specrun.errors import RequestError
+
+
+@dataclass(frozen=True)
+class RequestOptions(arguments.Named):
+    """Options of one request. Every option can also be given to ``generate`` and its like as a keyword.
+
+    Whole numbers may be of any type that holds one. Raises RequestError, with the option's name, for values of the
+    wrong type and for names that are no options.
+    """
+
+    max_output_len: int | None = None
+    """Most tokens of output. None: 256, or what fits."""
+    min_output_len: int = 0
+    """No stop id comes before so many tokens of output."""
+    stop: str | Sequence[str] = ()
+    """The output ends before this text, or before any of these texts."""
+    stop_ids: Sequence[int] = ()
+    """The output ends with any of these tokens, beside the model's own."""
+    draft_len: int | Literal["auto"] | None = None
+    """Draft tokens a round; 0: the target alone. None and ``auto``: as the decoder was opened."""
+    acceptance: Literal["tokens", "logits"] | None = None
+    """How draft tokens are accepted. None: as the decoder was opened."""
+    logprobs: int | None = None
+    """Log-probabilities of every token, and of this many likeliest tokens beside it. None: of no token."""
+    echo: bool = False
+    """The text begins with the prompt."""
+    timeout: float | None = None
+    """Seconds, waiting included, after which the output ends as it is."""
+    chat: bool = False
+    """Wrap the text in the tokenizer's chat template. Messages always are."""
+    system: str | None = None
+    """The system message before a text; implies ``chat``."""
+
+    def __post_init__(self) -> None:
+        """Check every option's type, and write whole numbers and texts in one way."""
+        found: dict[str, Any] = {
+            "max_output_len": arguments.optional_whole("max_output_len", self.max_output_len),
+            "min_output_len": arguments.whole("min_output_len", self.min_output_len),
+            "stop": arguments.texts("stop", self.stop),
+            "stop_ids": tuple(arguments.wholes("stop_ids", self.stop_ids)),
+            "logprobs": arguments.optional_whole("logprobs", self.logprobs),
+            "echo": arguments.flag("echo", self.echo),
+            "timeout": None if self.timeout is None else arguments.number("timeout", self.timeout),
+            "chat": arguments.flag("chat", self.chat),
+            "system": arguments.optional_text("system", self.system),
+        }
+        if self.draft_len != "auto":
+            found["draft_len"] = arguments.optional_whole("draft_len", self.draft_len)
+        if self.acceptance not in (None, "tokens", "logits"):
+            raise RequestError(f"acceptance {arguments.show(self.acceptance)}: expected tokens or logits")
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
+
+
+class OptionKeywords(TypedDict, total=False):
+    """The same options as keywords, for type checkers and editors; a test compares the two."""
+
+    max_output_len: int | None
+    min_output_len: int
+    stop: str | Sequence[str]
+    stop_ids: Sequence[int]
+    draft_len: int | Literal["auto"] | None
+    acceptance: Literal["tokens", "logits"] | None
+    logprobs: int | None
+    echo: bool
+    timeout: float | None
+    chat: bool
+    system: str | None
+
+
+def combine(options: RequestOptions | None, keywords: OptionKeywords) -> RequestOptions:
+    """``options`` with ``keywords`` in the place of its own. Raises RequestError, with the argument's name."""
+    if options is None:
+        return RequestOptions(**keywords)
+    if not isinstance(options, RequestOptions):
+        raise RequestError(f"options {arguments.show(options)}: expected RequestOptions")
+    return replace(options, **keywords) if keywords else options
