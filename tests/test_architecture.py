@@ -35,6 +35,8 @@ ORDER = [
     "drafters",
     "rounds",
     "draft_length",
+    "queue",
+    "turns",
     "scheduler",
     "prompts",
     "intake",

@@ -274,7 +274,7 @@ def session_options(shared_pool: bool = True) -> tuple[Any, Any]:
     of other libraries too. Raises BackendError.
     """
     global _pool_made
-    ort, threads = _ort(), _threads()
+    ort, threads = _ort(), usable_cores()
     options = ort.SessionOptions()
     options.log_severity_level = 3
     if shared_pool:
@@ -293,6 +293,6 @@ def session_options(shared_pool: bool = True) -> tuple[Any, Any]:
     return ort, options
 
 
-def _threads() -> int:
+def usable_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
