@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from specrun.draft_length import DraftLength
 from specrun.errors import RequestError, SpecError, as_spec_error
@@ -20,8 +20,7 @@ from specrun.rounds import Round
 from specrun.turns import Turns
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """Tokens that a round committed to one request, or none where it has ended without."""
 
     request: Request
@@ -125,7 +124,7 @@ class Scheduler:
         finally:
             for request in shown:
                 request.cancel()
-            # Garbage collection may close a generator in any thread, even inside of a step; then the next one does this.
+            # Garbage collection may close a generator in any thread, even inside a step; then the next one does this.
             with suppress(RequestError):
                 self._turns.take(self._tidy, None)
 
@@ -228,7 +227,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Waiting requests take the free rows, unless they begin like one whose prompt is read now."""
-        if not self._queue:
+        if not self._queue or len(self._rows) == self.max_rows:
             return
         self._joining = joining = list[Request]()
         try:

@@ -22,8 +22,8 @@ class _Turn:
 class Turns:
     """Gives one thread at a time its turn.
 
-    Threads wait for the end of a turn and not for a lock. The thread that has just released a lock mostly gets it again,
-    and the others would not see what it has done for them.
+    Threads wait for the end of a turn and not for a lock: the thread that has just released a lock mostly gets it
+    again, and the others would not see what it has done for them.
     """
 
     def __init__(self) -> None:

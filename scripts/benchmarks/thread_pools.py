@@ -23,6 +23,7 @@ from typing import Any
 import click
 
 from specrun.backends import ort as backend
+from specrun.backends.ort_session import usable_cores
 from specrun.bench import Settings, as_json
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
@@ -68,7 +69,7 @@ def use(way: tuple[Entries, Entries]) -> None:
 
         options = ort.SessionOptions()
         options.log_severity_level = 3
-        options.intra_op_num_threads, options.inter_op_num_threads = backend.usable_cores(), 1
+        options.intra_op_num_threads, options.inter_op_num_threads = usable_cores(), 1
         for name, value in next(roles).items():
             if name == "threads":
                 options.intra_op_num_threads = int(value)

@@ -69,6 +69,7 @@ def pair_config(options: dict[str, Any]) -> DraftTargetConfig:
     given = [name for name in flags if options[name] is not None]
     memory = ("kv_cache_free_gpu_memory_fraction", "cuda_graph", "warm_up", "reuse_blocks", "max_tokens_in_kv_cache")
     own = {name: options[name] for name in memory}
+    own["shared_thread_pool"] = True  # A command has its process for itself.
     if options["draft_engine_dir"] is None:
         for name in ("draft_target_model_config", "draft_len", "draft_model_device_list", "acceptance"):
             if options[name] is not None:

@@ -57,7 +57,8 @@ def verify(
     from specrun.sampling import SamplingParams
     from specrun.verify import verify_pair
 
-    config = DraftTargetConfig(draft_len(options.pop("draft_len")), use_logits=acceptance == "logits")
+    length = draft_len(options.pop("draft_len"))
+    config = DraftTargetConfig(length, use_logits=acceptance == "logits", shared_thread_pool=True)
     prompts = prompt_ids(tokenizer_dir or engine_dir, input_text, input_file)
     note_unused_sampling(options)
     params = SamplingParams(**options)
