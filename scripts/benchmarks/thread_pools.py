@@ -3,12 +3,14 @@
 
 A process has one way, because onnxruntime's shared pool is the whole process's. Each way gets a process of its own, and
 they take turns: every repetition decodes the same text in each of them, in an order that rotates. Ratios are formed
-within a repetition, so a machine that gets slower slows all ways alike. Needs what scripts/demo leaves in demo/.
+within a repetition, so a machine that gets slower slows all ways alike. Other programs decide how much spinning costs,
+so repetitions beside which they worked are left out. Needs what scripts/demo leaves in demo/.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -58,6 +60,14 @@ class Text:
     round_: float
     target: float
     draft: float
+    others: float
+    """Share of the machine's cores that other programs used meanwhile."""
+
+
+def busy_seconds() -> float:
+    """Time that all cores of the machine have worked so far."""
+    user, nice, system, _, _, irq, softirq, *_ = Path("/proc/stat").read_text().split("\n")[0].split()[1:]
+    return sum(map(int, (user, nice, system, irq, softirq))) / os.sysconf("SC_CLK_TCK")
 
 
 def use(way: tuple[Entries, Entries]) -> None:
@@ -91,13 +101,16 @@ def serve(name: str, engines: Path, draft_len: int, output_len: int, params: Sam
         prompt = decoder.tokenizer.encode(PROMPT).ids
         for _ in sys.stdin:
             inside = [runner.seconds for runner in runners]
+            busy, own = busy_seconds(), time.process_time()
             clocks = [time.perf_counter()]
             request = Request(prompt, params, output_len)
             for _ in decoder.run([request]):
                 clocks.append(time.perf_counter())
             target, draft = (runner.seconds - before for runner, before in zip(runners, inside, strict=True))
             round_ = statistics.median(now - then for then, now in pairwise(clocks[1:]))
-            text = Text(clocks[-1] - clocks[0], round_, target, draft)
+            seconds = clocks[-1] - clocks[0]
+            others = (busy_seconds() - busy - time.process_time() + own) / seconds / (os.cpu_count() or 1)
+            text = Text(seconds, round_, target, draft, others)
             print(json.dumps({**asdict(text), "ids": request.output}), flush=True)
 
 
@@ -140,7 +153,9 @@ def ratios(turns: Sequence[dict[str, Text]], name: str, of: Callable[[Text], flo
 @click.option("--draft_len", type=int, default=4, show_default=True)
 @click.option("--output_len", type=int, default=40, show_default=True)
 @click.option("--temperature", type=float, default=0.0, show_default=True)
-@click.option("--repetitions", type=int, default=20, show_default=True)
+@click.option("--repetitions", type=int, default=20, show_default=True, help="That others left in peace.")
+@click.option("--others", type=float, default=0.1, show_default=True, help="Share of the cores that others may use.")
+@click.option("--seconds", type=float, default=600, show_default=True, help="No repetition begins later.")
 @click.option("--way", "names", multiple=True, type=click.Choice(list(WAYS)), help="Default: all of them.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
 @click.option("--worker", hidden=True)
@@ -150,6 +165,8 @@ def main(
     output_len: int,
     temperature: float,
     repetitions: int,
+    others: float,
+    seconds: float,
     names: tuple[str, ...],
     json_file: Path | None,
     worker: str | None,
@@ -161,15 +178,20 @@ def main(
     given = {"engines_dir": engines_dir, "draft_len": draft_len, "output_len": output_len, "temperature": temperature}
     options = [f"--{name}={value}" for name, value in given.items()]
     workers = {name: Worker(name, options) for name in chosen}
-    turns = []
-    for repetition in range(repetitions + 1):
-        first = repetition % len(chosen)
+    turns: list[dict[str, Text]] = []
+    until, tried = time.perf_counter() + seconds, 0
+    while len(turns) < repetitions and time.perf_counter() < until:
+        first = tried % len(chosen)
         found = {name: workers[name].text() for name in (*chosen[first:], *chosen[:first])}
         assert len({tuple(ids) for _, ids in found.values()}) == 1, "all of them write the same"
-        turns.append({name: text for name, (text, _) in found.items()})
+        tried += 1  # The first warms up.
+        if tried > 1 and all(text.others < others for text, _ in found.values()):
+            turns.append({name: text for name, (text, _) in found.items()})
     for process in workers.values():
         process.close()
-    turns = turns[1:]  # The first warms up.
+    click.echo(f"{len(turns)} repetitions of {tried - 1}: beside the others, other programs worked")
+    if not turns:
+        raise click.ClickException("no repetition was left in peace; give --others or --seconds")
     results = {}
     click.echo(f"{'time in relation to the shared pool':55} {'a text':>20} {'a round':>20} {'target':>8} {'draft':>8}")
     for name in chosen:
@@ -179,9 +201,9 @@ def main(
         shown = [f"{found['median']:.3f} ({found['lowest']:.3f}-{found['highest']:.3f})" for found in (text, round_)]
         click.echo(f"{name:55} {shown[0]:>20} {shown[1]:>20} {target['median']:8.3f} {draft['median']:8.3f}")
     medians = {name: statistics.median(turn[name].round_ for turn in turns) for name in chosen}
-    click.echo("milliseconds a round: " + ", ".join(f"{name} {1e3 * value:.2f}" for name, value in medians.items()))
+    click.echo("milliseconds a round: " + ", ".join(f"{name} {1e3 * value:.1f}" for name, value in medians.items()))
     if json_file:
-        settings = Settings((1,), (draft_len,), output_len, repetitions)
+        settings = Settings((1,), (draft_len,), output_len, len(turns))
         machine = json.loads(as_json([], open_engine(engines_dir / "target"), settings))
         json_file.write_text(json.dumps({**machine, "results": results, "round seconds": medians}, indent=2) + "\n")
     return None
