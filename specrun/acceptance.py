@@ -46,3 +46,8 @@ def accept_logits(
             # p == q up to rounding leaves nothing over; p is then the remainder's limit.
             return accepted, remainder if remainder.any() else p
     return len(draft_tokens), next(targets)
+
+
+def certain(tokens: Sequence[int], vocab_size: int) -> list[Floats]:
+    """Distributions [g, V] of draft tokens that were not drawn: probability 1 for each of ``tokens`` [g]."""
+    return list((np.arange(vocab_size) == np.asarray(tokens, np.int64)[:, None]).astype(np.float32))

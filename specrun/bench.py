@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from statistics import mean
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,6 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir import EngineConfig
 from specrun.errors import RequestError
 from specrun.request import Request
-from specrun.rounds.host import HostRound
 from specrun.sampling import SamplingParams
 from specrun.stats import predicted_speedup
 
@@ -99,24 +99,20 @@ class _Pass:
 
 def _clock(decoder: SpeculativeDecoder, began: float) -> npt.NDArray[np.float64]:
     """Since a batch's start: seconds, those in the target and its calls, those in the draft and its (0: not known)."""
-    found, rounds = np.zeros(5), decoder.scheduler.round
-    found[0] = time.perf_counter() - began
-    if isinstance(rounds, HostRound):
-        found[1:3] = rounds.target.seconds, rounds.target.calls
-        if rounds.draft:
-            found[3:5] = rounds.draft.seconds, rounds.draft.calls
-    return found
+    elapsed, times = time.perf_counter() - began, decoder.scheduler.round.engine_times()
+    return np.array([elapsed, *(times or [0] * 4)])
 
 
 def measure(
     target_dir: Path,
-    draft_dir: Path,
+    draft_dir: Path | None,
     prompts: Sequence[Sequence[int]],
     settings: Settings,
     report: Callable[[str], None],
 ) -> list[Result]:
     """Measure ``draft_dir`` as the draft of ``target_dir``; a result for every batch size and draft length, in order.
 
+    draft_dir: None for n-grams.
     prompts: token ids; every repetition decodes them all, and some again where the last batch is not full.
     report: gets a line for every repetition. Two targets and one draft are loaded at a time.
     Raises what ``SpeculativeDecoder.open`` raises, and RequestError for prompts and batches that do not fit.
@@ -142,7 +138,8 @@ def measure(
                 )
         # Longest first: one that the target was not built for is an error before anything is measured.
         for draft_len in sorted(settings.draft_lens, key=lambda length: length or 0, reverse=True):
-            config = replace(plain, draft_len=draft_len, use_logits=settings.use_logits)
+            draft: Literal["ngram"] | None = "ngram" if draft_dir is None else None
+            config = replace(plain, draft_len=draft_len, use_logits=settings.use_logits, draft=draft)
             with SpeculativeDecoder.open(target_dir, draft_dir, config, on_warm_up=on_warm_up) as pair:
                 if (most := max(settings.batch_sizes)) > pair.max_batch_size:
                     raise RequestError(f"batch size {most}: the engines were built for at most {pair.max_batch_size}")

@@ -36,6 +36,8 @@ class DraftTargetConfig:
     """Let CPU engines share one pool of threads, onnxruntime's for the whole process: sessions of other libraries that
     want threads of their own are refused from then on. False: each engine has its own pool, and others are left alone;
     where the process has the shared pool already, engines use it."""
+    draft: Literal["ngram"] | None = None
+    """What drafts without a draft engine. ngram: what followed the text's last tokens where they came before in it."""
 
     @property
     def fixed_draft_len(self) -> int | None:
@@ -55,6 +57,8 @@ class DraftTargetConfig:
             found[name] = tuple(arguments.wholes(name, getattr(self, name)))
         for name in ("use_logits", "cuda_graph", "warm_up", "reuse_blocks", "shared_thread_pool"):
             found[name] = arguments.flag(name, getattr(self, name))
+        if self.draft not in (None, "ngram"):
+            raise RequestError(f"draft {arguments.show(self.draft)}: expected ngram")
         for name, value in found.items():
             if name in ("draft_len", "max_tokens_in_kv_cache") and value is not None and value < 0:
                 raise RequestError(f"{name} {value}: expected 0 or more")

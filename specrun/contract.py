@@ -20,6 +20,9 @@ LOGITS_INDICES = "logits_indices"
 LOGITS = "logits"
 OPSET = 24
 
+FIRST_DRAFT_STEP_LEN = 2
+"""Tokens of a round's first draft step. The draft's cache lacks two after a round in which every draft was accepted."""
+
 
 def past_names(layers: int) -> list[str]:
     """[key_0, value_0, key_1, ...] of the cache inputs."""

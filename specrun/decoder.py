@@ -40,7 +40,7 @@ class SpeculativeDecoder:
         max_batch_size: int,
         tokenizer_dir: Path | None = None,
     ) -> None:
-        self._intake = Intake(target, rounds.draft_len, tokenizer_dir)
+        self._intake = Intake(target, rounds.max_draft_len, tokenizer_dir)
         self.scheduler = Scheduler(rounds, lengths, max_batch_size, self._intake.check)
         self.target = target
         self.max_batch_size = max_batch_size
@@ -71,7 +71,11 @@ class SpeculativeDecoder:
         engine = _open("target", target_dir, config.target_devices)
         rows = engine.config.build_config.max_batch_size
         draft, draft_len = None, 0
-        if draft_dir is not None:
+        if draft_dir is None and config.draft:
+            draft_len = _check_draft_len(target_dir, engine.config, config.fixed_draft_len)
+        elif draft_dir is not None:
+            if config.draft:
+                raise PairError(f"draft {config.draft} drafts without a draft engine, and {draft_dir} is one")
             draft = _open("draft", draft_dir, config.draft_devices)
             draft_len = _check_pair(target_dir, engine.config, draft_dir, draft.config, config.fixed_draft_len)
             rows = min(rows, draft.config.build_config.max_batch_size)
@@ -169,16 +173,7 @@ def _check_pair(
     target_dir: Path, target: EngineConfig, draft_dir: Path, draft: EngineConfig, draft_len: int | None
 ) -> int:
     """The most draft tokens of a round. Raises PairError where the two engines do not fit."""
-    most = target.build_config.max_draft_len
-    if most == 0 and draft_len != 0:
-        raise PairError(
-            f"{target_dir}: built without draft tokens; build it with --max_draft_len to use it as a target"
-        )
-    if draft_len is not None and draft_len > most:
-        raise PairError(
-            f"draft_len {draft_len}: {target_dir} was built with max_draft_len {most}; "
-            f"give at most {most}, or build it with --max_draft_len {draft_len}"
-        )
+    draft_len = _check_draft_len(target_dir, target, draft_len)
     have, need = draft.build_config.max_seq_len, target.build_config.max_seq_len
     if have < need:
         raise PairError(
@@ -192,5 +187,20 @@ def _check_pair(
         raise PairError(
             f"{target_dir} has {target.graph.vocab_size} logits and {draft_dir} {draft.graph.vocab_size}, and without "
             "a tokenizer in both nothing shows that their vocabularies agree"
+        )
+    return draft_len
+
+
+def _check_draft_len(target_dir: Path, target: EngineConfig, draft_len: int | None) -> int:
+    """The most draft tokens of a round: ``draft_len``, or what the engine allows. Raises PairError beyond that."""
+    most = target.build_config.max_draft_len
+    if most == 0 and draft_len != 0:
+        raise PairError(
+            f"{target_dir}: built without draft tokens; build it with --max_draft_len to use it as a target"
+        )
+    if draft_len is not None and draft_len > most:
+        raise PairError(
+            f"draft_len {draft_len}: {target_dir} was built with max_draft_len {most}; "
+            f"give at most {most}, or build it with --max_draft_len {draft_len}"
         )
     return most if draft_len is None else draft_len

@@ -133,7 +133,7 @@ class Request:
         """How many more tokens may be committed."""
         return self.max_output_len - (len(self.tokens) - len(self.prompt)) if self.finish_reason is None else 0
 
-    def draft_count(self, most: int) -> int:
+    def num_draft_tokens(self, most: int) -> int:
         """Draft tokens that a round of at most ``most`` has for this request.
 
         The target adds a token of its own, so the last token of a request is never drafted.
@@ -217,3 +217,8 @@ class Request:
             elif self.timeout is not None and time.perf_counter() >= self.deadline:
                 self.finish_reason = "timeout"
         return self.finish_reason is not None
+
+
+def longest(requests: Sequence[Request], max_draft_len: int) -> int:
+    """Positions of a cache row that the longest of ``requests`` may need, drafts included."""
+    return max(len(request.tokens) + request.remaining for request in requests) + max_draft_len + 1

@@ -210,7 +210,7 @@ class Scheduler:
     def _free(self, row: int) -> None:
         """The last row that decodes takes its place, and the last of all the place of that."""
         try:
-            self.round.forget(self._rows[row], row)
+            self.round.release(self._rows[row], row)
         finally:  # An error costs what would have been kept, and the row is free all the same.
             if row < self._ready:
                 self._ready -= 1
@@ -248,7 +248,7 @@ class Scheduler:
     def _must_wait(self, joining: list[Request]) -> bool:
         """Whether the last of ``joining`` gets no row yet. It fails where there will never be room for it."""
         *others, request = joining
-        if self.round.gains(request, [*self._rows[self._ready :], *others]):
+        if self.round.should_wait_for_prefix(request, [*self._rows[self._ready :], *others]):
             return True
         if shortage := self.round.memory_shortage([*self._rows, *joining], len(self._rows)):
             if self._rows or others:  # There will be room when others have ended.
@@ -262,16 +262,16 @@ class Scheduler:
             return
         drafting = self.lengths.drafting and any(request.draft_len != 0 for request in self._rows)
         with _Failing(self, joining):
-            done = self.round.read(joining, self._ready, drafting, self._ready > 0)
+            done = self.round.prefill(joining, self._ready, drafting, self._ready > 0)
             for row, (request, read) in enumerate(zip(joining, done, strict=True), self._ready):
                 if read:
-                    self.round.keep(request, row)
+                    self.round.cache_prefix(request, row)
                     self._swap(row, self._ready)
                     self._ready += 1
 
     def _decode(self, requests: list[Request]) -> None:
-        backlog = self.round.backlog(requests)
-        counts = [request.draft_count(self.round.draft_len) for request in requests]
+        backlog = self.round.draft_lag(requests)
+        counts = [request.num_draft_tokens(self.round.max_draft_len) for request in requests]
         draft_len = 0
         if any(counts):
             # Requests with a draft length of their own get it, whatever is best for the others.
@@ -280,8 +280,10 @@ class Scheduler:
         before = time.perf_counter()
         with _Failing(self, requests):
             outcomes = self.round.step(requests, draft_len)
-            seconds = time.perf_counter() - before if self.round.settled else None
+            seconds = time.perf_counter() - before if self.round.is_steady_state else None
             evaluated = [(0, 0) if isinstance(outcome, SpecError) else outcome.evaluated for outcome in outcomes]
+            # A drafter may have had fewer to propose.
+            draft_len = max((o.drafted for o in outcomes if not isinstance(o, SpecError)), default=draft_len)
             self.lengths.observe(draft_len, seconds, requests, evaluated, backlog)
             for request, outcome in zip(requests, outcomes, strict=True):
                 if isinstance(outcome, SpecError):

@@ -23,7 +23,6 @@ from specrun.errors import BackendError, EngineDirError, RequestError
 from specrun.fit import Fit, chi_squared, ranked
 from specrun.penalties import Seen, adjust
 from specrun.request import Request
-from specrun.rounds.host import HostRound
 from specrun.runners.host import ModelRunner
 from specrun.sampling import Floats, SamplingParams, choose, probabilities
 
@@ -128,7 +127,7 @@ class Verdict:
 
 def verify_pair(
     target_dir: Path,
-    draft_dir: Path,
+    draft_dir: Path | None,
     config: DraftTargetConfig,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
@@ -146,9 +145,9 @@ def verify_pair(
         config = replace(config, draft_len=min(DRAFT_LEN, most) or None)
     with SpeculativeDecoder.open(target_dir, draft_dir, config) as decoder:
         rounds = decoder.scheduler.round
-        if not isinstance(rounds, HostRound):
+        if rounds.host_target is None:
             raise BackendError("verify reads all of the target's logits on the host: for now it needs CPU engines")
-        check = _Check(decoder, rounds.target, prompts)
+        check = _Check(decoder, rounds.host_target, prompts)
         began = time.perf_counter()
         report("greedy texts, against the target's own")
         parts = [check.ids("greedy", replace(params, temperature=0.0), began + seconds / 4)]
@@ -157,7 +156,7 @@ def verify_pair(
             parts.append(check.ids("seeded", params, began + seconds / 2))
         if not params.greedy:
             report("short texts of many seeds, against the target's distribution")
-            parts.append(check.draws("distribution", params, 2 * (rounds.draft_len + 1), began + seconds))
+            parts.append(check.draws("distribution", params, 2 * (rounds.max_draft_len + 1), began + seconds))
         return Verdict(tuple(parts), time.perf_counter() - began)
 
 

@@ -6,6 +6,8 @@ Its work lies on the stream as an engine's does, so that rounds of it are record
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from specrun.backends import Feed
@@ -13,6 +15,7 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.devices import DeviceArray
 from specrun.devices.cuda import CudaDevice
 from specrun.draft_length import DraftLength
+from specrun.drafters.device_model import device_model_drafter
 from specrun.engine_dir import EngineConfig
 from specrun.errors import BackendError
 from specrun.kv_cache.device import DeviceKVCache
@@ -135,12 +138,12 @@ def open_on_gpus(
             for table, number in zip((target, draft), gpus, strict=True)
             if table is not None
         ]
-        drafter = backends[1] if draft is not None else None
+        drafter = functools.partial(device_model_drafter, backends[1], graphs) if draft is not None else None
         round_ = DeviceRound(backends[0], drafter, draft_len, False, rows, graphs)
         round_.allocate_pools(blocks)
     except BaseException:
         for device in devices.values():
             device.close()
         raise
-    lengths = DraftLength(round_.draft_len, round_.draft_len if fixed else None)
+    lengths = DraftLength(round_.max_draft_len, round_.max_draft_len if fixed else None)
     return SpeculativeDecoder(round_, lengths, config, rows)

@@ -156,6 +156,9 @@ def test_rounds_that_are_not_timed_have_no_split(tmp_path: Path) -> None:
         def __init__(self, rounds: Any) -> None:
             self._rounds = rounds
 
+        def engine_times(self) -> None:
+            return None
+
         def __getattr__(self, name: str) -> Any:
             return getattr(self._rounds, name)
 

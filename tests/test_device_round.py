@@ -16,6 +16,7 @@ from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.devices import Device, DeviceArray
 from specrun.draft_length import DraftLength
+from specrun.drafters.device_model import device_model_drafter
 from specrun.engine_dir import open_engine
 from specrun.errors import BackendError
 from specrun.request import Request
@@ -57,9 +58,10 @@ def device_round(
 ) -> DeviceRound:
     device = HostDevice()
     other = HostDevice() if apart else device
+    drafter = functools.partial(device_model_drafter, kind(draft, open_engine(draft), other), True) if draft else None
     round_ = DeviceRound(
         kind(target, open_engine(target), device),
-        kind(draft, open_engine(draft), other) if draft else None,
+        drafter,
         draft_len,
         use_logits,
         rows,
@@ -69,7 +71,7 @@ def device_round(
 
 
 def on_device(round_: DeviceRound, requests: Sequence[Request]) -> list[list[int]]:
-    for _ in Scheduler(round_, DraftLength(round_.draft_len, round_.draft_len), 4).run(requests):
+    for _ in Scheduler(round_, DraftLength(round_.max_draft_len, round_.max_draft_len), 4).run(requests):
         pass
     return [request.output for request in requests]
 
@@ -119,7 +121,7 @@ def test_a_recorded_round_is_the_same_round(tables: tuple[Path, Path], use_logit
     for size in (4, 2, 4, 1):  # Recordings of other batch sizes are kept.
         assert on_device(recorded, batch(EVERY)[:size]) == ids[:size]
     # Batches that shrink are padded.
-    assert [size for size in range(1, 5) if (size, 4) in recorded._recordings] == [1, 2, 4]
+    assert [size for size in range(1, 5) if (size, 4) in recorded._captures] == [1, 2, 4]
 
 
 @pytest.mark.parametrize("kind", [OrtDeviceBackend, Recordable])
@@ -141,7 +143,7 @@ def test_after_a_warm_up_every_round_is_settled(
             settled = []
             while len(scheduler):
                 scheduler.step()
-                settled.append(one.settled)
+                settled.append(one.is_steady_state)
             assert [request.output for request in requests] == on_host(*tables, 4, False, batch(EVERY)[:size])
             states.append(settled)
         assert all(states[0])

@@ -7,13 +7,15 @@ import operator
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from specrun.decoder import SpeculativeDecoder
-from specrun.drafters.model import Drafter, Proposal
+from specrun.drafters import Proposal
+from specrun.drafters.model import ModelDrafter
 from specrun.request import Request
 from specrun.sampling import Floats, SamplingParams, choose, probabilities
 from tests.reference import Doubles, Fit, chi_squared, exact_probabilities
@@ -176,7 +178,7 @@ def test_control_wrong_acceptance_of_tokens_is_seen(tmp_path: Path, monkeypatch:
     assert not fits(tokens, exact_probabilities(target, WARM))[0].good
 
 
-class KeepsProbabilitiesFromBeforeTopK(Drafter):
+class KeepsProbabilitiesFromBeforeTopK(ModelDrafter):
     """Draws from q after top-k, and tells acceptance what q was before it."""
 
     def _draw(self, logits: Floats, request: Request, proposal: Proposal) -> None:
@@ -184,16 +186,16 @@ class KeepsProbabilitiesFromBeforeTopK(Drafter):
         proposal.probs[-1] = probabilities(logits, replace(request.params, top_k=0))
 
 
-@pytest.mark.parametrize("kind, good", [(Drafter, True), (KeepsProbabilitiesFromBeforeTopK, False)])
+@pytest.mark.parametrize("kind, good", [(ModelDrafter, True), (KeepsProbabilitiesFromBeforeTopK, False)])
 def test_control_draft_probabilities_from_before_top_k_are_seen(
-    tmp_path: Path, kind: type[Drafter], good: bool
+    tmp_path: Path, kind: type[ModelDrafter], good: bool
 ) -> None:
     params = SamplingParams(1.0, top_k=5)
     target = normal(10, 16)
     draft = target + normal(11, 16, scale=0.5)
     decoder = open_tables(tmp_path, target, draft, use_logits=True)
-    assert decoder.scheduler.round.drafter
-    decoder.scheduler.round.drafter = kind(decoder.scheduler.round.drafter.runner, 16, True)
+    rounds: Any = decoder.scheduler.round
+    rounds.drafter = kind(rounds.drafter.runner, 16, rounds.max_draft_len, True)
     tokens, _ = sample(decoder, 300, 20, params)
     assert fits(tokens, exact_probabilities(target, params))[0].good == good
 

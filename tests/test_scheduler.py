@@ -159,8 +159,8 @@ def test_a_long_prompt_does_not_stall_the_others(pair: SpeculativeDecoder) -> No
     before = len(first.output)
     while not long.pieces:
         pair.scheduler.step()
-    assert len(first.output) - before >= math.ceil(389 / HostRound.piece)
-    assert max(width for _, width in widths.shapes) == HostRound.piece
+    assert len(first.output) - before >= math.ceil(389 / HostRound.prefill_chunk_size)
+    assert max(width for _, width in widths.shapes) == HostRound.prefill_chunk_size
     # With nobody to wait for, it is read at once.
     alone = Request([4] * 390, SamplingParams(), 4)
     for request in (first, long):
@@ -275,17 +275,16 @@ def test_a_stream_may_be_closed_while_another_steps(pair: SpeculativeDecoder) ->
 def test_rows_that_changed_places_in_one_model_only_hold_nothing(
     pair: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else they would be kept under the tokens of others."""
-    for number in range(2):
-        pair.scheduler.add(Request([3] * 20, SamplingParams(1.0, seed=number), 20))
-    for _ in range(4):
-        pair.scheduler.step()
-    rounds: Any = pair.scheduler.round
-    assert all(min(runner.rows.lengths[:2]) >= 19 for runner in rounds.runners)
-    monkeypatch.setattr(rounds.draft.backend.cache, "swap", None)
+    """Else they would be cached under the tokens of others."""
+    requests = [Request([3 + n] * 20, SamplingParams(1.0, seed=n), 5 + 15 * n) for n in range(2)]
+    expected = [decode(pair, [anew(request)])[0] for request in requests]
+    runner = pair.scheduler.round.drafter.runner  # type: ignore[attr-defined]
+    monkeypatch.setattr(runner.backend.cache, "swap", None)  # It comes after the target's.
     with pytest.raises(TypeError):
-        rounds.swap(0, 1)
-    assert [runner.rows.lengths[:2] for runner in rounds.runners] == [[0, 0]] * 2
+        decode(pair, requests)
+    assert [request.finish_reason for request in requests] == ["length", "error"]
+    monkeypatch.undo()
+    assert [decode(pair, [anew(request)])[0] for request in requests[::-1]] == expected[::-1]
 
 
 @pytest.mark.parametrize("where", ["swap", "resize"])
@@ -322,7 +321,7 @@ def test_rows_that_are_broken_off_while_they_move(tmp_path: Path, where: str, mo
     assert [decode(pair, [anew(request)])[0] for request in requests[::-1]] == expected[::-1]
 
 
-@pytest.mark.parametrize("where", ["admit", "read", "step", "keep"])
+@pytest.mark.parametrize("where", ["admit", "prefill", "step", "cache_prefix"])
 @pytest.mark.parametrize("error", [MemoryError("no more"), KeyboardInterrupt()], ids=["error", "interrupt"])
 def test_what_breaks_ends_its_requests_and_no_others(
     pair: SpeculativeDecoder, where: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
@@ -376,9 +375,9 @@ def test_a_request_is_decoded_once(pair: SpeculativeDecoder) -> None:
 
 
 def test_nothing_is_drafted_where_nobody_wants_drafts(pair: SpeculativeDecoder) -> None:
-    before = pair.scheduler.round.draft.calls  # type: ignore[attr-defined]
+    before = pair.scheduler.round.drafter.runner.calls  # type: ignore[attr-defined]
     decode(pair, [Request([1] * 50, SamplingParams(), 20, draft_len=0)])
-    assert pair.scheduler.round.draft.calls == before  # type: ignore[attr-defined]
+    assert pair.scheduler.round.drafter.runner.calls == before  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("length", [31, 32, 33])
@@ -442,11 +441,12 @@ def test_a_closed_decoder_gives_memory_back_and_says_so(tmp_path: Path) -> None:
     next(stream)
     decoder.scheduler.add(waiting)
     rounds: Any = decoder.scheduler.round
-    held = [weakref.ref(runner.backend._session) for runner in rounds.runners]
+    runners = (rounds.target, rounds.drafter.runner)
+    held = [weakref.ref(runner.backend._session) for runner in runners]
     decoder.close()
     decoder.close()
     assert [session() for session in held] == [None, None]
-    assert all(runner.backend.cache.part(0, 1) == [] for runner in rounds.runners)
+    assert all(runner.backend.cache.part(0, 1) == [] for runner in runners)
     for use in (lambda: list(stream), decoder.scheduler.step, lambda: decoder.generate([[1]])):
         with pytest.raises(RequestError, match="closed"):
             use()

@@ -334,9 +334,9 @@ def test_the_real_runtime_cannot_take_a_plan_without_a_gpu(plan: Path) -> None:
         check(plan, runtime=trt.Runtime(log))
 
 
-def test_a_pair_is_built_for_one_kind_of_device(plan: Path, engines: Path) -> None:
+def test_a_draft_on_a_gpu_has_its_target_there(plan: Path, engines: Path) -> None:
     target, draft = (
-        Engine(role, path, open_engine(path), 0) for role, path in (("target", plan), ("draft", engines / "draft"))
+        Engine(role, path, open_engine(path), 0) for role, path in (("target", engines / "target"), ("draft", plan))
     )
-    with pytest.raises(PairError, match="build both for the same kind of device"):
+    with pytest.raises(PairError, match="build both for the CPU, or the target for the GPU"):
         open_round(target, draft, 4, 1, DraftTargetConfig())

@@ -16,7 +16,8 @@ from scipy import stats
 from specrun import verify
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.drafters.model import Drafter, Proposal
+from specrun.drafters import Proposal
+from specrun.drafters.model import ModelDrafter
 from specrun.errors import BackendError, PairError, RequestError
 from specrun.fit import Fit, chi_squared, ranked
 from specrun.request import Request
@@ -121,15 +122,15 @@ def test_control_draft_probabilities_from_before_top_k_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bool
 ) -> None:
     """The draft draws from q after top-k and tells acceptance what q was before it."""
-    draw = Drafter._draw
+    draw = ModelDrafter._draw
 
-    def wrong(self: Drafter, logits: Floats, request: Request, proposal: Proposal) -> None:
+    def wrong(self: ModelDrafter, logits: Floats, request: Request, proposal: Proposal) -> None:
         draw(self, logits, request, proposal)
         if proposal.probs:
             proposal.probs[-1] = probabilities(logits, replace(request.params, top_k=0))
 
     if before:
-        monkeypatch.setattr(Drafter, "_draw", wrong)
+        monkeypatch.setattr(ModelDrafter, "_draw", wrong)
     target = normal(42, 13, 16, scale=0.7)
     draft = target + normal(43, 13, 16)
     verdict = check(tmp_path, target, draft, SamplingParams(1.0, top_k=4), use_logits=True)
@@ -214,7 +215,7 @@ def test_bad_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: l
 
 def test_gpu_rounds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[bool] = []
-    rounds = SimpleNamespace(close=lambda: closed.append(True), draft_len=4)
+    rounds = SimpleNamespace(close=lambda: closed.append(True), max_draft_len=4, host_target=None)
     decoder = SpeculativeDecoder(rounds, None, None, 1)
     monkeypatch.setattr("specrun.decoder.SpeculativeDecoder.open", lambda *_: decoder)
     with pytest.raises(BackendError, match="needs CPU engines"):

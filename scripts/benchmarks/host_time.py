@@ -28,6 +28,7 @@ from specrun.bench import Settings, as_json
 from specrun.bench_results import Spread
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
+from specrun.drafters.model import ModelDrafter
 from specrun.engine_dir import open_engine
 from specrun.request import Request
 from specrun.rounds.host import HostRound
@@ -52,11 +53,12 @@ Times = list[tuple[float, float]]
 
 def bare(rounds: HostRound, prompt: list[int], length: int) -> Times:
     """Greedy text of ``length`` tokens by engine calls alone."""
-    assert rounds.draft
-    for runner in rounds.runners:
+    drafter = rounds.drafter
+    assert isinstance(drafter, ModelDrafter)
+    for runner in (rounds.target, drafter.runner):
         runner.reserve(1, len(prompt) + length + 2 * DRAFT_LEN)
         runner.forward([prompt[:-1]], [1])
-    first, step = (rounds.draft.backend.bind(0, 1, width, 1) for width in (2, 1))
+    first, step = (drafter.runner.backend.bind(0, 1, width, 1) for width in (2, 1))
     verify = rounds.target.backend.bind(0, 1, DRAFT_LEN + 1, DRAFT_LEN + 1)
     first.logits_indices[0, 0] = 1
     verify.logits_indices[0] = range(DRAFT_LEN + 1)
@@ -94,10 +96,11 @@ def bare(rounds: HostRound, prompt: list[int], length: int) -> Times:
 
 def ours(decoder: SpeculativeDecoder, prompt: list[int], length: int, params: SamplingParams) -> Times:
     """A text by specrun."""
-    runners = decoder.scheduler.round.runners  # type: ignore[attr-defined]
+    rounds = decoder.scheduler.round
     clocks = []
     for _ in decoder.run([Request(prompt, params, length)]):
-        inside = sum(runner.seconds for runner in runners)
+        times = rounds.engine_times()
+        inside = times.target_seconds + times.draft_seconds if times else 0.0
         clocks.append((time.perf_counter() - inside, inside))
     return [(now[0] - then[0], now[1] - then[1]) for then, now in pairwise(clocks[1:])]
 

@@ -65,7 +65,7 @@ def a_long_prompt(decoder: SpeculativeDecoder, repetitions: int) -> Measured:
     text = decoder.tokenizer.encode(topics["try"]).ids
 
     def wait(piece: int) -> float:
-        decoder.scheduler.round.piece = piece
+        decoder.scheduler.round.prefill_chunk_size = piece
         running, long = Request(text[:8], GREEDY, 96), Request(text[:440], GREEDY, 4)
         gaps, last = [], time.perf_counter()
         for number, event in enumerate(decoder.run([running])):
@@ -75,9 +75,9 @@ def a_long_prompt(decoder: SpeculativeDecoder, repetitions: int) -> Measured:
                 decoder.scheduler.add(long)
         return 1000 * max(gaps[3:])
 
-    usual = decoder.scheduler.round.piece
+    usual = decoder.scheduler.round.prefill_chunk_size
     found = repeat(repetitions, in_pieces=lambda: wait(usual), at_once=lambda: wait(10_000))
-    decoder.scheduler.round.piece = usual
+    decoder.scheduler.round.prefill_chunk_size = usual
     return found
 
 

@@ -97,7 +97,8 @@ def serve(name: str, engines: Path, draft_len: int, output_len: int, params: Sam
         use(way)
     config = DraftTargetConfig(draft_len, reuse_blocks=False, shared_thread_pool=way is None)
     with SpeculativeDecoder.open(engines / "target", engines / "draft", config) as decoder:
-        runners = decoder.scheduler.round.runners  # type: ignore[attr-defined]
+        rounds: Any = decoder.scheduler.round
+        runners = (rounds.target, rounds.drafter.runner)
         prompt = decoder.tokenizer.encode(PROMPT).ids
         for _ in sys.stdin:
             inside = [runner.seconds for runner in runners]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -11,8 +11,10 @@ from specrun.command_line import FolderPath
 from specrun.commands.options import (
     DRAFT_LEN,
     draft_len,
+    draft_option,
     note_unused_sampling,
     prompt_ids,
+    require_one_draft,
     require_one_source,
     sampling_options,
 )
@@ -21,7 +23,8 @@ from specrun.config import AUTO
 
 @click.command()
 @click.option("--engine_dir", required=True, type=FolderPath, help="The target's engine directory.")
-@click.option("--draft_engine_dir", required=True, type=FolderPath, help="The draft's.")
+@click.option("--draft_engine_dir", type=FolderPath, help="The draft's.")
+@draft_option
 @click.option("--tokenizer_dir", type=FolderPath, help="Default: the tokenizer in engine_dir.")
 @click.option("--batch_size", "batch_sizes", type=click.IntRange(1), multiple=True, default=(1,), show_default=True)
 @click.option(
@@ -44,7 +47,8 @@ from specrun.config import AUTO
 @click.option("--output_format", type=click.Choice(["table", "json"]), default="table", show_default=True)
 def bench(
     engine_dir: Path,
-    draft_engine_dir: Path,
+    draft_engine_dir: Path | None,
+    draft: Literal["ngram"] | None,
     tokenizer_dir: Path | None,
     batch_sizes: tuple[int, ...],
     draft_lens: tuple[Any, ...],
@@ -61,6 +65,7 @@ def bench(
     Standard output holds the results and nothing else.
     """
     require_one_source(input_text, input_file)
+    require_one_draft(draft, draft_engine_dir, needed=True)
 
     from rich.console import Console
 

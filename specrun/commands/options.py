@@ -90,6 +90,21 @@ def note_unused_sampling(options: dict[str, Any]) -> None:
         click.echo(f"note: temperature 0 is greedy: {wanted} changes nothing; give --temperature too", err=True)
 
 
+draft_option = click.option(
+    "--draft",
+    type=click.Choice(["ngram"]),
+    help="Draft without a draft engine. ngram: what followed the last tokens where they came before in the text.",
+)
+
+
+def require_one_draft(draft: str | None, draft_engine_dir: Path | None, needed: bool = False) -> None:
+    """At most one of --draft and --draft_engine_dir; one at least where it is ``needed``. Raises click's UsageError."""
+    if draft and draft_engine_dir:
+        raise click.UsageError("--draft and --draft_engine_dir exclude each other")
+    if needed and not (draft or draft_engine_dir):
+        raise click.UsageError("give --draft_engine_dir, or --draft ngram")
+
+
 seed_option = click.option("--seed", type=int, help="The same seed gives the same text. Default: a new one, shown.")
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specrun.command_line import FolderPath
-from specrun.commands.options import DEVICES, DRAFT_LEN, Parsed, draft_len
+from specrun.commands.options import DEVICES, DRAFT_LEN, Parsed, draft_len, draft_option
 from specrun.config import DraftTargetConfig, parse_draft_target_config
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("--engine_dir", required=True, type=FolderPath, help="The target's engine directory."),
     click.option("--draft_engine_dir", type=FolderPath, help="The draft's; without it the target runs alone."),
+    draft_option,
     click.option("--tokenizer_dir", type=FolderPath, help="Default: the tokenizer in engine_dir."),
     click.option(
         "--draft_target_model_config",
@@ -67,13 +68,22 @@ def pair_config(options: dict[str, Any]) -> DraftTargetConfig:
     """The list and the readable flags set the same four things; saying one of them twice is an error."""
     flags = ("draft_len", "draft_model_device_list", "target_model_device_list", "acceptance")
     given = [name for name in flags if options[name] is not None]
-    memory = ("kv_cache_free_gpu_memory_fraction", "cuda_graph", "warm_up", "reuse_blocks", "max_tokens_in_kv_cache")
+    memory = (
+        "draft",
+        "kv_cache_free_gpu_memory_fraction",
+        "cuda_graph",
+        "warm_up",
+        "reuse_blocks",
+        "max_tokens_in_kv_cache",
+    )
     own = {name: options[name] for name in memory}
     own["shared_thread_pool"] = True  # A command has its process for itself.
-    if options["draft_engine_dir"] is None:
+    if options["draft"] and options["draft_engine_dir"] is not None:
+        raise click.UsageError("--draft and --draft_engine_dir exclude each other")
+    if options["draft_engine_dir"] is None and options["draft"] is None:
         for name in ("draft_target_model_config", "draft_len", "draft_model_device_list", "acceptance"):
             if options[name] is not None:
-                raise click.UsageError(f"--{name} needs a draft; give --draft_engine_dir")
+                raise click.UsageError(f"--{name} needs a draft; give --draft_engine_dir or --draft ngram")
     if options["draft_target_model_config"] is not None:
         if given:
             raise click.UsageError(f"--draft_target_model_config already sets --{given[0]}; leave out one of them")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -13,8 +13,10 @@ from specrun.command_line import FolderPath
 from specrun.commands.options import (
     DRAFT_LEN,
     draft_len,
+    draft_option,
     note_unused_sampling,
     prompt_ids,
+    require_one_draft,
     require_one_source,
     sampling_options,
 )
@@ -26,7 +28,8 @@ INCONCLUSIVE = 3
 
 @click.command()
 @click.option("--engine_dir", required=True, type=FolderPath, help="The target's engine directory.")
-@click.option("--draft_engine_dir", required=True, type=FolderPath, help="The draft's.")
+@click.option("--draft_engine_dir", type=FolderPath, help="The draft's.")
+@draft_option
 @click.option("--tokenizer_dir", type=FolderPath, help="Default: the tokenizer in engine_dir.")
 @click.option("--draft_len", type=DRAFT_LEN, metavar="auto|N", help="Draft tokens a round. Default: 4.")
 @click.option("--acceptance", type=click.Choice(["tokens", "logits"]), default="tokens", show_default=True)
@@ -38,7 +41,8 @@ INCONCLUSIVE = 3
 @click.option("--output_format", type=click.Choice(["text", "json"]), default="text", show_default=True)
 def verify(
     engine_dir: Path,
-    draft_engine_dir: Path,
+    draft_engine_dir: Path | None,
+    draft: Literal["ngram"] | None,
     tokenizer_dir: Path | None,
     acceptance: str,
     input_text: tuple[str, ...],
@@ -53,12 +57,13 @@ def verify(
     Exit 1 where they differ, 3 where nothing differs but an error could not have shown.
     """
     require_one_source(input_text, input_file)
+    require_one_draft(draft, draft_engine_dir, needed=True)
 
     from specrun.sampling import SamplingParams
     from specrun.verify import verify_pair
 
-    length = draft_len(options.pop("draft_len"))
-    config = DraftTargetConfig(length, use_logits=acceptance == "logits", shared_thread_pool=True)
+    length, use_logits = draft_len(options.pop("draft_len")), acceptance == "logits"
+    config = DraftTargetConfig(length, use_logits=use_logits, shared_thread_pool=True, draft=draft)
     prompts = prompt_ids(tokenizer_dir or engine_dir, input_text, input_file)
     note_unused_sampling(options)
     params = SamplingParams(**options)

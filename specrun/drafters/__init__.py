@@ -1,7 +1,7 @@
-"""What proposes draft tokens: one protocol on the host, one for rounds on a device.
+"""What proposes draft tokens: one protocol for rounds on the host, one for rounds on a device.
 
-A drafter owns what it knows of each request: its cache, its own token list where its tokens differ, how far it has
-read. A round drives one target and one drafter.
+A drafter owns what it knows of each request: its cache and how far it has read, or an index of the text. A round drives
+one target and one drafter.
 """
 
 from __future__ import annotations
@@ -10,39 +10,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from specrun.backends import DeviceBackend
 from specrun.devices import Device, DeviceArray
 from specrun.errors import SpecError
 from specrun.request import Outcome, Request
 from specrun.sampling import Floats
 
 
-@dataclass
-class Proposal:
-    """What a drafter proposes for one request; ``probs`` [g, V] is kept only where acceptance needs it."""
-
-    tokens: list[int] = field(default_factory=list)
-    probs: list[Floats] = field(default_factory=list)
-    error: SpecError | None = None
-    """Why nothing more is proposed, and the request fails: the draft's logits are not finite, say."""
-
-
 class RowDrafter(Protocol):
-    """What drafters of both kinds have in common. Requests have the same rows as in the target's cache."""
+    """What every drafter does. A request has the same row as in the target's cache."""
 
     def admit(self, requests: Sequence[Request], first: int) -> None:
-        """Give ``requests`` the rows from ``first`` on, with what is cached of texts that begin like theirs."""
+        """Give ``requests`` the rows from ``first`` on."""
 
     def unread(self, requests: Sequence[Request], first: int) -> list[int]:
-        """How many tokens of each prompt but its last one are left to prefill: rows ``first ..``."""
+        """How many tokens of each prompt, the last one left out, are to be prefilled: rows ``first ..``."""
 
     def prefill(self, requests: Sequence[Request], first: int, most: int) -> None:
-        """Prefill at most ``most`` more tokens of each of these prompts."""
+        """Prefill at most ``most`` more tokens of each prompt."""
 
     def lag(self, requests: Sequence[Request]) -> int:
-        """Tokens of rows 0, 1, .. that it has to read before it can draft, beside those of the last round."""
+        """Tokens of rows 0, 1, .. that it must read before it can draft, beside those of the last round."""
 
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
-        """Take note of what a round of ``draft_len`` decided for rows 0, 1, .., before it is committed."""
+        """Learn what a round of ``draft_len`` decided for rows 0, 1, .., before it is committed."""
 
     def cache_prefix(self, request: Request, row: int) -> None:
         """Keep what ``row`` holds for prompts that begin alike."""
@@ -51,44 +42,85 @@ class RowDrafter(Protocol):
         """Exchange two rows."""
 
     def release(self, request: Request, row: int) -> None:
-        """``request`` has ended, and its ``row`` is needed no more."""
+        """``request`` has ended: its ``row`` is free."""
 
     def close(self) -> None:
-        """Give engines and memory back."""
+        """Free engines and memory."""
+
+
+@dataclass
+class Proposal:
+    """What a drafter proposes for one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    probs: list[Floats] = field(default_factory=list)
+    """[g, V]: what the tokens were drawn from, only where acceptance needs it. Empty: each token was certain."""
+    error: SpecError | None = None
+    """Why nothing more is proposed, and the request fails: the draft's logits are not finite, say."""
 
 
 class Drafter(RowDrafter, Protocol):
     """Proposes on the host."""
 
     def missing_bytes(self, requests: Sequence[Request], used: int) -> int:
-        """What ``admit`` would allocate for ``requests``, the first ``used`` of which have rows."""
+        """What ``admit`` would allocate for ``requests``, of which the first ``used`` have rows."""
 
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Proposal]:
-        """At most ``counts[row]`` draft tokens, which follow the tokens of the request in each row."""
+        """At most ``counts[row]`` tokens each, which follow the tokens of the request in each row."""
+
+    def engine_time(self) -> tuple[float, int]:
+        """Seconds spent in its engine so far, and calls of it."""
 
 
 @dataclass(frozen=True)
-class DraftDistributions:
-    """Where the acceptance kernel finds what draft tokens were drawn from, on the target's device."""
+class DraftProbs:
+    """Where acceptance finds what draft tokens were drawn from: memory on the target's device."""
 
     distributions: DeviceArray
     """DISTRIBUTION [B, draft_len]."""
     logits: DeviceArray
+    """float32. Those of a row lie ``row_stride`` apart, those of a draft step ``step_stride``."""
     step_stride: int
-    """From one draft step's logits to the next one's."""
     row_stride: int
-    """From one row's logits to the next one's."""
     vocab: int
-    """Ids that the drafter may propose."""
+    """Ids that the drafter may propose: the first ones."""
 
 
 class DeviceDrafter(RowDrafter, Protocol):
-    """Proposes for a round on a device: its tokens are written behind the committed ones of the round's rows."""
+    """Proposes for a round on a device: draft tokens are written behind the committed tokens of the round's rows.
 
-    drafts: DraftDistributions
+    A round of ``batch`` rows and ``draft_len`` calls ``prepare``, ``queue_ahead``, ``queue``, ``queue_behind``.
+    """
 
-    @property
-    def devices(self) -> list[Device]:
-        """Where it queues work."""
+    devices: Sequence[Device]
+    """Those it queues work on."""
+    captured: Sequence[DeviceBackend]
+    """Engines whose work is part of the round's capture."""
+    probs: DraftProbs
 
-    def warm_up(self) -> None: ...
+    def warm_up(self) -> None:
+        """Queue prompts of every batch size, before any request."""
+
+    def save_kernels(self) -> None:
+        """Keep what was compiled for this GPU."""
+
+    def allocate_pool(self, blocks: int) -> None:
+        """Have room for ``blocks`` prefix cache blocks, before any request."""
+
+    def wake(self, row: int, request: Request) -> None:
+        """The prompt of ``row`` has been read: rounds work on it from now on."""
+
+    def prepare(self, requests: Sequence[Request], draft_len: int) -> int:
+        """Do what a round of ``draft_len`` needs first. Returns the round's draft length, 0 without any proposal."""
+
+    def queue_ahead(self, batch: int, draft_len: int, sends_logits: bool) -> bool:
+        """Queue the part of drafting that is not part of the round's capture, on another device. Is it steady?
+
+        sends_logits: whether a row is accepted by the draft's logits.
+        """
+
+    def queue(self, batch: int, draft_len: int) -> None:
+        """Queue the part of drafting that is captured with the round, on the target's device."""
+
+    def queue_behind(self, batch: int, draft_len: int, records: DeviceArray) -> None:
+        """Queue what another device must do after the round, which ``records`` [batch, 3 + draft_len] describe."""

@@ -1,41 +1,50 @@
-"""The draft model's part of a round: propose tokens for every row."""
+"""A draft model on the host."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
+from specrun.contract import FIRST_DRAFT_STEP_LEN
+from specrun.drafters import Proposal
 from specrun.errors import SpecError, as_spec_error
-from specrun.request import Request
+from specrun.request import Outcome, Request, longest
+from specrun.runners.cached import CachedTexts
 from specrun.runners.host import ModelRunner
 from specrun.sampling import Floats, Purpose, choose, exponentials, probabilities, race
 
 
-@dataclass
-class Proposal:
-    """What the draft proposes for one row; ``probs`` [g, V] is kept only where acceptance needs it."""
+class ModelDrafter(CachedTexts[ModelRunner]):
+    """See ``Drafter``. It draws with the target's own noise for token acceptance, else with noise of its own."""
 
-    tokens: list[int] = field(default_factory=list)
-    probs: list[Floats] = field(default_factory=list)
-    error: SpecError | None = None
-    """Why nothing more is proposed, and the request fails: the draft's logits are not numbers, say."""
-
-
-class Drafter:
-    """Draws from the draft model: with the target's own noise for token acceptance, else with noise of its own."""
-
-    def __init__(self, runner: ModelRunner, vocab_size: int, use_logits: bool) -> None:
-        self.runner = runner
+    def __init__(self, runner: ModelRunner, vocab_size: int, max_draft_len: int, use_logits: bool) -> None:
+        """vocab_size: the target's; ids beyond it are never proposed."""
+        super().__init__(runner)
         self._vocab_size = vocab_size
+        self._max_draft_len = max_draft_len
         self._use_logits = use_logits
 
+    def missing_bytes(self, requests: Sequence[Request], used: int) -> int:
+        """See ``Drafter``."""
+        return self.runner.missing_bytes(len(requests), longest(requests[used:], self._max_draft_len), used)
+
+    def admit(self, requests: Sequence[Request], first: int) -> None:
+        """See ``Drafter``."""
+        self.runner.reserve(first + len(requests), longest(requests, self._max_draft_len), first)
+        super().admit(requests, first)
+
+    def lag(self, requests: Sequence[Request]) -> int:
+        """See ``Drafter``."""
+        lacks = self.runner.rows.lacks([request.tokens for request in requests], 0)
+        return max(0, max(lacks) - FIRST_DRAFT_STEP_LEN)
+
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Proposal]:
-        """Draw ``counts[row]`` draft tokens, which follow the tokens of the request in each row."""
+        """See ``Drafter``. What follows a prompt, a rejection or full acceptance takes the same path."""
+        for row, request in enumerate(requests):
+            self.runner.rows.rewind(row, len(request.tokens) - 1)  # The last token's logits start the round.
         proposals = [Proposal() for _ in requests]
-        most = max(counts)
-        for step in range(most):
+        for step in range(max(counts)):
             if step == 0:
                 logits = self.runner.forward([request.tokens for request in requests], [1] * len(requests))
             else:
@@ -45,6 +54,20 @@ class Drafter:
                 if step < counts[row] and not proposal.error:
                     self._draw(logits[row, 0], request, proposal)
         return proposals
+
+    def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
+        """See ``Drafter``. The cache is valid as far as the draft tokens were accepted."""
+        for row, (request, outcome) in enumerate(zip(requests, outcomes, strict=True)):
+            accepted = 0 if isinstance(outcome, SpecError) else len(outcome.accepted)
+            self.runner.rows.rewind(row, len(request.tokens) + accepted)
+
+    def engine_time(self) -> tuple[float, int]:
+        """See ``Drafter``."""
+        return self.runner.seconds, self.runner.calls
+
+    def close(self) -> None:
+        """See ``Drafter``."""
+        self.runner.backend.close()
 
     def _draw(self, logits: Floats, request: Request, proposal: Proposal) -> None:
         """Add the token that follows the request's and those of ``proposal``; or why there is none."""

@@ -12,6 +12,7 @@ THREADS = {
     "judge_target": 1024,
     "accept": 1024,
     "log_probabilities": 1024,
+    "place_drafts": 1,
     "move_drafts": 1,
     "commit_records": 1,
     "copy_blocks": 256,

@@ -447,11 +447,14 @@ FUNCTION Verdict compare_logits(
     const float *target = target_logits + (i64)i * vocab, *draft = draft_logits + i * draft_row;
     i64 token = drafts[i];
     if (p[i].best < 0 || q[i].best < 0) return {i, -1};
+    auto drafted = [&](int v) {  // The probability that the draft gave to v.
+      if (q[i].temperature == 0) return v == q[i].best ? 1.0f : 0.0f;
+      return v < draft_vocab ? probability(q[i], draft[v]) : 0.0f;
+    };
     double u = uniform(seed, ACCEPT, position + i);
-    if (u * (double)probability(q[i], draft[token]) < (double)probability(p[i], target[token])) continue;
+    if (u * (double)drafted((int)token) < (double)probability(p[i], target[token])) continue;
     int following = race(team, vocab, seed, TARGET, position + i, [&](int v) {
-      float other = v < draft_vocab ? probability(q[i], draft[v]) : 0.0f;
-      return fmaxf(probability(p[i], target[v]) - other, 0.0f);
+      return fmaxf(probability(p[i], target[v]) - drafted(v), 0.0f);
     });
     // p == q up to rounding leaves nothing over; p is then the remainder's limit.
     if (following < 0) following = choose(team, target, vocab, p[i], seed, TARGET, position + i);
@@ -681,6 +684,21 @@ ROW_KERNEL void log_probabilities(
   found += (i64)place * (1 + MAX_LOGPROBS);
   if (team.rank() == 0) found[0] = {(int)token, log_probability(d, own[token])};
   likeliest(team, own, vocab, d, sampling[row].logprobs, found + 1);
+}
+
+// Draft tokens that the host proposes: uploads [B, 1 + draft_len], how many of a row and which. They are certain: q is 1.
+// One thread per row.
+KERNEL void place_drafts(
+    const i64* uploads, i64* tokens, int width, const Progress* progress, int draft_len, Sampling* sampling,
+    Distribution* q) {
+  int row = blockIdx.x;
+  const i64* upload = uploads + (i64)row * (1 + draft_len);
+  int count = (int)upload[0];
+  sampling[row].draft_len = count;
+  for (int i = 0; i < count; i++) {
+    tokens[(i64)row * width + progress[row].length + i] = upload[1 + i];
+    q[row * draft_len + i] = {0, (int)upload[1 + i], 0, 0, 1};
+  }
 }
 
 // Between two GPUs go only these: the draft tokens behind each row's text, from `tokens` to `packed` [B, draft_len] where

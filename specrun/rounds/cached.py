@@ -1,99 +1,72 @@
-"""What rounds of every kind have in common: two models whose caches hold the requests' texts, row by row."""
+"""What rounds of every kind have in common: the target's cached texts and a drafter, row by row."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
-from specrun.kv_cache.rows import CacheRows
+from specrun.drafters import RowDrafter
 from specrun.request import Request
+from specrun.runners.cached import AnyRunner, CachedTexts
+
+AnyDrafter = TypeVar("AnyDrafter", bound=RowDrafter)
 
 
-class Runner(Protocol):
-    """One model and its cache."""
+class CachedRound(Generic[AnyRunner, AnyDrafter]):
+    """See ``Round`` for its methods."""
 
-    rows: CacheRows
+    prefill_chunk_size: int
 
-    def read(self, texts: Sequence[Sequence[int]], first: int, most: int) -> None:
-        """Feed up to ``most`` more tokens of the texts in rows ``first ..``, where their rows lack any."""
-
-
-class Rows(Protocol):
-    """Something that requests have rows of."""
-
-    def swap(self, one: int, other: int) -> None:
-        """Exchange two rows."""
-
-
-AnyRunner = TypeVar("AnyRunner", bound=Runner)
-
-
-class CachedTexts(Generic[AnyRunner]):
-    """See ``Round`` for its methods. The last token of a text is never read ahead: its logits start a round."""
-
-    piece: int
-
-    def __init__(self, target: AnyRunner, draft: AnyRunner | None) -> None:
+    def __init__(self, target: AnyRunner, drafter: AnyDrafter | None) -> None:
         self.target = target
-        self.draft = draft
-        self.runners = [target, draft] if draft else [target]
+        self.drafter = drafter
+        self._texts = CachedTexts(target)
 
     def admit(self, requests: Sequence[Request], first: int) -> None:
         """See ``Round``."""
+        self._texts.admit(requests, first)
         for row, request in enumerate(requests, first):
-            known = [runner.rows.admit(row, request.tokens[:-1]) for runner in self.runners]
-            request.stats.cached = known[0]
+            request.stats.cached = self.target.rows.lengths[row]
+        if self.drafter:
+            self.drafter.admit(requests, first)
 
-    def gains(self, request: Request, others: Sequence[Request]) -> bool:
+    def should_wait_for_prefix(self, request: Request, others: Sequence[Request]) -> bool:
         """See ``Round``."""
-        return self.target.rows.prefixes.gains(request.tokens[:-1], [other.tokens[:-1] for other in others])
+        return self._texts.should_wait_for_prefix(request, others)
 
-    def read(self, requests: Sequence[Request], first: int, draft: bool, awaited: bool) -> list[bool]:
+    def prefill(self, requests: Sequence[Request], first: int, draft: bool, chunked: bool) -> list[bool]:
         """See ``Round``. All of them read equally much, so that a short one waits for no long one."""
-        texts = [request.tokens[:-1] for request in requests]
-        runners = self.runners if draft else [self.target]
+        drafter = self.drafter if draft else None
 
-        def lacks() -> list[int]:
-            return [
-                max(models) for models in zip(*(runner.rows.lacks(texts, first) for runner in runners), strict=True)
-            ]
+        def unread() -> list[int]:
+            left = self._texts.unread(requests, first)
+            return list(map(max, left, drafter.unread(requests, first))) if drafter else left
 
-        piece = max(1, self.piece // len(texts))
-        most = piece if awaited else max(piece, min(lacks()))
-        for runner in runners:
-            runner.read(texts, first, most)
-        return [not lack for lack in lacks()]
+        chunk = max(1, self.prefill_chunk_size // len(requests))
+        most = chunk if chunked else max(chunk, min(unread()))
+        self._texts.prefill(requests, first, most)
+        if drafter:
+            drafter.prefill(requests, first, most)
+        return [not left for left in unread()]
 
-    def backlog(self, requests: Sequence[Request]) -> int:
-        """See ``Round``. A round's first draft step feeds the last two tokens."""
-        lacks = self.draft.rows.lacks([request.tokens for request in requests], 0) if self.draft else [0]
-        return max(0, max(lacks) - 2)
-
-    def keep(self, request: Request, row: int) -> None:
+    def draft_lag(self, requests: Sequence[Request]) -> int:
         """See ``Round``."""
-        for runner in self.runners:
-            runner.rows.keep(row, request.tokens[:-1])
+        return self.drafter.lag(requests) if self.drafter else 0
+
+    def cache_prefix(self, request: Request, row: int) -> None:
+        """See ``Round``."""
+        self._texts.cache_prefix(request, row)
+        if self.drafter:
+            self.drafter.cache_prefix(request, row)
 
     def swap(self, one: int, other: int) -> None:
-        """See ``Round``. Where it is broken off the rows hold nothing, since nobody knows what."""
-        try:
-            for holder in self._row_holders():
-                holder.swap(one, other)
-        except BaseException:
-            for runner in self.runners:
-                runner.rows.rewind(one, 0)
-                runner.rows.rewind(other, 0)
-            raise
-
-    def forget(self, request: Request, row: int) -> None:
         """See ``Round``."""
-        if request.error is None:
-            self.keep(request, row)
-        for runner in self.runners:
-            if request.error:
-                runner.rows.cache.clear(row)  # What is not a number would spread to the row's next text.
-            runner.rows.rewind(row, 0)
+        self._texts.swap(one, other)
+        if self.drafter:
+            self.drafter.swap(one, other)
 
-    def _row_holders(self) -> Sequence[Rows]:
-        """Everything that has rows."""
-        return [runner.rows for runner in self.runners]
+    def release(self, request: Request, row: int) -> None:
+        """See ``Round``."""
+        self._texts.release(request, row)
+        if self.drafter:
+            self.drafter.release(request, row)

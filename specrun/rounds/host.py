@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from specrun.acceptance import accept_logits, accept_tokens
-from specrun.drafters.model import Drafter, Proposal
+from specrun.acceptance import accept_logits, accept_tokens, certain
+from specrun.drafters import Drafter, Proposal
 from specrun.errors import BackendError, SpecError, as_spec_error
 from specrun.host_memory import shortage
-from specrun.request import Outcome, Request
-from specrun.rounds.cached import CachedTexts
+from specrun.request import Outcome, Request, longest
+from specrun.rounds import EngineTimes
+from specrun.rounds.cached import CachedRound
 from specrun.runners.host import ModelRunner
 from specrun.sampling import (
     NOT_NUMBERS,
@@ -25,57 +26,71 @@ from specrun.sampling import (
 )
 
 
-class HostRound(CachedTexts[ModelRunner]):
+class HostRound(CachedRound[ModelRunner, Drafter]):
     """See ``Round``."""
 
-    piece = 64  # Processors take nearly a token's time for every token.
+    prefill_chunk_size = 64  # Processors take nearly a token's time for every token.
 
-    def __init__(self, target: ModelRunner, draft: ModelRunner | None, draft_len: int, use_logits: bool) -> None:
-        super().__init__(target, draft if draft_len else None)
-        self.settled = False
+    def __init__(self, target: ModelRunner, drafter: Drafter | None, max_draft_len: int, use_logits: bool) -> None:
+        super().__init__(target, drafter if max_draft_len else None)
+        self.is_steady_state = False
         self._seen: set[tuple[int, int]] = set()
-        self.draft_len = draft_len
+        self.max_draft_len = max_draft_len
         self.use_logits = use_logits
-        self.drafter = Drafter(self.draft, target.vocab_size, use_logits) if self.draft else None
+
+    @property
+    def host_target(self) -> ModelRunner:
+        """See ``Round``."""
+        return self.target
+
+    def engine_times(self) -> EngineTimes:
+        """See ``Round``."""
+        draft = self.drafter.engine_time() if self.drafter else (0.0, 0)
+        return EngineTimes(self.target.seconds, self.target.calls, *draft)
 
     def memory_shortage(self, requests: Sequence[Request], used: int) -> SpecError | None:
         """See ``Round``."""
-        size = sum(runner.missing_bytes(len(requests), self._longest(requests[used:]), used) for runner in self.runners)
+        size = self.target.missing_bytes(len(requests), longest(requests[used:], self.max_draft_len), used)
+        size += self.drafter.missing_bytes(requests, used) if self.drafter else 0
         advice = "ask for shorter outputs, or build with a smaller --max_batch_size"
         return shortage(f"caches for {len(requests)} requests", size, advice) if size else None
 
     def admit(self, requests: Sequence[Request], first: int) -> None:
         """See ``Round``."""
-        for runner in self.runners:
-            runner.reserve(first + len(requests), self._longest(requests), first)
+        self.target.reserve(first + len(requests), longest(requests, self.max_draft_len), first)
         super().admit(requests, first)
 
     def step(self, requests: Sequence[Request], draft_len: int) -> list[Outcome | SpecError]:
         """See ``Round``. What follows a prompt, a rejection or full acceptance takes the same path."""
-        shape = (len(requests), draft_len)
-        self.settled = shape in self._seen  # An engine's first call of a shape takes longer.
+        proposals = self._propose(requests, draft_len)
+        drafts = [proposal.tokens for proposal in proposals]
+        shape = (len(requests), max(map(len, drafts)))
+        self.is_steady_state = shape in self._seen  # An engine's first call of a shape takes longer.
         self._seen.add(shape)
         for row, request in enumerate(requests):
-            for runner in self.runners:
-                # The last committed token is fed again at most once: its logits start the round.
-                runner.rows.rewind(row, len(request.tokens) - 1)
-        counts = [request.draft_count(draft_len) for request in requests]
-        proposals = self.drafter.propose(requests, counts) if self.drafter else [Proposal() for _ in requests]
-        drafts = [proposal.tokens for proposal in proposals]
-        wanted = [len(tokens) + 1 for tokens in drafts]
-        logits = self.target.forward([request.tokens for request in requests], wanted, drafts)
-        return [
-            self._outcome(request, proposals[row], logits[row, : wanted[row]]) for row, request in enumerate(requests)
+            # The last committed token is fed again at most once: its logits start the round.
+            self.target.rows.rewind(row, len(request.tokens) - 1)
+        num_logits = [len(tokens) + 1 for tokens in drafts]
+        logits = self.target.forward([request.tokens for request in requests], num_logits, drafts)
+        outcomes = [
+            self._outcome(request, proposals[row], logits[row, : num_logits[row]])
+            for row, request in enumerate(requests)
         ]
+        if self.drafter:
+            self.drafter.observe(requests, outcomes, draft_len)
+        return outcomes
 
     def close(self) -> None:
         """See ``Round``."""
-        for runner in self.runners:
-            runner.backend.close()
+        self.target.backend.close()
+        if self.drafter:
+            self.drafter.close()
 
-    def _longest(self, requests: Sequence[Request]) -> int:
-        """Positions that the longest of them may need."""
-        return max(len(request.tokens) + request.remaining for request in requests) + self.draft_len + 1
+    def _propose(self, requests: Sequence[Request], draft_len: int) -> list[Proposal]:
+        counts = [request.num_draft_tokens(draft_len) for request in requests]
+        if self.drafter and any(counts):
+            return self.drafter.propose(requests, counts)
+        return [Proposal() for _ in requests]
 
     def _outcome(self, request: Request, proposal: Proposal, logits: Floats) -> Outcome | SpecError:
         """``_accept``, or what went wrong with this request alone."""
@@ -101,7 +116,8 @@ class HostRound(CachedTexts[ModelRunner]):
         else:
             target = (probabilities(row, params) for row in adjusted)
             uniforms = (uniform(params.seed, Purpose.ACCEPT, position + i) for i in range(len(drafts)))
-            accepted, weights = accept_logits(drafts, proposal.probs, target, uniforms)
+            probs = proposal.probs or certain(drafts, logits.shape[1])
+            accepted, weights = accept_logits(drafts, probs, target, uniforms)
             following = race(weights, exponentials(params.seed, Purpose.TARGET, position + accepted, len(weights)))
         logprobs = None
         if request.logprobs is not None:

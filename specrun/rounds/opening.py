@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from specrun.backends import DeviceBackend, open_device_backend, open_host_backend
@@ -12,16 +14,21 @@ from specrun.config import DraftTargetConfig
 from specrun.device_memory import Need, blocks_that_fit, need, require_room
 from specrun.devices.cuda import CudaDevice
 from specrun.devices.driver import why_no_gpu
+from specrun.drafters import Drafter
+from specrun.drafters.device_model import device_model_drafter
+from specrun.drafters.model import ModelDrafter
+from specrun.drafters.ngram import NgramDrafter
+from specrun.drafters.uploaded import UploadedDrafter
 from specrun.engine_dir import EngineConfig
 from specrun.errors import BackendError, PairError
 from specrun.host_memory import free_memory, shortage
 from specrun.kv_cache import BLOCK
 from specrun.rounds import Round
-from specrun.rounds.device import DeviceRound
+from specrun.rounds.device import DeviceRound, MakeDrafter
 from specrun.rounds.host import HostRound
 from specrun.runners.host import ModelRunner
 
-_KEPT_SHARE = 0.25
+_CACHED_SHARE = 0.25
 """Of the memory that weights leave free, that past texts take by default, on the CPU."""
 
 
@@ -43,27 +50,36 @@ def open_round(
     config: DraftTargetConfig,
     show: Callable[[int, int], None] = lambda _done, _of: None,
 ) -> Round:
-    """Load both engines, ``draft_len`` draft tokens a round, for ``rows`` rows at most.
+    """Load the engines, at most ``draft_len`` draft tokens a round, for ``rows`` rows at most.
 
-    ``show`` is told how many steps of a warm-up, of how many, are done. Raises PairError, EngineDirError and
-    BackendError.
+    Without a draft engine, ``config`` says what drafts. ``show`` is told how many steps of a warm-up, of how many, are
+    done. Raises PairError, EngineDirError and BackendError.
     """
-    engines = [target, *([draft] if draft else [])]
-    kinds = {engine.config.backend.device for engine in engines}
-    if len(kinds) > 1:
+    on_host = target.config.backend.device == "cpu"
+    if on_host and draft and draft.config.backend.device != "cpu":
         raise PairError(
-            f"{target.directory} runs on {target.config.backend.device}, {engines[1].directory} on "
-            f"{engines[1].config.backend.device}; build both for the same kind of device"
+            f"{target.directory} runs on the CPU, {draft.directory} on {draft.config.backend.device}; build both for "
+            "the CPU, or the target for the GPU"
         )
-    if kinds == {"cpu"}:
-        kept = _kept_blocks_on_host(engines, rows, config)
-        shared = config.shared_thread_pool
-        runners = [ModelRunner(open_host_backend(engine.directory, engine.config, kept, shared)) for engine in engines]
-        return HostRound(runners[0], runners[1] if draft else None, draft_len, config.use_logits)
-    return _open_on_gpus(engines, draft_len, rows, config, show)
+    if not on_host:
+        return _open_on_gpus(target, draft, draft_len, rows, config, show)
+    blocks = _cached_blocks_on_host([target, draft] if draft else [target], rows, config)
+    runner = ModelRunner(open_host_backend(target.directory, target.config, blocks, config.shared_thread_pool))
+    drafter = _host_drafter(draft, draft_len, blocks, runner.vocab_size, config)
+    return HostRound(runner, drafter, draft_len, config.use_logits)
 
 
-def _kept_blocks(target: Engine, rows: int, config: DraftTargetConfig) -> int:
+def _host_drafter(
+    draft: Engine | None, draft_len: int, blocks: int, vocab_size: int, config: DraftTargetConfig
+) -> Drafter | None:
+    """vocab_size: the target's."""
+    if draft:
+        backend = open_host_backend(draft.directory, draft.config, blocks, config.shared_thread_pool)
+        return ModelDrafter(ModelRunner(backend), vocab_size, draft_len, config.use_logits)
+    return NgramDrafter() if config.draft == "ngram" else None
+
+
+def _cached_blocks(target: Engine, rows: int, config: DraftTargetConfig) -> int:
     """Blocks that each model keeps of past texts."""
     tokens = config.max_tokens_in_kv_cache
     if tokens is None:
@@ -71,16 +87,16 @@ def _kept_blocks(target: Engine, rows: int, config: DraftTargetConfig) -> int:
     return tokens // BLOCK if config.reuse_blocks else 0
 
 
-def _kept_blocks_on_host(engines: list[Engine], rows: int, config: DraftTargetConfig) -> int:
-    """``_kept_blocks``, or by default what fits. Raises BackendError where weights, or blocks asked for, do not."""
+def _cached_blocks_on_host(engines: list[Engine], rows: int, config: DraftTargetConfig) -> int:
+    """``_cached_blocks``, or by default what fits. Raises BackendError where weights, or blocks asked for, do not."""
     weights = sum(engine.config.weight_bytes for engine in engines)
-    kept = _kept_blocks(engines[0], rows, config)
+    kept = _cached_blocks(engines[0], rows, config)
     block = sum(engine.config.graph.cache_bytes(1, BLOCK) for engine in engines)
     if error := shortage("weights", weights, "use a smaller model"):
         raise error
     if config.max_tokens_in_kv_cache is None:
         free = free_memory()
-        return kept if free is None else min(kept, int(_KEPT_SHARE * (free - weights)) // block)
+        return kept if free is None else min(kept, int(_CACHED_SHARE * (free - weights)) // block)
     what = f"weights and {kept * BLOCK} tokens of past texts"
     if error := shortage(what, weights + kept * block, "give a smaller --max_tokens_in_kv_cache"):
         raise error
@@ -88,56 +104,73 @@ def _kept_blocks_on_host(engines: list[Engine], rows: int, config: DraftTargetCo
 
 
 def _open_on_gpus(
-    engines: list[Engine], draft_len: int, rows: int, config: DraftTargetConfig, show: Callable[[int, int], None]
+    target: Engine,
+    draft: Engine | None,
+    draft_len: int,
+    rows: int,
+    config: DraftTargetConfig,
+    show: Callable[[int, int], None],
 ) -> Round:
-    for engine in engines:
+    on_gpus = [engine for engine in (target, draft) if engine and engine.config.backend.device != "cpu"]
+    for engine in on_gpus:
         if reason := why_no_gpu(engine.gpu):
             raise BackendError(
                 f"{engine.directory}: an engine of {engine.config.backend.name} for GPU {engine.gpu}: {reason}; "
                 "'specbuild engine --backend onnxruntime' builds one for the CPU"
             )
-    kept = _kept_blocks(engines[0], rows, config)
-    devices: dict[int, CudaDevice] = {}
-    backends: list[DeviceBackend] = []
-    try:
-        for engine in engines:
-            if engine.gpu not in devices:
-                devices[engine.gpu] = CudaDevice(engine.gpu)
-        if len(devices) > 1:
-            # In both directions: drafts go to the target, what it committed goes back.
-            here, there = devices.values()
-            here.connect(there)
-            there.connect(here)
-        asked = kept if config.max_tokens_in_kv_cache is not None else 0
-        apart = len(devices) > 1
-        needs = {engine.role: _need(engine, draft_len, rows, apart, asked) for engine in engines}
-        _require_room(engines, needs, devices, config)
-        for engine in engines:
-            backends.append(open_device_backend(engine.directory, engine.config, devices[engine.gpu]))
+    blocks = _cached_blocks(target, rows, config)
+    asked = blocks if config.max_tokens_in_kv_cache is not None else 0
+    with ExitStack() as opened:
+        devices = _open_devices(on_gpus, opened)
+        needs = {engine.role: _need(engine, draft_len, rows, len(devices) > 1, asked) for engine in on_gpus}
+        _require_room(on_gpus, needs, devices, config)
+        backends: dict[str, DeviceBackend] = {}
+        for engine in on_gpus:
+            backend = open_device_backend(engine.directory, engine.config, devices[engine.gpu])
+            backends[engine.role] = backend
+            opened.callback(backend.close)
             # From here on weights are no estimate: they are what is gone.
-            needs[engine.role] = replace(needs[engine.role], weights=0, workspace=backends[-1].workspace_bytes)
-        _require_room(engines, needs, devices, config)
-        draft = backends[1] if len(backends) > 1 else None
-        round_ = DeviceRound(backends[0], draft, draft_len, config.use_logits, rows, config.cuda_graph)
-    except BaseException:
-        for backend in backends:
-            backend.close()
-        for device in devices.values():
-            device.close()
-        raise
+            needs[engine.role] = replace(needs[engine.role], weights=0, workspace=backend.workspace_bytes)
+        _require_room(on_gpus, needs, devices, config)
+        make_drafter: MakeDrafter | None = None
+        if draft and draft in on_gpus:
+            make_drafter = partial(device_model_drafter, backends["draft"], config.cuda_graph)
+        else:
+            on_host = _cached_blocks_on_host([draft], rows, config) if draft else 0
+            vocab_size = target.config.graph.vocab_size
+            if host_drafter := _host_drafter(draft, draft_len, on_host, vocab_size, config):
+                opened.callback(host_drafter.close)
+                make_drafter = partial(UploadedDrafter, host_drafter)
+        round_ = DeviceRound(backends["target"], make_drafter, draft_len, config.use_logits, rows, config.cuda_graph)
+        opened.pop_all()  # The round owns them now.
     try:
         if config.warm_up:
             round_.warm_up(show)
         for number, device in devices.items() if not asked else ():
-            own = [engine.config for engine in engines if engine.gpu == number]
+            own = [engine.config for engine in on_gpus if engine.gpu == number]
             free = device.free_memory()[0]
-            kept = min(kept, blocks_that_fit(free, config.kv_cache_free_gpu_memory_fraction, own))
-        round_.allocate_pools(kept)
+            blocks = min(blocks, blocks_that_fit(free, config.kv_cache_free_gpu_memory_fraction, own))
+        round_.allocate_pools(blocks)
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # They hold execution contexts, which must go before engines.
         round_.close()
         raise
     return round_
+
+
+def _open_devices(engines: list[Engine], opened: ExitStack) -> dict[int, CudaDevice]:
+    """The GPUs of ``engines`` by number, which reach each other's memory."""
+    devices: dict[int, CudaDevice] = {}
+    for engine in engines:
+        if engine.gpu not in devices:
+            devices[engine.gpu] = CudaDevice(engine.gpu)
+            opened.callback(devices[engine.gpu].close)
+    if len(devices) > 1:
+        # In both directions: drafts go to the target, what it committed goes back.
+        here, there = devices.values()
+        here.connect(there)
+        there.connect(here)
+    return devices
 
 
 def _need(engine: Engine, draft_len: int, rows: int, apart: bool, blocks: int) -> Need:

@@ -10,8 +10,8 @@ from specrun.devices import Device
 from specrun.errors import BackendError
 
 
-class Recordings:
-    """Recordings by key. Work of a key is the same every time: kernels, shapes and addresses."""
+class Captures:
+    """Captured work by key. Work of a key is the same every time: kernels, shapes and addresses."""
 
     def __init__(self, enabled: bool, backends: Sequence[DeviceBackend]) -> None:
         """enabled: whether to record where ``backends`` and devices can."""

@@ -8,6 +8,8 @@ import numpy as np
 
 from specrun.backends import DeviceBackend, Feed
 from specrun.devices import DeviceArray
+from specrun.errors import BackendError
+from specrun.kernels import MAX_VOCAB
 from specrun.kv_cache.rows import CacheRows
 from specrun.runners.device_batch import DeviceRows
 from specrun.runners.host import arrange
@@ -16,22 +18,25 @@ from specrun.runners.host import arrange
 class DeviceRunner:
     """Feeds one model on its device, and owns the memory it is fed from."""
 
-    def __init__(self, backend: DeviceBackend, rows: int, positions: int, steps: int) -> None:
-        """Allocate what ``rows`` rows at most need, but for blocks of past texts.
+    def __init__(self, backend: DeviceBackend, rows: int, query_len: int, num_logits: int, steps: int) -> None:
+        """Allocate what ``rows`` rows at most need, but for the prefix cache. Raises BackendError.
 
-        positions: most tokens of a row in one call of a round; steps: calls whose logits are kept.
+        query_len, num_logits: most tokens and logits of a row in one call of a round; steps: calls whose logits are
+        kept.
         """
         build = backend.config.build_config
         self.backend = backend
         self.device = backend.device
         self.vocab = backend.config.graph.vocab_size
+        if self.vocab > MAX_VOCAB:
+            raise BackendError(f"a vocabulary of {self.vocab}; the kernels serve at most {MAX_VOCAB}")
         backend.allocate_cache()
         self.rows = CacheRows(backend.cache)
-        self.input_ids = self.device.zeros((rows, max(positions + 1, build.max_input_len)), np.int64)
+        self.input_ids = self.device.zeros((rows, max(query_len, build.max_input_len)), np.int64)
         self.write_indices = self.device.zeros((rows,), np.int64)
-        self.logits_indices = self.device.zeros((rows, positions), np.int64)
+        self.logits_indices = self.device.zeros((rows, num_logits), np.int64)
         # Engines want aligned addresses: a step's logits begin at a multiple of 256 bytes.
-        self.step_stride = -(-rows * positions * self.vocab // 64) * 64
+        self.step_stride = -(-rows * num_logits * self.vocab // 64) * 64
         self.logits = self.device.zeros((steps, self.step_stride), np.float32)
 
     def allocate_pool(self, blocks: int) -> None:

@@ -34,6 +34,9 @@ SAMPLING = np.dtype(
     ]
 )
 PROGRESS = np.dtype([("length", "<i4"), ("remaining", "<i4")])
+DISTRIBUTION = np.dtype(
+    [("peak", "<f4"), ("best", "<i4"), ("temperature", "<f4"), ("smallest", "<f4"), ("total", "<f4")]
+)
 TOKEN_VALUE = np.dtype([("id", "<i4"), ("value", "<f4")])
 
 IN_PROMPT = np.uint32(1 << 31)
@@ -42,13 +45,27 @@ IN_PROMPT = np.uint32(1 << 31)
 class DeviceRows:
     """The rows of a round on one device. The target's device decides; a draft's own device commits what it is told.
 
-    positions: of a row that one kernel works on, at most.
+    width: tokens of a row, drafts included; positions: of a row that one kernel works on, at most; max_draft_len and
+    use_logits: for requests that do not say.
     """
 
-    def __init__(self, device: Device, rows: int, width: int, vocab: int, positions: int) -> None:
+    def __init__(
+        self,
+        device: Device,
+        max_rows: int,
+        width: int,
+        vocab: int,
+        positions: int,
+        max_draft_len: int,
+        use_logits: bool,
+    ) -> None:
         self.device = device
+        self.max_rows = max_rows
         self.width = width
         self.vocab = vocab
+        self.max_draft_len = max_draft_len
+        self.use_logits = use_logits
+        rows = max_rows
         self.tokens = device.zeros((rows, width), np.int64)
         self.progress = device.zeros((rows,), PROGRESS)
         self.sampling = device.zeros((rows,), SAMPLING)
@@ -58,18 +75,26 @@ class DeviceRows:
         self.counts = device.zeros((rows, vocab), np.uint32)
         self.biases = device.zeros((rows, MAX_BIASES), TOKEN_VALUE)
 
-    def begin(self, first: int, requests: Sequence[Request], draft_len: int, use_logits: bool) -> None:
-        """Write down the first state of the rows from ``first`` on, which rest until ``wake``.
+    def on(self, device: Device) -> DeviceRows:
+        """Rows of the same sizes on another device, for a drafter there."""
+        return DeviceRows(device, self.max_rows, self.width, self.vocab, 1, self.max_draft_len, self.use_logits)
 
-        The last two are for requests that do not say.
+    def batch_size(self, count: int) -> int:
+        """The size of the round for ``count`` requests: 1, 2, 4, .., which bounds how many kinds there are to prepare.
+
+        What the rows behind them hold rests, or belongs to nobody.
         """
+        return min(1 << (count - 1).bit_length(), self.max_rows)
+
+    def begin(self, first: int, requests: Sequence[Request]) -> None:
+        """Write down the first state of the rows from ``first`` on, which rest until ``wake``."""
         tokens = np.zeros((len(requests), self.width), np.int64)
         progress, sampling = np.zeros(len(requests), PROGRESS), np.zeros(len(requests), SAMPLING)
         stop_ids = np.zeros((len(requests), MAX_STOP_IDS), np.int64)
         for row, request in enumerate(requests):
             tokens[row, : len(request.tokens)] = request.tokens
             progress[row] = (len(request.tokens), 0)
-            sampling[row] = _sampling(request, draft_len, use_logits)
+            sampling[row] = _sampling(request, self.max_draft_len, self.use_logits)
             stop_ids[row, : len(request.stop_ids)] = sorted(request.stop_ids)
         written = (self.tokens, tokens), (self.progress, progress), (self.sampling, sampling), (self.stop_ids, stop_ids)
         for array, values in written:
@@ -88,6 +113,14 @@ class DeviceRows:
         for array in arrays:
             row = math.prod(array.shape[1:])
             swap(self.device, *(array.part(number * row, (row,)) for number in (one, other)))
+
+    def place_drafts(self, batch: int, draft_len: int, uploads: DeviceArray, distributions: DeviceArray) -> None:
+        """Queue the host's draft tokens: ``uploads`` [batch, 1 + draft_len], how many of a row and which.
+
+        ``distributions`` [batch, draft_len] become certainty.
+        """
+        own = (uploads, self.tokens, self.width, self.progress, draft_len, self.sampling, distributions)
+        self.device.launch("place_drafts", (batch, 1, 1), *own)
 
     def move_drafts(self, batch: int, draft_len: int, packed: DeviceArray, unpacking: bool) -> None:
         """Queue a copy of the draft tokens of ``batch`` rows to ``packed`` [batch, draft_len], or from it."""

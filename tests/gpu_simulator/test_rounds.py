@@ -155,7 +155,7 @@ def settled_rounds(decoder: SpeculativeDecoder, some: Sequence[Request]) -> list
     while len(decoder.scheduler):
         before = {call: gpus.calls(call) for call in CALLS}
         decoder.scheduler.step()
-        if decoder.scheduler.round.settled:
+        if decoder.scheduler.round.is_steady_state:
             found.append({call: gpus.calls(call) - before[call] for call in CALLS})
     return found
 

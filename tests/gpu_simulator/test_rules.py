@@ -314,16 +314,16 @@ def test_mistakes_with_tensorrt(pair: Path, monkeypatch: pytest.MonkeyPatch, nam
 
 def test_a_shape_is_not_captured_before_it_has_run(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A round that is recorded the first time has contexts that were not warmed up; pieces go on."""
-    from specrun.runners.capture import Recordings
+    from specrun.runners.capture import Captures
 
     expected = generate(pair)
-    own = Recordings.queue
+    own = Captures.queue
 
-    def eager(self: Recordings, device: Any, key: Any, work: Any) -> bool:
+    def eager(self: Captures, device: Any, key: Any, work: Any) -> bool:
         self._seen.add(key)
         return own(self, device, key, work)
 
-    monkeypatch.setattr(Recordings, "queue", eager)
+    monkeypatch.setattr(Captures, "queue", eager)
     with pytest.warns(UserWarning, match="cannot be recorded"):
         assert generate(pair) == expected
     breaks("the capture of a shape that this context has not run before|a switch of profiles in a capture")

@@ -77,8 +77,8 @@ class _Calls:
         self.bandwidth = bandwidth
         build = self.config.build_config
         self.rows = build.max_batch_size
-        self.runner = DeviceRunner(backend, self.rows, build.max_draft_len + 1, 1)
-        self.texts = DeviceRows(device, self.rows, build.cache_length, self.config.graph.vocab_size, 1)
+        self.runner = DeviceRunner(backend, self.rows, max(2, build.max_draft_len + 1), build.max_draft_len + 1, 1)
+        self.texts = DeviceRows(device, self.rows, build.cache_length, self.config.graph.vocab_size, 1, 0, False)
 
     def measure_round(self, results: Results, batch: int, sequence: int) -> None:
         """A round's call of ``sequence`` tokens and as many logits, behind short and long texts."""

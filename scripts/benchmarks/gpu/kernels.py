@@ -65,10 +65,10 @@ def _prepare(device: Device, rows: int, vocab: int) -> tuple[DeviceRows, dict[st
     logits, draft_logits = (device.zeros((rows, count, vocab), np.float32) for count in (g + 1, g))
     for array in (logits, draft_logits):
         device.write(array, (rng.normal(size=array.shape) * 3).astype(np.float32))
-    state = DeviceRows(device, rows, _WIDTH, vocab, g + 1)
+    state = DeviceRows(device, rows, _WIDTH, vocab, g + 1, g, use_logits=False)
     # Kernels do nothing for rows that want no penalties or log-probabilities; here all want everything.
     params = SamplingParams(presence_penalty=0.5, logit_bias={1: 1.0})
-    state.begin(0, [Request([1] * 8, params, 1, draft_len=g, logprobs=MAX_LOGPROBS) for _ in range(rows)], g, False)
+    state.begin(0, [Request([1] * 8, params, 1, draft_len=g, logprobs=MAX_LOGPROBS) for _ in range(rows)])
     p, q = device.zeros((rows, g + 1), DISTRIBUTION), device.zeros((rows, g), DISTRIBUTION)
     chosen, records = device.zeros((rows, g + 1), np.int32), device.zeros((rows, 3 + g), np.int64)
     adjusted = device.zeros((rows, g + 1, vocab), np.float32)

@@ -16,6 +16,7 @@ from scripts.benchmarks.gpu.soak import soak
 from scripts.benchmarks.gpu.timing import Replays, copy_bandwidth, cuda_device, mean_seconds, watch_replays
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
+from specrun.drafters.device_model import DeviceModelDrafter
 from specrun.request import Request
 from specrun.rounds.device import DeviceRound
 from specrun.sampling import SamplingParams
@@ -95,7 +96,7 @@ def _measure(
             round_overhead=1 - inside / wall,
         )
     engines, alpha = results.figures["engines"], results.figures["acceptance_rate"]
-    step, g = engines["target_step_us"], rounds.draft_len
+    step, g = engines["target_step_us"], rounds.max_draft_len
     costs = (engines["draft_steps_us"] / g / step, engines["verify_us"] / step)
     results.put(predicted_speedup=predicted_speedup(alpha, g, *costs))
 
@@ -145,9 +146,9 @@ def decode(decoder: SpeculativeDecoder, requests: Sequence[Request], draft_len: 
 
 def time_engines(rounds: DeviceRound, batch: int, bandwidth: float) -> Figures:
     """Microseconds of the engines' own calls, as a round makes them, and what of the bandwidth a step reaches."""
-    if rounds.draft is None:
-        raise TypeError("a round without a draft")
-    g, target, draft = rounds.draft_len, rounds.target, rounds.draft
+    if not isinstance(rounds.drafter, DeviceModelDrafter):
+        raise TypeError("a round without a draft model on a GPU")
+    g, target, draft = rounds.max_draft_len, rounds.target, rounds.drafter.runner
 
     def seconds(runner: object, *call: int) -> float:
         own = draft if runner is draft else target

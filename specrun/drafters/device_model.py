@@ -1,0 +1,172 @@
+"""A draft model on a device: the target's, or one of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from specrun.backends import DeviceBackend
+from specrun.contract import FIRST_DRAFT_STEP_LEN
+from specrun.devices import Device, DeviceArray
+from specrun.drafters import DraftProbs
+from specrun.errors import SpecError
+from specrun.request import Outcome, Request
+from specrun.runners.cached import CachedTexts
+from specrun.runners.capture import Captures
+from specrun.runners.device import DeviceRunner
+from specrun.runners.device_batch import DISTRIBUTION, DeviceRows
+
+
+class DeviceModelDrafter(CachedTexts[DeviceRunner]):
+    """See ``DeviceDrafter``. On the target's device, drafting is captured together with the round."""
+
+    def __init__(self, backend: DeviceBackend, rows: DeviceRows) -> None:
+        """rows: the round's, to which the draft tokens are written."""
+        super().__init__(DeviceRunner(backend, rows.max_rows, FIRST_DRAFT_STEP_LEN, 1, rows.max_draft_len))
+        self.devices: Sequence[Device] = [backend.device]
+        self.captured: Sequence[DeviceBackend] = [backend]
+        self._rows = rows
+        distributions = backend.device.zeros((rows.max_rows, rows.max_draft_len), DISTRIBUTION)
+        vocab = min(self.runner.vocab, rows.vocab)  # Ids beyond the target's are never proposed.
+        self._drawn = DraftProbs(distributions, self.runner.logits, self.runner.step_stride, self.runner.vocab, vocab)
+        self.probs = self._drawn
+
+    def warm_up(self) -> None:
+        """See ``DeviceDrafter``."""
+        self.runner.warm_up(self._rows.max_rows)
+
+    def save_kernels(self) -> None:
+        """See ``DeviceDrafter``."""
+        self.runner.backend.save_kernels()
+
+    def allocate_pool(self, blocks: int) -> None:
+        """See ``DeviceDrafter``."""
+        self.runner.allocate_pool(blocks)
+
+    def wake(self, row: int, request: Request) -> None:
+        """See ``DeviceDrafter``. The round's rows are woken by the round."""
+
+    def lag(self, requests: Sequence[Request]) -> int:
+        """See ``DeviceDrafter``."""
+        lacks = self.runner.rows.lacks([request.tokens for request in requests], 0)
+        return max(0, max(lacks) - FIRST_DRAFT_STEP_LEN)
+
+    def prepare(self, requests: Sequence[Request], draft_len: int) -> int:
+        """See ``DeviceDrafter``. The draft reads what it has missed, up to what the first step feeds."""
+        if draft_len:
+            texts = [request.tokens[:-FIRST_DRAFT_STEP_LEN] for request in requests]
+            longest = max(map(len, texts))
+            for row, text in enumerate(texts):
+                self.runner.rows.rewind(row, len(text))
+            while any(self.runner.rows.lacks(texts, 0)):
+                self.runner.read(texts, 0, longest)
+        return draft_len
+
+    def queue_ahead(self, batch: int, draft_len: int, sends_logits: bool) -> bool:
+        """See ``DeviceDrafter``."""
+        return True
+
+    def queue(self, batch: int, draft_len: int) -> None:
+        """See ``DeviceDrafter``."""
+        self._draft(batch, draft_len)
+
+    def queue_behind(self, batch: int, draft_len: int, records: DeviceArray) -> None:
+        """See ``DeviceDrafter``."""
+
+    def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
+        """See ``DeviceDrafter``. The last draft token was not fed."""
+        for row, (request, outcome) in enumerate(zip(requests, outcomes, strict=True) if draft_len else ()):
+            accepted = 0 if isinstance(outcome, SpecError) else len(outcome.accepted)
+            self.runner.rows.lengths[row] = len(request.tokens) + max(0, accepted - 1)
+
+    def close(self) -> None:
+        """See ``DeviceDrafter``."""
+        self.runner.backend.close()
+
+    def _draft(self, batch: int, draft_len: int) -> None:
+        """Draft ``draft_len`` tokens of rows 0 .. batch, one step after the other."""
+        rows, drawn = self._rows, self._drawn
+        for step in range(draft_len):
+            # The first step feeds as many tokens always: feeding one again changes nothing, and shapes stay the same.
+            offset, count = (-FIRST_DRAFT_STEP_LEN, FIRST_DRAFT_STEP_LEN) if step == 0 else (step - 1, 1)
+            logits = self.runner.forward(batch, rows, offset, count, step - 1, 1, step)
+            rows.adjust(logits, drawn.vocab, step, draft_len, logits)
+            own = (*rows.state(draft_len), step, drawn.distributions)
+            rows.launch("draw_draft", batch, 1, logits, drawn.row_stride, drawn.vocab, *own)
+
+
+class RemoteModelDrafter(DeviceModelDrafter):
+    """See ``DeviceDrafter``. On another device than the target's, it has rows of its own there.
+
+    Draft tokens go to the target's device before they are verified; what was committed comes back.
+    """
+
+    def __init__(self, backend: DeviceBackend, rows: DeviceRows, captures: bool) -> None:
+        """rows: the round's, on the target's device; captures: whether drafting is captured."""
+        here, there = rows.device, backend.device
+        super().__init__(backend, rows.on(there))
+        self.captured = []
+        self._target_rows = rows
+        drawn, (max_rows, length) = self._drawn, self._drawn.distributions.shape
+        distributions, logits = (here.zeros(array.shape, array.dtype) for array in (drawn.distributions, drawn.logits))
+        self.probs = replace(drawn, distributions=distributions, logits=logits)
+        self._packed, self._received = (device.zeros((max_rows * length,), np.int64) for device in (there, here))
+        self._records = there.zeros((max_rows * (3 + length),), np.int64)
+        self._captures = Captures(captures, [backend])
+
+    def admit(self, requests: Sequence[Request], first: int) -> None:
+        """See ``DeviceDrafter``."""
+        self._rows.begin(first, requests)
+        super().admit(requests, first)
+
+    def wake(self, row: int, request: Request) -> None:
+        """See ``DeviceDrafter``."""
+        self._rows.wake(row, request)
+
+    def swap(self, one: int, other: int) -> None:
+        """See ``DeviceDrafter``."""
+        super().swap(one, other)
+        self._rows.swap(one, other)
+
+    def queue_ahead(self, batch: int, draft_len: int, sends_logits: bool) -> bool:
+        """See ``DeviceDrafter``."""
+        if not draft_len:
+            return True
+        here, there = self._target_rows.device, self._rows.device
+        steady = self._captures.queue(there, (batch, draft_len), lambda: self._draft_and_pack(batch, draft_len))
+        here.follow(there)
+        here.copy(*(array.part(0, (batch, draft_len)) for array in (self._received, self._packed)))
+        if sends_logits:
+            here.copy(self.probs.distributions, self._drawn.distributions)
+            here.copy(self.probs.logits, self._drawn.logits)
+        return steady
+
+    def queue(self, batch: int, draft_len: int) -> None:
+        """See ``DeviceDrafter``."""
+        self._target_rows.move_drafts(batch, draft_len, self._received, unpacking=True)
+
+    def queue_behind(self, batch: int, draft_len: int, records: DeviceArray) -> None:
+        """See ``DeviceDrafter``."""
+        there = self._rows.device
+        there.follow(self._target_rows.device)
+        decided = self._records.part(0, (batch, 3 + draft_len))
+        there.copy(decided, records)
+        self._rows.commit(batch, draft_len, decided)
+
+    def close(self) -> None:
+        """See ``DeviceDrafter``. A capture must go before the engine in it."""
+        self._captures.clear()
+        super().close()
+
+    def _draft_and_pack(self, batch: int, draft_len: int) -> None:
+        self._draft(batch, draft_len)
+        self._rows.move_drafts(batch, draft_len, self._packed, unpacking=False)
+
+
+def device_model_drafter(backend: DeviceBackend, captures: bool, rows: DeviceRows) -> DeviceModelDrafter:
+    """The drafter for an engine on the device of the round's ``rows``, or on another one."""
+    if backend.device is rows.device:
+        return DeviceModelDrafter(backend, rows)
+    return RemoteModelDrafter(backend, rows, captures)

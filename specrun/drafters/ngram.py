@@ -1,0 +1,94 @@
+"""Prompt lookup: what followed the last tokens where they came before in the same text (n-grams, no model).
+
+As in https://github.com/apoorvumang/prompt-lookup-decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specrun.drafters import Proposal
+from specrun.errors import SpecError
+from specrun.request import Outcome, Request
+
+MAX_NGRAM = 4
+"""Tokens of the longest n-gram that is looked up, which is the first."""
+
+
+class NgramIndex:
+    """Where each n-gram of one text came last. It grows with the text."""
+
+    def __init__(self) -> None:
+        self._following: dict[tuple[int, ...], int] = {}
+        """N-gram -> position of the token after its latest occurrence."""
+        self._end = 1
+        """N-grams that end before this position are known."""
+
+    def lookup(self, tokens: Sequence[int], count: int) -> list[int]:
+        """``count`` tokens that followed the longest n-gram ``tokens`` end with; [] where none came before."""
+        for end in range(self._end, len(tokens)):
+            for n in range(1, min(MAX_NGRAM, end) + 1):
+                self._following[tuple(tokens[end - n : end])] = end
+        self._end = max(self._end, len(tokens))
+        for n in range(min(MAX_NGRAM, len(tokens)), 0, -1):
+            start = self._following.get(tuple(tokens[-n:]))
+            if start is not None:
+                found = list(tokens[start : start + count])
+                period = len(tokens) - start
+                while len(found) < count:  # What follows overlaps the end: the text repeats itself.
+                    found.append(found[-period])
+                return found
+        return []
+
+
+class NgramDrafter:
+    """See ``Drafter``. It proposes nothing for a request whose last token is new to its text."""
+
+    def __init__(self) -> None:
+        self._indices: dict[Request, NgramIndex] = {}
+
+    def admit(self, requests: Sequence[Request], first: int) -> None:
+        """See ``Drafter``."""
+        self._indices.update((request, NgramIndex()) for request in requests)
+
+    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Proposal]:
+        """See ``Drafter``. A proposed token is certain: its probability is 1."""
+        pairs = zip(requests, counts, strict=True)
+        return [
+            Proposal(self._indices[request].lookup(request.tokens, count) if count else []) for request, count in pairs
+        ]
+
+    def release(self, request: Request, row: int) -> None:
+        """See ``Drafter``."""
+        self._indices.pop(request, None)
+
+    def missing_bytes(self, requests: Sequence[Request], used: int) -> int:
+        """See ``Drafter``. What an index takes is little beside a cache."""
+        return 0
+
+    def unread(self, requests: Sequence[Request], first: int) -> list[int]:
+        """See ``Drafter``. Nothing is prefilled."""
+        return [0] * len(requests)
+
+    def prefill(self, requests: Sequence[Request], first: int, most: int) -> None:
+        """See ``Drafter``."""
+
+    def lag(self, requests: Sequence[Request]) -> int:
+        """See ``Drafter``."""
+        return 0
+
+    def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
+        """See ``Drafter``."""
+
+    def cache_prefix(self, request: Request, row: int) -> None:
+        """See ``Drafter``."""
+
+    def swap(self, one: int, other: int) -> None:
+        """See ``Drafter``. Rows mean nothing here."""
+
+    def engine_time(self) -> tuple[float, int]:
+        """See ``Drafter``."""
+        return 0.0, 0
+
+    def close(self) -> None:
+        """See ``Drafter``."""

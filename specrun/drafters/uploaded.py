@@ -1,0 +1,107 @@
+"""A drafter on the host for a round on a device: its tokens are uploaded between drafting and verifying."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from specrun.backends import DeviceBackend
+from specrun.devices import Device, DeviceArray
+from specrun.drafters import Drafter, DraftProbs
+from specrun.errors import SpecError
+from specrun.request import Outcome, Request
+from specrun.runners.device_batch import DISTRIBUTION, DeviceRows
+
+
+class UploadedDrafter:
+    """See ``DeviceDrafter``. Acceptance takes its tokens for certain, whatever they were drawn from.
+
+    That is exact: a token that did not depend on the target's noise is accepted with its probability p, and what
+    replaces it comes from p without it. A draft model's own probabilities would accept more, but are not uploaded.
+    """
+
+    def __init__(self, drafter: Drafter, rows: DeviceRows) -> None:
+        """rows: the round's, to which the draft tokens are written."""
+        self.drafter = drafter
+        self.devices: Sequence[Device] = [rows.device]
+        self.captured: Sequence[DeviceBackend] = []
+        self._rows = rows
+        distributions = rows.device.zeros((rows.max_rows, rows.max_draft_len), DISTRIBUTION)
+        nothing = rows.device.zeros((1,), np.float32)  # Logits of tokens that are certain are not looked at.
+        self.probs = DraftProbs(distributions, nothing, 0, 0, rows.vocab)
+        self._uploads = rows.device.zeros((rows.max_rows, 1 + rows.max_draft_len), np.int64)
+
+    def prepare(self, requests: Sequence[Request], draft_len: int) -> int:
+        """See ``DeviceDrafter``."""
+        if not draft_len:
+            return 0
+        counts = [request.num_draft_tokens(draft_len) for request in requests]
+        drafts = [proposal.tokens for proposal in self.drafter.propose(requests, counts)]
+        length = max(map(len, drafts))
+        if length:
+            uploads = np.zeros((self._rows.batch_size(len(requests)), 1 + length), np.int64)
+            for row, tokens in enumerate(drafts):
+                uploads[row, : 1 + len(tokens)] = len(tokens), *tokens
+            self._rows.device.write(self._uploads.part(0, uploads.shape), uploads)
+        return length
+
+    def queue_ahead(self, batch: int, draft_len: int, sends_logits: bool) -> bool:
+        """See ``DeviceDrafter``."""
+        return True
+
+    def queue(self, batch: int, draft_len: int) -> None:
+        """See ``DeviceDrafter``."""
+        uploads = self._uploads.part(0, (batch, 1 + draft_len))
+        self._rows.place_drafts(batch, draft_len, uploads, self.probs.distributions)
+
+    def queue_behind(self, batch: int, draft_len: int, records: DeviceArray) -> None:
+        """See ``DeviceDrafter``."""
+
+    def warm_up(self) -> None:
+        """See ``DeviceDrafter``."""
+
+    def save_kernels(self) -> None:
+        """See ``DeviceDrafter``."""
+
+    def allocate_pool(self, blocks: int) -> None:
+        """See ``DeviceDrafter``. The host's drafter has its own."""
+
+    def wake(self, row: int, request: Request) -> None:
+        """See ``DeviceDrafter``."""
+
+    def admit(self, requests: Sequence[Request], first: int) -> None:
+        """See ``RowDrafter``, as all that follow."""
+        self.drafter.admit(requests, first)
+
+    def unread(self, requests: Sequence[Request], first: int) -> list[int]:
+        """See ``RowDrafter``."""
+        return self.drafter.unread(requests, first)
+
+    def prefill(self, requests: Sequence[Request], first: int, most: int) -> None:
+        """See ``RowDrafter``."""
+        self.drafter.prefill(requests, first, most)
+
+    def lag(self, requests: Sequence[Request]) -> int:
+        """See ``RowDrafter``."""
+        return self.drafter.lag(requests)
+
+    def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
+        """See ``RowDrafter``."""
+        self.drafter.observe(requests, outcomes, draft_len)
+
+    def cache_prefix(self, request: Request, row: int) -> None:
+        """See ``RowDrafter``."""
+        self.drafter.cache_prefix(request, row)
+
+    def swap(self, one: int, other: int) -> None:
+        """See ``RowDrafter``."""
+        self.drafter.swap(one, other)
+
+    def release(self, request: Request, row: int) -> None:
+        """See ``RowDrafter``."""
+        self.drafter.release(request, row)
+
+    def close(self) -> None:
+        """See ``RowDrafter``."""
+        self.drafter.close()

@@ -1,0 +1,66 @@
+"""What one model's cache holds of the requests, row by row: the target's, or a draft model's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
+
+from specrun.kv_cache.rows import CacheRows
+from specrun.request import Request
+
+
+class Runner(Protocol):
+    """One model and its cache."""
+
+    rows: CacheRows
+
+    def read(self, texts: Sequence[Sequence[int]], first: int, most: int) -> None:
+        """Feed up to ``most`` more tokens of the texts in rows ``first ..``, where their rows lack any."""
+
+
+AnyRunner = TypeVar("AnyRunner", bound=Runner)
+
+
+class CachedTexts(Generic[AnyRunner]):
+    """The last token of a text is never prefilled: its logits start a round."""
+
+    def __init__(self, runner: AnyRunner) -> None:
+        self.runner = runner
+
+    def admit(self, requests: Sequence[Request], first: int) -> None:
+        """Give ``requests`` the rows from ``first`` on, with what is cached of texts that begin like theirs."""
+        for row, request in enumerate(requests, first):
+            self.runner.rows.admit(row, request.tokens[:-1])
+
+    def should_wait_for_prefix(self, request: Request, others: Sequence[Request]) -> bool:
+        """Whether more of the prompt will be cached once ``others`` have read theirs."""
+        return self.runner.rows.prefixes.gains(request.tokens[:-1], [other.tokens[:-1] for other in others])
+
+    def unread(self, requests: Sequence[Request], first: int) -> list[int]:
+        """How many tokens of each prompt, the last one left out, are to be prefilled: rows ``first ..``."""
+        return self.runner.rows.lacks([request.tokens[:-1] for request in requests], first)
+
+    def prefill(self, requests: Sequence[Request], first: int, most: int) -> None:
+        """Prefill at most ``most`` more tokens of each prompt."""
+        self.runner.read([request.tokens[:-1] for request in requests], first, most)
+
+    def cache_prefix(self, request: Request, row: int) -> None:
+        """Keep what ``row`` holds for prompts that begin alike."""
+        self.runner.rows.keep(row, request.tokens[:-1])
+
+    def swap(self, one: int, other: int) -> None:
+        """Exchange two rows. Where that fails they hold nothing, because nobody knows what."""
+        try:
+            self.runner.rows.swap(one, other)
+        except BaseException:
+            for row in (one, other):
+                self.runner.rows.rewind(row, 0)
+            raise
+
+    def release(self, request: Request, row: int) -> None:
+        """``request`` has ended: unless it failed, cache its text; then its ``row`` is free."""
+        if request.error is None:
+            self.cache_prefix(request, row)
+        else:
+            self.runner.rows.cache.clear(row)  # What is not finite would spread to the row's next text.
+        self.runner.rows.rewind(row, 0)
