@@ -11,11 +11,12 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from statistics import mean
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +45,8 @@ class Settings:
     repetitions: int = 3
     params: SamplingParams = field(default_factory=SamplingParams)
     use_logits: bool = False
+    shared_thread_pool: bool = False
+    """See ``DraftTargetConfig``."""
 
     def __post_init__(self) -> None:
         """Draw the seed that is not given. Raise RequestError for settings that measure nothing."""
@@ -123,7 +126,7 @@ def measure(
         if done == 0:
             report(f"warm-up: {of} steps")
 
-    plain = DraftTargetConfig(reuse_blocks=False)
+    plain = DraftTargetConfig(reuse_blocks=False, shared_thread_pool=settings.shared_thread_pool)
     with SpeculativeDecoder.open(target_dir, config=plain, on_warm_up=on_warm_up) as alone:
         for number, prompt in enumerate(prompts, 1):
             # Only for its checks: a benchmark's own requests have no stop ids.
@@ -136,12 +139,8 @@ def measure(
                 )
         # Longest first: one that the target was not built for is an error before anything is measured.
         for draft_len in sorted(settings.draft_lens, key=lambda length: length or 0, reverse=True):
-            config = DraftTargetConfig(
-                draft_len=draft_len,
-                use_logits=settings.use_logits,
-                reuse_blocks=False,
-                draft="ngram" if draft_dir is None else None,
-            )
+            draft: Literal["ngram"] | None = "ngram" if draft_dir is None else None
+            config = replace(plain, draft_len=draft_len, use_logits=settings.use_logits, draft=draft)
             with SpeculativeDecoder.open(target_dir, draft_dir, config, on_warm_up=on_warm_up) as pair:
                 if (most := max(settings.batch_sizes)) > pair.max_batch_size:
                     raise RequestError(f"batch size {most}: the engines were built for at most {pair.max_batch_size}")

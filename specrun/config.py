@@ -32,9 +32,10 @@ class DraftTargetConfig(arguments.Named):
     """Keep what was read of prompts and written after them for prompts that begin alike."""
     max_tokens_in_kv_cache: int | None = None
     """Tokens that are kept for it, of each model; None: as many as the rows of a full batch hold."""
-    shared_thread_pool: bool = True
-    """Let CPU engines share one pool of threads. It is onnxruntime's for the whole process: once it is made, sessions
-    of other libraries that want threads of their own are refused. False: each engine has its own, which is slower."""
+    shared_thread_pool: bool = False
+    """Let CPU engines share one pool of threads, onnxruntime's for the whole process: sessions of other libraries that
+    want threads of their own are refused from then on. False: each engine has its own pool, and others are left alone;
+    where the process has the shared pool already, engines use it."""
     draft: Literal["ngram"] | None = None
     """What drafts without a draft engine. ngram: what followed the text's last tokens where they came before in it."""
 

@@ -31,7 +31,8 @@ class SpeculativeDecoder:
         for request in decoder.generate(["Once upon a time"], SamplingParams(temperature=0.8, seed=1)):
             print(request.text, request.stats.acceptance_rate)
 
-    Servers drive ``scheduler`` themselves: ``add`` requests at any time, call ``step``, read their ``pieces``.
+    Any thread may use it at any time, and requests of several threads share batches. Servers may drive ``scheduler``
+    themselves: ``add`` requests at any time, call ``step``, read their ``pieces``.
     """
 
     def __init__(
@@ -86,7 +87,10 @@ class SpeculativeDecoder:
         return cls(rounds, lengths, engine.config, rows, tokenizer_dir)
 
     def close(self) -> None:
-        """Give the engines and their memory back. Requests that have not ended fail, and so do calls from then on."""
+        """Give the engines and their memory back. Requests that have not ended fail, and so do calls from then on.
+
+        A step of another thread ends first.
+        """
         self.scheduler.close()
 
     def __enter__(self) -> SpeculativeDecoder:

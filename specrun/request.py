@@ -82,7 +82,7 @@ class Request:
     _seen: Seen = field(init=False)
     _began: float = field(init=False, default=0.0)
     _cancelled: bool = field(init=False, default=False)
-    _on_cancel: Callable[[], None] | None = field(init=False, default=None)
+    _on_cancel: Callable[[Request], None] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         """The prompt is committed from the start."""
@@ -156,8 +156,8 @@ class Request:
         if self._began:
             raise RequestError("a request is decoded once; make another one")
 
-    def begin(self, on_cancel: Callable[[], None]) -> None:
-        """The clock of ``stats`` and ``timeout`` runs from here. ``on_cancel`` is called by ``cancel``, in its thread.
+    def begin(self, on_cancel: Callable[[Request], None]) -> None:
+        """The clock of ``stats`` and ``timeout`` runs from here. ``cancel`` calls ``on_cancel``, in its own thread.
 
         Raises RequestError the second time.
         """
@@ -166,53 +166,54 @@ class Request:
         self._on_cancel = on_cancel
 
     def commit(self, outcome: Outcome) -> list[Piece]:
-        """Add a round's tokens until the text ends: the drafts that stood, and the target's token after them."""
-        pieces = []
+        """Add a round's tokens until the text ends: the drafts that stood, and the target's token after them.
+
+        ``finish_reason`` comes last, so that a thread that sees it sees all pieces.
+        """
+        pieces: list[Piece] = []
+        reason: FinishReason | None = None
         for index, token in enumerate((*outcome.accepted, outcome.following)):
             self.tokens.append(token)
             if self.adjusts:
                 self._seen = self._seen.add(token)
             text = self.stream.push(token) if self.stream else ""
             if token in self.stop_ids or (self.stream and self.stream.stopped):
-                self.finish_reason = "stop"
+                reason = "stop"
             elif self.remaining == 0:
-                self.finish_reason = "length"
-            if self.finish_reason and self.stream:
+                reason = "length"
+            if reason and self.stream:
                 text += self.stream.finish()
                 if self.stream.stopped:
-                    self.finish_reason = "stop"
+                    reason = "stop"
             logprob = outcome.logprobs[index] if outcome.logprobs else None
             pieces.append(Piece(token, text, index < len(outcome.accepted), logprob))
-            if self.finish_reason:
+            if reason:
                 break
         self.pieces += pieces
         self.stats.count_round(outcome.drafted, len(outcome.accepted), len(pieces), time.perf_counter() - self._began)
+        self.finish_reason = reason
         return pieces
 
     def cancel(self) -> None:
-        """End it as it is, before its next round. May be called from any thread, and at any time."""
+        """End it as it is: at once where it waits for a row, else before its next round. Any thread may call this."""
         self._cancelled = True
         if self._on_cancel:
-            self._on_cancel()
+            self._on_cancel(self)
 
     def fail(self, error: SpecError) -> None:
         """End it for a fault of its own; the other requests go on."""
-        if self._end("error"):
-            self.error = error
+        if self.finish_reason is None:
+            self.error = error  # A thread that sees the reason sees the error.
+            self.finish_reason = "error"
 
     def expire(self) -> bool:
         """End it where it was cancelled or its time is over; whether it has ended, for whatever reason."""
-        if self._cancelled:
-            self._end("cancelled")
-        if self.timeout is not None and time.perf_counter() >= self.deadline:
-            self._end("timeout")
+        if self.finish_reason is None:
+            if self._cancelled:
+                self.finish_reason = "cancelled"
+            elif self.timeout is not None and time.perf_counter() >= self.deadline:
+                self.finish_reason = "timeout"
         return self.finish_reason is not None
-
-    def _end(self, reason: FinishReason) -> bool:
-        if self.finish_reason is not None:
-            return False
-        self.finish_reason = reason
-        return True
 
 
 def longest(requests: Sequence[Request], max_draft_len: int) -> int:

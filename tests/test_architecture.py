@@ -43,6 +43,8 @@ ORDER = [
     "rounds",
     "round_times",
     "draft_length",
+    "queue",
+    "turns",
     "scheduler",
     "prompts",
     "request_options",

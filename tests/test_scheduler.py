@@ -248,6 +248,7 @@ def test_streams_side_by_side_and_one_that_is_closed(pair: SpeculativeDecoder) -
     assert found[0] == expected[0]
     assert found[2] == expected[2]
     assert found[1] == expected[1][:4]
+    assert [next(stream, None) for stream in streams] == [None] * 3
     assert len(pair.scheduler) == 0
 
 
@@ -431,7 +432,7 @@ def test_who_waits_for_a_row_ends_without_one(pair: SpeculativeDecoder, how: str
 def test_timeouts_of_what_has_ended_take_no_memory(pair: SpeculativeDecoder) -> None:
     for _ in range(200):
         decode(pair, [pair.request([1], max_output_len=1, timeout=3600)])
-    assert len(pair.scheduler._deadlines) <= 20
+    assert len(pair.scheduler._queue._deadlines) <= 20
 
 
 def test_a_closed_decoder_gives_memory_back_and_says_so(tmp_path: Path) -> None:

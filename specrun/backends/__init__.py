@@ -112,7 +112,7 @@ def why_no_gpu_backend(name: BackendName) -> str | None:
     return None
 
 
-def open_host_backend(directory: Path, config: EngineConfig, blocks: int, shared_pool: bool = True) -> Backend:
+def open_host_backend(directory: Path, config: EngineConfig, blocks: int, shared_pool: bool = False) -> Backend:
     """Load an engine for the CPU, with room for ``blocks`` blocks of past texts; shared_pool: of threads.
 
     Raises EngineDirError, and BackendError when its runtime is not installed.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from specrun.backends import Feed
+from specrun.backends.ort_session import import_ort, keep_in_children
+from specrun.backends.ort_session import session_options as session_options
 from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
 from specrun.devices import Device, DeviceArray
 from specrun.dtypes import DTYPES
 from specrun.engine_dir import GRAPH_NAME, EngineConfig
 from specrun.errors import BackendError, EngineDirError
-from specrun.extras import how_to_install
 from specrun.kv_cache.device import DeviceKVCache
 from specrun.kv_cache.host import HostKVCache
 
@@ -29,13 +29,12 @@ _OLDEST_FOR_CUDA = (1, 31)
 """
 _ROUND_WIDTH = 16
 """Tokens of a row in a round at most; longer inputs are prompts."""
-_pool_made = False
 
 
 class OrtBackend:
     """See ``Backend``. Inputs, outputs and cache are bound by address, so nothing is copied."""
 
-    def __init__(self, directory: Path, config: EngineConfig, blocks: int, shared_pool: bool = True) -> None:
+    def __init__(self, directory: Path, config: EngineConfig, blocks: int, shared_pool: bool = False) -> None:
         self.config = config
         self._session = _open(
             directory, config, "CPUExecutionProvider", {}, shared_pool
@@ -120,7 +119,7 @@ class OrtDeviceBackend:
             }
         self._session = _open(directory, config, provider, options)
         self._bindings: dict[tuple[int, int], Any] = {}
-        self._options = _ort().RunOptions()
+        self._options = import_ort().RunOptions()
         self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
 
     @property
@@ -188,7 +187,7 @@ def _load_cuda_libraries() -> None:
 
 
 def _open(
-    directory: Path, config: EngineConfig, provider: str, provider_options: dict[str, str], shared_pool: bool = True
+    directory: Path, config: EngineConfig, provider: str, provider_options: dict[str, str], shared_pool: bool = False
 ) -> Any:
     """A session on the engine's graph, checked against the contract. Raises EngineDirError and BackendError."""
     ort, options = session_options(shared_pool)
@@ -207,6 +206,7 @@ def _open(
         raise EngineDirError(f"{directory}: onnxruntime {ort.__version__} does not load it ({error})") from error
     if session.get_providers()[0] != provider:  # ONNX Runtime falls back to the CPU with no more than a warning.
         raise BackendError(f"{directory}: onnxruntime {ort.__version__} could not start {provider} on this machine")
+    keep_in_children(session)
     _check_contract(directory, config, session)
     return session
 
@@ -246,44 +246,3 @@ def _check_contract(directory: Path, config: EngineConfig, session: Any) -> None
 def _tensor_of(dtype: str) -> str:
     """ONNX Runtime's name of a tensor's type."""
     return f"tensor({DTYPES[dtype].onnxruntime})"
-
-
-def _ort() -> Any:
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise BackendError(f"onnxruntime is not installed: {how_to_install('onnxruntime')}") from error
-    return onnxruntime
-
-
-def session_options(shared_pool: bool = True) -> tuple[Any, Any]:
-    """The onnxruntime module, and options for a session.
-
-    shared_pool: on the thread pool that all sessions of the process share. Two sessions with pools of their own slow
-    each other down, for the idle one's threads spin on the busy one's cores; without spinning every pass waits until
-    its threads have woken up. But once the shared pool exists, onnxruntime refuses sessions that want their own, those
-    of other libraries too. Raises BackendError.
-    """
-    global _pool_made
-    ort, threads = _ort(), _threads()
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    if shared_pool:
-        if not _pool_made:
-            ort.set_global_thread_pool_sizes(threads, 1)
-            _pool_made = True
-        options.use_per_session_threads = False
-    elif _pool_made:
-        raise BackendError(
-            "shared_thread_pool False: onnxruntime's shared pool was made in this process already, and it takes no "
-            "other sessions now; open every decoder of the process with False, and build engines in another process"
-        )
-    else:
-        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    return ort, options
-
-
-def _threads() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -77,7 +77,7 @@ def bench(
     lengths = [draft_len(length) for length in draft_lens]
     note_unused_sampling(sampling)
     params, use_logits = SamplingParams(**sampling), acceptance == "logits"
-    settings = Settings(batch_sizes, lengths, output_len, repetitions, params, use_logits)
+    settings = Settings(batch_sizes, lengths, output_len, repetitions, params, use_logits, shared_thread_pool=True)
     config = open_engine(engine_dir)
     prompts = prompt_ids(tokenizer_dir or engine_dir, input_text, input_file)
     results = measure(engine_dir, draft_engine_dir, prompts, settings, lambda line: click.echo(line, err=True))

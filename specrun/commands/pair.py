@@ -77,6 +77,7 @@ def pair_config(options: dict[str, Any]) -> DraftTargetConfig:
         "max_tokens_in_kv_cache",
     )
     own = {name: options[name] for name in memory}
+    own["shared_thread_pool"] = True  # A command has its process for itself.
     if options["draft"] and options["draft_engine_dir"] is not None:
         raise click.UsageError("--draft and --draft_engine_dir exclude each other")
     if options["draft_engine_dir"] is None and options["draft"] is None:

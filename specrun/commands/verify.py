@@ -62,7 +62,8 @@ def verify(
     from specrun.sampling import SamplingParams
     from specrun.verify import verify_pair
 
-    config = DraftTargetConfig(draft_len(options.pop("draft_len")), use_logits=acceptance == "logits", draft=draft)
+    length, use_logits = draft_len(options.pop("draft_len")), acceptance == "logits"
+    config = DraftTargetConfig(length, use_logits=use_logits, shared_thread_pool=True, draft=draft)
     prompts = prompt_ids(tokenizer_dir or engine_dir, input_text, input_file)
     note_unused_sampling(options)
     params = SamplingParams(**options)
