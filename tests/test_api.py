@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,10 +39,11 @@ def test_token_ids_are_answered_by_token_ids(engines: Path) -> None:
 
 def test_a_bad_request_is_refused_before_anything_runs(engines: Path) -> None:
     with SpeculativeDecoder.open(engines / "target") as decoder:
-        for prompt, options, words in [
+        cases: list[tuple[str | list[int], dict[str, Any], str]] = [
             ("", {}, "third: empty"),
             ([10**6], {}, "third: token id 1000000"),
             ([1], {"max_output_len": 10**6}, "give --max_output_len"),
-        ]:
+        ]
+        for prompt, options, words in cases:
             with pytest.raises(RequestError, match=words):
                 decoder.request(prompt, name="third", **options)

@@ -15,6 +15,7 @@ import pytest
 from specrun.decoder import SpeculativeDecoder
 from specrun.drafters.model import Drafter, Proposal
 from specrun.request import Request
+from specrun.rounds.host import HostRound
 from specrun.sampling import Floats, SamplingParams, choose, probabilities
 from tests.reference import Doubles, Fit, chi_squared, exact_probabilities
 from tests.tables import decode, make_requests, normal, open_tables
@@ -192,8 +193,10 @@ def test_control_draft_probabilities_from_before_top_k_are_seen(
     target = normal(10, 16)
     draft = target + normal(11, 16, scale=0.5)
     decoder = open_tables(tmp_path, target, draft, use_logits=True)
-    assert decoder.scheduler.round.drafter
-    decoder.scheduler.round.drafter = kind(decoder.scheduler.round.drafter.runner, 16, True)
+    round_ = decoder.scheduler.round
+    assert isinstance(round_, HostRound)
+    assert isinstance(round_.drafter, Drafter)
+    round_.drafter = kind(round_.drafter.runner, 16, True)
     tokens, _ = sample(decoder, 300, 20, params)
     assert fits(tokens, exact_probabilities(target, params))[0].good == good
 

@@ -91,4 +91,5 @@ class DeviceDrafter(RowDrafter, Protocol):
     def devices(self) -> list[Device]:
         """Where it queues work."""
 
-    def warm_up(self) -> None: ...
+    def warm_up(self) -> None:
+        """Queue its work in every shape that there can be."""

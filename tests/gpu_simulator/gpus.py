@@ -46,7 +46,7 @@ def start(count: int, counting: bool = False) -> None:
     _loaded = ctypes.CDLL(str(_build_driver()), mode=ctypes.RTLD_GLOBAL)
     _loaded.gpu_violation.restype = ctypes.c_char_p
     _loaded.gpu_room.restype = ctypes.c_uint64
-    _loaded.gpu_open(count, _load_module)
+    _loaded.gpu_open(count, _on_module)
     _use_stand_ins()
 
 
@@ -73,7 +73,7 @@ def _use_stand_ins() -> None:
             launch(stream, config, kernel, *arguments)
 
     launch, core.launch = core.launch, checked
-    cuda.compile_kernels = compile_ptx
+    vars(cuda).update(compile_kernels=compile_ptx)
     sys.modules["tensorrt"] = tensorrt
 
 
@@ -184,7 +184,6 @@ def build_kernels(text: str) -> Path:
 _keep: list[bytes] = []
 
 
-@ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)
 def _load_module(text: bytes) -> int | None:
     """What the driver calls for a module: the path of its library, or nothing."""
     try:
@@ -194,3 +193,6 @@ def _load_module(text: bytes) -> int | None:
         return None
     _keep.append(str(path).encode())
     return ctypes.cast(ctypes.c_char_p(_keep[-1]), ctypes.c_void_p).value
+
+
+_on_module = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)(_load_module)

@@ -97,7 +97,7 @@ def test_teams_meet_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(device, cuda.CudaDevice)
     out, meetings = device.zeros((12, 3), np.uint64), device.zeros((1, kernels.MEETING_BYTES), np.uint8)
     blocks, threads = host_device.blocks_of_a_team + 1, 64
-    monkeypatch.setattr(cuda, "TEAMS", cuda.TEAMS | {"meet"})
+    monkeypatch.setattr(cuda, "TEAMS", kernels.TEAMS | {"meet"})
     device.add_kernels(source, {"meet": threads})
     device.launch("meet", (1, 1, blocks), out, meetings)
     everyone = blocks * threads
