@@ -12,6 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests import all_cores
+
 ROOT = Path(__file__).parent.parent
 PAIR = ROOT / ".cache" / "pair"
 BIN = Path(sys.executable).parent
@@ -20,11 +22,12 @@ LENGTH = 48
 
 
 def shell(*command: str | Path, input: str | None = None, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Run a command as a user would; stdout and stderr are kept apart."""
+    """Run a command as a user would, on all cores; stdout and stderr are kept apart."""
     environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
-    return subprocess.run(
-        [str(part) for part in command], input=input, cwd=cwd, env=environment, capture_output=True, text=True
-    )
+    with all_cores():
+        return subprocess.run(
+            [str(part) for part in command], input=input, cwd=cwd, env=environment, capture_output=True, text=True
+        )
 
 
 def ok(*command: str | Path, input: str | None = None, cwd: Path = ROOT) -> str:
