@@ -25,7 +25,7 @@ def accept_tokens(draft_tokens: Sequence[int], target_tokens: Iterable[int]) -> 
 
 def accept_logits(
     draft_tokens: Sequence[int],
-    draft_probs: Sequence[Floats],
+    draft_probs: Iterable[Floats],
     target_probs: Iterable[Floats],
     uniforms: Iterable[float],
 ) -> tuple[int, Floats]:

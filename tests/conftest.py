@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import signal
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,15 @@ from tests.families import save_checkpoint
 
 # A suite that was started in the background ignores Ctrl-C, and so would the programs that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+LONGEST_FIRST = ["end_to_end", "families", "memory", "draft_length", "kernel_races", "interrupted", "lossless_sampling"]
+"""Files that would keep one process busy when the others have nothing left to do."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The order in which files are given to processes; see scripts/test."""
+    ranks = {f"test_{name}.py": rank for rank, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
 
 
 def quiet() -> Stages:
@@ -53,33 +65,60 @@ def redescribe(directory: Path) -> Path:
     return directory
 
 
+def once(directory: Path, make: Callable[[Path], None]) -> Path:
+    """``directory`` with what ``make`` writes into it, for the first process that asks; the others wait for it."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with directory.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not directory.exists():
+            with tempfile.TemporaryDirectory(dir=directory.parent) as work:
+                make(Path(work) / "made")
+                (Path(work) / "made").rename(directory)
+    return directory
+
+
 @pytest.fixture(scope="session")
-def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of all processes of the suite."""
+    if given := os.environ.get("SPECBUILD_TEST_SHARED"):  # By scripts/test.
+        return Path(given)
+    own = tmp_path_factory.getbasetemp()
+    return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "shared"
+
+
+@pytest.fixture(scope="session")
+def hf(shared: Path) -> Path:
     """Random Hugging Face checkpoints: a target, a draft, and a second draft with a padded embedding."""
-    root = tmp_path_factory.mktemp("hf")
-    save_checkpoint(root / "target", "llama3", seed=1)
-    save_checkpoint(root / "draft", "qwen2", seed=2)
-    save_checkpoint(root / "padded", "llama2", seed=3, vocab_size=352)
-    return root
+
+    def make(root: Path) -> None:
+        save_checkpoint(root / "target", "llama3", seed=1)
+        save_checkpoint(root / "draft", "qwen2", seed=2)
+        save_checkpoint(root / "padded", "llama2", seed=3, vocab_size=352)
+
+    return once(shared / "hf", make)
 
 
 @pytest.fixture(scope="session")
-def onnx(hf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def onnx(hf: Path, shared: Path) -> Path:
     """The same as ONNX checkpoints."""
-    root = tmp_path_factory.mktemp("onnx")
-    for name in ("target", "draft", "padded"):
-        make_onnx(hf / name, root / name, verify=False)
-    return root
+
+    def make(root: Path) -> None:
+        for name in ("target", "draft", "padded"):
+            make_onnx(hf / name, root / name, verify=False)
+
+    return once(shared / "onnx", make)
 
 
 @pytest.fixture(scope="session")
-def engines(onnx: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def engines(onnx: Path, shared: Path) -> Path:
     """The same as onnxruntime engines; ``target`` takes up to 10 draft tokens."""
-    root = tmp_path_factory.mktemp("engines")
-    for name in ("target", "draft", "padded"):
-        draft_len = {"max_draft_len": 10} if name == "target" else {}
-        make_engine(onnx / name, root / name, max_input_len=48, max_batch_size=4, **draft_len)
-    return root
+
+    def make(root: Path) -> None:
+        for name in ("target", "draft", "padded"):
+            draft_len = {"max_draft_len": 10} if name == "target" else {}
+            make_engine(onnx / name, root / name, max_input_len=48, max_batch_size=4, **draft_len)
+
+    return once(shared / "engines", make)
 
 
 EngineMaker = Callable[..., Path]

@@ -47,7 +47,7 @@ LONG_ROPE = {
 
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama2": lambda: transformers.LlamaConfig(**EVERY_HEAD),
-    "llama3": lambda: transformers.LlamaConfig(**SIZES, rope_theta=500000.0),
+    "llama3": lambda: transformers.LlamaConfig(**{**SIZES, "rope_theta": 500000.0}),
     "llama3.2": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE),
     "tinyllama": lambda: transformers.LlamaConfig(
         **{**SIZES, "num_attention_heads": 8, "num_key_value_heads": 1}, head_dim=16
@@ -57,7 +57,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma": lambda: transformers.GemmaConfig(**SIZES, head_dim=32),
     "gemma2": lambda: transformers.Gemma2Config(**SIZES, head_dim=32, sliding_window=6, query_pre_attn_scalar=24),
     "gemma3": lambda: transformers.Gemma3TextConfig(**{**SIZES, "num_hidden_layers": 6}, head_dim=32, sliding_window=6),
-    "phi2": lambda: transformers.PhiConfig(**EVERY_HEAD, partial_rotary_factor=0.5),
+    "phi2": lambda: transformers.PhiConfig(**{**EVERY_HEAD, "partial_rotary_factor": 0.5}),
     "phi3": lambda: transformers.Phi3Config(**SIZES, sliding_window=None),
     "phi3-longrope": lambda: transformers.Phi3Config(
         **SIZES, original_max_position_embeddings=32, rope_parameters=LONG_ROPE

@@ -50,7 +50,7 @@ def host_kernels() -> ctypes.CDLL:
 
 @functools.cache
 def kernel_device() -> Device:
-    """Where kernels are tested: the host build, or with SPECRUN_TEST_DEVICE=cuda the first GPU (scripts/gpu_check)."""
+    """Where kernels are tested: the host build, or with SPECRUN_TEST_DEVICE=cuda the first GPU (gpu_check.py)."""
     if os.environ.get("SPECRUN_TEST_DEVICE") == "cuda":
         return kernels.open_gpu(0)
     return HostDevice(threads=5)  # More than one, so that they have to work together; no power of 2.
@@ -112,10 +112,10 @@ class HostDevice:
         self.threads = threads
         """Of a block."""
         self._memory: list[npt.NDArray[Any]] = []
-        self._recording: list[Callable[[], None]] | None = None
+        self._recording: list[Callable[[], object]] | None = None
         self.launched: list[str] = []
 
-    def queue(self, work: Callable[[], None]) -> None:
+    def queue(self, work: Callable[[], object]) -> None:
         """Do ``work`` now, or when the recording is played."""
         if self._recording is None:
             work()
@@ -126,7 +126,7 @@ class HostDevice:
         pass
 
     def clear(self, array: DeviceArray) -> None:
-        self.queue(lambda: ctypes.memset(array.address, 0, array.nbytes) and None)
+        self.queue(lambda: ctypes.memset(array.address, 0, array.nbytes))
 
     def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> DeviceArray:
         assert self._recording is None, "memory must not be allocated while recording"
@@ -144,11 +144,11 @@ class HostDevice:
         return np.zeros(array.shape, array.dtype)
 
     def fetch(self, array: DeviceArray, mirror: npt.NDArray[Any]) -> None:
-        self.queue(lambda: ctypes.memmove(mirror.ctypes.data, array.address, array.nbytes) and None)
+        self.queue(lambda: ctypes.memmove(mirror.ctypes.data, array.address, array.nbytes))
 
     def copy(self, to: DeviceArray, source: DeviceArray) -> None:
         assert to.nbytes == source.nbytes
-        self.queue(lambda: ctypes.memmove(to.address, source.address, to.nbytes) and None)
+        self.queue(lambda: ctypes.memmove(to.address, source.address, to.nbytes))
 
     def launch(self, kernel: str, grid: Grid, *arguments: DeviceArray | int) -> None:
         library = host_kernels()
@@ -178,15 +178,21 @@ class HostDevice:
 
         self.queue(work)
 
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        self._recording = steps = []
+    def record(self, work: Callable[[], object]) -> Callable[[], None]:
+        steps: list[Callable[[], object]] = []
+        self._recording = steps
         try:
             work()
         finally:
             self._recording = None
-        return lambda: [step() for step in steps] and None
 
-    def seconds(self, work: Callable[[], None]) -> float:
+        def play() -> None:
+            for step in steps:
+                step()
+
+        return play
+
+    def seconds(self, work: Callable[[], object]) -> float:
         began = time.perf_counter()
         work()
         return time.perf_counter() - began

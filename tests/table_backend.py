@@ -12,7 +12,7 @@ import numpy as np
 
 from specrun.backends import Feed
 from specrun.decoder import SpeculativeDecoder
-from specrun.devices import DeviceArray
+from specrun.devices import Device, DeviceArray
 from specrun.devices.cuda import CudaDevice
 from specrun.draft_length import DraftLength
 from specrun.drafters.device_model import device_model_drafter
@@ -75,7 +75,7 @@ class TableBackend:
     def __init__(self, config: EngineConfig, table: Floats, weight: int, device: CudaDevice) -> None:
         """Copy the table to ``device``. Raises BackendError."""
         self.config = config
-        self.device = device
+        self.device: Device = device
         device.add_kernels(KERNELS, THREADS)
         self._table = device.zeros(table.shape, np.float32)
         device.write(self._table, table)
@@ -93,7 +93,8 @@ class TableBackend:
         _, positions, vocab = logits.shape
         if batch + first > self.cache.rows:
             raise BackendError(f"{batch} rows from row {first} of {self.cache.rows}")
-        cache = (*self.cache.part(first, batch), self.cache.length)
+        keys, values = self.cache.part(first, batch)
+        cache = (keys, values, self.cache.length)
         self.device.launch(
             "table_write", (batch, 1, 1), feed.input_ids, feed.write_indices, count, self._weight, *cache
         )

@@ -8,6 +8,7 @@ import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -46,6 +47,7 @@ def test_token_ids_are_answered_by_token_ids_and_text(engines: Path) -> None:
         (by_ids,) = decoder.generate([ids], max_output_len=9)
         assert by_ids.output == by_text.output
         assert by_ids.text == by_text.text
+        assert by_text.text
         stop = by_text.text[3:6]
         (stopped,) = decoder.generate([ids], max_output_len=9, stop=stop, echo=True)
         assert stopped.text == "alpha beta" + by_text.text[: by_text.text.index(stop)]
@@ -54,11 +56,12 @@ def test_token_ids_are_answered_by_token_ids_and_text(engines: Path) -> None:
 
 def test_a_bad_request_is_refused_before_anything_runs(engines: Path) -> None:
     with SpeculativeDecoder.open(engines / "target") as decoder:
-        for prompt, options, words in [
+        cases: list[tuple[str | list[int], dict[str, Any], str]] = [
             ("", {}, "third: empty"),
             ([10**6], {}, "third: token id 1000000"),
             ([1], {"max_output_len": 10**6}, "give --max_output_len"),
-        ]:
+        ]
+        for prompt, options, words in cases:
             with pytest.raises(RequestError, match=words):
                 decoder.request(prompt, name="third", **options)
 
@@ -75,9 +78,10 @@ def test_the_answers_of_one_prompt_count_seeds_up(engines: Path) -> None:
         last = SamplingParams(temperature=1.0, seed=2**64 - 1)
         assert [each.params.seed for each in decoder.requests("a", last, n=2)] == [2**64 - 1, 0]
         assert [each.error is None for each in decoder.requests(["alpha", ""], n=2)] == [True, True, False, False]
-        for n, words in ((0, "n 0: expected 1 or more"), (1.5, "n 1.5: expected a whole number")):
+        bad: Any
+        for bad, words in ((0, "n 0: expected 1 or more"), (1.5, "n 1.5: expected a whole number")):
             with pytest.raises(RequestError, match=words):
-                decoder.generate("alpha", n=n)
+                decoder.generate("alpha", n=bad)
 
 
 def test_a_seed_that_is_not_given_is_drawn_and_told(engines: Path) -> None:
@@ -89,6 +93,7 @@ def test_a_seed_that_is_not_given_is_drawn_and_told(engines: Path) -> None:
         again = SamplingParams(temperature=1.0, seed=first.params.seed)
         assert decoder.generate("alpha", again, max_output_len=20)[0].output == first.output
         three = [request.params.seed for request in decoder.requests("alpha", unseeded, n=3)]
+        assert three[0] is not None
         assert three == [three[0], three[0] + 1, three[0] + 2]
         assert decoder.request("alpha").params.seed == 0
         assert decoder.request("alpha", SamplingParams(seed=5)).params.seed == 5
@@ -102,9 +107,11 @@ def test_options_are_given_as_one_or_as_keywords(engines: Path) -> None:
     options = RequestOptions(max_output_len=12, echo=True)
     with SpeculativeDecoder.open(engines / "target") as decoder:
         (given,) = decoder.generate("alpha", None, options)
+        assert given.text
         assert given.text == decoder.generate("alpha", max_output_len=12, echo=True)[0].text
         assert len(decoder.generate("alpha", None, options, max_output_len=3)[0].output) == 3
         assert "".join(piece.text for piece in decoder.stream("alpha", None, options)) == given.text[len("alpha") :]
+        call: Any
         for call in (decoder.generate, decoder.requests, decoder.request, partial(Conversation, decoder)):
             arguments = () if isinstance(call, partial) else ("alpha",)
             with pytest.raises(RequestError, match="max_outptu_len: no such option; did you mean max_output_len"):
@@ -112,13 +119,13 @@ def test_options_are_given_as_one_or_as_keywords(engines: Path) -> None:
             with pytest.raises(RequestError, match=r"options \{'echo': True\}: expected RequestOptions"):
                 call(*arguments, None, {"echo": True})
         with pytest.raises(RequestError, match="decoder 5: expected SpeculativeDecoder"):
-            Conversation(5)
+            Conversation(5)  # type: ignore[arg-type]
         with pytest.raises(RequestError, match="text 5: expected a text"):
-            next(Conversation(decoder).say(5))
+            next(Conversation(decoder).say(5))  # type: ignore[arg-type]
         with pytest.raises(RequestError, match="prompt: message 2: content 5: expected a text"):
-            decoder.request([{"role": "user", "content": "a"}, {"role": "user", "content": 5}])
+            decoder.request([{"role": "user", "content": "a"}, {"role": "user", "content": 5}])  # type: ignore[arg-type]
         with pytest.raises(RequestError, match="on_warm_up 5"):
-            SpeculativeDecoder.open(engines / "target", on_warm_up=5)
+            SpeculativeDecoder.open(engines / "target", on_warm_up=5)  # type: ignore[arg-type]
 
 
 def test_echo_of_token_ids_shows_their_text(engines: Path) -> None:
@@ -152,7 +159,7 @@ def test_the_command_writes_n_answers_and_tells_their_seeds(engines: Path) -> No
     flags += ["--n", "2", "--max_output_len", "8"]
     said = CliRunner().invoke(main, [*flags, "--temperature", "1", "--output_format", "json"])
     assert said.exit_code == 0, said.stderr
-    seed = int(re.search(r"^seed (\d+)$", said.stderr, re.MULTILINE)[1])
+    (seed,) = map(int, re.findall(r"^seed (\d+)$", said.stderr, re.MULTILINE))
     answers = [json.loads(line) for line in said.stdout.splitlines()]
     assert [answer["seed"] for answer in answers] == [seed, seed + 1] * 2
     with SpeculativeDecoder.open(engines / "target") as decoder:

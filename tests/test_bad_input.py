@@ -746,10 +746,11 @@ def test_engine_directory_must_list_the_engine(engines: Path, tmp_path: Path) ->
 
 def test_sizes_that_no_model_has(engines: Path, tmp_path: Path) -> None:
     for number, (place, name) in enumerate((("graph", "vocab_size"), ("build_config", "max_seq_len"))):
-        edit = {place: {name: 10**18}}
-        engine = copy_of(
-            engines / "target", tmp_path / str(number), lambda c, e=edit: [c[k].update(v) for k, v in e.items()]
-        )
+
+        def enlarge(config: dict[str, Any], place: str = place, name: str = name) -> None:
+            config[place][name] = 10**18
+
+        engine = copy_of(engines / "target", tmp_path / str(number), enlarge)
         says(generate_error(engine), engine / "config.json", f"{place}.{name}")
     edited = copy_of(engines / "target", tmp_path / "e", lambda c: c["graph"]["caches"][0].update(heads=10**18))
     says(generate_error(edited), edited / "config.json", "graph.caches.0.heads")

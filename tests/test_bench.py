@@ -165,7 +165,7 @@ def test_rounds_that_are_not_timed_have_no_split(tmp_path: Path) -> None:
     passes = (_Pass(), _Pass())
     for found in passes:
         decoder = open_tables(tmp_path, TARGET, TARGET)
-        decoder.scheduler.round = Untimed(decoder.scheduler.round)  # type: ignore[assignment]
+        decoder.scheduler.round = Untimed(decoder.scheduler.round)
         found.decode(decoder, [Request([0], SamplingParams(), 10)])
     result = _summarise(1, 4, [passes], Settings())
     assert result.split is None
@@ -215,8 +215,12 @@ def test_decoders_are_closed(run: Bench, monkeypatch: pytest.MonkeyPatch) -> Non
         opened.append(create(*arguments, **options))
         return opened[-1]
 
+    def closing(decoder: SpeculativeDecoder) -> None:
+        closed.append(decoder)
+        close(decoder)
+
     monkeypatch.setattr(SpeculativeDecoder, "open", opening)
-    monkeypatch.setattr(SpeculativeDecoder, "close", lambda self: (closed.append(self), close(self)))
+    monkeypatch.setattr(SpeculativeDecoder, "close", closing)
     run(TARGET, TARGET, draft_lens=[1, 2], repetitions=1)
     assert len(opened) == 3
     assert set(map(id, opened)) == set(map(id, closed))

@@ -46,7 +46,7 @@ def test_verify_says_yes_and_shows_its_statistics(engines: Path) -> None:
     assert verdict["good"]
 
 
-def test_verify_exits_1_for_a_pair_that_differs(engines: Path, monkeypatch: object) -> None:
+def test_verify_exits_1_for_a_pair_that_differs(engines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specrun.rounds.host.accept_tokens", accepts_tokens_always)
     shown = run("verify", *pair(engines), "--seconds", 1)
     assert shown.exit_code == 1
@@ -81,7 +81,7 @@ def test_bench_names_its_own_option(engines: Path) -> None:
 def test_prompts_from_a_terminal_are_asked_for(engines: Path) -> None:
     """In a terminal of its own: waiting without a word looks like work."""
     ours, theirs = os.openpty()
-    command = [SPECRUN, "generate", "--engine_dir", engines / "target", "--max_output_len", "3"]
+    command: list[str | Path] = [SPECRUN, "generate", "--engine_dir", engines / "target", "--max_output_len", "3"]
     with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr
         assert "prompts, one a line; Ctrl-D ends them" in process.stderr.readline()
@@ -93,10 +93,12 @@ def test_prompts_from_a_terminal_are_asked_for(engines: Path) -> None:
 
 def test_json_lines_come_as_prompts_end(engines: Path) -> None:
     """In the prompts' order, each as soon as it can: what was printed is there after Ctrl-C too."""
-    flags = ["generate", "--engine_dir", engines / "target", "--output_format", "json", "--max_output_len", "60"]
+    flags = ["generate", "--engine_dir", str(engines / "target"), "--output_format", "json", "--max_output_len", "60"]
     prompts = "".join(f"alpha {number}\n" for number in range(400))
-    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([SPECRUN, *flags], **options) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([SPECRUN, *flags], stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdin
+        assert process.stdout
         process.stdin.write(prompts)
         process.stdin.close()
         first = json.loads(process.stdout.readline())

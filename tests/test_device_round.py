@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,6 +45,9 @@ class Recordable(OrtDeviceBackend):
 
     def enqueue(self, feed: Feed, logits: DeviceArray, first: int, fixed: bool) -> None:
         self.device.queue(functools.partial(super().enqueue, feed, logits, first, fixed))
+
+
+BUILD: dict[str, Any] = {"weight": 5, "max_input_len": 100, "max_seq_len": 400, "cache_length": 408}
 
 
 def device_round(
@@ -150,13 +154,15 @@ def test_after_a_warm_up_every_round_is_settled(
         assert not all(states[1])
 
 
-def test_what_cannot_be_recorded_is_queued_piece_by_piece(tables: tuple[Path, Path]) -> None:
+def test_what_cannot_be_recorded_is_queued_piece_by_piece(
+    tables: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     round_ = device_round(*tables, 4, kind=Recordable)
 
     def refuse(work: object) -> None:
         raise BackendError("not this one")
 
-    round_.device.record = refuse
+    monkeypatch.setattr(round_.device, "record", refuse)
     with pytest.warns(UserWarning, match="not this one") as warned:
         assert on_device(round_, batch(EVERY)) == on_host(*tables, 4, False, batch(EVERY))
         assert on_device(round_, batch(EVERY)) == on_host(*tables, 4, False, batch(EVERY))
@@ -176,7 +182,7 @@ def test_draft_on_another_device(tables: tuple[Path, Path], use_logits: bool) ->
 def test_requests_that_come_and_go(tmp_path: Path, kind: type[OrtDeviceBackend], apart: bool, blocks: int) -> None:
     """Of every manner, with draft lengths, acceptance and penalties of their own, and prompts that begin alike."""
     target = normal(1, SMALL, SMALL, scale=2)
-    build = {"weight": 5, "max_batch_size": 5, "max_input_len": 100, "max_seq_len": 400, "cache_length": 408}
+    build = {**BUILD, "max_batch_size": 5}
     target_dir = save_table_engine(tmp_path / "target", target, **build)
     draft_dir = save_table_engine(tmp_path / "draft", target + normal(2, SMALL, SMALL), **build)
     requests = some_requests(40)
@@ -203,7 +209,7 @@ def test_requests_that_come_and_go(tmp_path: Path, kind: type[OrtDeviceBackend],
 def test_lengths_of_all_kinds_while_requests_come_and_go(tmp_path: Path, seed: int) -> None:
     """Auto on device, where drafts rest, and requests with lengths of their own among rows that lag."""
     target = normal(1, SMALL, SMALL, scale=2)
-    build = {"weight": 5, "max_batch_size": 4, "max_input_len": 100, "max_seq_len": 400, "cache_length": 408}
+    build = {**BUILD, "max_batch_size": 4}
     target_dir = save_table_engine(tmp_path / "target", target, **build)
     draft_dir = save_table_engine(tmp_path / "draft", target + normal(2, SMALL, SMALL), **build)
     requests = [request for request in some_requests(60, seed) if request.use_logits is None]
@@ -213,7 +219,9 @@ def test_lengths_of_all_kinds_while_requests_come_and_go(tmp_path: Path, seed: i
     assert [request.output for request in requests] == expected
 
 
-def test_a_round_that_is_interrupted_ends_its_requests(tables: tuple[Path, Path]) -> None:
+def test_a_round_that_is_interrupted_ends_its_requests(
+    tables: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The device has gone on by then, and the host does not know how far."""
     round_, expected = device_round(*tables, 4, blocks=50), on_host(*tables, 4, False, batch(EVERY))
     wait, requests = round_._wait, batch(EVERY)
@@ -223,11 +231,11 @@ def test_a_round_that_is_interrupted_ends_its_requests(tables: tuple[Path, Path]
             raise KeyboardInterrupt
         wait(devices)
 
-    round_._wait = interrupted
+    monkeypatch.setattr(round_, "_wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         on_device(round_, requests)
     assert {request.finish_reason for request in requests} == {"error"}
-    round_._wait = wait
+    monkeypatch.undo()
     assert on_device(round_, batch(EVERY)) == expected
 
 
@@ -264,18 +272,23 @@ def test_a_draft_that_rested_reads_what_it_missed(engines: Path, onnx: Path, tmp
     assert all(r.stats.accepted == r.stats.evaluated > 5 for r in requests)
 
 
+def launched_kernels(round_: DeviceRound) -> list[str]:
+    assert isinstance(round_.device, HostDevice)
+    return round_.device.launched
+
+
 def test_target_alone(tables: tuple[Path, Path]) -> None:
     ids = on_host(tables[0], None, 0, False, batch(EVERY))
     round_ = device_round(tables[0], None, 0)
     assert on_device(round_, batch(EVERY)) == ids
-    assert "sample_draft" not in round_.device.launched
+    assert "sample_draft" not in launched_kernels(round_)
 
 
 def test_a_round_is_a_fixed_sequence_of_kernels(tables: tuple[Path, Path]) -> None:
     round_ = device_round(*tables, 2, True)
     on_device(round_, batch(EVERY))
     # Between rounds, rows change places.
-    launched = " ".join(kernel for kernel in round_.device.launched if "swap" not in kernel).split(" accept")
+    launched = " ".join(kernel for kernel in launched_kernels(round_) if "swap" not in kernel).split(" accept")
     plain = "feed apply_penalties sample_target"
     draft = "feed apply_penalties sample_draft"
     rounds = {one.strip().removeprefix("log_probabilities ") for one in launched}
@@ -285,7 +298,7 @@ def test_a_round_is_a_fixed_sequence_of_kernels(tables: tuple[Path, Path]) -> No
 def test_up_to_the_last_position(tmp_path: Path) -> None:
     """Rows that end at max_seq_len while others go on; drafts that would lie beyond the draft's cache."""
     table = normal(4, 50, 50, scale=2)
-    sizes = {"max_seq_len": 24, "max_input_len": 20, "cache_length": 24 + 5, "max_batch_size": 3}
+    sizes: dict[str, Any] = {"max_seq_len": 24, "max_input_len": 20, "cache_length": 24 + 5, "max_batch_size": 3}
     target = save_table_engine(tmp_path / "target", table, weight=1, **sizes)
     draft = save_table_engine(tmp_path / "draft", table, weight=1, **{**sizes, "cache_length": 25, "max_draft_len": 0})
 

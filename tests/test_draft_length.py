@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ def test_token_rates_are_tokens_over_seconds() -> None:
             sum(sum(a**i for i in range(min(g, cap) + 1)) for a, cap in zip(alphas, caps, strict=True)) / seconds[g]
             for g in range(max(caps) + 1)
         ]
-        np.testing.assert_allclose(token_rates(alphas, caps, seconds), rates)
+        np.testing.assert_allclose(token_rates(alphas.tolist(), caps.tolist(), seconds.tolist()), rates)
 
 
 def seconds_a_token(
@@ -118,7 +119,7 @@ def test_times_that_are_no_straight_line(rows: int, alpha: float, step: int) -> 
         return 0.4 + 0.05 * step * -(-batch * (draft_len + 1) // step) + 0.01 * draft_len
 
     def mean(most: int | None) -> float:
-        run = {"rows": rows, "tokens": 1500, "texts": 8, "time_of": time_of}
+        run: dict[str, Any] = {"rows": rows, "tokens": 1500, "texts": 8, "time_of": time_of}
         return float(
             np.mean(
                 [

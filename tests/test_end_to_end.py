@@ -1,4 +1,4 @@
-"""The three commands through the shell, on a trained pair with a real tokenizer (scripts/make_demo_pair)."""
+"""The three commands through the shell, on a trained pair with a real tokenizer (scripts/make_demo_pair.py)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests import all_cores
+
 ROOT = Path(__file__).parent.parent
 PAIR = ROOT / ".cache" / "pair"
 BIN = Path(sys.executable).parent
@@ -20,11 +22,12 @@ LENGTH = 48
 
 
 def shell(*command: str | Path, input: str | None = None, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Run a command as a user would; stdout and stderr are kept apart."""
+    """Run a command as a user would, on all cores; stdout and stderr are kept apart."""
     environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
-    return subprocess.run(
-        [str(part) for part in command], input=input, cwd=cwd, env=environment, capture_output=True, text=True
-    )
+    with all_cores():
+        return subprocess.run(
+            [str(part) for part in command], input=input, cwd=cwd, env=environment, capture_output=True, text=True
+        )
 
 
 def ok(*command: str | Path, input: str | None = None, cwd: Path = ROOT) -> str:
@@ -36,7 +39,7 @@ def ok(*command: str | Path, input: str | None = None, cwd: Path = ROOT) -> str:
 @pytest.fixture(scope="module")
 def pair() -> Path:
     """The trained pair as Hugging Face checkpoints."""
-    ok(sys.executable, ROOT / "scripts" / "make_demo_pair", "--output_dir", PAIR)
+    ok(sys.executable, ROOT / "scripts" / "make_demo_pair.py", "--output_dir", PAIR)
     return PAIR
 
 
@@ -134,7 +137,7 @@ def test_stop_texts_end_before_themselves(built: Path) -> None:
 def test_grown_checkpoints_compute_the_same(pair: Path, tmp_path: Path) -> None:
     """grow_checkpoint to another width, depth and number of heads: the same greedy ids."""
     grown = tmp_path / "grown"
-    ok(sys.executable, ROOT / "scripts" / "grow_checkpoint", "--input_dir", pair / "draft", "--output_dir", grown,
+    ok(sys.executable, ROOT / "scripts" / "grow_checkpoint.py", "--input_dir", pair / "draft", "--output_dir", grown,
        "--parameters", "20M")  # fmt: skip
     small, large = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (pair / "draft", grown))
     assert sum(p.numel() for p in large.parameters()) > 15e6
@@ -146,7 +149,7 @@ def test_grown_checkpoints_compute_the_same(pair: Path, tmp_path: Path) -> None:
 def test_a_grown_vocabulary_is_never_chosen(pair: Path, tmp_path: Path) -> None:
     """The same ids, greedy and sampled, beside thousands that no text has; in positions that nobody trained too."""
     grown = tmp_path / "grown"
-    ok(sys.executable, ROOT / "scripts" / "grow_checkpoint", "--input_dir", pair / "draft", "--output_dir", grown,
+    ok(sys.executable, ROOT / "scripts" / "grow_checkpoint.py", "--input_dir", pair / "draft", "--output_dir", grown,
        "--parameters", "12M", "--vocab_size", "9000", "--max_position_embeddings", "4096")  # fmt: skip
     small, large = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (pair / "draft", grown))
     assert (large.config.vocab_size, large.config.max_position_embeddings) == (9000, 4096)
@@ -156,7 +159,7 @@ def test_a_grown_vocabulary_is_never_chosen(pair: Path, tmp_path: Path) -> None:
     assert many.shape[-1] == 9000
     assert many[..., few.shape[-1] :].sum() < 1e-12
     assert torch.allclose(few, many[..., : few.shape[-1]], atol=1e-4)
-    refused = shell(sys.executable, ROOT / "scripts" / "grow_checkpoint", "--input_dir", pair / "draft",
+    refused = shell(sys.executable, ROOT / "scripts" / "grow_checkpoint.py", "--input_dir", pair / "draft",
                     "--output_dir", tmp_path / "less", "--parameters", "12M", "--vocab_size", "9")  # fmt: skip
     assert refused.returncode == 2
     assert "--vocab_size 9: the checkpoint has" in refused.stderr
@@ -164,7 +167,8 @@ def test_a_grown_vocabulary_is_never_chosen(pair: Path, tmp_path: Path) -> None:
 
 def test_gpu_check_makes_its_models(pair: Path, tmp_path: Path) -> None:
     """Without a GPU, as for a host that has one; once."""
-    command = [sys.executable, ROOT / "scripts" / "gpu_check", "--here", "--part", "models", "--size", "tiny"]
+    command: list[str | Path] = [sys.executable, ROOT / "scripts" / "gpu_check.py", "--here"]
+    command += ["--part", "models", "--size", "tiny"]
     command += ["--pair_dir", pair, "--work_dir", tmp_path / "work", "--output", tmp_path / "check.json"]
     ok(*command)
     models = json.loads((tmp_path / "check.json").read_text())["models"]

@@ -30,7 +30,8 @@ WINDOWED = {"mistral": 2, "gemma3": 5}
 
 
 def forward(backend: Backend, ids: npt.NDArray[np.int64], starts: npt.ArrayLike, wanted: npt.ArrayLike) -> Floats:
-    step = backend.bind(0, *ids.shape, np.shape(wanted)[1])
+    rows, width = ids.shape
+    step = backend.bind(0, rows, width, np.shape(wanted)[1])
     step.input_ids[...], step.write_indices[...], step.logits_indices[...] = ids, starts, wanted
     step.run()
     return step.logits

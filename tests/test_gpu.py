@@ -1,10 +1,11 @@
-"""On a real GPU: every backend's ids are the CPU's, alone and with a draft. ``scripts/gpu_check`` runs this."""
+"""On a real GPU: every backend's ids are the CPU's, alone and with a draft. ``scripts/gpu_check.py`` runs this."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,9 +41,9 @@ def pair(request: pytest.FixtureRequest, onnx: Path, tmp_path_factory: pytest.Te
 
 
 def decode(
-    target: Path, draft: Path | None, params: SamplingParams, prompts: Sequence[Sequence[int]], **config: object
+    target: Path, draft: Path | None, params: SamplingParams, prompts: Sequence[Sequence[int]], **config: Any
 ) -> list[list[int]]:
-    settings = DraftTargetConfig(**({"draft_len": 4} if draft else {}), **config)
+    settings = DraftTargetConfig(4 if draft else None, **config)
     decoder = SpeculativeDecoder.open(target, draft, settings)
     try:
         requests = [Request(prompt, params, LENGTH) for prompt in prompts]
@@ -61,7 +62,7 @@ def test_ids_are_the_cpus(pair: Path, engines: Path, draft: str | None, params: 
     expected = decode(engines / "target", None, params, PROMPTS)
     ties = 0
     for batch in (1, 4):
-        found = decode(pair / "target", draft and pair / draft, params, PROMPTS[:batch], cuda_graph=graph)
+        found = decode(pair / "target", pair / draft if draft else None, params, PROMPTS[:batch], cuda_graph=graph)
         for prompt, cpu, gpu in zip(PROMPTS, expected, found, strict=False):
             ties += near_ties(engines / "target", cpu, gpu, prompt)
     assert ties <= 2
@@ -106,7 +107,7 @@ def test_opening_again_and_again_gives_all_memory_back(pair: Path) -> None:
 @pytest.mark.parametrize("drafts", [True, False], ids=["draft", "alone"])
 def test_tables_are_the_cpus(tmp_path: Path, drafts: bool, graph: bool) -> None:
     """Whole rounds of this project's own kernels, which need neither TensorRT nor ONNX Runtime on the GPU."""
-    sizes = {"max_batch_size": 4, "max_input_len": 100, "max_seq_len": 397, "cache_length": 408}
+    sizes: dict[str, Any] = {"max_batch_size": 4, "max_input_len": 100, "max_seq_len": 397, "cache_length": 408}
     target = normal(1, V, V, scale=2.0)
     draft = target + normal(2, V, V, scale=0.5) if drafts else None
     expected, requests = (

@@ -1,4 +1,4 @@
-"""``scripts/gpu_check``: it explains itself without a GPU, and its measuring code runs on the kernels' host build.
+"""``scripts/gpu_check.py``: it explains itself without a GPU, and its measuring code runs on the kernels' host build.
 
 The times that come out here say nothing. ``tests/gpu_simulator/test_gpu_check.py`` runs every part of it.
 """
@@ -37,7 +37,7 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.skipif(why_no_gpu() is None, reason="this machine has a GPU")
 def test_without_a_gpu_it_says_what_is_missing(tmp_path: Path) -> None:
     output = tmp_path / "report.json"
-    command = [sys.executable, ROOT / "scripts" / "gpu_check", "--output", output]
+    command: list[str | Path] = [sys.executable, ROOT / "scripts" / "gpu_check.py", "--output", output]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert result.returncode == 1
     assert result.stderr.startswith("Error: nothing to check: no NVIDIA driver"), result.stderr
@@ -49,7 +49,7 @@ def test_without_a_gpu_it_says_what_is_missing(tmp_path: Path) -> None:
 
 
 def test_a_bare_python_is_told_what_to_install(tmp_path: Path) -> None:
-    command = [sys.executable, "-S", ROOT / "scripts" / "gpu_check"]  # Without site-packages.
+    command: list[str | Path] = [sys.executable, "-S", ROOT / "scripts" / "gpu_check.py"]  # Without site-packages.
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert result.returncode == 1
     assert len(result.stderr.splitlines()) == 1

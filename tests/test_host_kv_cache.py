@@ -48,8 +48,8 @@ def test_rows_keep_what_they_hold_while_the_shape_grows_and_they_change_places(s
                 row = int(generator.integers(0, used))
                 cache.clear(row)
                 held[row] = [0 * tensor for tensor in held[row]]
-            for number, row in enumerate(held):
-                for found, expected in zip(read(cache, number), row, strict=True):
+            for number, kept in enumerate(held):
+                for found, expected in zip(read(cache, number), kept, strict=True):
                     np.testing.assert_array_equal(found, expected)
 
 

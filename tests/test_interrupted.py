@@ -97,7 +97,7 @@ def interrupted(build: Build, moment: Moment, how: int = signal.SIGINT) -> None:
     if how == signal.SIGTERM:
         os.kill(build.process.pid, how)  # Not the group: service managers and containers signal one process.
     assert build.end(how if how == signal.SIGINT else None) == 128 + how, build.stderr
-    assert build.stderr.splitlines()[-1] == ENDED[how]
+    assert build.stderr.splitlines()[-1] == ENDED[signal.Signals(how)]
     assert build.stderr.count("error") == 1
     assert "Traceback" not in build.stderr
 

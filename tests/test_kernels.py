@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from specrun.acceptance import accept_logits, accept_tokens
@@ -81,8 +82,9 @@ def sampling_of(params: SamplingParams, **more: int) -> Any:
         "biases": len(params.logit_bias),
         "draft_len": 99,
         "logprobs": -1,
+        "seed": params.seed or 0,
     }
-    for name in ("seed", "top_p", "temperature", "top_k", "min_p"):
+    for name in ("top_p", "temperature", "top_k", "min_p"):
         values[name] = getattr(params, name)
     for name, value in (values | more).items():
         row[name] = value
@@ -198,7 +200,9 @@ def accept(params: SamplingParams, length: int, drafts: list[int], draft: Floats
         state_of(tokens, progress, sampling_of(params, use_logits=1)),
         q=q,
         draft_logits=draft,
-        **dict.fromkeys(("step_stride", "draft_stride", "draft_vocab"), draft.shape[-1]),
+        step_stride=draft.shape[-1],
+        draft_stride=draft.shape[-1],
+        draft_vocab=draft.shape[-1],
         p=p,
         chosen=chosen,
         target_logits=target[None],
@@ -316,7 +320,7 @@ class Row:
 def table(batch: Sequence[Row], width: int) -> dict[str, Any]:
     """The rows as the kernels see them."""
     vocab = batch[0].target.shape[1]
-    found = {
+    found: dict[str, npt.NDArray[Any]] = {
         "tokens": np.zeros((len(batch), width), np.int64),
         "progress": np.zeros(len(batch), PROGRESS),
         "sampling": np.zeros(len(batch), SAMPLING),
@@ -362,7 +366,7 @@ def test_adjusted_logits_are_numpys() -> None:
             )
         texts = np.random.default_rng(i).integers(0, 2 * i + 1, 60) * 83  # Row 0 knows one token only.
         prompt, output = texts[:30].tolist(), texts[30 : 30 + 10 * (i % 4)].tolist()
-        own = {"stop_ids": [11 + i, 920, 7], "min_output_len": len(output) + i % 6}
+        own: dict[str, Any] = {"stop_ids": [11 + i, 920, 7], "min_output_len": len(output) + i % 6}
         batch.append(Row(params, prompt, output, target, draft, **own))
     rows = table(batch, 80)
     for i, row in enumerate(batch):

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.request import Request
+from specrun.rounds.host import HostRound
 from specrun.sampling import SamplingParams
 from tests.conftest import make_engine
 
@@ -44,7 +45,9 @@ def near_ties(target: Path, expected: list[int], found: list[int], prompt: Seque
     if expected == found:
         return 0
     at = next(i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if a != b)
-    runner = open_pair(target, None).scheduler.round.target
+    round_ = open_pair(target, None).scheduler.round
+    assert isinstance(round_, HostRound)
+    runner = round_.target
     runner.reserve(1, 128)
     logits = runner.forward([[*prompt, *expected[:at]]], [1])[0, 0]
     second, best = np.sort(logits)[-2:]

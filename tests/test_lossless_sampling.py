@@ -7,7 +7,6 @@ import operator
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +16,7 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.drafters import Proposal
 from specrun.drafters.model import ModelDrafter
 from specrun.request import Request
+from specrun.rounds.host import HostRound
 from specrun.sampling import Floats, SamplingParams, choose, probabilities
 from tests.reference import Doubles, Fit, chi_squared, exact_probabilities
 from tests.tables import decode, make_requests, normal, open_tables
@@ -194,8 +194,10 @@ def test_control_draft_probabilities_from_before_top_k_are_seen(
     target = normal(10, 16)
     draft = target + normal(11, 16, scale=0.5)
     decoder = open_tables(tmp_path, target, draft, use_logits=True)
-    rounds: Any = decoder.scheduler.round
-    rounds.drafter = kind(rounds.drafter.runner, 16, rounds.max_draft_len, True)
+    round_ = decoder.scheduler.round
+    assert isinstance(round_, HostRound)
+    assert isinstance(round_.drafter, ModelDrafter)
+    round_.drafter = kind(round_.drafter.runner, 16, round_.max_draft_len, True)
     tokens, _ = sample(decoder, 300, 20, params)
     assert fits(tokens, exact_probabilities(target, params))[0].good == good
 

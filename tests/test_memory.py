@@ -33,7 +33,8 @@ print(peak() - before)
 def save_llama(directory: Path, dtype: torch.dtype, **sizes: object) -> int:
     """Write a random checkpoint; returns the bytes of its weights."""
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **sizes})).to(dtype)
+        model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **sizes}))
+    nn.Module.to(model, dtype)
     model.to_empty(device="cpu")
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02)

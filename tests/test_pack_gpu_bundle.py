@@ -1,4 +1,4 @@
-"""``scripts/pack_gpu_bundle``: wheels go into parts and come out on the host as they were, or the bad part is named."""
+"""``scripts/pack_gpu_bundle.py``: wheels in parts come out on the host as they were, or the bad part is named."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "pack_gpu_bundle"
+SCRIPT = Path(__file__).parent.parent / "scripts" / "pack_gpu_bundle.py"
 PYTHON = "{}.{}".format(*sys.version_info)
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from specrun.penalties import Seen, adjust
@@ -23,7 +24,7 @@ ALL = SamplingParams(
 )
 
 
-def plainly(logits: Sequence[float], params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> Doubles:
+def plainly(logits: npt.ArrayLike, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> Doubles:
     """The definitions, token by token."""
     found = np.array(logits, np.float64)
     for token in range(len(found)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,7 +63,7 @@ def test_the_least_recently_used_goes_first() -> None:
 @pytest.mark.parametrize("kept", [0, 48, 200, None])
 def test_results_are_those_without_it(tmp_path: Path, kept: int | None) -> None:
     tables = normal(1, V, V, scale=2.0), normal(2, V, V)
-    build = {"weight": 5, "max_batch_size": 3, "max_input_len": 400}
+    build: dict[str, Any] = {"weight": 5, "max_batch_size": 3, "max_input_len": 400}
     plain = open_tables(tmp_path, *tables, kept=0, **build)
     decoder = open_tables(tmp_path, *tables, kept=kept, **build)
     requests = some_requests(60, seed=4)

@@ -98,8 +98,10 @@ def test_sampling_refused_by_name(decoder: SpeculativeDecoder, params: dict[str,
 def test_whole_numbers_are_taken_however_they_are_written(
     decoder: SpeculativeDecoder, options: dict[str, Any], same: dict[str, Any]
 ) -> None:
-    params = SamplingParams(1, top_k=5.0, seed=np.int64(3), logit_bias={2.0: 1, np.int32(3): np.float32(0.5)})
-    one, other = decoder.request([1.0, 2], params, **options), decoder.request(np.array([1, 2]), params, **same)
+    numbers: dict[str, Any] = {"top_k": 5.0, "seed": np.int64(3), "logit_bias": {2.0: 1, np.int32(3): np.float32(0.5)}}
+    prompts: list[Any] = [[1.0, 2], np.array([1, 2])]
+    params = SamplingParams(1, **numbers)
+    one, other = decoder.request(prompts[0], params, **options), decoder.request(prompts[1], params, **same)
     assert repr(one.params) == repr(SamplingParams(1.0, top_k=5, seed=3, logit_bias={2: 1.0, 3: 0.5}))
     for name in ("prompt", "max_output_len", "min_output_len", "logprobs", "stop_ids", "draft_len", "timeout"):
         assert repr(getattr(one, name)) == repr(getattr(other, name))
@@ -242,7 +244,8 @@ def test_one_prompt_needs_no_list(engines: Path) -> None:
         (text,) = decoder.generate("alpha beta", max_output_len=12)
         assert text.output == decoder.generate(["alpha beta"], max_output_len=12)[0].output
         ids = decoder.tokenizer.encode("alpha beta").ids
-        for prompt in (ids, np.array(ids), tuple(ids)):
+        prompts: list[Any] = [ids, np.array(ids), tuple(ids)]
+        for prompt in prompts:
             (found,) = decoder.generate(prompt, max_output_len=12)
             assert found.output == text.output
         turns = [{"role": "user", "content": "alpha beta"}]
@@ -254,8 +257,10 @@ def test_one_prompt_needs_no_list(engines: Path) -> None:
 def test_one_stop_text_needs_no_list(engines: Path) -> None:
     with SpeculativeDecoder.open(engines / "target") as decoder:
         (free,) = decoder.generate("alpha", max_output_len=40)
+        assert free.text
         stop = free.text[8:12]
         (stopped,) = decoder.generate("alpha", max_output_len=40, stop=stop)
+        assert stopped.text
         assert stopped.text == free.text[: free.text.index(stop)]
         assert len(stopped.text) > 1
         assert stopped.finish_reason == "stop"
@@ -286,7 +291,7 @@ def test_paths_may_be_texts_and_other_types_are_refused(engines: Path) -> None:
         ("kv_cache_free_gpu_memory_fraction", "all"),
     ):
         with pytest.raises(RequestError, match=name):
-            DraftTargetConfig(**{name: value})
+            DraftTargetConfig(**{name: value})  # type: ignore[arg-type]
 
 
 def test_a_bad_prompt_fails_alone(decoder: SpeculativeDecoder) -> None:
@@ -321,10 +326,12 @@ def test_log_probabilities_are_the_targets_own(decoder: SpeculativeDecoder, acce
 
 
 def test_prompts_that_are_no_prompts(decoder: SpeculativeDecoder) -> None:
-    for bad in ([-1, 3], [-(10**19), 1], [V], [1.5, 2], [None]):
+    wrong: list[Any] = [[-1, 3], [-(10**19), 1], [V], [1.5, 2], [None]]
+    for bad in wrong:
         with pytest.raises(RequestError, match=r"token id|a prompt is"):
             decoder.request(bad)
-    assert list(decoder.request(np.array([3, 4])).prompt) == [3, 4]
+    array: Any = np.array([3, 4])
+    assert list(decoder.request(array).prompt) == [3, 4]
     with pytest.raises(RequestError, match="system"):
         decoder.request([1], system="be brief")
 

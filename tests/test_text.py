@@ -84,6 +84,10 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
 }
 
 
+def ids_of(tokenizer: Tokenizer, *tokens: str) -> list[int]:
+    return [tokenizer.get_vocab()[token] for token in tokens]
+
+
 def streamed(
     tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int], stop: Sequence[str] = ()
 ) -> TextStream:
@@ -130,11 +134,11 @@ def test_text_comes_token_by_token(kind: str) -> None:
 def test_half_of_a_character_after_a_line_end() -> None:
     """tokenizers' own stream raised an exception here; a run of bytes is one text, or none."""
     tokenizer = byte_fallback(strip=True)
-    tokens = [tokenizer.token_to_id(token) for token in ("<0x0A>", "<0xF0>", "<0x9F>", "x")]
+    a, *tokens = ids_of(tokenizer, "a", "<0x0A>", "<0xF0>", "<0x9F>", "x")
     assert streamed(tokenizer, tokenizer.encode("the").ids, tokens).text == "\ufffd\ufffd\ufffdx"
     assert streamed(tokenizer, tokenizer.encode("the").ids, tokens[:1]).text == "\n"
     # Neither do the prompt's last bytes spoil the output, which is not their run any more.
-    assert streamed(tokenizer, [tokenizer.token_to_id("a"), tokens[0]], tokens[1:]).text == "\ufffd\ufffdx"
+    assert streamed(tokenizer, [a, tokens[0]], tokens[1:]).text == "\ufffd\ufffdx"
 
 
 @pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
@@ -158,7 +162,7 @@ def test_a_long_run_of_bytes_that_are_no_text_waits_for_nothing() -> None:
 
 def test_a_stop_text_that_was_waiting_at_the_end() -> None:
     tokenizer = byte_fallback(strip=False)
-    tokens = [tokenizer.token_to_id(token) for token in ("a", "<0x0A>")]
+    tokens = ids_of(tokenizer, "a", "<0x0A>")
     stream = streamed(tokenizer, [], tokens, stop=["\n"])
     assert stream.stopped
     assert stream.text == "a"

@@ -75,7 +75,8 @@ class Held:
     def __init__(self, decoder: SpeculativeDecoder) -> None:
         self.entered, self.go = threading.Event(), threading.Event()
         self._rounds: Any = decoder.scheduler.round
-        self._step, self._rounds.step = self._rounds.step, self
+        self._step = self._rounds.step
+        vars(self._rounds).update(step=self)
 
     def __call__(self, *arguments: Any) -> Any:
         self.entered.set()
@@ -180,7 +181,8 @@ def test_a_timeout_ends_what_waits_beside_another_thread(pair: SpeculativeDecode
 
 
 def test_close_waits_for_a_step_of_another_thread(tmp_path: Path) -> None:
-    pair, failed = open_five(tmp_path), []
+    pair = open_five(tmp_path)
+    failed: list[Any] = []
 
     def listen() -> None:
         for _ in pair.run(requests):

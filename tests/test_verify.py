@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,14 +43,15 @@ def check(
     *,
     use_logits: bool = False,
     draft_len: int | None = 3,
-    **build: int,
+    **build: Any,
 ) -> Verdict:
     """``verify_pair`` on tables; no time is left after what is done in any case, so every run does the same."""
-    pair = [
+    target_dir, draft_dir = (
         save_table_engine(directory / name, table, weight=3, **build)
         for name, table in (("target", target), ("draft", draft))
-    ]
-    verdict = verify_pair(*pair, DraftTargetConfig(draft_len, use_logits=use_logits), PROMPTS, params, 0)
+    )
+    config = DraftTargetConfig(draft_len, use_logits=use_logits)
+    verdict = verify_pair(target_dir, draft_dir, config, PROMPTS, params, 0)
     print("\n".join(verdict.lines()))
     return verdict
 
@@ -176,7 +178,7 @@ def test_without_a_draft_length_drafts_are_made_whether_they_pay_or_not(tmp_path
 def test_short_engines(tmp_path: Path) -> None:
     """Texts as long as what fits, one at a time."""
     target = normal(40, 13, 16)
-    build = {"max_seq_len": 5, "max_input_len": 3, "cache_length": 16, "max_batch_size": 1}
+    build: dict[str, Any] = {"max_seq_len": 5, "max_input_len": 3, "cache_length": 16, "max_batch_size": 1}
     verdict = check(tmp_path, target, target + normal(41, 13, 16), **build)
     assert verdict.good
 
@@ -217,7 +219,7 @@ def test_bad_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: l
 def test_gpu_rounds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[bool] = []
     rounds = SimpleNamespace(close=lambda: closed.append(True), max_draft_len=4, host_target=None)
-    decoder = SpeculativeDecoder(rounds, None, None, 1)
+    decoder = SpeculativeDecoder(rounds, None, None, 1)  # type: ignore[arg-type]
     monkeypatch.setattr("specrun.decoder.SpeculativeDecoder.open", lambda *_: decoder)
     with pytest.raises(BackendError, match="needs CPU engines"):
         verify_pair(tmp_path, tmp_path, DraftTargetConfig(4), PROMPTS, WARM, 1)

@@ -8,6 +8,7 @@ trained, of 0.9M parameters instead of 5M; engines for batches are built in a te
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 import time
 from dataclasses import asdict
@@ -15,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-from engines import build, to_onnx
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from scripts.benchmarks.engines import build, to_onnx
 from specrun.bench import Settings, as_json
 from specrun.bench_results import Spread
 from specrun.config import DraftTargetConfig

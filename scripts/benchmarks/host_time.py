@@ -13,17 +13,21 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import click
-from engines import build, random_checkpoint, to_onnx
 from transformers import Qwen2Config
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from scripts.benchmarks.engines import build, random_checkpoint, to_onnx
 from specrun.bench import Settings, as_json
 from specrun.bench_results import Spread
 from specrun.config import DraftTargetConfig
@@ -128,9 +132,11 @@ def measure(target: Path, draft: Path, length: int, repetitions: int) -> dict[st
 
 def wide_pair(tokenizer: Path, work: Path) -> Path:
     """Checkpoints of random weights: the shape of Qwen2.5-0.5B, and a draft of two narrow layers."""
-    target = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
-    draft = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 2}
-    for role, shape in {"target": target, "draft": draft}.items():
+    shapes: dict[str, dict[str, Any]] = {
+        "target": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
+        "draft": {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 2},
+    }
+    for role, shape in shapes.items():
         config = Qwen2Config(
             **shape,
             num_key_value_heads=2,

@@ -8,15 +8,18 @@ target itself). Needs what scripts/demo leaves in demo/; engines for batches of 
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
 import click
-from engines import build, random_checkpoint, to_onnx
 from rich.console import Console
 from transformers import AutoConfig
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from scripts.benchmarks.engines import build, random_checkpoint, to_onnx
 from specrun.bench import Settings, as_json, measure
 from specrun.bench_results import table
 from specrun.engine_dir import open_engine

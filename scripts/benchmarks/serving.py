@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -17,8 +18,10 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import click
-from engines import build
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from scripts.benchmarks.engines import build
 from specrun.bench import Settings, as_json
 from specrun.bench_results import Spread
 from specrun.config import DraftTargetConfig

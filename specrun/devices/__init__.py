@@ -79,10 +79,10 @@ class Device(Protocol):
         All blocks of a cooperative kernel run at the same time.
         """
 
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+    def record(self, work: Callable[[], object]) -> Callable[[], None]:
         """What ``work`` queues as one piece, to be queued again and again. It is not run now."""
 
-    def seconds(self, work: Callable[[], None]) -> float:
+    def seconds(self, work: Callable[[], object]) -> float:
         """Run what ``work`` queues, and return how long the device took for it."""
 
     def follow(self, other: Device) -> None:

@@ -148,7 +148,7 @@ class CudaDevice:
             config = self._core.LaunchConfig(grid=grid, block=threads, is_cooperative=together)
             self._core.launch(self._stream, config, code, *values)
 
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+    def record(self, work: Callable[[], object]) -> Callable[[], None]:
         """See ``Device.record``: a CUDA graph."""
         with self._errors("cannot record a round"):
             self.activate()
@@ -170,7 +170,7 @@ class CudaDevice:
 
         return play
 
-    def seconds(self, work: Callable[[], None]) -> float:
+    def seconds(self, work: Callable[[], object]) -> float:
         """See ``Device.seconds``: between two events, which the GPU reaches before and after it."""
         driver, events = self._driver, []
         with self._errors("cannot time its work"):

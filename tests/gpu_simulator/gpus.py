@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests import all_cores
 from tests.gpu_simulator import ptx
 
 _DRIVER = Path(__file__).parent / "driver"
@@ -46,7 +48,7 @@ def start(count: int, counting: bool = False) -> None:
     _loaded = ctypes.CDLL(str(_build_driver()), mode=ctypes.RTLD_GLOBAL)
     _loaded.gpu_violation.restype = ctypes.c_char_p
     _loaded.gpu_room.restype = ctypes.c_uint64
-    _loaded.gpu_open(count, _load_module)
+    _loaded.gpu_open(count, _on_module)
     _use_stand_ins()
 
 
@@ -72,7 +74,8 @@ def _use_stand_ins() -> None:
             launch(stream, config, kernel, *arguments)
 
     launch, core.launch = core.launch, checked
-    compile_kernels, cuda.compile_kernels = cuda.compile_kernels, compile_ptx
+    compile_kernels = cuda.compile_kernels
+    vars(cuda).update(compile_kernels=compile_ptx)
     sys.modules["tensorrt"] = tensorrt
 
 
@@ -133,16 +136,26 @@ def _build_driver() -> Path:
     code = hashlib.sha256(b"".join([*(path.read_bytes() for path in sources), repr(_COMPILER).encode()])).hexdigest()
     path = _CACHE / f"driver-{code[:16]}.so"
     units = [str(source) for source in sources if source.suffix == ".cpp"]
-    _compile(path, ["-O2", "-shared", "-Wl,-soname,libcuda.so.1", *units, "-ldl"])
+    with _alone(path):
+        _compile(path, ["-O2", "-shared", "-Wl,-soname,libcuda.so.1", *units, "-ldl"])
     return path
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Others who want ``path`` wait until this process has made it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with all_cores():
+            yield
 
 
 def _compile(path: Path, arguments: Sequence[str]) -> None:
     """Run the compiler, unless it has made ``path`` before. Raises CalledProcessError."""
     if path.exists():
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}")  # Others may be compiling it too.
+    unfinished = path.with_suffix(f".{os.getpid()}")  # An interrupted compiler leaves half of it.
     subprocess.run([*_COMPILER, *arguments, "-o", str(unfinished)], check=True)
     unfinished.replace(path)
 
@@ -155,11 +168,15 @@ def build_kernels(text: str) -> Path:
         [text.encode(), bytes([_counting]), *(path.read_bytes() for path in sources), repr(_COMPILER).encode()]
     )
     path = _CACHE / f"kernels-{hashlib.sha256(key).hexdigest()[:16]}.so"
-    if path.exists():
-        return path
+    with _alone(path):
+        if not path.exists():
+            _compile_kernels(path, ptx.kernels(text, _counting))
+    return path
+
+
+def _compile_kernels(path: Path, kernels: Sequence[ptx.Kernel]) -> None:
     folder = path.with_suffix("")
-    folder.mkdir(parents=True, exist_ok=True)
-    kernels = ptx.kernels(text, _counting)
+    folder.mkdir(exist_ok=True)
 
     def compile_one(kernel: ptx.Kernel) -> str:
         source = folder / f"{kernel.name}.cpp"
@@ -177,13 +194,11 @@ def build_kernels(text: str) -> Path:
     count = 'extern "C" { unsigned long long gpu_instructions = 0; }'
     table.write_text(f'#include "kernel.hpp"\n{declared}\n{exported}\n{count}\n')
     _compile(path, ["-O1", "-shared", str(table), *objects])
-    return path
 
 
 _keep: list[bytes] = []
 
 
-@ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)
 def _load_module(text: bytes) -> int | None:
     """What the driver calls for a module: the path of its library, or nothing."""
     try:
@@ -193,3 +208,6 @@ def _load_module(text: bytes) -> int | None:
         return None
     _keep.append(str(path).encode())
     return ctypes.cast(ctypes.c_char_p(_keep[-1]), ctypes.c_void_p).value
+
+
+_on_module = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)(_load_module)

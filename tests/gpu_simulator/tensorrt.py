@@ -140,7 +140,7 @@ class CudaEngine:
 
     def __init__(self, plan: dict[str, Any], log: ILogger) -> None:
         self.device = int(gpus.library().gpu_current_device())
-        self.tensors = {tensor["name"]: Tensor.model_validate(tensor) for tensor in plan["io"]}
+        self.tensors: dict[str, Tensor] = {tensor["name"]: Tensor.model_validate(tensor) for tensor in plan["io"]}
         self.profiles = [Profile.model_validate(profile) for profile in plan["profiles"]]
         self.cache_length = int(plan["cache_length"])
         self.log = log
@@ -326,7 +326,7 @@ def _memory(address: int, shape: tuple[int, ...], dtype: str) -> np.ndarray[Any,
     """Device memory as an array. It may be gone when it is looked at; the driver says so then."""
     kind = np.dtype(dtype)
     raw = (ctypes.c_uint8 * (math.prod(shape) * kind.itemsize)).from_address(address)
-    return np.frombuffer(raw, kind).reshape(shape)
+    return np.frombuffer(memoryview(raw), kind).reshape(shape)
 
 
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

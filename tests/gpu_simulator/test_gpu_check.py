@@ -1,17 +1,17 @@
-"""Every part of ``scripts/gpu_check``, on simulated GPUs. Times that come out here mean nothing."""
+"""Every part of ``scripts/gpu_check.py``, on simulated GPUs. Times that come out here mean nothing."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from scripts import gpu_check
+from scripts.benchmarks.gpu.parts import PARTS, Settings
 from scripts.benchmarks.gpu.sizes import SIZES
 from scripts.benchmarks.gpu.tables import WAYS
 from tests.conftest import make_engine
@@ -20,19 +20,8 @@ from tests.gpu_simulator.test_rounds import narrow
 
 __all__ = ["narrow"]
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_check"
 TINY = SIZES["tiny"]
 DRAFT_LEN = 3
-
-
-@pytest.fixture(scope="module")
-def module() -> Any:
-    loader = SourceFileLoader("gpu_check", str(SCRIPT))
-    spec = spec_from_loader("gpu_check", loader)
-    assert spec
-    found = module_from_spec(spec)
-    loader.exec_module(found)
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -50,20 +39,20 @@ def work(onnx: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Run:
     """A call of the script for one part, in this process."""
 
-    def __init__(self, module: Any, output: Path, work: Path) -> None:
-        self.main, self.output, self.work = module.main, output, work
+    def __init__(self, output: Path, work: Path) -> None:
+        self.output, self.work = output, work
 
     def __call__(self, part: str, *options: str) -> Any:
         where = ["--output", str(self.output), "--work_dir", str(self.work), "--size", "tiny"]
         given = ["--here", "--part", part, "--draft_len", str(DRAFT_LEN), *where, *options]
-        result = CliRunner().invoke(self.main, given, catch_exceptions=False)
+        result = CliRunner().invoke(gpu_check.main, given, catch_exceptions=False)
         assert result.exit_code == 0, result.output
         return json.loads(self.output.read_text())
 
 
 @pytest.fixture
-def run(module: Any, tmp_path: Path, work: Path) -> Run:
-    return Run(module, tmp_path / "check.json", work)
+def run(tmp_path: Path, work: Path) -> Run:
+    return Run(tmp_path / "check.json", work)
 
 
 def errors(figures: Any, where: str = "") -> Iterator[str]:
@@ -229,12 +218,12 @@ def test_without_a_sanitizer_it_says_so(run: Run, monkeypatch: pytest.MonkeyPatc
     assert "not installed" in run("sanitizer")["sanitizer"]["missing"]
 
 
-def test_parts_run_in_processes_of_their_own(module: Any, tmp_path: Path, work: Path) -> None:
+def test_parts_run_in_processes_of_their_own(tmp_path: Path, work: Path) -> None:
     """Which here have no GPUs: what becomes of each is in the file, and the next one runs."""
     output = tmp_path / "check.json"
     given = ["--part", "card", "--part", "soak", "--size", "tiny", "--output", str(output), "--work_dir", str(work)]
     given += ["--backend", "tensorrt", "--draft_len", str(DRAFT_LEN)]
-    result = CliRunner().invoke(module.main, given, catch_exceptions=False)
+    result = CliRunner().invoke(gpu_check.main, given, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     found = json.loads(output.read_text())
     assert "no NVIDIA driver" in found["card"]["error"]
@@ -244,10 +233,10 @@ def test_parts_run_in_processes_of_their_own(module: Any, tmp_path: Path, work: 
     assert "card: GPU 0: no NVIDIA driver" in result.output
 
 
-def test_a_process_that_dies_or_hangs(module: Any, tmp_path: Path, work: Path) -> None:
-    part = next(part for part in module.PARTS if part.name == "card")
-    settings = module.Settings("unknown", DRAFT_LEN, tmp_path, work, tmp_path / "check.json")
-    assert "exit status 2" in module.run_apart(settings.output, part, settings, "", None)
-    settings = module.Settings("tiny", DRAFT_LEN, tmp_path, work, tmp_path / "check.json")
-    assert "did not end" in module.run_apart(settings.output, part, settings, "", 0.1 - module.GRACE)
+def test_a_process_that_dies_or_hangs(tmp_path: Path, work: Path) -> None:
+    part = next(part for part in PARTS if part.name == "card")
+    settings = Settings("unknown", DRAFT_LEN, tmp_path, work, tmp_path / "check.json")
+    assert "exit status 2" in gpu_check.run_apart(settings.output, part, settings, "", None)
+    settings = Settings("tiny", DRAFT_LEN, tmp_path, work, tmp_path / "check.json")
+    assert "did not end" in gpu_check.run_apart(settings.output, part, settings, "", 0.1 - gpu_check.GRACE)
     assert "did not end" in json.loads(settings.output.read_text())["card"]["error"]

@@ -52,7 +52,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "noisy": target + normal(2, V, V),
         "useless": normal(3, V, V),
     }
-    sizes = {"max_batch_size": 4, "max_input_len": 64, "max_seq_len": 501, "cache_length": 512}
+    sizes: dict[str, Any] = {"max_batch_size": 4, "max_input_len": 64, "max_seq_len": 501, "cache_length": 512}
     for name, table in {"target": target, **drafts}.items():
         as_plan(save_table_engine(root / name, table, weight=5, **sizes), root / "plans" / name)
     return root
@@ -78,7 +78,7 @@ def in_batches(decoder: SpeculativeDecoder) -> list[list[int]]:
     return found + [request.output for request in coming]
 
 
-def config(place: str, **settings: object) -> DraftTargetConfig:
+def config(place: str, **settings: Any) -> DraftTargetConfig:
     draft, target = PLACES[place]
     return DraftTargetConfig(3, draft, target, **settings)
 
@@ -118,13 +118,13 @@ def test_the_target_alone(tables: Path, graph: bool) -> None:
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(0.9, top_k=60, top_p=0.95, seed=11)], ids=str)
 def test_a_real_model_with_every_thread(engines: Path, tmp_path: Path, params: SamplingParams) -> None:
     """Its passes of other widths differ in the last bits, so that ids may part at a near-tie."""
-    pair = [as_plan(engines / name, tmp_path / name) for name in ("target", "draft")]
+    target, draft = (as_plan(engines / name, tmp_path / name) for name in ("target", "draft"))
     with SpeculativeDecoder.open(engines / "target") as decoder:
         cpu = decode(decoder, [Request(prompt, params, LENGTH) for prompt in PROMPTS[:2]])
-    with SpeculativeDecoder.open(*pair, DraftTargetConfig(4)) as decoder:
+    with SpeculativeDecoder.open(target, draft, DraftTargetConfig(4)) as decoder:
         gpu = decode(decoder, [Request(prompt, params, LENGTH) for prompt in PROMPTS[:2]])
     found = zip(PROMPTS, cpu, gpu, strict=False)
-    assert sum(near_ties(engines / "target", *texts, prompt) for prompt, *texts in found) <= 2
+    assert sum(near_ties(engines / "target", one, other, prompt) for prompt, one, other in found) <= 2
 
 
 @pytest.mark.usefixtures("nothing_left", "narrow")

@@ -158,11 +158,12 @@ def test_memory_that_is_not_pinned_or_not_there(device: CudaDevice) -> None:
     with pytest.raises(BackendError, match="refused a copy"):
         device.fetch(array, np.zeros(4, np.int32))
     breaks("cuMemcpyDtoHAsync_v2: to memory that is not pinned")
-    for work in (
+    works: tuple[Callable[[], object], ...] = (
         lambda: device.clear(DeviceArray(array.address, (1 << 20,), np.dtype(np.int32))),
         lambda: device.copy(array, DeviceArray(array.address + 8, (4,), np.dtype(np.int32))),
         lambda: device.write(DeviceArray(64, (4,), np.dtype(np.int32)), np.zeros(4)),
-    ):
+    )
+    for work in works:
         with pytest.raises(BackendError):
             work()
         breaks("memory that is not allocated")
@@ -196,7 +197,7 @@ def test_what_a_capture_forbids(device: CudaDevice, call: Callable[[Any], object
     device._kept = device.zeros((4,), np.int32)  # type: ignore[attr-defined]
     device.wait()
     with pytest.raises(BackendError, match=r"cannot|failed|refused"):
-        device.record(lambda: call(device) and None)
+        device.record(lambda: call(device))
     breaks("not allowed while a stream is captured")
     # What broke off a capture leaves none behind.
     device.wait()
@@ -248,7 +249,8 @@ def test_a_host_function_calls_no_cuda(device: CudaDevice) -> None:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("pair")
-    sizes = {"max_batch_size": 2, "max_input_len": 32, "max_seq_len": 117, "cache_length": 128, "max_draft_len": 3}
+    sizes: dict[str, Any] = {"max_batch_size": 2, "max_input_len": 32, "max_seq_len": 117}
+    sizes |= {"cache_length": 128, "max_draft_len": 3}
     table = normal(1, 24, 24, scale=2.0)
     for name, logits in (("target", table), ("draft", table + normal(2, 24, 24, scale=0.3))):
         as_plan(save_table_engine(root / "cpu" / name, logits, weight=5, **sizes), root / name)

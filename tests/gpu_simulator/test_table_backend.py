@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from tests.test_scheduler import V, run_staggered
 
 __all__ = ["narrow", "test_tables_are_the_cpus"]
 
-SIZES = {"max_batch_size": 4, "max_input_len": 64, "max_seq_len": 501, "cache_length": 512}
+SIZES: dict[str, Any] = {"max_batch_size": 4, "max_input_len": 64, "max_seq_len": 501, "cache_length": 512}
 TARGET = normal(1, V, V, scale=2.0)
 DRAFTS = {"good": TARGET + normal(2, V, V, scale=0.1), "useless": normal(3, V, V)}
 WEIGHT = 5

@@ -1,1 +1,1 @@
-"""Measurements on a GPU, one module for each subject, for ``scripts/gpu_check``."""
+"""Measurements on a GPU, one module for each subject, for ``scripts/gpu_check.py``."""

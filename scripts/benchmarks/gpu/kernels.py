@@ -77,9 +77,6 @@ def _prepare(device: Device, rows: int, vocab: int) -> tuple[DeviceRows, dict[st
     inputs = {"input_ids": (rows, g + 1), "write_indices": (rows,), "logits_indices": (rows, g + 1)}
     fed = {name: device.zeros(shape, np.int64) for name, shape in inputs.items()}
     first = draft_logits.part(0, (rows, 1, vocab))
-    accepted = {"target_logits": logits, "adjusted": adjusted, "p": p, "chosen": chosen, "records": records}
-    # The draft's logits of a step lie behind those of the step before.
-    drafted = {"draft_logits": draft_logits, "step_stride": rows * vocab, "draft_stride": vocab, "draft_vocab": vocab}
     call = functools.partial
     return state, {
         "feed": call(calls.feed, state, offset=-1, first_logit=-1, capacity=_WIDTH, vocab=vocab, **fed),
@@ -89,7 +86,20 @@ def _prepare(device: Device, rows: int, vocab: int) -> tuple[DeviceRows, dict[st
         "sample_target": call(
             calls.sample_target, state, logits=logits, adjusted=adjusted, distributions=p, chosen=chosen
         ),
-        "accept": call(calls.accept, state, q=q, **drafted, **accepted),
+        "accept": call(
+            calls.accept,
+            state,
+            q=q,
+            draft_logits=draft_logits,
+            step_stride=rows * vocab,  # The draft's logits of a step lie behind those of the step before.
+            draft_stride=vocab,
+            draft_vocab=vocab,
+            p=p,
+            chosen=chosen,
+            target_logits=logits,
+            adjusted=adjusted,
+            records=records,
+        ),
         "log_probabilities": call(calls.log_probabilities, state, logits=logits, records=records, found=found),
         "apply_penalties": call(
             calls.apply_penalties, state, logits=logits, vocab=vocab, first=0, draft_len=g, adjusted=adjusted

@@ -23,14 +23,14 @@ _SPARE = 2 << 30
 def make_pair(results: Results, size: Size, pair_dir: Path, work: Path) -> None:
     """The small pair in ``pair_dir`` (trained here where missing), grown to ``size`` and converted."""
     if not (pair_dir / "target" / "config.json").is_file():
-        _script("make_demo_pair", "--output_dir", pair_dir)
+        _script("make_demo_pair.py", "--output_dir", pair_dir)
     for role, shape in (("target", size.target), ("draft", size.draft)):
         checkpoint, onnx, began = work / "hf" / role, work / "onnx" / role, time.perf_counter()
         if (onnx / CONFIG_NAME).is_file():
             continue
         if not (checkpoint / "config.json").is_file():
             where = ("--input_dir", pair_dir / role, "--output_dir", checkpoint)
-            _script("grow_checkpoint", *where, *shape.split(), "--dtype", size.dtype)
+            _script("grow_checkpoint.py", *where, *shape.split(), "--dtype", size.dtype)
             results.part(role).put(grown_in_seconds=time.perf_counter() - began)
         results.require_time()
         _specbuild("convert", "--model_dir", checkpoint, "--output_dir", onnx, "--no-verify")

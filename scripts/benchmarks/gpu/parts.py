@@ -1,4 +1,4 @@
-"""What ``scripts/gpu_check`` does, part by part, in the order of what the figures are worth."""
+"""What ``scripts/gpu_check.py`` does, part by part, in the order of what the figures are worth."""
 
 from __future__ import annotations
 

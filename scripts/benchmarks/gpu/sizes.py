@@ -11,7 +11,7 @@ class Size:
 
     target: str
     draft: str
-    """Options of scripts/grow_checkpoint."""
+    """Options of scripts/grow_checkpoint.py."""
     dtype: str = "float16"
     max_seq_len: int = 8192
     cache_lengths: tuple[int, ...] = (8192, 512, 32768)

@@ -88,7 +88,7 @@ def watch_replays(device: Device) -> Replays:
     """Let what ``device`` records from now on be timed when it is wanted."""
     own, replays = device.record, Replays()
 
-    def record(work: Callable[[], None]) -> Callable[[], None]:
+    def record(work: Callable[[], object]) -> Callable[[], None]:
         play = own(work)
 
         def run() -> None:

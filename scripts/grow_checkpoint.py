@@ -20,14 +20,17 @@ import json
 import math
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
-from padded_vocabulary import check_padding, pad_vocabulary
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.padded_vocabulary import check_padding, pad_vocabulary
 from specbuild.files import new_directory, require_free
 from specbuild.huggingface import read_model_config
 from specbuild.weights import check_weights

@@ -3,7 +3,7 @@
 
 Says which of TensorRT, TensorRT-RTX and ONNX Runtime CUDA are usable, and why the others are not. Needs no network and
 no installation: a Python with torch, transformers, onnx and cuda-python, and the libraries that
-scripts/pack_gpu_bundle packs, are enough. Models are made here, from the small trained pair: --size 8B runs a target
+scripts/pack_gpu_bundle.py packs, are enough. Models are made here, from the small trained pair: --size 8B runs a target
 of Llama 3.1 8B's shape and vocabulary with a draft of Llama 3.2 1B's, in float16, which write the small pair's text.
 
 Every part runs in a process of its own, so that one that fails, hangs or crashes harms no other; every figure is in
@@ -21,8 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # It runs without being installed.
 
 try:
     import click
@@ -33,12 +32,14 @@ try:
     from scripts.benchmarks.gpu.sizes import SIZES
     from specrun.backends import BACKEND_NAMES, why_no_gpu_backend
     from specrun.devices.driver import why_no_gpu
+    from specrun.engine_dir import BackendName
 except ModuleNotFoundError as error:
     sys.exit(
-        f"Error: {error}; install the project (scripts/setup, then .venv/bin/python scripts/gpu_check), or on a host "
-        "without a network what scripts/pack_gpu_bundle packs"
+        f"Error: {error}; install the project (scripts/setup, then .venv/bin/python scripts/gpu_check.py), or on a "
+        "host without a network what scripts/pack_gpu_bundle.py packs"
     )
 
+ROOT = Path(__file__).resolve().parents[1]
 GRACE = 20
 """Seconds that a part's process may take longer than its work."""
 
@@ -93,7 +94,7 @@ def main(
     pair_dir: Path,
     size: str,
     draft_len: int,
-    backends: tuple[str, ...],
+    backends: tuple[BackendName, ...],
     names: tuple[str, ...],
     budget: float | None,
     here: bool,
