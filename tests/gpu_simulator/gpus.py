@@ -62,8 +62,12 @@ def _use_stand_ins() -> None:
     from specrun.devices import cuda
     from tests.gpu_simulator import tensorrt
 
+    @functools.cache  # Most tests open their GPUs anew, and NVRTC takes a second for the same kernels.
+    def ptx_of(arch: str, text: str) -> bytes:
+        return bytes(compile_kernels(arch.replace("sm_", "compute_"), text, "ptx").code)
+
     def compile_ptx(arch: str, text: str) -> Any:
-        return compile_kernels(arch.replace("sm_", "compute_"), text, "ptx")
+        return core.ObjectCode.from_ptx(ptx_of(arch, text))
 
     def checked(stream: Any, config: Any, kernel: Any, *arguments: Any) -> None:
         expected = [parameter.size for parameter in kernel.arguments_info]
