@@ -81,7 +81,7 @@ class _Pass:
         for event in decoder.run(requests):
             if event.request.error:
                 raise event.request.error
-            if not clocks and all(request.pieces for request in requests):
+            if not clocks and all(request.token_outputs for request in requests):
                 clocks.append(_clock(decoder, began))
             stats, (drafted, evaluated, accepted) = event.request.stats, known[event.request]
             known[event.request] = now = (stats.drafted, stats.evaluated, stats.accepted)

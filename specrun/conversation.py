@@ -9,7 +9,7 @@ from typing import Unpack
 from specrun import arguments
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import RequestError
-from specrun.request import Piece, Request
+from specrun.request import Request, TokenOutput
 from specrun.request_factory import Message
 from specrun.request_options import OptionKeywords, RequestOptions, combine
 from specrun.sampling import SamplingParams
@@ -19,8 +19,8 @@ class Conversation:
     """Turns of a user and answers of a model.
 
     conversation = Conversation(decoder, SamplingParams(temperature=0.8), system="You are brief.", max_output_len=200)
-    for piece in conversation.say("Who wrote Emma?"):
-        print(piece.text, end="")
+    for output in conversation.say("Who wrote Emma?"):
+        print(output.text, end="")
     print(conversation.last.stats.acceptance_rate)
 
     Arguments as in ``decoder.request``, for every answer; ``system`` is the first message.
@@ -50,7 +50,7 @@ class Conversation:
         """Forget all that was said; the system message stays."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
 
-    def say(self, text: str) -> Generator[Piece]:
+    def say(self, text: str) -> Generator[TokenOutput]:
         """The answer to one more turn of the user, as it comes; ``messages`` has both when it has ended.
 
         Where the listener stops, what was shown is the answer; where nothing was shown, the turn is forgotten.
@@ -61,9 +61,9 @@ class Conversation:
         shown = ""
         try:
             for event in self.decoder.run([request]):
-                for piece in event.pieces:
-                    shown += piece.text
-                    yield piece
+                for output in event.token_outputs:
+                    shown += output.text
+                    yield output
         finally:
             # An answer may be empty, but only if the model ended it.
             if shown or request.finish_reason in ("stop", "length"):

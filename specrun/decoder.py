@@ -14,7 +14,7 @@ from specrun.config import DraftTargetConfig
 from specrun.draft_length import DraftLength
 from specrun.engine_dir import EngineConfig, open_engine
 from specrun.errors import BackendError, EngineDirError, PairError, RequestError
-from specrun.request import Piece, Request
+from specrun.request import Request, TokenOutput
 from specrun.request_factory import Prompt, RequestFactory, as_prompts
 from specrun.request_options import OptionKeywords, RequestOptions, combine
 from specrun.rounds import Round
@@ -32,7 +32,7 @@ class SpeculativeDecoder:
             print(request.text, request.stats.acceptance_rate)
 
     Any thread may use it at any time, and requests of several threads share batches. Servers may drive ``scheduler``
-    themselves: ``add`` requests at any time, call ``step``, read their ``pieces``.
+    themselves: ``add`` requests at any time, call ``step``, read their ``token_outputs``.
     """
 
     def __init__(
@@ -179,14 +179,14 @@ class SpeculativeDecoder:
         params: SamplingParams | None = None,
         options: RequestOptions | None = None,
         **keywords: Unpack[OptionKeywords],
-    ) -> Iterator[Piece]:
+    ) -> Iterator[TokenOutput]:
         """The tokens of one prompt as they are committed: id, text, whether the draft proposed it, log-probability.
 
         Arguments as in ``request``. Streams may run side by side; one that is closed early cancels its request.
         """
         request = self.request(prompt, params, options, **keywords)
         for event in self.run([request]):
-            yield from event.pieces
+            yield from event.token_outputs
         if request.error:
             raise request.error
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from specrun.request import Piece, Request
+from specrun.request import Request, TokenOutput
 from specrun.rounds import Round
 from specrun.scheduler import Event
 
@@ -37,15 +37,15 @@ def as_json(request: Request) -> str:
         "cached_prompt_tokens": stats.cached,
     }
     if request.logprobs is not None:
-        result["logprobs"] = [piece.logprob._asdict() for piece in request.pieces if piece.logprob]
+        result["logprobs"] = [output.logprob._asdict() for output in request.token_outputs if output.logprob]
     if request.error:
         result["error"] = str(request.error)
     return json.dumps(result, ensure_ascii=False)
 
 
-def show_piece(piece: Piece, color: bool) -> None:
+def show_token(output: TokenOutput, color: bool) -> None:
     """Print a token's text, the draft's in green where ``color``."""
-    text = click.style(piece.text, fg="green") if color and piece.from_draft else piece.text
+    text = click.style(output.text, fg="green") if color and output.from_draft else output.text
     # Colour that was asked for stays, even where click would strip it.
     click.echo(text, nl=False, color=color or None)
 
@@ -70,7 +70,7 @@ class TextPrinter:
         self._prompts = prompts
         self._live = live
         self._color = color
-        self._waiting: dict[Request, list[Piece]] = {request: [] for request in requests}
+        self._waiting: dict[Request, list[TokenOutput]] = {request: [] for request in requests}
         self._ended: set[Request] = set()
         """As far as was told: of one that has ended, the last tokens may still come."""
         self._current = -1
@@ -78,16 +78,16 @@ class TextPrinter:
 
     def show(self, event: Event) -> None:
         """Take a round's tokens and print what is due."""
-        self._waiting[event.request] += event.pieces
+        self._waiting[event.request] += event.token_outputs
         if event.request.finish_reason:
             self._ended.add(event.request)
         while self._current < len(self._requests):
             request = self._requests[self._current]
             if self._live or request in self._ended:
-                pieces = self._waiting[request]
-                for piece in pieces:
-                    show_piece(piece, self._color)
-                pieces.clear()
+                token_outputs = self._waiting[request]
+                for output in token_outputs:
+                    show_token(output, self._color)
+                token_outputs.clear()
             if request not in self._ended:
                 return
             click.echo()

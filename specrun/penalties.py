@@ -1,7 +1,7 @@
-"""What a request's own text and wishes do to a row of logits, before it becomes a distribution. A pure function.
+"""Penalties and biases: what a request's text and parameters change in a row of logits, before it is sampled.
 
-Draft and target are adjusted alike, each position by the tokens before it, draft tokens included: so a round's
-acceptance stays exact.
+The draft's and the target's logits are changed alike. Draft tokens before a position count as its text. So acceptance
+stays exact.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy.typing as npt
 from specrun.sampling import Floats, SamplingParams
 
 
-class Seen(NamedTuple):
-    """What penalties know of a text; of a text of one token more, ``add`` makes another."""
+class TokenCounts(NamedTuple):
+    """The tokens of a text, as penalties count them. Immutable."""
 
     ids: npt.NDArray[np.int64]
     """Its tokens, each once."""
@@ -24,20 +24,22 @@ class Seen(NamedTuple):
     """How often each is in the output; 0: in the prompt alone."""
 
     @classmethod
-    def of(cls, prompt: Sequence[int]) -> Seen:
+    def of(cls, prompt: Sequence[int]) -> TokenCounts:
         """Of a text without output."""
         ids = np.unique(np.array(prompt, np.int64))
         return cls(ids, np.zeros(len(ids), np.float32))
 
-    def add(self, token: int) -> Seen:
+    def add(self, token: int) -> TokenCounts:
         """With one more token of output."""
         own = self.ids == token
         if own.any():
-            return Seen(self.ids, self.counts + own)
-        return Seen(np.append(self.ids, token), np.append(self.counts, np.float32(1)))
+            return TokenCounts(self.ids, self.counts + own)
+        return TokenCounts(np.append(self.ids, token), np.append(self.counts, np.float32(1)))
 
 
-def adjust(logits: Floats, params: SamplingParams, seen: Seen, forbidden: Collection[int] = ()) -> Floats:
+def apply_penalties(
+    logits: Floats, params: SamplingParams, text: TokenCounts, forbidden: Collection[int] = ()
+) -> Floats:
     """The logits [V] that follow a text, as ``params`` wants them; ids beyond V, which a draft may lack, are ignored.
 
     In this order: the repetition penalty r divides positive logits of all tokens seen so far by r and multiplies
@@ -46,8 +48,8 @@ def adjust(logits: Floats, params: SamplingParams, seen: Seen, forbidden: Collec
     become impossible. Returns a new array.
     """
     adjusted = logits.copy()
-    known = seen.ids < len(logits)
-    ids, counts = seen.ids[known], seen.counts[known]
+    known = text.ids < len(logits)
+    ids, counts = text.ids[known], text.counts[known]
     values = adjusted[ids]
     if params.repetition_penalty != 1:
         factor = np.float32(params.repetition_penalty)

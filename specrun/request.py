@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from specrun import arguments
 from specrun.errors import RequestError, SpecError
-from specrun.penalties import Seen, adjust
+from specrun.penalties import TokenCounts, apply_penalties
 from specrun.sampling import Floats, SamplingParams, TokenLogprob
 from specrun.stats import Stats
 from specrun.text import TextStream
@@ -19,7 +19,7 @@ from specrun.text import TextStream
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
 
-class Piece(NamedTuple):
+class TokenOutput(NamedTuple):
     """One committed token, as it is shown: its id, the text it made certain, and whether the draft proposed it."""
 
     token: int
@@ -34,9 +34,9 @@ class Outcome(NamedTuple):
 
     drafted: int
     accepted: Sequence[int]
-    following: int
+    next_token: int
     logprobs: Sequence[TokenLogprob] | None = None
-    """Of the accepted tokens and the following one, where the request wants them."""
+    """Of the accepted tokens and the next token, where the request wants them."""
 
     @property
     def evaluated(self) -> tuple[int, int]:
@@ -70,16 +70,16 @@ class Request:
     """What ``text`` begins with."""
     timeout: float | None = None
     """Seconds after which the request ends as it is."""
-    adjusts: bool = field(init=False)
+    has_logits_processors: bool = field(init=False)
     """Whether its logits are changed before they become a distribution."""
     tokens: list[int] = field(init=False)
-    pieces: list[Piece] = field(init=False, default_factory=list)
-    """The output's tokens as they are shown."""
+    token_outputs: list[TokenOutput] = field(init=False, default_factory=list)
+    """The output, token by token."""
     finish_reason: FinishReason | None = field(init=False, default=None)
     error: SpecError | None = field(init=False, default=None)
     """Why it failed, where ``finish_reason`` is error."""
     stats: Stats = field(init=False, default_factory=Stats)
-    _seen: Seen = field(init=False)
+    _counts: TokenCounts = field(init=False)
     _began: float = field(init=False, default=0.0)
     _cancelled: bool = field(init=False, default=False)
     _on_cancel: Callable[[Request], None] | None = field(init=False, default=None)
@@ -89,8 +89,8 @@ class Request:
         self._check_types()
         self.params = self.params.seeded()
         self.tokens = list(self.prompt)
-        self.adjusts = self.params.adjusts or self.min_output_len > 0
-        self._seen = Seen.of(self.prompt if self.adjusts else ())
+        self.has_logits_processors = self.params.has_logits_processors or self.min_output_len > 0
+        self._counts = TokenCounts.of(self.prompt if self.has_logits_processors else ())
 
     def _check_types(self) -> None:
         self.prompt = arguments.wholes("token ids", self.prompt)
@@ -142,14 +142,14 @@ class Request:
         """Whether drafts are accepted by modified rejection sampling; for greedy requests both ways are alike."""
         return not self.params.greedy and (default if self.use_logits is None else self.use_logits)
 
-    def adjust(self, logits: Floats, drafts: Sequence[int]) -> Floats:
+    def apply_penalties(self, logits: Floats, drafts: Sequence[int]) -> Floats:
         """The logits [V] that follow the committed tokens and ``drafts``, with this request's penalties.
 
-        For requests that ``adjusts``; the others' are what they are.
+        For requests that ``has_logits_processors``; the others' are what they are.
         """
         length = len(self.tokens) - len(self.prompt) + len(drafts)
         forbidden = self.stop_ids if length < self.min_output_len else ()
-        return adjust(logits, self.params, functools.reduce(Seen.add, drafts, self._seen), forbidden)
+        return apply_penalties(logits, self.params, functools.reduce(TokenCounts.add, drafts, self._counts), forbidden)
 
     def require_new(self) -> None:
         """Raise RequestError where it has begun."""
@@ -165,17 +165,17 @@ class Request:
         self._began = time.perf_counter()
         self._on_cancel = on_cancel
 
-    def commit(self, outcome: Outcome) -> list[Piece]:
+    def commit(self, outcome: Outcome) -> list[TokenOutput]:
         """Add a round's tokens until the text ends: the drafts that stood, and the target's token after them.
 
-        ``finish_reason`` comes last, so that a thread that sees it sees all pieces.
+        ``finish_reason`` comes last, so that a thread that sees it sees all of its tokens.
         """
-        pieces: list[Piece] = []
+        token_outputs: list[TokenOutput] = []
         reason: FinishReason | None = None
-        for index, token in enumerate((*outcome.accepted, outcome.following)):
+        for index, token in enumerate((*outcome.accepted, outcome.next_token)):
             self.tokens.append(token)
-            if self.adjusts:
-                self._seen = self._seen.add(token)
+            if self.has_logits_processors:
+                self._counts = self._counts.add(token)
             text = self.stream.push(token) if self.stream else ""
             if token in self.stop_ids or (self.stream and self.stream.stopped):
                 reason = "stop"
@@ -186,13 +186,15 @@ class Request:
                 if self.stream.stopped:
                     reason = "stop"
             logprob = outcome.logprobs[index] if outcome.logprobs else None
-            pieces.append(Piece(token, text, index < len(outcome.accepted), logprob))
+            token_outputs.append(TokenOutput(token, text, index < len(outcome.accepted), logprob))
             if reason:
                 break
-        self.pieces += pieces
-        self.stats.count_round(outcome.drafted, len(outcome.accepted), len(pieces), time.perf_counter() - self._began)
+        self.token_outputs += token_outputs
+        self.stats.count_round(
+            outcome.drafted, len(outcome.accepted), len(token_outputs), time.perf_counter() - self._began
+        )
         self.finish_reason = reason
-        return pieces
+        return token_outputs
 
     def cancel(self) -> None:
         """End it as it is: at once where it waits for a row, else before its next round. Any thread may call this."""

@@ -34,7 +34,7 @@ LARGEST_BIAS = 1000
 _BLOCK, _FEW = 64, 1024
 """Vocabularies are large and what is looked for is among few tokens: values of a block, tokens that are looked at."""
 
-NOT_NUMBERS = "an engine's logits are not numbers (NaN or infinite); the model overflows its dtype, or is damaged"
+NON_FINITE_LOGITS = "an engine's logits are not numbers (NaN or infinite); the model overflows its dtype, or is damaged"
 
 
 class Purpose(enum.IntEnum):
@@ -122,7 +122,7 @@ class SamplingParams(arguments.Named):
         return self.temperature == 0
 
     @property
-    def adjusts(self) -> bool:
+    def has_logits_processors(self) -> bool:
         """Whether logits are changed before they become a distribution."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return penalties != (1, 0, 0) or bool(self.logit_bias)
@@ -192,12 +192,12 @@ def _likeliest(logits: Floats) -> int:
     """The first largest of logits [V]. Raises BackendError where it is not a finite number."""
     best = int(logits.argmax())  # The first NaN, where there is one.
     if not math.isfinite(logits[best]):
-        raise BackendError(NOT_NUMBERS)
+        raise BackendError(NON_FINITE_LOGITS)
     return best
 
 
 @functools.lru_cache(maxsize=64)
-def exponentials(seed: int | None, purpose: Purpose, position: int, size: int) -> Floats:
+def exponential_noise(seed: int | None, purpose: Purpose, position: int, size: int) -> Floats:
     """``size`` draws of Exp(1) as float32, fixed by (seed, purpose, position).
 
     Philox4x64-10 (Salmon et al., 2011) with key (seed, purpose) and counter (1, position, 0, 0) upwards; each 64-bit
@@ -217,7 +217,7 @@ def exponentials(seed: int | None, purpose: Purpose, position: int, size: int) -
 
 
 def uniform(seed: int | None, purpose: Purpose, position: int) -> float:
-    """One draw from [0, 1) with 53 bits, fixed by (seed, purpose, position). Raises ValueError as ``exponentials``."""
+    """One draw from [0, 1) with 53 bits, fixed by (seed, purpose, position). Raises as ``exponential_noise``."""
     return float(_words(seed, purpose, position, 1)[0] >> np.uint64(11)) * 2.0**-53
 
 
@@ -245,7 +245,7 @@ def _words(seed: int | None, purpose: Purpose, position: int, count: int) -> npt
     return words
 
 
-def race(probs: Floats, noise: Floats) -> int:
+def gumbel_argmax(probs: Floats, noise: Floats) -> int:
     """The token drawn from ``probs`` [V] (any scale) by ``noise`` [V]: argmax p / E."""
     return int((probs / noise).argmax())
 
@@ -274,8 +274,8 @@ def log_probability(logits: Floats, token: int, top: int) -> TokenLogprob:
     )
 
 
-def choose(logits: Floats, params: SamplingParams, position: int, purpose: Purpose = Purpose.TARGET) -> int:
+def sample(logits: Floats, params: SamplingParams, position: int, purpose: Purpose = Purpose.TARGET) -> int:
     """The token a model chooses at ``position``: logits [V] -> id. Raises BackendError as ``probabilities``."""
     if params.greedy:
         return _likeliest(logits)
-    return race(_weights(logits, params), exponentials(params.seed, purpose, position, len(logits)))
+    return gumbel_argmax(_weights(logits, params), exponential_noise(params.seed, purpose, position, len(logits)))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from specrun.draft_length import DraftLength
 from specrun.errors import RequestError, SpecError, as_spec_error
 from specrun.queue import RequestQueue
-from specrun.request import FinishReason, Piece, Request
+from specrun.request import FinishReason, Request, TokenOutput
 from specrun.rounds import Round
 from specrun.turns import Turns
 
@@ -24,7 +24,7 @@ class Event(NamedTuple):
     """Tokens that a round committed to one request, or none where it has ended without."""
 
     request: Request
-    pieces: Sequence[Piece]
+    token_outputs: Sequence[TokenOutput]
     finish_reason: FinishReason | None
     """Why these were its last tokens; None where more will come, even if another thread has committed them already."""
 
@@ -112,8 +112,8 @@ class Scheduler:
             while shown:
                 seen = self._turns.ended
                 for request, count in list(self._begun(shown)):
-                    reason = request.finish_reason  # Before the pieces: another thread may be committing some.
-                    new = request.pieces[count:]
+                    reason = request.finish_reason  # Before its tokens: another thread may be committing some.
+                    new = request.token_outputs[count:]
                     shown[request] += len(new)
                     if reason:
                         del shown[request]
@@ -270,13 +270,13 @@ class Scheduler:
                     self._ready += 1
 
     def _decode(self, requests: list[Request]) -> None:
-        backlog = self.round.draft_lag(requests)
+        draft_lag = self.round.draft_lag(requests)
         counts = [request.num_draft_tokens(self.round.max_draft_len) for request in requests]
         draft_len = 0
         if any(counts):
             # Requests with a draft length of their own get it, whatever is best for the others.
             own = [count for request, count in zip(requests, counts, strict=True) if request.draft_len is not None]
-            draft_len = max(self.lengths.choose(requests, counts, backlog), *own, 0)
+            draft_len = max(self.lengths.choose(requests, counts, draft_lag), *own, 0)
         before = time.perf_counter()
         with _Failing(self, requests):
             outcomes = self.round.step(requests, draft_len)
@@ -284,7 +284,7 @@ class Scheduler:
             evaluated = [(0, 0) if isinstance(outcome, SpecError) else outcome.evaluated for outcome in outcomes]
             # A drafter may have had fewer to propose.
             draft_len = max((o.drafted for o in outcomes if not isinstance(o, SpecError)), default=draft_len)
-            self.lengths.observe(draft_len, seconds, requests, evaluated, backlog)
+            self.lengths.observe(draft_len, seconds, requests, evaluated, draft_lag)
             for request, outcome in zip(requests, outcomes, strict=True):
                 if isinstance(outcome, SpecError):
                     request.fail(outcome)

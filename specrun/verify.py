@@ -22,10 +22,10 @@ from specrun.dtypes import DTYPES
 from specrun.engine_dir import EngineConfig, read_config
 from specrun.errors import BackendError, EngineDirError, RequestError
 from specrun.fit import Fit, chi_squared, ranked
-from specrun.penalties import Seen, adjust
+from specrun.penalties import TokenCounts, apply_penalties
 from specrun.request import Request
 from specrun.runners.host import ModelRunner
-from specrun.sampling import Floats, SamplingParams, choose, probabilities
+from specrun.sampling import Floats, SamplingParams, probabilities, sample
 
 DRAFT_LEN = 4
 """Where none is given: the loop might find that drafting does not pay, and nothing would be checked."""
@@ -181,7 +181,7 @@ class _Check:
             prompts = self.prompts[part.texts : part.texts + self.rows]
             batch = [Request(prompt, params, min(LENGTH, self.positions - len(prompt))) for prompt in prompts]
             for row, position, logits in self._alone(self._run(batch)):
-                token, own = batch[row].tokens[position], choose(logits, params, position)
+                token, own = batch[row].tokens[position], sample(logits, params, position)
                 if token != own:
                     place = f"prompt {part.texts + row + 1}, token {position - len(prompts[row]) + 1}"
                     near = near_tie(logits, params, position, token, self.noise)
@@ -232,7 +232,7 @@ class _Check:
             logits = self.target.forward([r.tokens[: len(r.prompt) + step] for r in requests], list(map(int, active)))
             for row, request in enumerate(requests):
                 if active[row]:
-                    adjusted = adjust(logits[row, 0], request.params, next(seen[row]))
+                    adjusted = apply_penalties(logits[row, 0], request.params, next(seen[row]))
                     yield row, len(request.prompt) + step, adjusted
 
     def _whole(self, requests: Sequence[Request], length: int) -> Floats:
@@ -241,19 +241,19 @@ class _Check:
         logits = self.target.forward([request.tokens[:-1] for request in requests], [length] * len(requests))
         for request, own in zip(requests, logits, strict=True):
             for row, seen in zip(own, _seen(request), strict=False):
-                row[...] = adjust(row, request.params, seen)
+                row[...] = apply_penalties(row, request.params, seen)
         return logits
 
 
-def _seen(request: Request) -> Iterator[Seen]:
+def _seen(request: Request) -> Iterator[TokenCounts]:
     """What penalties know before each token of the output, and behind the last."""
-    return itertools.accumulate(request.output, Seen.add, initial=Seen.of(request.prompt))
+    return itertools.accumulate(request.output, TokenCounts.add, initial=TokenCounts.of(request.prompt))
 
 
 def near_tie(logits: Floats, params: SamplingParams, position: int, token: int, noise: float) -> bool:
     """Whether the target may choose ``token`` at ``position`` when rounding moves its logits [V] by ``noise``."""
-    own = choose(logits, params, position)
-    return any(choose(moved, loose, position) == token for moved, loose in _moved(logits, params, token, own, noise))
+    own = sample(logits, params, position)
+    return any(sample(moved, loose, position) == token for moved, loose in _moved(logits, params, token, own, noise))
 
 
 def nearly_kept(logits: Floats, params: SamplingParams, token: int, noise: float) -> bool:

@@ -1,6 +1,6 @@
 """The kernels' host build behind the ``Device`` protocol: a round's real arithmetic without a GPU.
 
-Work is done when it is queued; ``record`` keeps what was queued and does it again. Not a stand-in for CUDA's
+Work is done when it is queued; ``capture`` keeps what was queued and does it again. Not a stand-in for CUDA's
 behaviour, only for its arithmetic and for the order of what a round queues.
 """
 
@@ -94,8 +94,8 @@ def call(
 
 def fetched(device: Device, array: DeviceArray) -> npt.NDArray[Any]:
     """What ``array`` holds."""
-    mirror = device.mirror(array)
-    device.fetch(array, mirror)
+    mirror = device.pinned_like(array)
+    device.copy_to_host(array, mirror)
     device.wait()
     return mirror
 
@@ -140,10 +140,10 @@ class HostDevice:
         assert values.nbytes == to.nbytes
         ctypes.memmove(to.address, values.ctypes.data, to.nbytes)
 
-    def mirror(self, array: DeviceArray) -> npt.NDArray[Any]:
+    def pinned_like(self, array: DeviceArray) -> npt.NDArray[Any]:
         return np.zeros(array.shape, array.dtype)
 
-    def fetch(self, array: DeviceArray, mirror: npt.NDArray[Any]) -> None:
+    def copy_to_host(self, array: DeviceArray, mirror: npt.NDArray[Any]) -> None:
         self.queue(lambda: ctypes.memmove(mirror.ctypes.data, array.address, array.nbytes))
 
     def copy(self, to: DeviceArray, source: DeviceArray) -> None:
@@ -178,7 +178,7 @@ class HostDevice:
 
         self.queue(work)
 
-    def record(self, work: Callable[[], object]) -> Callable[[], None]:
+    def capture(self, work: Callable[[], object]) -> Callable[[], None]:
         steps: list[Callable[[], object]] = []
         self._recording = steps
         try:
@@ -197,7 +197,7 @@ class HostDevice:
         work()
         return time.perf_counter() - began
 
-    def follow(self, other: Device) -> None:
+    def wait_for(self, other: Device) -> None:
         pass
 
     def wait(self) -> None:

@@ -69,7 +69,7 @@ _SHARE = 8192
 class TableBackend:
     """See ``DeviceBackend``: the table [R, V] with ``weight``, as ``tables.save_table_engine`` has it."""
 
-    recordable = True
+    capturable = True
     workspace_bytes = 0
 
     def __init__(self, config: EngineConfig, table: Floats, weight: int, device: CudaDevice) -> None:
@@ -133,8 +133,8 @@ def open_on_gpus(
                 devices[number] = open_gpu(number)
         if len(devices) > 1:
             one, other = devices.values()
-            one.connect(other)
-            other.connect(one)
+            one.enable_peer_access(other)
+            other.enable_peer_access(one)
         backends = [
             TableBackend(config, table, weight, devices[number])
             for table, number in zip((target, draft), gpus, strict=True)

@@ -34,15 +34,15 @@ def floats(values: Any) -> Floats:
         ([0, 0, 0], [0, 1, 0, 0], 1, 1),
     ],
 )
-def test_tokens_by_hand(draft: list[int], target: list[int], accepted: int, following: int) -> None:
-    assert accept_tokens(draft, target) == (accepted, following)
+def test_tokens_by_hand(draft: list[int], target: list[int], accepted: int, next_token: int) -> None:
+    assert accept_tokens(draft, target) == (accepted, next_token)
 
 
 def test_tokens_commit_the_targets_choices_and_as_many_as_agree() -> None:
     for draft in itertools.product(range(3), repeat=3):
         for target in itertools.product(range(3), repeat=4):
-            accepted, following = accept_tokens(draft, target)
-            assert (*draft[:accepted], following) == target[: accepted + 1]
+            accepted, next_token = accept_tokens(draft, target)
+            assert (*draft[:accepted], next_token) == target[: accepted + 1]
             assert accepted == 3 or draft[accepted] != target[accepted]
 
 

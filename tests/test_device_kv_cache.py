@@ -20,8 +20,8 @@ ROWS, BLOCKS = 3, 6
 def read(cache: DeviceKVCache) -> list[npt.NDArray[Any]]:
     device, found = kernel_device(), []
     for array in cache.part(0, cache.rows):
-        mirror = device.mirror(array)
-        device.fetch(array, mirror)
+        mirror = device.pinned_like(array)
+        device.copy_to_host(array, mirror)
         device.wait()
         found.append(mirror.copy())
     return found

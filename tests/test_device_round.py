@@ -40,7 +40,7 @@ V = 300
 class Recordable(OrtDeviceBackend):
     """As an engine that queues its work on the stream."""
 
-    recordable = True
+    capturable = True
     device: HostDevice
 
     def enqueue(self, feed: Feed, logits: DeviceArray, first: int, fixed: bool) -> None:
@@ -162,7 +162,7 @@ def test_what_cannot_be_recorded_is_queued_piece_by_piece(
     def refuse(work: object) -> None:
         raise BackendError("not this one")
 
-    monkeypatch.setattr(round_.device, "record", refuse)
+    monkeypatch.setattr(round_.device, "capture", refuse)
     with pytest.warns(UserWarning, match="not this one") as warned:
         assert on_device(round_, batch(EVERY)) == on_host(*tables, 4, False, batch(EVERY))
         assert on_device(round_, batch(EVERY)) == on_host(*tables, 4, False, batch(EVERY))
@@ -197,7 +197,7 @@ def test_requests_that_come_and_go(tmp_path: Path, kind: type[OrtDeviceBackend],
         assert found.output == right.output
         assert found.finish_reason == right.finish_reason
         assert found.stats.accepted == right.stats.accepted
-        for piece, other in zip(found.pieces, right.pieces, strict=True):
+        for piece, other in zip(found.token_outputs, right.token_outputs, strict=True):
             assert (piece.logprob is None) == (found.logprobs is None)
             if piece.logprob and other.logprob:
                 assert piece.logprob.logprob == pytest.approx(other.logprob.logprob, abs=1e-5)
@@ -227,7 +227,7 @@ def test_a_round_that_is_interrupted_ends_its_requests(
     wait, requests = round_._wait, batch(EVERY)
 
     def interrupted(devices: Sequence[Device]) -> None:
-        if requests[0].pieces:
+        if requests[0].token_outputs:
             raise KeyboardInterrupt
         wait(devices)
 
@@ -242,7 +242,7 @@ def test_a_round_that_is_interrupted_ends_its_requests(
 class Cycle(DraftLength):
     """Another length every round, plain rounds in a row among them."""
 
-    def choose(self, requests: Sequence[object], caps: Sequence[int], backlog: int = 0) -> int:
+    def choose(self, requests: Sequence[object], caps: Sequence[int], draft_lag: int = 0) -> int:
         self.rounds = getattr(self, "rounds", -1) + 1
         return (2, 0, 0, 0, 4, 1, 0, 3)[self.rounds % 8]
 

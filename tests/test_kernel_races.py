@@ -11,7 +11,7 @@ import pytest
 
 
 def test_threads_of_a_block_do_not_race(tmp_path: Path) -> None:
-    """What one writes the others read behind a barrier. (Seen to fail with barriers taken out.)"""
+    """What one writes the others read behind a barrier. (TokenCounts to fail with barriers taken out.)"""
     found = subprocess.run(["c++", "-print-file-name=libtsan.so"], capture_output=True, text=True, check=True)
     sanitizer = Path(found.stdout.strip())
     if not sanitizer.is_absolute():

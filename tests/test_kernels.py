@@ -16,16 +16,16 @@ from specrun.devices.cuda import compile_kernels
 from specrun.kernels import THREADS, calls, source
 from specrun.kernels.layout import DISTRIBUTION, IN_PROMPT, MAX_VOCAB, PROGRESS, SAMPLING, TOKEN_VALUE, record_len
 from specrun.limits import MAX_BIASES, MAX_LOGPROBS, MAX_STOP_IDS
-from specrun.penalties import Seen, adjust
+from specrun.penalties import TokenCounts, apply_penalties
 from specrun.sampling import (
     Floats,
     Purpose,
     SamplingParams,
-    choose,
-    exponentials,
+    exponential_noise,
+    gumbel_argmax,
     log_probability,
     probabilities,
-    race,
+    sample,
     uniform,
 )
 from tests.host_device import call, kernel_device
@@ -130,9 +130,9 @@ def test_choice_is_numpys(name: str, params: SamplingParams) -> None:
     logits = rows()[name]
     probs = probabilities(logits, params)
     for position in (1, 2, 1000):
-        noise = exponentials(params.seed, Purpose.TARGET, position, len(logits))
+        noise = exponential_noise(params.seed, Purpose.TARGET, position, len(logits))
         # Rows that compare tokens draw from weights, the others from probabilities.
-        expected, found = race(probs, noise), judge(logits, params, position, use_logits=position % 2)[1]
+        expected, found = gumbel_argmax(probs, noise), judge(logits, params, position, use_logits=position % 2)[1]
         score = probs / noise
         assert expected == found or score[found] >= score[expected] * (1 - 1e-5)
 
@@ -166,12 +166,12 @@ def test_rejection_sampling_is_numpys(params: SamplingParams, same: bool) -> Non
         length = 5 + case
         q = np.zeros((g, vocab), np.float32)
         q[:, :draft_vocab] = [probabilities(row, params) for row in draft]
-        noise = [exponentials(params.seed, Purpose.DRAFT, length + i, draft_vocab) for i in range(g)]
-        drafts = [race(q[i, :draft_vocab], noise[i]) for i in range(g)]
+        noise = [exponential_noise(params.seed, Purpose.DRAFT, length + i, draft_vocab) for i in range(g)]
+        drafts = [gumbel_argmax(q[i, :draft_vocab], noise[i]) for i in range(g)]
         p = [probabilities(row, params) for row in target]
         uniforms = [uniform(params.seed, Purpose.ACCEPT, length + i) for i in range(g)]
         accepted, remainder = accept_logits(drafts, q, p, uniforms)
-        last = exponentials(params.seed, Purpose.TARGET, length + accepted, vocab)
+        last = exponential_noise(params.seed, Purpose.TARGET, length + accepted, vocab)
 
         record, tokens, progress = accept(params, length, drafts, draft, target)
         assert list(record[:2]) == [g, accepted]
@@ -292,8 +292,8 @@ class Row:
 
     def adjusted(self, logits: Floats, drafts: Sequence[int]) -> Floats:
         output = [*self.output, *drafts]
-        seen = functools.reduce(Seen.add, output, Seen.of(self.prompt))
-        return adjust(logits, self.params, seen, self.stop_ids if len(output) < self.min_output_len else ())
+        seen = functools.reduce(TokenCounts.add, output, TokenCounts.of(self.prompt))
+        return apply_penalties(logits, self.params, seen, self.stop_ids if len(output) < self.min_output_len else ())
 
     def round(self, g: int) -> tuple[list[int], int, int]:
         """What numpy decides: the draft tokens, how many stand, and the token after them."""
@@ -305,16 +305,20 @@ class Row:
             logits = self.adjusted(self.draft[i], drafts)
             if sampled:
                 q[i, : len(logits)] = probabilities(logits, params)
-                drafts.append(race(q[i], exponentials(params.seed, Purpose.DRAFT, position + i, vocab)))
+                drafts.append(gumbel_argmax(q[i], exponential_noise(params.seed, Purpose.DRAFT, position + i, vocab)))
             else:
-                drafts.append(choose(logits, params, position + i))
+                drafts.append(sample(logits, params, position + i))
         target = [self.adjusted(self.target[i], drafts[:i]) for i in range(len(drafts) + 1)]
         if not sampled:
-            return drafts, *accept_tokens(drafts, [choose(p, params, position + i) for i, p in enumerate(target)])
+            return drafts, *accept_tokens(drafts, [sample(p, params, position + i) for i, p in enumerate(target)])
         uniforms = [uniform(params.seed, Purpose.ACCEPT, position + i) for i in range(len(drafts))]
         p = [probabilities(logits, params) for logits in target]
         accepted, weights = accept_logits(drafts, q[: len(drafts)], p, uniforms)
-        return drafts, accepted, race(weights, exponentials(params.seed, Purpose.TARGET, position + accepted, vocab))
+        return (
+            drafts,
+            accepted,
+            gumbel_argmax(weights, exponential_noise(params.seed, Purpose.TARGET, position + accepted, vocab)),
+        )
 
 
 def table(batch: Sequence[Row], width: int) -> dict[str, Any]:
@@ -422,9 +426,9 @@ def test_rounds_of_mixed_rows_are_numpys() -> None:
                 assert list(found["records"][i, :3]) == [0, 0, -1]
                 continue
             narrowed = replace(row, draft=row.draft[:, :narrow])
-            drafts, accepted, following = narrowed.round(g)
-            assert list(found["records"][i, : 3 + len(drafts)]) == [len(drafts), accepted, following, *drafts]
-            committed = [*drafts[:accepted], following]
+            drafts, accepted, next_token = narrowed.round(g)
+            assert list(found["records"][i, : 3 + len(drafts)]) == [len(drafts), accepted, next_token, *drafts]
+            committed = [*drafts[:accepted], next_token]
             last = next((at for at, token in enumerate(committed) if token in row.stop_ids), None)
             if last is not None:
                 stopped.add(i)
@@ -454,7 +458,7 @@ def play(batch: Sequence[Row], g: int, narrow: int, width: int) -> dict[str, Any
     target = np.stack([row.target for row in batch])
     adjusted = adjust_all(target, target.shape[2], 0, g, rows)
     for found, row in zip(adjusted, batch, strict=True):
-        if not row.params.adjusts and not row.min_output_len:
+        if not row.params.has_logits_processors and not row.min_output_len:
             found[:] = np.nan  # Nobody looks at it.
     call(calls.sample_target, rows, logits=target, adjusted=adjusted, distributions=p, chosen=chosen)
     records = np.zeros((len(batch), record_len(g)), np.int64)
@@ -523,9 +527,9 @@ def test_two_arrays_change_places(units: int) -> None:
     device = kernel_device()
     values = np.random.default_rng(units).integers(0, 1 << 16, (3, units)).astype(np.uint16)
     memory = device.zeros(values.shape, np.uint16)
-    mirror = device.mirror(memory)
+    mirror = device.pinned_like(memory)
     device.write(memory, values)
     calls.swap(device, one=memory.part(0, (units,)), other=memory.part(2 * units, (units,)))
-    device.fetch(memory, mirror)
+    device.copy_to_host(memory, mirror)
     device.wait()
     assert (mirror == values[::-1]).all()

@@ -17,7 +17,7 @@ from specrun.drafters import Proposal
 from specrun.drafters.model import ModelDrafter
 from specrun.request import Request
 from specrun.rounds.host import HostRound
-from specrun.sampling import Floats, SamplingParams, choose, probabilities
+from specrun.sampling import Floats, SamplingParams, probabilities, sample
 from tests.reference import Doubles, Fit, chi_squared, exact_probabilities
 from tests.tables import decode, make_requests, normal, open_tables
 from tests.wrong import accepts_always, accepts_tokens_always, draws_rejected_tokens_from_the_target
@@ -27,7 +27,7 @@ WARM = SamplingParams(1.0)
 Ints = npt.NDArray[np.int64]
 
 
-def sample(decoder: SpeculativeDecoder, count: int, length: int, params: SamplingParams) -> tuple[Ints, list[Request]]:
+def draw(decoder: SpeculativeDecoder, count: int, length: int, params: SamplingParams) -> tuple[Ints, list[Request]]:
     requests = make_requests(count, length, params)
     return np.array(decode(decoder, requests)), requests
 
@@ -78,7 +78,7 @@ def test_wide(tmp_path: Path, use_logits: bool) -> None:
     target = normal(1, 4096, scale=1.5)
     draft = target + normal(2, 4096, scale=0.6)
     decoder = open_tables(tmp_path, target, draft, draft_len=2, use_logits=use_logits)
-    tokens, requests = sample(decoder, 5_000, 8, WARM)
+    tokens, requests = draw(decoder, 5_000, 8, WARM)
     p, q = (exact_probabilities(logits, WARM) for logits in (target, draft))
     for fit in fits(tokens, p):
         assert fit.good, fit
@@ -92,7 +92,7 @@ def test_narrow_with_a_draft_that_is_mostly_wrong(tmp_path: Path, use_logits: bo
     target = normal(8, 16)
     decoder = open_tables(tmp_path, target, -target, draft_len=1, use_logits=use_logits)
     # Fewer draws for tokens: their every output is compared below as well.
-    tokens, requests = sample(decoder, 10_000 if use_logits else 2_500, 20, WARM)
+    tokens, requests = draw(decoder, 10_000 if use_logits else 2_500, 20, WARM)
     p, q = (exact_probabilities(logits, WARM) for logits in (target, -target))
     assert 0.2 < overlap(p, q) < 0.3
     for fit in fits(tokens, p):
@@ -118,7 +118,7 @@ def test_sampling_parameters(tmp_path: Path, params: SamplingParams, draft_len: 
     target = normal(4, 40, scale=1.5)
     draft = target + normal(5, 40)
     decoder = open_tables(tmp_path, target, draft, draft_len=draft_len, use_logits=use_logits)
-    tokens, requests = sample(decoder, 300, 11, params)
+    tokens, requests = draw(decoder, 300, 11, params)
     p, q = (exact_probabilities(logits, params) for logits in (target, draft))
     if params.top_k or params.top_p < 1:
         assert (p > 0).tolist() != (q > 0).tolist()
@@ -134,7 +134,7 @@ def test_pairs_of_a_markov_chain(tmp_path: Path, use_logits: bool) -> None:
     target = normal(6, 8, 8, scale=1.5)
     draft = target + normal(7, 8, 8)
     decoder = open_tables(tmp_path, target, draft, draft_len=4, use_logits=use_logits)
-    tokens, requests = sample(decoder, 200, 40, WARM)
+    tokens, requests = draw(decoder, 200, 40, WARM)
     before = np.pad(tokens[:, :-1], ((0, 0), (1, 0)))  # The prompt is token 0.
     chain = [exact_probabilities(row, WARM) for row in target]
     fit = functools.reduce(operator.add, (chi_squared(tokens[before == i], chain[i]) for i in range(8)))
@@ -149,7 +149,7 @@ def test_pairs_of_a_markov_chain(tmp_path: Path, use_logits: bool) -> None:
 def test_a_draft_with_a_narrower_or_wider_embedding(tmp_path: Path, draft_vocab: int, use_logits: bool) -> None:
     target, draft = normal(8, 16), normal(9, draft_vocab)
     decoder = open_tables(tmp_path, target, draft, use_logits=use_logits, tokenizer="the same")
-    tokens, requests = sample(decoder, 300, 12, WARM)
+    tokens, requests = draw(decoder, 300, 12, WARM)
     p = exact_probabilities(target, WARM)
     for fit in fits(tokens, p):
         assert fit.good, fit
@@ -167,14 +167,14 @@ def test_control_wrong_acceptance_of_logits_is_seen(
 ) -> None:
     monkeypatch.setattr("specrun.rounds.host.accept_logits", wrong)
     target = normal(8, 16)
-    tokens, _ = sample(open_tables(tmp_path, target, -target, use_logits=True), 200, 20, WARM)
+    tokens, _ = draw(open_tables(tmp_path, target, -target, use_logits=True), 200, 20, WARM)
     assert not fits(tokens, exact_probabilities(target, WARM))[0].good
 
 
 def test_control_wrong_acceptance_of_tokens_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specrun.rounds.host.accept_tokens", accepts_tokens_always)
     target = normal(8, 16)
-    tokens, _ = sample(open_tables(tmp_path, target, -target), 200, 20, WARM)
+    tokens, _ = draw(open_tables(tmp_path, target, -target), 200, 20, WARM)
     assert not fits(tokens, exact_probabilities(target, WARM))[0].good
 
 
@@ -198,14 +198,14 @@ def test_control_draft_probabilities_from_before_top_k_are_seen(
     assert isinstance(round_, HostRound)
     assert isinstance(round_.drafter, ModelDrafter)
     round_.drafter = kind(round_.drafter.runner, 16, round_.max_draft_len, True)
-    tokens, _ = sample(decoder, 300, 20, params)
+    tokens, _ = draw(decoder, 300, 20, params)
     assert fits(tokens, exact_probabilities(target, params))[0].good == good
 
 
 def test_control_the_draft_alone_is_seen_in_the_wide_case(tmp_path: Path) -> None:
     target = normal(1, 4096, scale=1.5)
     draft = target + normal(2, 4096, scale=0.6)
-    tokens, _ = sample(open_tables(tmp_path, draft), 1_000, 8, WARM)
+    tokens, _ = draw(open_tables(tmp_path, draft), 1_000, 8, WARM)
     assert not fits(tokens, exact_probabilities(target, WARM))[0].good
 
 
@@ -218,7 +218,7 @@ def alone(table: Floats, weight: int, request: Request) -> list[int]:
     while len(tokens) < len(request.prompt) + request.max_output_len:
         previous = tokens[-2] if len(tokens) > 1 else 0
         row = table[(tokens[-1] + weight * previous) % len(table)]
-        tokens.append(choose(row, request.params, len(tokens)))
+        tokens.append(sample(row, request.params, len(tokens)))
     return tokens[len(request.prompt) :]
 
 
@@ -319,7 +319,7 @@ def test_prompts_longer_than_a_pass(tmp_path: Path, max_input_len: int, use_logi
 def test_a_draft_equal_to_the_target_is_accepted_whole(tmp_path: Path, use_logits: bool) -> None:
     target = normal(30, 50, 50)
     decoder = open_tables(tmp_path, target, target, draft_len=4, use_logits=use_logits)
-    _, requests = sample(decoder, 200, 25, SamplingParams(0.9, 20, 0.95))
+    _, requests = draw(decoder, 200, 25, SamplingParams(0.9, 20, 0.95))
     for request in requests:
         assert request.stats.acceptance_rate == 1
         assert request.stats.rounds == 5
@@ -330,7 +330,7 @@ def test_a_draft_equal_to_the_target_is_accepted_whole(tmp_path: Path, use_logit
 def test_a_draft_that_shares_nothing_with_the_target_is_never_accepted(tmp_path: Path, use_logits: bool) -> None:
     target = np.where(np.arange(10) < 5, 0.0, -np.inf)
     decoder = open_tables(tmp_path, target, np.flip(target), use_logits=use_logits)
-    tokens, requests = sample(decoder, 100, 10, WARM)
+    tokens, requests = draw(decoder, 100, 10, WARM)
     assert chi_squared(tokens, np.where(np.arange(10) < 5, 0.2, 0.0)).good
     assert all(request.stats.accepted == 0 and request.stats.rounds == 10 for request in requests)
 

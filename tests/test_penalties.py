@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from specrun.penalties import Seen, adjust
+from specrun.penalties import TokenCounts, apply_penalties
 from specrun.request import Request
 from specrun.sampling import Floats, SamplingParams
 from tests.reference import Doubles, Fit, chi_squared, exact_probabilities
@@ -52,7 +52,9 @@ def test_the_definitions(params: SamplingParams) -> None:
         prompt, output = (generator.integers(0, 12, generator.integers(0, 9)).tolist() for _ in range(2))
         logits = generator.normal(size=10).astype(np.float32)  # Ids of the text go beyond the model's.
         before = logits.copy()
-        found = adjust(logits, params, functools.reduce(Seen.add, output, Seen.of(prompt)), forbidden=(2, 11))
+        found = apply_penalties(
+            logits, params, functools.reduce(TokenCounts.add, output, TokenCounts.of(prompt)), forbidden=(2, 11)
+        )
         expected = plainly(logits, params, prompt, output)
         expected[2] = -np.inf
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
@@ -112,12 +114,12 @@ def test_sampling_is_exact_with_penalties(tmp_path: Path, params: SamplingParams
 def test_control_penalties_that_do_not_know_the_drafts_are_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_logits: bool
 ) -> None:
-    right = Request.adjust
+    right = Request.apply_penalties
 
     def committed_only(self: Request, logits: Floats, drafts: Sequence[int]) -> Floats:
         return right(self, logits, ())
 
-    monkeypatch.setattr(Request, "adjust", committed_only)
+    monkeypatch.setattr(Request, "apply_penalties", committed_only)
     assert not draw(tmp_path, use_logits, WARM).good
 
 

@@ -12,7 +12,7 @@ import pytest
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.kv_cache import BLOCK
-from specrun.kv_cache.prefixes import Prefixes
+from specrun.kv_cache.prefixes import PrefixCache
 from specrun.request import Request
 from specrun.rounds.host import HostRound
 from specrun.sampling import SamplingParams
@@ -26,7 +26,7 @@ V = 24
 @pytest.mark.parametrize("capacity", [0, 1, 5, 40])
 def test_a_match_is_always_the_texts_own_beginning(capacity: int) -> None:
     """The pool is what the numbers say it is: here it holds the texts themselves."""
-    generator, prefixes = random.Random(capacity), Prefixes(capacity)
+    generator, prefixes = random.Random(capacity), PrefixCache(capacity)
     pool: dict[int, list[int]] = {}
     matched = 0
     for _ in range(3000):
@@ -50,7 +50,7 @@ def test_the_least_recently_used_goes_first() -> None:
     def text(*blocks: int) -> list[int]:
         return [token for block in blocks for token in [block] * BLOCK]
 
-    prefixes = Prefixes(4)
+    prefixes = PrefixCache(4)
     prefixes.add(text(1, 2))
     prefixes.add(text(3, 4))
     prefixes.match(text(1, 2))

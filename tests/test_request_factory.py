@@ -201,8 +201,8 @@ class Breaks(SamplingParams):
 
     @property
     def greedy(self) -> bool:
-        if self.broken == "choose":
-            raise ZeroDivisionError("in choosing")
+        if self.broken == "sample":
+            raise ZeroDivisionError("in sampling")
         return False
 
 
@@ -217,16 +217,16 @@ class BrokenText(TextStream):
 
 
 @pytest.mark.parametrize("draft_len", [0, 3])
-@pytest.mark.parametrize("where", ["choose", "adjust", "commit"])
+@pytest.mark.parametrize("where", ["sample", "apply_penalties", "commit"])
 def test_what_breaks_in_one_request_ends_that_one_alone(
     decoder: SpeculativeDecoder, where: str, draft_len: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warm = SamplingParams(1.0, seed=5)
     (expected,) = decoder.generate([[3]], warm, max_output_len=20)
-    params = Breaks(1.0, repetition_penalty=1.5 if where == "adjust" else 1.0)
+    params = Breaks(1.0, repetition_penalty=1.5 if where == "apply_penalties" else 1.0)
     broken = Request([4], params, 20, stream=BrokenText() if where == "commit" else None, draft_len=draft_len)
-    if where == "adjust":
-        monkeypatch.setattr(broken, "adjust", lambda *_: 1 / 0)
+    if where == "apply_penalties":
+        monkeypatch.setattr(broken, "apply_penalties", lambda *_: 1 / 0)
     other = Request([3], warm, 20)
     for request in (broken, other):
         decoder.scheduler.add(request)

@@ -15,11 +15,11 @@ from specrun.sampling import (
     Floats,
     Purpose,
     SamplingParams,
-    choose,
-    exponentials,
+    exponential_noise,
+    gumbel_argmax,
     log_probability,
     probabilities,
-    race,
+    sample,
     uniform,
 )
 from tests.reference import chi_squared, exact_probabilities, philox
@@ -164,7 +164,7 @@ def test_greedy_is_one_hot_at_the_first_largest_logit() -> None:
     for logits, best in [([0, 5, 5, -INF], 1), ([-INF, -INF, -INF, -3], 3)]:
         row = np.array(logits, np.float32)
         np.testing.assert_array_equal(probabilities(row, SamplingParams()), np.arange(4) == best)
-        assert choose(row, SamplingParams(), 0) == best
+        assert sample(row, SamplingParams(), 0) == best
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_random_numbers_are_philox_of_seed_purpose_position(seed: int, purpose: 
     words = list(itertools.islice(itertools.chain.from_iterable(blocks), size))
     halves = [half for word in words for half in (word & 0xFFFFFFFF, word >> 32)][:size]
     expected = (np.array(halves) + 0.5) / 2**32
-    found = exponentials(seed, purpose, position, size)
+    found = exponential_noise(seed, purpose, position, size)
     assert found.dtype == np.float32
     np.testing.assert_allclose(-np.expm1(-found.astype(np.float64)), expected, rtol=2e-7, atol=6e-8)
     assert uniform(seed, purpose, position) == (words[0] >> 11) / 2**53
@@ -208,14 +208,16 @@ def test_random_numbers_are_philox_of_seed_purpose_position(seed: int, purpose: 
 
 @pytest.mark.parametrize("seed, purpose, position", PLACES)
 def test_fewer_exponentials_are_a_prefix_of_more(seed: int, purpose: Purpose, position: int) -> None:
-    many = exponentials(seed, purpose, position, 4099)
+    many = exponential_noise(seed, purpose, position, 4099)
     assert len(many) == 4099
     for size in (0, 1, 2, 3, 7, 8, 9, 4098):
-        np.testing.assert_array_equal(exponentials(seed, purpose, position, size), many[:size])
+        np.testing.assert_array_equal(exponential_noise(seed, purpose, position, size), many[:size])
 
 
 def test_exponentials_are_exponential() -> None:
-    many = np.stack([exponentials(5, Purpose.TARGET, position, 1000) for position in range(1000)]).astype(np.float64)
+    many = np.stack([exponential_noise(5, Purpose.TARGET, position, 1000) for position in range(1000)]).astype(
+        np.float64
+    )
     assert many.min() > 0
     assert many.mean() == pytest.approx(1, abs=5e-3)
     assert many.var() == pytest.approx(1, abs=2e-2)
@@ -227,13 +229,13 @@ def test_exponentials_are_exponential() -> None:
 
 def test_the_smallest_and_largest_words_give_finite_exponentials() -> None:
     # Two words among 10**8, found by search: 12, and 2**32 - 4, whose uniform rounds up to 1 in float32.
-    assert exponentials(0, Purpose.TARGET, 5, 40_457)[-1] == pytest.approx(12.5 / 2**32, rel=1e-6)
-    assert exponentials(0, Purpose.TARGET, 197, 11_215)[-1] == pytest.approx(24 * math.log(2), rel=1e-6)
+    assert exponential_noise(0, Purpose.TARGET, 5, 40_457)[-1] == pytest.approx(12.5 / 2**32, rel=1e-6)
+    assert exponential_noise(0, Purpose.TARGET, 197, 11_215)[-1] == pytest.approx(24 * math.log(2), rel=1e-6)
 
 
 def test_different_seeds_purposes_and_positions_are_independent() -> None:
     places = [(seed, purpose, position) for seed in range(3) for purpose in Purpose for position in range(3)]
-    noise = [exponentials(*place, 20_000) for place in places]
+    noise = [exponential_noise(*place, 20_000) for place in places]
     for (a, x), (b, y) in itertools.combinations(zip(places, noise, strict=True), 2):
         assert abs(np.corrcoef(x, y)[0, 1]) < 0.04, (a, b)
 
@@ -250,10 +252,10 @@ def test_a_race_draws_from_its_distribution_at_any_scale() -> None:
     probs = rng.dirichlet(np.full(50, 0.3))
     probs[7] = 0
     probs /= probs.sum()
-    draws = [exponentials(11, Purpose.TARGET, position, 50) for position in range(40_000)]
+    draws = [exponential_noise(11, Purpose.TARGET, position, 50) for position in range(40_000)]
     for scale in (1.0, 1e-20):
         weights = (probs * scale).astype(np.float32)
-        fit = chi_squared([race(weights, noise) for noise in draws], probs)
+        fit = chi_squared([gumbel_argmax(weights, noise) for noise in draws], probs)
         assert fit.good, fit
 
 
@@ -261,8 +263,8 @@ def test_two_distributions_that_race_against_the_same_noise_agree_as_often_as_th
     rng = np.random.default_rng(2)
     p, q = rng.dirichlet(np.ones(20), 2).astype(np.float32)
     count = 20_000
-    draws = [exponentials(4, Purpose.TARGET, position, 20) for position in range(count)]
-    rate = sum(race(p, noise) == race(q, noise) for noise in draws) / count
+    draws = [exponential_noise(4, Purpose.TARGET, position, 20) for position in range(count)]
+    rate = sum(gumbel_argmax(p, noise) == gumbel_argmax(q, noise) for noise in draws) / count
     expected = sum(1 / np.maximum(p / p[i], q / q[i]).sum() for i in range(20))
     assert rate == pytest.approx(expected, abs=4 * math.sqrt(expected * (1 - expected) / count))
 
@@ -272,7 +274,7 @@ def test_a_choice_depends_on_its_position_and_nothing_else() -> None:
     params = SamplingParams(1.0, 0, 0.95, seed=9)
 
     def tokens(first: int, params: SamplingParams = params, purpose: Purpose = Purpose.TARGET) -> list[int]:
-        return [choose(row, params, first + i, purpose) for i, row in enumerate(logits)]
+        return [sample(row, params, first + i, purpose) for i, row in enumerate(logits)]
 
     found = tokens(40)
     assert found == tokens(40)
@@ -280,14 +282,14 @@ def test_a_choice_depends_on_its_position_and_nothing_else() -> None:
     assert found != tokens(40, SamplingParams(1.0, 0, 0.95, seed=10))
     assert found != tokens(40, purpose=Purpose.DRAFT)
     wider = np.pad(logits, ((0, 0), (0, 77)), constant_values=-INF)
-    assert found == [choose(row, params, 40 + i) for i, row in enumerate(wider)]
+    assert found == [sample(row, params, 40 + i) for i, row in enumerate(wider)]
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(0.7, 3, 0.9)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("bad", [math.nan, INF])
 def test_logits_that_are_not_numbers_are_an_error(params: SamplingParams, bad: float) -> None:
     with pytest.raises(BackendError, match="not numbers"):
-        choose(np.array([1, bad, 2], np.float32), params, 3)
+        sample(np.array([1, bad, 2], np.float32), params, 3)
     with pytest.raises(BackendError, match="not numbers"):
         probabilities(np.full(3, -INF, np.float32), params)
 
@@ -331,5 +333,5 @@ def test_the_limits_of_every_parameter_work(temperature: float) -> None:
     for top_k, top_p, seed in [(0, 1.0, 0), (3, 5e-324, (1 << 64) - 1), (1 << 70, 1 - 2**-53, 1)]:
         params = SamplingParams(temperature, top_k, top_p, seed)
         with np.errstate(invalid="raise"):
-            token = choose(logits, params, (1 << 63) - 1)
+            token = sample(logits, params, (1 << 63) - 1)
         assert token == 1 or (token == 0 and temperature > 1)

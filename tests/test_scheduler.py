@@ -157,7 +157,7 @@ def test_a_long_prompt_does_not_stall_the_others(pair: SpeculativeDecoder) -> No
     pair.scheduler.step()
     pair.scheduler.add(long)
     before = len(first.output)
-    while not long.pieces:
+    while not long.token_outputs:
         pair.scheduler.step()
     assert len(first.output) - before >= math.ceil(389 / HostRound.prefill_chunk_size)
     assert max(width for _, width in widths.shapes) == HostRound.prefill_chunk_size
@@ -179,12 +179,12 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(tmp_path: Path) -> None:
     for request in requests:
         pair.scheduler.add(request)
     pair.scheduler.step()
-    assert [len(request.pieces) > 0 for request in requests] == [False, True, False, False, False]
+    assert [len(request.token_outputs) > 0 for request in requests] == [False, True, False, False, False]
     requests[4].cancel()
     pair.scheduler.add(late)
     while not late.finish_reason:
         pair.scheduler.step()
-    assert not any(request.pieces for request in requests if len(request.prompt) > 300)
+    assert not any(request.token_outputs for request in requests if len(request.prompt) > 300)
     while len(pair.scheduler):
         pair.scheduler.step()
     found = [request.output for request in (*requests[:4], late)]
@@ -197,9 +197,9 @@ def test_whoever_listens_hears_of_every_round(tmp_path: Path) -> None:
     long, short = Request([3] * 390, SamplingParams(1.0, seed=0), 12), Request([5], SamplingParams(1.0, seed=0), 20)
     pieces: dict[Request, list[int]] = {long: [], short: []}
     for event in pair.scheduler.run([long, short]):
-        assert len(event.pieces) <= 5
+        assert len(event.token_outputs) <= 5
         assert event.request is short or len(pieces[short]) > 5
-        pieces[event.request] += [piece.token for piece in event.pieces]
+        pieces[event.request] += [piece.token for piece in event.token_outputs]
     assert list(pieces.values()) == [long.output, short.output]
 
 
@@ -212,7 +212,7 @@ def test_what_is_not_a_number_does_not_spread(engines: Path, grows: bool) -> Non
     broken, *others = [Request(prompt, SamplingParams(), 24) for prompt in prompts]
     for request in (broken, others[0]):
         decoder.scheduler.add(request)
-    while not others[0].pieces or not broken.pieces:
+    while not others[0].token_outputs or not broken.token_outputs:
         decoder.scheduler.step()
     rows: Any = decoder.scheduler.round
     for tensor in rows.target.backend.cache.part(decoder.scheduler._rows.index(broken), 1):
@@ -334,7 +334,7 @@ def test_what_breaks_ends_its_requests_and_no_others(
 
     for _ in range(2):
         with monkeypatch.context() as patch, pytest.raises(type(error)):
-            if where == "keep":
+            if where == "cache_prefix":
                 patch.setattr("specrun.kv_cache.host.HostKVCache.save", breaking)
             else:
                 patch.setattr(pair.scheduler.round, where, breaking)
@@ -468,7 +468,7 @@ def test_requests_wait_for_memory_and_fail_where_none_comes(
         pair.scheduler.add(request)
     for _ in range(3):
         pair.scheduler.step()
-    assert not longer.pieces and longer.finish_reason is None
+    assert not longer.token_outputs and longer.finish_reason is None
     while len(pair.scheduler):
         pair.scheduler.step()
     assert running.output == expected

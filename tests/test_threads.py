@@ -18,7 +18,7 @@ import pytest
 
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import BackendError, RequestError
-from specrun.request import Piece, Request
+from specrun.request import Request, TokenOutput
 from specrun.sampling import SamplingParams
 from tests.tables import decode, normal, open_tables
 from tests.test_scheduler import Widths
@@ -159,7 +159,7 @@ def test_what_waits_for_a_row_can_be_cancelled_where_nobody_steps(pair: Speculat
 def test_cancel_may_come_from_any_thread(pair: SpeculativeDecoder) -> None:
     request = pair.request([3], max_output_len=4000)
     for event in pair.scheduler.run([request]):
-        if len(event.request.pieces) > 5:
+        if len(event.request.token_outputs) > 5:
             with Threads() as threads:
                 threads.start(request.cancel)
     assert request.finish_reason == "cancelled"
@@ -201,7 +201,7 @@ def test_close_waits_for_a_step_of_another_thread(tmp_path: Path) -> None:
             pair.scheduler.add(pair.request([3]))
         held.go.set()
     assert failed == ["the decoder was closed before this request had ended"] * 9
-    assert [len(request.pieces) > 0 for request in requests] == [True] * 5 + [False] * 4
+    assert [len(request.token_outputs) > 0 for request in requests] == [True] * 5 + [False] * 4
     for use in (pair.scheduler.step, lambda: pair.generate([[1]]), lambda: next(pair.stream([1]))):
         with pytest.raises(RequestError, match="the decoder is closed"):
             use()
@@ -314,10 +314,10 @@ def some_use(pair: SpeculativeDecoder, expected: list[list[int]], generator: ran
     request = Request([seed % V], sampled(seed), len(right), timeout=timeout)
     if how == "cancel":
         threading.Timer(generator.uniform(0, 0.01), request.cancel).start()
-    shown: list[Piece] = []
+    shown: list[TokenOutput] = []
     for event in pair.run([request]):
-        shown += event.pieces
-    assert shown == request.pieces, "a listener hears of everything"
+        shown += event.token_outputs
+    assert shown == request.token_outputs, "a listener hears of everything"
     assert request.output == right[: len(request.output)]
     assert request.finish_reason != "length" or request.output == right
     return str(request.finish_reason)

@@ -23,7 +23,7 @@ from specrun.dtypes import DTYPES
 from specrun.errors import BackendError, PairError, RequestError
 from specrun.fit import Fit, chi_squared, ranked
 from specrun.request import Request
-from specrun.sampling import Floats, Purpose, SamplingParams, choose, exponentials, probabilities
+from specrun.sampling import Floats, Purpose, SamplingParams, exponential_noise, probabilities, sample
 from specrun.verify import Verdict, near_tie, nearly_kept, verify_pair
 from tests import reference
 from tests.tables import normal, save_table_engine
@@ -81,10 +81,10 @@ def test_a_right_pair_passes(tmp_path: Path, use_logits: bool) -> None:
 @pytest.mark.usefixtures("many_draws")
 def test_penalties_are_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(0.8, repetition_penalty=1.5, presence_penalty=0.6, logit_bias={3: 0.5}, seed=0)
-    target, right = normal(40, 13, 16), Request.adjust
+    target, right = normal(40, 13, 16), Request.apply_penalties
     draft = target + normal(41, 13, 16)
     assert check(tmp_path / "right", target, draft, params).good
-    monkeypatch.setattr(Request, "adjust", lambda self, logits, drafts: right(self, logits, ()))
+    monkeypatch.setattr(Request, "apply_penalties", lambda self, logits, drafts: right(self, logits, ()))
     parts = check(tmp_path / "wrong", target, draft, params).parts
     assert all(part.wrong for part in parts[:2]), "penalties that do not know the drafts"
 
@@ -249,12 +249,12 @@ def test_seeded_near_ties(temperature: float) -> None:
     """The runner-up of the race p / E is a near-tie once its logit comes within rounding of winning, and not before."""
     for seed in range(20):
         params, logits = SamplingParams(temperature, seed=seed), normal(50 + seed, 30, scale=4)
-        scores = logits - temperature * np.log(exponentials(seed, Purpose.TARGET, 7, 30))
+        scores = logits - temperature * np.log(exponential_noise(seed, Purpose.TARGET, 7, 30))
         third, second, winner = np.argsort(scores)[-3:].tolist()
-        assert choose(logits, params, 7) == winner
+        assert sample(logits, params, 7) == winner
         rounding = NOISE * float(np.abs(logits).max())
         logits[second] += scores[winner] - scores[second] - rounding
-        assert choose(logits, params, 7) == winner
+        assert sample(logits, params, 7) == winner
         assert near_tie(logits, params, 7, second, NOISE)
         assert not near_tie(logits, params, 7, third, NOISE / 10) or scores[second] - scores[third] < rounding
         logits[second] -= 4 * rounding
@@ -268,7 +268,7 @@ def test_near_ties_at_the_cut_of_top_k() -> None:
     assert not nearly_kept(far, params, 2, NOISE)
     # A verify pass that keeps token 2 in place of token 1 may choose another winner.
     swapped = row(5, 4 - 1e-4, 4)
-    pairs = {(choose(near, params, i), choose(swapped, params, i)): i for i in range(100)}
+    pairs = {(sample(near, params, i), sample(swapped, params, i)): i for i in range(100)}
     assert pairs.keys() >= {(0, 0), (1, 0), (0, 2), (1, 2)}
     assert all(near_tie(near, params, i, other, NOISE) for (_, other), i in pairs.items())
     assert not near_tie(far, params, pairs[0, 2], 2, NOISE)

@@ -44,8 +44,8 @@ class Backend(Protocol):
     def resize(self, rows: int, length: int, used: int) -> None:
         """Have a cache of ``rows`` rows of ``length`` positions, keeping what the first ``used`` rows hold."""
 
-    def bind(self, first: int, rows: int, width: int, kept: int) -> Pass:
-        """A pass of ``width`` tokens for rows ``first .. first + rows`` of the cache, with ``kept`` logits of each.
+    def bind(self, first: int, num_rows: int, query_len: int, num_logits: int) -> Pass:
+        """A pass of ``query_len`` tokens for rows ``first .. first + num_rows``, with ``num_logits`` logits of each.
 
         Inputs hold what they held when the shape was bound last; zeros the first time. Valid until ``resize``.
         """
@@ -75,7 +75,7 @@ class DeviceBackend(Protocol):
     """There from ``allocate_cache`` on."""
 
     @property
-    def recordable(self) -> bool:
+    def capturable(self) -> bool:
         """Whether a recording of the stream may contain what has been queued with ``fixed``."""
 
     @property

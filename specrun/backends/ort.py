@@ -27,7 +27,7 @@ _OLDEST_FOR_CUDA = (1, 31)
 
 1.31 is the release that the graphs were tried with.
 """
-_ROUND_WIDTH = 16
+_MAX_ROUND_LEN = 16
 """Tokens of a row in a round at most; longer inputs are prompts."""
 
 
@@ -48,17 +48,17 @@ class OrtBackend:
         self._passes.clear()
         self.cache.resize(rows, length, used)
 
-    def bind(self, first: int, rows: int, width: int, kept: int) -> OrtPass:
+    def bind(self, first: int, num_rows: int, query_len: int, num_logits: int) -> OrtPass:
         """See ``Backend``. Passes share the memory of their logits."""
-        key = (first, rows, width, kept)
+        key = (first, num_rows, query_len, num_logits)
         if known := self._passes.get(key):
             return known
-        shape = (rows, kept, self.config.graph.vocab_size)
+        shape = (num_rows, num_logits, self.config.graph.vocab_size)
         if (size := math.prod(shape)) > self._logits.size:
             self._passes.clear()
             self._logits = np.empty(size, np.float32)
-        made = OrtPass(self._session, self.cache.part(first, rows), width, self._logits[:size].reshape(shape))
-        if first == 0 and width <= _ROUND_WIDTH:  # Prompts are read anywhere, in any width.
+        made = OrtPass(self._session, self.cache.part(first, num_rows), query_len, self._logits[:size].reshape(shape))
+        if first == 0 and query_len <= _MAX_ROUND_LEN:  # Prompts are read anywhere, in any length.
             self._passes[key] = made
         return made
 
@@ -123,7 +123,7 @@ class OrtDeviceBackend:
         self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
 
     @property
-    def recordable(self) -> bool:
+    def capturable(self) -> bool:
         """ONNX Runtime allocates while it runs, which a recording does not allow."""
         return False
 

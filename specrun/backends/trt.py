@@ -132,7 +132,7 @@ class TrtBackend:
         self._workspace: DeviceArray | None = None
 
     @property
-    def recordable(self) -> bool:
+    def capturable(self) -> bool:
         """TensorRT-RTX can say whether it is; TensorRT is."""
         fixed = [context.execution for key, context in self._contexts.items() if isinstance(key, Call)]
         return all(

@@ -17,7 +17,7 @@ from specrun.command_line import show_error
 from specrun.commands.options import sampling_options, sampling_params, seed_option, use_color
 from specrun.commands.pair import open_pair, pair_config, pair_options
 from specrun.errors import RequestError
-from specrun.output import show_piece
+from specrun.output import show_token
 
 if TYPE_CHECKING:
     from specrun.conversation import Conversation
@@ -91,8 +91,8 @@ def _turns() -> Iterator[str]:
 def _answer(conversation: Conversation, text: str, color: bool) -> None:
     """Show the answer as it comes, up to Ctrl-C, and its figures."""
     with _interrupt() as interrupted, contextlib.closing(conversation.say(text)) as answer:
-        for piece in answer:
-            show_piece(piece, color)
+        for output in answer:
+            show_token(output, color)
             if interrupted.is_set():
                 break
     click.echo()

@@ -64,11 +64,11 @@ class Device(Protocol):
     def write(self, to: DeviceArray, values: npt.NDArray[Any]) -> None:
         """Copy ``values``, of the same size, to the device; they may change afterwards."""
 
-    def mirror(self, array: DeviceArray) -> npt.NDArray[Any]:
-        """Host memory of the same shape that ``fetch`` can fill without waiting."""
+    def pinned_like(self, array: DeviceArray) -> npt.NDArray[Any]:
+        """Host memory of the same shape that ``copy_to_host`` can fill without waiting."""
 
-    def fetch(self, array: DeviceArray, mirror: npt.NDArray[Any]) -> None:
-        """Queue a copy of ``array`` to ``mirror``; it is there after ``wait``."""
+    def copy_to_host(self, array: DeviceArray, pinned: npt.NDArray[Any]) -> None:
+        """Queue a copy of ``array`` to ``pinned``; it is there after ``wait``."""
 
     def copy(self, to: DeviceArray, source: DeviceArray) -> None:
         """Queue a copy of ``source`` to ``to`` on this device's stream; either may lie on another device."""
@@ -79,13 +79,13 @@ class Device(Protocol):
         All blocks of a cooperative kernel run at the same time.
         """
 
-    def record(self, work: Callable[[], object]) -> Callable[[], None]:
+    def capture(self, work: Callable[[], object]) -> Callable[[], None]:
         """What ``work`` queues as one piece, to be queued again and again. It is not run now."""
 
     def seconds(self, work: Callable[[], object]) -> float:
         """Run what ``work`` queues, and return how long the device took for it."""
 
-    def follow(self, other: Device) -> None:
+    def wait_for(self, other: Device) -> None:
         """Queue nothing further here before what is queued on ``other`` now is done."""
 
     def wait(self) -> None:

@@ -114,8 +114,8 @@ class CudaDevice:
             self._check(self._driver.cuMemcpyHtoDAsync(to.address, values.ctypes.data, to.nbytes, self.stream))
             self._stream.sync()
 
-    def mirror(self, array: DeviceArray) -> npt.NDArray[Any]:
-        """See ``Device.mirror``."""
+    def pinned_like(self, array: DeviceArray) -> npt.NDArray[Any]:
+        """See ``Device.pinned_like``."""
         with self._errors("cannot pin host memory"):
             self.activate()
             memory = self._core.LegacyPinnedMemoryResource().allocate(array.nbytes)
@@ -123,15 +123,15 @@ class CudaDevice:
         raw = (ctypes.c_uint8 * array.nbytes).from_address(int(memory.handle))
         return np.ctypeslib.as_array(raw).view(array.dtype).reshape(array.shape)
 
-    def fetch(self, array: DeviceArray, mirror: npt.NDArray[Any]) -> None:
-        """See ``Device.fetch``."""
+    def copy_to_host(self, array: DeviceArray, pinned: npt.NDArray[Any]) -> None:
+        """See ``Device.copy_to_host``."""
         with self._errors("refused a copy"):
             self.activate()
-            to = mirror.ctypes.data
+            to = pinned.ctypes.data
             self._check(self._driver.cuMemcpyDtoHAsync(to, array.address, array.nbytes, self.stream))
 
     def copy(self, to: DeviceArray, source: DeviceArray) -> None:
-        """See ``Device.copy``. Between GPUs directly where ``connect`` could arrange it, else the driver's way."""
+        """See ``Device.copy``. Between GPUs directly with peer access, else as the driver does it."""
         if to.nbytes != source.nbytes:
             raise ValueError(f"{source.nbytes} bytes for an array of {to.nbytes}")
         with self._errors("refused a copy"):
@@ -148,8 +148,8 @@ class CudaDevice:
             config = self._core.LaunchConfig(grid=grid, block=threads, is_cooperative=together)
             self._core.launch(self._stream, config, code, *values)
 
-    def record(self, work: Callable[[], object]) -> Callable[[], None]:
-        """See ``Device.record``: a CUDA graph."""
+    def capture(self, work: Callable[[], object]) -> Callable[[], None]:
+        """See ``Device.capture``: a CUDA graph."""
         with self._errors("cannot record a round"):
             self.activate()
             builder = self._stream.create_graph_builder()
@@ -163,12 +163,12 @@ class CudaDevice:
                 raise
         builder.close()
 
-        def play() -> None:
+        def replay() -> None:
             with self._errors("refused a recorded round"):
                 self.activate()
                 graph.launch(self._stream)
 
-        return play
+        return replay
 
     def seconds(self, work: Callable[[], object]) -> float:
         """See ``Device.seconds``: between two events, which the GPU reaches before and after it."""
@@ -188,8 +188,8 @@ class CudaDevice:
                 for event in events:
                     driver.cuEventDestroy(event)
 
-    def follow(self, other: Device) -> None:
-        """See ``Device.follow``."""
+    def wait_for(self, other: Device) -> None:
+        """See ``Device.wait_for``."""
         if not isinstance(other, CudaDevice):
             raise ValueError(f"a GPU cannot wait for a {other.kind} device")
         with self._errors("cannot wait for another GPU"):
@@ -198,7 +198,7 @@ class CudaDevice:
             self.activate()
             self._stream.wait(other._done)
 
-    def connect(self, other: CudaDevice) -> bool:
+    def enable_peer_access(self, other: CudaDevice) -> bool:
         """Let this GPU read and write the other's memory directly; False where the hardware does not allow it."""
         with self._errors("does not say whether it reaches another GPU"):
             if not self._device.can_access_peer(other.number):

@@ -26,8 +26,8 @@ class RowDrafter(Protocol):
     def unread(self, requests: Sequence[Request], first: int) -> list[int]:
         """How many tokens of each prompt, the last one left out, are to be prefilled: rows ``first ..``."""
 
-    def prefill(self, requests: Sequence[Request], first: int, most: int) -> None:
-        """Prefill at most ``most`` more tokens of each prompt."""
+    def prefill(self, requests: Sequence[Request], first: int, max_tokens: int) -> None:
+        """Prefill at most ``max_tokens`` more tokens of each prompt."""
 
     def lag(self, requests: Sequence[Request]) -> int:
         """Tokens of rows 0, 1, .. that it must read before it can draft, beside those of the last round."""

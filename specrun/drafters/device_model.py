@@ -52,7 +52,7 @@ class DeviceModelDrafter(CachedTexts[DeviceRunner]):
 
     def lag(self, requests: Sequence[Request]) -> int:
         """See ``DeviceDrafter``."""
-        lacks = self.runner.rows.lacks([request.tokens for request in requests], 0)
+        lacks = self.runner.rows.num_uncached([request.tokens for request in requests], 0)
         return max(0, max(lacks) - FIRST_DRAFT_STEP_LEN)
 
     def prepare(self, requests: Sequence[Request], draft_len: int) -> int:
@@ -62,8 +62,8 @@ class DeviceModelDrafter(CachedTexts[DeviceRunner]):
             longest = max(map(len, texts))
             for row, text in enumerate(texts):
                 self.runner.rows.rewind(row, len(text))
-            while any(self.runner.rows.lacks(texts, 0)):
-                self.runner.read(texts, 0, longest)
+            while any(self.runner.rows.num_uncached(texts, 0)):
+                self.runner.prefill(texts, 0, longest)
         return draft_len
 
     def queue_ahead(self, batch: int, draft_len: int, sends_logits: bool) -> bool:
@@ -140,7 +140,7 @@ class RemoteModelDrafter(DeviceModelDrafter):
             return True
         here, there = self._target_rows.device, self._rows.device
         steady = self._captures.queue(there, (batch, draft_len), lambda: self._draft_and_pack(batch, draft_len))
-        here.follow(there)
+        here.wait_for(there)
         here.copy(*(array.part(0, (batch, draft_len)) for array in (self._received, self._packed)))
         if sends_logits:
             here.copy(self.probs.distributions, self._drawn.distributions)
@@ -154,7 +154,7 @@ class RemoteModelDrafter(DeviceModelDrafter):
     def queue_behind(self, batch: int, draft_len: int, records: DeviceArray) -> None:
         """See ``DeviceDrafter``."""
         there = self._rows.device
-        there.follow(self._target_rows.device)
+        there.wait_for(self._target_rows.device)
         decided = self._records.part(0, (batch, record_len(draft_len)))
         there.copy(decided, records)
         calls.commit_records(self._rows, batch=batch, draft_len=draft_len, records=decided)

@@ -12,7 +12,7 @@ from specrun.errors import SpecError, as_spec_error
 from specrun.request import Outcome, Request, longest
 from specrun.runners.cached import CachedTexts
 from specrun.runners.host import ModelRunner
-from specrun.sampling import Floats, Purpose, choose, exponentials, probabilities, race
+from specrun.sampling import Floats, Purpose, exponential_noise, gumbel_argmax, probabilities, sample
 
 
 class ModelDrafter(CachedTexts[ModelRunner]):
@@ -36,7 +36,7 @@ class ModelDrafter(CachedTexts[ModelRunner]):
 
     def lag(self, requests: Sequence[Request]) -> int:
         """See ``Drafter``."""
-        lacks = self.runner.rows.lacks([request.tokens for request in requests], 0)
+        lacks = self.runner.rows.num_uncached([request.tokens for request in requests], 0)
         return max(0, max(lacks) - FIRST_DRAFT_STEP_LEN)
 
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Proposal]:
@@ -75,16 +75,16 @@ class ModelDrafter(CachedTexts[ModelRunner]):
         logits = logits[: self._vocab_size]
         params, position = request.params, len(request.tokens) + len(proposal.tokens)
         try:
-            if request.adjusts:
-                logits = request.adjust(logits, proposal.tokens)
+            if request.has_logits_processors:
+                logits = request.apply_penalties(logits, proposal.tokens)
             if request.wants_logits(self._use_logits):
                 q = probabilities(logits, params)
                 if missing := self._vocab_size - len(q):
                     q = np.pad(q, (0, missing))
-                token = race(q, exponentials(params.seed, Purpose.DRAFT, position, len(q)))
+                token = gumbel_argmax(q, exponential_noise(params.seed, Purpose.DRAFT, position, len(q)))
                 proposal.probs.append(q)
             else:
-                token = choose(logits, params, position)
+                token = sample(logits, params, position)
         except Exception as error:
             proposal.error = as_spec_error(error)
             return

@@ -70,7 +70,7 @@ class NgramDrafter:
         """See ``Drafter``. Nothing is prefilled."""
         return [0] * len(requests)
 
-    def prefill(self, requests: Sequence[Request], first: int, most: int) -> None:
+    def prefill(self, requests: Sequence[Request], first: int, max_tokens: int) -> None:
         """See ``Drafter``."""
 
     def lag(self, requests: Sequence[Request]) -> int:

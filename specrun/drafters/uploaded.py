@@ -80,9 +80,9 @@ class UploadedDrafter:
         """See ``RowDrafter``."""
         return self.drafter.unread(requests, first)
 
-    def prefill(self, requests: Sequence[Request], first: int, most: int) -> None:
+    def prefill(self, requests: Sequence[Request], first: int, max_tokens: int) -> None:
         """See ``RowDrafter``."""
-        self.drafter.prefill(requests, first, most)
+        self.drafter.prefill(requests, first, max_tokens)
 
     def lag(self, requests: Sequence[Request]) -> int:
         """See ``RowDrafter``."""

@@ -1,4 +1,4 @@
-"""Key-value caches: the rows that engines read and write, and blocks of past texts kept for prompts that begin alike.
+"""Key-value caches: the rows that engines read and write, and a prefix cache of blocks of past texts.
 
 A row is contiguous, so an engine takes rows ``first .. first + B`` by address. Reusing a prefix copies its blocks into
 a row; nothing of a request's result depends on whether it did.
@@ -9,4 +9,4 @@ from __future__ import annotations
 from specrun.kernels.layout import CACHE_BLOCK
 
 BLOCK = CACHE_BLOCK
-"""Tokens of a block, the unit in which prefixes are kept."""
+"""Tokens of a prefix cache block."""

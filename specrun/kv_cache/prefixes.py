@@ -1,4 +1,4 @@
-"""Which blocks of past texts are kept, and where: bookkeeping only, the memory is a cache's."""
+"""The prefix cache: which blocks of past texts are cached, and where. The memory itself belongs to a KV cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Block:
     """Never used again, so that what followed an evicted block is not taken for what follows its successor."""
 
 
-class Prefixes:
+class PrefixCache:
     """At most ``capacity`` blocks of BLOCK tokens; the least recently used go first.
 
     A block is found by its own tokens and the block before it, compared and not hashed to a number: two texts are
@@ -37,13 +37,13 @@ class Prefixes:
         return len(self._blocks)
 
     def match(self, tokens: Sequence[int]) -> list[int]:
-        """Numbers of the kept blocks that ``tokens`` begin with, which become the most recently used."""
+        """Numbers of the cached blocks that ``tokens`` begin with. They become the most recently used ones."""
         return [block.number for block in self._known(tokens)]
 
     def add(self, tokens: Sequence[int]) -> tuple[int, list[int]]:
-        """Make room for the whole blocks of ``tokens`` that are not kept yet.
+        """Assign blocks to the whole blocks of ``tokens`` that are not cached yet.
 
-        Returns how many blocks were kept before, and the numbers of those that follow and must now be filled.
+        Returns how many were cached before, and the numbers of the blocks after them, which the caller must fill now.
         """
         before = self._known(tokens)
         parent, new = before[-1].serial if before else 0, []
@@ -59,8 +59,8 @@ class Prefixes:
         self._touch(tokens)
         return len(before), new
 
-    def gains(self, tokens: Sequence[int], others: Sequence[Sequence[int]]) -> bool:
-        """Whether more of ``tokens`` would be kept once ``others`` are."""
+    def should_wait(self, tokens: Sequence[int], others: Sequence[Sequence[int]]) -> bool:
+        """Whether more of ``tokens`` will be cached once ``others`` are."""
         if not others or not self.capacity:
             return False
         common = max(_common_blocks(tokens, other) for other in others)
@@ -70,7 +70,7 @@ class Prefixes:
         return [self._blocks[key] for key in self._touch(tokens)]
 
     def _touch(self, tokens: Sequence[int]) -> list[_Key]:
-        """Keys of the kept blocks, from the text's beginning; a block is used later than all that follow it."""
+        """Keys of the cached blocks, from the text's beginning. A block counts as used after the blocks behind it."""
         keys, parent = [], 0
         for own in _cut(tokens):
             block = self._blocks.get((parent, own))

@@ -1,4 +1,4 @@
-"""Which texts the rows of a model's cache hold, and how much of them."""
+"""How much of each request's text a model's cache holds, row by row."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from specrun.kv_cache import BLOCK
-from specrun.kv_cache.prefixes import Prefixes
+from specrun.kv_cache.prefixes import PrefixCache
 
 
 class KVCache(Protocol):
@@ -18,7 +18,7 @@ class KVCache(Protocol):
     blocks: int
 
     def clear(self, row: int) -> None:
-        """Forget what ``row`` holds: even behind a mask, infinities that a text left there would become NaN."""
+        """Write zeros to ``row``: an infinity that a text left there would become NaN even behind the mask."""
 
     def swap(self, one: int, other: int, held: tuple[int, int]) -> None:
         """Exchange two rows; ``held``: how many of their first positions matter."""
@@ -36,25 +36,25 @@ class CacheRows:
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
         self.lengths: list[int] = [0] * cache.rows
-        self.prefixes = Prefixes(cache.blocks)
+        self.prefix_cache = PrefixCache(cache.blocks)
 
     def admit(self, row: int, tokens: Sequence[int]) -> int:
-        """Begin a new text in ``row``, with what is kept of texts that begin alike; returns how many tokens."""
+        """Begin a new text in ``row`` with its cached prefix; returns how many tokens that is."""
         self.cache.clear(row)
-        blocks = self.prefixes.match(tokens)
+        blocks = self.prefix_cache.match(tokens)
         if blocks:
             self.cache.load(row, 0, blocks)
         self.lengths[row] = len(blocks) * BLOCK
         return self.lengths[row]
 
-    def keep(self, row: int, tokens: Sequence[int]) -> None:
-        """Keep the whole blocks of ``tokens`` that ``row`` holds for texts that begin alike."""
-        known, blocks = self.prefixes.add(tokens[: self.lengths[row]])
+    def cache_prefix(self, row: int, tokens: Sequence[int]) -> None:
+        """Copy the whole blocks of ``tokens`` that ``row`` holds to the prefix cache."""
+        known, blocks = self.prefix_cache.add(tokens[: self.lengths[row]])
         if blocks:
             try:
                 self.cache.save(row, known * BLOCK, blocks)
             except BaseException:
-                self.prefixes = Prefixes(self.cache.blocks)  # Some are not what they are said to be.
+                self.prefix_cache = PrefixCache(self.cache.blocks)  # Nobody knows which blocks were written.
                 raise
 
     def swap(self, one: int, other: int) -> None:
@@ -67,14 +67,14 @@ class CacheRows:
         """Keep only the first ``length`` tokens of ``row``: a number changes, nothing is copied."""
         self.lengths[row] = min(self.lengths[row], length)
 
-    def next_piece(self, texts: Sequence[Sequence[int]], first: int, most: int) -> list[Sequence[int]] | None:
-        """The texts of rows ``first ..`` up to ``most`` tokens behind what each row holds; None where all is held."""
-        if not any(self.lacks(texts, first)):
+    def next_chunk(self, token_ids: Sequence[Sequence[int]], first: int, max_tokens: int) -> list[Sequence[int]] | None:
+        """The texts of rows ``first ..``, each up to ``max_tokens`` uncached tokens; None where all is cached."""
+        if not any(self.num_uncached(token_ids, first)):
             return None
-        lengths = self.lengths[first : first + len(texts)]
-        return [text[: length + most] for text, length in zip(texts, lengths, strict=True)]
+        lengths = self.lengths[first : first + len(token_ids)]
+        return [tokens[: length + max_tokens] for tokens, length in zip(token_ids, lengths, strict=True)]
 
-    def lacks(self, texts: Sequence[Sequence[int]], first: int) -> list[int]:
-        """How many tokens each of the rows from ``first`` on lacks of its text."""
-        lengths = self.lengths[first : first + len(texts)]
-        return [max(0, len(text) - length) for text, length in zip(texts, lengths, strict=True)]
+    def num_uncached(self, token_ids: Sequence[Sequence[int]], first: int) -> list[int]:
+        """How many tokens of each text are not in the cache: rows ``first ..``."""
+        lengths = self.lengths[first : first + len(token_ids)]
+        return [max(0, len(tokens) - length) for tokens, length in zip(token_ids, lengths, strict=True)]

@@ -194,7 +194,7 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
             records=records,
         )
         calls.log_probabilities(rows, logits=logits, records=records, found=logprobs)
-        self._records.fetch(batch, draft_len)
+        self._records.copy_to_host(batch, draft_len)
 
     def _wait(self, devices: Sequence[Device]) -> None:
         for device in devices:

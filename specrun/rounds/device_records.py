@@ -11,7 +11,7 @@ from specrun.errors import BackendError, SpecError
 from specrun.kernels.layout import TOKEN_VALUE, record_len
 from specrun.limits import MAX_LOGPROBS
 from specrun.request import Outcome, Request
-from specrun.sampling import NOT_NUMBERS, TokenLogprob
+from specrun.sampling import NON_FINITE_LOGITS, TokenLogprob
 
 
 class DeviceRecords:
@@ -23,34 +23,34 @@ class DeviceRecords:
         self._first_logprob = rows * record_len(draft_len)
         size = self._first_logprob + rows * (draft_len + 1) * (1 + MAX_LOGPROBS)
         self._memory = device.zeros((size,), np.int64)  # A TOKEN_VALUE has 8 bytes too.
-        self._mirror = device.mirror(self._memory)
+        self._pinned = device.pinned_like(self._memory)
 
     def of(self, batch: int, draft_len: int) -> tuple[DeviceArray, DeviceArray]:
         """Where a round's kernels write: records [batch, record_len], and log-probabilities of every position."""
         positions = (batch, draft_len + 1, 1 + MAX_LOGPROBS)
         return self._memory.part(0, (batch, record_len(draft_len))), self._memory.part(self._first_logprob, positions)
 
-    def fetch(self, batch: int, draft_len: int) -> None:
+    def copy_to_host(self, batch: int, draft_len: int) -> None:
         """Queue the copy of a round's records to the host."""
         size = self._first_logprob + batch * (draft_len + 1) * (1 + MAX_LOGPROBS)
-        self.device.fetch(self._memory.part(0, (size,)), self._mirror[:size])
+        self.device.copy_to_host(self._memory.part(0, (size,)), self._pinned[:size])
 
     def outcome(self, row: int, request: Request, draft_len: int) -> Outcome | SpecError:
         """What was fetched of a row: its ``Record``."""
         width = record_len(draft_len)
-        drafted, accepted, following, *drafts = self._mirror[row * width : (row + 1) * width].tolist()
-        if following < 0:
-            return BackendError(NOT_NUMBERS)
+        drafted, accepted, next_token, *drafts = self._pinned[row * width : (row + 1) * width].tolist()
+        if next_token < 0:
+            return BackendError(NON_FINITE_LOGITS)
         logprobs = None
         if request.logprobs is not None:
             logprobs = self._logprobs(row * (draft_len + 1), accepted + 1, request.logprobs)
             if any(math.isnan(logprob) for logprob, _ in logprobs):
-                return BackendError(NOT_NUMBERS)
-        return Outcome(drafted, drafts[:accepted], following, logprobs)
+                return BackendError(NON_FINITE_LOGITS)
+        return Outcome(drafted, drafts[:accepted], next_token, logprobs)
 
     def _logprobs(self, first: int, count: int, top: int) -> list[TokenLogprob]:
         """What was fetched of ``count`` positions; see ``log_probabilities`` in round.cu."""
-        found = self._mirror[self._first_logprob :].view(TOKEN_VALUE).reshape(-1, 1 + MAX_LOGPROBS)
+        found = self._pinned[self._first_logprob :].view(TOKEN_VALUE).reshape(-1, 1 + MAX_LOGPROBS)
         return [
             # A vocabulary may have fewer ids than are wanted.
             TokenLogprob(own, [(token, value) for token, value in likeliest[:top] if token >= 0 and value > -np.inf])

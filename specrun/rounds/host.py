@@ -14,14 +14,14 @@ from specrun.rounds import EngineTimes
 from specrun.rounds.cached import CachedRound
 from specrun.runners.host import ModelRunner
 from specrun.sampling import (
-    NOT_NUMBERS,
+    NON_FINITE_LOGITS,
     Floats,
     Purpose,
-    choose,
-    exponentials,
+    exponential_noise,
+    gumbel_argmax,
     log_probability,
     probabilities,
-    race,
+    sample,
     uniform,
 )
 
@@ -108,21 +108,23 @@ class HostRound(CachedRound[ModelRunner, Drafter]):
         """
         params, position, drafts = request.params, len(request.tokens), proposal.tokens
         adjusted: Iterable[Floats] = logits
-        if request.adjusts:
-            adjusted = (request.adjust(row, drafts[:i]) for i, row in enumerate(logits))
+        if request.has_logits_processors:
+            adjusted = (request.apply_penalties(row, drafts[:i]) for i, row in enumerate(logits))
         if not request.wants_logits(self.use_logits):
-            choices = (choose(row, params, position + i) for i, row in enumerate(adjusted))
-            accepted, following = accept_tokens(drafts, choices)
+            choices = (sample(row, params, position + i) for i, row in enumerate(adjusted))
+            accepted, next_token = accept_tokens(drafts, choices)
         else:
             target = (probabilities(row, params) for row in adjusted)
             uniforms = (uniform(params.seed, Purpose.ACCEPT, position + i) for i in range(len(drafts)))
             probs = proposal.probs or certain(drafts, logits.shape[1])
             accepted, weights = accept_logits(drafts, probs, target, uniforms)
-            following = race(weights, exponentials(params.seed, Purpose.TARGET, position + accepted, len(weights)))
+            next_token = gumbel_argmax(
+                weights, exponential_noise(params.seed, Purpose.TARGET, position + accepted, len(weights))
+            )
         logprobs = None
         if request.logprobs is not None:
-            chosen = zip(logits, (*drafts[:accepted], following), strict=False)
+            chosen = zip(logits, (*drafts[:accepted], next_token), strict=False)
             logprobs = [log_probability(row, token, request.logprobs) for row, token in chosen]
             if any(math.isnan(logprob) for logprob, _ in logprobs):
-                raise BackendError(NOT_NUMBERS)
-        return Outcome(len(drafts), drafts[:accepted], following, logprobs)
+                raise BackendError(NON_FINITE_LOGITS)
+        return Outcome(len(drafts), drafts[:accepted], next_token, logprobs)

@@ -81,7 +81,7 @@ def _host_drafter(
 
 
 def _cached_blocks(target: Engine, rows: int, config: DraftTargetConfig) -> int:
-    """Blocks that each model keeps of past texts."""
+    """Prefix cache blocks of each model."""
     tokens = config.max_tokens_in_kv_cache
     if tokens is None:
         tokens = rows * target.config.build_config.max_seq_len
@@ -91,17 +91,17 @@ def _cached_blocks(target: Engine, rows: int, config: DraftTargetConfig) -> int:
 def _cached_blocks_on_host(engines: list[Engine], rows: int, config: DraftTargetConfig) -> int:
     """``_cached_blocks``, or by default what fits. Raises BackendError where weights, or blocks asked for, do not."""
     weights = sum(engine.config.weight_bytes for engine in engines)
-    kept = _cached_blocks(engines[0], rows, config)
+    blocks = _cached_blocks(engines[0], rows, config)
     block = sum(engine.config.graph.cache_bytes(1, BLOCK) for engine in engines)
     if error := shortage("weights", weights, "use a smaller model"):
         raise error
     if config.max_tokens_in_kv_cache is None:
         free = free_memory()
-        return kept if free is None else min(kept, int(_CACHED_SHARE * (free - weights)) // block)
-    what = f"weights and {kept * BLOCK} tokens of past texts"
-    if error := shortage(what, weights + kept * block, "give a smaller --max_tokens_in_kv_cache"):
+        return blocks if free is None else min(blocks, int(_CACHED_SHARE * (free - weights)) // block)
+    what = f"weights and {blocks * BLOCK} tokens of past texts"
+    if error := shortage(what, weights + blocks * block, "give a smaller --max_tokens_in_kv_cache"):
         raise error
-    return kept
+    return blocks
 
 
 def _open_on_gpus(
@@ -169,8 +169,8 @@ def _open_devices(engines: list[Engine], opened: ExitStack) -> dict[int, CudaDev
     if len(devices) > 1:
         # In both directions: drafts go to the target, what it committed goes back.
         here, there = devices.values()
-        here.connect(there)
-        there.connect(here)
+        here.enable_peer_access(there)
+        there.enable_peer_access(here)
     return devices
 
 

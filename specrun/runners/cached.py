@@ -14,8 +14,8 @@ class Runner(Protocol):
 
     rows: CacheRows
 
-    def read(self, texts: Sequence[Sequence[int]], first: int, most: int) -> None:
-        """Feed up to ``most`` more tokens of the texts in rows ``first ..``, where their rows lack any."""
+    def prefill(self, token_ids: Sequence[Sequence[int]], first: int, max_tokens: int) -> None:
+        """Feed up to ``max_tokens`` more tokens of the texts in rows ``first ..``, where their rows lack any."""
 
 
 AnyRunner = TypeVar("AnyRunner", bound=Runner)
@@ -34,19 +34,19 @@ class CachedTexts(Generic[AnyRunner]):
 
     def should_wait_for_prefix(self, request: Request, others: Sequence[Request]) -> bool:
         """Whether more of the prompt will be cached once ``others`` have read theirs."""
-        return self.runner.rows.prefixes.gains(request.tokens[:-1], [other.tokens[:-1] for other in others])
+        return self.runner.rows.prefix_cache.should_wait(request.tokens[:-1], [other.tokens[:-1] for other in others])
 
     def unread(self, requests: Sequence[Request], first: int) -> list[int]:
         """How many tokens of each prompt, the last one left out, are to be prefilled: rows ``first ..``."""
-        return self.runner.rows.lacks([request.tokens[:-1] for request in requests], first)
+        return self.runner.rows.num_uncached([request.tokens[:-1] for request in requests], first)
 
-    def prefill(self, requests: Sequence[Request], first: int, most: int) -> None:
-        """Prefill at most ``most`` more tokens of each prompt."""
-        self.runner.read([request.tokens[:-1] for request in requests], first, most)
+    def prefill(self, requests: Sequence[Request], first: int, max_tokens: int) -> None:
+        """Prefill at most ``max_tokens`` more tokens of each prompt."""
+        self.runner.prefill([request.tokens[:-1] for request in requests], first, max_tokens)
 
     def cache_prefix(self, request: Request, row: int) -> None:
         """Keep what ``row`` holds for prompts that begin alike."""
-        self.runner.rows.keep(row, request.tokens[:-1])
+        self.runner.rows.cache_prefix(row, request.tokens[:-1])
 
     def swap(self, one: int, other: int) -> None:
         """Exchange two rows. Where that fails they hold nothing, because nobody knows what."""

@@ -1,4 +1,4 @@
-"""Work on a device that comes again and again, recorded so that it is queued as one piece."""
+"""Work on a device that comes again and again, captured so that it is replayed as one piece."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ class Captures:
     """Captured work by key. Work of a key is the same every time: kernels, shapes and addresses."""
 
     def __init__(self, enabled: bool, backends: Sequence[DeviceBackend]) -> None:
-        """enabled: whether to record where ``backends`` and devices can."""
+        """enabled: whether to capture where ``backends`` and devices can."""
         self._enabled = enabled
         self._backends = backends
         self._seen: set[Hashable] = set()
-        self._recorded: dict[Hashable, Callable[[], None]] = {}
+        self._captured: dict[Hashable, Callable[[], None]] = {}
 
     def __contains__(self, key: Hashable) -> bool:
-        """Whether work of ``key`` is recorded."""
-        return key in self._recorded
+        """Whether work of ``key`` is captured."""
+        return key in self._captured
 
     def queue(self, device: Device, key: Hashable, work: Callable[[], None]) -> bool:
         """Queue ``work``: the first time piece by piece, which also warms engines up, then as one.
 
         Returns whether it took the time that it will take from now on.
         """
-        settled = key in self._recorded or (key in self._seen and not self._enabled)
-        if self._enabled and key in self._seen and key not in self._recorded:
-            self._try_to_record(device, key, work)
-        self._recorded.get(key, work)()
+        steady = key in self._captured or (key in self._seen and not self._enabled)
+        if self._enabled and key in self._seen and key not in self._captured:
+            self._try_to_capture(device, key, work)
+        self._captured.get(key, work)()
         self._seen.add(key)
-        return settled
+        return steady
 
     def clear(self) -> None:
-        """Let go of all recordings: before the engines in them."""
-        self._recorded.clear()
+        """Let go of all captures: before the engines in them."""
+        self._captured.clear()
 
-    def _try_to_record(self, device: Device, key: Hashable, work: Callable[[], None]) -> None:
-        self._enabled = all(backend.recordable for backend in self._backends)
+    def _try_to_capture(self, device: Device, key: Hashable, work: Callable[[], None]) -> None:
+        self._enabled = all(backend.capturable for backend in self._backends)
         if self._enabled:
             try:
-                self._recorded[key] = device.record(work)
+                self._captured[key] = device.capture(work)
             except BackendError as error:
                 self._enabled = False
-                warnings.warn(f"rounds are queued piece by piece: they cannot be recorded ({error})", stacklevel=2)
+                warnings.warn(f"rounds are queued piece by piece: they cannot be captured ({error})", stacklevel=2)

@@ -13,7 +13,7 @@ from specrun.kernels import calls
 from specrun.kernels.layout import MAX_VOCAB
 from specrun.kv_cache.rows import CacheRows
 from specrun.runners.device_batch import DeviceRows
-from specrun.runners.host import arrange
+from specrun.runners.host import build_inputs
 
 
 class DeviceRunner:
@@ -41,14 +41,14 @@ class DeviceRunner:
         self.logits = self.device.zeros((steps, self.step_stride), np.float32)
 
     def allocate_pool(self, blocks: int) -> None:
-        """Have room for ``blocks`` blocks of past texts, before there are any."""
+        """Give the prefix cache ``blocks`` blocks, before any request."""
         self.backend.cache.allocate_pool(blocks)
         self.rows = CacheRows(self.backend.cache)
 
     def warm_up(self, rows: int) -> None:
-        """Queue prompts of every batch size up to ``rows``. What they leave in the cache, new texts clear away.
+        """Queue prompts of every batch size up to ``rows``. A new request clears what they leave in its row.
 
-        An engine that does not tell its workspace takes it now: then one prompt is as long as they get.
+        An engine that does not tell the size of its workspace allocates it now: so one prompt has the full length.
         """
         longest = 1 if self.backend.workspace_bytes else self.backend.config.build_config.max_input_len
         for batch in range(rows, 0, -1):
@@ -57,55 +57,58 @@ class DeviceRunner:
                 self.device.clear(array)
             self.backend.enqueue(feed, self._step_logits(batch, 0, 1), 0, fixed=False)
 
-    def read(self, texts: Sequence[Sequence[int]], first: int, most: int) -> None:
-        """See ``ModelRunner.read``."""
-        most = min(most, self.backend.config.build_config.max_input_len)
-        if pieces := self.rows.next_piece(texts, first, most):
-            own = slice(first, first + len(texts))
-            wanted, room = [0] * len(texts), self.backend.cache.length
-            values = arrange(pieces, [()] * len(texts), self.rows.lengths[own], wanted, room, self.vocab)
-            feed = self._feed(len(texts), len(values.input_ids[0]), 1)
+    def prefill(self, token_ids: Sequence[Sequence[int]], first: int, max_tokens: int) -> None:
+        """See ``ModelRunner.prefill``."""
+        max_tokens = min(max_tokens, self.backend.config.build_config.max_input_len)
+        if chunk := self.rows.next_chunk(token_ids, first, max_tokens):
+            own = slice(first, first + len(token_ids))
+            num_logits, capacity = [0] * len(token_ids), self.backend.cache.length
+            values = build_inputs(
+                chunk, [()] * len(token_ids), self.rows.lengths[own], num_logits, capacity, self.vocab
+            )
+            feed = self._feed(len(token_ids), len(values.input_ids[0]), 1)
             for array, content in zip(feed, values, strict=True):
                 self.device.write(array, np.array(content, np.int64))
-            self.backend.enqueue(feed, self._step_logits(len(texts), 0, 1), first, fixed=False)
-            self.rows.lengths[own] = map(len, pieces)
+            self.backend.enqueue(feed, self._step_logits(len(token_ids), 0, 1), first, fixed=False)
+            self.rows.lengths[own] = map(len, chunk)
 
     def forward(
         self,
         batch: int,
         rows: DeviceRows,
         offset: int,
-        count: int,
-        keep_from: int,
-        kept: int,
+        query_len: int,
+        first_logit: int,
+        num_logits: int,
         step: int = 0,
     ) -> DeviceArray:
-        """Queue a call that feeds ``count`` tokens of every row, from its length + ``offset`` on.
+        """Queue a call that feeds ``query_len`` tokens of every row, from position length + ``offset`` on.
 
-        The logits of ``kept`` positions come back, the first at length + ``keep_from``. A verify pass of draft_len g
-        feeds the last committed token and the drafts, and keeps all: (-1, g + 1, -1, g + 1). See the kernel ``feed``.
+        Returns the logits of ``num_logits`` positions, from length + ``first_logit`` on. A verify pass of draft_len g
+        feeds the last committed token and the drafts, and returns all logits: (-1, g + 1, -1, g + 1). See the kernel
+        ``feed``.
         """
-        feed = self._feed(batch, count, kept)
+        feed = self._feed(batch, query_len, num_logits)
         calls.feed(
             rows,
             offset=offset,
-            first_logit=keep_from,
+            first_logit=first_logit,
             capacity=self.backend.cache.length,
             vocab=self.vocab,
             input_ids=feed.input_ids,
             write_indices=feed.write_indices,
             logits_indices=feed.logits_indices,
         )
-        logits = self._step_logits(batch, step, kept)
+        logits = self._step_logits(batch, step, num_logits)
         self.backend.enqueue(feed, logits, 0, fixed=True)
         return logits
 
-    def _step_logits(self, batch: int, step: int, kept: int) -> DeviceArray:
-        return self.logits.part(step * self.step_stride, (batch, kept, self.vocab))
+    def _step_logits(self, batch: int, step: int, num_logits: int) -> DeviceArray:
+        return self.logits.part(step * self.step_stride, (batch, num_logits, self.vocab))
 
-    def _feed(self, batch: int, count: int, kept: int) -> Feed:
+    def _feed(self, batch: int, query_len: int, num_logits: int) -> Feed:
         return Feed(
-            self.input_ids.part(0, (batch, count)),
+            self.input_ids.part(0, (batch, query_len)),
             self.write_indices.part(0, (batch,)),
-            self.logits_indices.part(0, (batch, kept)),
+            self.logits_indices.part(0, (batch, num_logits)),
         )

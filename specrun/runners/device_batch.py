@@ -74,8 +74,8 @@ class DeviceRows:
         for array, values in written:
             self._write(array, first, values)
         for row, request in enumerate(requests, first):
-            if request.adjusts:
-                self._begin_adjusting(row, request)
+            if request.has_logits_processors:
+                self._write_penalties(row, request)
 
     def wake(self, row: int, request: Request) -> None:
         """Let rounds work on ``row``: its prompt has been read."""
@@ -89,7 +89,7 @@ class DeviceRows:
             first, second = (array.part(number * row, (row,)) for number in (one, other))
             calls.swap(self.device, one=first, other=second)
 
-    def _begin_adjusting(self, row: int, request: Request) -> None:
+    def _write_penalties(self, row: int, request: Request) -> None:
         prompt, counts = np.array(request.prompt, np.int64), np.zeros(self.vocab, np.uint32)
         counts[prompt[prompt < self.vocab]] = IN_PROMPT
         self._write(self.counts, row, counts[None])

@@ -30,7 +30,7 @@ def test_times_are_of_the_work_alone(device: CudaDevice) -> None:
         for _ in range(20):
             device.clear(large)
 
-    recorded = device.record(clear_often)
+    recorded = device.capture(clear_often)
     long = device.seconds(recorded)
     recorded()
     short = device.seconds(lambda: device.clear(small))
@@ -45,7 +45,7 @@ def test_work_that_fails_has_no_time(device: CudaDevice) -> None:
     with pytest.raises(BackendError, match="not this"):
         device.seconds(fail)
     with pytest.raises(BackendError, match="cannot"):
-        device.record(lambda: device.seconds(lambda: None))
+        device.capture(lambda: device.seconds(lambda: None))
     gpus.forgive()
 
 
@@ -54,8 +54,8 @@ def test_kernels_of_a_caller(device: CudaDevice) -> None:
     device.add_kernels(text, {"number": 64})
     out = device.zeros((64,), np.int32)
     device.launch("number", (1, 1, 1), out, 3)
-    mirror = device.mirror(out)
-    device.fetch(out, mirror)
+    mirror = device.pinned_like(out)
+    device.copy_to_host(out, mirror)
     device.wait()
     assert mirror.tolist() == [3 * n for n in range(64)]
     with pytest.raises(BackendError, match="does not take kernels: "):

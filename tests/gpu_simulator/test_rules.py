@@ -105,8 +105,8 @@ def test_what_is_right_breaks_nothing(device: CudaDevice) -> None:
     run(device, source, 64, out)
     with gpus.backwards():
         run(device, source, 64, out)
-    mirror = device.mirror(out)
-    device.fetch(out, mirror)
+    mirror = device.pinned_like(out)
+    device.copy_to_host(out, mirror)
     device.wait()
     assert mirror.tolist() == [(63 - n) ^ 1 for n in range(64)]
     assert gpus.violations() == []
@@ -120,7 +120,7 @@ def test_memory_of_another_gpu(device: CudaDevice) -> None:
     with pytest.raises(BackendError):
         run(device, source, 1, there)
     breaks("memory of GPU 1 without peer access")
-    device.connect(other)
+    device.enable_peer_access(other)
     device.activate()
     run(device, source, 1, there)
     other.close()
@@ -144,10 +144,10 @@ def test_ptx_that_is_not_known() -> None:
 
 def test_work_waits_until_it_is_waited_for(device: CudaDevice) -> None:
     array = device.zeros((4,), np.int32)
-    mirror = device.mirror(array)
+    mirror = device.pinned_like(array)
     device.wait()
     mirror[:] = 5
-    device.fetch(array, mirror)
+    device.copy_to_host(array, mirror)
     assert mirror.tolist() == [5] * 4
     device.wait()
     assert mirror.tolist() == [0] * 4
@@ -156,7 +156,7 @@ def test_work_waits_until_it_is_waited_for(device: CudaDevice) -> None:
 def test_memory_that_is_not_pinned_or_not_there(device: CudaDevice) -> None:
     array = device.zeros((4,), np.int32)
     with pytest.raises(BackendError, match="refused a copy"):
-        device.fetch(array, np.zeros(4, np.int32))
+        device.copy_to_host(array, np.zeros(4, np.int32))
     breaks("cuMemcpyDtoHAsync_v2: to memory that is not pinned")
     works: tuple[Callable[[], object], ...] = (
         lambda: device.clear(DeviceArray(array.address, (1 << 20,), np.dtype(np.int32))),
@@ -170,12 +170,12 @@ def test_memory_that_is_not_pinned_or_not_there(device: CudaDevice) -> None:
 
 
 def test_memory_is_not_used_after_it_was_freed(device: CudaDevice) -> None:
-    array, mirror = device.zeros((4,), np.int32), device.mirror(device.zeros((4,), np.int32))
+    array, mirror = device.zeros((4,), np.int32), device.pinned_like(device.zeros((4,), np.int32))
     device.wait()
-    play = device.record(lambda: device.fetch(array, mirror))
+    replay = device.capture(lambda: device.copy_to_host(array, mirror))
     device._check(device._driver.cuMemFree(array.address))
     device._memory.remove(array.address)
-    play()
+    replay()
     with pytest.raises(BackendError):
         device.wait()
     breaks("16 bytes of memory that is not allocated, or not any more")
@@ -188,7 +188,7 @@ def test_memory_is_not_used_after_it_was_freed(device: CudaDevice) -> None:
     [
         lambda device: device.wait(),
         lambda device: device.zeros((4,), np.int32),
-        lambda device: device.mirror(DeviceArray(0, (4,), np.dtype(np.int32))),
+        lambda device: device.pinned_like(DeviceArray(0, (4,), np.dtype(np.int32))),
         lambda device: device.write(device._kept, np.zeros(4)),
     ],
     ids=["wait", "zeros", "mirror", "write"],
@@ -197,33 +197,33 @@ def test_what_a_capture_forbids(device: CudaDevice, call: Callable[[Any], object
     device._kept = device.zeros((4,), np.int32)  # type: ignore[attr-defined]
     device.wait()
     with pytest.raises(BackendError, match=r"cannot|failed|refused"):
-        device.record(lambda: call(device))
+        device.capture(lambda: call(device))
     breaks("not allowed while a stream is captured")
     # What broke off a capture leaves none behind.
     device.wait()
-    device.record(lambda: device.clear(device._kept))()  # type: ignore[attr-defined]
+    device.capture(lambda: device.clear(device._kept))()  # type: ignore[attr-defined]
     device.wait()
 
 
 def test_a_capture_that_waits_for_another_gpu(device: CudaDevice) -> None:
     other = CudaDevice(1)
     with pytest.raises(BackendError):
-        device.record(lambda: device.follow(other))
+        device.capture(lambda: device.wait_for(other))
     breaks("must not wait for what is outside of its capture")
     other.close()
 
 
 def test_streams_wait_for_each_other(device: CudaDevice) -> None:
-    """Without ``follow`` the other GPU's work has not run; with it, it has."""
+    """Without ``wait_for`` the other GPU's work has not run; with it, it has."""
     other = CudaDevice(1)
     source, to = other.zeros((4,), np.int32), device.zeros((4,), np.int32)
-    mirror = device.mirror(to)
+    mirror = device.pinned_like(to)
     for follows in (False, True):
         other._check(other._driver.cuMemsetD8Async(source.address, 1, 16, other.stream))
         if follows:
-            device.follow(other)
+            device.wait_for(other)
         device.copy(to, source)
-        device.fetch(to, mirror)
+        device.copy_to_host(to, mirror)
         device.wait()
         assert (mirror[0] == 0x01010101) == follows
         other._check(other._driver.cuMemsetD8Async(source.address, 0, 16, other.stream))
@@ -326,7 +326,7 @@ def test_a_shape_is_not_captured_before_it_has_run(pair: Path, monkeypatch: pyte
         return own(self, device, key, work)
 
     monkeypatch.setattr(Captures, "queue", eager)
-    with pytest.warns(UserWarning, match="cannot be recorded"):
+    with pytest.warns(UserWarning, match="cannot be captured"):
         assert generate(pair) == expected
     breaks("the capture of a shape that this context has not run before|a switch of profiles in a capture")
 
@@ -383,7 +383,7 @@ def test_owners_outlive_what_was_made_from_them(pair: Path) -> None:
 def test_what_is_not_given_back_is_counted() -> None:
     before = gpus.alive()
     device = CudaDevice(0)
-    device.mirror(device.zeros((4,), np.int32))
+    device.pinned_like(device.zeros((4,), np.int32))
     made = gpus.alive()
     assert (made.memory, made.pinned, made.streams) == (before.memory + 1, before.pinned + 1, before.streams + 1)
     device.close()

@@ -76,9 +76,9 @@ def _ask_nvidia_smi(results: Results) -> None:
 def _measure_copies(results: Results, device: CudaDevice, size: int) -> None:
     results.put(copied_bytes=size, memory=copy_bandwidth(device, size))
     there = device.zeros((size,), np.uint8)
-    mirror = device.mirror(there)
+    mirror = device.pinned_like(there)
     results.put(clear=size / mean_seconds(device, lambda: device.clear(there)))
-    results.put(to_host=size / mean_seconds(device, lambda: device.fetch(there, mirror)))
+    results.put(to_host=size / mean_seconds(device, lambda: device.copy_to_host(there, mirror)))
     began = time.perf_counter()
     device.write(there, mirror)
     results.put(from_host=size / (time.perf_counter() - began))
@@ -100,10 +100,10 @@ def _measure_launches(results: Results, device: CudaDevice, count: int) -> None:
     queued = time.perf_counter() - began
     device.wait()
     results.put(python_us=queued / count * 1e6, queued_node_us=(time.perf_counter() - began) / count * 1e6)
-    play = device.record(launch)
+    replay = device.capture(launch)
     began = time.perf_counter()
     for _ in range(count):
-        play()
+        replay()
         device.wait()
     results.put(graph_and_wait_us=(time.perf_counter() - began) / count * 1e6)
 
@@ -115,7 +115,7 @@ def _measure_peers(results: Results, device: CudaDevice, size: int) -> None:
     while why_no_gpu(number) is None:
         other = CudaDevice(number)
         try:
-            direct = device.connect(other)
+            direct = device.enable_peer_access(other)
             there = other.zeros((size,), np.uint8)
             other.wait()
             results.part(number).put(direct=direct, bytes_per_second=size / _copy_seconds(device, source, there))

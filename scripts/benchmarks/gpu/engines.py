@@ -42,7 +42,7 @@ def measure_engine(results: Results, directory: Path, size: Size, layers: Result
         seconds = time.perf_counter() - began
         taken = free - device.free_memory()[0]
         results.put(loaded_in_seconds=seconds, weight_bytes=config.weight_bytes, taken_bytes=taken)
-        results.put(workspace_bytes=backend.workspace_bytes, bytes_per_second=bandwidth, recorded=backend.recordable)
+        results.put(workspace_bytes=backend.workspace_bytes, bytes_per_second=bandwidth, recorded=backend.capturable)
         if isinstance(backend, TrtBackend):
             results.attempt("layers", _describe, backend, layers)
         calls = _Calls(backend, device, bandwidth)
@@ -96,10 +96,10 @@ class _Calls:
             ("long", build.max_seq_len - sequence),
         ):
             self._write_lengths(length)
-            seconds = mean_seconds(self.device, call, self.backend.recordable)
+            seconds = mean_seconds(self.device, call, self.backend.capturable)
             self._put(results, name, seconds, batch, length)
-        if self.backend.recordable:
-            self._measure_first(results, "recording", lambda: self.device.record(call))
+        if self.backend.capturable:
+            self._measure_first(results, "recording", lambda: self.device.capture(call))
             results.put(nodes=count_nodes(self.device, call))
 
     def measure_prompt(self, results: Results, length: int) -> None:
@@ -119,7 +119,7 @@ class _Calls:
         for name, before in (("short", 0), ("long", self.config.build_config.max_seq_len - length)):
             self.device.write(feed.write_indices, np.array([before]))
             # Prompts are never recorded.
-            self._put(results, name, mean_seconds(self.device, call, recordable=False), 1, before + length)
+            self._put(results, name, mean_seconds(self.device, call, capturable=False), 1, before + length)
 
     def _measure_first(self, results: Results, name: str, work: Callable[[], object]) -> None:
         """What is made once: seconds, and bytes that are gone afterwards."""

@@ -43,8 +43,8 @@ def time_kernels(results: Results, device: Device, size: Size) -> None:
 def _time(results: Results, device: Device, rows: int, vocab: int, size: Size) -> None:
     """Of rows that draft four tokens."""
     state, works = _prepare(device, rows, vocab)
-    usual = device.mirror(state.sampling)
-    device.fetch(state.sampling, usual)
+    usual = device.pinned_like(state.sampling)
+    device.copy_to_host(state.sampling, usual)
     device.wait()
     for way, values in _WAYS.items():
         sampling = usual.copy()
@@ -122,6 +122,6 @@ def _time_memory(results: Results, device: Device, size: Size) -> None:
         "copy": (2 * one.nbytes, True, lambda: device.copy(one, other)),
         "clear": (row_bytes, True, lambda: cache.clear(0)),
     }
-    for name, (moved, recordable, work) in works.items():
-        seconds = mean_seconds(device, work, recordable, size.calls)
+    for name, (moved, capturable, work) in works.items():
+        seconds = mean_seconds(device, work, capturable, size.calls)
         results.part(name).put(bytes_moved=moved, us=seconds * 1e6, bytes_per_second=moved / seconds)

@@ -152,7 +152,7 @@ def time_engines(rounds: DeviceRound, batch: int, bandwidth: float) -> Figures:
 
     def seconds(runner: object, *call: int) -> float:
         own = draft if runner is draft else target
-        return mean_seconds(own.device, lambda: own.forward(batch, rounds.rows, *call), own.backend.recordable)
+        return mean_seconds(own.device, lambda: own.forward(batch, rounds.rows, *call), own.backend.capturable)
 
     first, step = seconds(draft, -2, 2, -1, 1), seconds(draft, -1, 1, -1, 1)
     verify, alone = seconds(target, -1, g + 1, -1, g + 1), seconds(target, -1, 1, -1, 1)

@@ -25,7 +25,7 @@ _LONGEST = 0.1
 _REPLAYS = 5
 
 
-def mean_seconds(device: Device, work: Callable[[], object], recordable: bool = True, calls: int = CALLS) -> float:
+def mean_seconds(device: Device, work: Callable[[], object], capturable: bool = True, calls: int = CALLS) -> float:
     """What one ``work`` takes: the median of several runs of ``calls`` at most, recorded unless told otherwise."""
 
     def repeat(count: int) -> None:
@@ -35,9 +35,9 @@ def mean_seconds(device: Device, work: Callable[[], object], recordable: bool = 
     once = min(device.seconds(lambda: repeat(1)) for _ in range(2))  # The first may load and compile.
     count = max(1, min(calls, int(_LONGEST / max(once, 1e-9))))
 
-    play = device.record(lambda: repeat(count)) if recordable else lambda: repeat(count)
-    device.seconds(play)
-    return statistics.median(device.seconds(play) for _ in range(_REPLAYS)) / count
+    replay = device.capture(lambda: repeat(count)) if capturable else lambda: repeat(count)
+    device.seconds(replay)
+    return statistics.median(device.seconds(replay) for _ in range(_REPLAYS)) / count
 
 
 def count_nodes(device: CudaDevice, work: Callable[[], object]) -> int:
@@ -86,20 +86,20 @@ class Replays:
 
 def watch_replays(device: Device) -> Replays:
     """Let what ``device`` records from now on be timed when it is wanted."""
-    own, replays = device.record, Replays()
+    own, replays = device.capture, Replays()
 
     def record(work: Callable[[], object]) -> Callable[[], None]:
-        play = own(work)
+        replay = own(work)
 
         def run() -> None:
             if replays.are_timed:
-                replays.seconds.append(device.seconds(play))
+                replays.seconds.append(device.seconds(replay))
             else:
-                play()
+                replay()
 
         return run
 
-    device.record = record  # type: ignore[method-assign]
+    device.capture = record  # type: ignore[method-assign]
     return replays
 
 
