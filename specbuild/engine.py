@@ -16,6 +16,7 @@ from specbuild.progress import Advance, Stages, human_bytes
 from specbuild.workers import run_side_by_side
 from specrun.engine_dir import CONFIG_NAME, WEIGHTS_NAME, BuildConfig, EngineConfig, describe_file
 from specrun.errors import BuildConfigError, CheckpointError
+from specrun.extras import import_package
 from specrun.tokenizer import require_own_tokenizer, tokenizer_files
 
 
@@ -50,7 +51,7 @@ def _load_compilers(engines: list[EngineOptions]) -> None:
     for options in engines:
         name, _, _ = choose(options.backend, options.device)
         if name == "onnxruntime":
-            import onnxruntime  # noqa: F401
+            import_package("onnxruntime")
 
 
 def _needed_space(engines: list[EngineOptions], checkpoints: list[CheckpointConfig]) -> dict[Path, int]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from multiprocessing.synchronize import Event
 from typing import Any, TypeVar
 
 from specbuild.progress import Advance
 from specrun.errors import BuildError
+from specrun.extras import held
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -35,7 +35,7 @@ def run_side_by_side(
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
     with ProcessPoolExecutor(workers, context, _start_worker, (stop, load)) as pool:
-        with _no_interrupt():  # Workers inherit it, so that Ctrl-C finds none of them half started.
+        with held(signal.SIGINT):  # Workers inherit it, so that Ctrl-C finds none of them half started.
             futures = [pool.submit(_in_worker, function, item) for item in items]
         try:
             for future in as_completed(futures):
@@ -53,16 +53,6 @@ def run_side_by_side(
             pool.shutdown(cancel_futures=True)
             raise
         return [future.result() for future in futures]
-
-
-@contextmanager
-def _no_interrupt() -> Iterator[None]:
-    """Ctrl-C waits until the block has ended."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _stop: Event | None = None

@@ -44,52 +44,63 @@ class OneLineErrors(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; turn what it raises into one line and an exit status."""
-        with _terminable() as terminated:
+        with _stop_signals() as received:
             try:
                 result = super().invoke(ctx)
-            except SpecError as error:
-                _fail(ctx, str(error))
-            except OSError as error:
-                if error.errno == errno.EPIPE:
-                    raise
-                full = "; free some space and run it again" if error.errno == errno.ENOSPC else ""
-                where = f"{error.filename}: " if error.filename else ""
-                _fail(ctx, f"{where}{error.strerror or error}{full}")
-            except ImportError as error:
-                reason = explain(error)
-                if reason is None:
-                    raise
-                _fail(ctx, f"{ctx.invoked_subcommand} needs {reason}")
             except KeyboardInterrupt:
-                if not terminated.is_set():
-                    _fail(ctx, "interrupted; nothing half-written was left behind", status=130)
-            if terminated.is_set():
-                _fail(ctx, "terminated; nothing half-written was left behind", status=128 + signal.SIGTERM)
+                received.append(signal.SIGINT)
+            except Exception as error:
+                # A C++ module that is interrupted while it is imported raises ImportError, with one reason or another.
+                if not received:
+                    _explain(ctx, error)
+                    raise
+            if received:
+                what = "terminated" if received[0] == signal.SIGTERM else "interrupted"
+                _fail(ctx, f"{what}; nothing half-written was left behind", status=128 + received[0])
             return result
 
 
+def _explain(ctx: click.Context, error: Exception) -> None:
+    """Show the errors of users, files and machines in one line and exit; return for all others."""
+    if isinstance(error, SpecError):
+        _fail(ctx, str(error))
+    if isinstance(error, OSError) and error.errno != errno.EPIPE:
+        full = "; free some space and run it again" if error.errno == errno.ENOSPC else ""
+        where = f"{error.filename}: " if error.filename else ""
+        _fail(ctx, f"{where}{error.strerror or error}{full}")
+    if isinstance(error, ImportError) and (reason := explain(error)):
+        _fail(ctx, f"{ctx.invoked_subcommand} needs {reason}")
+
+
 @contextmanager
-def _terminable() -> Iterator[threading.Event]:
+def _stop_signals() -> Iterator[list[int]]:
     """While the block runs, SIGTERM, which service managers and containers send, does what Ctrl-C does.
 
-    Yields an event that is set then.
+    Yields the numbers of the signals that came.
     """
-    terminated = threading.Event()
+    received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield terminated
+        yield received
         return
 
-    def terminate(*_: object) -> None:
-        # A second one must not break off what this one makes tidy. (Of SIG_IGN Python complains when one is under way.)
-        signal.signal(signal.SIGTERM, lambda *_: None)
-        terminated.set()
+    def stop(number: int, _frame: object) -> None:
+        if number == signal.SIGTERM:
+            # A second one must not break off what this one makes tidy. (Of SIG_IGN Python complains when one is under
+            # way.)
+            signal.signal(number, lambda *_: None)
+        received.append(number)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, terminate)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    if before[signal.SIGINT] is not signal.default_int_handler:
+        del before[signal.SIGINT]  # Ignored, as in the background of a shell; or somebody else's.
+    for number in before:
+        signal.signal(number, stop)
     try:
-        yield terminated
+        yield received
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _stand_in_for_closed_streams() -> bool:

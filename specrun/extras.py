@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 DISTRIBUTION = "specbuild-specrun"
 """What pip calls the project; ``specbuild`` on PyPI is somebody else's."""
 
@@ -13,6 +19,22 @@ _EXTRAS = {
     "tensorrt_rtx": "rtx",
     "cuda": "cuda",
 }
+
+
+def import_package(package: str) -> Any:
+    """Import ``package``. Ctrl-C waits: it may abort the process in the middle of a C++ module's import."""
+    with held(signal.SIGINT, signal.SIGTERM):
+        return importlib.import_module(package)
+
+
+@contextmanager
+def held(*signals: signal.Signals) -> Iterator[None]:
+    """``signals`` wait until the block has ended. Processes that are started inside inherit that."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def how_to_install(package: str) -> str:

@@ -22,7 +22,7 @@ def floats(values: Any) -> Floats:
 
 
 @pytest.mark.parametrize(
-    "draft, target, accepted, following",
+    "draft, target, accepted, next_token",
     [
         ([], [7], 0, 7),
         ([1], [1, 9], 1, 9),

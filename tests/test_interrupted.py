@@ -356,3 +356,18 @@ def test_parent_that_cannot_be_written(onnx: Path, out: Path) -> None:
     assert result.exit_code == 1
     assert "Permission denied" in result.stderr.splitlines()[-1]
     assert list(out.iterdir()) == []
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.005, 0.01, 0.02, 0.03])
+def test_interrupt_an_engine_while_it_imports(onnx: Path, out: Path, tmp_path: Path, delay: float) -> None:
+    """C++ modules that are interrupted while they are imported say that they cannot be imported."""
+    flags = ("--checkpoint_dir", onnx / "draft", "--output_dir", out / "engine", "--backend", "onnxruntime")
+    began: list[float] = []
+
+    def importing(build: Build) -> bool:
+        if not began and "onnxruntime" in Path(f"/proc/{build.process.pid}/maps").read_text():
+            began.append(time.monotonic())
+        return bool(began) and time.monotonic() >= began[0] + delay
+
+    interrupted(Build(tmp_path / "log", "engine", *flags), importing)
+    assert list(out.iterdir()) == []

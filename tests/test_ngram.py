@@ -101,8 +101,9 @@ def test_the_ids_are_the_targets_own(target: Path, place: str, draft_len: int | 
     )
     requests = some_requests()
     assert decode(pair, requests) == expected
-    assert sum(request.stats.accepted for request in requests) > 20
-    assert sum(request.stats.evaluated - request.stats.accepted for request in requests) > 5
+    if draft_len:  # Auto drafts where the clock says that it pays.
+        assert sum(request.stats.accepted for request in requests) > 20
+        assert sum(request.stats.evaluated - request.stats.accepted for request in requests) > 5
     with pair:
         left = pair.scheduler.round.drafter  # type: ignore[attr-defined]
         assert not (left if place == "host" else left.drafter)._indices

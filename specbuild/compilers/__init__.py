@@ -11,6 +11,7 @@ from typing import Protocol
 from specrun.devices.driver import why_no_gpu
 from specrun.engine_dir import BackendInfo, BuildConfig, GraphInfo, Tensor
 from specrun.errors import BackendError
+from specrun.extras import import_package
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ def choose(backend: str, device: str | None = None) -> tuple[str, Compiler, str]
 
 
 def _choose(backend: str, device: str, gpu: int) -> tuple[str, Compiler, str]:
+    import_package("onnx")  # Before our modules that import it, so that Ctrl-C does not break it off.
     from specbuild.compilers import onnxruntime, tensorrt
 
     if backend == "onnxruntime" and device == "cuda":

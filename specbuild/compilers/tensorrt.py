@@ -6,7 +6,6 @@ Networks are strongly typed: the ONNX graph's dtypes are the engine's.
 
 from __future__ import annotations
 
-import importlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -22,13 +21,13 @@ from specrun.devices.driver import compute_capability, use_gpu, why_no_gpu
 from specrun.dtypes import DTYPES
 from specrun.engine_dir import GRAPH_NAME, PLAN_NAME, BackendInfo, BuildConfig, GraphInfo, Profile, Tensor
 from specrun.errors import BuildError
-from specrun.extras import how_to_install
+from specrun.extras import how_to_install, import_package
 
 
 def why_unusable(name: str, gpu: int = 0) -> str | None:
     """Why the builder called ``name`` cannot run on this machine, for ``gpu`` where it needs one, or None."""
     try:
-        trt = importlib.import_module(name)
+        trt = import_package(name)
     except ImportError:
         return f"{name} is not installed: {how_to_install(name)}"
     except Exception as error:  # Broken installations raise what they like.
@@ -65,7 +64,7 @@ class Tensorrt:
         advance: Callable[[float], None],
         interrupted: threading.Event,
     ) -> Compiled:
-        trt = importlib.import_module(self.name)
+        trt = import_package(self.name)
         if self.name == "tensorrt":
             use_gpu(self.gpu)  # Its builder compiles for the GPU of the thread that makes it.
         model = ir.load(checkpoint / GRAPH_NAME)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import NamedTuple, Protocol, get_args
 
@@ -13,6 +12,7 @@ from specrun.contract import INPUT_IDS, LOGITS_INDICES, WRITE_INDICES
 from specrun.devices import Device, DeviceArray
 from specrun.devices.driver import compute_capability, why_no_gpu
 from specrun.engine_dir import BackendName, EngineConfig
+from specrun.extras import import_package
 from specrun.kv_cache.device import DeviceKVCache
 from specrun.kv_cache.host import HostKVCache
 
@@ -104,7 +104,7 @@ def why_no_gpu_backend(name: BackendName) -> str | None:
     if reason := why_no_gpu():
         return reason
     try:
-        module = importlib.import_module(name)
+        module = import_package(name)
     except Exception as error:  # Broken installations raise what they like.
         return f"{name} does not load: {' '.join(str(error).split())}"
     if name == "onnxruntime" and "CUDAExecutionProvider" not in module.get_available_providers():

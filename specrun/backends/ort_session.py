@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from specrun.errors import BackendError
-from specrun.extras import how_to_install
+from specrun.extras import how_to_install, import_package
 
 _OWN_POOL = {"session.force_spinning_stop": "1"}
 """Threads of an idle session that spin would slow down the session that works."""
@@ -22,10 +22,9 @@ _sessions: weakref.WeakSet[Any] = weakref.WeakSet()
 def import_ort() -> Any:
     """The onnxruntime module. Raises BackendError where it is not installed."""
     try:
-        import onnxruntime
+        return import_package("onnxruntime")
     except ImportError as error:
         raise BackendError(f"onnxruntime is not installed: {how_to_install('onnxruntime')}") from error
-    return onnxruntime
 
 
 def session_options(shared_pool: bool = False) -> tuple[Any, Any]:

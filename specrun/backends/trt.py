@@ -5,7 +5,6 @@ All execution contexts share one workspace, because all work is queued on one st
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from specrun.devices import Device, DeviceArray
 from specrun.dtypes import DTYPES
 from specrun.engine_dir import PLAN_NAME, EngineConfig, Profile
 from specrun.errors import BackendError, EngineDirError
-from specrun.extras import how_to_install
+from specrun.extras import how_to_install, import_package
 from specrun.kv_cache.device import DeviceKVCache
 
 
@@ -114,7 +113,7 @@ class TrtBackend:
         self.config = config
         self.device = device
         try:
-            self._trt = importlib.import_module(config.backend.name)
+            self._trt = import_package(config.backend.name)
         except ImportError as error:
             name = config.backend.name
             raise BackendError(f"{name} is not installed: {how_to_install(name)}") from error

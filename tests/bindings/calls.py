@@ -87,8 +87,9 @@ class Calls:
     def call(self, node: ast.Call, scope: Scope) -> Values:
         """What ``node`` can give."""
         match node.func:
-            case ast.Attribute(ast.Name("importlib"), "import_module") | ast.Name("import_module"):
-                return frozenset({Class("")})
+            case ast.Attribute(ast.Name("importlib"), "import_module") | ast.Name("import_module" | "import_package"):
+                named = [value.value for value in node.args if isinstance(value, ast.Constant)]
+                return frozenset({Class("")}) if all(str(name).startswith("tensorrt") for name in named) else UNKNOWN
         arguments = self._arguments(node, scope)
         if isinstance(node.func, ast.Name) and scope.find(node.func.id) is None:
             return self._builtin(node, node.func.id, arguments, scope)
