@@ -1,31 +1,45 @@
-"""docs/python.md: its examples run, and its tables are the classes' own."""
+"""Documents: examples run, tables are the code's own, links lead somewhere."""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
-from specrun import DraftTargetConfig, RequestOptions, SamplingParams
+import specbuild.cli
+import specrun.cli
+from specbuild.checkpoint import CheckpointConfig
+from specrun import DraftTargetConfig, Request, RequestError, RequestOptions, SamplingParams
+from specrun.bench_results import Result, Split
+from specrun.engine_dir import BuildConfig, EngineConfig
+from specrun.output import as_json
+from specrun.verify import Part, Verdict
 
-PAGE = Path(__file__).parent.parent / "docs" / "python.md"
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+COMMANDS = ROOT / "docs" / "commands.md"
+PAGE = ROOT / "docs" / "python.md"
 
 
-def test_the_examples_run(engines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("path", "least"), [(PAGE, 9), (ROOT / "README.md", 1)], ids=["python.md", "README.md"])
+def test_the_examples_run(
+    path: Path, least: int, engines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "engines").symlink_to(engines)
     monkeypatch.chdir(tmp_path)
-    text = PAGE.read_text()
+    text = path.read_text()
     names: dict[str, Any] = {}
     blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-    assert len(blocks) > 8
+    assert len(blocks) >= least
     for block in blocks:
         line = text[: block.start(1)].count("\n")
-        exec(compile("\n" * line + block[1], str(PAGE), "exec"), names)
-    assert names["good"].output
+        exec(compile("\n" * line + block[1], str(path), "exec"), names)
 
 
 @pytest.mark.parametrize("settings", [DraftTargetConfig, RequestOptions, SamplingParams])
@@ -37,3 +51,131 @@ def test_the_tables_are_complete(settings: Any) -> None:
         written |= dict.fromkeys(re.findall(r"`(\w+)`", names), ast.literal_eval(default))
     usual = settings()
     assert written == {field.name: getattr(usual, field.name) for field in fields(settings)}
+
+
+def prose(text: str) -> str:
+    """Without blocks of code, in which brackets and hashes mean something else."""
+    return re.sub(r"^```.*?^```|^    .*?$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(text: str) -> set[str]:
+    """What GitHub calls a page's headings."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.+)$", prose(text), re.MULTILINE):
+        plain = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading).lower()
+        found.add(re.sub(r"[^\w\- ]", "", plain).strip().replace(" ", "-"))
+    return found
+
+
+def broken_links(path: Path, text: str) -> list[str]:
+    """Links of a page to files or headings that are not there."""
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(text)):
+        if re.match(r"\w+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        to = path.parent / name if name else path
+        if not to.exists() or (anchor and anchor not in anchors(to.read_text())):
+            broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    assert broken_links(path, path.read_text()) == []
+
+
+def test_a_broken_link_is_found() -> None:
+    text = "[a](gpu.md) [b](gpu.md#no-such) [c](missing.md) [d](#commands) [e](https://example.com) `x`"
+    assert broken_links(COMMANDS, text + "\n") == ["gpu.md#no-such", "missing.md"]
+
+
+def section(title: str, page: Path = COMMANDS) -> str:
+    """What stands under a heading of a page, and under those below it."""
+    found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert found, f"{page.name} has no section {title}"
+    return found[1]
+
+
+def written_options(text: str) -> list[str]:
+    """The options of a section's tables."""
+    cells = re.findall(r"^\| (`--.*?) \|", text, re.MULTILINE)
+    return [option for cell in cells for option in re.findall(r"`(--[\w-]+)`", cell)]
+
+
+EVERY_COMMAND = [
+    pytest.param(f"{tool} {name}", command, id=f"{tool} {name}")
+    for tool, group in (("specbuild", specbuild.cli.main), ("specrun", specrun.cli.main))
+    for name, command in group.commands.items()
+]
+
+
+@pytest.mark.parametrize(("title", "command"), EVERY_COMMAND)
+def test_every_option_is_described(title: str, command: click.Command) -> None:
+    """In the command's own section, or in a shared one that it links to; and no option that it does not have."""
+    text = section(title)
+    shared = ("Options of a pair", "Prompts", "Sampling")
+    linked = [name for name in shared if f"](#{name.lower().replace(' ', '-')})" in text]
+    written = [option for part in (text, *map(section, linked)) for option in written_options(part)]
+    options = [one for one in command.params if isinstance(one, click.Option)]
+    assert sorted(written) == sorted(name for one in options for name in (*one.opts, *one.secondary_opts))
+
+
+def test_every_command_has_a_section() -> None:
+    titles = re.findall(r"^## (spec\w+ \w+)$", COMMANDS.read_text(), re.MULTILINE)
+    assert titles == [param.values[0] for param in EVERY_COMMAND]
+
+
+def fields_of(text: str, heading: str) -> list[str]:
+    """The names in the first column of the table under ``heading``."""
+    table = re.search(rf"^\| {re.escape(heading)} \|.*?\n\n", text, re.MULTILINE | re.DOTALL)
+    assert table, heading
+    cells = re.findall(r"^\| (`.*?) \|", table[0], re.MULTILINE)
+    return [name for cell in cells for name in re.findall("`(.*?)`", cell)]
+
+
+def test_every_json_field_is_described() -> None:
+    written = set(fields_of(section("specrun generate").partition("### JSON")[2], "field"))
+    request = Request([1], SamplingParams(), 1, logprobs=1)
+    request.error = RequestError("for its field")
+    assert written == set(json.loads(as_json(request)))
+
+    bench, verify = section("specrun bench"), section("specrun verify")
+    assert fields_of(bench, "field of a result") == [field.name for field in fields(Result)]
+    assert fields_of(bench, "field of `split`") == [field.name for field in fields(Split)]
+    assert set(fields_of(verify.partition("### JSON")[2], "field")) == {
+        *("good", "outcome"),
+        *(field.name for field in fields(Verdict)),
+    }
+    described = fields_of(verify, "field of a part")
+    assert described == [field.name for field in fields(Part)]
+
+
+def test_the_engine_directorys_fields_are_described() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    assert fields_of(page, "field of an engine") == list(EngineConfig.model_fields)
+    assert fields_of(page, "field of `build_config`") == list(BuildConfig.model_fields)
+    assert fields_of(page, "field of a checkpoint") == list(CheckpointConfig.model_fields)
+
+
+def test_lines_are_narrow() -> None:
+    for path in DOCUMENTS:
+        wide = [line for line in path.read_text().splitlines() if len(line) > 120]
+        assert not wide, f"{path.name}: {wide[0]}"
+
+
+def test_every_module_is_on_the_map() -> None:
+    page = section("Source map", ROOT / "docs" / "architecture.md")
+    _, specbuild_table, specrun_table = re.split(r"^\| spec\w+ \|.*$", page, flags=re.MULTILINE)
+    for package, table in (("specbuild", specbuild_table), ("specrun", specrun_table)):
+        files = {str(path.relative_to(ROOT / package)) for path in (ROOT / package).rglob("*.py")}
+        modules = {file for file in files if not file.endswith(("__init__.py", "__main__.py"))}
+        written = re.findall(r"`([\w/]+\.(?:py|cu))`", table)
+        assert len(written) == len(set(written)), package
+        assert {name for name in written if name.endswith(".py")} == modules, package
+
+
+def test_files_that_are_named_exist() -> None:
+    for path in DOCUMENTS:
+        for name in re.findall(r"`((?:docs|scripts|specbuild|specrun|tests|configs)/[\w./]+)`", path.read_text()):
+            assert (ROOT / name).exists(), f"{path.name}: {name}"

@@ -114,6 +114,40 @@ def test_the_target_alone(tables: Path, graph: bool) -> None:
         assert in_batches(decoder) == expected
 
 
+@pytest.mark.usefixtures("nothing_left", "narrow")
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "pieces"])
+def test_ngrams_draft_as_they_do_on_the_cpu(tables: Path, graph: bool) -> None:
+    """By both acceptances; and with ``auto``, whose draft lengths depend on the clock and whose ids do not."""
+    with SpeculativeDecoder.open(tables / "target", config=DraftTargetConfig(3, draft="ngram")) as decoder:
+        expected, many = in_batches(decoder), requests(14)
+        decode(decoder, many)
+    settings = DraftTargetConfig(3, draft="ngram", cuda_graph=graph)
+    with SpeculativeDecoder.open(tables / "plans" / "target", config=settings) as decoder:
+        assert in_batches(decoder) == expected
+        again = requests(14)
+        decode(decoder, again)
+    accepted = [request.stats.accepted for request in again]
+    assert accepted == [request.stats.accepted for request in many] and sum(accepted) > 10
+    with SpeculativeDecoder.open(tables / "target") as decoder:
+        alone = decode(decoder, requests(4))
+    with SpeculativeDecoder.open(tables / "plans" / "target", config=DraftTargetConfig(draft="ngram")) as decoder:
+        assert decode(decoder, requests(4)) == alone
+
+
+@pytest.mark.usefixtures("nothing_left", "narrow")
+def test_a_draft_on_the_cpu_beside_a_target_on_a_gpu(tables: Path) -> None:
+    """By tokens the ids are the CPU pair's; requests that are accepted by logits take drafts for certain."""
+    by_tokens = [request for request in requests(7) if not request.use_logits]
+    by_logits = requests(7)[6]
+    with SpeculativeDecoder.open(tables / "target") as decoder:
+        expected = decode(decoder, requests(6))
+    with SpeculativeDecoder.open(tables / "plans" / "target", tables / "good", DraftTargetConfig(3)) as decoder:
+        assert decode(decoder, by_tokens) == expected
+        decode(decoder, [by_logits])
+    assert sum(request.stats.accepted for request in by_tokens) > 10
+    assert by_logits.finish_reason == "length"
+
+
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(0.9, top_k=60, top_p=0.95, seed=11)], ids=str)
 def test_a_real_model_with_every_thread(engines: Path, tmp_path: Path, params: SamplingParams) -> None:
