@@ -92,9 +92,14 @@ def new_directory(output: Path, force: bool) -> Iterator[Path]:
             raise OSError(error.errno, error.strerror or str(error), str(output)) from error
         raise
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
+        try:
+            shutil.rmtree(scratch, ignore_errors=True)
+        except BaseException:  # Ctrl-C in the middle of it.
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
+        finally:
+            if lock is not None:
+                os.close(lock)
 
 
 def _scratch_prefix(output: Path) -> str:

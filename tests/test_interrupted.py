@@ -232,6 +232,21 @@ def test_another_users_leftovers_stand_in_nobodys_way(tmp_path: Path) -> None:
     theirs.chmod(0o700)
 
 
+def test_interrupt_while_the_scratch_directory_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, calls = shutil.rmtree, []
+
+    def interrupted_once(path: Path, **options: Any) -> None:
+        calls.append(path)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        right(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted_once)
+    with pytest.raises(KeyboardInterrupt), new_directory(tmp_path / "engine", force=False) as work:
+        (work / "config.json").write_text("{}")
+    assert [path.name for path in tmp_path.iterdir()] == ["engine"]
+
+
 def test_an_old_directory_that_was_moved_away_by_a_killed_build_comes_back(tmp_path: Path) -> None:
     old = tmp_path / ".engine.0123abcd.tmp" / "old"
     old.mkdir(parents=True)
