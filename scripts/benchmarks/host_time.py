@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,8 @@ def ours(decoder: SpeculativeDecoder, prompt: list[int], length: int, params: Sa
 def measure(target: Path, draft: Path, length: int, repetitions: int) -> dict[str, list[Spread]]:
     """Microseconds outside the engines a round, and their share of it: medians of each text's rounds."""
     found: dict[str, list[tuple[float, float]]] = {}
-    configs = {use: DraftTargetConfig(draft_len=DRAFT_LEN, use_logits=use, reuse_blocks=False) for use in (False, True)}
+    plain = DraftTargetConfig(draft_len=DRAFT_LEN, reuse_blocks=False, shared_thread_pool=True)
+    configs = {use: replace(plain, use_logits=use) for use in (False, True)}
     for use_logits, config in configs.items():
         with SpeculativeDecoder.open(target, draft, config) as decoder:
             rounds = decoder.scheduler.round
