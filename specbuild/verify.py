@@ -120,9 +120,9 @@ def _far_cache(info: GraphInfo, reference: Reference, length: int) -> Iterator[F
     """
     generator = np.random.default_rng(2)
     for number, shape in enumerate(info.caches):
-        tensor = np.full((1, shape.heads, length, shape.width), 1e3, np.float32)
+        tensor = np.full((1, shape.heads, length, shape.head_dim), 1e3, np.float32)
         tensor[:, :, : reference.start] = generator.standard_normal(
-            (1, shape.heads, reference.start, shape.width), np.float32
+            (1, shape.heads, reference.start, shape.head_dim), np.float32
         )
         for window in reference.windows if number % 2 else ():
             first = reference.start - window
@@ -158,7 +158,7 @@ def _walk(session: Any, info: GraphInfo, reference: Reference) -> tuple[float, f
     rows, total = reference.tokens.shape
     room = reference.start + total + 16
     # Junk where nothing was written yet: whatever the mask lets through shows up in the logits.
-    junk = (np.full((rows, shape.heads, room, shape.width), 1e3, np.float32) for shape in info.caches)
+    junk = (np.full((rows, shape.heads, room, shape.head_dim), 1e3, np.float32) for shape in info.caches)
     cache = dict(
         zip(past_names(info.layers), _far_cache(info, reference, room) if reference.start else junk, strict=True)
     )

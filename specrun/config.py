@@ -26,8 +26,8 @@ class DraftTargetConfig(arguments.Named):
     cuda_graph: bool = True
     """Queue a round as one CUDA graph where engines allow it."""
     warm_up: bool = True
-    """Prepare GPU engines for every batch size and draft length when they are opened, which can take minutes the first
-    time, and give past texts the memory that is left then. False: in the middle of requests, when one comes first."""
+    """Prepare GPU engines for every batch size and draft length when they are opened. That can take minutes the first
+    time. The prefix cache gets the memory that is left then. False: each is prepared when a request first needs it."""
     reuse_blocks: bool = True
     """Keep what was read of prompts and written after them for prompts that begin alike."""
     max_tokens_in_kv_cache: int | None = None

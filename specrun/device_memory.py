@@ -26,7 +26,7 @@ class Need:
 def need(role: str, config: EngineConfig, rows: int, positions: int, texts: bool, blocks: int) -> Need:
     """What an engine takes for ``rows`` rows, with the logits of ``positions`` positions of each, copies among them.
 
-    texts: whether its GPU holds the rows' texts for it. blocks: of past texts, that were asked for.
+    texts: whether its GPU holds the rows' texts for it. blocks: of the prefix cache, where a number was asked for.
     Weights are taken for as large as the engine's files, cache and logits are exact.
     """
     build, graph = config.build_config, config.graph
@@ -61,7 +61,7 @@ def require_room(gpu: str, free: int, fraction: float, needs: list[Need]) -> Non
 
 
 def blocks_that_fit(free: int, fraction: float, engines: list[EngineConfig]) -> int:
-    """How many blocks of past texts each of ``engines`` can keep when all else is allocated, their rows too.
+    """How many prefix cache blocks fit for each of ``engines`` when all else is allocated, their rows too.
 
     Rows and blocks together may have ``fraction`` of what is left without them.
     """

@@ -13,7 +13,16 @@ import platform
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from specrun.dtypes import DTYPES, FloatName
 from specrun.errors import EngineDirError, SpecError
@@ -68,10 +77,10 @@ Files = Annotated[dict[str, FileInfo], AfterValidator(_plain_names)]
 
 
 class CacheTensor(Strict):
-    """One cache tensor of one layer, [B, heads, S_max, width]."""
+    """One cache tensor of one layer, [B, heads, S_max, head_dim]. ``width`` is what head_dim was called before."""
 
     heads: int = Field(ge=1, le=1 << 16)
-    width: int = Field(ge=1, le=1 << 16)
+    head_dim: int = Field(ge=1, le=1 << 16, validation_alias=AliasChoices("head_dim", "width"))
 
 
 class GraphInfo(Strict):
@@ -88,7 +97,7 @@ class GraphInfo(Strict):
 
     def cache_bytes(self, rows: int, length: int) -> int:
         """Bytes of a whole key-value cache for ``rows`` rows of ``length`` positions."""
-        elements = sum(cache.heads * cache.width for cache in self.caches) * rows * length
+        elements = sum(cache.heads * cache.head_dim for cache in self.caches) * rows * length
         return elements * DTYPES[self.dtype].nbytes
 
 

@@ -40,7 +40,7 @@ class TokenCounts(NamedTuple):
 def apply_penalties(
     logits: Floats, params: SamplingParams, text: TokenCounts, forbidden: Collection[int] = ()
 ) -> Floats:
-    """The logits [V] that follow a text, as ``params`` wants them; ids beyond V, which a draft may lack, are ignored.
+    """The ``logits`` [V] after ``text`` with the penalties and biases of ``params``. Ids beyond V are ignored.
 
     In this order: the repetition penalty r divides positive logits of all tokens seen so far by r and multiplies
     negative ones (CTRL, arXiv 1909.05858); of every token of the output, the presence penalty is subtracted once and

@@ -138,7 +138,7 @@ class Request:
         own = most if self.draft_len is None else min(most, self.draft_len)
         return max(0, min(own, self.remaining - 1))
 
-    def wants_logits(self, default: bool) -> bool:
+    def accepts_by_logits(self, default: bool) -> bool:
         """Whether drafts are accepted by modified rejection sampling; for greedy requests both ways are alike."""
         return not self.params.greedy and (default if self.use_logits is None else self.use_logits)
 

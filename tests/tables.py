@@ -72,7 +72,7 @@ def table_config(
     return EngineConfig(
         backend=BackendInfo(name="onnxruntime", version="1.0", device="cpu", machine=platform.machine()),
         build_config=_build_config(**build),
-        graph=GraphInfo(vocab_size=vocab_size, dtype="float32", caches=[CacheTensor(heads=1, width=1)] * 2),
+        graph=GraphInfo(vocab_size=vocab_size, dtype="float32", caches=[CacheTensor(heads=1, head_dim=1)] * 2),
         io=_io(vocab_size),
         tokenizer=TokenizerInfo(fingerprint=tokenizer, vocab_size=vocab_size) if tokenizer else None,
         eos_token_ids=[],

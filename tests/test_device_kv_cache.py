@@ -13,7 +13,7 @@ from specrun.kv_cache import BLOCK
 from specrun.kv_cache.device import DeviceKVCache
 from tests.host_device import kernel_device
 
-SHAPES = [CacheTensor(heads=2, width=8), CacheTensor(heads=3, width=5)]
+SHAPES = [CacheTensor(heads=2, head_dim=8), CacheTensor(heads=3, head_dim=5)]
 ROWS, BLOCKS = 3, 6
 
 
@@ -42,7 +42,7 @@ def test_rows_and_blocks_are_numpys(storage: type[np.generic], length: int) -> N
     cache = DeviceKVCache(kernel_device(), SHAPES, storage, ROWS, length)
     cache.allocate_pool(BLOCKS)
     rows = fill(cache, np.random.default_rng(length))
-    pool = [np.zeros((BLOCKS, shape.heads, BLOCK, shape.width), storage) for shape in SHAPES]
+    pool = [np.zeros((BLOCKS, shape.heads, BLOCK, shape.head_dim), storage) for shape in SHAPES]
     copies = [("save", 1, 0, [5, 0, 3]), ("save", 2, 3, [1]), ("load", 0, 19, [0, 1, 5]), ("load", 2, 0, [])]
     for what, row, start, numbers in copies:
         getattr(cache, what)(row, start, numbers)

@@ -19,7 +19,7 @@ def test_an_engines_need_is_its_files_its_cache_and_its_logits(engines: Path) ->
     found = need("target", config, rows=2, positions=5, texts=True, blocks=3)
     build, graph = config.build_config, config.graph
     assert found.weights == sum(path.stat().st_size for path in (engines / "target").glob("model.onnx*"))
-    per_position = sum(cache.heads * cache.width for cache in graph.caches) * 4
+    per_position = sum(cache.heads * cache.head_dim for cache in graph.caches) * 4
     assert found.cache == (build.max_batch_size * build.cache_length + 3 * BLOCK) * per_position
     assert found.buffers > 2 * (5 + 1) * graph.vocab_size * 4, "logits and counts"
     assert need("draft", config, 2, 5, texts=False, blocks=3).buffers < found.buffers - 2 * graph.vocab_size * 4

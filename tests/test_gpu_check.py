@@ -124,7 +124,7 @@ def test_batches_are_as_large_as_memory_allows(onnx: Path, tmp_path: Path) -> No
     for role in ("target", "draft"):
         config = json.loads((tmp_path / "onnx" / role / "config.json").read_text())
         weights += sum(file["bytes"] for file in config["files"].values())
-        row += sum(cache["heads"] * cache["width"] for cache in config["graph"]["caches"]) * (64 + 16) * 4
+        row += sum(cache["heads"] * cache["head_dim"] for cache in config["graph"]["caches"]) * (64 + 16) * 4
     for rows, batch in ((1.1, 1), (3.9, 2), (4.1, 4), (100, 8)):
         assert fitting_batch(tmp_path, 64, size, weights + (2 << 30) + int(rows * row / 0.9)) == batch
     with pytest.raises(BackendError, match="do not fit into"):

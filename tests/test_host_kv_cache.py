@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from specrun.engine_dir import CacheTensor
 from specrun.kv_cache.host import HostKVCache
 
-SHAPES = [CacheTensor(heads=2, width=8), CacheTensor(heads=3, width=5), CacheTensor(heads=1, width=1)]
+SHAPES = [CacheTensor(heads=2, head_dim=8), CacheTensor(heads=3, head_dim=5), CacheTensor(heads=1, head_dim=1)]
 
 Row = list[npt.NDArray[np.float32]]
 
@@ -78,3 +80,8 @@ def test_rows_in_use_do_not_shrink() -> None:
     for rows, length in ((1, 8), (2, 7)):
         with pytest.raises(ValueError, match="2 rows of 8 positions"):
             cache.resize(rows, length, 1)
+
+
+def test_engines_that_were_built_when_head_dim_was_called_width_still_open() -> None:
+    assert CacheTensor.model_validate({"heads": 2, "width": 8}) == CacheTensor(heads=2, head_dim=8)
+    assert json.loads(CacheTensor(heads=2, head_dim=8).model_dump_json()) == {"heads": 2, "head_dim": 8}

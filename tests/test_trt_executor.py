@@ -197,7 +197,7 @@ def test_prompts_are_read_in_rows_behind_those_that_decode(opened: tuple[TrtBack
     backend, recorder = opened
     backend.allocate_cache()
     past, shape = past_names(backend.config.graph.layers)[0], backend.config.graph.caches[0]
-    row = shape.heads * backend.config.build_config.cache_length * shape.width * 4  # float32
+    row = shape.heads * backend.config.build_config.cache_length * shape.head_dim * 4  # float32
     for first in (0, 2, 1):
         enqueue(backend, 1, 20, 1, fixed=False, first=first)
     found = [call[3] for call in recorder.calls if call[0] == "set_tensor_address" and call[2] == past]

@@ -144,7 +144,7 @@ def _build(
 
 def _not_fused(graph: GraphInfo) -> str:
     """The note on a plan whose attention TensorRT takes apart."""
-    widths = ", ".join(str(width) for width in sorted({cache.width for cache in graph.caches}))
+    widths = ", ".join(str(width) for width in sorted({cache.head_dim for cache in graph.caches}))
     return (
         f"TensorRT has no fused attention kernel for {graph.dtype} and heads of {widths}: it takes attention apart, "
         "which, it says, may be slower"

@@ -72,7 +72,7 @@ def cache_shapes(model: PreTrainedModel) -> list[CacheTensor]:
                 "one value tensor; "
                 "only models with plain attention in every layer can be converted"
             )
-        shapes += [CacheTensor(heads=tensor.shape[1], width=tensor.shape[3]) for tensor in tensors]
+        shapes += [CacheTensor(heads=tensor.shape[1], head_dim=tensor.shape[3]) for tensor in tensors]
     if not shapes:
         raise UnsupportedModelError(
             f"{model.name_or_path}: {type(model).__name__} returned no key-value cache; specbuild converts "
@@ -89,7 +89,7 @@ def export_onnx(model: PreTrainedModel, shapes: list[CacheTensor], max_seq_len: 
     """
     register()
     rows, tokens, kept, room = 2, 3, 4, 16  # Distinct, so that no two dimensions are taken for the same one.
-    past = [torch.zeros(rows, shape.heads, room, shape.width, dtype=model.dtype) for shape in shapes]
+    past = [torch.zeros(rows, shape.heads, room, shape.head_dim, dtype=model.dtype) for shape in shapes]
     arguments = (
         torch.zeros(rows, tokens, dtype=torch.int64),
         torch.tensor([5, 2]),

@@ -83,7 +83,7 @@ class DeviceBackend(Protocol):
         """Memory that the engine will take beside weights and cache; 0 where it cannot tell."""
 
     def allocate_cache(self) -> None:
-        """Make the cache, for the largest batch and longest text, without a pool for past texts."""
+        """Make the cache, for the largest batch and the longest text, without a prefix cache."""
 
     def enqueue(self, feed: Feed, logits: DeviceArray, first: int, fixed: bool) -> None:
         """Queue one forward pass as the graph contract says: ``feed`` -> logits [B, K, V].
@@ -113,7 +113,7 @@ def why_no_gpu_backend(name: BackendName) -> str | None:
 
 
 def open_host_backend(directory: Path, config: EngineConfig, blocks: int, shared_pool: bool = False) -> Backend:
-    """Load an engine for the CPU, with room for ``blocks`` blocks of past texts; shared_pool: of threads.
+    """Load an engine for the CPU, with ``blocks`` prefix cache blocks; shared_pool: of threads.
 
     Raises EngineDirError, and BackendError when its runtime is not installed.
     """

@@ -77,14 +77,14 @@ class OrtPass:
         self,
         session: Any,
         cache: Sequence[npt.NDArray[np.float32]],
-        width: int,
+        query_len: int,
         logits: npt.NDArray[np.float32],
     ) -> None:
-        rows, kept, _ = logits.shape
+        num_rows, num_logits, _ = logits.shape
         self.logits = logits
-        self.input_ids = np.zeros((rows, width), np.int64)
-        self.write_indices = np.zeros(rows, np.int64)
-        self.logits_indices = np.zeros((rows, kept), np.int64)
+        self.input_ids = np.zeros((num_rows, query_len), np.int64)
+        self.write_indices = np.zeros(num_rows, np.int64)
+        self.logits_indices = np.zeros((num_rows, num_logits), np.int64)
         binding = session.io_binding()
         self._bind(binding.bind_input, INPUT_IDS, self.input_ids)
         self._bind(binding.bind_input, WRITE_INDICES, self.write_indices)
@@ -224,7 +224,7 @@ def require_release(version: str) -> None:
 def _check_contract(directory: Path, config: EngineConfig, session: Any) -> None:
     """Raise EngineDirError unless the graph is what config.json says: memory is bound by these sizes."""
     layers = config.graph.layers
-    caches = [[shape.heads, shape.width] for shape in config.graph.caches]
+    caches = [[shape.heads, shape.head_dim] for shape in config.graph.caches]
     tokens: tuple[str, list[int]] = (_tensor_of("int64"), [])
     expected = dict.fromkeys((INPUT_IDS, WRITE_INDICES, LOGITS_INDICES), tokens)
     kind = _tensor_of(config.graph.dtype)

@@ -61,7 +61,7 @@ def input_shapes(config: EngineConfig, call: Call) -> dict[str, tuple[int, ...]]
         LOGITS_INDICES: (call.batch, call.logits),
     }
     for name, cache in zip(past_names(config.graph.layers), config.graph.caches, strict=True):
-        shapes[name] = (call.batch, cache.heads, length, cache.width)
+        shapes[name] = (call.batch, cache.heads, length, cache.head_dim)
     return shapes
 
 
@@ -228,7 +228,7 @@ def _check_engine(directory: Path, config: EngineConfig, engine: Any) -> None:
     layers, length = config.graph.layers, config.build_config.cache_length
     for cache in config.graph.caches:
         # Prompts are read in rows behind those that decode; TensorRT wants addresses that are multiples of 256.
-        if cache.heads * length * cache.width * DTYPES[config.graph.dtype].nbytes % 256:
+        if cache.heads * length * cache.head_dim * DTYPES[config.graph.dtype].nbytes % 256:
             raise EngineDirError(f"{directory}: its rows of {length} positions are not aligned; build the engine again")
     past, present = past_names(layers), present_names(layers)
     expected = {INPUT_IDS, WRITE_INDICES, LOGITS_INDICES, LOGITS, *past, *present}

@@ -77,7 +77,7 @@ class ModelDrafter(CachedTexts[ModelRunner]):
         try:
             if request.has_logits_processors:
                 logits = request.apply_penalties(logits, proposal.tokens)
-            if request.wants_logits(self._use_logits):
+            if request.accepts_by_logits(self._use_logits):
                 q = probabilities(logits, params)
                 if missing := self._vocab_size - len(q):
                     q = np.pad(q, (0, missing))

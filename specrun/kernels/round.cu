@@ -521,7 +521,7 @@ KERNEL void feed(
   }
 }
 
-// Logits of `positions` positions, the first behind `first` draft tokens, as the rows' texts and wishes change them:
+// Logits of `positions` positions, the first behind `first` draft tokens, as the rows' texts and sampling parameters change them:
 // logits and adjusted [B, positions, stride], of which `vocab` ids count; both may be the same memory. Nothing is written
 // for a row without penalties, biases and forbidden ids.
 // counts [B, counted]; biases [B, MAX_BIASES].

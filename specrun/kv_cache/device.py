@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +16,7 @@ from specrun.kv_cache import BLOCK
 
 
 class DeviceKVCache:
-    """Rows [rows, heads, length, width] of every cache tensor, and a pool [blocks, heads, BLOCK, width] beside it.
+    """Rows [rows, heads, length, head_dim] of every cache tensor, and its pool [blocks, heads, BLOCK, head_dim].
 
     ``rows`` rows of ``length`` positions are allocated at once, the pool when the room for it is known.
     """
@@ -34,30 +35,31 @@ class DeviceKVCache:
         self._device = device
         self._shapes = shapes
         self._storage = np.dtype(storage)
-        self._tensors = [device.zeros((rows * shape.heads * length * shape.width,), storage) for shape in shapes]
+        self._tensors = [device.zeros((rows * shape.heads * length * shape.head_dim,), storage) for shape in shapes]
         self._pool: list[DeviceArray] = []
         self._numbers = device.zeros((length // BLOCK,), np.int32)
         self._table = device.zeros((len(shapes),), CACHE_TENSOR)
         self._write_table([0] * len(shapes))
         self._most_heads = max(shape.heads for shape in shapes)
-        self._most_bytes = max(shape.width for shape in shapes) * self._storage.itemsize
+        self._most_bytes = max(shape.head_dim for shape in shapes) * self._storage.itemsize
 
     def allocate_pool(self, blocks: int) -> None:
         """Have a pool of ``blocks`` blocks; once."""
         if self._pool:
             raise RuntimeError("the pool is allocated already")
         if blocks:
-            zeros, sizes = self._device.zeros, [(blocks, shape.heads, BLOCK, shape.width) for shape in self._shapes]
+            zeros, sizes = self._device.zeros, [(blocks, shape.heads, BLOCK, shape.head_dim) for shape in self._shapes]
             self._pool = [zeros(size, self._storage) for size in sizes]
             self._write_table([pool.address for pool in self._pool])
         self.blocks = blocks
 
     def part(self, first: int, rows: int) -> list[DeviceArray]:
         """The tensors of rows ``first .. first + rows``, in the memory of the whole."""
-        return [
-            tensor.part(first * shape.heads * self.length * shape.width, (rows, shape.heads, self.length, shape.width))
-            for shape, tensor in zip(self._shapes, self._tensors, strict=True)
-        ]
+        parts = []
+        for shape, tensor in zip(self._shapes, self._tensors, strict=True):
+            row = (shape.heads, self.length, shape.head_dim)
+            parts.append(tensor.part(first * math.prod(row), (rows, *row)))
+        return parts
 
     def clear(self, row: int) -> None:
         """See ``KVCache``."""
@@ -90,7 +92,7 @@ class DeviceKVCache:
     def _write_table(self, pools: Sequence[int]) -> None:
         """Tell kernels where the tensors are, and their parts of the pool."""
         table = [
-            (rows.address, pool, shape.heads, shape.width * self._storage.itemsize)
+            (rows.address, pool, shape.heads, shape.head_dim * self._storage.itemsize)
             for shape, rows, pool in zip(self._shapes, self._tensors, pools, strict=True)
         ]
         self._device.write(self._table, np.array(table, CACHE_TENSOR))

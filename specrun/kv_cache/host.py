@@ -14,7 +14,7 @@ Cache = npt.NDArray[np.float32]
 
 
 class HostKVCache:
-    """Rows [rows, heads, length, width] of every cache tensor, and a pool [blocks, heads, BLOCK, width] beside it."""
+    """Rows [rows, heads, length, head_dim] of every cache tensor, and its pool [blocks, heads, BLOCK, head_dim]."""
 
     def __init__(self, shapes: Sequence[CacheTensor], blocks: int) -> None:
         self.blocks = blocks
@@ -22,13 +22,13 @@ class HostKVCache:
         self.length = 0
         self._shapes = shapes
         # Where the numbers of one position end, tensor by tensor.
-        self._ends = np.cumsum([shape.heads * shape.width for shape in shapes])
+        self._ends = np.cumsum([shape.heads * shape.head_dim for shape in shapes])
         self._memory = np.empty(0, np.float32)
         self._tensors = self._divide(0, 0)
         # Block after block, so that blocks which were never kept cost no memory.
         pool = np.split(np.empty((blocks, BLOCK * self._ends[-1]), np.float32), BLOCK * self._ends[:-1], axis=1)
         self._pool = [
-            part.reshape(blocks, shape.heads, BLOCK, shape.width) for part, shape in zip(pool, shapes, strict=True)
+            part.reshape(blocks, shape.heads, BLOCK, shape.head_dim) for part, shape in zip(pool, shapes, strict=True)
         ]
 
     def resize(self, rows: int, length: int, used: int) -> None:
@@ -88,7 +88,7 @@ class HostKVCache:
 
     @staticmethod
     def _blocks(tensor: Cache, row: int, start: int, count: int) -> Cache:
-        """A view [count, heads, BLOCK, width] of a row's positions."""
+        """A view [count, heads, BLOCK, head_dim] of a row's positions."""
         _, heads, _, width = tensor.shape
         positions = tensor[row, :, start : start + count * BLOCK]
         # Splitting an axis of a view needs no copy.
@@ -96,10 +96,10 @@ class HostKVCache:
         return view
 
     def _divide(self, rows: int, length: int) -> list[Cache]:
-        """The tensors [rows, heads, length, width], one behind the other in the memory."""
+        """The tensors [rows, heads, length, head_dim], one behind the other in the memory."""
         ends = rows * length * self._ends
         parts = np.split(self._memory[: ends[-1]], ends[:-1])
         return [
-            part.reshape(rows, shape.heads, length, shape.width)
+            part.reshape(rows, shape.heads, length, shape.head_dim)
             for part, shape in zip(parts, self._shapes, strict=True)
         ]

@@ -53,8 +53,8 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
         self.device = target.device
         self.max_draft_len = max_draft_len
         self.use_logits = use_logits
-        width = target.config.build_config.max_seq_len + max_draft_len + 1
-        sizes = (max_rows, width, runner.vocab, max_draft_len + 1)
+        token_stride = target.config.build_config.max_seq_len + max_draft_len + 1
+        sizes = (max_rows, token_stride, runner.vocab, max_draft_len + 1)
         self.rows = DeviceRows(self.device, *sizes, max_draft_len, use_logits)
         super().__init__(runner, make_drafter(self.rows) if make_drafter and max_draft_len else None)
         positions = (max_rows, max_draft_len + 1)
@@ -123,7 +123,7 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
     def step(self, requests: Sequence[Request], draft_len: int) -> list[Outcome | SpecError]:
         """See ``Round``."""
         draft_len = self.drafter.prepare(requests, draft_len) if self.drafter else 0
-        sends_logits = any(request.wants_logits(self.use_logits) for request in requests)
+        sends_logits = any(request.accepts_by_logits(self.use_logits) for request in requests)
         self.is_steady_state = self._queue(self.rows.batch_size(len(requests)), draft_len, sends_logits)
         self._wait([self.device])
         outcomes = [self._records.outcome(row, request, draft_len) for row, request in enumerate(requests)]

@@ -37,8 +37,8 @@ class DeviceRecords:
 
     def outcome(self, row: int, request: Request, draft_len: int) -> Outcome | SpecError:
         """What was fetched of a row: its ``Record``."""
-        width = record_len(draft_len)
-        drafted, accepted, next_token, *drafts = self._pinned[row * width : (row + 1) * width].tolist()
+        length = record_len(draft_len)
+        drafted, accepted, next_token, *drafts = self._pinned[row * length : (row + 1) * length].tolist()
         if next_token < 0:
             return BackendError(NON_FINITE_LOGITS)
         logprobs = None

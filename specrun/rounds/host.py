@@ -110,7 +110,7 @@ class HostRound(CachedRound[ModelRunner, Drafter]):
         adjusted: Iterable[Floats] = logits
         if request.has_logits_processors:
             adjusted = (request.apply_penalties(row, drafts[:i]) for i, row in enumerate(logits))
-        if not request.wants_logits(self.use_logits):
+        if not request.accepts_by_logits(self.use_logits):
             choices = (sample(row, params, position + i) for i, row in enumerate(adjusted))
             accepted, next_token = accept_tokens(drafts, choices)
         else:

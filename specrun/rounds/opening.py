@@ -30,7 +30,7 @@ from specrun.rounds.host import HostRound
 from specrun.runners.host import ModelRunner
 
 _CACHED_SHARE = 0.25
-"""Of the memory that weights leave free, that past texts take by default, on the CPU."""
+"""Share of the memory that weights leave free which the prefix cache takes by default, on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _cached_blocks_on_host(engines: list[Engine], rows: int, config: DraftTarget
     if config.max_tokens_in_kv_cache is None:
         free = free_memory()
         return blocks if free is None else min(blocks, int(_CACHED_SHARE * (free - weights)) // block)
-    what = f"weights and {blocks * BLOCK} tokens of past texts"
+    what = f"weights and {blocks * BLOCK} tokens in the prefix cache"
     if error := shortage(what, weights + blocks * block, "give a smaller --max_tokens_in_kv_cache"):
         raise error
     return blocks

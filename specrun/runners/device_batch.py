@@ -1,4 +1,4 @@
-"""What a device knows of the rows of a round: their texts, how they choose tokens, and how far they are."""
+"""The rows of a round in device memory: their tokens, sampling parameters and progress."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from specrun.request import Request
 class DeviceRows:
     """The rows of a round on one device. The target's device decides; a draft's own device commits what it is told.
 
-    width: tokens of a row, drafts included; positions: of a row that one kernel works on, at most; max_draft_len and
-    use_logits: for requests that do not say.
+    token_stride: tokens of a row, drafts included; positions: of a row that one kernel works on, at most;
+    max_draft_len, use_logits: for requests that do not say.
     """
 
     def __init__(
         self,
         device: Device,
         max_rows: int,
-        width: int,
+        token_stride: int,
         vocab: int,
         positions: int,
         max_draft_len: int,
@@ -35,12 +35,12 @@ class DeviceRows:
     ) -> None:
         self.device = device
         self.max_rows = max_rows
-        self.width = width
+        self.token_stride = token_stride
         self.vocab = vocab
         self.max_draft_len = max_draft_len
         self.use_logits = use_logits
         rows = max_rows
-        self.tokens = device.zeros((rows, width), np.int64)
+        self.tokens = device.zeros((rows, token_stride), np.int64)
         self.progress = device.zeros((rows,), PROGRESS)
         self.sampling = device.zeros((rows,), SAMPLING)
         self.stop_ids = device.zeros((rows, MAX_STOP_IDS), np.int64)
@@ -51,18 +51,18 @@ class DeviceRows:
 
     def on(self, device: Device) -> DeviceRows:
         """Rows of the same sizes on another device, for a drafter there."""
-        return DeviceRows(device, self.max_rows, self.width, self.vocab, 1, self.max_draft_len, self.use_logits)
+        return DeviceRows(device, self.max_rows, self.token_stride, self.vocab, 1, self.max_draft_len, self.use_logits)
 
     def batch_size(self, count: int) -> int:
-        """The size of the round for ``count`` requests: 1, 2, 4, .., which bounds how many kinds there are to prepare.
+        """The batch size of a round for ``count`` requests: 1, 2, 4, .., so that few sizes must be prepared.
 
-        What the rows behind them hold rests, or belongs to nobody.
+        The rows beyond ``count`` rest or are free.
         """
         return min(1 << (count - 1).bit_length(), self.max_rows)
 
     def begin(self, first: int, requests: Sequence[Request]) -> None:
         """Write down the first state of the rows from ``first`` on, which rest until ``wake``."""
-        tokens = np.zeros((len(requests), self.width), np.int64)
+        tokens = np.zeros((len(requests), self.token_stride), np.int64)
         progress, sampling = np.zeros(len(requests), PROGRESS), np.zeros(len(requests), SAMPLING)
         stop_ids = np.zeros((len(requests), MAX_STOP_IDS), np.int64)
         for row, request in enumerate(requests):
@@ -111,7 +111,7 @@ def _sampling(request: Request, draft_len: int, use_logits: bool) -> tuple[float
         temperature,
         min(params.top_k, MAX_VOCAB),
         params.min_p,
-        request.wants_logits(use_logits),
+        request.accepts_by_logits(use_logits),
         draft_len if request.draft_len is None else min(request.draft_len, draft_len),
         params.repetition_penalty,
         params.presence_penalty,

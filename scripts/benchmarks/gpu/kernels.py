@@ -111,7 +111,7 @@ def _time_memory(results: Results, device: Device, size: Size) -> None:
     """What changes places or is kept between rounds: rows of 32 layers of 8 heads with 128 channels in 16 bits."""
     length = max(BLOCK, size.max_seq_len // BLOCK * BLOCK)
     blocks = length // BLOCK
-    cache = DeviceKVCache(device, [CacheTensor(heads=8, width=128)] * size.cache_tensors, np.uint16, 2, length)
+    cache = DeviceKVCache(device, [CacheTensor(heads=8, head_dim=128)] * size.cache_tensors, np.uint16, 2, length)
     cache.allocate_pool(blocks)
     one, other = (cache.part(row, 1)[0] for row in range(2))
     row_bytes = one.nbytes * size.cache_tensors
