@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from specbuild.checkpoint import CheckpointConfig
 from specrun.arguments import show
+from specrun.contract import FIRST_DRAFT_STEP_LEN
 from specrun.engine_dir import BuildConfig, Profile, SpeculativeMode, Strict
 from specrun.errors import BuildConfigError
 
@@ -187,12 +188,9 @@ def plan_build(options: EngineOptions, checkpoint: CheckpointConfig) -> tuple[Bu
 
 
 def plan_profiles(batch_size: int, input_len: int, draft_len: int, every_logit: bool) -> list[Profile]:
-    """Context: S = 1..input_len. Generation: a verify pass (1..draft_len + 1), or a draft step of 1..2 tokens.
-
-    A draft step feeds two tokens after a round in which every draft token was accepted.
-    """
+    """Context: S = 1..input_len. Generation: a verify pass (1..draft_len + 1), or a draft step of 1 or 2 tokens."""
     batch = (1, 1, batch_size)
-    step = (1, draft_len + 1, draft_len + 1) if draft_len else (1, 1, 2)
+    step = (1, draft_len + 1, draft_len + 1) if draft_len else (1, 1, FIRST_DRAFT_STEP_LEN)
     context_logits = (1, 1, input_len) if every_logit else (1, 1, min(step[2], input_len))
     usual = min(input_len, max(1, input_len // 2))
     return [

@@ -19,6 +19,7 @@ from scripts.benchmarks.gpu.sizes import Size
 from scripts.benchmarks.gpu.timing import copy_bandwidth, count_nodes, mean_seconds
 from specrun.backends import DeviceBackend, Feed, open_device_backend
 from specrun.backends.trt import TrtBackend
+from specrun.contract import FIRST_DRAFT_STEP_LEN
 from specrun.devices.cuda import CudaDevice
 from specrun.engine_dir import EngineConfig, open_engine
 from specrun.kernels import open_gpu
@@ -79,7 +80,9 @@ class _Calls:
         self.bandwidth = bandwidth
         build = self.config.build_config
         self.rows = build.max_batch_size
-        self.runner = DeviceRunner(backend, self.rows, max(2, build.max_draft_len + 1), build.max_draft_len + 1, 1)
+        self.runner = DeviceRunner(
+            backend, self.rows, max(FIRST_DRAFT_STEP_LEN, build.max_draft_len + 1), build.max_draft_len + 1, 1
+        )
         self.texts = DeviceRows(device, self.rows, build.cache_length, self.config.graph.vocab_size, 1, 0, False)
 
     def measure_round(self, results: Results, batch: int, sequence: int) -> None:

@@ -15,6 +15,7 @@ from scripts.benchmarks.gpu.sizes import Size
 from scripts.benchmarks.gpu.soak import soak
 from scripts.benchmarks.gpu.timing import Replays, copy_bandwidth, cuda_device, mean_seconds, watch_replays
 from specrun.config import DraftTargetConfig
+from specrun.contract import FIRST_DRAFT_STEP_LEN
 from specrun.decoder import SpeculativeDecoder
 from specrun.drafters.device_model import DeviceModelDrafter
 from specrun.request import Request
@@ -154,7 +155,7 @@ def time_engines(rounds: DeviceRound, batch: int, bandwidth: float) -> Figures:
         own = draft if runner is draft else target
         return mean_seconds(own.device, lambda: own.forward(batch, rounds.rows, *call), own.backend.capturable)
 
-    first, step = seconds(draft, -2, 2, -1, 1), seconds(draft, -1, 1, -1, 1)
+    first, step = seconds(draft, -FIRST_DRAFT_STEP_LEN, FIRST_DRAFT_STEP_LEN, -1, 1), seconds(draft, -1, 1, -1, 1)
     verify, alone = seconds(target, -1, g + 1, -1, g + 1), seconds(target, -1, 1, -1, 1)
     weights = {runner: runner.backend.config.weight_bytes for runner in (target, draft)}
     return {
