@@ -45,31 +45,37 @@ class OneLineErrors(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; turn what it raises into one line and an exit status."""
         with _stop_signals() as received:
+            cause: BaseException | None = None
             try:
                 result = super().invoke(ctx)
-            except KeyboardInterrupt:
+                if signal.SIGTERM not in received:  # After Ctrl-C alone a command may end as it likes.
+                    return result
+            except click.exceptions.Exit:
+                if signal.SIGTERM not in received:
+                    raise
+            except KeyboardInterrupt as error:
                 received.append(signal.SIGINT)
+                cause = error
             except Exception as error:
                 # A C++ module that is interrupted while it is imported raises ImportError, with one reason or another.
                 if not received:
                     _explain(ctx, error)
                     raise
-            if received:
-                what = "terminated" if received[0] == signal.SIGTERM else "interrupted"
-                _fail(ctx, f"{what}; nothing half-written was left behind", status=128 + received[0])
-            return result
+                cause = error
+            what = "terminated" if received[0] == signal.SIGTERM else "interrupted"
+            return _fail(ctx, f"{what}; nothing half-written was left behind", cause, status=128 + received[0])
 
 
 def _explain(ctx: click.Context, error: Exception) -> None:
     """Show the errors of users, files and machines in one line and exit; return for all others."""
     if isinstance(error, SpecError):
-        _fail(ctx, str(error))
+        _fail(ctx, str(error), error)
     if isinstance(error, OSError) and error.errno != errno.EPIPE:
         full = "; free some space and run it again" if error.errno == errno.ENOSPC else ""
         where = f"{error.filename}: " if error.filename else ""
-        _fail(ctx, f"{where}{error.strerror or error}{full}")
+        _fail(ctx, f"{where}{error.strerror or error}{full}", error)
     if isinstance(error, ImportError) and (reason := explain(error)):
-        _fail(ctx, f"{ctx.invoked_subcommand} needs {reason}")
+        _fail(ctx, f"{ctx.invoked_subcommand} needs {reason}", error)
 
 
 @contextmanager
@@ -127,9 +133,9 @@ def _is_open(number: int) -> bool:
     return True
 
 
-def _fail(ctx: click.Context, message: str, status: int = 1) -> NoReturn:
-    if ctx.params.get("debug"):
-        traceback.print_exc()
+def _fail(ctx: click.Context, message: str, cause: BaseException | None, status: int = 1) -> NoReturn:
+    if cause and ctx.params.get("debug"):
+        traceback.print_exception(cause)
     show_error(ctx, message)
     sys.exit(status)
 

@@ -34,10 +34,10 @@ class RequestQueue:
 
     def add(self, request: Request) -> None:
         """Let ``request`` wait behind all others, unless it was cancelled."""
+        self._requests[request] = True  # Before its deadline: those of requests that do not wait are dropped.
         if request.timeout is not None:
             with self._deadlines_lock:
                 heapq.heappush(self._deadlines, (request.deadline, next(self._numbers), request))
-        self._requests[request] = True
         if not request.is_active:
             self.end(request)
 

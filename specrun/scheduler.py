@@ -126,7 +126,7 @@ class Scheduler:
                 request.cancel()
             # Garbage collection may close a generator in any thread, even inside a step; then the next one does this.
             with suppress(RequestError):
-                self._turns.take(self._tidy, None)
+                self._turns.take(lambda: self._tidy(requests), None)
 
     def _add(self, requests: Sequence[Request]) -> None:
         self._turns.require_own_process()
@@ -170,8 +170,12 @@ class Scheduler:
         try:
             self._step()
         except Exception:
-            if own is None or not self._failed or any(request in own for request in self._failed):
+            if self._concerns(own):
                 raise
+
+    def _concerns(self, own: Container[Request] | None) -> bool:
+        """Whether an error has failed one of ``own``, or nobody knows whom; None: all errors do."""
+        return own is None or not self._failed or any(request in own for request in self._failed)
 
     def _step(self) -> None:
         self._broken_off = True
@@ -182,10 +186,16 @@ class Scheduler:
             self._decode(self._rows[: self._ready])
         self._broken_off = False
 
-    def _tidy(self) -> None:
-        """Free rows of what was cancelled when its listener left."""
-        if not self._broken_off:
+    def _tidy(self, own: Container[Request]) -> None:
+        """Free rows of what was cancelled when its listener left. An error is raised where it concerns ``own``."""
+        if self._broken_off:
+            return
+        self._failed = ()
+        try:
             self._release()
+        except Exception:
+            if self._concerns(own):
+                raise
 
     def _end_all(self) -> None:
         """Fail what has not ended, and close the engines."""
@@ -210,8 +220,9 @@ class Scheduler:
     def _free(self, row: int) -> None:
         """The last row that decodes takes its place, and the last of all the place of that."""
         try:
-            self.round.release(self._rows[row], row)
-        finally:  # An error costs what would have been kept, and the row is free all the same.
+            with _Failing(self, (self._rows[row],)):
+                self.round.release(self._rows[row], row)
+        finally:  # An error costs what would have been cached, and the row is free all the same.
             if row < self._ready:
                 self._ready -= 1
                 self._swap(row, self._ready)

@@ -58,10 +58,11 @@ class Turns:
         turn = _Turn()
         try:
             with self._lock:
-                while self._turn and seen in (None, self.ended):
+                # The other thread ends its turn without the lock, at any moment.
+                while (other := self._turn) and seen in (None, self.ended):
                     if seen is None:
                         return
-                    if self._turn.thread == turn.thread:
+                    if other.thread == turn.thread:
                         raise RequestError("this thread is in a step of this decoder and cannot wait for its end")
                     self._end.wait(_PATIENCE)
                 if seen not in (None, self.ended):

@@ -287,6 +287,40 @@ def test_rows_that_changed_places_in_one_model_only_hold_nothing(
     assert [decode(pair, [anew(request)])[0] for request in requests[::-1]] == expected[::-1]
 
 
+def test_a_swap_that_fails_half_way_leaves_both_rows_empty(
+    pair: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(2):
+        pair.scheduler.add(Request([3] * 20, SamplingParams(1.0, seed=number), 20))
+    for _ in range(4):
+        pair.scheduler.step()
+    rounds: Any = pair.scheduler.round
+    runners = (rounds.target, rounds.drafter.runner)
+    assert all(min(runner.rows.lengths[:2]) >= 19 for runner in runners)
+    monkeypatch.setattr(rounds.drafter.runner.backend.cache, "swap", None)
+    with pytest.raises(TypeError):
+        rounds.swap(0, 1)
+    assert [runner.rows.lengths[:2] for runner in runners] == [[0, 0]] * 2
+
+
+def test_an_error_in_the_release_of_a_request_is_not_raised_to_others(
+    pair: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, other = (Request([n], SamplingParams(1.0, seed=n), 30 if n else 5) for n in (1, 0))
+    (expected,) = decode(pair, [anew(mine)])
+    release = pair.scheduler.round.release
+
+    def breaking(request: Request, row: int) -> None:
+        release(request, row)
+        if request is other:
+            raise MemoryError
+
+    monkeypatch.setattr(pair.scheduler.round, "release", breaking)
+    pair.scheduler.add(other)
+    assert decode(pair, [mine]) == [expected]
+    assert other.finish_reason == "length" and len(pair.scheduler) == 0
+
+
 @pytest.mark.parametrize("where", ["swap", "resize"])
 def test_rows_that_are_broken_off_while_they_move(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Now and then, half done: texts are what they would have been, now and of prompts that begin alike."""

@@ -20,6 +20,9 @@ from specrun.sampling import Floats
 class RowDrafter(Protocol):
     """What every drafter does. A request has the same row as in the target's cache."""
 
+    def missing_bytes(self, requests: Sequence[Request], used: int) -> int:
+        """Host memory that ``admit`` would allocate for ``requests``, of which the first ``used`` have rows."""
+
     def admit(self, requests: Sequence[Request], first: int) -> None:
         """Give ``requests`` the rows from ``first`` on."""
 
@@ -41,6 +44,9 @@ class RowDrafter(Protocol):
     def swap(self, one: int, other: int) -> None:
         """Exchange two rows."""
 
+    def invalidate(self, row: int) -> None:
+        """Nobody knows what ``row`` holds: it counts as empty."""
+
     def release(self, request: Request, row: int) -> None:
         """``request`` has ended: its ``row`` is free."""
 
@@ -61,9 +67,6 @@ class Proposal:
 
 class Drafter(RowDrafter, Protocol):
     """Proposes on the host."""
-
-    def missing_bytes(self, requests: Sequence[Request], used: int) -> int:
-        """What ``admit`` would allocate for ``requests``, of which the first ``used`` have rows."""
 
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Proposal]:
         """At most ``counts[row]`` tokens each, which follow the tokens of the request in each row."""

@@ -50,6 +50,10 @@ class DeviceModelDrafter(CachedTexts[DeviceRunner]):
     def wake(self, row: int, request: Request) -> None:
         """See ``DeviceDrafter``. The round's rows are woken by the round."""
 
+    def missing_bytes(self, requests: Sequence[Request], used: int) -> int:
+        """See ``RowDrafter``. Its memory is the device's."""
+        return 0
+
     def lag(self, requests: Sequence[Request]) -> int:
         """See ``DeviceDrafter``."""
         lacks = self.runner.rows.num_uncached([request.tokens for request in requests], 0)

@@ -86,6 +86,9 @@ class NgramDrafter:
     def swap(self, one: int, other: int) -> None:
         """See ``Drafter``. Rows mean nothing here."""
 
+    def invalidate(self, row: int) -> None:
+        """See ``Drafter``."""
+
     def engine_time(self) -> tuple[float, int]:
         """See ``Drafter``."""
         return 0.0, 0

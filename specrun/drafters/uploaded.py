@@ -21,6 +21,7 @@ class UploadedDrafter:
 
     That is exact: a token that did not depend on the target's noise is accepted with its probability p, and what
     replaces it comes from p without it. A draft model's own probabilities would accept more, but are not uploaded.
+    A draft whose logits are not finite proposes no more tokens; the request goes on without.
     """
 
     def __init__(self, drafter: Drafter, rows: DeviceRows) -> None:
@@ -99,6 +100,14 @@ class UploadedDrafter:
     def swap(self, one: int, other: int) -> None:
         """See ``RowDrafter``."""
         self.drafter.swap(one, other)
+
+    def invalidate(self, row: int) -> None:
+        """See ``RowDrafter``."""
+        self.drafter.invalidate(row)
+
+    def missing_bytes(self, requests: Sequence[Request], used: int) -> int:
+        """See ``RowDrafter``."""
+        return self.drafter.missing_bytes(requests, used)
 
     def release(self, request: Request, row: int) -> None:
         """See ``RowDrafter``."""

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from specrun.drafters import RowDrafter
 from specrun.request import Request
 from specrun.runners.cached import AnyRunner, CachedTexts
+
+
+class Rows(Protocol):
+    """Something that requests have rows of."""
+
+    def swap(self, one: int, other: int) -> None:
+        """Exchange two rows."""
+
 
 AnyDrafter = TypeVar("AnyDrafter", bound=RowDrafter)
 
@@ -60,13 +68,25 @@ class CachedRound(Generic[AnyRunner, AnyDrafter]):
             self.drafter.cache_prefix(request, row)
 
     def swap(self, one: int, other: int) -> None:
-        """See ``Round``."""
-        self._texts.swap(one, other)
-        if self.drafter:
-            self.drafter.swap(one, other)
+        """See ``Round``. Where it fails half-way, both rows count as empty in every model."""
+        try:
+            for holder in self._row_holders():
+                holder.swap(one, other)
+        except BaseException:
+            for row in (one, other):
+                self._texts.invalidate(row)
+                if self.drafter:
+                    self.drafter.invalidate(row)
+            raise
 
     def release(self, request: Request, row: int) -> None:
         """See ``Round``."""
-        self._texts.release(request, row)
-        if self.drafter:
-            self.drafter.release(request, row)
+        try:
+            self._texts.release(request, row)
+        finally:
+            if self.drafter:
+                self.drafter.release(request, row)
+
+    def _row_holders(self) -> Sequence[Rows]:
+        """Everything that has rows."""
+        return [self._texts, self.drafter] if self.drafter else [self._texts]

@@ -17,10 +17,11 @@ from specrun.backends import DeviceBackend
 from specrun.devices import Device
 from specrun.drafters import DeviceDrafter, DraftProbs
 from specrun.errors import BackendError, SpecError
+from specrun.host_memory import SMALLER_CACHES, shortage
 from specrun.kernels import calls
 from specrun.kernels.layout import DISTRIBUTION
 from specrun.request import Outcome, Request
-from specrun.rounds.cached import CachedRound
+from specrun.rounds.cached import CachedRound, Rows
 from specrun.rounds.device_records import DeviceRecords
 from specrun.runners.capture import Captures
 from specrun.runners.device import DeviceRunner
@@ -101,8 +102,10 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
         if self.drafter:
             self.drafter.save_kernels()
 
-    def memory_shortage(self, requests: Sequence[Request], used: int) -> None:
-        """See ``Round``. Everything was allocated when the engines were opened."""
+    def memory_shortage(self, requests: Sequence[Request], used: int) -> SpecError | None:
+        """See ``Round``. All device memory was allocated when the engines were opened; a host drafter's cache grows."""
+        size = self.drafter.missing_bytes(requests, used) if self.drafter else 0
+        return shortage(f"the draft's caches for {len(requests)} requests", size, SMALLER_CACHES) if size else None
 
     def admit(self, requests: Sequence[Request], first: int) -> None:
         """See ``Round``."""
@@ -133,11 +136,6 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
         if self.drafter:
             self.drafter.observe(requests, outcomes, draft_len)
         return outcomes
-
-    def swap(self, one: int, other: int) -> None:
-        """See ``Round``."""
-        super().swap(one, other)
-        self.rows.swap(one, other)
 
     def close(self) -> None:
         """See ``Round``. Work ends before what it uses: captures, then engines, then memory and streams."""
@@ -195,6 +193,9 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
         )
         calls.log_probabilities(rows, logits=logits, records=records, found=logprobs)
         self._records.copy_to_host(batch, draft_len)
+
+    def _row_holders(self) -> Sequence[Rows]:
+        return [*super()._row_holders(), self.rows]
 
     def _wait(self, devices: Sequence[Device]) -> None:
         for device in devices:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from specrun.acceptance import accept_logits, accept_tokens, certain
 from specrun.drafters import Drafter, Proposal
 from specrun.errors import BackendError, SpecError, as_spec_error
-from specrun.host_memory import shortage
+from specrun.host_memory import SMALLER_CACHES, shortage
 from specrun.request import Outcome, Request, longest
 from specrun.rounds import EngineTimes
 from specrun.rounds.cached import CachedRound
@@ -52,8 +52,7 @@ class HostRound(CachedRound[ModelRunner, Drafter]):
         """See ``Round``."""
         size = self.target.missing_bytes(len(requests), longest(requests[used:], self.max_draft_len), used)
         size += self.drafter.missing_bytes(requests, used) if self.drafter else 0
-        advice = "ask for shorter outputs, or build with a smaller --max_batch_size"
-        return shortage(f"caches for {len(requests)} requests", size, advice) if size else None
+        return shortage(f"caches for {len(requests)} requests", size, SMALLER_CACHES) if size else None
 
     def admit(self, requests: Sequence[Request], first: int) -> None:
         """See ``Round``."""

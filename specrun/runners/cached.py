@@ -49,13 +49,12 @@ class CachedTexts(Generic[AnyRunner]):
         self.runner.rows.cache_prefix(row, request.tokens[:-1])
 
     def swap(self, one: int, other: int) -> None:
-        """Exchange two rows. Where that fails they hold nothing, because nobody knows what."""
-        try:
-            self.runner.rows.swap(one, other)
-        except BaseException:
-            for row in (one, other):
-                self.runner.rows.rewind(row, 0)
-            raise
+        """Exchange two rows."""
+        self.runner.rows.swap(one, other)
+
+    def invalidate(self, row: int) -> None:
+        """Nobody knows what ``row`` holds: it counts as empty."""
+        self.runner.rows.rewind(row, 0)
 
     def release(self, request: Request, row: int) -> None:
         """``request`` has ended: unless it failed, cache its text; then its ``row`` is free."""
