@@ -11,10 +11,6 @@ _SPARED = 0.05
 _MEMINFO, _GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
-SMALLER_CACHES = "ask for shorter outputs, or build with a smaller --max_batch_size"
-"""What to do where caches do not fit."""
-
-
 def free_memory() -> int | None:
     """Bytes that this process may still take: of the machine, and of its control group. None where nobody tells."""
     try:

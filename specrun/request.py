@@ -143,9 +143,9 @@ class Request:
         return not self.params.greedy and (default if self.use_logits is None else self.use_logits)
 
     def apply_penalties(self, logits: Floats, drafts: Sequence[int]) -> Floats:
-        """The logits [V] that follow the committed tokens and ``drafts``, with this request's penalties.
+        """The logits [V] after the committed tokens and ``drafts``, with this request's penalties and biases.
 
-        For requests that ``has_logits_processors``; the others' are what they are.
+        Only for a request that has logits processors.
         """
         length = len(self.tokens) - len(self.prompt) + len(drafts)
         forbidden = self.stop_ids if length < self.min_output_len else ()
@@ -216,6 +216,11 @@ class Request:
             elif self.timeout is not None and time.perf_counter() >= self.deadline:
                 self.finish_reason = "timeout"
         return self.finish_reason is not None
+
+
+def num_accepted(outcome: Outcome | SpecError) -> int:
+    """Draft tokens that were accepted; none of a request that failed."""
+    return 0 if isinstance(outcome, SpecError) else len(outcome.accepted)
 
 
 def longest(requests: Sequence[Request], max_draft_len: int) -> int:

@@ -166,16 +166,16 @@ class Scheduler:
         if self._closed:
             self._end_all()
             return
+        self._guard(self._step, own)
+
+    def _guard(self, work: Callable[[], None], own: Container[Request] | None) -> None:
+        """Raise an error of ``work`` where it fails one of ``own``, or nobody knows whom; None: raise all errors."""
         self._failed = ()
         try:
-            self._step()
+            work()
         except Exception:
-            if self._concerns(own):
+            if own is None or not self._failed or any(request in own for request in self._failed):
                 raise
-
-    def _concerns(self, own: Container[Request] | None) -> bool:
-        """Whether an error has failed one of ``own``, or nobody knows whom; None: all errors do."""
-        return own is None or not self._failed or any(request in own for request in self._failed)
 
     def _step(self) -> None:
         self._broken_off = True
@@ -188,14 +188,8 @@ class Scheduler:
 
     def _tidy(self, own: Container[Request]) -> None:
         """Free rows of what was cancelled when its listener left. An error is raised where it concerns ``own``."""
-        if self._broken_off:
-            return
-        self._failed = ()
-        try:
-            self._release()
-        except Exception:
-            if self._concerns(own):
-                raise
+        if not self._broken_off:
+            self._guard(self._release, own)
 
     def _end_all(self) -> None:
         """Fail what has not ended, and close the engines."""
@@ -218,7 +212,7 @@ class Scheduler:
                 self._free(row)
 
     def _free(self, row: int) -> None:
-        """The last row that decodes takes its place, and the last of all the place of that."""
+        """Free a row. The last decoding row moves there, and the last row of all to where that one was."""
         try:
             with _Failing(self, (self._rows[row],)):
                 self.round.release(self._rows[row], row)

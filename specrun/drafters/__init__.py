@@ -126,4 +126,4 @@ class DeviceDrafter(RowDrafter, Protocol):
         """Queue the part of drafting that is captured with the round, on the target's device."""
 
     def queue_behind(self, batch: int, draft_len: int, records: DeviceArray) -> None:
-        """Queue what another device must do after the round, which ``records`` [batch, 3 + draft_len] describe."""
+        """Queue what another device must do after the round, which ``records`` [batch, record_len] describe."""

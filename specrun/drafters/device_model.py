@@ -14,7 +14,7 @@ from specrun.drafters import DraftProbs
 from specrun.errors import SpecError
 from specrun.kernels import calls
 from specrun.kernels.layout import DISTRIBUTION, record_len
-from specrun.request import Outcome, Request
+from specrun.request import Outcome, Request, num_accepted
 from specrun.runners.cached import CachedTexts
 from specrun.runners.capture import Captures
 from specrun.runners.device import DeviceRunner
@@ -54,11 +54,6 @@ class DeviceModelDrafter(CachedTexts[DeviceRunner]):
         """See ``RowDrafter``. Its memory is the device's."""
         return 0
 
-    def lag(self, requests: Sequence[Request]) -> int:
-        """See ``DeviceDrafter``."""
-        lacks = self.runner.rows.num_uncached([request.tokens for request in requests], 0)
-        return max(0, max(lacks) - FIRST_DRAFT_STEP_LEN)
-
     def prepare(self, requests: Sequence[Request], draft_len: int) -> int:
         """See ``DeviceDrafter``. The draft reads what it has missed, up to what the first step feeds."""
         if draft_len:
@@ -84,8 +79,7 @@ class DeviceModelDrafter(CachedTexts[DeviceRunner]):
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
         """See ``DeviceDrafter``. The last draft token was not fed."""
         for row, (request, outcome) in enumerate(zip(requests, outcomes, strict=True) if draft_len else ()):
-            accepted = 0 if isinstance(outcome, SpecError) else len(outcome.accepted)
-            self.runner.rows.lengths[row] = len(request.tokens) + max(0, accepted - 1)
+            self.runner.rows.lengths[row] = len(request.tokens) + max(0, num_accepted(outcome) - 1)
 
     def close(self) -> None:
         """See ``DeviceDrafter``."""

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specrun.contract import FIRST_DRAFT_STEP_LEN
 from specrun.drafters import Proposal
 from specrun.errors import SpecError, as_spec_error
-from specrun.request import Outcome, Request, longest
+from specrun.request import Outcome, Request, longest, num_accepted
 from specrun.runners.cached import CachedTexts
 from specrun.runners.host import ModelRunner
 from specrun.sampling import Floats, Purpose, exponential_noise, gumbel_argmax, probabilities, sample
@@ -34,11 +33,6 @@ class ModelDrafter(CachedTexts[ModelRunner]):
         self.runner.reserve(first + len(requests), longest(requests, self._max_draft_len), first)
         super().admit(requests, first)
 
-    def lag(self, requests: Sequence[Request]) -> int:
-        """See ``Drafter``."""
-        lacks = self.runner.rows.num_uncached([request.tokens for request in requests], 0)
-        return max(0, max(lacks) - FIRST_DRAFT_STEP_LEN)
-
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Proposal]:
         """See ``Drafter``. What follows a prompt, a rejection or full acceptance takes the same path."""
         for row, request in enumerate(requests):
@@ -58,8 +52,7 @@ class ModelDrafter(CachedTexts[ModelRunner]):
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
         """See ``Drafter``. The cache is valid as far as the draft tokens were accepted."""
         for row, (request, outcome) in enumerate(zip(requests, outcomes, strict=True)):
-            accepted = 0 if isinstance(outcome, SpecError) else len(outcome.accepted)
-            self.runner.rows.rewind(row, len(request.tokens) + accepted)
+            self.runner.rows.rewind(row, len(request.tokens) + num_accepted(outcome))
 
     def engine_time(self) -> tuple[float, int]:
         """See ``Drafter``."""

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
 from specrun.drafters import RowDrafter
+from specrun.errors import SpecError
+from specrun.host_memory import shortage
 from specrun.request import Request
 from specrun.runners.cached import AnyRunner, CachedTexts
 
@@ -38,12 +40,19 @@ class CachedRound(Generic[AnyRunner, AnyDrafter]):
         if self.drafter:
             self.drafter.admit(requests, first)
 
+    def memory_shortage(self, requests: Sequence[Request], used: int) -> SpecError | None:
+        """See ``Round``."""
+        size = self._missing_bytes(requests, used)
+        size += self.drafter.missing_bytes(requests, used) if self.drafter else 0
+        advice = "ask for shorter outputs, or build with a smaller --max_batch_size"
+        return shortage(f"caches for {len(requests)} requests", size, advice) if size else None
+
     def should_wait_for_prefix(self, request: Request, others: Sequence[Request]) -> bool:
         """See ``Round``."""
         return self._texts.should_wait_for_prefix(request, others)
 
     def prefill(self, requests: Sequence[Request], first: int, draft: bool, chunked: bool) -> list[bool]:
-        """See ``Round``. All of them read equally much, so that a short one waits for no long one."""
+        """See ``Round``. Every prompt may read equally many tokens, so a short one does not wait for a long one."""
         drafter = self.drafter if draft else None
 
         def unread() -> list[int]:
@@ -86,6 +95,10 @@ class CachedRound(Generic[AnyRunner, AnyDrafter]):
         finally:
             if self.drafter:
                 self.drafter.release(request, row)
+
+    def _missing_bytes(self, requests: Sequence[Request], used: int) -> int:
+        """Host memory that ``admit`` would allocate for the target."""
+        return 0
 
     def _row_holders(self) -> Sequence[Rows]:
         """Everything that has rows."""

@@ -17,10 +17,9 @@ from specrun.backends import DeviceBackend
 from specrun.devices import Device
 from specrun.drafters import DeviceDrafter, DraftProbs
 from specrun.errors import BackendError, SpecError
-from specrun.host_memory import SMALLER_CACHES, shortage
 from specrun.kernels import calls
 from specrun.kernels.layout import DISTRIBUTION
-from specrun.request import Outcome, Request
+from specrun.request import Outcome, Request, num_accepted
 from specrun.rounds.cached import CachedRound, Rows
 from specrun.rounds.device_records import DeviceRecords
 from specrun.runners.capture import Captures
@@ -66,7 +65,7 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
         # Without a drafter acceptance does not look there.
         nothing = DraftProbs(self._target_distributions, runner.logits, 0, 0, runner.vocab)
         self._draft_probs = self.drafter.probs if self.drafter else nothing
-        self._devices = list({id(device): device for device in (self.device, *self._drafter_devices())}.values())
+        self._devices = list(dict.fromkeys((self.device, *(self.drafter.devices if self.drafter else ()))))
         self._captures = Captures(captures, [target, *(self.drafter.captured if self.drafter else ())])
         self.is_steady_state = False
 
@@ -102,11 +101,6 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
         if self.drafter:
             self.drafter.save_kernels()
 
-    def memory_shortage(self, requests: Sequence[Request], used: int) -> SpecError | None:
-        """See ``Round``. All device memory was allocated when the engines were opened; a host drafter's cache grows."""
-        size = self.drafter.missing_bytes(requests, used) if self.drafter else 0
-        return shortage(f"the draft's caches for {len(requests)} requests", size, SMALLER_CACHES) if size else None
-
     def admit(self, requests: Sequence[Request], first: int) -> None:
         """See ``Round``."""
         self.rows.begin(first, requests)
@@ -131,8 +125,7 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
         self._wait([self.device])
         outcomes = [self._records.outcome(row, request, draft_len) for row, request in enumerate(requests)]
         for row, (request, outcome) in enumerate(zip(requests, outcomes, strict=True)):
-            accepted = 0 if isinstance(outcome, SpecError) else len(outcome.accepted)
-            self.target.rows.lengths[row] = len(request.tokens) + accepted
+            self.target.rows.lengths[row] = len(request.tokens) + num_accepted(outcome)
         if self.drafter:
             self.drafter.observe(requests, outcomes, draft_len)
         return outcomes
@@ -203,6 +196,3 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
 
     def _models(self) -> list[DeviceRunner | DeviceDrafter]:
         return [self.target, self.drafter] if self.drafter else [self.target]
-
-    def _drafter_devices(self) -> Sequence[Device]:
-        return self.drafter.devices if self.drafter else ()

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from specrun.acceptance import accept_logits, accept_tokens, certain
 from specrun.drafters import Drafter, Proposal
 from specrun.errors import BackendError, SpecError, as_spec_error
-from specrun.host_memory import SMALLER_CACHES, shortage
 from specrun.request import Outcome, Request, longest
 from specrun.rounds import EngineTimes
 from specrun.rounds.cached import CachedRound
@@ -48,12 +47,6 @@ class HostRound(CachedRound[ModelRunner, Drafter]):
         draft = self.drafter.engine_time() if self.drafter else (0.0, 0)
         return EngineTimes(self.target.seconds, self.target.calls, *draft)
 
-    def memory_shortage(self, requests: Sequence[Request], used: int) -> SpecError | None:
-        """See ``Round``."""
-        size = self.target.missing_bytes(len(requests), longest(requests[used:], self.max_draft_len), used)
-        size += self.drafter.missing_bytes(requests, used) if self.drafter else 0
-        return shortage(f"caches for {len(requests)} requests", size, SMALLER_CACHES) if size else None
-
     def admit(self, requests: Sequence[Request], first: int) -> None:
         """See ``Round``."""
         self.target.reserve(first + len(requests), longest(requests, self.max_draft_len), first)
@@ -85,6 +78,9 @@ class HostRound(CachedRound[ModelRunner, Drafter]):
         if self.drafter:
             self.drafter.close()
 
+    def _missing_bytes(self, requests: Sequence[Request], used: int) -> int:
+        return self.target.missing_bytes(len(requests), longest(requests[used:], self.max_draft_len), used)
+
     def _propose(self, requests: Sequence[Request], draft_len: int) -> list[Proposal]:
         counts = [request.num_draft_tokens(draft_len) for request in requests]
         if self.drafter and any(counts):
@@ -103,7 +99,7 @@ class HostRound(CachedRound[ModelRunner, Drafter]):
     def _accept(self, request: Request, proposal: Proposal, logits: Floats) -> Outcome:
         """How many of the proposed tokens stand, and the token after them.
 
-        logits [g + 1, V] are the target's. Raises BackendError where they are not numbers.
+        logits [g + 1, V] are the target's. Raises BackendError where they are not finite.
         """
         params, position, drafts = request.params, len(request.tokens), proposal.tokens
         adjusted: Iterable[Floats] = logits
@@ -117,9 +113,8 @@ class HostRound(CachedRound[ModelRunner, Drafter]):
             uniforms = (uniform(params.seed, Purpose.ACCEPT, position + i) for i in range(len(drafts)))
             probs = proposal.probs or certain(drafts, logits.shape[1])
             accepted, weights = accept_logits(drafts, probs, target, uniforms)
-            next_token = gumbel_argmax(
-                weights, exponential_noise(params.seed, Purpose.TARGET, position + accepted, len(weights))
-            )
+            noise = exponential_noise(params.seed, Purpose.TARGET, position + accepted, len(weights))
+            next_token = gumbel_argmax(weights, noise)
         logprobs = None
         if request.logprobs is not None:
             chosen = zip(logits, (*drafts[:accepted], next_token), strict=False)

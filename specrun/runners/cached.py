@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
+from specrun.contract import FIRST_DRAFT_STEP_LEN
 from specrun.kv_cache.rows import CacheRows
 from specrun.request import Request
 
@@ -43,6 +44,10 @@ class CachedTexts(Generic[AnyRunner]):
     def prefill(self, requests: Sequence[Request], first: int, max_tokens: int) -> None:
         """Prefill at most ``max_tokens`` more tokens of each prompt."""
         self.runner.prefill([request.tokens[:-1] for request in requests], first, max_tokens)
+
+    def lag(self, requests: Sequence[Request]) -> int:
+        """Tokens of rows 0, 1, .. that a draft must read before its first step, which feeds the last ones."""
+        return max(0, max(self.runner.rows.num_uncached([r.tokens for r in requests], 0)) - FIRST_DRAFT_STEP_LEN)
 
     def cache_prefix(self, request: Request, row: int) -> None:
         """Keep what ``row`` holds for prompts that begin alike."""

@@ -1,4 +1,4 @@
-"""Work on a device that comes again and again, captured so that it is replayed as one piece."""
+"""Capture work that a device does again and again, and replay it as one piece."""
 
 from __future__ import annotations
 

@@ -39,15 +39,14 @@ class DeviceRows:
         self.vocab = vocab
         self.max_draft_len = max_draft_len
         self.use_logits = use_logits
-        rows = max_rows
-        self.tokens = device.zeros((rows, token_stride), np.int64)
-        self.progress = device.zeros((rows,), PROGRESS)
-        self.sampling = device.zeros((rows,), SAMPLING)
-        self.stop_ids = device.zeros((rows, MAX_STOP_IDS), np.int64)
-        self.barriers = device.zeros((rows * positions,), BARRIER)
+        self.tokens = device.zeros((max_rows, token_stride), np.int64)
+        self.progress = device.zeros((max_rows,), PROGRESS)
+        self.sampling = device.zeros((max_rows,), SAMPLING)
+        self.stop_ids = device.zeros((max_rows, MAX_STOP_IDS), np.int64)
+        self.barriers = device.zeros((max_rows * positions,), BARRIER)
         # How often tokens are in each row's text, and its biases: of rows whose logits are adjusted.
-        self.counts = device.zeros((rows, vocab), np.uint32)
-        self.biases = device.zeros((rows, MAX_BIASES), TOKEN_VALUE)
+        self.counts = device.zeros((max_rows, vocab), np.uint32)
+        self.biases = device.zeros((max_rows, MAX_BIASES), TOKEN_VALUE)
 
     def on(self, device: Device) -> DeviceRows:
         """Rows of the same sizes on another device, for a drafter there."""
