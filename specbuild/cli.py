@@ -51,6 +51,7 @@ def convert(model_dir: str, output_dir: Path, **options: Any) -> None:
 @click.option("--speculative_decoding_mode", type=click.Choice(get_args(SpeculativeMode)))
 @click.option("--max_draft_len", type=int, help="Draft tokens a target checks in one pass; implies the mode.")
 @click.option("--gather_generation_logits", is_flag=True, default=None, help="Allow the logits of every position.")
+@click.option("--compute_capabilities", metavar="86,89,..", help="GPUs of a TensorRT-RTX plan. Default: all that can.")
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Engines built side by side.")
 @click.option("--force", is_flag=True, help="Replace output directories that exist.")
 def engine(config_file: Path | None, workers: int, force: bool, **flags: Any) -> None:

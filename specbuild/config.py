@@ -34,6 +34,16 @@ class EngineOptions(Strict):
     speculative_decoding_mode: SpeculativeMode | None = None
     max_draft_len: int | None = Field(None, ge=0)
     gather_generation_logits: bool = False
+    compute_capabilities: tuple[int, ...] = ()
+    """The GPUs that a plan of TensorRT-RTX is for, as in 89; none: all that take the graph, from 80 on."""
+
+    @field_validator("compute_capabilities", mode="before")
+    @classmethod
+    def _numbers(cls, value: Any) -> Any:
+        parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+        if not parts or not all(re.fullmatch(r"\s*\d{2,3}\s*", str(part), re.ASCII) for part in parts):
+            raise ValueError("expected compute capabilities like 86,89,120")
+        return tuple(sorted({int(part) for part in parts}))
 
     @field_validator("device")
     @classmethod

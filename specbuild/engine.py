@@ -28,7 +28,7 @@ def build_engines(engines: list[EngineOptions], workers: int, force: bool, stage
             raise BuildConfigError(f"{options.output_dir}: is the checkpoint itself; choose another --output_dir")
         require_free(options.output_dir, force)
         _, notes = plan_build(options, checkpoint)
-        name, _, reason = choose(options.backend, options.device)
+        name, _, reason = choose(options.backend, options.device, options.compute_capabilities)
         stages.say(f"{options.output_dir}: backend {name}: {reason}")
         for note in notes:
             stages.say(f"{options.output_dir}: {note}")
@@ -49,7 +49,7 @@ def build_engines(engines: list[EngineOptions], workers: int, force: bool, stage
 def _load_compilers(engines: list[EngineOptions]) -> None:
     """Import every package that building the engines needs."""
     for options in engines:
-        name, _, _ = choose(options.backend, options.device)
+        name, _, _ = choose(options.backend, options.device, options.compute_capabilities)
         if name == "onnxruntime":
             import_package("onnxruntime")
 
@@ -58,7 +58,7 @@ def _needed_space(engines: list[EngineOptions], checkpoints: list[CheckpointConf
     """About how many bytes the engines will take beside each other in every output directory's parent."""
     needs: dict[Path, int] = {}
     for options, checkpoint in zip(engines, checkpoints, strict=True):
-        name, _, _ = choose(options.backend, options.device)
+        name, _, _ = choose(options.backend, options.device, options.compute_capabilities)
         # On the CPU 16-bit weights become float32.
         wider = name == "onnxruntime" and options.device != "cuda" and checkpoint.graph.dtype != "float32"
         parent = options.output_dir.absolute().parent
@@ -87,7 +87,7 @@ def _compile(
     work: Path,
     advance: Callable[[float], None],
 ) -> EngineConfig:
-    _, compiler, _ = choose(options.backend, options.device)
+    _, compiler, _ = choose(options.backend, options.device, options.compute_capabilities)
     compiled = compiler(options.checkpoint_dir, checkpoint.graph, build, work, advance)
     copied = tokenizer_files(options.checkpoint_dir)
     for file in copied:

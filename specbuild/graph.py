@@ -111,6 +111,8 @@ def widen_to_float32(model: ir.Model) -> None:
         if value.dtype in HALF:
             value.dtype = ir.DataType.FLOAT
     for node in list(graph):
+        if node.op_type == "DequantizeLinear":  # Its scales say what it gives.
+            node.attributes.pop("output_dtype", None)
         for attribute in list(node.attributes.values()):
             if attribute.name == "to" and attribute.as_int() in [int(t) for t in HALF]:
                 node.attributes["to"] = ir.AttrInt64("to", int(ir.DataType.FLOAT))

@@ -34,14 +34,22 @@ class Compiler(Protocol):
         """Compile the checkpoint directory's graph into ``output``; ``advance`` takes shares of 1."""
 
 
-def choose(backend: str, device: str | None = None) -> tuple[str, Compiler, str]:
+def choose(
+    backend: str, device: str | None = None, compute_capabilities: tuple[int, ...] = ()
+) -> tuple[str, Compiler, str]:
     """The backend's name, its compiler and why it was chosen. Raises BackendError when it is not usable here.
 
     device: ``cpu``, ``cuda``, ``cuda:1`` or None. Only onnxruntime has a choice; None is the CPU there. With ``cuda``
     auto is never the CPU. Only tensorrt's engines are for the GPU that has a number.
+    compute_capabilities: the GPUs that a plan of tensorrt_rtx is for, as in 89; only it has a choice.
     """
     kind, _, number = (device or "").partition(":")
-    found = _choose(backend, kind, int(number or 0))
+    found = _choose(backend, kind, int(number or 0), compute_capabilities)
+    if compute_capabilities and found[0] != "tensorrt_rtx":
+        raise BackendError(
+            f"--compute_capabilities: an engine of {found[0]} has no choice of GPUs; leave it out, or give --backend "
+            "tensorrt_rtx"
+        )
     if number and found[0] != "tensorrt":
         raise BackendError(
             f"--device {device}: an engine of {found[0]} is for no GPU in particular; give --device {kind} here, and "
@@ -50,7 +58,7 @@ def choose(backend: str, device: str | None = None) -> tuple[str, Compiler, str]
     return found
 
 
-def _choose(backend: str, device: str, gpu: int) -> tuple[str, Compiler, str]:
+def _choose(backend: str, device: str, gpu: int, capabilities: tuple[int, ...]) -> tuple[str, Compiler, str]:
     import_package("onnx")  # Before our modules that import it, so that Ctrl-C does not break it off.
     from specbuild.compilers import onnxruntime, tensorrt
 
@@ -79,7 +87,7 @@ def _choose(backend: str, device: str, gpu: int) -> tuple[str, Compiler, str]:
     if problem is not None:
         hint = "; --backend tensorrt_rtx compiles plans without a GPU" if backend == "tensorrt" else ""
         raise BackendError(f"--backend {backend}: {problem}{hint}")
-    return backend, tensorrt.Tensorrt(backend, gpu), "asked for"
+    return backend, tensorrt.Tensorrt(backend, gpu, capabilities), "asked for"
 
 
 def machine() -> str:

@@ -15,11 +15,14 @@ import onnx_ir as ir
 
 from specbuild import graph as graphs
 from specbuild.causal import drop_causal_masks
-from specbuild.compilers import Compiled, machine
+from specbuild.compilers import Compiled, cpu_forms, machine
 from specrun.backends.ort import session_options
 from specrun.dtypes import DTYPES
 from specrun.engine_dir import GRAPH_NAME, WEIGHTS_NAME, BackendInfo, BuildConfig, GraphInfo, Tensor
 from specrun.errors import BuildError
+
+_RECODED = "recoded.onnx"
+"""The checkpoint with weights in other codes, while it is compiled."""
 
 
 def compile_graph(
@@ -34,16 +37,24 @@ def compile_graph(
         graphs.widen_to_float32(model)
         notes.append(f"{graph.dtype} checkpoint: computed in float32 on the CPU")
         graph = graph.model_copy(update={"dtype": "float32"})
+    if recoded := cpu_forms.prepare(model):
+        notes += recoded
+        graphs.save(model, output / _RECODED)
+        model = ir.load(output / _RECODED)
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.optimized_model_filepath = str(output / GRAPH_NAME)
     options.add_session_config_entry("session.optimized_model_external_initializers_file_name", WEIGHTS_NAME)
     options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(checkpoint))
+    weights = output if recoded else checkpoint
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(weights))
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", cpu_forms.ACCURACY_LEVEL)
     advance(0.1)
     try:
         ort.InferenceSession(graphs.to_bytes(model), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime's exceptions share no base class.
         raise BuildError(f"{checkpoint}: ONNX Runtime refused the graph: {error}") from error
+    for path in output.glob(f"{_RECODED}*"):
+        path.unlink()
     advance(0.9)
     return Compiled(
         backend=BackendInfo(name="onnxruntime", version=ort.__version__, device="cpu", machine=machine()),

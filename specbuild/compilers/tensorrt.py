@@ -43,10 +43,11 @@ def why_unusable(name: str, gpu: int = 0) -> str | None:
 class Tensorrt:
     """The compiler for import name ``tensorrt`` or ``tensorrt_rtx``."""
 
-    def __init__(self, name: str, gpu: int = 0) -> None:
-        """gpu: the one that TensorRT's plans are for."""
+    def __init__(self, name: str, gpu: int = 0, capabilities: tuple[int, ...] = ()) -> None:
+        """gpu: the one that TensorRT's plans are for; capabilities: those of TensorRT-RTX's, if not all that can."""
         self.name: Any = name
         self.gpu = gpu
+        self.capabilities = capabilities
 
     def __call__(
         self, checkpoint: Path, graph: GraphInfo, build: BuildConfig, output: Path, advance: Callable[[float], None]
@@ -68,14 +69,15 @@ class Tensorrt:
         if self.name == "tensorrt":
             use_gpu(self.gpu)  # Its builder compiles for the GPU of the thread that makes it.
         model = ir.load(checkpoint / GRAPH_NAME)
+        capabilities = _capabilities(trt, model, self.capabilities)
         graphs.pin_cache_length(model, build.cache_length)
         if graph.dtype == "float32":  # TensorRT has no fused float32 attention.
             graphs.mark_decomposable(model)
         notes = []
-        built = _build(trt, checkpoint, model, graph, build, advance, interrupted, self.gpu)
+        built = _build(trt, checkpoint, model, graph, build, advance, interrupted, capabilities)
         if built.plan is None and graph.dtype != "float32" and graphs.mark_decomposable(model):
             # A refusal comes early: with TensorRT-RTX 1.7 after 0.3 s of 1.9 s (2 layers), 3.1 s of 8.5 s (16 layers).
-            built = _build(trt, checkpoint, model, graph, build, advance, interrupted, self.gpu)
+            built = _build(trt, checkpoint, model, graph, build, advance, interrupted, capabilities)
             notes = [_not_fused(graph)]
         log = built.log
         if built.plan is None:
@@ -91,7 +93,8 @@ class Tensorrt:
                 version=trt.__version__,
                 device="cuda",
                 machine=machine(),
-                compute_capabilities=built.capabilities,
+                compute_capabilities=[f"{number // 10}.{number % 10}" for number in capabilities]
+                or [compute_capability(self.gpu)],
             ),
             graph=graph,
             io=built.io,
@@ -106,7 +109,6 @@ class _Built(NamedTuple):
     plan: Any
     log: Any
     io: list[Tensor]
-    capabilities: list[str]
 
 
 def _build(
@@ -117,7 +119,7 @@ def _build(
     build: BuildConfig,
     advance: Callable[[float], None],
     interrupted: threading.Event,
-    gpu: int,
+    capabilities: list[int],
 ) -> _Built:
     """Run the builder on TensorRT's copy of the graph. Raises BuildError where its parser refuses."""
     log = _log(trt)
@@ -130,7 +132,10 @@ def _build(
     config = builder.create_builder_config()
     for profile in build.profiles:
         config.add_optimization_profile(_profile(builder, network, profile))
-    capabilities = _capabilities(config, gpu)
+    if capabilities:
+        config.num_compute_capabilities = len(capabilities)
+        for index, number in enumerate(capabilities):
+            config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{number}"), index)
     config.clear_flag(trt.BuilderFlag.TF32)  # float32 means float32.
     if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
         config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # Or the plan cannot be part of a CUDA graph.
@@ -139,7 +144,7 @@ def _build(
     plan = builder.build_serialized_network(network, config)
     if interrupted.is_set():
         raise KeyboardInterrupt
-    return _Built(plan, log, io, capabilities)
+    return _Built(plan, log, io)
 
 
 def _not_fused(graph: GraphInfo) -> str:
@@ -253,8 +258,35 @@ def _profile(builder: Any, network: Any, sizes: Profile) -> Any:
     return profile
 
 
-def _capabilities(config: Any, gpu: int) -> list[str]:
-    """Compute capabilities the plan is compiled for: those TensorRT-RTX lists, or those of ``gpu``."""
-    if not hasattr(config, "num_compute_capabilities"):
-        return [compute_capability(gpu)]
-    return [str(config.get_compute_capability(i)).rpartition(".")[2] for i in range(config.num_compute_capabilities)]
+_FIRST_CAPABILITY = {
+    ir.DataType.BFLOAT16: 80,
+    ir.DataType.INT4: 80,
+    ir.DataType.UINT4: 80,
+    ir.DataType.FLOAT8E4M3FN: 89,
+    ir.DataType.FLOAT4E2M1: 120,
+}
+"""The first compute capability of GPUs that have the type; see quantisation in docs/gpu.md."""
+_DEFAULT_FROM = 80
+"""Older GPUs are compiled for when they are asked for."""
+
+
+def _capabilities(trt: Any, model: ir.Model, wanted: tuple[int, ...]) -> list[int]:
+    """Compute capabilities to compile for: those wanted, or all that take the graph. [] where there is no choice.
+
+    Raises BuildError where one that is wanted is unknown or does not take the graph.
+    """
+    if not hasattr(trt, "ComputeCapability"):
+        return []
+    known = sorted(int(name[2:]) for name in trt.ComputeCapability.__members__ if name.startswith("SM"))
+    types = {value.dtype for value in model.graph.initializers.values() if value.dtype in _FIRST_CAPABILITY}
+    form = max(types, key=lambda kind: _FIRST_CAPABILITY[kind], default=None)
+    first = _FIRST_CAPABILITY[form] if form else 0
+    for number in wanted:
+        if number not in known:
+            names = ", ".join(map(str, known))
+            raise BuildError(f"--compute_capabilities {number}: {trt.__name__} {trt.__version__} knows {names}")
+        if form and number < first:
+            raise BuildError(
+                f"--compute_capabilities {number}: the weights are {form.name.lower()}, which GPUs have from {first} on"
+            )
+    return list(wanted) or [number for number in known if number >= max(first, _DEFAULT_FROM)]

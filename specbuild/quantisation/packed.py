@@ -36,8 +36,10 @@ class Packed:
     """As ``scales``, in the codes' type. None: zero."""
     block: int | None = None
     """Input channels that share a scale. None: all of them."""
-    global_scale: float | None = None
-    """What ``scales`` are to be multiplied by where they are float8 themselves (NVFP4)."""
+    axis: int = 1
+    """Which axis scales of one dimension run along. 0: every row has one (an embedding, [V, H])."""
+    global_scale: ir.TensorProtocol | None = None
+    """[]: what ``scales`` are to be multiplied by where they are float8 themselves (NVFP4)."""
     activation: Activation | None = None
     channel_order: npt.NDArray[np.int64] | None = None
     """[K]: row k of the weight belongs to this channel of the input (GPTQ's act-order). None: to channel k."""
@@ -47,13 +49,15 @@ class Packed:
     def __post_init__(self) -> None:
         """Raise ValueError where shapes contradict each other."""
         rows, columns = _shape(self.codes)
-        expected: list[tuple[int, ...]] = [(), (columns,)]
+        expected: list[tuple[int, ...]] = [(), ((rows, columns)[self.axis],)]
         if self.block is not None:
             expected = [(-(-rows // self.block), columns)]
         for name in ("scales", "zero_points"):
             tensor = getattr(self, name)
             if tensor is not None and _shape(tensor) not in expected:
-                raise ValueError(f"{name} of shape {_shape(tensor)}, expected {expected[-1]} beside codes {rows, columns}")
+                raise ValueError(
+                    f"{name} of shape {_shape(tensor)}, expected {expected[-1]} beside codes {rows, columns}"
+                )
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -68,25 +72,27 @@ class Packed:
 
     def dequantise(self) -> Floats:
         """The weight in float32 [K, N], rows in the order of the input's channels."""
-        scales = as_float32(self.scales) * np.float32(1 if self.global_scale is None else self.global_scale)
-        zero_points = None if self.zero_points is None else as_float32(self.zero_points)
-        if self.block is not None:
-            scales = np.repeat(scales, self.block, axis=0)[: self.shape[0]]
-            if zero_points is not None:
-                zero_points = np.repeat(zero_points, self.block, axis=0)[: self.shape[0]]
-        weight = as_float32(self.codes)
-        if zero_points is not None:
-            weight = weight - zero_points
-        weight = weight * scales
+        weight, scales = as_float32(self.codes), as_float32(self.scales)
+        if self.global_scale is not None:
+            scales = scales * as_float32(self.global_scale)
+        if self.zero_points is not None:
+            weight = weight - self._spread(as_float32(self.zero_points))
+        weight = weight * self._spread(scales)
         if self.channel_order is not None:
             weight = weight[np.argsort(self.channel_order)]
         if self.input_factors is not None:
             weight = weight * self.input_factors[:, None]
         return weight
 
+    def _spread(self, values: Floats) -> Floats:
+        """Scales or zero points so that they can be combined with the codes."""
+        if self.block is not None:
+            return np.repeat(values, self.block, axis=0)[: self.shape[0]]
+        return values[:, None] if values.ndim and self.axis == 0 else values
+
 
 def _shape(tensor: ir.TensorProtocol) -> tuple[Any, ...]:
-    return tuple(int(size) for size in tensor.shape)  # type: ignore[call-overload]
+    return tuple(int(size) for size in tensor.shape)  # type: ignore[arg-type]
 
 
 def as_float32(tensor: ir.TensorProtocol) -> Floats:

@@ -1,0 +1,159 @@
+"""Quantised weights in the forms that ONNX Runtime has fast operators for on a processor.
+
+ONNX Runtime itself makes MatMulNBits of a blocked DequantizeLinear in front of a product, and MatMulIntegerToFloat of
+a product whose both sides are dequantised. What it would leave slow, or refuse, is rewritten here first.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from specbuild.quantisation.packed import Floats, as_float32
+
+BLOCK = 128
+"""Input channels that share a scale in 8-bit weights that are made of float8."""
+ACCURACY_LEVEL = "4"
+"""Of MatMulNBits: activations in 8 bits too, with a scale for every block of every token."""
+FAST = ("MatMulNBits", "MatMulIntegerToFloat")
+"""What products with quantised weights must become."""
+_FLOATS = (ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT4E2M1)
+
+
+def prepare(model: ir.Model) -> list[str]:
+    """Rewrite the quantised parts of ``model``, which computes in float32, in place. Returns notes on recoded weights.
+
+    Recoded weights are tensors that are computed when they are read, and not in the files of ``model``.
+    """
+    recoded: Counter[str] = Counter()
+    read = functools.lru_cache(maxsize=1)(_recode)  # Codes and scales are written one after the other.
+    for node in list(model.graph):
+        if node.op_type == "QuantizeLinear":
+            _prepare_activation(model.graph, node)
+        elif node.op_type == "DequantizeLinear" and (weight := node.inputs[0]) is not None and weight.is_initializer():
+            if any(use.node.op_type == "DequantizeLinear" for use in node.outputs[0].uses()):
+                continue  # The scales of another.
+            if weight.dtype in _FLOATS:
+                recoded[weight.dtype.name.lower()] += 1
+                _replace_codes(model.graph, node, read)
+            for reader in [use.node for use in node.outputs[0].uses() if use.node.op_type == "Gather"]:
+                _look_up_codes(model.graph, node, reader)
+    return [f"{count} weights in {form}: 8-bit blocks on the CPU" for form, count in recoded.items()]
+
+
+def _prepare_activation(graph: ir.Graph, quantise: ir.Node) -> None:
+    """int8 with zero 0 becomes uint8 with zero 128, which is the same and has fast products; float8 stays dense."""
+    (use,) = quantise.outputs[0].uses()
+    zero = quantise.inputs[2]
+    if zero is None or zero.const_value is None:
+        raise ValueError(f"{quantise.name}: without a zero point")
+    if zero.dtype == ir.DataType.INT8:
+        name = "quantisation.zero_uint8"
+        if name not in graph.initializers:
+            tensor = ir.Tensor(np.array(128, np.uint8))
+            graph.initializers[name] = ir.Value(
+                name=name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor
+            )
+        for node in (quantise, use.node):
+            node.replace_input_with(2, graph.initializers[name])
+        quantise.outputs[0].dtype = ir.DataType.UINT8
+    elif zero.dtype in _FLOATS and quantise.inputs[0] is not None:
+        use.node.outputs[0].replace_all_uses_with(quantise.inputs[0])
+        graph.remove([use.node, quantise], safe=True)
+
+
+class _Weight(NamedTuple):
+    """A weight in float8 or float4; see ``Packed``."""
+
+    codes: ir.Value
+    scales: ir.Value
+    block: int
+    """0: one scale a column."""
+
+    @property
+    def is_float4(self) -> bool:
+        return self.codes.dtype == ir.DataType.FLOAT4E2M1
+
+
+_Recoded = tuple[npt.NDArray[np.int8], Floats]
+"""Codes [K, N] and scales [K / block, N]."""
+
+
+def _replace_codes(graph: ir.Graph, node: ir.Node, read: Callable[[_Weight], _Recoded]) -> None:
+    """Let ``node`` dequantise int8 blocks instead of float8 or float4. They are computed when they are written."""
+    codes, scales = node.inputs[0], node.inputs[1]
+    if codes is None or scales is None or codes.shape is None:
+        raise ValueError(f"{node.name}: without codes and scales")
+    own = node.attributes["block_size"].as_int() if "block_size" in node.attributes else 0
+    weight = _Weight(codes, scales, own)
+    block = own if weight.is_float4 else BLOCK
+    rows, columns = (int(size) for size in codes.shape)  # type: ignore[arg-type]
+    parts = (("int8", ir.DataType.INT8, rows), ("scales", ir.DataType.FLOAT, -(-rows // block)))
+    for index, (role, dtype, length) in enumerate(parts):
+
+        def part(index: int = index) -> ir.TensorProtocol:
+            return ir.tensor(read(weight)[index])
+
+        name, shape = f"{codes.name}.{role}", ir.Shape([length, columns])
+        lazy = ir.LazyTensor(part, dtype, shape, name=name)
+        value = ir.Value(name=name, type=ir.TensorType(dtype), shape=shape, const_value=lazy)
+        graph.initializers[name] = value
+        node.replace_input_with(index, value)
+    node.attributes["axis"] = ir.AttrInt64("axis", 0)
+    node.attributes["block_size"] = ir.AttrInt64("block_size", block)
+
+
+def _recode(weight: _Weight) -> _Recoded:
+    """In int8 blocks. All values of float4 are codes of int8, so that is exact; float8 is rounded once more."""
+    values, scales = _values(weight.codes), _values(weight.scales)
+    if weight.is_float4:  # 0, 0.5, 1, 1.5, 2, 3, 4, 6: twice as much is a whole number.
+        return (values * 2).astype(np.int8), scales / np.float32(2)
+    spread = np.repeat(scales, weight.block, axis=0)[: len(values)] if weight.block else scales
+    return _int8_blocks(values * spread, BLOCK)
+
+
+def _values(value: ir.Value) -> Floats:
+    """A constant, or the product of those that are dequantised to it."""
+    if value.const_value is not None:
+        return as_float32(value.const_value)
+    node = value.producer()
+    if node is None or node.op_type not in ("DequantizeLinear", "Cast"):
+        raise ValueError(f"{value.name}: not a constant")
+    return np.asarray(math.prod(_values(factor) for factor in node.inputs if factor is not None), np.float32)
+
+
+def _int8_blocks(weight: Floats, block: int) -> tuple[npt.NDArray[np.int8], Floats]:
+    """weight [K, N] -> codes [K, N] and scales [K / block, N]."""
+    rows = len(weight)
+    starts = np.arange(0, rows, block)
+    scales = np.maximum.reduceat(np.abs(weight), starts, axis=0) / np.float32(127)
+    scales[scales == 0] = 1
+    spread = np.repeat(scales, block, axis=0)[:rows]
+    return np.rint(weight / spread).astype(np.int8), scales.astype(np.float32)
+
+
+def _look_up_codes(graph: ir.Graph, dequantise: ir.Node, gather: ir.Node) -> None:
+    """Look up codes and scales of the tokens alone, instead of dequantising the whole table in every pass."""
+    codes, scales = dequantise.inputs[0], dequantise.inputs[1]
+    ids = gather.inputs[1]
+    if codes is None or scales is None or ids is None:
+        raise ValueError(f"{gather.name}: without a table")
+    rows = ir.node("Gather", [codes, ids], name=f"{gather.name}.codes")
+    wide = ir.node("Cast", [rows.outputs[0]], {"to": int(ir.DataType.FLOAT)}, name=f"{gather.name}.cast")
+    steps = ir.node("Gather", [scales, ids], name=f"{gather.name}.scales")
+    last = ir.node("Constant", [], {"value": ir.tensor([-1], ir.DataType.INT64)}, name=f"{gather.name}.last")
+    column = ir.node("Unsqueeze", [steps.outputs[0], last.outputs[0]], name=f"{gather.name}.column")
+    product = ir.node("Mul", [wide.outputs[0], column.outputs[0]], name=f"{gather.name}.product")
+    nodes = [rows, wide, steps, last, column, product]
+    for node in nodes:
+        node.outputs[0].name = node.name
+    ir.convenience.replace_nodes_and_values(graph, gather, [gather], nodes, [gather.outputs[0]], [product.outputs[0]])
+    if not dequantise.outputs[0].uses():
+        graph.remove(dequantise, safe=True)

@@ -1,0 +1,177 @@
+"""Quantised weights in the graph, as standard ONNX: DequantizeLinear in front of the product, [K, N].
+
+This is the form that ONNX Runtime makes MatMulNBits and MatMulIntegerToFloat of, and that TensorRT keeps packed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+
+from specbuild.quantisation.packed import Activation, Packed
+from specrun.errors import UnsupportedModelError
+
+_INT8_STEPS = 127
+"""Codes on each side of zero."""
+
+
+class Product(NamedTuple):
+    """A product of activations with a weight: MatMul, or Gemm with a bias."""
+
+    node: ir.Node
+    weight: ir.Value
+    transposed: bool
+    """The weight is [N, K], as torch's Linear keeps it, not [K, N]."""
+
+
+def products(model: ir.Model) -> list[Product]:
+    """The products whose weight is an initializer with two dimensions, in the order of the graph."""
+    found = []
+    for node in model.graph:
+        if node.op_type not in ("MatMul", "Gemm"):
+            continue
+        factor = node.inputs[1]
+        producer = factor.producer() if factor is not None else None
+        transpose = producer if producer is not None and producer.op_type == "Transpose" else None
+        weight = transpose.inputs[0] if transpose is not None else factor
+        if weight is not None and weight.is_initializer() and weight.shape is not None and len(weight.shape) == 2:
+            transposed = transpose is not None or bool(_attribute(node, "transB"))
+            found.append(Product(node, weight, transposed))
+    return found
+
+
+def embeddings(model: ir.Model, weight: ir.Value) -> list[ir.Node]:
+    """The Gathers that look rows of ``weight`` up."""
+    return [use.node for use in weight.uses() if use.node.op_type == "Gather" and use.idx == 0]
+
+
+def quantise_product(model: ir.Model, product: Product, packed: Packed) -> None:
+    """Let ``product`` multiply by ``packed``. The dense weight goes where nothing else reads it."""
+    node, dtype = product.node, product.weight.dtype
+    if dtype is None or node.inputs[0] is None:
+        raise ValueError(f"{node.name}: without an input or a dtype")
+    build = _Builder(model.graph, node, str(product.weight.name), dtype)
+    x, factor = node.inputs[0], None
+    if packed.input_factors is not None:
+        x = build.node("Mul", x, build.constant("input_factors", packed.input_factors))
+    if packed.channel_order is not None:
+        x = build.node("Gather", x, build.constant("channel_order", packed.channel_order), axis=-1)
+    if packed.activation is not None:
+        x, factor = _round_activation(build, x, packed.activation)
+    y = build.node("MatMul", x, build.dequantised(packed))
+    if factor is not None:
+        y = build.node("Mul", y, factor)
+    if node.op_type == "Gemm" and len(node.inputs) > 2 and node.inputs[2] is not None:
+        y = build.node("Add", y, node.inputs[2])
+    build.replace(y)
+    _drop_unused(model.graph, product.weight)
+
+
+def quantise_embedding(model: ir.Model, gather: ir.Node, packed: Packed) -> None:
+    """Let ``gather`` look rows of ``packed`` up, whose codes are [V, H] with one scale a row."""
+    weight = gather.inputs[0]
+    if weight is None or weight.dtype is None:
+        raise ValueError(f"{gather.name}: without a weight")
+    build = _Builder(model.graph, gather, f"{weight.name}.embedding", weight.dtype)
+    gather.replace_input_with(0, build.dequantised(packed))
+    build.insert()
+    _drop_unused(model.graph, weight)
+
+
+def _round_activation(build: _Builder, x: ir.Value, activation: Activation) -> tuple[ir.Value, ir.Value | None]:
+    """``x`` rounded, and what its product is to be multiplied by."""
+    if activation.form == "int8" and activation.scale is None:
+        # Every token is divided by its largest value, so that one constant scale serves all of them.
+        largest = build.node("ReduceMax", build.node("Abs", x), build.shared("last_axis", np.array([-1])), keepdims=1)
+        largest = build.node("Max", largest, build.shared("smallest", _smallest(build.dtype)))
+        steps, codes = build.shared("int8_step", 1 / _INT8_STEPS), ir.DataType.INT8
+        x = build.node("Div", x, largest)
+    elif activation.scale is not None and activation.form in ("int8", "float8"):
+        largest, steps = None, build.constant("activation_scale", activation.scale)
+        codes = ir.DataType.INT8 if activation.form == "int8" else ir.DataType.FLOAT8E4M3FN
+    else:
+        raise UnsupportedModelError(f"activations in {activation.form} without a scale have no standard ONNX form")
+    zero = build.tensor("quantisation.zero_" + codes.name.lower(), ir.tensor(np.zeros((), codes.numpy()), dtype=codes))
+    return build.node("DequantizeLinear", build.node("QuantizeLinear", x, steps, zero), steps, zero), largest
+
+
+def _smallest(dtype: ir.DataType) -> float:
+    """A divisor for tokens that are zero throughout: the smallest normal number of ``dtype``."""
+    return 2.0**-14 if dtype == ir.DataType.FLOAT16 else 2.0**-126
+
+
+class _Builder:
+    """Makes nodes that take the place of one node, or stand in front of it."""
+
+    def __init__(self, graph: ir.Graph, old: ir.Node, name: str, dtype: ir.DataType) -> None:
+        self.graph, self.old, self.name, self.dtype = graph, old, name, dtype
+        self.nodes: list[ir.Node] = []
+
+    def node(self, op_type: str, *inputs: ir.Value, dtype: ir.DataType | None = None, **attributes: Any) -> ir.Value:
+        made = ir.node(op_type, inputs, attributes, name=f"{self.name}.{len(self.nodes)}.{op_type}")
+        value = made.outputs[0]
+        value.name, value.dtype = made.name, dtype or self.dtype
+        self.nodes.append(made)
+        return value
+
+    def dequantised(self, packed: Packed) -> ir.Value:
+        """The packed weight behind DequantizeLinear, in the graph's dtype."""
+        scales = self.own("scales", packed.scales)
+        if packed.global_scale is not None:
+            scales = self.node("DequantizeLinear", scales, self.own("global_scale", packed.global_scale))
+        inputs = [self.own("codes", packed.codes), scales]
+        if packed.zero_points is not None:
+            inputs.append(self.own("zero_points", packed.zero_points))
+        attributes: dict[str, Any] = {"axis": packed.axis}
+        if packed.block is not None:
+            attributes = {"axis": 0, "block_size": packed.block}
+        if scales.dtype != self.dtype:
+            attributes["output_dtype"] = int(self.dtype)
+        return self.node("DequantizeLinear", *inputs, **attributes)
+
+    def own(self, role: str, tensor: ir.TensorProtocol) -> ir.Value:
+        """An initializer of this weight."""
+        return self.tensor(f"{self.name}.{role}", tensor)
+
+    def constant(self, role: str, array: Any) -> ir.Value:
+        """A constant of this weight: floats in the graph's dtype, integers as they are."""
+        return self.own(role, self._constant(array))
+
+    def shared(self, role: str, array: Any) -> ir.Value:
+        """A constant that is the same for all weights."""
+        return self.tensor(f"quantisation.{role}", self._constant(array))
+
+    def tensor(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
+        """An initializer; one that is there already under this name is the same."""
+        if name not in self.graph.initializers:
+            value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor)  # type: ignore[arg-type]
+            self.graph.initializers[name] = value
+        return self.graph.initializers[name]
+
+    def _constant(self, array: Any) -> ir.TensorProtocol:
+        array = np.asarray(array)
+        return ir.tensor(array if array.dtype.kind == "i" else array.astype(self.dtype.numpy()))
+
+    def insert(self) -> None:
+        """Put the nodes in front of the old one."""
+        self.graph.insert_before(self.old, self.nodes)
+
+    def replace(self, value: ir.Value) -> None:
+        """Put the nodes in the old one's place; ``value`` is read instead of its output."""
+        factor = self.old.inputs[1].producer() if self.old.inputs[1] is not None else None
+        ir.convenience.replace_nodes_and_values(
+            self.graph, self.old, [self.old], self.nodes, [self.old.outputs[0]], [value]
+        )
+        if factor is not None and not factor.outputs[0].uses():
+            self.graph.remove(factor, safe=True)
+
+
+def _drop_unused(graph: ir.Graph, weight: ir.Value) -> None:
+    if not weight.uses() and weight.name is not None:
+        graph.initializers.pop(weight.name, None)
+
+
+def _attribute(node: ir.Node, name: str) -> int:
+    return node.attributes[name].as_int() if name in node.attributes else 0
