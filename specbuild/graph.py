@@ -124,6 +124,21 @@ def widen_to_float32(model: ir.Model) -> None:
             _cast_uses(graph, weight)
 
 
+def drop_activation_rounding(model: ir.Model, codes: ir.DataType | None = None) -> None:
+    """Let activations pass unrounded where QuantizeLinear and DequantizeLinear follow each other.
+
+    codes: only where the codes have this type.
+    """
+    for quantise in [node for node in model.graph if node.op_type == "QuantizeLinear"]:
+        x, zero = quantise.inputs[0], quantise.inputs[2]
+        if x is None or zero is None or codes not in (None, zero.dtype):
+            continue
+        for use in list(quantise.outputs[0].uses()):
+            use.node.outputs[0].replace_all_uses_with(x)
+            model.graph.remove(use.node, safe=True)
+        model.graph.remove(quantise, safe=True)
+
+
 def slice_products(model: ir.Model, elements: int) -> None:
     """Multiply by weights of more than ``elements`` in slices, so that casting or transposing one copies a slice only.
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from specbuild import graph as graphs
 from specbuild.quantisation.packed import Floats, as_float32
 
 BLOCK = 128
@@ -34,6 +35,7 @@ def prepare(model: ir.Model) -> list[str]:
     """
     recoded: Counter[str] = Counter()
     read = functools.lru_cache(maxsize=1)(_recode)  # Codes and scales are written one after the other.
+    graphs.drop_activation_rounding(model, ir.DataType.FLOAT8E4M3FN)  # It has no fast products.
     for node in list(model.graph):
         if node.op_type == "QuantizeLinear":
             _prepare_activation(model.graph, node)
@@ -49,7 +51,7 @@ def prepare(model: ir.Model) -> list[str]:
 
 
 def _prepare_activation(graph: ir.Graph, quantise: ir.Node) -> None:
-    """int8 with zero 0 becomes uint8 with zero 128, which is the same and has fast products; float8 stays dense."""
+    """int8 with zero 0 becomes uint8 with zero 128, which is the same and has fast products."""
     (use,) = quantise.outputs[0].uses()
     zero = quantise.inputs[2]
     if zero is None or zero.const_value is None:
@@ -64,9 +66,6 @@ def _prepare_activation(graph: ir.Graph, quantise: ir.Node) -> None:
         for node in (quantise, use.node):
             node.replace_input_with(2, graph.initializers[name])
         quantise.outputs[0].dtype = ir.DataType.UINT8
-    elif zero.dtype in _FLOATS and quantise.inputs[0] is not None:
-        use.node.outputs[0].replace_all_uses_with(quantise.inputs[0])
-        graph.remove([use.node, quantise], safe=True)
 
 
 class _Weight(NamedTuple):

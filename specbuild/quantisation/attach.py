@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
+from specbuild.quantisation.dense import PackedModel
 from specbuild.quantisation.packed import Activation, Packed
 from specrun.errors import UnsupportedModelError
 
@@ -42,9 +43,20 @@ def products(model: ir.Model) -> list[Product]:
     return found
 
 
-def embeddings(model: ir.Model, weight: ir.Value) -> list[ir.Node]:
-    """The Gathers that look rows of ``weight`` up."""
-    return [use.node for use in weight.uses() if use.node.op_type == "Gather" and use.idx == 0]
+def attach(model: ir.Model, packed: PackedModel, prefix: str) -> None:
+    """Put quantised weights into ``model``, as the exporter leaves it, in place of the dense ones.
+
+    prefix: what the exporter puts in front of parameters' names.
+    """
+    # Found before anything changes: a tied weight vanishes with its last reader.
+    lookups = [node for node in model.graph if node.op_type == "Gather"]
+    for product in products(model):
+        if weight := packed.products.get(str(product.weight.name).removeprefix(prefix)):
+            quantise_product(model, product, weight)
+    for node in lookups:
+        table = node.inputs[0]
+        if table is not None and (rows := packed.tables.get(str(table.name).removeprefix(prefix))):
+            quantise_embedding(model, node, rows)
 
 
 def quantise_product(model: ir.Model, product: Product, packed: Packed) -> None:

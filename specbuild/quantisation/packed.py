@@ -70,31 +70,34 @@ class Packed:
         """Bytes of all tensors together."""
         return sum(tensor.nbytes for tensor in (self.codes, self.scales, self.zero_points) if tensor is not None)
 
-    def dequantise(self) -> Floats:
-        """The weight in float32 [K, N], rows in the order of the input's channels."""
-        weight, scales = as_float32(self.codes), as_float32(self.scales)
+    def dequantise(self, columns: slice = slice(None)) -> Floats:
+        """The weight, or some columns, in float32 [K, N], rows in the order of the input's channels."""
+        weight, scales = as_float32(self.codes, columns), self._spread(self.scales, columns)
         if self.global_scale is not None:
             scales = scales * as_float32(self.global_scale)
         if self.zero_points is not None:
-            weight = weight - self._spread(as_float32(self.zero_points))
-        weight = weight * self._spread(scales)
+            weight = weight - self._spread(self.zero_points, columns)
+        weight = weight * scales
         if self.channel_order is not None:
             weight = weight[np.argsort(self.channel_order)]
         if self.input_factors is not None:
             weight = weight * self.input_factors[:, None]
         return weight
 
-    def _spread(self, values: Floats) -> Floats:
-        """Scales or zero points so that they can be combined with the codes."""
+    def _spread(self, tensor: ir.TensorProtocol, columns: slice) -> Floats:
+        """Scales or zero points so that they can be combined with codes."""
         if self.block is not None:
-            return np.repeat(values, self.block, axis=0)[: self.shape[0]]
-        return values[:, None] if values.ndim and self.axis == 0 else values
+            return np.repeat(as_float32(tensor, columns), self.block, axis=0)[: self.shape[0]]
+        if self.axis == 0:
+            return as_float32(tensor)[:, None]
+        return as_float32(tensor, columns) if len(_shape(tensor)) else as_float32(tensor)
 
 
 def _shape(tensor: ir.TensorProtocol) -> tuple[Any, ...]:
     return tuple(int(size) for size in tensor.shape)  # type: ignore[arg-type]
 
 
-def as_float32(tensor: ir.TensorProtocol) -> Floats:
-    """The values of ``tensor`` in float32, which holds every code and scale exactly."""
-    return np.asarray(tensor.numpy()).astype(np.float32)
+def as_float32(tensor: ir.TensorProtocol, columns: slice = slice(None)) -> Floats:
+    """The values of ``tensor``, or some along its last axis, in float32, which holds every code and scale exactly."""
+    values = np.asarray(tensor.numpy())
+    return (values[..., columns] if values.ndim else values).astype(np.float32)

@@ -7,8 +7,8 @@ rounded at a time, so the memory beside the result stays small for every size of
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -26,6 +26,20 @@ _FLOAT4_BOUNDS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 """Between the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6."""
 
 
+class Rows(Protocol):
+    """A weight [N, K] that is read some rows at a time; a torch tensor is one."""
+
+    @property
+    def shape(self) -> Any:
+        """[N, K]"""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parts."""
+
+    def __getitem__(self, rows: slice) -> torch.Tensor: ...
+
+
 class Rounded(NamedTuple):
     """Codes [K, N] and scales [K / block, N], in the types of numpy and ml_dtypes."""
 
@@ -33,13 +47,19 @@ class Rounded(NamedTuple):
     scales: npt.NDArray[Any]
 
 
-def global_scale(weight: torch.Tensor) -> float:
-    """What float4's scales are to be multiplied by, so that they fit into float8: as the weight stores it."""
-    unit = (weight.abs().amax().float() / (_FLOAT4_MAX * _FLOAT8_MAX)).to(weight.dtype)
-    return float(unit) or 1.0
+def global_scale(weight: Rows) -> float:
+    """What float4's scales are to be multiplied by, so that they fit into float8; rounded to the weight's dtype."""
+    largest = torch.stack([weight[rows].abs().amax().float() for rows in _slices(weight)]).amax()
+    return float((largest / (_FLOAT4_MAX * _FLOAT8_MAX)).to(weight.dtype)) or 1.0
 
 
-def round_weight(weight: torch.Tensor, form: CodeForm, block: int) -> Rounded:
+def _slices(weight: Rows) -> Iterator[slice]:
+    channels, inputs = weight.shape
+    step = max(1, _AT_A_TIME // inputs)
+    return (slice(start, min(start + step, channels)) for start in range(0, channels, step))
+
+
+def round_weight(weight: Rows, form: CodeForm, block: int) -> Rounded:
     """weight [N, K] in ``form``, one scale for ``block`` input channels of an output channel (K: for all of them).
 
     Scales have the weight's dtype; those of float4 are float8 e4m3, to be multiplied by ``global_scale``.
@@ -53,9 +73,7 @@ def round_weight(weight: torch.Tensor, form: CodeForm, block: int) -> Rounded:
     scale_type = torch.float8_e4m3fn if form == "float4" else weight.dtype
     codes = np.empty((inputs, channels), kind)
     scales = torch.empty((inputs // block, channels))
-    step = max(1, _AT_A_TIME // inputs)
-    for start in range(0, channels, step):
-        own = slice(start, start + step)
+    for own in _slices(weight):
         groups = weight[own].float().reshape(-1, block) / unit
         own_codes, own_scales = rounded(groups, scale_type)
         codes[:, own] = _cast(own_codes.reshape(-1, inputs).numpy(), kind).T
@@ -79,9 +97,12 @@ def _int4(groups: torch.Tensor, scale_type: torch.dtype) -> _Groups:
     tried = torch.stack([_stored(largest / -8 * share, scale_type) for share in _SHRUNK])
 
     def codes(scales: torch.Tensor) -> torch.Tensor:
-        return (groups / scales[:, None]).round().clamp(-8, 7)
+        return (groups / scales[:, None]).round_().clamp_(-8, 7)
 
-    errors = torch.stack([(codes(scales) * scales[:, None] - groups).square().sum(dim=1) for scales in tried])
+    def error(scales: torch.Tensor) -> torch.Tensor:
+        return codes(scales).mul_(scales[:, None]).sub_(groups).square_().sum(dim=1)
+
+    errors = torch.stack([error(scales) for scales in tried])
     scales = tried.gather(0, errors.argmin(dim=0, keepdim=True)).squeeze(0)
     return codes(scales).to(torch.int8), scales
 
