@@ -2,6 +2,11 @@
 
 A drafter owns what it knows of each request: its cache and how far it has read, or an index of the text. A round drives
 one target and one drafter.
+
+A draft that fails never fails a request, because the target can write the text alone. Where a drafter cannot propose a
+token for one request, for example because its logits are not finite, it calls ``Request.stop_drafting``. The tokens
+that it proposed before stand for acceptance, and it proposes nothing more for that request. An exception is different:
+like every error in a step, it fails all requests of the step.
 """
 
 from __future__ import annotations
@@ -61,8 +66,6 @@ class Proposal:
     tokens: list[int] = field(default_factory=list)
     probs: list[Floats] = field(default_factory=list)
     """[g, V]: what the tokens were drawn from, only where acceptance needs it. Empty: each token was certain."""
-    error: SpecError | None = None
-    """Why nothing more is proposed, and the request fails: the draft's logits are not finite, say."""
 
 
 class Drafter(RowDrafter, Protocol):

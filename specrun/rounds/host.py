@@ -89,8 +89,6 @@ class HostRound(CachedRound[ModelRunner, Drafter]):
 
     def _outcome(self, request: Request, proposal: Proposal, logits: Floats) -> Outcome | SpecError:
         """``_accept``, or what went wrong with this request alone."""
-        if proposal.error:
-            return proposal.error
         try:
             return self._accept(request, proposal, logits)
         except Exception as error:

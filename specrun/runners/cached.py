@@ -45,10 +45,6 @@ class CachedTexts(Generic[AnyRunner]):
         """Prefill at most ``max_tokens`` more tokens of each prompt."""
         self.runner.prefill([request.tokens[:-1] for request in requests], first, max_tokens)
 
-    def lag(self, requests: Sequence[Request]) -> int:
-        """Tokens of rows 0, 1, .. that a draft must read before its first step, which feeds the last ones."""
-        return max(0, max(self.runner.rows.num_uncached([r.tokens for r in requests], 0)) - FIRST_DRAFT_STEP_LEN)
-
     def cache_prefix(self, request: Request, row: int) -> None:
         """Keep what ``row`` holds for prompts that begin alike."""
         self.runner.rows.cache_prefix(row, request.tokens[:-1])
@@ -62,9 +58,24 @@ class CachedTexts(Generic[AnyRunner]):
         self.runner.rows.rewind(row, 0)
 
     def release(self, request: Request, row: int) -> None:
-        """``request`` has ended: unless it failed, cache its text; then its ``row`` is free."""
-        if request.error is None:
+        """``request`` has ended: cache its text unless the model failed on it. Then its ``row`` is free."""
+        if not self._failed(request):
             self.cache_prefix(request, row)
         else:
             self.runner.rows.cache.clear(row)  # What is not finite would spread to the row's next text.
         self.runner.rows.rewind(row, 0)
+
+    def _failed(self, request: Request) -> bool:
+        """Whether the row of ``request`` may hold what is not finite."""
+        return request.error is not None
+
+
+class CachedDraft(CachedTexts[AnyRunner]):
+    """What a draft model's cache holds."""
+
+    def lag(self, requests: Sequence[Request]) -> int:
+        """Tokens of rows 0, 1, .. that the draft must read before its first step, which feeds the last ones."""
+        return max(0, max(self.runner.rows.num_uncached([r.tokens for r in requests], 0)) - FIRST_DRAFT_STEP_LEN)
+
+    def _failed(self, request: Request) -> bool:
+        return request.draft_error is not None or super()._failed(request)

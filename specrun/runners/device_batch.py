@@ -62,19 +62,23 @@ class DeviceRows:
     def begin(self, first: int, requests: Sequence[Request]) -> None:
         """Write down the first state of the rows from ``first`` on, which rest until ``wake``."""
         tokens = np.zeros((len(requests), self.token_stride), np.int64)
-        progress, sampling = np.zeros(len(requests), PROGRESS), np.zeros(len(requests), SAMPLING)
+        progress = np.zeros(len(requests), PROGRESS)
         stop_ids = np.zeros((len(requests), MAX_STOP_IDS), np.int64)
         for row, request in enumerate(requests):
             tokens[row, : len(request.tokens)] = request.tokens
             progress[row] = (len(request.tokens), 0)
-            sampling[row] = _sampling(request, self.max_draft_len, self.use_logits)
             stop_ids[row, : len(request.stop_ids)] = sorted(request.stop_ids)
-        written = (self.tokens, tokens), (self.progress, progress), (self.sampling, sampling), (self.stop_ids, stop_ids)
-        for array, values in written:
+        for array, values in (self.tokens, tokens), (self.progress, progress), (self.stop_ids, stop_ids):
             self._write(array, first, values)
+        self.write_sampling(first, requests)
         for row, request in enumerate(requests, first):
             if request.has_logits_processors:
                 self._write_penalties(row, request)
+
+    def write_sampling(self, first: int, requests: Sequence[Request]) -> None:
+        """Write down how the rows from ``first`` on choose their tokens. A row whose draft has failed drafts none."""
+        values = [_sampling(request, self.max_draft_len, self.use_logits) for request in requests]
+        self._write(self.sampling, first, np.array(values, SAMPLING))
 
     def wake(self, row: int, request: Request) -> None:
         """Let rounds work on ``row``: its prompt has been read."""
@@ -103,6 +107,10 @@ class DeviceRows:
 def _sampling(request: Request, draft_len: int, use_logits: bool) -> tuple[float, ...]:
     """A request's SAMPLING."""
     params = request.params
+    if request.draft_error:
+        draft_len = 0
+    elif request.draft_len is not None:
+        draft_len = min(request.draft_len, draft_len)
     temperature = 0 if params.greedy else min(max(params.temperature, 1e-37), 1e38)  # In float32 neither 0 nor inf.
     return (
         params.seed or 0,  # A request's parameters always have one.
@@ -111,7 +119,7 @@ def _sampling(request: Request, draft_len: int, use_logits: bool) -> tuple[float
         min(params.top_k, MAX_VOCAB),
         params.min_p,
         request.accepts_by_logits(use_logits),
-        draft_len if request.draft_len is None else min(request.draft_len, draft_len),
+        draft_len,
         params.repetition_penalty,
         params.presence_penalty,
         params.frequency_penalty,
