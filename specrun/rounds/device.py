@@ -27,7 +27,7 @@ from specrun.runners.device import DeviceRunner
 from specrun.runners.device_batch import DeviceRows
 
 MakeDrafter = Callable[[DeviceRows], DeviceDrafter]
-"""Makes the drafter of a round. Its argument are the round's rows."""
+"""Makes the drafter of a round from the round's rows."""
 
 
 class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
@@ -130,9 +130,9 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
         return outcomes
 
     def close(self) -> None:
-        """See ``Round``. Frees in the order of use: captures, then engines, then memory and streams."""
+        """See ``Round``. Captures are freed before the engines in them, and engines before memory and streams."""
         for device in self._devices:
-            with suppress(BackendError):  # After a failed round nothing is running.
+            with suppress(BackendError):  # After a failed round there is no work to wait for.
                 device.wait()
         self._captures.clear()
         self.target.backend.close()

@@ -156,16 +156,15 @@ def _open_on_gpus(
             blocks = min(blocks, blocks_that_fit(free, config.kv_cache_free_gpu_memory_fraction, own))
         round_.allocate_pools(blocks)
     except BaseException as error:
-        traceback.clear_frames(
-            error.__traceback__
-        )  # Frames hold execution contexts, which must be freed before engines.
+        # The traceback's frames hold execution contexts, which must be freed before engines.
+        traceback.clear_frames(error.__traceback__)
         round_.close()
         raise
     return round_
 
 
 def _open_devices(engines: list[Engine], opened: ExitStack) -> dict[int, CudaDevice]:
-    """The GPUs of ``engines`` by number. Two GPUs can read each other's memory, where the hardware allows it."""
+    """The GPUs of ``engines`` by number. Two GPUs reach each other's memory, where the hardware allows it."""
     devices: dict[int, CudaDevice] = {}
     for engine in engines:
         if engine.gpu not in devices:

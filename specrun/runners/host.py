@@ -64,7 +64,7 @@ class ModelRunner:
         self.backend = backend
         self.rows = CacheRows(backend.cache)
         self.seconds = 0.0
-        """Spent in the engine so far."""
+        """Time spent in the engine so far."""
         self.calls = 0
 
     @property
@@ -96,7 +96,7 @@ class ModelRunner:
         cache, length = self.backend.cache, -(-length // _LENGTH_STEP) * _LENGTH_STEP
         if not used:
             return num_rows, length
-        if num_rows > cache.rows:  # Growing moves all rows, so it at least doubles them.
+        if num_rows > cache.rows:  # Growing moves all rows, so their number at least doubles.
             num_rows = max(num_rows, min(2 * cache.rows, self.backend.config.build_config.max_batch_size))
         return max(num_rows, cache.rows), max(length, cache.length)
 
@@ -115,7 +115,7 @@ class ModelRunner:
         """Feed the tokens of rows 0, 1, .. that the cache lacks. Returns the logits of the last ones.
 
         token_ids: each row's whole text. drafts: the draft tokens behind it. num_logits: the logits of so many last
-        tokens of each row are wanted, at most of as many as are fed. Returns float32 [B, max(num_logits), V]; of row r
+        tokens of each row are wanted, and no more than are fed. Returns float32 [B, max(num_logits), V]; of row r
         the first num_logits[r] are valid. The next call overwrites them.
         Long inputs are fed in chunks of at most max_input_len tokens. The last chunk has the last tokens of all rows.
         """
