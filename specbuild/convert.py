@@ -31,7 +31,7 @@ class ConvertOptions:
     """What ``specbuild convert`` was asked for."""
 
     model: str
-    output_dir: Path
+    output_dir: str | Path
     dtype: str = "auto"
     max_seq_len: int | None = None
     revision: str | None = None
@@ -46,18 +46,19 @@ def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
     for package in ("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_ir", *verifying):
         if importlib.util.find_spec(package) is None:  # Importing them would take seconds, before bad input is told.
             raise ModuleNotFoundError(f"no module named {package}", name=package)
-    require_free(options.output_dir, options.force)
+    output_dir = Path(options.output_dir)
+    require_free(output_dir, options.force)
     with stages.stage("check checkpoint"):
         source = locate(options.model, options.revision)
         hf_config = read_model_config(source, options.trust_remote_code)
         weights = check_weights(source)
         require_layers(source, hf_config, weights)
-        require_space({options.output_dir.parent: _output_bytes(weights, hf_config, options.dtype)})
+        require_space({output_dir.parent: _output_bytes(weights, hf_config, options.dtype)})
         max_seq_len = _max_seq_len(source, hf_config, options.max_seq_len)
-    with new_directory(options.output_dir, options.force) as work:
+    with new_directory(output_dir, options.force) as work:
         config = _write(source, hf_config, max_seq_len, options, stages, work)
         (work / CONFIG_NAME).write_text(config.model_dump_json(indent=2) + "\n")
-    _summarise(config, weights.nbytes, options.output_dir, stages)
+    _summarise(config, weights.nbytes, output_dir, stages)
     return config
 
 

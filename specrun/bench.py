@@ -36,10 +36,11 @@ _WARM_UP_ROUNDS = 8
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure: every batch size with every draft length (None: ``auto``)."""
+    """What to measure: every batch size with every draft length."""
 
     batch_sizes: Sequence[int] = (1,)
-    draft_lens: Sequence[int | None] = (4,)
+    draft_lens: Sequence[int | Literal["auto"] | None] = (4,)
+    """``auto`` and None are the same, and become None."""
     output_len: int = 96
     """Tokens of every output; stop ids are ignored, so that every run commits as many."""
     repetitions: int = 3
@@ -51,6 +52,7 @@ class Settings:
     def __post_init__(self) -> None:
         """Draw the seed that is not given. Raise RequestError for settings that measure nothing."""
         object.__setattr__(self, "params", self.params.seeded())  # All runs draw the same texts.
+        object.__setattr__(self, "draft_lens", self.fixed_draft_lens)
         for name, values in (("batch sizes", self.batch_sizes), ("draft lengths", self.draft_lens)):
             if not values or len(set(values)) < len(values):
                 raise RequestError(f"{name} {list(values)}: expected one or more, each of them once")
@@ -58,6 +60,11 @@ class Settings:
         for name, value in least.items():
             if value < 1:
                 raise RequestError(f"{name} {value}: expected 1 or more")
+
+    @property
+    def fixed_draft_lens(self) -> list[int | None]:
+        """``draft_lens``, with None for ``auto``."""
+        return [None if length == "auto" else length for length in self.draft_lens]
 
 
 @dataclass
@@ -138,7 +145,7 @@ def measure(
                     "--max_seq_len"
                 )
         # Longest first: one that the target was not built for is an error before anything is measured.
-        for draft_len in sorted(settings.draft_lens, key=lambda length: length or 0, reverse=True):
+        for draft_len in sorted(settings.fixed_draft_lens, key=lambda length: length or 0, reverse=True):
             draft: Literal["ngram"] | None = "ngram" if draft_dir is None else None
             config = replace(plain, draft_len=draft_len, use_logits=settings.use_logits, draft=draft)
             with SpeculativeDecoder.open(target_dir, draft_dir, config, on_warm_up=on_warm_up) as pair:
@@ -148,7 +155,7 @@ def measure(
                     report(f"batch {size}, draft_len {shown_draft_len(draft_len)}")
                     passes = _interleave(alone, pair, _batches(prompts, size, settings), settings.repetitions, report)
                     results[size, draft_len] = _summarise(size, draft_len, passes, settings)
-    return [results[size, draft_len] for size in settings.batch_sizes for draft_len in settings.draft_lens]
+    return [results[size, draft_len] for size in settings.batch_sizes for draft_len in settings.fixed_draft_lens]
 
 
 def _batches(prompts: Sequence[Sequence[int]], size: int, settings: Settings) -> Callable[[], list[list[Request]]]:

@@ -1,4 +1,4 @@
-"""Will a pair fit? Arithmetic over engine descriptions, done before anything is loaded."""
+"""Whether a pair fits on its GPUs: computed from the engines' descriptions, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class Need:
     weights: int
     cache: int
     buffers: int
-    """Ids, logits, the rows' texts and what acceptance works on."""
+    """Token ids, logits, the rows' texts, and what acceptance works on."""
     workspace: int = 0
-    """What the plan computes in; only the loaded plan knows, so it is 0 in the first check."""
+    """Memory that the plan computes in. Only a loaded plan knows it, so it is 0 in the first check."""
 
 
 def need(role: str, config: EngineConfig, rows: int, positions: int, texts: bool, blocks: int) -> Need:
-    """What an engine takes for ``rows`` rows, with the logits of ``positions`` positions of each, copies among them.
+    """The memory that an engine takes. Cache and logits are exact; weights are assumed as large as the engine's files.
 
-    texts: whether its GPU holds the rows' texts for it. blocks: of the prefix cache, where a number was asked for.
-    Weights are taken for as large as the engine's files, cache and logits are exact.
+    rows: of a round. positions: how many positions of each row have logits in memory, copies included.
+    texts: whether the engine's GPU holds the rows' texts. blocks: of the prefix cache; 0 if the user gave no number.
     """
     build, graph = config.build_config, config.graph
     logits = rows * positions * graph.vocab_size * 4
@@ -44,12 +44,13 @@ def need(role: str, config: EngineConfig, rows: int, positions: int, texts: bool
 def require_room(gpu: str, free: int, fraction: float, needs: list[Need]) -> None:
     """Raise BackendError, with the arithmetic, unless ``needs`` fit into ``free`` bytes.
 
-    Weights, workspace and buffers come first; caches may take ``fraction`` of what is left.
+    Weights, workspace and buffers come first. Caches may take ``fraction`` of what is left. gpu: its name in messages.
     """
-    fixed, caches, room = _balance(free, fraction, needs)
-    if fixed <= free and caches <= room:
+    fixed = sum(item.weights + item.workspace + item.buffers for item in needs)
+    caches = sum(item.cache for item in needs)
+    if fixed <= free and caches <= int((free - fixed) * fraction):
         return
-    parts = [f"{item.role}: {_sum(item)}" for item in needs]
+    parts = [f"{item.role}: {_parts(item)}" for item in needs]
     arithmetic = f"{'; '.join(parts)}; free: {_gigabytes(free)}"
     if fixed > free:
         raise BackendError(f"{gpu}: not enough memory without any cache ({arithmetic}); use a larger GPU, or two")
@@ -61,9 +62,10 @@ def require_room(gpu: str, free: int, fraction: float, needs: list[Need]) -> Non
 
 
 def blocks_that_fit(free: int, fraction: float, engines: list[EngineConfig]) -> int:
-    """How many prefix cache blocks fit for each of ``engines`` when all else is allocated, their rows too.
+    """How many prefix cache blocks each of ``engines`` may have, when everything else is allocated.
 
-    Rows and blocks together may have ``fraction`` of what is left without them.
+    free: bytes that are free beside the caches' rows. Rows and blocks together may take ``fraction`` of the memory that
+    is free without them.
     """
     rows = sum(
         config.graph.cache_bytes(config.build_config.max_batch_size, config.build_config.cache_length)
@@ -73,13 +75,7 @@ def blocks_that_fit(free: int, fraction: float, engines: list[EngineConfig]) -> 
     return max(0, room) // sum(config.graph.cache_bytes(1, BLOCK) for config in engines)
 
 
-def _balance(free: int, fraction: float, needs: list[Need]) -> tuple[int, int, int]:
-    """Bytes: of all but caches, of caches, and that caches may have."""
-    fixed = sum(item.weights + item.workspace + item.buffers for item in needs)
-    return fixed, sum(item.cache for item in needs), int((free - fixed) * fraction)
-
-
-def _sum(item: Need) -> str:
+def _parts(item: Need) -> str:
     parts = {"weights": item.weights, "cache": item.cache, "workspace": item.workspace, "buffers": item.buffers}
     return " + ".join(f"{_gigabytes(size)} {name}" for name, size in parts.items() if size)
 

@@ -1,15 +1,15 @@
-"""How many tokens to draft: the draft length whose rounds yield the most tokens a second, found while decoding.
+"""How many tokens to draft: finds, while decoding, the draft length that yields the most tokens a second.
 
 A round of draft length g takes T(g) seconds and yields 1 + alpha + .. + alpha^g tokens, where alpha is the acceptance
-rate (arXiv 2211.17192). Both are measured. Before each round:
+rate (arXiv 2211.17192). Both are measured. A plain round is one with g = 0. The draft length is chosen like this:
 
-1. The first rounds are plain, which costs nothing. They tell T(0). Then comes one of draft length 1.
-2. alpha of each request is what was accepted of its own drafts, beside what was accepted of all requests' drafts.
-3. T(g) is estimated for every g from what was measured for this batch size and the nearest other one (``round_times``).
-4. Where the best g promises less than ``min_gain``, the round is plain. Now and then one drafts all the same, because
-   nothing else tells whether drafting has begun to pay. These trials take at most ``trial_time_share`` of the time.
-5. Otherwise g is the best one by optimistic times: a length that was hardly tried, but might be the best, gets tried.
-   Where drafting promises little, a plain round every ``plain_round_every`` rounds keeps T(0) known.
+1. The first rounds are plain and measure T(0). One round of draft length 1 follows.
+2. alpha of a request is estimated from its own draft tokens and from those of all requests.
+3. T(g) is estimated for every g, from the rounds of this batch size and of the nearest other one (``round_times``).
+4. If the best g promises less than ``min_gain``, the round is plain. Now and then a trial round drafts nevertheless,
+   because only drafting shows whether it has begun to pay. Trials cost at most ``trial_time_share`` of the time.
+5. Otherwise the best g by optimistic times is chosen. So a length that was rarely tried, but may be the best, is tried.
+   If drafting promises little, one of ``plain_round_every`` rounds is plain, so that T(0) stays known.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ from specrun.stats import expected_tokens
 
 @dataclass(frozen=True)
 class Tuning:
-    """Numbers of the algorithm."""
+    """The algorithm's parameters."""
 
     min_gain: float = 1.02
-    """Tokens a second that drafting must promise, as a factor of plain rounds' (whose time is known no better)."""
+    """The factor by which drafting must promise more tokens a second than plain rounds."""
     clear_gain: float = 1.25
-    """Below this factor, T(0) is measured again from time to time."""
+    """If drafting promises less than this factor, T(0) is measured again from time to time."""
     plain_round_every: int = 16
-    """In rounds: how often."""
+    """T(0) is measured again every so many rounds."""
     trial_time_share: float = 0.01
-    """Of the time, that trials of a draft that does not pay may take."""
+    """The largest share of the time that trials may cost."""
     loss_window_seconds: float = 300.0
-    """Decoding time after which what trials cost has lost most of its weight."""
+    """Seconds of decoding after which a trial's cost has lost most of its weight."""
     first_plain_rounds: int = 3
-    """Plain rounds before anything is decided, where no other batch size tells."""
+    """Plain rounds of the first batch size before anything is decided."""
     first_drafting_rounds: int = 4
-    """Rounds of a new batch size before its first plain one, where another batch size has told that drafting pays."""
+    """Rounds of a new batch size before its first plain one, if drafting pays for another batch size."""
     own_rate_tokens: float = 4.0
-    """Evaluated draft tokens of its own that a request needs to count as much as all requests before it."""
+    """A request's own rate counts as much as that of all requests once it has so many evaluated draft tokens."""
     rate_window_tokens: float = 128.0
-    """Evaluated draft tokens after which old ones have lost most of their weight."""
+    """Evaluated draft tokens after which older ones have lost most of their weight."""
     lag_token_share: float = 0.25
-    """Of a draft step's time, that reading one of many tokens takes, until it was measured."""
+    """Time to read one token of the draft lag, as a share of a draft step's. It is used until it was measured."""
     lag_rounds: int = 64
-    """Rounds over which the time of reading what the draft has missed is spread."""
+    """The time to read the draft lag is spread over so many rounds."""
     times: TimeTuning = field(default_factory=TimeTuning)
 
 
 def token_rates(alphas: Sequence[float], row_limits: Sequence[int], seconds: Sequence[float]) -> list[float]:
-    """Tokens a second of a batch for every draft length from 0 to what its rows can use.
+    """Expected tokens a second of a batch, for every draft length from 0 to the most that a row can use.
 
-    alphas, row_limits: each row's acceptance rate and the most draft tokens it can use; seconds[g]: T(g).
+    alphas, row_limits: each row's acceptance rate, and the most draft tokens that it can use. seconds[g]: T(g).
     """
     lengths = range(min(len(seconds) - 1, max(row_limits, default=0)) + 1)
     rows = list(zip(alphas, row_limits, strict=True))
@@ -72,13 +72,13 @@ class Acceptance:
     evaluated: float = 0.0
 
     def add(self, accepted: int, evaluated: int, window_tokens: float) -> None:
-        """Count a round."""
+        """Count a round's draft tokens. window_tokens: after so many tokens, older ones have lost most weight."""
         keep = 1 - min(1.0, evaluated / window_tokens)
         self.accepted = self.accepted * keep + accepted
         self.evaluated = self.evaluated * keep + evaluated
 
     def rate(self, prior: float, weight: float) -> float:
-        """The rate; ``prior`` counts as much as ``weight`` evaluated tokens."""
+        """The estimated rate, for which ``prior`` counts as much as ``weight`` evaluated tokens."""
         return (self.accepted + prior * weight) / (self.evaluated + weight)
 
 
@@ -86,17 +86,15 @@ _UNKNOWN = Acceptance()
 
 
 class DraftLength:
-    """Chooses the draft length of every round. Owns what was learnt of the draft, for its decoder's life.
-
-    With a fixed draft length that is always the answer.
-    """
+    """Chooses the draft length of every round. Owns the measured round times and acceptance rates of its decoder."""
 
     def __init__(self, max_draft_len: int, fixed_draft_len: int | None, tuning: Tuning | None = None) -> None:
+        """fixed_draft_len: the draft length of every round; None: the best one, 0 to ``max_draft_len``."""
         self.max_draft_len = max_draft_len
         self.fixed_draft_len = fixed_draft_len
         self.tuning = tuning or Tuning()
         self.drafting = bool(max_draft_len) and fixed_draft_len != 0
-        """Whether drafting pays, as far as is known: then the draft reads prompts when the target does."""
+        """Whether drafting pays, as far as is known. If it does, the draft reads prompts when the target does."""
         self._pace = Pace(self.tuning.times)
         self._times: dict[int, RoundTimes] = {}
         """By batch size."""
@@ -106,12 +104,13 @@ class DraftLength:
         self._since_plain = 0
         """Rounds since the last plain one."""
         self._lag_times: deque[float] = deque(maxlen=self.tuning.times.times_per_length)
-        """Times of reading one token that the draft had missed, in relation to the pace."""
+        """Measured times to read one token of the draft lag, in relation to the pace."""
 
     def choose(self, requests: Sequence[object], row_limits: Sequence[int], draft_lag: int = 0) -> int:
-        """The draft length of the next round of ``requests``; ``row_limits``: how many draft tokens each can use.
+        """The draft length of the next round.
 
-        draft_lag: tokens that the draft must read first, because it has rested.
+        row_limits: the most draft tokens that each of ``requests`` can use. draft_lag: tokens that the draft must read
+        first, because it has not read them in earlier rounds.
         """
         if self.fixed_draft_len is not None:
             return self.fixed_draft_len
@@ -136,13 +135,13 @@ class DraftLength:
         gain = max(drafting) / plain
         self.drafting = gain >= tuning.min_gain
         if not self.drafting:
-            # A length longer than any that was tried may take no longer than the longest that was.
+            # Optimistically, a length beyond the longest tried one takes no longer than that one.
             longest = max([1, *(g for g in known.medians if g <= len(drafting))])
             last = min(longest + 1, len(drafting))
             trial_rates = rates([times.expected[min(g, longest)] for g in range(last + 1)])
             trial = max(range(1, last + 1), key=trial_rates.__getitem__)
             cost = times.expected[trial] - times.expected[0] + lag_time
-            # Only after a plain round: without those between them, nothing would tell what trials cost.
+            # Only after a plain round: the cost of trials is known from the plain rounds between them.
             return trial if self._since_plain == 0 and self._trials.can_afford(cost * self._pace.pace) else 0
         rounds = sum(map(len, known.measured.values()))
         never_plain = known.count(0) == 0 and rounds >= tuning.first_drafting_rounds
@@ -159,9 +158,10 @@ class DraftLength:
         rows: Sequence[tuple[int, int]],
         draft_lag: int = 0,
     ) -> None:
-        """Learn from a round: its time, and the (accepted, evaluated) draft tokens of each of ``requests``.
+        """Learn from a round.
 
-        seconds: None where it was prepared for later ones, and says nothing of their time.
+        draft_len: the most tokens that a row drafted. seconds: its time; None if later rounds of its kind take another
+        time. rows: accepted and evaluated draft tokens of each of ``requests``. draft_lag: as in ``choose``.
         """
         if self.fixed_draft_len is not None:
             return
@@ -187,7 +187,7 @@ class DraftLength:
         return self._times.setdefault(batch_size, RoundTimes(self.tuning.times))
 
     def _base(self, batch_size: int) -> list[float] | None:
-        """The expected times of the nearest other batch size of which enough is known."""
+        """Expected times of the nearest other batch size that has measured T(0) and another draft length."""
         known = [size for size, times in self._times.items() if size != batch_size and len(times.medians) > 1]
         known = [size for size in known if 0 in self._times[size].medians]
         if not known:
@@ -196,7 +196,7 @@ class DraftLength:
         return self._times[nearest].estimate(self.max_draft_len, self._pace.noise).expected
 
     def _lag_token_time(self, times: Sequence[float]) -> float:
-        """The time of reading one token that the draft has missed."""
+        """The time to read one token of the draft lag. times: those of rounds, by draft length."""
         if self._lag_times:
             return statistics.median(self._lag_times)
         return self.tuning.lag_token_share * (times[1] - times[0])
@@ -204,7 +204,7 @@ class DraftLength:
 
 @dataclass
 class Trials:
-    """What drafting costs where it does not pay. Old seconds lose weight as new ones come."""
+    """The cost of drafting where it does not pay. Old seconds lose weight as new ones come."""
 
     tuning: Tuning
     elapsed_seconds: float = field(default=0.0, init=False)
@@ -212,11 +212,11 @@ class Trials:
     """What drafting has cost beyond what it has saved."""
 
     def add(self, seconds: float, lost: float) -> None:
-        """Count a round. lost: its seconds less those of plain rounds with as many tokens."""
+        """Count a round. lost: its seconds minus those of plain rounds that yield as many tokens."""
         keep = math.exp(-seconds / self.tuning.loss_window_seconds)
         self.elapsed_seconds = self.elapsed_seconds * keep + seconds
         self.lost_seconds = max(0.0, self.lost_seconds * keep + lost)
 
     def can_afford(self, seconds: float) -> bool:
-        """Whether a trial may cost so much now."""
+        """Whether a trial that costs ``seconds`` may run now."""
         return self.lost_seconds + seconds <= self.tuning.trial_time_share * self.elapsed_seconds

@@ -40,6 +40,8 @@ def as_json(request: Request) -> str:
         result["logprobs"] = [output.logprob._asdict() for output in request.token_outputs if output.logprob]
     if request.error:
         result["error"] = str(request.error)
+    if request.draft_error:
+        result["draft_error"] = str(request.draft_error)
     return json.dumps(result, ensure_ascii=False)
 
 

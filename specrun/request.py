@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -78,6 +79,8 @@ class Request:
     finish_reason: FinishReason | None = field(init=False, default=None)
     error: SpecError | None = field(init=False, default=None)
     """Why it failed, where ``finish_reason`` is error."""
+    draft_error: SpecError | None = field(init=False, default=None)
+    """Why nothing more is drafted for it; None where its draft has not failed."""
     stats: Stats = field(init=False, default_factory=Stats)
     _counts: TokenCounts = field(init=False)
     _began: float = field(init=False, default=0.0)
@@ -131,10 +134,12 @@ class Request:
         return self.max_output_len - (len(self.tokens) - len(self.prompt)) if self.finish_reason is None else 0
 
     def num_draft_tokens(self, most: int) -> int:
-        """Draft tokens that a round of at most ``most`` has for this request.
+        """Draft tokens that a round of at most ``most`` has for this request; 0 once its draft has failed.
 
         The target adds a token of its own, so the last token of a request is never drafted.
         """
+        if self.draft_error:
+            return 0
         own = most if self.draft_len is None else min(most, self.draft_len)
         return max(0, min(own, self.remaining - 1))
 
@@ -207,6 +212,12 @@ class Request:
         if self.finish_reason is None:
             self.error = error  # A thread that sees the reason sees the error.
             self.finish_reason = "error"
+
+    def stop_drafting(self, error: SpecError) -> None:
+        """Draft nothing more for this request, because its draft failed. The target goes on alone. Warns."""
+        if self.draft_error is None:
+            self.draft_error = error
+            warnings.warn(f"the draft failed, and a request goes on without it: {error}", stacklevel=2)
 
     def expire(self) -> bool:
         """End it where it was cancelled or its time is over; whether it has ended, for whatever reason."""

@@ -1,7 +1,7 @@
-"""How long rounds take: what was measured of each draft length, and what that lets expect of the others.
+"""How long rounds take: measured times of each draft length, and estimates for the others.
 
-Machines get faster and slower while they run, and draft lengths are not measured at the same moments. So a round's time
-is kept in relation to the machine's pace at that moment.
+Machines get faster and slower while they run, and draft lengths are measured at different moments. So a round's time is
+divided by the machine's pace at that moment.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class TimeTuning:
-    """Numbers of this module. Shares and factors are of a round's time; counts are of rounds."""
+    """The parameters. Shares and factors are of a round's time; counts are of rounds."""
 
     times_per_length: int = 63
-    """Latest times that are kept of a draft length."""
+    """How many of the latest times of a draft length are kept."""
     pace_rounds: int = 25
-    """Latest rounds whose median is the pace."""
+    """The pace is the median of so many latest rounds."""
     timed_rounds: int = 3
-    """Times of a draft length from which on its noise is measured."""
+    """The noise of a draft length is measured once it has so many times."""
     initial_noise: float = 0.08
-    """How far times of one length differ, as a share, until it was measured."""
+    """The noise before it is measured: how far the times of one draft length differ, as a share."""
     min_noise: float = 0.02
     interpolation_error: float = 0.15
-    """How far, as a share, a length's time may lie from what the other lengths let expect."""
+    """How far the time of a draft length may lie from its estimate by the other lengths, as a share."""
     optimism: float = 0.4
-    """By how many standard errors a time is taken for shorter when lengths are compared. So lengths get tried."""
+    """An optimistic time is shorter by so many standard errors. So draft lengths are tried."""
     outlier_times: int = 2
-    """The first times of a length that may be outliers."""
+    """So many first times of a draft length may be outliers."""
     outlier_factor: float = 1.5
-    """An outlier counts as at most this factor of what the others let expect, so that the length is tried again."""
+    """A first time counts as at most this factor of its estimate, so that the draft length is tried again."""
     min_expected_share: float = 0.1
     """An extrapolated time is at least this share of the nearest measured one."""
 
 
 @dataclass
 class Pace:
-    """How fast the machine is now. Rounds of all draft lengths and batch sizes tell."""
+    """How fast the machine is now, measured by the rounds of all draft lengths and batch sizes."""
 
     tuning: TimeTuning
     pace: float = 1.0
@@ -57,7 +57,7 @@ class Pace:
         self._latest = deque(maxlen=self.tuning.pace_rounds)
 
     def add(self, ratio: float, num_known: int) -> None:
-        """A round took ``ratio`` times the median of the ``num_known`` times of its length."""
+        """Learn from a round that took ``ratio`` times the median of its draft length's ``num_known`` times."""
         self._latest.append(ratio)
         self.pace = statistics.median(self._latest)
         if num_known >= self.tuning.timed_rounds:
@@ -68,7 +68,7 @@ class Pace:
 
 
 class Times(NamedTuple):
-    """Times of rounds of draft length 0, 1, .., in relation to the pace."""
+    """Estimated times of rounds of draft length 0, 1, .., in seconds, in relation to the pace."""
 
     expected: list[float]
     optimistic: list[float]
@@ -76,7 +76,7 @@ class Times(NamedTuple):
 
 @dataclass
 class RoundTimes:
-    """The times of one batch size, in relation to the pace."""
+    """The measured times of one batch size, in seconds, in relation to the pace."""
 
     tuning: TimeTuning
     measured: dict[int, deque[float]] = field(default_factory=dict)
@@ -100,12 +100,13 @@ class RoundTimes:
         self.medians[draft_len] = statistics.median(times)
 
     def estimate(self, max_draft_len: int, noise: float, base: Sequence[float] | None = None) -> Times:
-        """Times of draft lengths 0 to ``max_draft_len``. Something must be measured, or ``base`` given.
+        """Estimate the times of draft lengths 0 to ``max_draft_len``.
 
-        base: the expected times of another batch size. A length's own median counts the more the oftener it was
-        measured and the less noise there is; the rest is what the other lengths let expect.
+        noise: see ``Pace.noise``. base: the expected times of another batch size; needed where nothing is measured.
+        An expected time is a weighted mean of the length's own median and its estimate by the other lengths. The median
+        weighs more if it has more times and less noise.
         """
-        # What the other lengths let expect is worth this many measured times.
+        # The estimate by the other lengths weighs as much as this many measured times.
         prior = noise**2 / self.tuning.interpolation_error**2
         known = sorted(self.medians)
         times = Times([], [])
@@ -121,12 +122,12 @@ class RoundTimes:
         return times
 
     def _expect(self, draft_len: int, known: Sequence[int], base: Sequence[float] | None) -> tuple[float, float]:
-        """What the ``known`` lengths but ``draft_len`` let expect of its time, and how much shorter it may be.
+        """The time of ``draft_len`` that the other ``known`` lengths let expect, and how much shorter it may be.
 
-        Between two lengths the expected time is on the straight line. (Times have steps, since a matrix product takes
-        so many rows at a time; so it may be shorter by what a Brownian bridge allows: nothing at the two lengths, half
-        of their distance in the middle.) Beyond all of them it follows the mean slope. With a ``base``, the
-        distance from the base is interpolated.
+        Between two lengths the time is interpolated on a straight line. Real times have steps, because a matrix product
+        takes several rows at once. So the time may be shorter, as in a Brownian bridge: by nothing at the two lengths,
+        and by half of their distance in the middle. Beyond all lengths the time follows the mean slope. With a
+        ``base``, the distance from the base is interpolated instead.
         """
         medians = self.medians
         left, right = bisect.bisect_left(known, draft_len) - 1, bisect.bisect_right(known, draft_len)

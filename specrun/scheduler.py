@@ -1,7 +1,8 @@
-"""The scheduler: gives requests rows of the caches, has their prompts read, and runs rounds until they have ended.
+"""The scheduler: gives requests rows of the caches, has their prompts prefilled, and runs rounds until they end.
 
-Rows are dense: 0 .. ready decode, those behind them read their prompts. A request that has read its prompt changes
-places with the first of those, the last one with a request that has ended: so engines never work on idle rows.
+Rows are dense, so engines never work on idle rows. Rows 0 to ``ready`` decode, and the prompts of the rows behind them
+are prefilled. When a prompt is done, its row is exchanged with the first row that is being prefilled. When a request
+ends, the last row takes its place.
 """
 
 from __future__ import annotations
@@ -21,23 +22,21 @@ from specrun.turns import Turns
 
 
 class Event(NamedTuple):
-    """Tokens that a round committed to one request, or none where it has ended without."""
+    """New tokens of one request. There may be none when it ends."""
 
     request: Request
     token_outputs: Sequence[TokenOutput]
     finish_reason: FinishReason | None
-    """Why these were its last tokens; None where more will come, even if another thread has committed them already."""
+    """Why the request ended with these tokens. None: another event of this request follows."""
 
 
 class Scheduler:
     """Owns which request has which row.
 
-    Any thread may use it at any time. There is no thread of its own: a thread that wants tokens runs a step for all
-    requests, whoever brought them, or waits while another thread does. So requests of several threads share batches.
-    Rows belong to the thread whose turn it is; the queue belongs to nobody, and neither ``add`` nor
-    ``Request.cancel`` waits for a step.
-
-    ``check`` raises RequestError for a request that cannot be served.
+    Any thread may use it at any time. It has no thread of its own. A thread that wants tokens runs a step for the
+    requests of all threads, or waits while another thread does. So requests of several threads share batches. Only the
+    thread whose turn it is may touch the rows. Any thread may touch the queue, so ``add`` and ``Request.cancel`` never
+    wait for a step.
     """
 
     def __init__(
@@ -47,6 +46,7 @@ class Scheduler:
         max_rows: int,
         check: Callable[[Request], None] = lambda _request: None,
     ) -> None:
+        """check: raises RequestError for a request that cannot be served."""
         self.round = rounds
         self.lengths = lengths
         self.max_rows = max_rows
@@ -54,43 +54,43 @@ class Scheduler:
         self._turns = Turns()
         self._queue = RequestQueue()
         self._adding = threading.RLock()
-        """Held while requests join the queue: none does so once the decoder is closed."""
+        """Held while requests join the queue, so that none joins after ``close``."""
         self._closed = self._shut_down = False
-        self._broken_off = False
-        """Whether a step is under way, or was broken off: rows must not move before the next one."""
+        self._in_step = False
+        """Whether a step is running or was interrupted. Then rows must not move before the next step."""
         self._failed: Sequence[Request] = ()
-        """The requests that an error in the last step has ended."""
+        """The requests that an error in the last turn has failed."""
         self._joining: list[Request] = []
-        """Requests that are about to get rows."""
+        """Requests that are getting rows."""
         self._rows: list[Request] = []
         self._ready = 0
 
     def __len__(self) -> int:
-        """Requests that have not ended, or not been seen to have."""
+        """How many requests wait or have rows. One that has ended counts until the next step frees its row."""
         return len(self._queue) + len(self._joining) + len(self._rows)
 
     def add(self, request: Request) -> None:
-        """Let the steps to come decode ``request``, in its turn.
+        """Put ``request`` at the end of the queue.
 
-        Raises RequestError for one that has begun or cannot be served, and when the decoder is closed.
+        Raises RequestError where it has begun before or cannot be served, and where the decoder is closed.
         """
         self._add([request])
 
     def step(self) -> None:
-        """Free rows of what has ended, admit what waits, read prompts, run one round, commit its tokens.
+        """Free the rows of ended requests, admit waiting ones, prefill prompts, run one round, commit its tokens.
 
-        While another thread is in a step, this waits for its end instead. An error in a step fails the requests that
-        were worked on, because their cache contents are unknown, and is raised again.
+        If another thread is in a step, this waits for the end of that step instead. An error in a step fails every
+        request that it worked on, because their cache contents are unknown, and is raised again.
         """
         self._turns.require_own_process()
         self._require_open()
         self._advance(self._turns.ended)
 
     def close(self) -> None:
-        """Give the engines and their memory back; requests that have not ended fail.
+        """Free the engines and their memory. Requests that have not ended fail.
 
-        A step of another thread ends first. In a process that was forked from the decoder's, nothing is closed: the
-        engines are the parent's.
+        A step of another thread ends first. In a forked process nothing is closed, because the engines belong to the
+        parent.
         """
         if self._turns.in_child:
             return
@@ -100,11 +100,11 @@ class Scheduler:
             self._advance(self._turns.ended)
 
     def run(self, requests: Sequence[Request]) -> Iterator[Event]:
-        """Decode ``requests``, beside whatever else there is; yields what is committed to them, as it comes.
+        """Decode ``requests`` beside those of other threads. Yields their tokens as they are committed.
 
-        Whoever stops listening cancels those that have not ended. Raises RequestError, and begins none, where one of
-        them has begun, cannot be served, or stands twice among them. An error in a step of this thread is raised where
-        it fails one of ``requests``; the others learn of it from their own requests.
+        Closing the generator cancels the requests that have not ended. Raises RequestError, and begins none, where a
+        request has begun before, cannot be served, or is given twice. An error in a step of this thread is raised only
+        if it fails one of ``requests``; other threads see the error of their requests in these.
         """
         self._add(requests)
         shown = dict.fromkeys(requests, 0)
@@ -112,7 +112,7 @@ class Scheduler:
             while shown:
                 seen = self._turns.ended
                 for request, count in list(self._begun(shown)):
-                    reason = request.finish_reason  # Before its tokens: another thread may be committing some.
+                    reason = request.finish_reason  # Read before the tokens, as another thread may be committing.
                     new = request.token_outputs[count:]
                     shown[request] += len(new)
                     if reason:
@@ -124,16 +124,16 @@ class Scheduler:
         finally:
             for request in shown:
                 request.cancel()
-            # Garbage collection may close a generator in any thread, even inside a step; then the next one does this.
+            # Garbage collection may close a generator in any thread, even inside a step. Then the next step frees rows.
             with suppress(RequestError):
-                self._turns.take(lambda: self._tidy(requests), None)
+                self._turns.take(lambda: self._free_cancelled(requests), None)
 
     def _add(self, requests: Sequence[Request]) -> None:
         self._turns.require_own_process()
         with self._adding:
             self._require_open()
             if len(set(requests)) < len(requests):
-                raise RequestError("a request stands twice among those to be decoded; make another one")
+                raise RequestError("a request is given twice; make another one")
             for request in requests:
                 request.require_new()
                 if request.finish_reason is None:
@@ -148,28 +148,28 @@ class Scheduler:
             raise RequestError("the decoder is closed; open it again")
 
     def _begun(self, requests: dict[Request, int]) -> Iterator[tuple[Request, int]]:
-        """The first ones, up to one that still waits for a row, as then do all behind it: there may be thousands."""
+        """The requests before the first one that still waits for a row. There may be thousands behind it."""
         for request, count in requests.items():
             if request in self._queue:
                 return
             yield request, count
 
     def _advance(self, seen: int, own: Container[Request] | None = None) -> None:
-        """Take a turn, or wait for the end of another's, when ``seen`` turns had ended.
+        """Take a turn, or wait for the end of another thread's turn. Return at once if more than ``seen`` have ended.
 
-        own: raise only errors that fail one of these requests; None: raise all.
+        own: see ``_guard``.
         """
-        self._turns.take(lambda: self._work(own), seen)
+        self._turns.take(lambda: self._take_turn(own), seen)
 
-    def _work(self, own: Container[Request] | None) -> None:
-        """A turn: a step, or the end of all work where some thread has closed the decoder."""
+    def _take_turn(self, own: Container[Request] | None) -> None:
+        """Run a step, or end everything where a thread has closed the decoder."""
         if self._closed:
             self._end_all()
             return
         self._guard(self._step, own)
 
     def _guard(self, work: Callable[[], None], own: Container[Request] | None) -> None:
-        """Raise an error of ``work`` where it fails one of ``own``, or nobody knows whom; None: raise all errors."""
+        """Run ``work``. Raise its error where it fails a request in ``own``, or no known one. own None: always."""
         self._failed = ()
         try:
             work()
@@ -178,21 +178,22 @@ class Scheduler:
                 raise
 
     def _step(self) -> None:
-        self._broken_off = True
+        """See ``step``. An exception leaves ``_in_step`` set."""
+        self._in_step = True
         self._release()
         self._admit()
-        self._read()
+        self._prefill()
         if self._ready:
             self._decode(self._rows[: self._ready])
-        self._broken_off = False
+        self._in_step = False
 
-    def _tidy(self, own: Container[Request]) -> None:
-        """Free rows of what was cancelled when its listener left. An error is raised where it concerns ``own``."""
-        if not self._broken_off:
+    def _free_cancelled(self, own: Container[Request]) -> None:
+        """Free the rows of cancelled requests, unless a step was interrupted. own: see ``_guard``."""
+        if not self._in_step:
             self._guard(self._release, own)
 
     def _end_all(self) -> None:
-        """Fail what has not ended, and close the engines."""
+        """Fail all requests that have not ended, and close the engines."""
         if self._shut_down:
             return
         while request := self._queue.first():
@@ -205,18 +206,18 @@ class Scheduler:
         self.round.close()
 
     def _release(self) -> None:
-        """Let go of what has ended, was cancelled or is overdue, whether it has a row or waits for one."""
+        """Free the rows of requests that have ended, were cancelled or timed out. Waiting ones leave the queue."""
         self._queue.expire()
         for row in reversed(range(len(self._rows))):
             if self._rows[row].expire():
                 self._free(row)
 
     def _free(self, row: int) -> None:
-        """Free a row. The last decoding row moves there, and the last row of all to where that one was."""
+        """Free a row. The last decoding row moves there, and the last row of all takes the place of that one."""
         try:
             with _Failing(self, (self._rows[row],)):
                 self.round.release(self._rows[row], row)
-        finally:  # An error costs what would have been cached, and the row is free all the same.
+        finally:  # After an error its text is not cached, but the row is free.
             if row < self._ready:
                 self._ready -= 1
                 self._swap(row, self._ready)
@@ -231,7 +232,7 @@ class Scheduler:
                 self._rows[one], self._rows[other] = self._rows[other], self._rows[one]
 
     def _admit(self) -> None:
-        """Waiting requests take the free rows, unless they begin like one whose prompt is read now."""
+        """Give free rows to waiting requests, until one must wait (``_must_wait``)."""
         if not self._queue or len(self._rows) == self.max_rows:
             return
         self._joining = joining = list[Request]()
@@ -251,35 +252,40 @@ class Scheduler:
             self._joining = []
 
     def _must_wait(self, joining: list[Request]) -> bool:
-        """Whether the last of ``joining`` gets no row yet. It fails where there will never be room for it."""
+        """Whether the last of ``joining`` must wait for a prefix that is being prefilled, or for memory.
+
+        It fails where it would be alone and memory is short.
+        """
         *others, request = joining
         if self.round.should_wait_for_prefix(request, [*self._rows[self._ready :], *others]):
             return True
         if shortage := self.round.memory_shortage([*self._rows, *joining], len(self._rows)):
-            if self._rows or others:  # There will be room when others have ended.
+            if self._rows or others:  # Memory becomes free when these have ended.
                 return True
             request.fail(shortage)
         return False
 
-    def _read(self) -> None:
+    def _prefill(self) -> None:
+        """Prefill more of the prompts. Requests whose prompts are done join those that decode."""
         joining = self._rows[self._ready :]
         if not joining:
             return
         drafting = self.lengths.drafting and any(request.draft_len != 0 for request in self._rows)
         with _Failing(self, joining):
             done = self.round.prefill(joining, self._ready, drafting, self._ready > 0)
-            for row, (request, read) in enumerate(zip(joining, done, strict=True), self._ready):
-                if read:
+            for row, (request, is_done) in enumerate(zip(joining, done, strict=True), self._ready):
+                if is_done:
                     self.round.cache_prefix(request, row)
                     self._swap(row, self._ready)
                     self._ready += 1
 
     def _decode(self, requests: list[Request]) -> None:
+        """Run a round of ``requests``, which are in rows 0, 1, .., and commit its tokens."""
         draft_lag = self.round.draft_lag(requests)
         counts = [request.num_draft_tokens(self.round.max_draft_len) for request in requests]
         draft_len = 0
         if any(counts):
-            # Requests with a draft length of their own get it, whatever is best for the others.
+            # A request that sets its own draft length gets it, whatever is best for the others.
             own = [count for request, count in zip(requests, counts, strict=True) if request.draft_len is not None]
             draft_len = max(self.lengths.choose(requests, counts, draft_lag), *own, 0)
         before = time.perf_counter()
@@ -287,7 +293,7 @@ class Scheduler:
             outcomes = self.round.step(requests, draft_len)
             seconds = time.perf_counter() - before if self.round.is_steady_state else None
             evaluated = [(0, 0) if isinstance(outcome, SpecError) else outcome.evaluated for outcome in outcomes]
-            # A drafter may have had fewer to propose.
+            # A drafter may have proposed fewer tokens.
             draft_len = max((o.drafted for o in outcomes if not isinstance(o, SpecError)), default=draft_len)
             self.lengths.observe(draft_len, seconds, requests, evaluated, draft_lag)
             for request, outcome in zip(requests, outcomes, strict=True):
@@ -296,12 +302,12 @@ class Scheduler:
                     continue
                 try:
                     request.commit(outcome)
-                except Exception as error:  # What is wrong with one request, its tokenizer say, ends no other.
+                except Exception as error:  # An error of one text, in its tokenizer say, fails no other.
                     request.fail(as_spec_error(error))
 
 
 class _Failing:
-    """An error inside fails ``requests``. (A generator would do, but wakes more of Python every round.)"""
+    """A context in which an error fails ``requests``. (``contextmanager`` would take longer in every round.)"""
 
     def __init__(self, scheduler: Scheduler, requests: Sequence[Request]) -> None:
         self.scheduler = scheduler

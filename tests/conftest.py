@@ -42,7 +42,7 @@ def quiet() -> Stages:
 
 def make_onnx(checkpoint: Path, output: Path, **options: Any) -> Path:
     """``specbuild convert``."""
-    convert(ConvertOptions(model=str(checkpoint), output_dir=output, **options), quiet())
+    convert(ConvertOptions(model=str(checkpoint), output_dir=str(output), **options), quiet())
     return output
 
 

@@ -126,9 +126,9 @@ def test_sampled_ids_are_compared_where_they_should_agree(run: Bench, tmp_path: 
 
 
 def test_json_holds_results_settings_and_machine(run: Bench, tmp_path: Path) -> None:
-    results = run(TARGET, TARGET, draft_lens=[2, None])
+    results = run(TARGET, TARGET, draft_lens=[2, "auto"])
     config = open_engine(tmp_path / "target")
-    found = json.loads(as_json(results, config, Settings(draft_lens=[2, None], params=SAMPLED)))
+    found = json.loads(as_json(results, config, Settings(draft_lens=[2, "auto"], params=SAMPLED)))
     assert TypeAdapter(list[Result]).validate_python(found["results"]) == results
     assert found["settings"]["draft_lens"] == [2, None]
     assert found["settings"]["params"]["seed"] == SAMPLED.seed
@@ -180,6 +180,7 @@ def test_rounds_that_are_not_timed_have_no_split(tmp_path: Path) -> None:
         ({"batch_sizes": [2, 2]}, "once"),
         ({"batch_sizes": [0]}, "batch size 0"),
         ({"draft_lens": []}, "one or more"),
+        ({"draft_lens": ["auto", None]}, "once"),
         ({"output_len": 0}, "output_len 0"),
         ({"repetitions": 0}, "repetitions 0"),
     ],

@@ -64,5 +64,5 @@ def test_rows_and_blocks_are_numpys(storage: type[np.generic], length: int) -> N
 def test_blocks_beyond_the_end_of_a_row() -> None:
     cache = DeviceKVCache(kernel_device(), SHAPES, np.float32, ROWS, 60)
     cache.allocate_pool(1)
-    with pytest.raises(ValueError, match="4 blocks from position 0 of 60"):
+    with pytest.raises(ValueError, match="4 blocks from position 0 do not fit into 60 positions"):
         cache.load(0, 0, [0] * 4)

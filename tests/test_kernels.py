@@ -289,6 +289,8 @@ class Row:
     remaining: int = 20
     stop_ids: list[int] = field(default_factory=list)
     min_output_len: int = 0
+    fails_at: int | None = None
+    """The draft step whose logits are not finite."""
 
     def adjusted(self, logits: Floats, drafts: Sequence[int]) -> Floats:
         output = [*self.output, *drafts]
@@ -302,6 +304,8 @@ class Row:
         drafts: list[int] = []
         q = np.zeros((g, vocab), np.float32)
         for i in range(max(0, min(g, self.cap, self.remaining - 1))):
+            if i == self.fails_at:
+                break
             logits = self.adjusted(self.draft[i], drafts)
             if sampled:
                 q[i, : len(logits)] = probabilities(logits, params)
@@ -403,6 +407,10 @@ def test_rounds_of_mixed_rows_are_numpys() -> None:
         {"params": replace(penalties, temperature=1.1)},
         {"params": penalties, "min_output_len": 12},
         {"params": warm, "use_logits": True, "remaining": 2},
+        {"params": warm, "fails_at": 1},
+        {"params": warm, "use_logits": True, "fails_at": 2},
+        {"params": replace(penalties, temperature=0.8), "use_logits": True, "fails_at": 2},
+        {"params": warm, "use_logits": True, "fails_at": 0},
         {"params": warm, "cap": 0},
         {"params": warm, "use_logits": True, "cap": 0},
         {"params": warm, "remaining": 0},
@@ -415,6 +423,8 @@ def test_rounds_of_mixed_rows_are_numpys() -> None:
             target = normal(1000 * case + i, g + 1, vocab, scale=2.5)
             draft = np.ascontiguousarray(target[:g, :stride] + normal(1000 * case + 500 + i, g, stride, scale=0.4))
             draft[:, narrow:] = 99  # Beyond the target's ids, if they were looked at.
+            if "fails_at" in kind:
+                draft[kind["fails_at"], 7] = np.nan
             text = np.random.default_rng(case).integers(0, 40, 30 + i).tolist()
             own = {**kind, "params": replace(kind["params"], seed=case)}
             # A token in ten is a stop id, another one in each row.
@@ -441,7 +451,7 @@ def test_rounds_of_mixed_rows_are_numpys() -> None:
             counted = row.params.repetition_penalty != 1  # Without penalties nobody needs the counts.
             assert (found["counts"][i] == (expected if counted else table([row], width))["counts"][0]).all()
             ends[i].add(accepted)
-    assert [len(accepted) > 1 for accepted in ends] == [True] * 7 + [False] * 3
+    assert [len(accepted) > 1 for accepted in ends] == [True] * 10 + [False] * 4
     assert len(stopped) > 4
 
 

@@ -330,7 +330,7 @@ def test_the_real_runtime_cannot_take_a_plan_without_a_gpu(plan: Path) -> None:
     if why_no_gpu() is None:
         pytest.skip("this machine has a GPU")
     log = executor._log(trt)
-    with pytest.raises(EngineDirError, match="does not take this plan on GPU 1"):
+    with pytest.raises(EngineDirError, match="cannot run this plan on GPU 1"):
         check(plan, runtime=trt.Runtime(log))
 
 

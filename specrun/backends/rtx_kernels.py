@@ -1,8 +1,8 @@
-"""The kernels that TensorRT-RTX compiles on the GPU at hand, kept from run to run.
+"""The kernels that TensorRT-RTX compiles for this machine's GPU, stored on disk for later runs.
 
-A plan of TensorRT-RTX holds no machine code: contexts compile it when they are made, which takes seconds. The runtime
-cache holds what was compiled; its content is TensorRT-RTX's own, and it refuses one of another GPU, driver or version.
-TensorRT has none of this: there, this is an ordinary runtime configuration.
+A plan of TensorRT-RTX holds no machine code. Execution contexts compile it when they are made, which takes seconds.
+TensorRT-RTX keeps the compiled kernels in a runtime cache. It refuses a cache of another GPU, driver or version.
+TensorRT has no runtime cache; for it, this module only makes runtime configurations.
 """
 
 from __future__ import annotations
@@ -14,43 +14,43 @@ from typing import Any
 
 
 class KernelCache:
-    """The runtime cache that one engine's contexts share."""
+    """The runtime cache that one engine's contexts share. See ``open``."""
 
     def __init__(self, engine: Any, cache: Any, file: Path) -> None:
         self._engine = engine
         self._cache = cache
         self._file = file
-        self._configs: list[Any] = []  # They must outlive the contexts made with them.
+        self._configs: list[Any] = []  # They must outlive the contexts that were made with them.
 
     @classmethod
     def open(cls, engine: Any, name: str) -> KernelCache:
-        """The cache of the plan called ``name``, with what an earlier run left in it."""
+        """The cache of ``engine``, with the kernels that an earlier run stored under the same ``name``."""
         file = _folder() / f"{name}.kernels"
         config = engine.create_runtime_config()
         cache = config.create_runtime_cache() if hasattr(config, "create_runtime_cache") else None
         if cache is not None and file.is_file():
-            cache.deserialize(file.read_bytes())  # False: from another GPU, driver or version. Begin anew.
+            cache.deserialize(file.read_bytes())  # Returns False where it refuses; the cache stays empty.
         return cls(engine, cache, file)
 
     def runtime_config(self, trt: Any, fixed: bool) -> Any:
-        """The configuration of a new context: memory is ours, kernels are kept.
+        """The configuration of a new context, which gets its memory from us and shares the runtime cache.
 
-        fixed: whether its shapes never change.
+        fixed: whether the context's shapes never change.
         """
         config = self._engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         if self._cache is not None:
             config.set_runtime_cache(self._cache)
             strategies = trt.DynamicShapesKernelSpecializationStrategy
-            # Compiled in the background, kernels would come too late for a CUDA graph, which keeps the slow ones. But
-            # nobody waits for those of a prompt's length: until they are there, others serve.
+            # LAZY compiles kernels for a shape in the background and uses slower ones until then. A CUDA graph would
+            # keep the slower ones, so fixed shapes compile at once. Prompts of every length would take too long for it.
             strategy = strategies.EAGER if fixed else strategies.LAZY
             config.dynamic_shapes_kernel_specialization_strategy = strategy
         self._configs.append(config)
         return config
 
     def save(self) -> None:
-        """Keep what was compiled. A full or read-only disk costs the next run seconds, and this one nothing."""
+        """Store the compiled kernels. Where the disk is full or read-only nothing is stored, and that is no error."""
         content = self._cache.serialize() if self._cache is not None else None
         if content is None:
             return
@@ -63,12 +63,12 @@ class KernelCache:
             return
 
     def close(self) -> None:
-        """Keep what was compiled, and let go of the engine. Contexts must have gone before: they need their configs."""
+        """Store the compiled kernels and let go of the engine. All its contexts must have been freed before."""
         self.save()
         self._configs.clear()
         self._engine = self._cache = None
 
 
 def _folder() -> Path:
-    """See the XDG base directory specification."""
+    """Where caches are stored, by the XDG base directory specification."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specrun"

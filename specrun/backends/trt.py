@@ -1,6 +1,6 @@
-"""TensorRT and TensorRT-RTX plans on a GPU: one module, two import names.
+"""TensorRT and TensorRT-RTX plans on a GPU. Both packages have the same interface under two import names.
 
-All execution contexts share one workspace, because all work is queued on one stream.
+All execution contexts share one workspace. They can, because all work is queued on one stream.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ class Call(NamedTuple):
 
 
 def choose_profile(profiles: Sequence[Profile], call: Call, fixed: bool) -> int:
-    """The profile for ``call``: for a round's (``fixed``) the narrowest that covers it, for a prompt's a context one.
+    """The index of the profile for ``call``. Raises BackendError where none covers it.
 
-    Narrow profiles have the faster kernels for a few tokens. Raises BackendError where no profile covers the call.
+    A call of a round (``fixed``) gets the narrowest profile, which has the fastest kernels for a few tokens. A call for
+    a prompt gets a context profile.
     """
 
     def covers(profile: Profile) -> bool:
@@ -53,7 +54,7 @@ def choose_profile(profiles: Sequence[Profile], call: Call, fixed: bool) -> int:
 
 
 def input_shapes(config: EngineConfig, call: Call) -> dict[str, tuple[int, ...]]:
-    """Every input's shape in ``call``."""
+    """The shape of every input in ``call``, by name."""
     length = config.build_config.cache_length
     shapes: dict[str, tuple[int, ...]] = {
         INPUT_IDS: (call.batch, call.sequence),
@@ -66,9 +67,10 @@ def input_shapes(config: EngineConfig, call: Call) -> dict[str, tuple[int, ...]]
 
 
 def check_plan(directory: Path, config: EngineConfig, trt: Any, runtime: Any, gpu: int, capability: str) -> None:
-    """Raise EngineDirError, before anything is loaded, where this runtime or GPU cannot take the plan.
+    """Raise EngineDirError where this version of TensorRT or this GPU cannot run the plan. Nothing is loaded yet.
 
-    capability: that of the GPU with this number, such as 9.0.
+    trt: the vendor's package; runtime: its Runtime. gpu: the GPU's number; capability: its compute capability, such as
+    9.0.
     """
     backend = config.backend
     if backend.version != trt.__version__:
@@ -90,26 +92,30 @@ def check_plan(directory: Path, config: EngineConfig, trt: Any, runtime: Any, gp
             names = trt.EngineInvalidityDiagnostics.__members__.items()
             reasons = [name for name, value in names if int(value) & int(diagnostics)] or ["no reason given"]
             raise EngineDirError(
-                f"{directory}: {backend.name} {trt.__version__} does not take this plan on GPU {gpu} (compute "
+                f"{directory}: {backend.name} {trt.__version__} cannot run this plan on GPU {gpu} (compute "
                 f"capability {capability}): {', '.join(reasons)}"
             )
 
 
 @dataclass
 class _Context:
-    """An execution context, and what it was last told."""
+    """An execution context, and the shapes and the cache row that it was last given."""
 
     execution: Any
     call: Call | None = None
     first: int | None = None
-    """The row of the cache that is its first."""
+    """The cache's row that is bound as its first one."""
 
 
 class TrtBackend:
     """See ``DeviceBackend``."""
 
     def __init__(self, directory: Path, config: EngineConfig, device: Device, capability: str) -> None:
-        """Load the plan onto ``device``. Raises EngineDirError and BackendError."""
+        """Load the plan onto ``device``, whose compute capability is ``capability``, such as 9.0.
+
+        Raises EngineDirError where the plan does not fit the device or the contract, and BackendError where TensorRT is
+        not installed.
+        """
         self.config = config
         self.device = device
         try:
@@ -119,7 +125,7 @@ class TrtBackend:
             raise BackendError(f"{name} is not installed: {how_to_install(name)}") from error
         device.activate()
         self._log = _log(self._trt)
-        # TensorRT's objects must outlive what was made from them; Python's garbage collection knows nothing of it.
+        # TensorRT's objects must outlive what was made from them. Python's garbage collection does not know that.
         self._runtime = self._trt.Runtime(self._log)
         check_plan(directory, config, self._trt, self._runtime, device.number, capability)
         self._engine = self._runtime.deserialize_cuda_engine((directory / PLAN_NAME).read_bytes())
@@ -132,7 +138,7 @@ class TrtBackend:
 
     @property
     def capturable(self) -> bool:
-        """TensorRT-RTX can say whether it is; TensorRT is."""
+        """See ``DeviceBackend.capturable``. TensorRT's contexts always are; TensorRT-RTX's are asked."""
         fixed = [context.execution for key, context in self._contexts.items() if isinstance(key, Call)]
         return all(
             context.is_stream_capturable(self.device.stream)
@@ -142,11 +148,11 @@ class TrtBackend:
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory that the plan computes in, for its largest profile."""
+        """See ``DeviceBackend.workspace_bytes``: for the plan's largest profile."""
         return int(self._engine.device_memory_size_v2)
 
     def allocate_cache(self) -> None:
-        """See ``DeviceBackend.allocate_cache``. S_max is a number in the plan."""
+        """See ``DeviceBackend.allocate_cache``. The plan's rows have cache_length positions, neither more nor fewer."""
         build = self.config.build_config
         self._workspace = self.device.zeros((self.workspace_bytes,), np.uint8)
         kind, size = DTYPES[self.config.graph.dtype].storage, (build.max_batch_size, build.cache_length)
@@ -155,8 +161,9 @@ class TrtBackend:
     def enqueue(self, feed: Feed, logits: DeviceArray, first: int, fixed: bool) -> None:
         """See ``DeviceBackend.enqueue``.
 
-        A recording holds what a context computed from its shapes, so every shape that may be recorded has a context
-        of its own, whose shapes never change. Prompts share one.
+        A captured graph holds what a context computed from its shapes. So every shape that may be captured has a
+        context of its own, whose shapes never change. Prompts share one context for each profile. Raises BackendError
+        where TensorRT refuses the call.
         """
         self.device.activate()
         call = Call(feed.input_ids.shape[0], feed.input_ids.shape[1], feed.logits_indices.shape[1])
@@ -181,12 +188,12 @@ class TrtBackend:
         self._kernels.save()
 
     def describe(self) -> str:
-        """The plan's layers as JSON: all that TensorRT tells of a plan built as ours are."""
+        """The plan's layers as JSON, in the detail that TensorRT has for plans of this project."""
         inspector = self._engine.create_engine_inspector()
         return str(inspector.get_engine_information(self._trt.LayerInformationFormat.JSON))
 
     def close(self) -> None:
-        """See ``DeviceBackend.close``. Contexts go before their configs and engine, the engine before its runtime."""
+        """See ``DeviceBackend.close``. The order matters: contexts, their configurations, the engine, its runtime."""
         if self._engine is None:
             return
         self.device.activate()
@@ -195,7 +202,7 @@ class TrtBackend:
         self._engine = self._runtime = None
 
     def _new_execution(self, profile: int, fixed: bool) -> Any:
-        """A context in the shared workspace."""
+        """A context that computes in the shared workspace. Raises BackendError."""
         if self._workspace is None:
             raise RuntimeError("allocate_cache comes before enqueue")
         config = self._kernels.runtime_config(self._trt, fixed)
@@ -210,7 +217,7 @@ class TrtBackend:
         return context
 
     def _bind_cache(self, context: Any, first: int) -> None:
-        """Rows from ``first`` on; past and present are one memory."""
+        """Bind the cache's rows from ``first`` on. Past and present tensors have the same memory."""
         layers = self.config.graph.layers
         cache = self.cache.part(first, 1)
         for past, present, memory in zip(past_names(layers), present_names(layers), cache, strict=True):
@@ -218,7 +225,7 @@ class TrtBackend:
                 self._require(context.set_tensor_address(name, memory.address), f"the address of {name}")
 
     def _require(self, done: bool, what: str) -> None:
-        """TensorRT says no by returning False; why stands in its log."""
+        """Raise BackendError unless ``done``. TensorRT returns False for errors, and its log holds the reason."""
         if not done:
             raise BackendError(f"{self.config.backend.name} refused {what}: {self._log.reason()}")
 
@@ -227,7 +234,7 @@ def _check_engine(directory: Path, config: EngineConfig, engine: Any) -> None:
     """Raise EngineDirError unless the plan has the contract's tensors and updates its caches in place."""
     layers, length = config.graph.layers, config.build_config.cache_length
     for cache in config.graph.caches:
-        # Prompts are read in rows behind those that decode; TensorRT wants addresses that are multiples of 256.
+        # Prompts are prefilled in rows behind those that decode. TensorRT needs addresses that are multiples of 256.
         if cache.heads * length * cache.head_dim * DTYPES[config.graph.dtype].nbytes % 256:
             raise EngineDirError(f"{directory}: its rows of {length} positions are not aligned; build the engine again")
     past, present = past_names(layers), present_names(layers)
@@ -248,7 +255,7 @@ def _check_engine(directory: Path, config: EngineConfig, engine: Any) -> None:
 
 
 def _log(trt: Any) -> Any:
-    """A TensorRT logger that keeps the errors, for the message of what they caused."""
+    """A TensorRT logger that keeps the errors. Its ``reason`` is the last one, in one line."""
 
     class Log(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:

@@ -7,25 +7,19 @@ from typing import Any, Literal
 
 import click
 
-from specrun.command_line import FolderPath
 from specrun.commands.options import (
     DRAFT_LEN,
-    draft_len,
-    draft_option,
+    comparison_options,
     note_unused_sampling,
     prompt_ids,
     require_one_draft,
     require_one_source,
-    sampling_options,
 )
 from specrun.config import AUTO
 
 
 @click.command()
-@click.option("--engine_dir", required=True, type=FolderPath, help="The target's engine directory.")
-@click.option("--draft_engine_dir", type=FolderPath, help="The draft's.")
-@draft_option
-@click.option("--tokenizer_dir", type=FolderPath, help="Default: the tokenizer in engine_dir.")
+@comparison_options()
 @click.option("--batch_size", "batch_sizes", type=click.IntRange(1), multiple=True, default=(1,), show_default=True)
 @click.option(
     "--draft_len",
@@ -39,11 +33,6 @@ from specrun.config import AUTO
 )
 @click.option("--output_len", type=click.IntRange(1), default=96, show_default=True, help="Tokens of every output.")
 @click.option("--repetitions", type=click.IntRange(1), default=3, show_default=True)
-@click.option("--acceptance", type=click.Choice(["tokens", "logits"]), default="tokens", show_default=True)
-@click.option("--input_text", multiple=True, help="A prompt; may be given several times.")
-@click.option("--input_file", type=FolderPath, help="Prompts, one a line. Default: standard input.")
-@sampling_options()
-@click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--output_format", type=click.Choice(["table", "json"]), default="table", show_default=True)
 def bench(
     engine_dir: Path,
@@ -74,10 +63,9 @@ def bench(
     from specrun.engine_dir import open_engine
     from specrun.sampling import SamplingParams
 
-    lengths = [draft_len(length) for length in draft_lens]
     note_unused_sampling(sampling)
     params, use_logits = SamplingParams(**sampling), acceptance == "logits"
-    settings = Settings(batch_sizes, lengths, output_len, repetitions, params, use_logits, shared_thread_pool=True)
+    settings = Settings(batch_sizes, draft_lens, output_len, repetitions, params, use_logits, shared_thread_pool=True)
     config = open_engine(engine_dir)
     prompts = prompt_ids(tokenizer_dir or engine_dir, input_text, input_file)
     results = measure(engine_dir, draft_engine_dir, prompts, settings, lambda line: click.echo(line, err=True))

@@ -9,8 +9,15 @@ from typing import Any
 
 import click
 
-from specrun.command_line import FolderPath, show_error
-from specrun.commands.options import require_one_source, sampling_options, sampling_params, seed_option, use_color
+from specrun.command_line import show_error
+from specrun.commands.options import (
+    prompt_options,
+    require_one_source,
+    sampling_options,
+    sampling_params,
+    seed_option,
+    use_color,
+)
 from specrun.commands.pair import open_pair, pair_config, pair_options
 from specrun.errors import RequestError
 
@@ -22,8 +29,7 @@ OF_THE_PAIR = ("draft_len", "acceptance")
 @pair_options
 @click.option("--max_output_len", type=click.IntRange(1), help="Default: 256, or what fits.")
 @click.option("--min_output_len", type=click.IntRange(0), default=0, show_default=True, help="No end before.")
-@click.option("--input_text", multiple=True, help="A prompt; may be given several times.")
-@click.option("--input_file", type=FolderPath, help="Prompts, one a line. Default: standard input.")
+@prompt_options
 @sampling_options()
 @seed_option
 @click.option(

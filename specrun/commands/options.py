@@ -5,16 +5,25 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from specrun.config import AUTO, parse_device_list, parse_draft_len, parse_logit_bias
+from specrun.command_line import FolderPath
+from specrun.config import parse_device_list, parse_draft_len, parse_logit_bias
 
 if TYPE_CHECKING:
     from specrun.sampling import SamplingParams
+
+Decorator = Callable[[Any], Any]
+
+
+def together(*options: Decorator) -> Decorator:
+    """One decorator that adds ``options`` to a command, in this order."""
+    return lambda command: reduce(lambda decorated, option: option(decorated), reversed(options), command)
 
 
 class Parsed(click.ParamType[Any]):
@@ -39,32 +48,27 @@ DRAFT_LEN = Parsed("length", parse_draft_len)
 
 
 _NUMBERS: dict[str, tuple[int | float, str]] = {
-    "frequency_penalty": (0.0, "Of every token as often as it was written; 0: off."),
-    "presence_penalty": (0.0, "Of every token that was written; 0: off."),
-    "repetition_penalty": (1.0, "Of every token of prompt and output; 1: off."),
-    "min_p": (0.0, "0: off."),
-    "top_p": (1.0, "1: off."),
-    "top_k": (0, "0: off."),
     "temperature": (0.0, "0: greedy."),
+    "top_k": (0, "0: off."),
+    "top_p": (1.0, "1: off."),
+    "min_p": (0.0, "0: off."),
+    "repetition_penalty": (1.0, "Of every token of prompt and output; 1: off."),
+    "presence_penalty": (0.0, "Of every token that was written; 0: off."),
+    "frequency_penalty": (0.0, "Of every token as often as it was written; 0: off."),
 }
 SAMPLING = (*_NUMBERS, "logit_bias")
 """Names of the options of ``SamplingParams`` but for the seed."""
 
 
-def sampling_options(temperature: float = 0.0) -> Callable[[Any], Any]:
-    """The options of SAMPLING."""
-
-    def add(command: Any) -> Any:
-        help_ = "Added to these tokens' logits; -inf: never."
-        kind = Parsed("list", parse_logit_bias)
-        command = click.option("--logit_bias", type=kind, default="", metavar="ID:BIAS,..", help=help_)(command)
-        for name, (usual, meaning) in _NUMBERS.items():
-            default = temperature if name == "temperature" else usual
-            option = click.option(f"--{name}", type=type(default), default=default, show_default=True, help=meaning)
-            command = option(command)
-        return command
-
-    return add
+def sampling_options(temperature: float = 0.0) -> Decorator:
+    """The options of SAMPLING. temperature: its default."""
+    defaults = {name: default for name, (default, _) in _NUMBERS.items()} | {"temperature": temperature}
+    numbers = [
+        click.option(f"--{name}", type=type(default), default=default, show_default=True, help=_NUMBERS[name][1])
+        for name, default in defaults.items()
+    ]
+    kind, meaning = Parsed("list", parse_logit_bias), "Added to these tokens' logits; -inf: never."
+    return together(*numbers, click.option("--logit_bias", type=kind, default="", metavar="ID:BIAS,..", help=meaning))
 
 
 def sampling_params(options: dict[str, Any]) -> SamplingParams:
@@ -89,11 +93,33 @@ def note_unused_sampling(options: dict[str, Any]) -> None:
         click.echo(f"note: temperature 0 is greedy: {wanted} changes nothing; give --temperature too", err=True)
 
 
+engine_dir_option = click.option("--engine_dir", required=True, type=FolderPath, help="The target's engine directory.")
+tokenizer_dir_option = click.option("--tokenizer_dir", type=FolderPath, help="Default: the tokenizer in engine_dir.")
 draft_option = click.option(
     "--draft",
     type=click.Choice(["ngram"]),
     help="Draft without a draft engine. ngram: what followed the last tokens where they came before in the text.",
 )
+
+
+prompt_options = together(
+    click.option("--input_text", multiple=True, help="A prompt; may be given several times."),
+    click.option("--input_file", type=FolderPath, help="Prompts, one a line. Default: standard input."),
+)
+
+
+def comparison_options(temperature: float = 0.0) -> Decorator:
+    """The options of every command that compares a pair with its target alone. temperature: its default."""
+    return together(
+        engine_dir_option,
+        click.option("--draft_engine_dir", type=FolderPath, help="The draft's."),
+        draft_option,
+        tokenizer_dir_option,
+        click.option("--acceptance", type=click.Choice(["tokens", "logits"]), default="tokens", show_default=True),
+        prompt_options,
+        sampling_options(temperature),
+        click.option("--seed", type=int, default=0, show_default=True),
+    )
 
 
 def require_one_draft(draft: str | None, draft_engine_dir: Path | None, needed: bool = False) -> None:
@@ -110,11 +136,6 @@ seed_option = click.option("--seed", type=int, help="The same seed gives the sam
 def use_color(wanted: bool | None) -> bool:
     """Colour on a terminal unless told otherwise (https://no-color.org)."""
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ if wanted is None else wanted
-
-
-def draft_len(value: Any) -> int | None:
-    """An option's ``auto`` as the library's None."""
-    return None if value == AUTO else value
 
 
 def require_one_source(input_text: tuple[str, ...], input_file: Path | None) -> None:

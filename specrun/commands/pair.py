@@ -6,23 +6,30 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from specrun.command_line import FolderPath
-from specrun.commands.options import DEVICES, DRAFT_LEN, Parsed, draft_len, draft_option
+from specrun.commands.options import (
+    DEVICES,
+    DRAFT_LEN,
+    Parsed,
+    draft_option,
+    engine_dir_option,
+    together,
+    tokenizer_dir_option,
+)
 from specrun.config import DraftTargetConfig, parse_draft_target_config
 
 if TYPE_CHECKING:
     from specrun.decoder import SpeculativeDecoder
 
-_OPTIONS: tuple[Callable[[Any], Any], ...] = (
-    click.option("--engine_dir", required=True, type=FolderPath, help="The target's engine directory."),
+pair_options = together(
+    engine_dir_option,
     click.option("--draft_engine_dir", type=FolderPath, help="The draft's; without it the target runs alone."),
     draft_option,
-    click.option("--tokenizer_dir", type=FolderPath, help="Default: the tokenizer in engine_dir."),
+    tokenizer_dir_option,
     click.option(
         "--draft_target_model_config",
         type=Parsed("list", parse_draft_target_config),
@@ -59,11 +66,6 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
 )
 
 
-def pair_options(command: Any) -> Any:
-    """Add the options of a pair."""
-    return reduce(lambda decorated, option: option(decorated), reversed(_OPTIONS), command)
-
-
 def pair_config(options: dict[str, Any]) -> DraftTargetConfig:
     """The list and the readable flags set the same four things; saying one of them twice is an error."""
     flags = ("draft_len", "draft_model_device_list", "target_model_device_list", "acceptance")
@@ -90,7 +92,7 @@ def pair_config(options: dict[str, Any]) -> DraftTargetConfig:
         config: DraftTargetConfig = options["draft_target_model_config"]
         return replace(config, **own)
     return DraftTargetConfig(
-        draft_len=draft_len(options["draft_len"]),
+        draft_len=options["draft_len"],
         draft_devices=options["draft_model_device_list"] or (0,),
         target_devices=options["target_model_device_list"] or (0,),
         use_logits=options["acceptance"] == "logits",

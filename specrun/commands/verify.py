@@ -9,16 +9,13 @@ from typing import Any, Literal
 
 import click
 
-from specrun.command_line import FolderPath
 from specrun.commands.options import (
     DRAFT_LEN,
-    draft_len,
-    draft_option,
+    comparison_options,
     note_unused_sampling,
     prompt_ids,
     require_one_draft,
     require_one_source,
-    sampling_options,
 )
 from specrun.config import DraftTargetConfig
 
@@ -27,16 +24,8 @@ INCONCLUSIVE = 3
 
 
 @click.command()
-@click.option("--engine_dir", required=True, type=FolderPath, help="The target's engine directory.")
-@click.option("--draft_engine_dir", type=FolderPath, help="The draft's.")
-@draft_option
-@click.option("--tokenizer_dir", type=FolderPath, help="Default: the tokenizer in engine_dir.")
+@comparison_options(temperature=0.8)
 @click.option("--draft_len", type=DRAFT_LEN, metavar="auto|N", help="Draft tokens a round. Default: 4.")
-@click.option("--acceptance", type=click.Choice(["tokens", "logits"]), default="tokens", show_default=True)
-@click.option("--input_text", multiple=True, help="A prompt; may be given several times. Short ones show more.")
-@click.option("--input_file", type=FolderPath, help="Prompts, one a line. Default: standard input.")
-@sampling_options(temperature=0.8)
-@click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--seconds", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True, help="About.")
 @click.option("--output_format", type=click.Choice(["text", "json"]), default="text", show_default=True)
 def verify(
@@ -54,7 +43,7 @@ def verify(
     """Check that a pair writes what its target alone writes.
 
     Greedy and seeded ids are compared token by token; drawn texts are tested against the target's exact probabilities.
-    Exit 1 where they differ, 3 where nothing differs but an error could not have shown.
+    Short prompts show more. Exit 1 where they differ, 3 where nothing differs but an error could not have shown.
     """
     require_one_source(input_text, input_file)
     require_one_draft(draft, draft_engine_dir, needed=True)
@@ -62,7 +51,7 @@ def verify(
     from specrun.sampling import SamplingParams
     from specrun.verify import verify_pair
 
-    length, use_logits = draft_len(options.pop("draft_len")), acceptance == "logits"
+    length, use_logits = options.pop("draft_len"), acceptance == "logits"
     config = DraftTargetConfig(length, use_logits=use_logits, shared_thread_pool=True, draft=draft)
     prompts = prompt_ids(tokenizer_dir or engine_dir, input_text, input_file)
     note_unused_sampling(options)

@@ -210,6 +210,7 @@ class CudaDevice:
     def wait(self) -> None:
         """See ``Device.wait``."""
         with self._errors("failed in a round"):
+            self.activate()
             self._stream.sync()
 
     def close(self) -> None:

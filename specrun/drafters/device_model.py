@@ -11,17 +11,18 @@ from specrun.backends import DeviceBackend
 from specrun.contract import FIRST_DRAFT_STEP_LEN
 from specrun.devices import Device, DeviceArray
 from specrun.drafters import DraftProbs
-from specrun.errors import SpecError
+from specrun.errors import BackendError, SpecError
 from specrun.kernels import calls
 from specrun.kernels.layout import DISTRIBUTION, record_len
 from specrun.request import Outcome, Request, num_accepted
-from specrun.runners.cached import CachedTexts
+from specrun.runners.cached import CachedDraft
 from specrun.runners.capture import Captures
 from specrun.runners.device import DeviceRunner
 from specrun.runners.device_batch import DeviceRows
+from specrun.sampling import NON_FINITE_LOGITS
 
 
-class DeviceModelDrafter(CachedTexts[DeviceRunner]):
+class DeviceModelDrafter(CachedDraft[DeviceRunner]):
     """See ``DeviceDrafter``. On the target's device, drafting is captured together with the round."""
 
     def __init__(self, backend: DeviceBackend, rows: DeviceRows) -> None:
@@ -30,6 +31,8 @@ class DeviceModelDrafter(CachedTexts[DeviceRunner]):
         self.devices: Sequence[Device] = [backend.device]
         self.captured: Sequence[DeviceBackend] = [backend]
         self._rows = rows
+        self._all_rows = [rows]
+        """The rows on every device that a round works on."""
         distributions = backend.device.zeros((rows.max_rows, rows.max_draft_len), DISTRIBUTION)
         vocab = min(self.runner.vocab, rows.vocab)  # Ids beyond the target's are never proposed.
         self._drawn = DraftProbs(distributions, self.runner.logits, self.runner.step_stride, self.runner.vocab, vocab)
@@ -77,9 +80,14 @@ class DeviceModelDrafter(CachedTexts[DeviceRunner]):
         """See ``DeviceDrafter``."""
 
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
-        """See ``DeviceDrafter``. The last draft token was not fed."""
+        """See ``DeviceDrafter``. A row drafts fewer tokens than asked for only where the draft failed."""
         for row, (request, outcome) in enumerate(zip(requests, outcomes, strict=True) if draft_len else ()):
+            # The last draft token was not fed.
             self.runner.rows.lengths[row] = len(request.tokens) + max(0, num_accepted(outcome) - 1)
+            if isinstance(outcome, Outcome) and outcome.drafted < request.num_draft_tokens(draft_len):
+                request.stop_drafting(BackendError(NON_FINITE_LOGITS))
+                for rows in self._all_rows:
+                    rows.write_sampling(row, [request])
 
     def close(self) -> None:
         """See ``DeviceDrafter``."""
@@ -111,6 +119,7 @@ class RemoteModelDrafter(DeviceModelDrafter):
         super().__init__(backend, rows.on(there))
         self.captured = []
         self._target_rows = rows
+        self._all_rows = [self._rows, rows]
         drawn, (max_rows, length) = self._drawn, self._drawn.distributions.shape
         distributions, logits = (here.zeros(array.shape, array.dtype) for array in (drawn.distributions, drawn.logits))
         self.probs = replace(drawn, distributions=distributions, logits=logits)

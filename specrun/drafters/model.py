@@ -9,12 +9,12 @@ import numpy as np
 from specrun.drafters import Proposal
 from specrun.errors import SpecError, as_spec_error
 from specrun.request import Outcome, Request, longest, num_accepted
-from specrun.runners.cached import CachedTexts
+from specrun.runners.cached import CachedDraft
 from specrun.runners.host import ModelRunner
 from specrun.sampling import Floats, Purpose, exponential_noise, gumbel_argmax, probabilities, sample
 
 
-class ModelDrafter(CachedTexts[ModelRunner]):
+class ModelDrafter(CachedDraft[ModelRunner]):
     """See ``Drafter``. It draws with the target's own noise for token acceptance, else with noise of its own."""
 
     def __init__(self, runner: ModelRunner, vocab_size: int, max_draft_len: int, use_logits: bool) -> None:
@@ -44,9 +44,8 @@ class ModelDrafter(CachedTexts[ModelRunner]):
             else:
                 logits = self.runner.extend([p.tokens[-1] if len(p.tokens) == step else None for p in proposals])
             for row, request in enumerate(requests):
-                proposal = proposals[row]
-                if step < counts[row] and not proposal.error:
-                    self._draw(logits[row, 0], request, proposal)
+                if step < counts[row] and not request.draft_error:
+                    self._draw(logits[row, 0], request, proposals[row])
         return proposals
 
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
@@ -63,7 +62,7 @@ class ModelDrafter(CachedTexts[ModelRunner]):
         self.runner.backend.close()
 
     def _draw(self, logits: Floats, request: Request, proposal: Proposal) -> None:
-        """Add the token that follows the request's and those of ``proposal``; or why there is none."""
+        """Add the token that follows the request's and those of ``proposal``. An error stops the request's drafting."""
         # A padded embedding may be wider than the target's; ids beyond the target's are never proposed.
         logits = logits[: self._vocab_size]
         params, position = request.params, len(request.tokens) + len(proposal.tokens)
@@ -79,6 +78,6 @@ class ModelDrafter(CachedTexts[ModelRunner]):
             else:
                 token = sample(logits, params, position)
         except Exception as error:
-            proposal.error = as_spec_error(error)
+            request.stop_drafting(as_spec_error(error))
             return
         proposal.tokens.append(token)

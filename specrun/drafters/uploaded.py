@@ -21,7 +21,6 @@ class UploadedDrafter:
 
     That is exact: a token that did not depend on the target's noise is accepted with its probability p, and what
     replaces it comes from p without it. A draft model's own probabilities would accept more, but are not uploaded.
-    A draft whose logits are not finite proposes no more tokens; the request goes on without.
     """
 
     def __init__(self, drafter: Drafter, rows: DeviceRows) -> None:

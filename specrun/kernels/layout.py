@@ -96,7 +96,7 @@ STRUCTS = {
 class Record(enum.IntEnum):
     """Where what a round decided for a row stands in the row's record, of 64-bit integers."""
 
-    DRAFTED = 0  # How many tokens were drafted.
+    DRAFTED = 0  # How many tokens were drafted: fewer than asked for where the draft failed.
     ACCEPTED = 1  # How many of them stand.
     NEXT_TOKEN = 2  # The target's token after them; -1 where its logits were not numbers.
     DRAFTS = 3  # The first of the draft tokens, which are the rest.

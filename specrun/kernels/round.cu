@@ -372,10 +372,11 @@ FUNCTION int draft_count(const Progress& p, const Sampling& s, int draft_len) {
 // Greedy, both rules of acceptance are the same.
 FUNCTION bool compares_tokens(const Sampling& s) { return !s.use_logits || s.temperature == 0; }
 
-FUNCTION bool all_drawn(const i64* drafts, int count) {
-  for (int i = 0; i < count; i++)
-    if (drafts[i] < 0) return false;
-  return true;
+// How many of `count` draft tokens there are: the draft fails at the first one that is -1.
+FUNCTION int drawn_drafts(const i64* drafts, int count) {
+  int drawn = 0;
+  while (drawn < count && drafts[drawn] >= 0) drawn++;
+  return drawn;
 }
 
 // Draft tokens stand while they are the target's own choice.
@@ -395,7 +396,7 @@ FUNCTION Verdict compare_logits(
   for (int i = 0; i < count; i++) {
     const float *target = target_logits + (i64)i * vocab, *draft = draft_logits + i * draft_row;
     i64 token = drafts[i];
-    if (p[i].best < 0 || q[i].best < 0) return {i, -1};
+    if (p[i].best < 0) return {i, -1};
     auto drafted = [&](int v) {  // The probability that the draft gave to v.
       if (q[i].temperature == 0) return v == q[i].best ? 1.0f : 0.0f;
       return v < draft_vocab ? probability(q[i], draft[v]) : 0.0f;
@@ -556,7 +557,7 @@ ROW_KERNEL void sample_draft(
   int token = sample(group, own, vocab, d, s.seed, s.use_logits ? DRAFT : TARGET, position);
   if (group.rank() == 0) {
     distributions[row * draft_len + step] = d;
-    tokens[(i64)row * token_stride + position] = token;  // -1 is no token: acceptance reports it.
+    tokens[(i64)row * token_stride + position] = token;  // -1: the draft fails here.
   }
 }
 
@@ -585,6 +586,7 @@ ROW_KERNEL void sample_target(
 // Acceptance, by each row's own rule, and commit. The draft's logits of a step lie step_stride apart, those of a row
 // draft_stride, and draft_vocab of them count. q [B, draft_len]; target_logits and adjusted [B, draft_len + 1, vocab],
 // p and chosen [B, draft_len + 1]; counts [B, vocab], of rows with penalties; records [B, record_len].
+// Where the draft failed, the tokens that it drew before are its whole proposal.
 ROW_KERNEL void accept(
     i64* tokens, int token_stride, Progress* progress, int draft_len, const Sampling* sampling, const Distribution* q,
     const float* draft_logits, int step_stride, int draft_stride, int draft_vocab, const Distribution* p,
@@ -594,17 +596,22 @@ ROW_KERNEL void accept(
   ThreadGroup group = group_of(barriers);
   const Sampling& s = sampling[row];
   const Progress before = progress[row];
-  int count = draft_count(before, s, draft_len);
   i64* own = tokens + (i64)row * token_stride;
   const i64* drafts = own + before.length;
+  int asked = draft_count(before, s, draft_len), count = drawn_drafts(drafts, asked);
   Verdict verdict = {0, -1};  // So it stays where the row has ended.
-  bool going = before.remaining > 0 && all_drawn(drafts, count);
+  bool going = before.remaining > 0;
   if (going && compares_tokens(s)) verdict = compare_tokens(drafts, chosen + first, count);
-  else if (going)
+  else if (going) {
+    const float* logits = (has_logits_processors(s, before) ? adjusted : target_logits) + (i64)first * vocab;
+    int last = chosen[first + count];
+    if (count < asked)  // The target has chosen only behind the last draft token that was asked for.
+      last = sample(
+          group, logits + (i64)count * vocab, vocab, p[first + count], s.seed, TARGET, before.length + count);
     verdict = compare_logits(
         group, drafts, count, q + row * draft_len, draft_logits + (i64)row * draft_stride, step_stride, draft_vocab,
-        p + first, (has_logits_processors(s, before) ? adjusted : target_logits) + (i64)first * vocab, vocab,
-        chosen[first + count], s.seed, before.length);
+        p + first, logits, vocab, last, s.seed, before.length);
+  }
   group.sync();  // Only now may thread 0 change what all threads have read.
   if (group.rank() == 0)
     commit(

@@ -1,7 +1,7 @@
-"""Key-value caches: the rows that engines read and write, and a prefix cache of blocks of past texts.
+"""KV caches: the rows that engines read and write, and a pool of blocks for the prefix cache.
 
-A row is contiguous, so an engine takes rows ``first .. first + B`` by address. Reusing a prefix copies its blocks into
-a row; nothing of a request's result depends on whether it did.
+Each row is contiguous in memory, so an engine gets rows ``first .. first + B`` as one address. To reuse a prefix, its
+blocks are copied into a row. A request's result is the same with and without reuse.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The key-value cache of one model in device memory."""
+"""The KV cache of one model in device memory."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from specrun.kv_cache import BLOCK
 
 
 class DeviceKVCache:
-    """Rows [rows, heads, length, head_dim] of every cache tensor, and its pool [blocks, heads, BLOCK, head_dim].
+    """See ``KVCache``: for every cache tensor, rows [rows, heads, length, head_dim] and a pool of blocks.
 
-    ``rows`` rows of ``length`` positions are allocated at once, the pool when the room for it is known.
+    Rows are allocated at once. The pool [blocks, heads, BLOCK, head_dim] is allocated later, when it is known how much
+    memory is free. Raises BackendError where memory is short.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class DeviceKVCache:
         rows: int,
         length: int,
     ) -> None:
+        """storage: the dtype of the elements. length: positions of a row."""
         self.rows = rows
         self.length = length
         self.blocks = 0
@@ -37,14 +39,14 @@ class DeviceKVCache:
         self._storage = np.dtype(storage)
         self._tensors = [device.zeros((rows * shape.heads * length * shape.head_dim,), storage) for shape in shapes]
         self._pool: list[DeviceArray] = []
-        self._numbers = device.zeros((length // BLOCK,), np.int32)
-        self._table = device.zeros((len(shapes),), CACHE_TENSOR)
+        self._block_numbers = device.zeros((length // BLOCK,), np.int32)
+        self._tensor_table = device.zeros((len(shapes),), CACHE_TENSOR)
         self._write_table([0] * len(shapes))
-        self._most_heads = max(shape.heads for shape in shapes)
-        self._most_bytes = max(shape.head_dim for shape in shapes) * self._storage.itemsize
+        self._max_heads = max(shape.heads for shape in shapes)
+        self._max_position_bytes = max(shape.head_dim for shape in shapes) * self._storage.itemsize
 
     def allocate_pool(self, blocks: int) -> None:
-        """Have a pool of ``blocks`` blocks; once."""
+        """Allocate a pool of ``blocks`` blocks. Raises RuntimeError the second time."""
         if self._pool:
             raise RuntimeError("the pool is allocated already")
         if blocks:
@@ -54,7 +56,7 @@ class DeviceKVCache:
         self.blocks = blocks
 
     def part(self, first: int, rows: int) -> list[DeviceArray]:
-        """The tensors of rows ``first .. first + rows``, in the memory of the whole."""
+        """Views [rows, heads, length, head_dim] of rows ``first .. first + rows``, one for each cache tensor."""
         parts = []
         for shape, tensor in zip(self._shapes, self._tensors, strict=True):
             row = (shape.heads, self.length, shape.head_dim)
@@ -66,19 +68,18 @@ class DeviceKVCache:
         for tensor in self.part(row, 1):
             self._device.clear(tensor)
 
-    def swap(self, one: int, other: int, held: tuple[int, int]) -> None:
+    def swap(self, one: int, other: int, lengths: tuple[int, int]) -> None:
         """See ``KVCache``."""
-        positions = max(held)
-        if positions:
+        if positions := max(lengths):
             calls.swap_rows(
                 self._device,
-                tensors=self._table,
+                tensors=self._tensor_table,
                 length=self.length,
                 one=one,
                 other=other,
                 positions=positions,
-                heads=self._most_heads,
-                size=self._most_bytes,
+                heads=self._max_heads,
+                size=self._max_position_bytes,
             )
 
     def save(self, row: int, start: int, blocks: Sequence[int]) -> None:
@@ -90,27 +91,27 @@ class DeviceKVCache:
         self._copy(row, start, blocks, saving=False)
 
     def _write_table(self, pools: Sequence[int]) -> None:
-        """Tell kernels where the tensors are, and their parts of the pool."""
+        """Write the addresses of all tensors and their pools where kernels read them."""
         table = [
             (rows.address, pool, shape.heads, shape.head_dim * self._storage.itemsize)
             for shape, rows, pool in zip(self._shapes, self._tensors, pools, strict=True)
         ]
-        self._device.write(self._table, np.array(table, CACHE_TENSOR))
+        self._device.write(self._tensor_table, np.array(table, CACHE_TENSOR))
 
     def _copy(self, row: int, start: int, blocks: Sequence[int], saving: bool) -> None:
         if not blocks:
             return
         if start + len(blocks) * BLOCK > self.length:
-            raise ValueError(f"{len(blocks)} blocks from position {start} of {self.length}")
-        numbers = self._numbers.part(0, (len(blocks),))
+            raise ValueError(f"{len(blocks)} blocks from position {start} do not fit into {self.length} positions")
+        numbers = self._block_numbers.part(0, (len(blocks),))
         self._device.write(numbers, np.array(blocks, np.int32))
         calls.copy_blocks(
             self._device,
-            tensors=self._table,
+            tensors=self._tensor_table,
             length=self.length,
             row=row,
             start=start,
             blocks=numbers,
             saving=saving,
-            heads=self._most_heads,
+            heads=self._max_heads,
         )

@@ -1,4 +1,4 @@
-"""The key-value cache of one model in host memory."""
+"""The KV cache of one model in host memory."""
 
 from __future__ import annotations
 
@@ -14,53 +14,59 @@ Cache = npt.NDArray[np.float32]
 
 
 class HostKVCache:
-    """Rows [rows, heads, length, head_dim] of every cache tensor, and its pool [blocks, heads, BLOCK, head_dim]."""
+    """See ``KVCache``: for every cache tensor, rows [rows, heads, length, head_dim] and a pool of blocks.
+
+    It has no rows before ``resize``. The pool is [blocks, heads, BLOCK, head_dim]. All elements are float32.
+    """
 
     def __init__(self, shapes: Sequence[CacheTensor], blocks: int) -> None:
         self.blocks = blocks
         self.rows = 0
         self.length = 0
         self._shapes = shapes
-        # Where the numbers of one position end, tensor by tensor.
-        self._ends = np.cumsum([shape.heads * shape.head_dim for shape in shapes])
+        # The elements of one position lie tensor by tensor; these are the tensors' ends among them.
+        self._position_ends = np.cumsum([shape.heads * shape.head_dim for shape in shapes])
         self._memory = np.empty(0, np.float32)
         self._tensors = self._divide(0, 0)
-        # Block after block, so that blocks which were never kept cost no memory.
-        pool = np.split(np.empty((blocks, BLOCK * self._ends[-1]), np.float32), BLOCK * self._ends[:-1], axis=1)
+        # Block after block: the operating system provides no memory for blocks that were never written.
+        pool = np.split(
+            np.empty((blocks, BLOCK * self._position_ends[-1]), np.float32), BLOCK * self._position_ends[:-1], axis=1
+        )
         self._pool = [
             part.reshape(blocks, shape.heads, BLOCK, shape.head_dim) for part, shape in zip(pool, shapes, strict=True)
         ]
 
     def resize(self, rows: int, length: int, used: int) -> None:
-        """Have ``rows`` rows of ``length`` positions, keeping what the first ``used`` rows hold; at least as many then.
+        """Change to ``rows`` rows of ``length`` positions. The first ``used`` rows keep their contents.
 
-        Memory is slow when it is written for the first time, so what there is serves again.
+        Raises ValueError where rows are in use and the size shrinks. Memory that is large enough is used again, because
+        memory is slow when it is first written.
         """
         if used and (rows < self.rows or length < self.length):
             raise ValueError(f"{self.rows} rows of {self.length} positions must not shrink while {used} are used")
-        old, kept, size = self._tensors, self.length, rows * length * self._ends[-1]
+        old, old_length, size = self._tensors, self.length, rows * length * self._position_ends[-1]
         if size > self._memory.size:
-            self._memory = np.zeros(size, np.float32)  # What is not written costs nothing.
+            self._memory = np.zeros(size, np.float32)  # Pages that are never written take no memory.
         self._tensors = self._divide(rows, length)
         self.rows, self.length = rows, length
-        # From the last: none is moved over one that has still to be moved.
+        # From the last tensor to the first, so that none overwrites one that is still to be moved.
         for tensor, before in zip(self._tensors[::-1], old[::-1], strict=True) if used else ():
-            tensor[:used, :, :kept] = before[:used].copy()
-            tensor[:used, :, kept:] = 0
+            tensor[:used, :, :old_length] = before[:used].copy()
+            tensor[:used, :, old_length:] = 0
 
     @property
     def nbytes(self) -> int:
-        """Memory for rows, used or not."""
+        """Bytes of memory for rows, in use or not."""
         return self._memory.nbytes
 
     def release(self) -> None:
-        """Give the memory back: of all rows, and of the pool."""
+        """Free the memory of all rows and of the pool."""
         self.blocks = self.rows = self.length = 0
         self._memory = np.empty(0, np.float32)
         self._tensors, self._pool = [], []
 
     def part(self, first: int, rows: int) -> list[Cache]:
-        """The tensors of rows ``first .. first + rows``, in the memory of the whole."""
+        """Views [rows, heads, length, head_dim] of rows ``first .. first + rows``, one for each cache tensor."""
         return [tensor[first : first + rows] for tensor in self._tensors]
 
     def clear(self, row: int) -> None:
@@ -68,13 +74,13 @@ class HostKVCache:
         for tensor in self._tensors:
             tensor[row] = 0
 
-    def swap(self, one: int, other: int, held: tuple[int, int]) -> None:
+    def swap(self, one: int, other: int, lengths: tuple[int, int]) -> None:
         """See ``KVCache``."""
-        ours, theirs = held
+        first, second = lengths
         for tensor in self._tensors:
-            kept = tensor[one, :, :ours].copy()
-            tensor[one, :, :theirs] = tensor[other, :, :theirs]
-            tensor[other, :, :ours] = kept
+            saved = tensor[one, :, :first].copy()
+            tensor[one, :, :second] = tensor[other, :, :second]
+            tensor[other, :, :first] = saved
 
     def save(self, row: int, start: int, blocks: Sequence[int]) -> None:
         """See ``KVCache``."""
@@ -88,16 +94,16 @@ class HostKVCache:
 
     @staticmethod
     def _blocks(tensor: Cache, row: int, start: int, count: int) -> Cache:
-        """A view [count, heads, BLOCK, head_dim] of a row's positions."""
-        _, heads, _, width = tensor.shape
+        """A view [count, heads, BLOCK, head_dim] of a row's positions from ``start`` on."""
+        _, heads, _, head_dim = tensor.shape
         positions = tensor[row, :, start : start + count * BLOCK]
         # Splitting an axis of a view needs no copy.
-        view: Cache = positions.reshape(heads, count, BLOCK, width).transpose(1, 0, 2, 3)
+        view: Cache = positions.reshape(heads, count, BLOCK, head_dim).transpose(1, 0, 2, 3)
         return view
 
     def _divide(self, rows: int, length: int) -> list[Cache]:
-        """The tensors [rows, heads, length, head_dim], one behind the other in the memory."""
-        ends = rows * length * self._ends
+        """The tensors [rows, heads, length, head_dim], which lie in the memory one after the other."""
+        ends = rows * length * self._position_ends
         parts = np.split(self._memory[: ends[-1]], ends[:-1])
         return [
             part.reshape(rows, shape.heads, length, shape.head_dim)

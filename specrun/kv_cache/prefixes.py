@@ -1,4 +1,4 @@
-"""The prefix cache: which blocks of past texts are cached, and where. The memory itself belongs to a KV cache."""
+"""The prefix cache's index: which blocks of past texts are cached, and where. A KV cache owns the memory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class _Block:
     number: int
     """Its place in the pool."""
     serial: int
-    """Never used again, so that what followed an evicted block is not taken for what follows its successor."""
+    """Never given twice. A block names the block before it by this, so none is found behind an evicted block."""
 
 
 class PrefixCache:
-    """At most ``capacity`` blocks of BLOCK tokens; the least recently used go first.
+    """At most ``capacity`` blocks of BLOCK tokens. When it is full, the least recently used blocks are evicted.
 
-    A block is found by its own tokens and the block before it, compared and not hashed to a number: two texts are
-    never taken for one another.
+    A block is found by its own tokens and the block before it. The tokens themselves are compared, so two texts are
+    never mistaken for each other.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -37,18 +37,18 @@ class PrefixCache:
         return len(self._blocks)
 
     def match(self, tokens: Sequence[int]) -> list[int]:
-        """Numbers of the cached blocks that ``tokens`` begin with. They become the most recently used ones."""
+        """Numbers of the cached blocks that ``tokens`` begin with. These blocks count as just used."""
         return [block.number for block in self._known(tokens)]
 
     def add(self, tokens: Sequence[int]) -> tuple[int, list[int]]:
-        """Assign blocks to the whole blocks of ``tokens`` that are not cached yet.
+        """Assign places in the pool to the whole blocks of ``tokens`` that are not cached yet.
 
-        Returns how many were cached before, and the numbers of the blocks after them, which the caller must fill now.
+        Returns how many blocks were cached before, and the numbers of the new ones. The caller must fill these now.
         """
         before = self._known(tokens)
         parent, new = before[-1].serial if before else 0, []
-        # No more than there is room for: a text longer than the pool would evict its own beginning.
-        for own in list(_cut(tokens))[len(before) : self.capacity]:
+        # A text that is longer than the pool must not evict its own beginning.
+        for own in list(_whole_blocks(tokens))[len(before) : self.capacity]:
             number = next(self._unused, None)
             if number is None:
                 number = self._blocks.popitem(last=False)[1].number
@@ -60,7 +60,7 @@ class PrefixCache:
         return len(before), new
 
     def should_wait(self, tokens: Sequence[int], others: Sequence[Sequence[int]]) -> bool:
-        """Whether more of ``tokens`` will be cached once ``others`` are."""
+        """Whether more blocks of ``tokens`` will be cached once ``others`` are."""
         if not others or not self.capacity:
             return False
         common = max(_common_blocks(tokens, other) for other in others)
@@ -70,9 +70,9 @@ class PrefixCache:
         return [self._blocks[key] for key in self._touch(tokens)]
 
     def _touch(self, tokens: Sequence[int]) -> list[_Key]:
-        """Keys of the cached blocks, from the text's beginning. A block counts as used after the blocks behind it."""
+        """Keys of the cached blocks that ``tokens`` begin with. They count as just used, the first one as the last."""
         keys, parent = [], 0
-        for own in _cut(tokens):
+        for own in _whole_blocks(tokens):
             block = self._blocks.get((parent, own))
             if block is None:
                 break
@@ -83,12 +83,13 @@ class PrefixCache:
         return keys
 
 
-def _cut(tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def _whole_blocks(tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """The text in blocks of BLOCK tokens, without the rest at its end."""
     for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
         yield tuple(tokens[start : start + BLOCK])
 
 
 def _common_blocks(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many whole blocks two texts have in common at their beginnings."""
-    pairs = zip(_cut(a), _cut(b), strict=False)
+    """How many whole blocks are the same at the beginning of two texts."""
+    pairs = zip(_whole_blocks(a), _whole_blocks(b), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

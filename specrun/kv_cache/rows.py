@@ -1,4 +1,4 @@
-"""How much of each request's text a model's cache holds, row by row."""
+"""How many tokens of each request a model's cache holds, row by row."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from specrun.kv_cache.prefixes import PrefixCache
 
 
 class KVCache(Protocol):
-    """Memory of one model: rows, and a pool of blocks."""
+    """The memory of one model's KV cache: rows, and a pool of blocks for the prefix cache."""
 
     rows: int
     length: int
     """Positions of a row, S_max."""
     blocks: int
+    """Of the pool."""
 
     def clear(self, row: int) -> None:
-        """Write zeros to ``row``: an infinity that a text left there would become NaN even behind the mask."""
+        """Write zeros to ``row``. An infinity in it would become NaN, even at positions that the mask hides."""
 
-    def swap(self, one: int, other: int, held: tuple[int, int]) -> None:
-        """Exchange two rows; ``held``: how many of their first positions matter."""
+    def swap(self, one: int, other: int, lengths: tuple[int, int]) -> None:
+        """Exchange two rows. lengths: how many positions of each are in use."""
 
     def save(self, row: int, start: int, blocks: Sequence[int]) -> None:
-        """Copy positions ``start ..`` of ``row`` to ``blocks`` of the pool."""
+        """Copy the positions of ``row`` from ``start`` on to ``blocks`` of the pool."""
 
     def load(self, row: int, start: int, blocks: Sequence[int]) -> None:
-        """Copy ``blocks`` of the pool to positions ``start ..`` of ``row``."""
+        """Copy ``blocks`` of the pool to the positions of ``row`` from ``start`` on."""
 
 
 class CacheRows:
@@ -39,7 +40,7 @@ class CacheRows:
         self.prefix_cache = PrefixCache(cache.blocks)
 
     def admit(self, row: int, tokens: Sequence[int]) -> int:
-        """Begin a new text in ``row`` with its cached prefix; returns how many tokens that is."""
+        """Begin a new text in ``row`` with its cached prefix. Returns how many tokens that prefix has."""
         self.cache.clear(row)
         blocks = self.prefix_cache.match(tokens)
         if blocks:
@@ -48,13 +49,16 @@ class CacheRows:
         return self.lengths[row]
 
     def cache_prefix(self, row: int, tokens: Sequence[int]) -> None:
-        """Copy the whole blocks of ``tokens`` that ``row`` holds to the prefix cache."""
+        """Copy the whole blocks of ``tokens`` that ``row`` holds to the prefix cache, unless they are there.
+
+        tokens: the text of the row.
+        """
         known, blocks = self.prefix_cache.add(tokens[: self.lengths[row]])
         if blocks:
             try:
                 self.cache.save(row, known * BLOCK, blocks)
             except BaseException:
-                self.prefix_cache = PrefixCache(self.cache.blocks)  # Nobody knows which blocks were written.
+                self.prefix_cache = PrefixCache(self.cache.blocks)  # It is unknown which blocks were written.
                 raise
 
     def swap(self, one: int, other: int) -> None:
@@ -64,17 +68,20 @@ class CacheRows:
         lengths[one], lengths[other] = lengths[other], lengths[one]
 
     def rewind(self, row: int, length: int) -> None:
-        """Keep only the first ``length`` tokens of ``row``: a number changes, nothing is copied."""
+        """Keep at most the first ``length`` tokens of ``row``. Only a number changes."""
         self.lengths[row] = min(self.lengths[row], length)
 
     def next_chunk(self, token_ids: Sequence[Sequence[int]], first: int, max_tokens: int) -> list[Sequence[int]] | None:
-        """The texts of rows ``first ..``, each up to ``max_tokens`` uncached tokens; None where all is cached."""
+        """The texts of the rows from ``first`` on, each cut after ``max_tokens`` uncached tokens; None: all is cached.
+
+        token_ids: the whole texts.
+        """
         if not any(self.num_uncached(token_ids, first)):
             return None
         lengths = self.lengths[first : first + len(token_ids)]
         return [tokens[: length + max_tokens] for tokens, length in zip(token_ids, lengths, strict=True)]
 
     def num_uncached(self, token_ids: Sequence[Sequence[int]], first: int) -> list[int]:
-        """How many tokens of each text are not in the cache: rows ``first ..``."""
+        """How many tokens of each text the cache lacks. token_ids: the texts of the rows from ``first`` on."""
         lengths = self.lengths[first : first + len(token_ids)]
         return [max(0, len(tokens) - length) for tokens, length in zip(token_ids, lengths, strict=True)]

@@ -1,4 +1,4 @@
-"""A round: draft, verify, accept. One protocol; on the host in numpy, or on the device in kernels."""
+"""A round: draft, verify, accept. One protocol for rounds on the host (numpy) and on a device (kernels)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specrun.runners.host import ModelRunner
 
 
 class EngineTimes(NamedTuple):
-    """Seconds spent in the engines so far, and how often they were called."""
+    """Seconds spent in the engines so far, and how often they were called. Prompts are included."""
 
     target_seconds: float
     target_calls: int
@@ -20,60 +20,63 @@ class EngineTimes(NamedTuple):
 
 
 class Round(Protocol):
-    """Decides tokens; committing them is the scheduler's, and so is which request has which row of the caches."""
+    """Decides tokens. The scheduler commits them, and decides which request has which row of the caches."""
 
     max_draft_len: int
     """The most draft tokens of a round; 0: the target alone."""
     use_logits: bool
-    """Modified rejection sampling instead of comparing tokens, for requests that do not say; greedy, they are alike."""
+    """Logits acceptance instead of token acceptance, for requests that do not set it. Greedy, both are the same."""
 
     prefill_chunk_size: int
-    """Tokens of prompts that are prefilled between two rounds of other requests, which wait as long."""
+    """How many tokens of prompts are prefilled between two rounds of other requests, which wait for them."""
 
     is_steady_state: bool
-    """Whether the last round took the time that others of its kind will take."""
+    """Whether the last round took the time that later rounds of its kind will take."""
 
     @property
     def host_target(self) -> ModelRunner | None:
-        """The target's runner where its logits are on the host; else None."""
+        """The target's runner where the target runs on the host; else None."""
 
     def engine_times(self) -> EngineTimes | None:
-        """The engines' share of the time so far; None where it is not timed: on a device."""
+        """The engines' times so far; None on a device, where they are not measured."""
 
     def memory_shortage(self, requests: Sequence[Request], used: int) -> SpecError | None:
-        """Why the caches have no room for ``requests``, the first ``used`` of which have rows; None where they have."""
+        """Why memory is short for the rows of ``requests``, of which the first ``used`` have rows; None: it is not."""
 
     def admit(self, requests: Sequence[Request], first: int) -> None:
-        """Give ``requests`` the rows from ``first`` on, with what is cached of texts that begin like theirs."""
+        """Give ``requests`` the rows from ``first`` on, with their cached prefixes."""
 
     def should_wait_for_prefix(self, request: Request, others: Sequence[Request]) -> bool:
-        """Whether ``request`` has less to prefill when it waits until ``others`` have read their prompts."""
+        """Whether ``request`` has less to prefill once the prompts of ``others`` are prefilled."""
 
     def prefill(self, requests: Sequence[Request], first: int, draft: bool, chunked: bool) -> list[bool]:
-        """Read on in the prompts, up to their last tokens: in the rows from ``first`` on. Returns which are read.
+        """Prefill more of the prompts in the rows from ``first`` on. Returns for each whether it is done.
 
-        draft: whether the drafter reads them as well; it can do so later. chunked: one chunk, because other requests
-        wait for it; else until the first prompt is read.
+        The last token of a prompt is left out. draft: whether the drafter reads the prompts too; it can do so later.
+        chunked: stop after one chunk, because other requests wait. Else the first prompt is finished.
         """
 
     def draft_lag(self, requests: Sequence[Request]) -> int:
-        """Tokens of rows 0, 1, .. that the drafter must read before it can draft, beside those of the last round."""
+        """The most tokens of a row that the drafter must read before it can draft, beside those of the last round.
+
+        requests: those in rows 0, 1, ..
+        """
 
     def step(self, requests: Sequence[Request], draft_len: int) -> list[Outcome | SpecError]:
-        """One round over rows 0, 1, .., whose tokens have grown by what was committed since.
+        """Run one round over the requests in rows 0, 1, .. It commits nothing.
 
-        draft_len: how many tokens to draft this time, at most. The error of a request that failed, such as one whose
-        logits are not finite; the others go on.
+        draft_len: the most draft tokens of a row. Returns for each request what to commit. For a request that failed,
+        for example because the target's logits are not finite, it returns the error, and the others go on.
         """
 
     def cache_prefix(self, request: Request, row: int) -> None:
-        """Keep what ``row`` holds for prompts that begin alike."""
+        """Copy the request's text from its ``row`` to the prefix cache."""
 
     def swap(self, one: int, other: int) -> None:
-        """Let the requests of two rows change places. Where that fails, nobody knows what the two rows hold."""
+        """Exchange two rows. Where that fails, the contents of both are unknown, and the error is raised."""
 
     def release(self, request: Request, row: int) -> None:
-        """``request`` has ended: unless it failed, cache what its ``row`` holds; then the row is free."""
+        """Free the ``row`` of a request that has ended. Its text is cached first, unless it failed."""
 
     def close(self) -> None:
-        """Free the engines and their memory; nothing else may be called then."""
+        """Free the engines and their memory. Nothing may be called after it."""

@@ -1,4 +1,4 @@
-"""What rounds of every kind have in common: the target's cached texts and a drafter, row by row."""
+"""What rounds on the host and on a device have in common: the target's cached texts, and a drafter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specrun.runners.cached import AnyRunner, CachedTexts
 
 
 class Rows(Protocol):
-    """Something that requests have rows of."""
+    """Whatever has a row for each request."""
 
     def swap(self, one: int, other: int) -> None:
         """Exchange two rows."""
@@ -23,7 +23,7 @@ AnyDrafter = TypeVar("AnyDrafter", bound=RowDrafter)
 
 
 class CachedRound(Generic[AnyRunner, AnyDrafter]):
-    """See ``Round`` for its methods."""
+    """See ``Round``. A subclass decides tokens."""
 
     prefill_chunk_size: int
 
@@ -52,7 +52,7 @@ class CachedRound(Generic[AnyRunner, AnyDrafter]):
         return self._texts.should_wait_for_prefix(request, others)
 
     def prefill(self, requests: Sequence[Request], first: int, draft: bool, chunked: bool) -> list[bool]:
-        """See ``Round``. Every prompt may read equally many tokens, so a short one does not wait for a long one."""
+        """See ``Round``. Every prompt gets the same share of the chunk, so a short one does not wait for a long one."""
         drafter = self.drafter if draft else None
 
         def unread() -> list[int]:
@@ -60,10 +60,10 @@ class CachedRound(Generic[AnyRunner, AnyDrafter]):
             return list(map(max, left, drafter.unread(requests, first))) if drafter else left
 
         chunk = max(1, self.prefill_chunk_size // len(requests))
-        most = chunk if chunked else max(chunk, min(unread()))
-        self._texts.prefill(requests, first, most)
+        max_tokens = chunk if chunked else max(chunk, min(unread()))
+        self._texts.prefill(requests, first, max_tokens)
         if drafter:
-            drafter.prefill(requests, first, most)
+            drafter.prefill(requests, first, max_tokens)
         return [not left for left in unread()]
 
     def draft_lag(self, requests: Sequence[Request]) -> int:
@@ -77,7 +77,7 @@ class CachedRound(Generic[AnyRunner, AnyDrafter]):
             self.drafter.cache_prefix(request, row)
 
     def swap(self, one: int, other: int) -> None:
-        """See ``Round``. Where it fails half-way, both rows count as empty in every model."""
+        """See ``Round``. After an error both rows count as empty in every model."""
         try:
             for holder in self._row_holders():
                 holder.swap(one, other)
@@ -97,9 +97,9 @@ class CachedRound(Generic[AnyRunner, AnyDrafter]):
                 self.drafter.release(request, row)
 
     def _missing_bytes(self, requests: Sequence[Request], used: int) -> int:
-        """Host memory that ``admit`` would allocate for the target."""
+        """Bytes of host memory that ``admit`` would allocate for the target."""
         return 0
 
     def _row_holders(self) -> Sequence[Rows]:
-        """Everything that has rows."""
+        """Everything whose rows ``swap`` exchanges."""
         return [self._texts, self.drafter] if self.drafter else [self._texts]

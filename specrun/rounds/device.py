@@ -1,8 +1,8 @@
-"""The round on the device: ids, lengths, logits and acceptance stay there; the host reads one small record a round.
+"""The round on a device. Token ids, lengths and logits stay there; the host reads one small record of each row.
 
-Every round of a batch size and draft length queues the same work with the same addresses and shapes, whatever the
-rows hold and ask for, so it is captured once and replayed from then on. Lengths, ids and sampling parameters are
-contents of device memory. What a drafter does on another device it captures itself.
+All rounds of one batch size and draft length queue the same work, with the same addresses and shapes. Lengths, ids and
+sampling parameters are contents of device memory. So a round is captured once and then replayed. A drafter on another
+device captures its own work.
 """
 
 from __future__ import annotations
@@ -27,16 +27,13 @@ from specrun.runners.device import DeviceRunner
 from specrun.runners.device_batch import DeviceRows
 
 MakeDrafter = Callable[[DeviceRows], DeviceDrafter]
-"""Makes the drafter of a round, whose rows it is given."""
+"""Makes the drafter of a round from the round's rows."""
 
 
 class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
-    """See ``Round``. ``max_rows`` rows at most; ``captures`` says whether rounds are captured where engines can.
+    """See ``Round``. It has no prefix cache before ``allocate_pools``, which gives it the memory that is left."""
 
-    It has no prefix cache before ``allocate_pools``, since the room for it is what rounds and prompts leave.
-    """
-
-    prefill_chunk_size = 512  # GPUs take hardly longer for hundreds of tokens than for one.
+    prefill_chunk_size = 512  # A GPU takes hardly longer for hundreds of tokens than for one.
 
     def __init__(
         self,
@@ -47,6 +44,7 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
         max_rows: int,
         captures: bool = True,
     ) -> None:
+        """captures: whether rounds are captured where the engines can be. Raises BackendError."""
         if make_drafter is None:
             max_draft_len = 0
         runner = DeviceRunner(target, max_rows, max_draft_len + 1, max_draft_len + 1, 1)
@@ -62,7 +60,7 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
         self._target_distributions = self.device.zeros(positions, DISTRIBUTION)
         self._adjusted = self.device.zeros(runner.logits.shape, np.float32)
         self._records = DeviceRecords(self.device, max_rows, max_draft_len)
-        # Without a drafter acceptance does not look there.
+        # Without a drafter, the kernel ``accept`` does not read it.
         nothing = DraftProbs(self._target_distributions, runner.logits, 0, 0, runner.vocab)
         self._draft_probs = self.drafter.probs if self.drafter else nothing
         self._devices = list(dict.fromkeys((self.device, *(self.drafter.devices if self.drafter else ()))))
@@ -77,14 +75,15 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
         """See ``Round``."""
 
     def allocate_pools(self, blocks: int) -> None:
-        """Give each model a prefix cache of ``blocks`` blocks; once, before any request."""
+        """Give each model a prefix cache of ``blocks`` blocks, once, before any request. Raises BackendError."""
         for model in self._models():
             model.allocate_pool(blocks)
 
     def warm_up(self, show: Callable[[int, int], None] = lambda _done, _of: None) -> None:
-        """Have prompts read and every round run and captured that there can be, before any request.
+        """Run prompts and capture every possible round, so that nothing is prepared, compiled or allocated later.
 
-        So that nothing is prepared, compiled or allocated later. ``show`` is told how many steps of how many are done.
+        Call it before any request. ``show`` is called with how many steps are done, and of how many. Raises
+        BackendError.
         """
         max_rows = self.rows.max_rows
         sizes = sorted({self.rows.batch_size(count) for count in range(1, max_rows + 1)}, reverse=True)
@@ -114,7 +113,7 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
                 self.rows.wake(row, request)
                 if self.drafter:
                     self.drafter.wake(row, request)
-        self._wait(self._devices)  # A round's time is its own.
+        self._wait(self._devices)  # So that prefilling is not part of the next round's time.
         return done
 
     def step(self, requests: Sequence[Request], draft_len: int) -> list[Outcome | SpecError]:
@@ -131,9 +130,9 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
         return outcomes
 
     def close(self) -> None:
-        """See ``Round``. Work ends before what it uses: captures, then engines, then memory and streams."""
+        """See ``Round``. Captures are freed before the engines in them, and engines before memory and streams."""
         for device in self._devices:
-            with suppress(BackendError):  # After a failed round there is nothing left to wait for.
+            with suppress(BackendError):  # After a failed round there is no work to wait for.
                 device.wait()
         self._captures.clear()
         self.target.backend.close()
@@ -143,9 +142,9 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
             device.close()
 
     def _queue(self, batch: int, draft_len: int, sends_logits: bool) -> bool:
-        """Queue a round; returns whether it takes the time that all of its kind will take.
+        """Queue a round. Returns whether it takes the time that later rounds of its kind will take.
 
-        sends_logits: whether a row is accepted by the draft's logits.
+        sends_logits: whether any row uses logits acceptance, which needs the draft's logits.
         """
         drafter, steady = self.drafter, True
         if drafter:
@@ -163,7 +162,7 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
         self._verify(batch, draft_len)
 
     def _verify(self, batch: int, draft_len: int) -> None:
-        """Verify, accept, commit, and write it down."""
+        """Queue the verify pass, acceptance, the commit, and the records for the host."""
         target, rows, draft = self.target, self.rows, self._draft_probs
         p, chosen = self._target_distributions, self._chosen
         records, logprobs = self._records.of(batch, draft_len)

@@ -1,4 +1,4 @@
-"""What the kernels write down of a round: all that the host reads of it."""
+"""What the kernels record of a round, which is all that the host reads of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specrun.sampling import NON_FINITE_LOGITS, TokenLogprob
 
 
 class DeviceRecords:
-    """What became of each row, and log-probabilities: in one memory, so that they come to the host in one copy."""
+    """Each row's record and log-probabilities. They lie in one piece of memory, so one copy brings them to the host."""
 
     def __init__(self, device: Device, rows: int, draft_len: int) -> None:
         """For ``rows`` rows and ``draft_len`` draft tokens at most."""
@@ -26,7 +26,10 @@ class DeviceRecords:
         self._pinned = device.pinned_like(self._memory)
 
     def of(self, batch: int, draft_len: int) -> tuple[DeviceArray, DeviceArray]:
-        """Where a round's kernels write: records [batch, record_len], and log-probabilities of every position."""
+        """Where a round's kernels write: int64 records [batch, record_len], and log-probabilities.
+
+        These are TOKEN_VALUEs [batch, draft_len + 1, 1 + MAX_LOGPROBS].
+        """
         positions = (batch, draft_len + 1, 1 + MAX_LOGPROBS)
         return self._memory.part(0, (batch, record_len(draft_len))), self._memory.part(self._first_logprob, positions)
 
@@ -36,7 +39,10 @@ class DeviceRecords:
         self.device.copy_to_host(self._memory.part(0, (size,)), self._pinned[:size])
 
     def outcome(self, row: int, request: Request, draft_len: int) -> Outcome | SpecError:
-        """What was fetched of a row: its ``Record``."""
+        """What a row's record decides for ``request``, once it was copied to the host and the device was waited for.
+
+        It is a BackendError where the target's logits are not finite.
+        """
         length = record_len(draft_len)
         drafted, accepted, next_token, *drafts = self._pinned[row * length : (row + 1) * length].tolist()
         if next_token < 0:
@@ -49,7 +55,7 @@ class DeviceRecords:
         return Outcome(drafted, drafts[:accepted], next_token, logprobs)
 
     def _logprobs(self, first: int, count: int, top: int) -> list[TokenLogprob]:
-        """What was fetched of ``count`` positions; see ``log_probabilities`` in round.cu."""
+        """The log-probabilities of ``count`` positions from ``first`` on; see ``log_probabilities`` in round.cu."""
         found = self._pinned[self._first_logprob :].view(TOKEN_VALUE).reshape(-1, 1 + MAX_LOGPROBS)
         return [
             # A vocabulary may have fewer ids than are wanted.

@@ -1,4 +1,4 @@
-"""The round on the host: engines called through numpy arrays. The reference for every other round."""
+"""The round on the host, in numpy. It is the reference for the round on a device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from specrun.sampling import (
 class HostRound(CachedRound[ModelRunner, Drafter]):
     """See ``Round``."""
 
-    prefill_chunk_size = 64  # Processors take nearly a token's time for every token.
+    prefill_chunk_size = 64  # On a CPU, every further token of a call takes nearly as long as the first.
 
     def __init__(self, target: ModelRunner, drafter: Drafter | None, max_draft_len: int, use_logits: bool) -> None:
         super().__init__(target, drafter if max_draft_len else None)
@@ -53,14 +53,14 @@ class HostRound(CachedRound[ModelRunner, Drafter]):
         super().admit(requests, first)
 
     def step(self, requests: Sequence[Request], draft_len: int) -> list[Outcome | SpecError]:
-        """See ``Round``. What follows a prompt, a rejection or full acceptance takes the same path."""
+        """See ``Round``. Rounds after a prompt, a rejection or full acceptance are all the same."""
         proposals = self._propose(requests, draft_len)
         drafts = [proposal.tokens for proposal in proposals]
         shape = (len(requests), max(map(len, drafts)))
         self.is_steady_state = shape in self._seen  # An engine's first call of a shape takes longer.
         self._seen.add(shape)
         for row, request in enumerate(requests):
-            # The last committed token is fed again at most once: its logits start the round.
+            # The last committed token is fed in every round, because its logits start the round.
             self.target.rows.rewind(row, len(request.tokens) - 1)
         num_logits = [len(tokens) + 1 for tokens in drafts]
         logits = self.target.forward([request.tokens for request in requests], num_logits, drafts)
@@ -88,18 +88,16 @@ class HostRound(CachedRound[ModelRunner, Drafter]):
         return [Proposal() for _ in requests]
 
     def _outcome(self, request: Request, proposal: Proposal, logits: Floats) -> Outcome | SpecError:
-        """``_accept``, or what went wrong with this request alone."""
-        if proposal.error:
-            return proposal.error
+        """What ``_accept`` returns; or what it raises, which fails this request alone."""
         try:
             return self._accept(request, proposal, logits)
         except Exception as error:
             return as_spec_error(error)
 
     def _accept(self, request: Request, proposal: Proposal, logits: Floats) -> Outcome:
-        """How many of the proposed tokens stand, and the token after them.
+        """Decide how many of the g proposed tokens stand, and the token after them.
 
-        logits [g + 1, V] are the target's. Raises BackendError where they are not finite.
+        logits: the target's, [g + 1, V]. Raises BackendError where they are not finite.
         """
         params, position, drafts = request.params, len(request.tokens), proposal.tokens
         adjusted: Iterable[Floats] = logits

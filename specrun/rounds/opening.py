@@ -1,4 +1,4 @@
-"""Open engines and choose the round that fits them: on the host for CPU engines, on the device for GPU engines."""
+"""Opens engines, and makes the round for them: on the host for a CPU target, on a device for a GPU target."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from specrun.rounds.device import DeviceRound, MakeDrafter
 from specrun.rounds.host import HostRound
 from specrun.runners.host import ModelRunner
 
-_CACHED_SHARE = 0.25
-"""Share of the memory that weights leave free which the prefix cache takes by default, on the CPU."""
+_PREFIX_CACHE_SHARE = 0.25
+"""On the CPU, the prefix cache takes at most this share of the memory beside the weights, by default."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ def open_round(
     config: DraftTargetConfig,
     show: Callable[[int, int], None] = lambda _done, _of: None,
 ) -> Round:
-    """Load the engines, at most ``draft_len`` draft tokens a round, for ``rows`` rows at most.
+    """Load the engines, and make a round of at most ``rows`` rows and ``draft_len`` draft tokens.
 
-    Without a draft engine, ``config`` says what drafts. ``show`` is told how many steps of a warm-up, of how many, are
-    done. Raises PairError, EngineDirError and BackendError.
+    Without a draft engine, ``config`` says what drafts. During the warm-up ``show`` is called with how many steps are
+    done, and of how many. Raises PairError, EngineDirError and BackendError.
     """
     on_host = target.config.backend.device == "cpu"
     if on_host and draft and draft.config.backend.device != "cpu":
@@ -73,7 +73,7 @@ def open_round(
 def _host_drafter(
     draft: Engine | None, draft_len: int, blocks: int, vocab_size: int, config: DraftTargetConfig
 ) -> Drafter | None:
-    """vocab_size: the target's."""
+    """The drafter on the host that ``config`` or the draft engine asks for. vocab_size: the target's."""
     if draft:
         backend = open_host_backend(draft.directory, draft.config, blocks, config.shared_thread_pool)
         return ModelDrafter(ModelRunner(backend), vocab_size, draft_len, config.use_logits)
@@ -89,7 +89,10 @@ def _cached_blocks(target: Engine, rows: int, config: DraftTargetConfig) -> int:
 
 
 def _cached_blocks_on_host(engines: list[Engine], rows: int, config: DraftTargetConfig) -> int:
-    """``_cached_blocks``, or by default what fits. Raises BackendError where weights, or blocks asked for, do not."""
+    """Prefix cache blocks of each model: as many as the user asked for, else as many as fit.
+
+    Raises BackendError where memory is short for the weights, or for the blocks that were asked for.
+    """
     weights = sum(engine.config.weight_bytes for engine in engines)
     blocks = _cached_blocks(engines[0], rows, config)
     block = sum(engine.config.graph.cache_bytes(1, BLOCK) for engine in engines)
@@ -97,7 +100,7 @@ def _cached_blocks_on_host(engines: list[Engine], rows: int, config: DraftTarget
         raise error
     if config.max_tokens_in_kv_cache is None:
         free = free_memory()
-        return blocks if free is None else min(blocks, int(_CACHED_SHARE * (free - weights)) // block)
+        return blocks if free is None else min(blocks, int(_PREFIX_CACHE_SHARE * (free - weights)) // block)
     what = f"weights and {blocks * BLOCK} tokens in the prefix cache"
     if error := shortage(what, weights + blocks * block, "give a smaller --max_tokens_in_kv_cache"):
         raise error
@@ -130,7 +133,7 @@ def _open_on_gpus(
             backend = open_device_backend(engine.directory, engine.config, devices[engine.gpu])
             backends[engine.role] = backend
             opened.callback(backend.close)
-            # From here on weights are no estimate: they are what is gone.
+            # Its weights are allocated now, so they are no longer part of what must fit.
             needs[engine.role] = replace(needs[engine.role], weights=0, workspace=backend.workspace_bytes)
         _require_room(on_gpus, needs, devices, config)
         make_drafter: MakeDrafter | None = None
@@ -143,7 +146,7 @@ def _open_on_gpus(
                 opened.callback(host_drafter.close)
                 make_drafter = partial(UploadedDrafter, host_drafter)
         round_ = DeviceRound(backends["target"], make_drafter, draft_len, config.use_logits, rows, config.cuda_graph)
-        opened.pop_all()  # The round owns them now.
+        opened.pop_all()  # From now on the round closes them.
     try:
         if config.warm_up:
             round_.warm_up(show)
@@ -153,21 +156,22 @@ def _open_on_gpus(
             blocks = min(blocks, blocks_that_fit(free, config.kv_cache_free_gpu_memory_fraction, own))
         round_.allocate_pools(blocks)
     except BaseException as error:
-        traceback.clear_frames(error.__traceback__)  # They hold execution contexts, which must go before engines.
+        # The traceback's frames hold execution contexts, which must be freed before engines.
+        traceback.clear_frames(error.__traceback__)
         round_.close()
         raise
     return round_
 
 
 def _open_devices(engines: list[Engine], opened: ExitStack) -> dict[int, CudaDevice]:
-    """The GPUs of ``engines`` by number, which reach each other's memory."""
+    """The GPUs of ``engines`` by number. Two GPUs reach each other's memory, where the hardware allows it."""
     devices: dict[int, CudaDevice] = {}
     for engine in engines:
         if engine.gpu not in devices:
             devices[engine.gpu] = open_gpu(engine.gpu)
             opened.callback(devices[engine.gpu].close)
     if len(devices) > 1:
-        # In both directions: drafts go to the target, what it committed goes back.
+        # In both directions: draft tokens go to the target's GPU, and committed tokens come back.
         here, there = devices.values()
         here.enable_peer_access(there)
         there.enable_peer_access(here)
@@ -177,7 +181,7 @@ def _open_devices(engines: list[Engine], opened: ExitStack) -> dict[int, CudaDev
 def _need(engine: Engine, draft_len: int, rows: int, apart: bool, blocks: int) -> Need:
     if engine.role == "draft":
         return need(engine.role, engine.config, rows, positions=draft_len, texts=apart, blocks=blocks)
-    # Penalties change a copy of the logits. A draft on another GPU sends its own.
+    # Penalties change a copy of the logits. A draft on another GPU sends its logits here.
     positions = 2 * (draft_len + 1) + (draft_len if apart else 0)
     return need(engine.role, engine.config, rows, positions, texts=True, blocks=blocks)
 

@@ -1,1 +1,1 @@
-"""Models fed by their cache: on the host through numpy arrays, or on a device."""
+"""Models that are fed the tokens their cache lacks: on the host through numpy arrays, or on a device."""

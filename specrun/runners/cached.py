@@ -1,4 +1,4 @@
-"""What one model's cache holds of the requests, row by row: the target's, or a draft model's."""
+"""The requests' texts in one model's cache, row by row: the target's or a draft model's."""
 
 from __future__ import annotations
 
@@ -16,41 +16,40 @@ class Runner(Protocol):
     rows: CacheRows
 
     def prefill(self, token_ids: Sequence[Sequence[int]], first: int, max_tokens: int) -> None:
-        """Feed up to ``max_tokens`` more tokens of the texts in rows ``first ..``, where their rows lack any."""
+        """Feed up to ``max_tokens`` more tokens of each text that its row lacks.
+
+        token_ids: the whole texts of the rows from ``first`` on.
+        """
 
 
 AnyRunner = TypeVar("AnyRunner", bound=Runner)
 
 
 class CachedTexts(Generic[AnyRunner]):
-    """The last token of a text is never prefilled: its logits start a round."""
+    """Prefills and caches requests' texts. A text's last token is left out, because its logits start a round."""
 
     def __init__(self, runner: AnyRunner) -> None:
         self.runner = runner
 
     def admit(self, requests: Sequence[Request], first: int) -> None:
-        """Give ``requests`` the rows from ``first`` on, with what is cached of texts that begin like theirs."""
+        """Give ``requests`` the rows from ``first`` on, with their cached prefixes."""
         for row, request in enumerate(requests, first):
             self.runner.rows.admit(row, request.tokens[:-1])
 
     def should_wait_for_prefix(self, request: Request, others: Sequence[Request]) -> bool:
-        """Whether more of the prompt will be cached once ``others`` have read theirs."""
+        """Whether more of the prompt will be cached once the prompts of ``others`` are prefilled."""
         return self.runner.rows.prefix_cache.should_wait(request.tokens[:-1], [other.tokens[:-1] for other in others])
 
     def unread(self, requests: Sequence[Request], first: int) -> list[int]:
-        """How many tokens of each prompt, the last one left out, are to be prefilled: rows ``first ..``."""
+        """How many tokens of each prompt are still to be prefilled, in the rows from ``first`` on."""
         return self.runner.rows.num_uncached([request.tokens[:-1] for request in requests], first)
 
     def prefill(self, requests: Sequence[Request], first: int, max_tokens: int) -> None:
         """Prefill at most ``max_tokens`` more tokens of each prompt."""
         self.runner.prefill([request.tokens[:-1] for request in requests], first, max_tokens)
 
-    def lag(self, requests: Sequence[Request]) -> int:
-        """Tokens of rows 0, 1, .. that a draft must read before its first step, which feeds the last ones."""
-        return max(0, max(self.runner.rows.num_uncached([r.tokens for r in requests], 0)) - FIRST_DRAFT_STEP_LEN)
-
     def cache_prefix(self, request: Request, row: int) -> None:
-        """Keep what ``row`` holds for prompts that begin alike."""
+        """Copy the request's text from its ``row`` to the prefix cache."""
         self.runner.rows.cache_prefix(row, request.tokens[:-1])
 
     def swap(self, one: int, other: int) -> None:
@@ -58,13 +57,28 @@ class CachedTexts(Generic[AnyRunner]):
         self.runner.rows.swap(one, other)
 
     def invalidate(self, row: int) -> None:
-        """Nobody knows what ``row`` holds: it counts as empty."""
+        """Count ``row`` as empty, because its contents are unknown."""
         self.runner.rows.rewind(row, 0)
 
     def release(self, request: Request, row: int) -> None:
-        """``request`` has ended: unless it failed, cache its text; then its ``row`` is free."""
-        if request.error is None:
+        """Free the ``row`` of a request that has ended. Its text is cached first, unless the model failed on it."""
+        if not self._failed(request):
             self.cache_prefix(request, row)
         else:
-            self.runner.rows.cache.clear(row)  # What is not finite would spread to the row's next text.
+            self.runner.rows.cache.clear(row)  # Values that are not finite would spread to the row's next text.
         self.runner.rows.rewind(row, 0)
+
+    def _failed(self, request: Request) -> bool:
+        """Whether the row of ``request`` may hold values that are not finite."""
+        return request.error is not None
+
+
+class CachedDraft(CachedTexts[AnyRunner]):
+    """What a draft model's cache holds."""
+
+    def lag(self, requests: Sequence[Request]) -> int:
+        """The most tokens that a row must read before the first draft step, which feeds the last ones itself."""
+        return max(0, max(self.runner.rows.num_uncached([r.tokens for r in requests], 0)) - FIRST_DRAFT_STEP_LEN)
+
+    def _failed(self, request: Request) -> bool:
+        return request.draft_error is not None or super()._failed(request)

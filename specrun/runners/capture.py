@@ -1,4 +1,4 @@
-"""Capture work that a device does again and again, and replay it as one piece."""
+"""Capture work that a device repeats, and replay it as one piece."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from specrun.errors import BackendError
 
 
 class Captures:
-    """Captured work by key. Work of a key is the same every time: kernels, shapes and addresses."""
+    """Captured work by key. The work of a key always has the same kernels, shapes and addresses."""
 
     def __init__(self, enabled: bool, backends: Sequence[DeviceBackend]) -> None:
-        """enabled: whether to capture where ``backends`` and devices can."""
+        """enabled: whether to capture at all. backends: the engines in the work, which must all be capturable."""
         self._enabled = enabled
         self._backends = backends
         self._seen: set[Hashable] = set()
@@ -25,9 +25,9 @@ class Captures:
         return key in self._captured
 
     def queue(self, device: Device, key: Hashable, work: Callable[[], None]) -> bool:
-        """Queue ``work``: the first time piece by piece, which also warms engines up, then as one.
+        """Queue ``work``: call by call the first time, which also warms the engines up; later as one captured piece.
 
-        Returns whether it took the time that it will take from now on.
+        Returns whether the work takes as long as it will from now on.
         """
         steady = key in self._captured or (key in self._seen and not self._enabled)
         if self._enabled and key in self._seen and key not in self._captured:
@@ -37,7 +37,7 @@ class Captures:
         return steady
 
     def clear(self) -> None:
-        """Let go of all captures: before the engines in them."""
+        """Free all captures. The engines in them must be closed later."""
         self._captured.clear()
 
     def _try_to_capture(self, device: Device, key: Hashable, work: Callable[[], None]) -> None:

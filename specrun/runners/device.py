@@ -1,4 +1,4 @@
-"""One model on a device: what ``ModelRunner`` is on the host."""
+"""One model on a device and its cache. The counterpart on the host is ``ModelRunner``."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from specrun.runners.host import build_inputs
 
 
 class DeviceRunner:
-    """Feeds one model on its device, and owns the memory it is fed from."""
+    """Feeds one model on its device. Owns the memory of the model's inputs and logits."""
 
     def __init__(self, backend: DeviceBackend, rows: int, query_len: int, num_logits: int, steps: int) -> None:
-        """Allocate what ``rows`` rows at most need, but for the prefix cache. Raises BackendError.
+        """Allocate all memory for at most ``rows`` rows, except the prefix cache.
 
-        query_len, num_logits: most tokens and logits of a row in one call of a round; steps: calls whose logits are
-        kept.
+        query_len, num_logits: the most tokens and logits of a row in one call of a round. steps: how many calls have
+        logits in memory at the same time. Raises BackendError where memory is short or the vocabulary is too large.
         """
         build = backend.config.build_config
         self.backend = backend
         self.device = backend.device
         self.vocab = backend.config.graph.vocab_size
         if self.vocab > MAX_VOCAB:
-            raise BackendError(f"a vocabulary of {self.vocab}; the kernels serve at most {MAX_VOCAB}")
+            raise BackendError(f"a vocabulary of {self.vocab} ids: the kernels support at most {MAX_VOCAB}")
         backend.allocate_cache()
         self.rows = CacheRows(backend.cache)
         self.input_ids = self.device.zeros((rows, max(query_len, build.max_input_len)), np.int64)
         self.write_indices = self.device.zeros((rows,), np.int64)
         self.logits_indices = self.device.zeros((rows, num_logits), np.int64)
-        # Engines want aligned addresses: a step's logits begin at a multiple of 256 bytes.
+        # Engines need aligned addresses, so the logits of a step begin at a multiple of 256 bytes.
         self.step_stride = -(-rows * num_logits * self.vocab // 64) * 64
         self.logits = self.device.zeros((steps, self.step_stride), np.float32)
 
@@ -46,9 +46,9 @@ class DeviceRunner:
         self.rows = CacheRows(self.backend.cache)
 
     def warm_up(self, rows: int) -> None:
-        """Queue prompts of every batch size up to ``rows``. A new request clears what they leave in its row.
+        """Queue prompts of every batch size up to ``rows``. Admitting a request clears its row afterwards.
 
-        An engine that does not tell the size of its workspace allocates it now: so one prompt has the full length.
+        An engine whose workspace size is unknown allocates its workspace now. So one of its prompts has full length.
         """
         longest = 1 if self.backend.workspace_bytes else self.backend.config.build_config.max_input_len
         for batch in range(rows, 0, -1):
@@ -58,7 +58,7 @@ class DeviceRunner:
             self.backend.enqueue(feed, self._step_logits(batch, 0, 1), 0, fixed=False)
 
     def prefill(self, token_ids: Sequence[Sequence[int]], first: int, max_tokens: int) -> None:
-        """See ``ModelRunner.prefill``."""
+        """See ``ModelRunner.prefill``. The call is queued."""
         max_tokens = min(max_tokens, self.backend.config.build_config.max_input_len)
         if chunk := self.rows.next_chunk(token_ids, first, max_tokens):
             own = slice(first, first + len(token_ids))
@@ -82,11 +82,14 @@ class DeviceRunner:
         num_logits: int,
         step: int = 0,
     ) -> DeviceArray:
-        """Queue a call that feeds ``query_len`` tokens of every row, from position length + ``offset`` on.
+        """Queue a call that feeds ``query_len`` tokens of each of ``rows`` 0 to ``batch``. See the kernel ``feed``.
 
-        Returns the logits of ``num_logits`` positions, from length + ``first_logit`` on. A verify pass of draft_len g
-        feeds the last committed token and the drafts, and returns all logits: (-1, g + 1, -1, g + 1). See the kernel
-        ``feed``.
+        The first token fed stands at position length + ``offset``, where length counts the row's committed tokens.
+        Returns float32 logits [batch, num_logits, V] of the positions from length + ``first_logit`` on. They stay in
+        memory until the next call with the same ``step``.
+
+        Example: a verify pass of draft_len g feeds the last committed token and the draft tokens, and returns all their
+        logits. Its offset and first_logit are -1, its query_len and num_logits g + 1.
         """
         feed = self._feed(batch, query_len, num_logits)
         calls.feed(

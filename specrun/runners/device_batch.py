@@ -17,10 +17,10 @@ from specrun.request import Request
 
 
 class DeviceRows:
-    """The rows of a round on one device. The target's device decides; a draft's own device commits what it is told.
+    """The rows of a round on one device. A draft's own device has a copy, which commits what the target's decided.
 
-    token_stride: tokens of a row, drafts included; positions: of a row that one kernel works on, at most;
-    max_draft_len, use_logits: for requests that do not say.
+    token_stride: tokens for which a row has memory, draft tokens included. positions: the most positions of a row that
+    one kernel works on. max_draft_len, use_logits: for requests that do not set them.
     """
 
     def __init__(
@@ -44,40 +44,44 @@ class DeviceRows:
         self.sampling = device.zeros((max_rows,), SAMPLING)
         self.stop_ids = device.zeros((max_rows, MAX_STOP_IDS), np.int64)
         self.barriers = device.zeros((max_rows * positions,), BARRIER)
-        # How often tokens are in each row's text, and its biases: of rows whose logits are adjusted.
+        # Token counts and biases of each row. They are valid only for requests with logits processors.
         self.counts = device.zeros((max_rows, vocab), np.uint32)
         self.biases = device.zeros((max_rows, MAX_BIASES), TOKEN_VALUE)
 
     def on(self, device: Device) -> DeviceRows:
-        """Rows of the same sizes on another device, for a drafter there."""
+        """Rows of the same sizes on another ``device``, for a drafter there."""
         return DeviceRows(device, self.max_rows, self.token_stride, self.vocab, 1, self.max_draft_len, self.use_logits)
 
     def batch_size(self, count: int) -> int:
-        """The batch size of a round for ``count`` requests: 1, 2, 4, .., so that few sizes must be prepared.
+        """The batch size of a round for ``count`` requests: the next power of 2, so that few sizes must be captured.
 
-        The rows beyond ``count`` rest or are free.
+        The rows beyond ``count`` take part without a decoding request.
         """
         return min(1 << (count - 1).bit_length(), self.max_rows)
 
     def begin(self, first: int, requests: Sequence[Request]) -> None:
-        """Write down the first state of the rows from ``first`` on, which rest until ``wake``."""
+        """Write the state of new ``requests`` to the rows from ``first`` on. Rounds skip a row until ``wake``."""
         tokens = np.zeros((len(requests), self.token_stride), np.int64)
-        progress, sampling = np.zeros(len(requests), PROGRESS), np.zeros(len(requests), SAMPLING)
+        progress = np.zeros(len(requests), PROGRESS)
         stop_ids = np.zeros((len(requests), MAX_STOP_IDS), np.int64)
         for row, request in enumerate(requests):
             tokens[row, : len(request.tokens)] = request.tokens
             progress[row] = (len(request.tokens), 0)
-            sampling[row] = _sampling(request, self.max_draft_len, self.use_logits)
             stop_ids[row, : len(request.stop_ids)] = sorted(request.stop_ids)
-        written = (self.tokens, tokens), (self.progress, progress), (self.sampling, sampling), (self.stop_ids, stop_ids)
-        for array, values in written:
+        for array, values in (self.tokens, tokens), (self.progress, progress), (self.stop_ids, stop_ids):
             self._write(array, first, values)
+        self.write_sampling(first, requests)
         for row, request in enumerate(requests, first):
             if request.has_logits_processors:
                 self._write_penalties(row, request)
 
+    def write_sampling(self, first: int, requests: Sequence[Request]) -> None:
+        """Write how the rows from ``first`` on choose their tokens. A row whose draft has failed drafts none."""
+        values = [_sampling(request, self.max_draft_len, self.use_logits) for request in requests]
+        self._write(self.sampling, first, np.array(values, SAMPLING))
+
     def wake(self, row: int, request: Request) -> None:
-        """Let rounds work on ``row``: its prompt has been read."""
+        """Let rounds work on ``row``, because its prompt is prefilled."""
         self._write(self.progress, row, np.array([(len(request.tokens), request.remaining)], PROGRESS))
 
     def swap(self, one: int, other: int) -> None:
@@ -101,17 +105,23 @@ class DeviceRows:
 
 
 def _sampling(request: Request, draft_len: int, use_logits: bool) -> tuple[float, ...]:
-    """A request's SAMPLING."""
+    """The SAMPLING struct of a request. draft_len, use_logits: for requests that do not set them."""
     params = request.params
-    temperature = 0 if params.greedy else min(max(params.temperature, 1e-37), 1e38)  # In float32 neither 0 nor inf.
+    if request.draft_error:
+        draft_len = 0
+    elif request.draft_len is not None:
+        draft_len = min(request.draft_len, draft_len)
+    temperature = (
+        0 if params.greedy else min(max(params.temperature, 1e-37), 1e38)
+    )  # In float32 it must be neither 0 nor infinite.
     return (
-        params.seed or 0,  # A request's parameters always have one.
+        params.seed or 0,  # A request always has a seed.
         params.top_p,
         temperature,
         min(params.top_k, MAX_VOCAB),
         params.min_p,
         request.accepts_by_logits(use_logits),
-        draft_len if request.draft_len is None else min(request.draft_len, draft_len),
+        draft_len,
         params.repetition_penalty,
         params.presence_penalty,
         params.frequency_penalty,

@@ -1,4 +1,4 @@
-"""One model and its cache: feeds what the cache has not seen."""
+"""One model on the host and its cache: feeds the tokens that the cache lacks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from specrun.kv_cache.rows import CacheRows
 from specrun.sampling import Floats
 
 _LENGTH_STEP = 64
-"""Positions of a row are a multiple of this."""
+"""The length of a row is a multiple of so many positions."""
 
 
 class HostFeed(NamedTuple):
-    """A forward pass's inputs: [B, S], [B], [B, K]."""
+    """The inputs of a forward pass, as lists: [B, S], [B], [B, K]."""
 
     input_ids: list[list[int]]
     write_indices: list[int]
@@ -30,12 +30,12 @@ def build_inputs(
     capacity: int,
     vocab_size: int,
 ) -> HostFeed:
-    """The inputs that feed each row's tokens and drafts from its cached length on, right-padded.
+    """The inputs that feed each row's tokens and draft tokens that the cache lacks, right-padded.
 
-    lengths: tokens that each row has in the cache; num_logits: of how many last tokens each row's logits are wanted;
-    capacity: positions of a row in the cache; vocab_size: ids that the model knows.
+    lengths: tokens of each row that are in the cache. num_logits: the logits of so many last tokens of each row are
+    wanted. capacity: positions of a row in the cache. vocab_size: ids that the model knows.
     """
-    # Texts may be long and out of the processor's caches: only what is fed is looked at.
+    # Texts may be long and not in the processor's caches, so only the tokens that are fed are touched.
     ends = [len(tokens) + len(more) for tokens, more in zip(token_ids, drafts, strict=True)]
     query_len = max(1, *(end - length for end, length in zip(ends, lengths, strict=True)))
     max_logits, last_id = max(1, *num_logits), vocab_size - 1
@@ -53,11 +53,11 @@ def build_inputs(
 
 
 class ModelRunner:
-    """Feeds one model. ``rows`` knows how many tokens of each row its cache holds; everything else follows from that.
+    """Feeds one model. ``rows`` knows how many tokens of each row its cache holds, and everything else follows from it.
 
-    One rule serves prompts, draft steps, verification and what comes after a rejection: a call feeds
-    ``tokens[length:]`` of every row. After a rejection the length is lowered, and nothing is copied. Between two engine
-    calls the processor's caches are full of weights. So Python's time here depends on how much memory it touches.
+    Prompts, draft steps and verification follow one rule: a call feeds ``tokens[length:]`` of every row. A rejection
+    lowers the length, and nothing is copied. Between two engine calls the processor's caches are full of weights. So
+    this code takes the longer the more memory it touches.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -69,41 +69,41 @@ class ModelRunner:
 
     @property
     def vocab_size(self) -> int:
-        """Ids that logits are of."""
+        """How many ids a row of logits has."""
         return self.backend.config.graph.vocab_size
 
     def reserve(self, num_rows: int, length: int, used: int = 0) -> None:
         """Make the cache large enough for ``num_rows`` rows of ``length`` tokens, drafts included.
 
-        The first ``used`` rows keep what they hold. Attention takes time for every position of a row, so the cache is
-        only as long as the texts need. It grows in steps, because every growth unbinds all passes.
+        The first ``used`` rows keep their contents. Attention takes time for every position of a row, so the rows are
+        only as long as the texts need. They grow in steps, because every growth unbinds all passes.
         """
         cache, (num_rows, length) = self.backend.cache, self._size(num_rows, length, used)
         held = self.rows.lengths[:used]
         if (num_rows, length) != (cache.rows, cache.length):
-            self.rows.lengths = [0] * num_rows  # If resizing fails, the rows hold nothing and are read again.
+            self.rows.lengths = [0] * num_rows  # If resizing fails, the rows count as empty and are prefilled again.
             self.backend.resize(num_rows, length, used)
         self.rows.lengths = held + [0] * (num_rows - used)
 
     def missing_bytes(self, num_rows: int, length: int, used: int) -> int:
-        """What ``reserve`` would allocate."""
+        """Bytes that ``reserve`` would allocate."""
         num_rows, length = self._size(num_rows, length, used)
         size = self.backend.config.graph.cache_bytes(num_rows, length)
         return size if size > self.backend.cache.nbytes else 0
 
     def _size(self, num_rows: int, length: int, used: int) -> tuple[int, int]:
-        """Rows and positions of a cache for ``reserve``."""
+        """The rows, and positions of a row, that ``reserve`` makes."""
         cache, length = self.backend.cache, -(-length // _LENGTH_STEP) * _LENGTH_STEP
         if not used:
             return num_rows, length
-        if num_rows > cache.rows:  # More requests will come, and growing moves all rows: at least double.
+        if num_rows > cache.rows:  # Growing moves all rows, so their number at least doubles.
             num_rows = max(num_rows, min(2 * cache.rows, self.backend.config.build_config.max_batch_size))
         return max(num_rows, cache.rows), max(length, cache.length)
 
     def prefill(self, token_ids: Sequence[Sequence[int]], first: int, max_tokens: int) -> None:
-        """Feed up to ``max_tokens`` more tokens of each row from ``first`` on, where the cache lacks any.
+        """Feed up to ``max_tokens`` more tokens that the cache lacks of each row from ``first`` on, in one engine call.
 
-        That is one engine call of at most max_input_len tokens a row.
+        token_ids: the rows' whole texts. A call feeds at most max_input_len tokens of a row.
         """
         max_tokens = min(max_tokens, self.backend.config.build_config.max_input_len)
         if chunk := self.rows.next_chunk(token_ids, first, max_tokens):
@@ -112,12 +112,12 @@ class ModelRunner:
     def forward(
         self, token_ids: Sequence[Sequence[int]], num_logits: Sequence[int], drafts: Sequence[Sequence[int]] = ()
     ) -> Floats:
-        """Feed the tokens of rows 0, 1, .. that the cache lacks; return the logits after the last ones.
+        """Feed the tokens of rows 0, 1, .. that the cache lacks. Returns the logits of the last ones.
 
-        token_ids: each row's whole text; drafts: what follows it, if anything; num_logits: of how many last tokens each
-        row's logits are wanted, at most as many as are fed. Returns [B, max(num_logits), V], of which row r is valid up
-        to num_logits[r]. The next call reuses the memory.
-        Long inputs go in chunks of at most max_input_len tokens. Short rows wait for the last chunk.
+        token_ids: each row's whole text. drafts: the draft tokens behind it. num_logits: the logits of so many last
+        tokens of each row are wanted, and no more than are fed. Returns float32 [B, max(num_logits), V]; of row r
+        the first num_logits[r] are valid. The next call overwrites them.
+        Long inputs are fed in chunks of at most max_input_len tokens. The last chunk has the last tokens of all rows.
         """
         drafts = drafts or [()] * len(token_ids)
         longest = max(len(tokens) - length for tokens, length in zip(token_ids, self.rows.lengths, strict=False))
@@ -130,11 +130,11 @@ class ModelRunner:
         return self._feed(token_ids, drafts, num_logits, 0)
 
     def extend(self, tokens: Sequence[int | None]) -> Floats:
-        """Feed one more token of rows 0, 1, ..; None for a row that rests. Returns the logits after them [B, 1, V]."""
+        """Feed one more token of rows 0, 1, .., or none of a row with None. Returns their logits [B, 1, V]."""
         step = self.backend.bind(0, len(tokens), 1, 1)
         lengths, last_id = self.rows.lengths, self.vocab_size - 1
         for row, token in enumerate(tokens):
-            # A row that rests writes behind its text, where nothing is.
+            # A row with None writes behind its text, where nothing is valid.
             step.write_indices[row] = lengths[row]
             if token is not None:
                 step.input_ids[row, 0] = min(token, last_id)

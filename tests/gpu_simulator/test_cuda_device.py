@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from cuda.bindings import driver
 
 from specrun.devices.cuda import CudaDevice
 from specrun.errors import BackendError
@@ -47,6 +48,12 @@ def test_work_that_fails_has_no_time(device: CudaDevice) -> None:
     with pytest.raises(BackendError, match="cannot"):
         device.capture(lambda: device.seconds(lambda: None))
     gpus.forgive()
+
+
+def test_a_thread_that_has_no_gpu_yet_may_wait(device: CudaDevice) -> None:
+    """The simulator has one current context for all threads; a new thread has none."""
+    driver.cuCtxSetCurrent(0)
+    device.wait()
 
 
 def test_kernels_of_a_caller(device: CudaDevice) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -146,6 +147,28 @@ def test_a_draft_on_the_cpu_beside_a_target_on_a_gpu(tables: Path) -> None:
         decode(decoder, [by_logits])
     assert sum(request.stats.accepted for request in by_tokens) > 10
     assert by_logits.finish_reason == "length"
+
+
+@pytest.mark.usefixtures("nothing_left", "narrow")
+@pytest.mark.parametrize("place", ["one GPU", "apart", "CPU"])
+@pytest.mark.filterwarnings("ignore:the draft failed")
+def test_a_draft_that_fails_leaves_the_targets_text(tables: Path, tmp_path: Path, place: str) -> None:
+    """Requests go on without it, also those whose draft fails in the middle of a round that is replayed."""
+    broken = normal(1, V, V, scale=2.0)
+    broken[::9, 3] = np.nan
+    sizes: dict[str, Any] = {"max_batch_size": 4, "max_input_len": 64, "max_seq_len": 501, "cache_length": 512}
+    draft = save_table_engine(tmp_path / "draft", broken, weight=5, **sizes)
+    by_tokens = [replace(request, use_logits=False) for request in requests(9)]
+    with SpeculativeDecoder.open(tables / "target") as decoder:
+        expected = decode(decoder, [replace(request) for request in by_tokens])
+    if place != "CPU":
+        draft = as_plan(draft, tmp_path / "plan")
+    settings = DraftTargetConfig(3) if place == "CPU" else config(place)
+    with SpeculativeDecoder.open(tables / "plans" / "target", draft, settings) as decoder:
+        assert decode(decoder, by_tokens) == expected
+    failed = [request for request in by_tokens if request.draft_error]
+    assert failed
+    assert sum(request.stats.accepted for request in failed) > 3
 
 
 @pytest.mark.usefixtures("nothing_left")

@@ -43,8 +43,8 @@ int cuStreamDestroy_v2(Stream* stream) {
 
 int cuStreamSynchronize(Stream* stream) {
   BEGIN;
+  NEEDS_CONTEXT;
   if (reinterpret_cast<uintptr_t>(stream) <= 2) {  // The default stream: nothing waits in it.
-    NEEDS_CONTEXT;
     NOT_IN_CAPTURE;
     return SUCCESS;
   }
