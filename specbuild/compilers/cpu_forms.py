@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from specbuild import graph as graphs
 from specbuild.quantisation.packed import Floats, as_float32
@@ -23,6 +24,8 @@ BLOCK = 128
 """Input channels that share a scale in 8-bit weights that are made of float8."""
 ACCURACY_LEVEL = "4"
 """Of MatMulNBits: activations in 8 bits too, with a scale for every block of every token."""
+HARMFUL = ["MatMulAddFusion"]
+"""Optimisers to leave out: a product that is joined with its bias first is not found to have quantised sides."""
 FAST = ("MatMulNBits", "MatMulIntegerToFloat")
 """What products with quantised weights must become."""
 _FLOATS = (ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT4E2M1)
@@ -47,6 +50,7 @@ def prepare(model: ir.Model) -> list[str]:
                 _replace_codes(model.graph, node, read)
             for reader in [use.node for use in node.outputs[0].uses() if use.node.op_type == "Gather"]:
                 _look_up_codes(model.graph, node, reader)
+    RemoveUnusedNodesPass()(model)
     return [f"{count} weights in {form}: 8-bit blocks on the CPU" for form, count in recoded.items()]
 
 
@@ -71,8 +75,9 @@ def _prepare_activation(graph: ir.Graph, quantise: ir.Node) -> None:
 class _Weight(NamedTuple):
     """A weight in float8 or float4; see ``Packed``."""
 
-    codes: ir.Value
-    scales: ir.Value
+    codes: ir.TensorProtocol
+    scales: tuple[ir.TensorProtocol, ...]
+    """Factors of the scales."""
     block: int
     """0: one scale a column."""
 
@@ -88,12 +93,12 @@ _Recoded = tuple[npt.NDArray[np.int8], Floats]
 def _replace_codes(graph: ir.Graph, node: ir.Node, read: Callable[[_Weight], _Recoded]) -> None:
     """Let ``node`` dequantise int8 blocks instead of float8 or float4. They are computed when they are written."""
     codes, scales = node.inputs[0], node.inputs[1]
-    if codes is None or scales is None or codes.shape is None:
+    if codes is None or scales is None or codes.const_value is None:
         raise ValueError(f"{node.name}: without codes and scales")
     own = node.attributes["block_size"].as_int() if "block_size" in node.attributes else 0
-    weight = _Weight(codes, scales, own)
+    weight = _Weight(codes.const_value, tuple(_factors(scales)), own)
     block = own if weight.is_float4 else BLOCK
-    rows, columns = (int(size) for size in codes.shape)  # type: ignore[arg-type]
+    rows, columns = (int(size) for size in weight.codes.shape)  # type: ignore[arg-type]
     parts = (("int8", ir.DataType.INT8, rows), ("scales", ir.DataType.FLOAT, -(-rows // block)))
     for index, (role, dtype, length) in enumerate(parts):
 
@@ -111,21 +116,23 @@ def _replace_codes(graph: ir.Graph, node: ir.Node, read: Callable[[_Weight], _Re
 
 def _recode(weight: _Weight) -> _Recoded:
     """In int8 blocks. All values of float4 are codes of int8, so that is exact; float8 is rounded once more."""
-    values, scales = _values(weight.codes), _values(weight.scales)
+    values = as_float32(weight.codes)
+    scales = np.asarray(math.prod(as_float32(factor) for factor in weight.scales), np.float32)
     if weight.is_float4:  # 0, 0.5, 1, 1.5, 2, 3, 4, 6: twice as much is a whole number.
         return (values * 2).astype(np.int8), scales / np.float32(2)
     spread = np.repeat(scales, weight.block, axis=0)[: len(values)] if weight.block else scales
     return _int8_blocks(values * spread, BLOCK)
 
 
-def _values(value: ir.Value) -> Floats:
-    """A constant, or the product of those that are dequantised to it."""
+def _factors(value: ir.Value) -> Iterator[ir.TensorProtocol]:
+    """A constant, or those whose product it is dequantised to."""
     if value.const_value is not None:
-        return as_float32(value.const_value)
-    node = value.producer()
-    if node is None or node.op_type not in ("DequantizeLinear", "Cast"):
+        yield value.const_value
+    elif (node := value.producer()) is not None and node.op_type in ("DequantizeLinear", "Cast"):
+        for factor in node.inputs:
+            yield from _factors(factor) if factor is not None else ()
+    else:
         raise ValueError(f"{value.name}: not a constant")
-    return np.asarray(math.prod(_values(factor) for factor in node.inputs if factor is not None), np.float32)
 
 
 def _int8_blocks(weight: Floats, block: int) -> tuple[npt.NDArray[np.int8], Floats]:

@@ -41,6 +41,7 @@ def compile_graph(
         notes += recoded
         graphs.save(model, output / _RECODED)
         model = ir.load(output / _RECODED)
+    harmful = cpu_forms.HARMFUL if any(node.op_type == "DequantizeLinear" for node in model.graph) else []
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.optimized_model_filepath = str(output / GRAPH_NAME)
     options.add_session_config_entry("session.optimized_model_external_initializers_file_name", WEIGHTS_NAME)
@@ -50,7 +51,9 @@ def compile_graph(
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", cpu_forms.ACCURACY_LEVEL)
     advance(0.1)
     try:
-        ort.InferenceSession(graphs.to_bytes(model), options, providers=["CPUExecutionProvider"])
+        ort.InferenceSession(
+            graphs.to_bytes(model), options, providers=["CPUExecutionProvider"], disabled_optimizers=harmful
+        )
     except Exception as error:  # ONNX Runtime's exceptions share no base class.
         raise BuildError(f"{checkpoint}: ONNX Runtime refused the graph: {error}") from error
     for path in output.glob(f"{_RECODED}*"):

@@ -106,7 +106,9 @@ def _round_activation(build: _Builder, x: ir.Value, activation: Activation) -> t
     else:
         raise UnsupportedModelError(f"activations in {activation.form} without a scale have no standard ONNX form")
     zero = build.tensor("quantisation.zero_" + codes.name.lower(), ir.tensor(np.zeros((), codes.numpy()), dtype=codes))
-    return build.node("DequantizeLinear", build.node("QuantizeLinear", x, steps, zero), steps, zero), largest
+    return build.node(
+        "DequantizeLinear", build.node("QuantizeLinear", x, steps, zero, dtype=codes), steps, zero
+    ), largest
 
 
 def _smallest(dtype: ir.DataType) -> float:

@@ -1,0 +1,299 @@
+"""Weights in few bits: rounding, the standard ONNX forms, and what ONNX Runtime makes of them on a processor."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+import torch
+
+from specbuild import graph as graphs
+from specbuild.compilers import cpu_forms
+from specbuild.quantisation.attach import products, quantise_embedding, quantise_product
+from specbuild.quantisation.packed import Activation, Packed
+from specbuild.quantisation.recipe import Recipe
+from specbuild.quantisation.rounding import CodeForm, global_scale, round_weight
+from specrun.errors import BuildConfigError
+
+INPUTS, CHANNELS = 256, 24
+FORMS: dict[CodeForm, tuple[int, float]] = {
+    "int8": (INPUTS, 0.5),
+    "int4": (32, 0.5),
+    "float8": (INPUTS, 16),
+    "float4": (16, 1),
+}
+"""Block, and the largest error of one weight in steps of its scale."""
+TYPES = {"int8": ir.DataType.INT8, "int4": ir.DataType.INT4, "float8": ir.DataType.FLOAT8E4M3FN}
+
+
+def weight_matrix(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """[N, K] with an outlier and a group of zeros."""
+    weight = torch.randn(CHANNELS, INPUTS, generator=torch.Generator().manual_seed(0)) * 0.02
+    weight[3, 5], weight[4, :64] = 0.5, 0
+    return weight.to(dtype)
+
+
+def packed(form: CodeForm, weight: torch.Tensor, block: int | None, activation: Activation | None = None) -> Packed:
+    """``weight`` [N, K] in ``form``, as ``pack_model`` makes it."""
+    rounded = round_weight(weight, form, block or INPUTS)
+    scales = rounded.scales if block else rounded.scales[0]
+    return Packed(
+        codes=ir.Tensor(rounded.codes, dtype=TYPES.get(form, ir.DataType.FLOAT4E2M1)),
+        scales=ir.Tensor(scales),
+        block=block,
+        global_scale=ir.Tensor(np.float32(global_scale(weight))) if form == "float4" else None,
+        activation=activation,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", list(FORMS))
+def test_every_weight_is_rounded_to_the_nearest_code(form: CodeForm, dtype: torch.dtype) -> None:
+    block, steps = FORMS[form]
+    weight = weight_matrix(dtype)
+    rounded = round_weight(weight, form, block)
+    unit = global_scale(weight) if form == "float4" else 1.0
+    scales = np.repeat(rounded.scales.astype(np.float32) * unit, block, axis=0)
+    error = np.abs(rounded.codes.astype(np.float32) * scales - weight.float().numpy().T)
+    if form == "int4":  # Clipping is allowed where it makes the block's squared error smaller.
+        assert (error <= steps * np.abs(scales) * 1.01).mean() > 0.98
+    else:
+        assert (error <= steps * np.abs(scales) * 1.01).all()
+    assert not rounded.codes.astype(np.float32)[:64, 4].any()
+    assert np.isfinite(scales).all()
+
+
+def test_clipping_makes_the_squared_error_of_4_bits_smaller() -> None:
+    weight = weight_matrix()
+    rounded = round_weight(weight, "int4", 128)
+    error = rounded.codes.astype(np.float32) * np.repeat(rounded.scales, 128, axis=0) - weight.numpy().T
+    groups = weight.numpy().reshape(-1, 128)
+    plain = np.take_along_axis(groups, np.abs(groups).argmax(axis=1)[:, None], axis=1) / -8
+    plain[plain == 0] = 1
+    unclipped = np.rint(groups / plain).clip(-8, 7) * plain - groups
+    assert np.square(error).sum() < 0.95 * np.square(unclipped).sum()
+
+
+def test_rounding_by_slices_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = round_weight(weight_matrix(), "int4", 32)
+    monkeypatch.setattr("specbuild.quantisation.rounding._AT_A_TIME", 3 * INPUTS)
+    sliced = round_weight(weight_matrix(), "int4", 32)
+    assert (whole.codes == sliced.codes).all()
+    assert (whole.scales == sliced.scales).all()
+
+
+def test_scales_of_another_shape_are_refused() -> None:
+    codes, scales = ir.Tensor(np.zeros((64, 8), np.int8)), ir.Tensor(np.ones((3, 8), np.float32))
+    with pytest.raises(ValueError, match=r"scales of shape \(3, 8\), expected \(2, 8\)"):
+        Packed(codes, scales, block=32)
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        ("model.layers.0.mlp.up_proj", "int4"),
+        ("lm_head", "int8"),
+        ("model.layers.0.mlp.gate", None),
+        ("x.q_proj", None),
+    ],
+)
+def test_recipes_leave_routers_and_what_is_excluded_alone(module: str, expected: str | None) -> None:
+    storage = Recipe("int4", exclude=("*.q_proj",)).product(module, 256, module == "lm_head")
+    assert (storage and storage.form) == expected
+
+
+def test_a_group_that_does_not_divide_is_an_error_and_the_default_fits() -> None:
+    storage = Recipe("int4").product("up_proj", 704, False)
+    assert storage is not None
+    assert storage.block == 64
+    with pytest.raises(BuildConfigError, match=r"up_proj: 704 input channels .* --group_size 128.*--exclude up_proj"):
+        Recipe("int4", group_size=128).product("up_proj", 704, False)
+    with pytest.raises(BuildConfigError, match="power of two"):
+        Recipe("int4", group_size=48)
+
+
+def graph_of(weight: npt.NDArray[Any], gemm: bool) -> ir.Model:
+    """x [2, 3, K] @ weight [N, K]^T + 1, as torch's exporter writes Linear: Transpose and MatMul, or Gemm."""
+    dtype = ir.DataType.BFLOAT16 if weight.dtype == ml_dtypes.bfloat16 else ir.DataType.FLOAT
+    x = ir.Value(name="x", type=ir.TensorType(dtype), shape=ir.Shape([6, INPUTS] if gemm else [2, 3, INPUTS]))
+    factor = ir.Value(name="w", type=ir.TensorType(dtype), shape=ir.Shape(weight.shape), const_value=ir.Tensor(weight))
+    ones = np.ones(CHANNELS, weight.dtype)
+    bias = ir.Value(name="b", type=ir.TensorType(dtype), shape=ir.Shape([CHANNELS]), const_value=ir.Tensor(ones))
+    if gemm:
+        nodes = [ir.node("Gemm", [x, factor, bias], {"transB": 1, "alpha": 1.0, "beta": 1.0})]
+    else:
+        transpose = ir.node("Transpose", [factor], {"perm": [1, 0]})
+        product = ir.node("MatMul", [x, transpose.outputs[0]])
+        nodes = [transpose, product, ir.node("Add", [product.outputs[0], bias])]
+    for number, node in enumerate(nodes):
+        node.outputs[0].name, node.outputs[0].type = f"n{number}", ir.TensorType(dtype)
+    nodes[-1].outputs[0].name = "y"
+    graph = ir.Graph([x], [nodes[-1].outputs[0]], nodes=nodes, initializers=[factor, bias], opset_imports={"": 24})
+    return ir.Model(graph, ir_version=10)
+
+
+def run(model: ir.Model, x: npt.NDArray[Any], optimised: bool = False) -> tuple[npt.NDArray[Any], Counter[str]]:
+    """The output of ``model`` in ONNX Runtime, and its operators."""
+    options = ort.SessionOptions()
+    levels = ort.GraphOptimizationLevel
+    options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimised else levels.ORT_DISABLE_ALL
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", cpu_forms.ACCURACY_LEVEL)
+    session = ort.InferenceSession(graphs.to_bytes(model), options, providers=["CPUExecutionProvider"])
+    return session.run(None, {"x": x})[0], Counter(node.op_type for node in model.graph)
+
+
+@pytest.mark.parametrize("gemm", [False, True])
+@pytest.mark.parametrize("form", ["int8", "int4", "float8"])
+def test_a_product_multiplies_by_the_dequantised_weight(form: CodeForm, gemm: bool) -> None:
+    weight = weight_matrix()
+    block = None if form == "float8" else 32
+    stored = packed(form, weight, block)
+    model = graph_of(weight.numpy(), gemm)
+    (product,) = products(model)
+    quantise_product(model, product, stored)
+    assert "w" not in model.graph.initializers
+    x = np.random.default_rng(1).standard_normal((6, INPUTS) if gemm else (2, 3, INPUTS)).astype(np.float32)
+    found, operators = run(model, x)
+    assert operators["DequantizeLinear"] == 1
+    np.testing.assert_allclose(found, x @ stored.dequantise() + 1, atol=1e-5)
+    assert np.abs(stored.dequantise() - weight.numpy().T).max() > 1e-5
+
+
+def test_each_token_is_rounded_by_its_own_largest_value() -> None:
+    weight = weight_matrix()
+    stored = packed("int8", weight, None, Activation("int8"))
+    model = graph_of(weight.numpy(), gemm=False)
+    (product,) = products(model)
+    quantise_product(model, product, stored)
+    x = np.random.default_rng(1).standard_normal((2, 3, INPUTS)).astype(np.float32)
+    x[0, 1] *= 1000
+    x[1, 2] = 0
+    found, _ = run(model, x)
+    largest = np.maximum(np.abs(x).max(axis=-1, keepdims=True), np.float32(2.0**-126))
+    step = np.float32(1 / 127)
+    rounded = np.rint(x / largest / step) * step
+    np.testing.assert_allclose(found, rounded @ stored.dequantise() * largest + 1, rtol=1e-5, atol=1e-4)
+    assert (found[1, 2] == 1).all()
+    graphs.drop_activation_rounding(model)
+    unrounded, _ = run(model, x)
+    np.testing.assert_allclose(unrounded, x @ stored.dequantise() + 1, rtol=1e-5, atol=1e-3)
+
+
+def test_reordered_channels_and_input_factors_reach_the_product() -> None:
+    weight = weight_matrix()
+    rounded = round_weight(weight, "int8", 32)
+    order = np.random.default_rng(0).permutation(INPUTS)
+    factors = np.linspace(0.5, 2, INPUTS, dtype=np.float32)
+    stored = Packed(
+        ir.Tensor(rounded.codes), ir.Tensor(rounded.scales), block=32, channel_order=order, input_factors=factors
+    )
+    model = graph_of(weight.numpy(), gemm=True)
+    (product,) = products(model)
+    quantise_product(model, product, stored)
+    x = np.random.default_rng(1).standard_normal((6, INPUTS)).astype(np.float32)
+    found, _ = run(model, x)
+    np.testing.assert_allclose(found, x @ stored.dequantise() + 1, atol=1e-4)
+
+
+def embedding_graph(table: npt.NDArray[Any]) -> ir.Model:
+    """ids x [2, 3] looked up in a table [V, H]."""
+    x = ir.Value(name="x", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([2, 3]))
+    kind = ir.TensorType(ir.DataType.FLOAT)
+    weight = ir.Value(name="w", type=kind, shape=ir.Shape(table.shape), const_value=ir.Tensor(table))
+    gather = ir.node("Gather", [weight, x], {"axis": 0})
+    gather.outputs[0].name, gather.outputs[0].type = "y", kind
+    graph = ir.Graph([x], [gather.outputs[0]], nodes=[gather], initializers=[weight], opset_imports={"": 24})
+    return ir.Model(graph, ir_version=10)
+
+
+def test_an_embedding_has_one_scale_a_row_and_processors_look_codes_up() -> None:
+    table = weight_matrix()
+    rounded = round_weight(table, "int8", INPUTS)
+    stored = Packed(ir.Tensor(np.ascontiguousarray(rounded.codes.T)), ir.Tensor(rounded.scales[0]), axis=0)
+    model = embedding_graph(table.numpy())
+    quantise_embedding(model, next(iter(model.graph)), stored)
+    ids = np.array([[0, 3, 23], [4, 4, 1]])
+    found, _ = run(model, ids)
+    np.testing.assert_array_equal(found, stored.dequantise()[ids])
+    cpu_forms.prepare(model)
+    looked_up, operators = run(model, ids)
+    np.testing.assert_array_equal(looked_up, found)
+    assert "DequantizeLinear" not in operators
+
+
+@pytest.mark.parametrize(
+    ("form", "block", "activation"),
+    [
+        ("int8", None, Activation("int8")),
+        ("int8", None, Activation("int8", 0.05)),
+        ("int8", 128, None),
+        ("int8", None, None),
+        ("int4", 32, None),
+        ("float8", None, None),
+        ("float8", None, Activation("float8", 0.01)),
+        ("float4", 16, None),
+    ],
+)
+def test_processors_get_a_fast_product_for_every_form(
+    form: CodeForm, block: int | None, activation: Activation | None, tmp_path: Path
+) -> None:
+    """ONNX Runtime leaves what it has no pattern for as it is, without a word: slower than float32."""
+    weight = weight_matrix()
+    stored = packed(form, weight, block, activation)
+    model = graph_of(weight.numpy(), gemm=False)
+    (product,) = products(model)
+    quantise_product(model, product, stored)
+    notes = cpu_forms.prepare(model)
+    assert bool(notes) is (form in ("float8", "float4"))
+    path = tmp_path / "optimised.onnx"
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", cpu_forms.ACCURACY_LEVEL)
+    options.optimized_model_filepath = str(path)
+    options.log_severity_level = 3
+    session = ort.InferenceSession(
+        graphs.to_bytes(model), options, providers=["CPUExecutionProvider"], disabled_optimizers=cpu_forms.HARMFUL
+    )
+    operators = Counter(node.op_type for node in ir.load(path).graph)
+    fast = "MatMulIntegerToFloat" if activation and activation.form == "int8" else "MatMulNBits"
+    assert operators[fast] == 1, operators
+    assert not {"MatMul", "Gemm"} & operators.keys(), operators
+    x = np.random.default_rng(1).standard_normal((2, 3, INPUTS)).astype(np.float32)
+    expected = x @ stored.dequantise() + 1
+    (found,) = session.run(None, {"x": x})
+    assert np.abs(found - expected).max() < 0.02 * np.abs(expected).max()
+
+
+def test_float4_is_exact_in_8_bits() -> None:
+    weight = weight_matrix()
+    stored = packed("float4", weight, 16)
+    model = graph_of(weight.numpy(), gemm=False)
+    (product,) = products(model)
+    quantise_product(model, product, stored)
+    cpu_forms.prepare(model)
+    (node,) = [node for node in model.graph if node.op_type == "DequantizeLinear"]
+    codes, scales = (value.const_value.numpy() for value in node.inputs[:2] if value and value.const_value)
+    np.testing.assert_array_equal(codes * np.repeat(scales, 16, axis=0), stored.dequantise())
+    assert codes.dtype == np.int8
+
+
+def test_a_16_bit_graph_keeps_float32_scales_and_is_widened(tmp_path: Path) -> None:
+    weight = weight_matrix()
+    rounded = round_weight(weight, "int8", 32)
+    stored = Packed(ir.Tensor(rounded.codes), ir.Tensor(rounded.scales), block=32)
+    model = graph_of(weight.numpy().astype(ml_dtypes.bfloat16), gemm=False)
+    (product,) = products(model)
+    quantise_product(model, product, stored)
+    node = next(node for node in model.graph if node.op_type == "DequantizeLinear")
+    assert node.attributes["output_dtype"].as_int() == ir.DataType.BFLOAT16
+    graphs.widen_to_float32(model)
+    x = np.random.default_rng(1).standard_normal((2, 3, INPUTS)).astype(np.float32)
+    found, _ = run(model, x)
+    np.testing.assert_allclose(found, x @ stored.dequantise() + 1, atol=1e-5)
