@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -24,9 +25,9 @@ def random_checkpoint(config: PreTrainedConfig, tokenizer: Path, directory: Path
     return directory
 
 
-def to_onnx(checkpoint: Path, output: Path) -> Path:
+def to_onnx(checkpoint: Path, output: Path, **options: Any) -> Path:
     """An ONNX checkpoint directory of a checkpoint."""
-    convert(ConvertOptions(model=str(checkpoint), output_dir=output), Stages(Console(quiet=True)))
+    convert(ConvertOptions(model=str(checkpoint), output_dir=output, **options), Stages(Console(quiet=True)))
     return output
 
 
