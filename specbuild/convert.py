@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from specbuild.checkpoint import CheckpointConfig
 from specbuild.files import new_directory, require_free, require_space
-from specbuild.huggingface import eos_token_ids, load_model, locate, read_model_config, save_tokenizer
-from specbuild.memory import mapped_weights, not_resident
+from specbuild.huggingface import eos_token_ids, locate, read_model_config, save_tokenizer
 from specbuild.progress import Stages, human_bytes, peak_memory
-from specbuild.weights import Weights, check_weights, require_finite, require_layers
+from specbuild.weights import Weights, check_weights, require_layers
 from specrun.dtypes import FLOAT_NAMES
 from specrun.engine_dir import CONFIG_NAME, GRAPH_NAME, WEIGHTS_NAME, GraphInfo, Provenance, describe_file
 from specrun.errors import BuildConfigError, UnsupportedModelError, VerificationError
@@ -23,7 +22,7 @@ from specrun.tokenizer import describe_tokenizer, tokenizer_files
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from specbuild.verify import Reference
+    from specbuild.reference import Reference
 
 
 @dataclass(frozen=True)
@@ -53,10 +52,9 @@ def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
         hf_config = read_model_config(source, options.trust_remote_code)
         weights = check_weights(source)
         require_layers(source, hf_config, weights)
-        require_space({output_dir.parent: _output_bytes(weights, hf_config, options.dtype)})
         max_seq_len = _max_seq_len(source, hf_config, options.max_seq_len)
     with new_directory(output_dir, options.force) as work:
-        config = _write(source, hf_config, max_seq_len, options, stages, work)
+        config = _write(source, hf_config, weights, max_seq_len, options, stages, work)
         (work / CONFIG_NAME).write_text(config.model_dump_json(indent=2) + "\n")
     _summarise(config, weights.nbytes, output_dir, stages)
     return config
@@ -65,6 +63,7 @@ def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
 def _write(
     source: Path,
     hf_config: PreTrainedConfig,
+    files: Weights,
     max_seq_len: int,
     options: ConvertOptions,
     stages: Stages,
@@ -73,36 +72,39 @@ def _write(
     """Load and export the model into ``work``, verify it, and return the config that describes the result."""
     # torch and onnx are imported here, so that --help and bad input cost no seconds.
     from specbuild import graph as graphs
-    from specbuild.export.exporter import cache_shapes, export_onnx
+    from specbuild.export.exporter import PREFIX, cache_shapes, export_onnx
     from specbuild.export.rope import pin_rope
-    from specbuild.verify import compare, reference_logits
+    from specbuild.export.skeleton import load_skeleton
+    from specbuild.reference import reference_logits
+    from specbuild.tensors import bind
+    from specbuild.verify import compare
 
-    with stages.stage("load weights"):
-        model = load_model(source, hf_config, options.dtype, options.trust_remote_code)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    with stages.stage("lay out the model"):
+        model, weights = load_skeleton(source, hf_config, options.dtype, options.trust_remote_code, files.entries)
+    sizes = {id(parameter): (parameter.numel(), parameter.nbytes) for parameter in model.parameters()}
+    parameters, size = (sum(column) for column in zip(*sizes.values(), strict=True))
+    require_space({Path(options.output_dir).absolute().parent: size})
     eos, pretrained = eos_token_ids(model), model.config.to_dict()
     references = []
-    with not_resident(mapped_weights(model, source)):
-        with stages.stage("check weights"):
-            require_finite(model, source)
-        info = GraphInfo(vocab_size=_vocab_size(model), dtype=_dtype_name(model), caches=cache_shapes(model))
-        far = None
-        if options.verify:
-            with stages.stage("run the model behind a long text"):
-                far = _far_reference(model, info, max_seq_len, stages)
-        notes = pin_rope(model, max_seq_len)
-        for note in notes:
-            stages.say(f"note: {note}")
-        if options.verify:
-            with stages.stage("run the model for reference"):
-                references = [reference_logits(model, info.vocab_size, max_seq_len), *([far] if far else [])]
-        with stages.stage("export graph"):
-            graph = export_onnx(model, info.caches, max_seq_len)
-            graphs.tidy(graph)
-        total = sum(value.const_value.nbytes for value in graph.graph.initializers.values() if value.const_value)
-        with stages.stage("write weights", total) as advance:
-            graphs.save(graph, work / GRAPH_NAME, lambda tensor, _info: advance(tensor.nbytes))
-    release(model)
+    info = GraphInfo(vocab_size=_vocab_size(model), dtype=_dtype_name(model), caches=cache_shapes(model))
+    far = None
+    if options.verify:
+        with stages.stage("run the model behind a long text"):
+            far = _far_reference(model, info, max_seq_len, stages)
+    notes = pin_rope(model, max_seq_len)
+    for note in notes:
+        stages.say(f"note: {note}")
+    if options.verify:
+        with stages.stage("run the model for reference"):
+            references = [reference_logits(model, info.vocab_size, max_seq_len), *([far] if far else [])]
+    with stages.stage("export graph"):
+        graph = export_onnx(model, info.caches, max_seq_len)
+        graphs.share_tied_weights(graph)
+        bind(graph, weights, PREFIX)
+        graphs.tidy(graph)
+    total = sum(value.const_value.nbytes for value in graph.graph.initializers.values() if value.const_value)
+    with stages.stage("write weights", total) as advance:
+        graphs.save(graph, work / GRAPH_NAME, lambda tensor, _info: advance(tensor.nbytes))
     difference = None
     if references:
         with stages.stage("verify in ONNX Runtime"):
@@ -127,7 +129,7 @@ def _write(
 
 def _far_reference(model: PreTrainedModel, info: GraphInfo, max_seq_len: int, stages: Stages) -> Reference | None:
     """``verify.far_reference``; a model that takes no made-up cache is compared without it, and that is said."""
-    from specbuild.verify import far_reference
+    from specbuild.reference import far_reference
 
     try:
         return far_reference(model, info, max_seq_len)
@@ -136,21 +138,6 @@ def _far_reference(model: PreTrainedModel, info: GraphInfo, max_seq_len: int, st
     except Exception as error:
         stages.say(f"note: not compared behind a long text: the model does not run on a given cache ({error})")
         return None
-
-
-def _output_bytes(weights: Weights, config: PreTrainedConfig, dtype: str) -> int:
-    """About how large the ONNX checkpoint will be."""
-    stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
-    widened = dtype == "float32" and stored in ("float16", "bfloat16")
-    return weights.nbytes * (2 if widened else 1)
-
-
-def release(model: PreTrainedModel) -> None:
-    """Give back the weights' memory. The exporters' caches keep graphs, and with them every parameter, alive."""
-    import torch
-
-    for parameter in model.parameters():
-        parameter.data = torch.empty(0, dtype=parameter.dtype)
 
 
 def _max_seq_len(source: Path, config: PreTrainedConfig, wanted: int | None) -> int:

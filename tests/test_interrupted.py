@@ -78,7 +78,7 @@ def exporting(folder: Path) -> Moment:
     started: list[float] = []
 
     def moment(build: Build) -> bool:
-        if "load weights" in build.stderr and not started:
+        if "lay out the model" in build.stderr and not started:
             started.append(time.monotonic())
         return bool(started) and time.monotonic() > started[0] + 0.5
 

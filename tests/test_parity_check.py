@@ -19,7 +19,8 @@ from specbuild.checkpoint import open_checkpoint
 from specbuild.export.exporter import cache_shapes, export_onnx
 from specbuild.export.rope import pin_rope
 from specbuild.graph import save, tidy
-from specbuild.verify import compare, far_reference, reference_logits
+from specbuild.reference import far_reference, reference_logits
+from specbuild.verify import compare
 from specrun.engine_dir import GraphInfo
 from specrun.errors import CheckpointError, SpecError, VerificationError
 from tests.conftest import make_onnx
