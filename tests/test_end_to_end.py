@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner, Result
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from scripts.grow_checkpoint import main as grow_checkpoint
 from tests import all_cores
+from tests.conftest import make_onnx
 
 ROOT = Path(__file__).parent.parent
-PAIR = ROOT / ".cache" / "pair"
+PAIR = ROOT / ".cache" / "quick_pair"
 BIN = Path(sys.executable).parent
 PROMPT = "The import statement"
 LENGTH = 48
@@ -39,7 +42,7 @@ def ok(*command: str | Path, input: str | None = None, cwd: Path = ROOT) -> str:
 @pytest.fixture(scope="module")
 def pair() -> Path:
     """The trained pair as Hugging Face checkpoints."""
-    ok(sys.executable, ROOT / "scripts" / "make_demo_pair.py", "--output_dir", PAIR)
+    ok(sys.executable, ROOT / "scripts" / "make_demo_pair.py", "--output_dir", PAIR, "--quick")
     return PAIR
 
 
@@ -47,8 +50,8 @@ def pair() -> Path:
 def built(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Engines of the pair, built by the commands from a YAML file, two at a time."""
     root = tmp_path_factory.mktemp("demo")
-    for name in ("target", "draft"):
-        ok("specbuild", "convert", "--model_dir", pair / name, "--output_dir", root / "onnx" / name)
+    ok("specbuild", "convert", "--model_dir", pair / "target", "--output_dir", root / "onnx" / "target")
+    make_onnx(pair / "draft", root / "onnx" / "draft")
     (root / "engines.yaml").write_text(
         "max_seq_len: 256\nengines:\n"
         "  - {checkpoint_dir: onnx/target, output_dir: engines/target, max_draft_len: 10}\n"
@@ -146,11 +149,17 @@ def test_grown_checkpoints_compute_the_same(pair: Path, tmp_path: Path) -> None:
     assert outputs[0] == outputs[1]
 
 
+def grow(*options: str | Path) -> Result:
+    """grow_checkpoint in this process, where torch is loaded."""
+    return CliRunner().invoke(grow_checkpoint, [str(option) for option in options], prog_name="grow_checkpoint.py")
+
+
 def test_a_grown_vocabulary_is_never_chosen(pair: Path, tmp_path: Path) -> None:
     """The same ids, greedy and sampled, beside thousands that no text has; in positions that nobody trained too."""
     grown = tmp_path / "grown"
-    ok(sys.executable, ROOT / "scripts" / "grow_checkpoint.py", "--input_dir", pair / "draft", "--output_dir", grown,
-       "--parameters", "12M", "--vocab_size", "9000", "--max_position_embeddings", "4096")  # fmt: skip
+    done = grow("--input_dir", pair / "draft", "--output_dir", grown,
+                "--parameters", "12M", "--vocab_size", "9000", "--max_position_embeddings", "4096")  # fmt: skip
+    assert done.exit_code == 0, done.stderr
     small, large = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (pair / "draft", grown))
     assert (large.config.vocab_size, large.config.max_position_embeddings) == (9000, 4096)
     ids = torch.tensor([AutoTokenizer.from_pretrained(grown)(PROMPT).input_ids])
@@ -159,9 +168,9 @@ def test_a_grown_vocabulary_is_never_chosen(pair: Path, tmp_path: Path) -> None:
     assert many.shape[-1] == 9000
     assert many[..., few.shape[-1] :].sum() < 1e-12
     assert torch.allclose(few, many[..., : few.shape[-1]], atol=1e-4)
-    refused = shell(sys.executable, ROOT / "scripts" / "grow_checkpoint.py", "--input_dir", pair / "draft",
-                    "--output_dir", tmp_path / "less", "--parameters", "12M", "--vocab_size", "9")  # fmt: skip
-    assert refused.returncode == 2
+    refused = grow("--input_dir", pair / "draft", "--output_dir", tmp_path / "less", "--parameters", "12M",
+                   "--vocab_size", "9")  # fmt: skip
+    assert refused.exit_code == 2
     assert "--vocab_size 9: the checkpoint has" in refused.stderr
 
 
