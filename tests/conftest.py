@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import functools
+import gc
 import json
 import os
 import signal
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from specbuild.config import engine_options
 from specbuild.convert import ConvertOptions, convert
@@ -25,6 +28,9 @@ from tests.families import save_checkpoint
 # A suite that was started in the background ignores Ctrl-C, and so would the programs that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# The exporter looks its operators up anew for every model; they are the same for all models of a process.
+ONNXRegistry.from_torchlib = staticmethod(functools.cache(ONNXRegistry.from_torchlib))  # type: ignore[method-assign]
+
 LONGEST_FIRST = ["end_to_end", "families", "memory", "draft_length", "kernel_races", "interrupted", "lossless_sampling"]
 """Files that would keep one process busy when the others have nothing left to do."""
 
@@ -33,6 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The order in which files are given to processes; see scripts/test."""
     ranks = {f"test_{name}.py": rank for rank, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the garbage collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def quiet() -> Stages:

@@ -56,7 +56,13 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
     "gemma": lambda: transformers.GemmaConfig(**SIZES, head_dim=32),
     "gemma2": lambda: transformers.Gemma2Config(**SIZES, head_dim=32, sliding_window=6, query_pre_attn_scalar=24),
-    "gemma3": lambda: transformers.Gemma3TextConfig(**{**SIZES, "num_hidden_layers": 6}, head_dim=32, sliding_window=6),
+    # Every sixth layer sees the whole text, with a rotary embedding of its own; here every third.
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **{**SIZES, "num_hidden_layers": 3},
+        head_dim=32,
+        sliding_window=6,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+    ),
     "phi2": lambda: transformers.PhiConfig(**{**EVERY_HEAD, "partial_rotary_factor": 0.5}),
     "phi3": lambda: transformers.Phi3Config(**SIZES, sliding_window=None),
     "phi3-longrope": lambda: transformers.Phi3Config(

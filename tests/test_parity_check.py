@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -109,14 +110,29 @@ WINDOWED: dict[str, Callable[[int], PreTrainedConfig]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def windowed_graphs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tuple[Path, GraphInfo]]:
+    """The graph of a family's model with a window of so many positions, exported once."""
+
+    @functools.cache
+    def graph(family: str, window: int) -> tuple[Path, GraphInfo]:
+        return exported(load(WINDOWED[family](window)), tmp_path_factory.mktemp(family) / "onnx")
+
+    return graph
+
+
 @pytest.mark.parametrize("family", WINDOWED)
 @pytest.mark.parametrize("wrong", [0, -1, 1, None], ids=["right", "shorter", "longer", "none"])
-def test_a_window_that_is_wrong_by_one_position_is_seen(tmp_path: Path, family: str, wrong: int | None) -> None:
-    right = load(WINDOWED[family](WINDOW))
+def test_a_window_that_is_wrong_by_one_position_is_seen(
+    windowed_graphs: Callable[[str, int], tuple[Path, GraphInfo]], family: str, wrong: int | None
+) -> None:
+    """The graph's window is that much longer than the model's, or there is none."""
+    window = WINDOW - (wrong or 0)
+    path, info = windowed_graphs(family, WINDOW if wrong is not None else 4096)
+    right = load(WINDOWED[family](window))
     near = reference_logits(right, right.config.vocab_size, POSITIONS)
-    path, info = exported(load(WINDOWED[family](WINDOW + wrong if wrong is not None else 4096)), tmp_path / "onnx")
     far = far_reference(right, info, POSITIONS)
-    assert far and far.start > WINDOW
+    assert far and far.start > window
     assert compare(path, info, [near]) < 1e-4, "texts shorter than the window see nothing"
     if wrong == 0:
         assert compare(path, info, [near, far]) < 1e-4
