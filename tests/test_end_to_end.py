@@ -13,7 +13,10 @@ import torch
 from click.testing import CliRunner, Result
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from scripts import gpu_check
+from scripts.benchmarks.gpu import models
 from scripts.grow_checkpoint import main as grow_checkpoint
+from specbuild.cli import main as specbuild
 from tests import all_cores
 from tests.conftest import make_onnx
 
@@ -174,19 +177,36 @@ def test_a_grown_vocabulary_is_never_chosen(pair: Path, tmp_path: Path) -> None:
     assert "--vocab_size 9: the checkpoint has" in refused.stderr
 
 
-def test_gpu_check_makes_its_models(pair: Path, tmp_path: Path) -> None:
-    """Without a GPU, as for a host that has one; once."""
-    command: list[str | Path] = [sys.executable, ROOT / "scripts" / "gpu_check.py", "--here"]
-    command += ["--part", "models", "--size", "tiny"]
-    command += ["--pair_dir", pair, "--work_dir", tmp_path / "work", "--output", tmp_path / "check.json"]
-    ok(*command)
-    models = json.loads((tmp_path / "check.json").read_text())["models"]
-    assert models.keys() == {"target", "draft"}
-    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "work").rglob("*")}
+def test_gpu_check_makes_its_models(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, as for a host that has one; once. The target by processes, the draft by the same commands here."""
+    apart = models._run
+
+    def run(program: str, *arguments: object) -> None:
+        if tmp_path / "work" / "onnx" / "draft" in arguments:
+            done = CliRunner().invoke(specbuild, [str(part) for part in arguments[1:]])
+        elif Path(program).name == "grow_checkpoint.py" and pair / "draft" in arguments:
+            done = grow(*map(str, arguments))
+        else:
+            return apart(program, *arguments)
+        assert done.exit_code == 0, done.stderr
+
+    monkeypatch.setattr(models, "_run", run)
+    command = ["--here", "--part", "models", "--size", "tiny", "--pair_dir", pair]
+    command += ["--work_dir", tmp_path / "work", "--output", tmp_path / "check.json"]
+
+    def check() -> None:
+        with all_cores():
+            result = CliRunner().invoke(gpu_check.main, [str(part) for part in command], catch_exceptions=False)
+        assert result.exit_code == 0, result.stderr
+
+    check()
+    made = json.loads((tmp_path / "check.json").read_text())["models"]
+    assert made.keys() == {"target", "draft"}
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "work").rglob("*")}
     graph = json.loads((tmp_path / "work" / "onnx" / "target" / "config.json").read_text())["graph"]
     assert graph["vocab_size"] == 2500
-    ok(*command)
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "work").rglob("*")} == made
+    check()
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "work").rglob("*")} == times
 
 
 def test_tensorrt_rtx_compiles_the_pair_and_inspect_shows_it(pair: Path, built: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
+import onnx as onnx_format
 import pytest
 import torch
 import transformers
@@ -21,7 +21,7 @@ from specbuild.export.exporter import cache_shapes, export_onnx
 from specbuild.export.rope import pin_rope
 from specbuild.graph import save, tidy
 from specbuild.verify import compare, far_reference, reference_logits
-from specrun.engine_dir import GraphInfo
+from specrun.engine_dir import GRAPH_NAME, GraphInfo
 from specrun.errors import CheckpointError, SpecError, VerificationError
 from tests.conftest import make_onnx
 from tests.families import FAMILIES, LONG_ROPE, POSITIONS, SIZES, save_checkpoint
@@ -84,20 +84,20 @@ def exported(model: Any, directory: Path, max_seq_len: int = POSITIONS) -> tuple
     return directory / "model.onnx", info
 
 
-def test_a_graph_whose_logits_are_not_numbers_is_refused(tmp_path: Path) -> None:
+def test_a_graph_whose_logits_are_not_numbers_is_refused(hf: Path, onnx: Path, tmp_path: Path) -> None:
     """As where the exporter folded a constant wrongly: the difference to NaN is no difference."""
-    model = load(FAMILIES["llama3"]())
+    model = AutoModelForCausalLM.from_pretrained(hf / "target", attn_implementation="eager").eval()
     reference = reference_logits(model, model.config.vocab_size, POSITIONS)
-    path, info = exported(model, tmp_path / "onnx")
-    assert compare(path, info, [reference]) < 1e-4
-    graph = onnx.load(path)
+    info = open_checkpoint(onnx / "target").graph
+    assert compare(onnx / "target" / GRAPH_NAME, info, [reference]) < 1e-4
+    graph = onnx_format.load(onnx / "target" / GRAPH_NAME)
     (norm,) = [tensor for tensor in graph.graph.initializer if "model.norm.weight" in tensor.name]
-    spoilt = onnx.numpy_helper.to_array(norm).copy()
+    spoilt = onnx_format.numpy_helper.to_array(norm).copy()
     spoilt[0] = np.nan
-    norm.CopyFrom(onnx.numpy_helper.from_array(spoilt, norm.name))
-    onnx.save(graph, path)
+    norm.CopyFrom(onnx_format.numpy_helper.from_array(spoilt, norm.name))
+    onnx_format.save(graph, tmp_path / GRAPH_NAME)
     with pytest.raises(VerificationError, match="the exported graph's logits are not finite"):
-        compare(path, info, [reference])
+        compare(tmp_path / GRAPH_NAME, info, [reference])
 
 
 WINDOW = 60
