@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import functools
 import gc
 import json
 import os
@@ -15,7 +14,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from specbuild.config import engine_options
 from specbuild.convert import ConvertOptions, convert
@@ -23,15 +21,11 @@ from specbuild.engine import build_engine
 from specbuild.progress import Stages
 from specrun.engine_dir import describe_file
 from specrun.tokenizer import describe_tokenizer
-from tests.families import save_checkpoint
 
 # A suite that was started in the background ignores Ctrl-C, and so would the programs that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The exporter looks its operators up anew for every model; they are the same for all models of a process.
-ONNXRegistry.from_torchlib = staticmethod(functools.cache(ONNXRegistry.from_torchlib))  # type: ignore[method-assign]
-
-LONGEST_FIRST = ["end_to_end", "families", "memory", "draft_length", "kernel_races", "interrupted", "lossless_sampling"]
+LONGEST_FIRST = ["end_to_end", "families", "memory", "draft_length", "lossless_sampling", "interrupted", "parity_check"]
 """Files that would keep one process busy when the others have nothing left to do."""
 
 
@@ -101,6 +95,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def hf(shared: Path) -> Path:
     """Random Hugging Face checkpoints: a target, a draft, and a second draft with a padded embedding."""
+    from tests.families import save_checkpoint
 
     def make(root: Path) -> None:
         save_checkpoint(root / "target", "llama3", seed=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,11 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.onnx._internal.exporter._registration import ONNXRegistry
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+
+# The exporter looks its operators up anew for every model; they are the same for all models of a process.
+ONNXRegistry.from_torchlib = staticmethod(functools.cache(ONNXRegistry.from_torchlib))  # type: ignore[method-assign]
 
 VOCAB = 320
 POSITIONS = 128

@@ -69,13 +69,12 @@ def seconds_a_token(
         lengths_of_rows[:], behind = 0, 0
         while lengths_of_rows.min() < tokens / texts:
             g = lengths.choose(requests, [MOST] * rows, behind)
-            outcomes = []
-            for row in range(rows):
-                rate = alpha(int(request * tokens / texts + lengths_of_rows[row]))
-                rejected = generator.random(g) > rate
-                accepted = int(rejected.argmax()) if rejected.any() else g
-                outcomes.append((accepted, min(g, accepted + 1)))
-                lengths_of_rows[row] += accepted + 1
+            rates = np.array([alpha(int(request * tokens / texts + length)) for length in lengths_of_rows])
+            rejected = np.ones((rows, g + 1), np.bool_)
+            rejected[:, :g] = generator.random((rows, g)) > rates[:, None]
+            accepted = rejected.argmax(1)
+            lengths_of_rows += accepted + 1
+            outcomes = [(stood, min(g, stood + 1)) for stood in accepted.tolist()]
             time = time_of(rows, g) if time_of else 1 + g * (cost + width)
             time += behind * width * cost if g else 0
             if drift:

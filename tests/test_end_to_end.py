@@ -187,7 +187,8 @@ def test_gpu_check_makes_its_models(pair: Path, tmp_path: Path, monkeypatch: pyt
         elif Path(program).name == "grow_checkpoint.py" and pair / "draft" in arguments:
             done = grow(*map(str, arguments))
         else:
-            return apart(program, *arguments)
+            apart(program, *arguments)
+            return
         assert done.exit_code == 0, done.stderr
 
     monkeypatch.setattr(models, "_run", run)
