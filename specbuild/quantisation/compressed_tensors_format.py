@@ -91,7 +91,12 @@ def configuration(modules: Mapping[str, Packed], dense: list[str]) -> dict[str, 
 def _group(packed: Packed) -> dict[str, Any]:
     kind, bits = packed.codes.dtype, _BITS[packed.codes.dtype]
     floating = kind in (ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT4E2M1)
-    weights: dict[str, Any] = {"num_bits": bits, "type": "float" if floating else "int", "symmetric": True, "dynamic": False}
+    weights: dict[str, Any] = {
+        "num_bits": bits,
+        "type": "float" if floating else "int",
+        "symmetric": True,
+        "dynamic": False,
+    }
     if kind == ir.DataType.FLOAT4E2M1:
         weights |= {"strategy": "tensor_group", "group_size": packed.block}
         layout = "nvfp4-pack-quantized"
