@@ -18,12 +18,15 @@ class Activation:
 
     form: Literal["int8", "float8", "float4"]
     scale: float | None = None
-    """The value of one step, fixed by calibration. None: every token's own, from its largest value."""
+    """The value of one step, fixed by calibration. None: every token's own, from its largest value.
+
+    float4: what the float8 scale of every 16 values is multiplied by; these scales are found from the values.
+    """
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight [K, N] (input channels, output channels): ``(codes - zero_points) * scales``.
+    """A weight [K, N] (input channels, output channels): ``(codes - zero_points) * scales + offsets``.
 
     The tensors are read when they are needed, not before.
     """
@@ -43,6 +46,8 @@ class Packed:
     """[K]: row k of the weight belongs to this channel of the input (GPTQ's act-order). None: to channel k."""
     input_factors: Floats | None = None
     """[K]: the input is multiplied by them first (AWQ's smoothing that no other layer could take over)."""
+    offsets: ir.TensorProtocol | None = None
+    """As ``scales``: what is added to the scaled codes (zero points of torchao's int4, which are no integers)."""
 
     def __post_init__(self) -> None:
         """Raise ValueError where shapes contradict each other."""
@@ -50,10 +55,12 @@ class Packed:
         expected: list[tuple[int, ...]] = [(), (columns,)]
         if self.block is not None:
             expected = [(-(-rows // self.block), columns)]
-        for name in ("scales", "zero_points"):
+        for name in ("scales", "zero_points", "offsets"):
             tensor = getattr(self, name)
             if tensor is not None and _shape(tensor) not in expected:
-                raise ValueError(f"{name} of shape {_shape(tensor)}, expected {expected[-1]} beside codes {rows, columns}")
+                raise ValueError(
+                    f"{name} of shape {_shape(tensor)}, expected {expected[-1]} beside codes {rows, columns}"
+                )
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -64,29 +71,31 @@ class Packed:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors together."""
-        return sum(tensor.nbytes for tensor in (self.codes, self.scales, self.zero_points) if tensor is not None)
+        tensors = (self.codes, self.scales, self.zero_points, self.offsets)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def dequantise(self) -> Floats:
         """The weight in float32 [K, N], rows in the order of the input's channels."""
         scales = as_float32(self.scales) * np.float32(1 if self.global_scale is None else self.global_scale)
-        zero_points = None if self.zero_points is None else as_float32(self.zero_points)
-        if self.block is not None:
-            scales = np.repeat(scales, self.block, axis=0)[: self.shape[0]]
-            if zero_points is not None:
-                zero_points = np.repeat(zero_points, self.block, axis=0)[: self.shape[0]]
         weight = as_float32(self.codes)
-        if zero_points is not None:
-            weight = weight - zero_points
-        weight = weight * scales
+        if self.zero_points is not None:
+            weight = weight - self._spread(as_float32(self.zero_points))
+        weight = weight * self._spread(scales)
+        if self.offsets is not None:
+            weight = weight + self._spread(as_float32(self.offsets))
         if self.channel_order is not None:
             weight = weight[np.argsort(self.channel_order)]
         if self.input_factors is not None:
             weight = weight * self.input_factors[:, None]
         return weight
 
+    def _spread(self, values: Floats) -> Floats:
+        """``values`` [K / block, N] for every row of the weight; others as they are."""
+        return values if self.block is None else np.repeat(values, self.block, axis=0)[: self.shape[0]]
+
 
 def _shape(tensor: ir.TensorProtocol) -> tuple[Any, ...]:
-    return tuple(int(size) for size in tensor.shape)  # type: ignore[call-overload]
+    return tuple(tensor.shape.numpy())
 
 
 def as_float32(tensor: ir.TensorProtocol) -> Floats:
