@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from specbuild.quantisation import unpack
 from specbuild.quantisation.forms import Form
 from specbuild.quantisation.packed import Packed
 from specbuild.quantisation.scales import scales
-from specbuild.quantisation.stored import FLOATS, Array, CodeTensor, Module, StoredTensor, lazy
+from specbuild.quantisation.stored import FLOATS, Array, CodeTensor, Module, Ranges, StoredTensor, lazy, outputs_first
 
 Floats = npt.NDArray[np.float32]
 
@@ -63,7 +64,7 @@ def bitsandbytes_4bit(module: Module, form: Form) -> Packed:
         scales=lazy(
             ir.DataType.FLOAT,
             (-(-shape[0] // block), shape[1]),
-            values.scales if aligned else lambda: values.rounded(0, shape[0])[1],
+            values.scales if aligned else values.rounded_scales,
         ),
         block=block,
     )
@@ -81,7 +82,7 @@ def bitsandbytes_8bit(module: Module, form: Form) -> Packed:
     shape = weight.shape[1], weight.shape[0]
     largest = scales(module, module.need("SCB", dtypes=_FLOAT32), shape, form.block)
     return Packed(
-        codes=CodeTensor(ir.DataType.INT8, shape, lambda start, stop: weight.read()[:, start:stop].T),
+        codes=CodeTensor(ir.DataType.INT8, shape, outputs_first(weight, 1, lambda part: part)),
         scales=lazy(ir.DataType.FLOAT, shape[1:], lambda: largest.numpy() / np.float32(127)),
     )
 
@@ -94,30 +95,37 @@ class _Values:
     weight: StoredTensor
     state: _State
 
-    def codes(self, start: int, stop: int) -> Array:
+    def codes(self, ranges: Ranges) -> Iterator[Array]:
         """int8 codes of blocks that lie along the input channels."""
         pairs = self._bytes().reshape(self.state.outputs, -1)
-        nibbles = unpack.by_output(pairs >> 4 | pairs << 4, 4, start, stop)
-        table: npt.NDArray[np.int8] = np.rint(self._table() * np.float32(127)).astype(np.int8)
-        return table[nibbles]
+        table = np.rint(self._table() * np.float32(127)).astype(np.int8)
+        for start, stop in ranges:
+            part = pairs[:, start // 2 : stop // 2]
+            yield table[unpack.along(part >> 4 | part << 4, 4)].T
 
     def scales(self) -> Floats:
         """[K / block, N] float32, of the same blocks."""
         return (self._absmax() / np.float32(127)).reshape(self.state.outputs, -1).T
 
-    def rounded_codes(self, start: int, stop: int) -> Array:
+    def rounded_codes(self, ranges: Ranges) -> Iterator[Array]:
         """int8 codes, rounded anew."""
-        return self.rounded(start, stop)[0]
+        for start, stop in ranges:
+            values, steps = self._rounded(start, stop)
+            yield np.rint(values / np.repeat(steps, _BLOCK, axis=0)[: stop - start]).astype(np.int8)
 
-    def rounded(self, start: int, stop: int) -> tuple[npt.NDArray[np.int8], Floats]:
-        """int8 codes [stop - start, N] in blocks of 64 input channels, and the scales of these blocks."""
-        channels = np.arange(start, stop)
-        flat = channels[:, None] + np.arange(self.state.outputs) * self.state.inputs
+    def rounded_scales(self) -> Floats:
+        """[K / 64, N] float32, of these codes."""
+        ends = range(0, self.state.inputs, _BLOCK)
+        return np.concatenate([self._rounded(start, min(start + _BLOCK, self.state.inputs))[1] for start in ends])
+
+    def _rounded(self, start: int, stop: int) -> tuple[Floats, Floats]:
+        """Values [stop - start, N], and the steps in which blocks of 64 input channels are rounded."""
+        flat = np.arange(start, stop)[:, None] + np.arange(self.state.outputs) * self.state.inputs
         pairs = self._bytes()[flat // 2]
         values = self._table()[np.where(flat % 2, pairs & 15, pairs >> 4)] * self._absmax()[flat // self.state.block]
-        largest = np.maximum.reduceat(np.abs(values), np.arange(0, stop - start, _BLOCK), axis=0)
-        steps = np.where(largest > 0, largest, 1).astype(np.float32) / np.float32(127)
-        return np.rint(values / steps[(channels - start) // _BLOCK]).astype(np.int8), steps
+        largest: Floats = np.maximum.reduceat(np.abs(values), np.arange(0, stop - start, _BLOCK), axis=0)
+        largest[largest == 0] = 1
+        return values, (largest / np.float32(127)).astype(np.float32)
 
     def _bytes(self) -> npt.NDArray[np.uint8]:
         return unpack.as_bytes(self.weight.read().reshape(-1))

@@ -7,7 +7,7 @@ CheckpointError where tensors are missing or do not fit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import onnx_ir as ir
@@ -28,7 +28,19 @@ from specbuild.quantisation.scales import (
     require_whole_groups,
     scales,
 )
-from specbuild.quantisation.stored import EXPONENTS, FLOAT8, FLOATS, Array, CodeTensor, Module, StoredTensor, lazy
+from specbuild.quantisation.stored import (
+    EXPONENTS,
+    FLOAT8,
+    FLOATS,
+    Array,
+    CodeTensor,
+    Module,
+    Ranges,
+    StoredTensor,
+    lazy,
+    once,
+    outputs_first,
+)
 from specbuild.quantisation.torchao import torchao_int4, torchao_unpacked
 
 INT8, UINT8, INT32, INT64 = (np.dtype(kind) for kind in (np.int8, np.uint8, np.int32, np.int64))
@@ -55,7 +67,7 @@ def unpacked(module: Module, form: Form) -> Packed:
         size = canonical_shape(shape, form.block)
         zero_points = lazy(kind, size, lambda: canonical(zeros.read(), shape, form.block))
     return Packed(
-        codes=CodeTensor(kind, shape, lambda start, stop: weight.read()[:, start:stop].T),
+        codes=CodeTensor(kind, shape, outputs_first(weight, 1, lambda part: part)),
         scales=scales(module, scale, shape, form.block),
         zero_points=zero_points,
         block=form.block[1],
@@ -84,12 +96,18 @@ def pack_quantized(module: Module, form: Form) -> Packed:
         zero_points = CodeTensor(
             kind,
             canonical_shape(shape, form.block),
-            lambda start, stop: unpack.by_output(zeros.read().T, form.bits, 0, shape[1]).T[start:stop],
+            once(lambda: unpack.along(zeros.read().T, form.bits)[:, : shape[1]]),
         )
+
+    def reordered(ranges: Ranges) -> Iterator[Array]:
+        words = stored.read()
+        for start, stop in ranges:
+            yield unpack.columns(words, form.bits, channels[start:stop]).T ^ flip
+
+    channels = np.arange(shape[0]) if order is None else order
+    in_order = outputs_first(stored, 32 // form.bits, lambda part: unpack.along(part, form.bits) ^ flip)
     return Packed(
-        codes=CodeTensor(
-            kind, shape, lambda start, stop: unpack.by_output(stored.read(), form.bits, start, stop, order) ^ flip
-        ),
+        codes=CodeTensor(kind, shape, in_order if order is None else reordered),
         scales=scales(module, module.need("weight_scale", dtypes=FLOATS), shape, form.block),
         zero_points=zero_points,
         block=group,
@@ -107,13 +125,16 @@ def awq(module: Module, form: Form) -> Packed:
     shape, group = (stored.shape[0], stored.shape[1] * 8), form.block[1]
     require_whole_groups(module, stored, shape[0], group)
     zeros = module.shaped(module.need("qzeros", dtypes=(INT32,)), (grid(shape, form.block)[1], stored.shape[1]))
+
+    def codes(ranges: Ranges) -> Iterator[Array]:
+        for start, stop in ranges:
+            yield unpack.awq(stored.read((slice(start, stop), slice(None))))
+
     return Packed(
-        codes=CodeTensor(ir.DataType.UINT4, shape, lambda start, stop: unpack.awq(stored.read(), start, stop)),
+        codes=CodeTensor(ir.DataType.UINT4, shape, codes),
         scales=grouped(module, module.need("scales", dtypes=FLOATS), shape, group),
         zero_points=CodeTensor(
-            ir.DataType.UINT4,
-            canonical_shape(shape, form.block),
-            lambda start, stop: unpack.awq(zeros.read(), start, stop),
+            ir.DataType.UINT4, canonical_shape(shape, form.block), once(lambda: unpack.awq(zeros.read()))
         ),
         block=group,
     )
@@ -142,23 +163,31 @@ def gptq(module: Module, form: Form) -> Packed:
         words = packed_zeros.read().view(np.uint32)
         if form.reader == "gptq":
             words = words + _V1_ZEROS[bits]
-        return unpack.by_output(words, bits, 0, shape[1]).T
+        return unpack.along(words, bits)[:, : shape[1]]
 
     def checked_scales() -> Array:
         if (zeros() != middle).any():
             raise module.error(f"{packed_zeros.name}: sym is true, and yet there are zero points other than {middle}")
         return stored_scales.numpy()
 
-    def codes(start: int, stop: int) -> Array:
-        channels = np.arange(start, stop) if order is None else order[start:stop]
-        return unpack.by_input(stored.read(), bits, channels) ^ (middle if form.symmetric else np.uint8(0))
+    def in_order(ranges: Ranges) -> Iterator[Array]:
+        for start, stop in ranges:
+            words = stored.read((slice(start * bits // 32, -(-stop * bits // 32)), slice(None)))
+            yield unpack.rows(words, bits, np.arange(stop - start)) ^ flip
 
+    def reordered(ranges: Ranges) -> Iterator[Array]:
+        words = stored.read()
+        for start, stop in ranges:
+            yield unpack.rows(words, bits, channels[start:stop]) ^ flip
+
+    channels = np.arange(inputs) if order is None else order
+    flip = middle if form.symmetric else np.uint8(0)
     kind = (_SIGNED if form.symmetric else _UNSIGNED)[bits]
     size = canonical_shape(shape, form.block)
     return Packed(
-        codes=CodeTensor(kind, shape, codes),
+        codes=CodeTensor(kind, shape, in_order if order is None else reordered),
         scales=lazy(stored_scales.dtype, size, checked_scales) if form.symmetric else stored_scales,
-        zero_points=None if form.symmetric else CodeTensor(kind, size, lambda start, stop: zeros()[start:stop]),
+        zero_points=None if form.symmetric else CodeTensor(kind, size, once(zeros)),
         block=group,
         channel_order=order,
     )
@@ -185,9 +214,7 @@ def float4(module: Module, form: Form) -> Packed:
     scale = module.need("weight_scale", dtypes=(FLOAT8,) if form.reader == "nvfp4" else EXPONENTS)
     input_suffix = "input_scale" if divisor is None else "input_global_scale"
     return Packed(
-        codes=CodeTensor(
-            ir.DataType.FLOAT4E2M1, shape, lambda start, stop: unpack.by_output(stored.read(), 4, start, stop)
-        ),
+        codes=CodeTensor(ir.DataType.FLOAT4E2M1, shape, outputs_first(stored, 2, lambda part: unpack.along(part, 4))),
         scales=scales(module, scale, shape, form.block),
         block=group,
         global_scale=global_scale,
@@ -206,9 +233,7 @@ def modelopt_int4(module: Module, form: Form) -> Packed:
     shape = stored.shape[1], stored.shape[0] * 2
     require_whole_groups(module, stored, shape[0], form.block[1])
     return Packed(
-        codes=CodeTensor(
-            ir.DataType.INT4, shape, lambda start, stop: unpack.paired_outputs(stored.read(), start, stop)
-        ),
+        codes=CodeTensor(ir.DataType.INT4, shape, outputs_first(stored, 1, lambda part: unpack.along(part.T, 4).T)),
         scales=scales(module, module.need("weight_scale", dtypes=FLOATS), shape, form.block),
         block=form.block[1],
         input_factors=input_factors(module, shape[0], "pre_quant_scale"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -27,6 +27,16 @@ EXPONENTS = (np.dtype(np.uint8), np.dtype(ml_dtypes.float8_e8m0fnu))
 FLOATS = tuple(np.dtype(kind) for kind in (np.float16, ml_dtypes.bfloat16, np.float32))
 
 
+Index = tuple[slice, ...]
+"""A range of every axis. Empty: the whole tensor."""
+Ranges = Iterable[tuple[int, int]]
+Rows = Callable[[Ranges], Iterable[Array]]
+"""Gives [stop - start, N] for each range of rows: the bits of a code in the low bits of a byte.
+
+A range starts at a multiple of 64, so no word is cut.
+"""
+
+
 class StoredTensor(Protocol):
     """A tensor in a checkpoint's file."""
 
@@ -42,8 +52,8 @@ class StoredTensor(Protocol):
     def dtype(self) -> np.dtype[Any]:
         """A type of numpy, or of ml_dtypes for bfloat16 and float8."""
 
-    def read(self) -> Array:
-        """Its values: at best a view of the mapped file, since parts are taken of it."""
+    def read(self, index: Index = ()) -> Array:
+        """The values of a part."""
 
 
 @dataclass(frozen=True)
@@ -119,25 +129,28 @@ def lazy(dtype: ir.DataType, shape: tuple[int, ...], make: Callable[[], Array]) 
 class CodeTensor(ir.LazyTensor):
     """Codes [K, N] that are unpacked, transposed and written some rows at a time, so that little is held."""
 
-    def __init__(self, dtype: ir.DataType, shape: tuple[int, ...], rows: Callable[[int, int], Array]) -> None:
-        """``rows(start, stop)`` gives these rows: the bits of every code in the low bits of a byte.
-
-        A shape of one dimension is one row.
-        """
+    def __init__(self, dtype: ir.DataType, shape: tuple[int, ...], rows: Rows) -> None:
+        """A shape of one dimension is one row."""
         super().__init__(self._whole, dtype, ir.Shape(shape))
         self._rows = rows
         self._size = shape
 
+    def _ranges(self) -> Iterator[tuple[int, int]]:
+        """Of an even number of rows but for the last: no byte belongs to two."""
+        rows, columns = self._size if len(self._size) == 2 else (1, math.prod(self._size))
+        step = max(64, _CHUNK // columns // 64 * 64)
+        for start in range(0, rows, step):
+            yield start, min(rows, start + step)
+
     def _chunks(self) -> Iterator[Bytes]:
         """The bytes of the tensor in order; four-bit codes stand two in a byte, the first in its low half."""
-        rows, columns = self._size if len(self._size) == 2 else (1, math.prod(self._size))
-        step = max(64, _CHUNK // columns // 64 * 64)  # An even number: no byte belongs to two chunks.
-        for start in range(0, rows, step):
-            part: Bytes = np.ascontiguousarray(self._rows(start, min(rows, start + step))).view(np.uint8).reshape(-1)
-            if self.dtype.bitwidth == 4:
-                part = np.concatenate([part, np.zeros(len(part) % 2, np.uint8)])
-                part = part[0::2] | part[1::2] << 4
-            yield part
+        for part in self._rows(self._ranges()):
+            codes: Bytes = np.ascontiguousarray(part).view(np.uint8).reshape(-1)
+            if self.dtype.bitwidth == 8:
+                yield codes
+            else:
+                even = codes if len(codes) % 2 == 0 else np.append(codes, np.uint8(0)).astype(np.uint8)
+                yield np.bitwise_or(even[0::2], even[1::2] << 4, dtype=np.uint8)
 
     def _whole(self) -> ir.TensorProtocol:
         data = np.concatenate(list(self._chunks()))
@@ -169,7 +182,33 @@ class StackedPart:
         """As the stack's."""
         return self.stack.dtype
 
-    def read(self) -> Array:
-        """Its values in ``shape``."""
-        values: Array = self.stack.read()[self.index].reshape(self.shape)
-        return values
+    def read(self, index: Index = ()) -> Array:
+        """The values of a part."""
+        part = (slice(self.index, self.index + 1), *[slice(None)] * (len(self.stack.shape) - 1))
+        values: Array = self.stack.read(part).reshape(self.shape)
+        return values[index]
+
+
+def outputs_first(tensor: StoredTensor, per_column: int, codes: Callable[[Array], Array]) -> Rows:
+    """The rows of a weight whose output channels come first, ``per_column`` input channels in a column of ``tensor``.
+
+    ``codes`` unpacks [N, columns] to [N, columns * per_column].
+    """
+
+    def rows(ranges: Ranges) -> Iterator[Array]:
+        for start, stop in ranges:
+            part = tensor.read((slice(None), slice(start // per_column, -(-stop // per_column))))
+            yield codes(part)[:, : stop - start].T
+
+    return rows
+
+
+def once(whole: Callable[[], Array]) -> Rows:
+    """The rows of something small that is computed as a whole."""
+
+    def rows(ranges: Ranges) -> Iterator[Array]:
+        values = whole()
+        for start, stop in ranges:
+            yield values[start:stop]
+
+    return rows

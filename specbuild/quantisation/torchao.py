@@ -15,7 +15,17 @@ from specbuild.quantisation import unpack
 from specbuild.quantisation.forms import Form
 from specbuild.quantisation.packed import Packed
 from specbuild.quantisation.scales import activation, canonical, canonical_shape, grid, grouped, input_factors, scales
-from specbuild.quantisation.stored import FLOAT8, FLOATS, Array, CodeTensor, Module, StoredTensor, lazy
+from specbuild.quantisation.stored import (
+    FLOAT8,
+    FLOATS,
+    Array,
+    CodeTensor,
+    Module,
+    StoredTensor,
+    lazy,
+    once,
+    outputs_first,
+)
 
 _INT8, _UINT8 = np.dtype(np.int8), np.dtype(np.uint8)
 SUFFIXES = tuple(f"_weight_{part}" for part in ("qdata", "scale", "zero_point", "act_pre_scale"))
@@ -31,8 +41,7 @@ def torchao_unpacked(module: Module, form: Form) -> Packed:
     form = _whole_dimensions(form, shape)
     kind = {0: ir.DataType.FLOAT8E4M3FN, 4: ir.DataType.INT4, 8: ir.DataType.INT8}[form.bits]
 
-    def codes(start: int, stop: int) -> Array:
-        part = weight.read()[:, start:stop].T
+    def codes(part: Array) -> Array:
         if form.bits != 4:
             return part
         if (part < -8).any() or (part > 7).any():
@@ -40,7 +49,7 @@ def torchao_unpacked(module: Module, form: Form) -> Packed:
         return part.astype(np.uint8) & np.uint8(15)
 
     return Packed(
-        codes=CodeTensor(kind, shape, codes),
+        codes=CodeTensor(kind, shape, outputs_first(weight, 1, codes)),
         scales=scales(module, module.need("_weight_scale", dtypes=FLOATS), shape, form.block),
         zero_points=_zero_points(module, form, shape, kind),
         block=form.block[1],
@@ -62,7 +71,7 @@ def torchao_int4(module: Module, form: Form) -> Packed:
     offset = module.need("_weight_zero_point", dtypes=FLOATS)
     offsets = grouped(module, offset, shape, group)
     return Packed(
-        codes=CodeTensor(ir.DataType.INT4, shape, lambda start, stop: unpack.by_output(weight.read(), 4, start, stop)),
+        codes=CodeTensor(ir.DataType.INT4, shape, outputs_first(weight, 2, lambda part: unpack.along(part, 4))),
         scales=grouped(module, module.need("_weight_scale", dtypes=FLOATS), shape, group),
         block=group,
         offsets=offsets if offset.read().any() else None,
@@ -95,7 +104,5 @@ def _zero_points(module: Module, form: Form, shape: tuple[int, int], kind: ir.Da
     return CodeTensor(
         kind,
         size,
-        lambda start, stop: np.atleast_2d(canonical(tensor.read(), shape, form.block).astype(np.uint8) & mask)[
-            start:stop
-        ],
+        once(lambda: np.atleast_2d(canonical(tensor.read(), shape, form.block).astype(np.uint8) & mask)),
     )
