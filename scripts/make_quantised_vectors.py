@@ -224,6 +224,8 @@ def gptq(outputs: int, inputs: int, bits: int, group: int, symmetric: bool, desc
     size = inputs if group == -1 else group
     dense = weight(outputs, inputs, torch.float16)
     order = torch.randperm(inputs, generator=torch.Generator().manual_seed(2)) if desc_act else torch.arange(inputs)
+    first = order[:size]
+    dense[:8, first] = dense[:8, first].abs()  # Zero points of 0, which borrow from their neighbours in format gptq.
     scale, zero = _groups(dense[:, order], size, bits, symmetric)
     index = torch.empty(inputs, dtype=torch.int32)
     index[order] = (torch.arange(inputs) // size).to(torch.int32)
@@ -373,7 +375,8 @@ def modelopt(name: str) -> Vector:
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
     )
     config.architectures = ["LlamaForCausalLM"]
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16)
     setting = copy.deepcopy(getattr(mtq, name))
     for entry in setting["quant_cfg"]:
         if "block_sizes" in entry.get("cfg", {}):
@@ -512,7 +515,7 @@ VECTORS: dict[str, Callable[[], Vector]] = {
     "torchao-int8": lambda: torchao(_torchao("Int8WeightOnlyConfig")),
     "torchao-int8-dynamic": lambda: torchao(_torchao("Int8DynamicActivationInt8WeightConfig")),
     "torchao-intx": lambda: torchao(
-        _torchao("IntxWeightOnlyConfig", weight_dtype=torch.int4, granularity=_granularity("PerGroup", 32))
+        _torchao("IntxWeightOnlyConfig", weight_dtype=getattr(torch, "int4"), granularity=_granularity("PerGroup", 32))
     ),
     "torchao-int4": torchao_int4,
     "modelopt-fp8": lambda: modelopt("FP8_DEFAULT_CFG"),

@@ -51,7 +51,8 @@ class FromTorch:
     def dtype(self) -> np.dtype[Any]:
         """As stored."""
         name = str(self.tensor.dtype).removeprefix("torch.")
-        return np.dtype(_SPECIAL.get(name, name))
+        found: np.dtype[Any] = np.dtype(_SPECIAL.get(name, name))
+        return found
 
     def read(self, index: Index = ()) -> Array:
         """The values of a part."""

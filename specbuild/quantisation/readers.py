@@ -205,20 +205,20 @@ def float4(module: Module, form: Form) -> Packed:
     shape = stored.shape[1] * 2, stored.shape[0]
     group = form.block[1]
     require_whole_groups(module, stored, shape[0], group)
-    divisor = module.find("weight_global_scale")
+    divides = module.find("weight_packed") is not None  # compressed-tensors.
     global_scale = None
-    if form.reader == "nvfp4" and divisor is not None:
-        global_scale = reciprocal(module.scalar(module.check(divisor, FLOATS)))
-    elif form.reader == "nvfp4":
-        global_scale = module.scalar(module.need("weight_scale_2", dtypes=FLOATS))
+    if form.reader == "nvfp4":
+        suffix = "weight_global_scale" if divides else "weight_scale_2"
+        stored_scale = module.scalar(module.need(suffix, dtypes=FLOATS))
+        global_scale = reciprocal(stored_scale) if divides else stored_scale
     scale = module.need("weight_scale", dtypes=(FLOAT8,) if form.reader == "nvfp4" else EXPONENTS)
-    input_suffix = "input_scale" if divisor is None else "input_global_scale"
+    input_suffix = "input_global_scale" if divides else "input_scale"
     return Packed(
         codes=CodeTensor(ir.DataType.FLOAT4E2M1, shape, outputs_first(stored, 2, lambda part: unpack.along(part, 4))),
         scales=scales(module, scale, shape, form.block),
         block=group,
         global_scale=global_scale,
-        activation=activation(module, form, input_suffix, divides=divisor is not None),
+        activation=activation(module, form, input_suffix, divides=divides),
         input_factors=input_factors(module, shape[0], "pre_quant_scale"),
     )
 

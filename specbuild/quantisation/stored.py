@@ -123,7 +123,7 @@ class Module:
 
 def lazy(dtype: ir.DataType, shape: tuple[int, ...], make: Callable[[], Array]) -> ir.LazyTensor:
     """A tensor whose values ``make`` computes when they are asked for."""
-    return ir.LazyTensor(lambda: ir.Tensor(np.ascontiguousarray(make()), dtype), dtype, ir.Shape(shape))
+    return ir.LazyTensor(lambda: ir.Tensor(np.asarray(make(), order="C"), dtype), dtype, ir.Shape(shape))
 
 
 class CodeTensor(ir.LazyTensor):

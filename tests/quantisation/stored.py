@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +13,14 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from specbuild.quantisation.packed import Packed
+from specbuild.quantisation.scheme import Scheme
+from specbuild.quantisation.schemes import read_scheme
 from specbuild.quantisation.stored import Index
 
 Array = npt.NDArray[Any]
+
+VECTORS = Path(__file__).parent.parent / "vectors"
 
 DTYPES: dict[str, Any] = {
     "F32": np.float32,
@@ -67,3 +73,40 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def named(module: str, tensors: Mapping[str, Array]) -> dict[str, Tensor]:
     """Tensors of ``module`` by suffix."""
     return {suffix: Tensor(f"{module}.{suffix}", values) for suffix, values in tensors.items()}
+
+
+class Vector:
+    """A file of tests/vectors, as a checkpoint in ``directory``."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        shutil.copyfile(VECTORS / f"{name}.safetensors", directory / "model.safetensors")
+        tensors, metadata = load(directory / "model.safetensors")
+        self.config: dict[str, Any] = json.loads(metadata["config"])
+        self.file = directory / metadata["file"]
+        self.scheme = self.read()
+        self.expected = {
+            key.removeprefix("expected."): tensor.values
+            for key, tensor in tensors.items()
+            if key.startswith("expected.")
+        }
+        self.names = [key for key in tensors if not key.startswith("expected.")]
+        self.modules: dict[str, dict[str, Tensor]] = {}
+        for key in self.names:
+            found = self.scheme.split(key)
+            assert found is not None, key
+            self.modules.setdefault(found[0], {})[found[1]] = tensors[key]
+
+    def read(self) -> Scheme:
+        """The scheme of the configuration as it is now."""
+        self.file.write_text(json.dumps(self.config))
+        scheme = read_scheme(self.file.parent, self.config if self.file.name == "config.json" else {})
+        self.file.unlink()
+        assert scheme is not None
+        return scheme
+
+    def weight(self) -> tuple[Packed, Array]:
+        """Its one weight, and the library's [K, N]."""
+        [(module, tensors)] = self.modules.items()
+        packed = self.scheme.packed(module, tensors)
+        assert packed is not None
+        return packed, self.expected[module].T
