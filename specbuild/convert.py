@@ -13,15 +13,25 @@ from specbuild.checkpoint import CheckpointConfig
 from specbuild.files import new_directory, require_free, require_space
 from specbuild.huggingface import eos_token_ids, locate, read_model_config, save_tokenizer
 from specbuild.progress import Stages, human_bytes, peak_memory
+from specbuild.quantisation.recipe import Recipe, make_recipe
 from specbuild.weights import Weights, check_weights, require_layers
 from specrun.dtypes import FLOAT_NAMES
-from specrun.engine_dir import CONFIG_NAME, GRAPH_NAME, WEIGHTS_NAME, GraphInfo, Provenance, describe_file
+from specrun.engine_dir import (
+    CONFIG_NAME,
+    GRAPH_NAME,
+    WEIGHTS_NAME,
+    GraphInfo,
+    Provenance,
+    QuantisedWeights,
+    describe_file,
+)
 from specrun.errors import BuildConfigError, UnsupportedModelError, VerificationError
 from specrun.tokenizer import describe_tokenizer, tokenizer_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from specbuild.quantisation.packed_model import PackedModel
     from specbuild.reference import Reference
 
 
@@ -35,6 +45,10 @@ class ConvertOptions:
     max_seq_len: int | None = None
     revision: str | None = None
     trust_remote_code: bool = False
+    qformat: str = "auto"
+    """``auto``: as the checkpoint is."""
+    group_size: int | None = None
+    exclude: tuple[str, ...] = ()
     verify: bool = True
     force: bool = False
 
@@ -47,6 +61,7 @@ def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
             raise ModuleNotFoundError(f"no module named {package}", name=package)
     output_dir = Path(options.output_dir)
     require_free(output_dir, options.force)
+    recipe = make_recipe(options.qformat, options.group_size, options.exclude)
     with stages.stage("check checkpoint"):
         source = locate(options.model, options.revision)
         hf_config = read_model_config(source, options.trust_remote_code)
@@ -54,7 +69,7 @@ def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
         require_layers(source, hf_config, weights)
         max_seq_len = _max_seq_len(source, hf_config, options.max_seq_len)
     with new_directory(output_dir, options.force) as work:
-        config = _write(source, hf_config, weights, max_seq_len, options, stages, work)
+        config = _write(source, hf_config, weights, max_seq_len, options, stages, work, recipe)
         (work / CONFIG_NAME).write_text(config.model_dump_json(indent=2) + "\n")
     _summarise(config, weights.nbytes, output_dir, stages)
     return config
@@ -68,6 +83,7 @@ def _write(
     options: ConvertOptions,
     stages: Stages,
     work: Path,
+    recipe: Recipe | None,
 ) -> CheckpointConfig:
     """Load and export the model into ``work``, verify it, and return the config that describes the result."""
     # torch and onnx are imported here, so that --help and bad input cost no seconds.
@@ -75,18 +91,27 @@ def _write(
     from specbuild.export.exporter import PREFIX, cache_shapes, export_onnx
     from specbuild.export.rope import pin_rope
     from specbuild.export.skeleton import load_skeleton
+    from specbuild.quantisation.attach import attach
+    from specbuild.quantisation.dense import pack_model
+    from specbuild.quantisation.packed_model import PackedModel, use_dequantised
     from specbuild.reference import reference_logits
     from specbuild.tensors import bind
     from specbuild.verify import compare
 
     with stages.stage("lay out the model"):
         model, weights = load_skeleton(source, hf_config, options.dtype, options.trust_remote_code, files.entries)
-    sizes = {id(parameter): (parameter.numel(), parameter.nbytes) for parameter in model.parameters()}
-    parameters, size = (sum(column) for column in zip(*sizes.values(), strict=True))
-    require_space({Path(options.output_dir).absolute().parent: size})
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    packed = pack_model(model, recipe, weights) if recipe else PackedModel()
+    require_space({Path(options.output_dir).absolute().parent: _output_bytes(model, packed)})
+    use_dequantised(model, packed, source)
     eos, pretrained = eos_token_ids(model), model.config.to_dict()
     references = []
-    info = GraphInfo(vocab_size=_vocab_size(model), dtype=_dtype_name(model), caches=cache_shapes(model))
+    info = GraphInfo(
+        vocab_size=_vocab_size(model),
+        dtype=_dtype_name(model),
+        caches=cache_shapes(model),
+        quantised=QuantisedWeights(source=options.qformat, forms=packed.forms()) if packed.products else None,
+    )
     far = None
     if options.verify:
         with stages.stage("run the model behind a long text"):
@@ -100,6 +125,7 @@ def _write(
     with stages.stage("export graph"):
         graph = export_onnx(model, info.caches, max_seq_len)
         graphs.share_tied_weights(graph)
+        attach(graph, packed, PREFIX)
         bind(graph, weights, PREFIX)
         graphs.tidy(graph)
     total = sum(value.const_value.nbytes for value in graph.graph.initializers.values() if value.const_value)
@@ -125,6 +151,14 @@ def _write(
         provenance=provenance("specbuild convert", options.model, notes, "torch", "transformers", "onnx", "onnxscript"),
         files={name: describe_file(work / name) for name in (GRAPH_NAME, WEIGHTS_NAME, *tokenizer_files(work))},
     )
+
+
+def _output_bytes(model: PreTrainedModel, packed: PackedModel) -> int:
+    """How large the ONNX checkpoint will be, less its small parts."""
+    names = dict(model.named_parameters())
+    dense = sum(p.nbytes for name, p in names.items() if name not in packed.products and name not in packed.tables)
+    stored = {id(weight): weight.nbytes for weight in (*packed.products.values(), *packed.tables.values())}
+    return dense + sum(stored.values())
 
 
 def _far_reference(model: PreTrainedModel, info: GraphInfo, max_seq_len: int, stages: Stages) -> Reference | None:

@@ -185,7 +185,7 @@ class _Float32(TorchFunctionMode):
         if func is functional.linear and source:
             return _linear(args[0], source, *args[2:], **kwargs)
         if func is functional.embedding and source:
-            return _embedding(args[0], source)
+            return _embedding(args[0], getattr(args[1], "lookup", source))
         if func is torch.Tensor.__getitem__ and (source := getattr(args[0], "source", None)) and _is_row(args[1]):
             row = int(args[1]) % source.shape[0]
             return _read(source, slice(row, row + 1))[0]
