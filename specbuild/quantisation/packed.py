@@ -91,7 +91,9 @@ class Packed:
 
     def _spread(self, values: Floats) -> Floats:
         """``values`` [K / block, N] for every row of the weight; others as they are."""
-        return values if self.block is None else np.repeat(values, self.block, axis=0)[: self.shape[0]]
+        if self.block is None:
+            return values
+        return np.repeat(values, min(self.block, self.shape[0]), axis=0)[: self.shape[0]]
 
 
 def _shape(tensor: ir.TensorProtocol) -> tuple[Any, ...]:
