@@ -455,6 +455,7 @@ def _granularity(name: str, *args: Any) -> Callable[[], Any]:
 
 
 _INT = {"type": "int"}
+_INT4 = torch.int4  # type: ignore[attr-defined]
 _FLOAT = {"type": "float", "num_bits": 8}
 _GROUP = {"strategy": "group", "group_size": 32}
 _TOKEN = {"num_bits": 8, "strategy": "token", "dynamic": True}
@@ -515,7 +516,7 @@ VECTORS: dict[str, Callable[[], Vector]] = {
     "torchao-int8": lambda: torchao(_torchao("Int8WeightOnlyConfig")),
     "torchao-int8-dynamic": lambda: torchao(_torchao("Int8DynamicActivationInt8WeightConfig")),
     "torchao-intx": lambda: torchao(
-        _torchao("IntxWeightOnlyConfig", weight_dtype=getattr(torch, "int4"), granularity=_granularity("PerGroup", 32))
+        _torchao("IntxWeightOnlyConfig", weight_dtype=_INT4, granularity=_granularity("PerGroup", 32))
     ),
     "torchao-int4": torchao_int4,
     "modelopt-fp8": lambda: modelopt("FP8_DEFAULT_CFG"),

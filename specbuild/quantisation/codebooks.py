@@ -20,7 +20,7 @@ from specbuild.quantisation import unpack
 from specbuild.quantisation.forms import Form
 from specbuild.quantisation.packed import Packed
 from specbuild.quantisation.scales import scales
-from specbuild.quantisation.stored import FLOATS, Array, CodeTensor, Module, Ranges, StoredTensor, lazy, outputs_first
+from specbuild.quantisation.stored import FLOATS, Array, CodeTensor, Module, Ranges, StoredTensor, lazy, unpacked_rows
 
 Floats = npt.NDArray[np.float32]
 
@@ -82,7 +82,7 @@ def bitsandbytes_8bit(module: Module, form: Form) -> Packed:
     shape = weight.shape[1], weight.shape[0]
     largest = scales(module, module.need("SCB", dtypes=_FLOAT32), shape, form.block)
     return Packed(
-        codes=CodeTensor(ir.DataType.INT8, shape, outputs_first(weight, 1, lambda part: part)),
+        codes=CodeTensor(ir.DataType.INT8, shape, unpacked_rows(module, weight)),
         scales=lazy(ir.DataType.FLOAT, shape[1:], lambda: largest.numpy() / np.float32(127)),
     )
 
@@ -101,7 +101,7 @@ class _Values:
         table = np.rint(self._table() * np.float32(127)).astype(np.int8)
         for start, stop in ranges:
             part = pairs[:, start // 2 : stop // 2]
-            yield table[unpack.along(part >> 4 | part << 4, 4)].T
+            yield table[unpack.by_output(part >> 4 | part << 4, 4)]
 
     def scales(self) -> Floats:
         """[K / block, N] float32, of the same blocks."""
@@ -161,7 +161,7 @@ def _read_state(module: Module) -> _State:
         outputs, inputs = state["shape"]
         found = _State(outputs, inputs, state["blocksize"], state.get("nested_blocksize", 256), 0.0)
         offset = float(state.get("nested_offset", 0))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise module.error(f"{tensor.name} is no description of a weight with two dimensions") from error
     sizes = (found.outputs, found.inputs, found.block, found.nested_block)
     if not all(type(size) is int and 0 < size < 2**31 for size in sizes) or not math.isfinite(offset):

@@ -90,7 +90,7 @@ class Packed:
         """Scales or the like of these channels, in a shape that goes with codes."""
         values = as_float32(tensor, channels)
         if self.block is not None:
-            return np.repeat(values, self.block, axis=0)[: self.shape[0]]
+            return np.repeat(values, min(self.block, self.shape[0]), axis=0)[: self.shape[0]]
         return values[:, None] if self.axis == 0 else values
 
 

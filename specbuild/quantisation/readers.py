@@ -37,9 +37,11 @@ from specbuild.quantisation.stored import (
     Module,
     Ranges,
     StoredTensor,
+    in_pairs,
     lazy,
     once,
     outputs_first,
+    unpacked_rows,
 )
 from specbuild.quantisation.torchao import torchao_int4, torchao_unpacked
 
@@ -67,7 +69,7 @@ def unpacked(module: Module, form: Form) -> Packed:
         size = canonical_shape(shape, form.block)
         zero_points = lazy(kind, size, lambda: canonical(zeros.read(), shape, form.block))
     return Packed(
-        codes=CodeTensor(kind, shape, outputs_first(weight, 1, lambda part: part)),
+        codes=CodeTensor(kind, shape, unpacked_rows(module, weight)),
         scales=scales(module, scale, shape, form.block),
         zero_points=zero_points,
         block=form.block[1],
@@ -100,12 +102,12 @@ def pack_quantized(module: Module, form: Form) -> Packed:
         )
 
     def reordered(ranges: Ranges) -> Iterator[Array]:
-        words = stored.read()
+        words = unpack.transposed(unpack.as_bytes(stored.read()))
         for start, stop in ranges:
-            yield unpack.columns(words, form.bits, channels[start:stop]).T ^ flip
+            yield unpack.chosen(words, form.bits, channels[start:stop]) ^ flip
 
     channels = np.arange(shape[0]) if order is None else order
-    in_order = outputs_first(stored, 32 // form.bits, lambda part: unpack.along(part, form.bits) ^ flip)
+    in_order = outputs_first(stored, 32 // form.bits, lambda part: unpack.by_output(part, form.bits) ^ flip)
     return Packed(
         codes=CodeTensor(kind, shape, in_order if order is None else reordered),
         scales=scales(module, module.need("weight_scale", dtypes=FLOATS), shape, form.block),
@@ -173,12 +175,12 @@ def gptq(module: Module, form: Form) -> Packed:
     def in_order(ranges: Ranges) -> Iterator[Array]:
         for start, stop in ranges:
             words = stored.read((slice(start * bits // 32, -(-stop * bits // 32)), slice(None)))
-            yield unpack.rows(words, bits, np.arange(stop - start)) ^ flip
+            yield unpack.by_input(words, bits)[: stop - start] ^ flip
 
     def reordered(ranges: Ranges) -> Iterator[Array]:
         words = stored.read()
         for start, stop in ranges:
-            yield unpack.rows(words, bits, channels[start:stop]) ^ flip
+            yield unpack.chosen(words, bits, channels[start:stop]) ^ flip
 
     channels = np.arange(inputs) if order is None else order
     flip = middle if form.symmetric else np.uint8(0)
@@ -214,7 +216,7 @@ def float4(module: Module, form: Form) -> Packed:
     scale = module.need("weight_scale", dtypes=(FLOAT8,) if form.reader == "nvfp4" else EXPONENTS)
     input_suffix = "input_global_scale" if divides else "input_scale"
     return Packed(
-        codes=CodeTensor(ir.DataType.FLOAT4E2M1, shape, outputs_first(stored, 2, lambda part: unpack.along(part, 4))),
+        codes=CodeTensor(ir.DataType.FLOAT4E2M1, shape, in_pairs(stored)),
         scales=scales(module, scale, shape, form.block),
         block=group,
         global_scale=global_scale,
@@ -232,8 +234,12 @@ def modelopt_int4(module: Module, form: Form) -> Packed:
     stored = module.matrix("weight", dtypes=(UINT8,))
     shape = stored.shape[1], stored.shape[0] * 2
     require_whole_groups(module, stored, shape[0], form.block[1])
+
+    def codes(part: Array) -> Array:
+        return unpack.along(unpack.transposed(part), 4)
+
     return Packed(
-        codes=CodeTensor(ir.DataType.INT4, shape, outputs_first(stored, 1, lambda part: unpack.along(part.T, 4).T)),
+        codes=CodeTensor(ir.DataType.INT4, shape, outputs_first(stored, 1, codes)),
         scales=scales(module, module.need("weight_scale", dtypes=FLOATS), shape, form.block),
         block=form.block[1],
         input_factors=input_factors(module, shape[0], "pre_quant_scale"),

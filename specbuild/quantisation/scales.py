@@ -33,7 +33,7 @@ def canonical(values: Array, shape: tuple[int, int], block: Block) -> Array:
     """Scales or zero points by output and input channel, in the shape that ``Packed`` wants."""
     values = values.reshape(grid(shape, block))
     if block[0] != 1:
-        values = np.repeat(values, block[0] or shape[1], axis=0)[: shape[1]]
+        values = np.repeat(values, min(block[0] or shape[1], shape[1]), axis=0)[: shape[1]]
     return values.T.reshape(canonical_shape(shape, block)) if block != (None, None) else values[0, 0]
 
 

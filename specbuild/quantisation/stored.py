@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from specbuild.quantisation import unpack
 from specrun.errors import CheckpointError
 
 Array = npt.NDArray[Any]
@@ -106,9 +107,9 @@ class Module:
         return values
 
     def not_finite(self, tensor: StoredTensor) -> CheckpointError:
-        """The error for scales that are no numbers."""
+        """The error for values that are no numbers."""
         return CheckpointError(
-            f"{self.path}: the scales in {tensor.name} are not finite (NaN or inf); download them again"
+            f"{self.path}: the values of {tensor.name} are not finite (NaN or inf); download them again"
         )
 
     def scalar(self, tensor: StoredTensor) -> float:
@@ -149,8 +150,7 @@ class CodeTensor(ir.LazyTensor):
             if self.dtype.bitwidth == 8:
                 yield codes
             else:
-                even = codes if len(codes) % 2 == 0 else np.append(codes, np.uint8(0)).astype(np.uint8)
-                yield np.bitwise_or(even[0::2], even[1::2] << 4, dtype=np.uint8)
+                yield unpack.pairs(np.append(codes, np.uint8(0)).astype(np.uint8) if len(codes) % 2 else codes)
 
     def _whole(self) -> ir.TensorProtocol:
         data = np.concatenate(list(self._chunks()))
@@ -192,15 +192,32 @@ class StackedPart:
 def outputs_first(tensor: StoredTensor, per_column: int, codes: Callable[[Array], Array]) -> Rows:
     """The rows of a weight whose output channels come first, ``per_column`` input channels in a column of ``tensor``.
 
-    ``codes`` unpacks [N, columns] to [N, columns * per_column].
+    ``codes`` unpacks [N, columns] to [columns * per_column, N].
     """
 
     def rows(ranges: Ranges) -> Iterator[Array]:
         for start, stop in ranges:
             part = tensor.read((slice(None), slice(start // per_column, -(-stop // per_column))))
-            yield codes(part)[:, : stop - start].T
+            yield codes(part)[: stop - start]
 
     return rows
+
+
+def in_pairs(tensor: StoredTensor) -> Rows:
+    """The rows of a weight [N, K / 2] of bytes with two codes each, the first in the low half."""
+    return outputs_first(tensor, 2, lambda part: unpack.by_output(part, 4))
+
+
+def unpacked_rows(module: Module, tensor: StoredTensor) -> Rows:
+    """The rows of a weight [N, K] that stands one code a byte: int8, or float8_e4m3fn without NaN."""
+
+    def codes(part: Array) -> Array:
+        stored = np.ascontiguousarray(part).view(np.uint8)
+        if tensor.dtype == FLOAT8 and ((stored & 127) == 127).any():
+            raise module.not_finite(tensor)
+        return unpack.transposed(stored)
+
+    return outputs_first(tensor, 1, codes)
 
 
 def once(whole: Callable[[], Array]) -> Rows:

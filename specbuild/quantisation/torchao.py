@@ -22,9 +22,11 @@ from specbuild.quantisation.stored import (
     CodeTensor,
     Module,
     StoredTensor,
+    in_pairs,
     lazy,
     once,
     outputs_first,
+    unpacked_rows,
 )
 
 _INT8, _UINT8 = np.dtype(np.int8), np.dtype(np.uint8)
@@ -41,15 +43,15 @@ def torchao_unpacked(module: Module, form: Form) -> Packed:
     form = _whole_dimensions(form, shape)
     kind = {0: ir.DataType.FLOAT8E4M3FN, 4: ir.DataType.INT4, 8: ir.DataType.INT8}[form.bits]
 
-    def codes(part: Array) -> Array:
-        if form.bits != 4:
-            return part
+    def four_bits(part: Array) -> Array:
         if (part < -8).any() or (part > 7).any():
             raise module.error(f"{weight.name} holds values that are no four-bit integers")
-        return part.astype(np.uint8) & np.uint8(15)
+        return unpack.transposed(part.view(np.uint8) & np.uint8(15))
+
+    rows = outputs_first(weight, 1, four_bits) if form.bits == 4 else unpacked_rows(module, weight)
 
     return Packed(
-        codes=CodeTensor(kind, shape, outputs_first(weight, 1, codes)),
+        codes=CodeTensor(kind, shape, rows),
         scales=scales(module, module.need("_weight_scale", dtypes=FLOATS), shape, form.block),
         zero_points=_zero_points(module, form, shape, kind),
         block=form.block[1],
@@ -71,7 +73,7 @@ def torchao_int4(module: Module, form: Form) -> Packed:
     offset = module.need("_weight_zero_point", dtypes=FLOATS)
     offsets = grouped(module, offset, shape, group)
     return Packed(
-        codes=CodeTensor(ir.DataType.INT4, shape, outputs_first(weight, 2, lambda part: unpack.along(part, 4))),
+        codes=CodeTensor(ir.DataType.INT4, shape, in_pairs(weight)),
         scales=grouped(module, module.need("_weight_scale", dtypes=FLOATS), shape, group),
         block=group,
         offsets=offsets if offset.read().any() else None,

@@ -103,12 +103,14 @@ CASES: list[tuple[str, str, Edit, list[str]]] = [
     ("e5m2", "ct-fp8", put("weight", lambda a: a.view(ml_dtypes.float8_e5m2)), ["float8_e5m2, expected float8_e4m3fn"]),
     ("float zeros", "torchao-intx", put("_weight_zero_point", lambda a: a + np.float32(0.5)), ["integer zero points"]),
     # Values.
-    ("NaN", "ct-w4a16", put("weight_scale", poison(np.nan)), ["the scales in", "weight_scale are not finite"]),
+    ("NaN", "ct-w4a16", put("weight_scale", poison(np.nan)), ["the values of", "weight_scale are not finite"]),
     ("infinite", "gptq", put("scales", poison(np.inf)), ["scales are not finite"]),
     ("NaN in float8", "ct-nvfp4", put("weight_scale", poison(np.nan)), ["weight_scale are not finite"]),
     ("NaN exponent", "ct-mxfp4", put("weight_scale", poison(255)), ["weight_scale are not finite"]),
     ("infinite block", "fp8-block", put("weight_scale_inv", poison(-np.inf)), ["weight_scale_inv are not finite"]),
     ("infinite absmax", "bnb-nf4", put("weight.absmax", poison(np.inf)), ["absmax are not finite"]),
+    ("NaN weight", "ct-fp8", put("weight", poison(np.nan)), ["weight are not finite"]),
+    ("NaN torchao", "torchao-float8", put("_weight_qdata", poison(np.nan)), ["_weight_qdata are not finite"]),
     ("NaN table", "bnb-nf4", put("weight.quant_map", poison(np.nan)), ["quant_map are not finite"]),
     ("large table", "bnb-nf4", put("weight.quant_map", poison(3)), ["quant_map", "beyond -1 and 1"]),
     ("NaN input scale", "ct-fp8-static", put("input_scale", poison(np.nan)), ["input_scale are not finite"]),
@@ -128,6 +130,15 @@ CASES: list[tuple[str, str, Edit, list[str]]] = [
         "bnb-nf4",
         put("weight.quant_state.bitsandbytes__nf4", blob('{"shape": [24, -128], "blocksize": 64}')),
         ["sizes that no weight has"],
+    ),
+    (
+        "endless offset",
+        "bnb-nf4",
+        put(
+            "weight.quant_state.bitsandbytes__nf4",
+            blob('{"shape": [2, 128], "blocksize": 64, "nested_offset": 1e999}'),
+        ),
+        ["offset inf"],
     ),
     (
         "no block",

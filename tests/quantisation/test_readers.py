@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
+import onnxruntime
 import pytest
 
 import specbuild.quantisation.stored
@@ -115,6 +117,41 @@ def test_written_in_parts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert isinstance(packed.codes, CodeTensor)
     packed.codes.tofile(file)
     assert file.getvalue() == whole == packed.codes.tobytes()
+
+
+def in_onnx_runtime(packed: Packed, directory: Path) -> Array:
+    """The weight [K, N] as ONNX Runtime dequantises it, out of a file that onnx_ir wrote."""
+    tensors = {"codes": packed.codes, "scales": packed.scales, "zero_points": packed.zero_points}
+    values = {
+        name: ir.Value(
+            name=name, shape=ir.Shape(tensor.shape.numpy()), type=ir.TensorType(tensor.dtype), const_value=tensor
+        )
+        for name, tensor in tensors.items()
+        if tensor is not None
+    }
+    for name, value in values.items():
+        assert value.const_value is not None
+        value.const_value.name = name
+    scales = ir.node("Cast", [values["scales"]], {"to": FLOAT})
+    block = {"axis": 1} if packed.block is None else {"axis": 0, "block_size": packed.block}
+    zero_points = [values["zero_points"]] if "zero_points" in values else []
+    weight = ir.node("DequantizeLinear", [values["codes"], scales.outputs[0], *zero_points], block)
+    weight.outputs[0].name = "weight"
+    graph = ir.Graph(
+        [], weight.outputs, nodes=[scales, weight], initializers=list(values.values()), opset_imports={"": 24}, name="g"
+    )
+    path = directory / "weight.onnx"
+    ir.save(ir.Model(graph, ir_version=11), path, external_data="weight.data", size_threshold_bytes=0)
+    [result] = onnxruntime.InferenceSession(path).run(None, {})
+    return np.asarray(result)
+
+
+@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form[0] != FLOAT4])
+def test_onnx_runtime_reads_the_same(name: str, tmp_path: Path) -> None:
+    """Less what stands around the weight in a graph; ONNX Runtime has no float4 on a CPU."""
+    packed, _ = Vector(name, tmp_path).weight()
+    bare = replace(packed, channel_order=None, input_factors=None, offsets=None)
+    np.testing.assert_array_equal(in_onnx_runtime(packed, tmp_path), bare.dequantise())
 
 
 def test_act_order(tmp_path: Path) -> None:
@@ -227,6 +264,25 @@ def test_offsets_of_torchao(tmp_path: Path) -> None:
     packed = vector.scheme.packed(module, tensors)
     assert packed is not None
     assert packed.offsets is None
+
+
+def test_groups_larger_than_the_weight(tmp_path: Path) -> None:
+    """A file may state any size; nothing of that size is made."""
+    for name, suffix, key in (
+        ("ct-w8-naive", "weight_scale", "group_size"),
+        ("ct-fp8-block", "weight_scale", "block_structure"),
+    ):
+        vector = Vector(name, tmp_path)
+        [(module, tensors)] = vector.modules.items()
+        huge = 10**13
+        weights = vector.config["quantization_config"]["config_groups"]["group_0"]["weights"]
+        weights[key] = huge if key == "group_size" else [huge, huge]
+        for changed in {suffix, "weight_zero_point"} & set(tensors):
+            values = tensors[changed].values
+            tensors[changed] = Tensor(changed, values[:, :1] if key == "group_size" else values[:1, :1])
+        packed = vector.read().packed(module, tensors)
+        assert packed is not None
+        assert packed.dequantise().shape == packed.shape
 
 
 def test_one_scale_with_a_zero_point() -> None:
