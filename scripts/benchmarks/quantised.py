@@ -104,7 +104,7 @@ def measure(decoders: dict[str, SpeculativeDecoder], output_len: int, repetition
     return {
         form: {
             name: {"tokens_per_second": asdict(speeds[form, g][0]), "of_float32_alone": asdict(speeds[form, g][1])}
-            for name, g in (("alone", 0), ("with_draft", None))
+            for name, g in (("alone", 0), ("drafted", None))
         }
         for form in decoders
     }
@@ -137,10 +137,9 @@ def main(demo_dir: Path, forms: tuple[str, ...], output_len: int, repetitions: i
         for form, row in results.items():
             row["weight_bytes"] = open_engine(work / form).weight_bytes
             row["quality"] = asdict(quality(log_probs(work / form, texts), base, texts))
-            alone, drafted = row["alone"], row["with_draft"]
             speeds = (
-                f"{name} {row[key]['tokens_per_second']['median']:6.1f}/s {row[key]['of_float32_alone']['median']:5.2f}x"
-                for name, key in (("alone", "alone"), ("with draft", "with_draft"))
+                f"{name} {row[name]['tokens_per_second']['median']:6.1f}/s {row[name]['of_float32_alone']['median']:5.2f}x"
+                for name in ("alone", "drafted")
             )
             click.echo(f"{form:>9} {row['weight_bytes'] / 1e6:6.0f} MB  {'  '.join(speeds)}  {row['quality']}")
         machine = json.loads(as_json([], open_engine(work / BASE), Settings()))["machine"]

@@ -11,9 +11,9 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
-import specbuild.quantisation.stored
+import specbuild.quantisation.checkpoints.stored
+from specbuild.quantisation.checkpoints.stored import CodeTensor
 from specbuild.quantisation.packed import Activation, Packed
-from specbuild.quantisation.stored import CodeTensor
 from tests.quantisation.stored import Array, Tensor, Vector, named
 
 INT4, UINT4, INT8, UINT8 = ir.DataType.INT4, ir.DataType.UINT4, ir.DataType.INT8, ir.DataType.UINT8
@@ -112,7 +112,7 @@ def test_written_in_parts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Codes are the same bytes when they are unpacked 64 rows at a time."""
     packed, _ = Vector(name, tmp_path).weight()
     whole = packed.codes.tobytes()
-    monkeypatch.setattr(specbuild.quantisation.stored, "_CHUNK", 1)
+    monkeypatch.setattr(specbuild.quantisation.checkpoints.stored, "_CHUNK", 1)
     file = io.BytesIO()
     assert isinstance(packed.codes, CodeTensor)
     packed.codes.tofile(file)

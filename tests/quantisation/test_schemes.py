@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from specbuild.quantisation.forms import CHANNEL, WHOLE, Form
-from specbuild.quantisation.from_torch import FromTorch
-from specbuild.quantisation.refused import REFUSED
-from specbuild.quantisation.scheme import CACHE_SCALES, KVCache, Scheme
-from specbuild.quantisation.schemes import METHODS, read_scheme
+from specbuild.quantisation.checkpoints.forms import CHANNEL, WHOLE, Form
+from specbuild.quantisation.checkpoints.from_torch import FromTorch
+from specbuild.quantisation.checkpoints.refused import REFUSED
+from specbuild.quantisation.checkpoints.scheme import CACHE_SCALES, KVCache, Scheme
+from specbuild.quantisation.checkpoints.schemes import METHODS, read_scheme
 from specrun.errors import CheckpointError, UnsupportedModelError
 from tests.quantisation.stored import Tensor
 

@@ -9,11 +9,11 @@ from typing import Literal
 
 import numpy as np
 
-from specbuild.quantisation.codebooks import TABLE_SUFFIXES
-from specbuild.quantisation.forms import Form, Rule
+from specbuild.quantisation.checkpoints.codebooks import TABLE_SUFFIXES
+from specbuild.quantisation.checkpoints.forms import Form, Rule
+from specbuild.quantisation.checkpoints.readers import READERS
+from specbuild.quantisation.checkpoints.stored import FLOATS, Module, StackedPart, StoredTensor
 from specbuild.quantisation.packed import Packed
-from specbuild.quantisation.readers import READERS
-from specbuild.quantisation.stored import FLOATS, Module, StackedPart, StoredTensor
 from specrun.errors import CheckpointError
 
 CACHE_SCALES = ("k_scale", "v_scale")

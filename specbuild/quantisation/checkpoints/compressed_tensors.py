@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from specbuild.quantisation.config_section import Section
-from specbuild.quantisation.forms import CHANNEL, WHOLE, Block, Form, Pattern, Rule
-from specbuild.quantisation.methods import checked
-from specbuild.quantisation.scheme import KVCache, Scheme
+from specbuild.quantisation.checkpoints.config_section import Section
+from specbuild.quantisation.checkpoints.forms import CHANNEL, WHOLE, Block, Form, Pattern, Rule
+from specbuild.quantisation.checkpoints.methods import checked
+from specbuild.quantisation.checkpoints.scheme import KVCache, Scheme
 
 _SUFFIXES = (
     *("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),

@@ -11,11 +11,18 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 
-from specbuild.quantisation import unpack
-from specbuild.quantisation.forms import Form
-from specbuild.quantisation.packed import Packed
-from specbuild.quantisation.scales import activation, canonical, canonical_shape, grid, grouped, input_factors, scales
-from specbuild.quantisation.stored import (
+from specbuild.quantisation.checkpoints import unpack
+from specbuild.quantisation.checkpoints.forms import Form
+from specbuild.quantisation.checkpoints.scales import (
+    activation,
+    canonical,
+    canonical_shape,
+    grid,
+    grouped,
+    input_factors,
+    scales,
+)
+from specbuild.quantisation.checkpoints.stored import (
     FLOAT8,
     FLOATS,
     Array,
@@ -28,6 +35,7 @@ from specbuild.quantisation.stored import (
     outputs_first,
     unpacked_rows,
 )
+from specbuild.quantisation.packed import Packed
 
 _INT8, _UINT8 = np.dtype(np.int8), np.dtype(np.uint8)
 SUFFIXES = tuple(f"_weight_{part}" for part in ("qdata", "scale", "zero_point", "act_pre_scale"))

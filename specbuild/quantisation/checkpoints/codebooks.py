@@ -16,11 +16,20 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from specbuild.quantisation import unpack
-from specbuild.quantisation.forms import Form
+from specbuild.quantisation.checkpoints import unpack
+from specbuild.quantisation.checkpoints.forms import Form
+from specbuild.quantisation.checkpoints.scales import scales
+from specbuild.quantisation.checkpoints.stored import (
+    FLOATS,
+    Array,
+    CodeTensor,
+    Module,
+    Ranges,
+    StoredTensor,
+    lazy,
+    unpacked_rows,
+)
 from specbuild.quantisation.packed import Packed
-from specbuild.quantisation.scales import scales
-from specbuild.quantisation.stored import FLOATS, Array, CodeTensor, Module, Ranges, StoredTensor, lazy, unpacked_rows
 
 Floats = npt.NDArray[np.float32]
 

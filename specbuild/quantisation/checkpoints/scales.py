@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from specbuild.quantisation.forms import Block, Form
+from specbuild.quantisation.checkpoints.forms import Block, Form
+from specbuild.quantisation.checkpoints.stored import EXPONENTS, FLOATS, Array, Module, StoredTensor, lazy
 from specbuild.quantisation.packed import Activation
-from specbuild.quantisation.stored import EXPONENTS, FLOATS, Array, Module, StoredTensor, lazy
 
 _INTEGERS = (np.dtype(np.int32), np.dtype(np.int64))
 

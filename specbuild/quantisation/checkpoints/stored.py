@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from specbuild.quantisation import unpack
+from specbuild.quantisation.checkpoints import unpack
 from specrun.errors import CheckpointError
 
 Array = npt.NDArray[Any]

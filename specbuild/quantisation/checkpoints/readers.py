@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import onnx_ir as ir
 
-from specbuild.quantisation import unpack
-from specbuild.quantisation.codebooks import bitsandbytes_4bit, bitsandbytes_8bit
-from specbuild.quantisation.forms import Form
-from specbuild.quantisation.packed import Packed
-from specbuild.quantisation.scales import (
+from specbuild.quantisation.checkpoints import unpack
+from specbuild.quantisation.checkpoints.codebooks import bitsandbytes_4bit, bitsandbytes_8bit
+from specbuild.quantisation.checkpoints.forms import Form
+from specbuild.quantisation.checkpoints.scales import (
     activation,
     canonical,
     canonical_shape,
@@ -28,7 +27,7 @@ from specbuild.quantisation.scales import (
     require_whole_groups,
     scales,
 )
-from specbuild.quantisation.stored import (
+from specbuild.quantisation.checkpoints.stored import (
     EXPONENTS,
     FLOAT8,
     FLOATS,
@@ -43,7 +42,8 @@ from specbuild.quantisation.stored import (
     outputs_first,
     unpacked_rows,
 )
-from specbuild.quantisation.torchao import torchao_int4, torchao_unpacked
+from specbuild.quantisation.checkpoints.torchao import torchao_int4, torchao_unpacked
+from specbuild.quantisation.packed import Packed
 
 INT8, UINT8, INT32, INT64 = (np.dtype(kind) for kind in (np.int8, np.uint8, np.int32, np.int64))
 _SIGNED = {4: ir.DataType.INT4, 8: ir.DataType.INT8}

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specbuild.quantisation.config_section import UNQUANTISED, Section, shown
-from specbuild.quantisation.forms import Form
+from specbuild.quantisation.checkpoints.config_section import UNQUANTISED, Section, shown
+from specbuild.quantisation.checkpoints.forms import Form
 from specrun.errors import CheckpointError, UnsupportedModelError
 
 _LONGEST_HEADER = 100_000_000

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from specbuild.json_file import read_json
-from specbuild.quantisation import methods
-from specbuild.quantisation.compressed_tensors import compressed_tensors
-from specbuild.quantisation.config_section import UNQUANTISED, Section, shown
-from specbuild.quantisation.modelopt import modelopt
-from specbuild.quantisation.refused import REFUSED
-from specbuild.quantisation.scheme import Scheme
+from specbuild.quantisation.checkpoints import methods
+from specbuild.quantisation.checkpoints.compressed_tensors import compressed_tensors
+from specbuild.quantisation.checkpoints.config_section import UNQUANTISED, Section, shown
+from specbuild.quantisation.checkpoints.modelopt import modelopt
+from specbuild.quantisation.checkpoints.refused import REFUSED
+from specbuild.quantisation.checkpoints.scheme import Scheme
 from specrun.errors import CheckpointError, UnsupportedModelError
 
 METHODS = {

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from specbuild.quantisation.codebooks import TABLE_SUFFIXES
-from specbuild.quantisation.config_section import Section
-from specbuild.quantisation.forms import CHANNEL, WHOLE, Block, Form, Pattern, Rule
-from specbuild.quantisation.scheme import Scheme
-from specbuild.quantisation.torchao import SUFFIXES as TORCHAO_SUFFIXES
-from specbuild.quantisation.torchao_header import weight_forms
+from specbuild.quantisation.checkpoints.codebooks import TABLE_SUFFIXES
+from specbuild.quantisation.checkpoints.config_section import Section
+from specbuild.quantisation.checkpoints.forms import CHANNEL, WHOLE, Block, Form, Pattern, Rule
+from specbuild.quantisation.checkpoints.scheme import Scheme
+from specbuild.quantisation.checkpoints.torchao import SUFFIXES as TORCHAO_SUFFIXES
+from specbuild.quantisation.checkpoints.torchao_header import weight_forms
 
 _FP8_SUFFIXES = ("weight", "weight_scale_inv", "weight_scale", "input_scale", "activation_scale")
 _MXFP8_BLOCK = (1, 32)

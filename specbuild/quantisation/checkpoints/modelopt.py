@@ -5,11 +5,11 @@ torch/export/quant_utils.py (process_layer_quant_config) and convert_hf_config.p
 
 from __future__ import annotations
 
-from specbuild.quantisation.compressed_tensors import kv_cache
-from specbuild.quantisation.config_section import Section
-from specbuild.quantisation.forms import CHANNEL, WHOLE, Form, Pattern, Rule
-from specbuild.quantisation.methods import group_size
-from specbuild.quantisation.scheme import KVCache, Scheme
+from specbuild.quantisation.checkpoints.compressed_tensors import kv_cache
+from specbuild.quantisation.checkpoints.config_section import Section
+from specbuild.quantisation.checkpoints.forms import CHANNEL, WHOLE, Form, Pattern, Rule
+from specbuild.quantisation.checkpoints.methods import group_size
+from specbuild.quantisation.checkpoints.scheme import KVCache, Scheme
 
 _SUFFIXES = ("weight", "weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
 _MIXED = "mixed_precision"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from specbuild.quantisation.stored import Array, Index
+from specbuild.quantisation.checkpoints.stored import Array, Index
 
 if TYPE_CHECKING:
     import torch
