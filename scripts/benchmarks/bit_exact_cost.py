@@ -74,7 +74,7 @@ def main(
         for form in forms:
             with tempfile.TemporaryDirectory() as name, ExitStack() as opened:
                 work = Path(name)
-                onnx = target if form == "float32" else quantised(target, work / "onnx", form)  # type: ignore[arg-type]
+                onnx = target if form == "float32" else quantised(target, work / "onnx", form)
                 engines = build_both(onnx, work)
                 drafting = make_engine(draft, work / "draft", **SIZES)
                 found = open_engine(engines[1]).bit_exact
