@@ -52,9 +52,10 @@ class ShapeClass(BaseModel):
     def __str__(self) -> str:
         if not self.pads:
             return "passes of every shape"
-        parts = [f"passes of {self.query_len} or more tokens and {self.num_logits} or more logits a row"]
-        parts += [f"both in multiples of {self.row_multiple} over all rows"] if self.row_multiple > 1 else []
-        return ", ".join(parts)
+        sizes = {"tokens": self.query_len, "logits": self.num_logits}
+        least = " and ".join(f"{size} or more {name} a row" for name, size in sizes.items() if size > 1)
+        multiple = f"multiples of {self.row_multiple} tokens and logits over all rows" if self.row_multiple > 1 else ""
+        return "passes of " + ", in ".join(part for part in (least, multiple) if part)
 
 
 ANY_SHAPE = ShapeClass()
