@@ -14,9 +14,12 @@ from specbuild.convert import provenance
 from specbuild.files import new_directory, require_free, require_space
 from specbuild.progress import Advance, Stages, human_bytes
 from specbuild.workers import run_side_by_side
+from specrun.backends import open_host_backend
+from specrun.bit_exact import BitExact
 from specrun.engine_dir import CONFIG_NAME, WEIGHTS_NAME, BuildConfig, EngineConfig, describe_file
 from specrun.errors import BuildConfigError, CheckpointError
 from specrun.extras import import_package
+from specrun.probe import probe
 from specrun.tokenizer import require_own_tokenizer, tokenizer_files
 
 
@@ -73,11 +76,23 @@ def build_engine(options: EngineOptions, force: bool, advance: Advance = lambda 
     build, _ = plan_build(options, checkpoint)
     with new_directory(options.output_dir, force) as work:
         config = _compile(options, checkpoint, build, work, advance)
+        if config.backend.device == "cpu":
+            config = config.model_copy(update={"bit_exact": _probe(work, config)})
         # Written last: a directory without it does not load.
         (work / CONFIG_NAME).write_text(config.model_dump_json(indent=2) + "\n")
     size = sum(info.bytes for info in config.files.values())
     notes = "".join(f"; {note}" for note in config.provenance.notes)
+    notes += f"; {config.bit_exact}" if config.bit_exact else ""
     return f"{options.output_dir}: {config.backend.name} engine, {human_bytes(size)}, {stages.seconds:.1f} s{notes}"
+
+
+def _probe(directory: Path, config: EngineConfig) -> BitExact:
+    """Which passes of the engine that was just built give a row the same bits."""
+    backend = open_host_backend(directory, config, blocks=0)
+    try:
+        return probe(backend)
+    finally:
+        backend.close()
 
 
 def _compile(

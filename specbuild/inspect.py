@@ -72,6 +72,7 @@ def _engine(config: EngineConfig) -> str:
         "max_batch_size": str(build.max_batch_size),
         "max_input_len": str(build.max_input_len),
         "max_seq_len": str(build.max_seq_len),
+        "bits": str(config.bit_exact or "not probed"),
         "KV cache": f"{human_bytes(cache)} for {build.max_batch_size} rows of {build.cache_length} positions",
     }
     tables = [_table("profile", ["name", "batch", "sequence", "logits"])]

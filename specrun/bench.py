@@ -26,6 +26,7 @@ from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir import EngineConfig
 from specrun.errors import RequestError
+from specrun.processor import processor_name
 from specrun.request import Request
 from specrun.sampling import SamplingParams
 from specrun.stats import predicted_speedup
@@ -47,7 +48,8 @@ class Settings:
     params: SamplingParams = field(default_factory=SamplingParams)
     use_logits: bool = False
     shared_thread_pool: bool = False
-    """See ``DraftTargetConfig``."""
+    bit_exact: bool | None = None
+    """See ``DraftTargetConfig`` for both."""
 
     def __post_init__(self) -> None:
         """Draw the seed that is not given. Raise RequestError for settings that measure nothing."""
@@ -133,8 +135,12 @@ def measure(
         if done == 0:
             report(f"warm-up: {of} steps")
 
-    plain = DraftTargetConfig(reuse_blocks=False, shared_thread_pool=settings.shared_thread_pool)
+    plain = DraftTargetConfig(
+        reuse_blocks=False, shared_thread_pool=settings.shared_thread_pool, bit_exact=settings.bit_exact
+    )
     with SpeculativeDecoder.open(target_dir, config=plain, on_warm_up=on_warm_up) as alone:
+        if note := alone.exactness.note:
+            report(f"note: {note}")
         for number, prompt in enumerate(prompts, 1):
             # Only for its checks: a benchmark's own requests have no stop ids.
             alone.request(prompt, max_output_len=1, name=f"prompt {number}")
@@ -237,7 +243,7 @@ def _split(passes: Sequence[tuple[_Pass, _Pass]], alpha: float, lengths: Sequenc
 def as_json(results: Sequence[Result], target_config: EngineConfig, settings: Settings) -> str:
     """The results, how they were measured and on what machine."""
     machine = {
-        "processor": _processor(),
+        "processor": processor_name(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "backend": target_config.backend.model_dump(),
@@ -245,9 +251,3 @@ def as_json(results: Sequence[Result], target_config: EngineConfig, settings: Se
     }
     found = {"machine": machine, "settings": asdict(settings), "results": [asdict(result) for result in results]}
     return json.dumps(found, indent=2)
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.is_file() else []
-    return names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()

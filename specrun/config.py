@@ -36,6 +36,9 @@ class DraftTargetConfig(arguments.Named):
     """Let CPU engines share one pool of threads, onnxruntime's for the whole process: sessions of other libraries that
     want threads of their own are refused from then on. False: each engine has its own pool, and others are left alone;
     where the process has the shared pool already, engines use it."""
+    bit_exact: bool | None = None
+    """Let texts be the target's own to the byte, whatever the draft, the batch and what is cached: passes are padded to
+    shapes whose bits agree. None: where that costs at most 3%. True: an error where the engine has no such shapes."""
     draft: Literal["ngram"] | None = None
     """What drafts without a draft engine. ngram: what followed the text's last tokens where they came before in it."""
 
@@ -57,6 +60,8 @@ class DraftTargetConfig(arguments.Named):
             found[name] = tuple(arguments.wholes(name, getattr(self, name)))
         for name in ("use_logits", "cuda_graph", "warm_up", "reuse_blocks", "shared_thread_pool"):
             found[name] = arguments.flag(name, getattr(self, name))
+        if self.bit_exact is not None:
+            found["bit_exact"] = arguments.flag("bit_exact", self.bit_exact)
         if self.draft not in (None, "ngram"):
             raise RequestError(f"draft {arguments.show(self.draft)}: expected ngram")
         for name, value in found.items():

@@ -18,6 +18,7 @@ from specrun.request import Request, TokenOutput
 from specrun.request_factory import Prompt, RequestFactory, as_prompts
 from specrun.request_options import OptionKeywords, RequestOptions, combine
 from specrun.rounds import Round
+from specrun.rounds.exactness import Exactness
 from specrun.rounds.opening import Engine, open_round
 from specrun.sampling import SamplingParams
 from specrun.scheduler import Event, Scheduler
@@ -98,6 +99,11 @@ class SpeculativeDecoder:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def exactness(self) -> Exactness:
+        """Whether a text is the target's own to the byte, and why not."""
+        return self.scheduler.round.exactness
 
     @property
     def tokenizer(self) -> Tokenizer:

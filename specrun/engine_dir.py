@@ -24,6 +24,7 @@ from pydantic import (
     field_validator,
 )
 
+from specrun.bit_exact import BitExact
 from specrun.dtypes import DTYPES, FloatName
 from specrun.errors import EngineDirError, SpecError
 
@@ -182,6 +183,8 @@ class EngineConfig(Strict):
     build_config: BuildConfig
     graph: GraphInfo
     io: list[Tensor]
+    bit_exact: BitExact | None = None
+    """None: not probed, as on GPUs and by earlier releases."""
     tokenizer: TokenizerInfo | None
     eos_token_ids: list[int]
     pretrained_config: dict[str, Any]

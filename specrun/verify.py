@@ -51,8 +51,10 @@ class Part:
     texts: int = 0
     evaluated: int = 0
     accepted: int = 0
+    identical: int | None = None
+    """Texts that are byte for byte the target's own; None where texts are not compared."""
     near_ties: int = 0
-    """Tokens that are not the target's because of rounding."""
+    """Tokens that are not the target's because of rounding. Where the pair is exact to the bit, none is excused so."""
     wrong: int = 0
     """Tokens that are not the target's (draws: that it cannot draw) for any other reason."""
     example: str = ""
@@ -85,9 +87,13 @@ class Part:
         if self.wrong == 1 and not near:
             self.example = f"{place}: {token} (logit {logits[token]:g}), the target has {own} ({logits[own]:g})"
 
-    def lines(self) -> list[str]:
-        """For people."""
-        drafts = f"{self.accepted} of {self.evaluated} drafts accepted, near-ties {self.near_ties}"
+    def lines(self, bit_exact: bool) -> list[str]:
+        """For people; bit_exact: see ``Verdict``."""
+        drafts = f"{self.accepted} of {self.evaluated} drafts accepted"
+        if not bit_exact:
+            drafts += f", near-ties {self.near_ties}"
+        elif self.identical is not None:
+            drafts += f", {self.identical} equal byte for byte"
         wrong = [f"  {self.wrong} tokens are not the target's; {self.example}"] if self.wrong else []
         fits = [f"  {name}: {fit}" for name, fit in self.fits.items()]
         found = ("cannot tell: " + self.blind if self.blind else "good") if self.good else "WRONG"
@@ -100,6 +106,8 @@ class Verdict:
 
     parts: tuple[Part, ...]
     seconds: float
+    bit_exact: bool = False
+    """Whether texts had to be the target's own to the byte; else near-ties are excused."""
 
     @property
     def outcome(self) -> Outcome:
@@ -121,7 +129,10 @@ class Verdict:
             "inconclusive": "no difference, but an error could not have shown; give another draft, more --seconds, "
             "or shorter prompts",
         }[self.outcome]
-        return [*(line for part in self.parts for line in part.lines()), f"{found} ({self.seconds:.0f} s)"]
+        return [
+            *(line for part in self.parts for line in part.lines(self.bit_exact)),
+            f"{found} ({self.seconds:.0f} s)",
+        ]
 
 
 def verify_pair(
@@ -149,6 +160,8 @@ def verify_pair(
         rounds = decoder.scheduler.round
         if rounds.host_target is None:
             raise BackendError("verify reads all of the target's logits on the host: for now it needs CPU engines")
+        if note := decoder.exactness.note:
+            report(f"note: {note}")
         check = _Check(decoder, rounds.host_target, prompts)
         began = time.perf_counter()
         report("greedy texts, against the target's own")
@@ -159,7 +172,7 @@ def verify_pair(
         if not params.greedy:
             report("short texts of many seeds, against the target's distribution")
             parts.append(check.draws("distribution", params, 2 * (rounds.max_draft_len + 1), began + seconds))
-        return Verdict(tuple(parts), time.perf_counter() - began)
+        return Verdict(tuple(parts), time.perf_counter() - began, decoder.exactness.on)
 
 
 class _Check:
@@ -169,24 +182,27 @@ class _Check:
         build = decoder.target.build_config
         self.decoder, self.target, self.prompts = decoder, target, prompts
         self.rows, self.positions = min(ROWS, build.max_batch_size), build.max_seq_len
-        self.noise = DTYPES[decoder.target.graph.dtype].noise
+        self.noise = 0.0 if decoder.exactness.on else _noise(decoder.target)
         most = min(build.max_input_len, build.max_seq_len - 1)
         if not prompts or not all(0 < len(prompt) <= most and max(prompt) < target.vocab_size for prompt in prompts):
             raise RequestError(f"prompts: expected at least one, of 1 to {most} tokens below {target.vocab_size} each")
 
     def ids(self, name: str, params: SamplingParams, deadline: float) -> Part:
         """Decode prompts until ``deadline``, batch by batch, and walk the target alone along what was written."""
-        part = Part(name)
+        part = Part(name, identical=0)
         while not part.texts or (part.texts < len(self.prompts) and time.perf_counter() < deadline):
             prompts = self.prompts[part.texts : part.texts + self.rows]
             batch = [Request(prompt, params, min(LENGTH, self.positions - len(prompt))) for prompt in prompts]
+            differing = set()
             for row, position, logits in self._alone(self._run(batch)):
                 token, own = batch[row].tokens[position], sample(logits, params, position)
                 if token != own:
+                    differing.add(row)
                     place = f"prompt {part.texts + row + 1}, token {position - len(prompts[row]) + 1}"
                     near = near_tie(logits, params, position, token, self.noise)
                     part.differ(near, place, token, own, logits)
             part.add(batch)
+            part.identical = (part.identical or 0) + len(batch) - len(differing)
         return part
 
     def draws(self, name: str, params: SamplingParams, length: int, deadline: float) -> Part:
@@ -239,10 +255,18 @@ class _Check:
         """The target's logits [B, length, V] for the output tokens, with the requests' penalties, all in one pass."""
         self.target.reserve(len(requests), max(len(request.tokens) for request in requests))
         logits = self.target.forward([request.tokens[:-1] for request in requests], [length] * len(requests))
+        logits = logits[:, :length]
         for request, own in zip(requests, logits, strict=True):
             for row, seen in zip(own, _seen(request), strict=False):
                 row[...] = apply_penalties(row, request.params, seen)
         return logits
+
+
+def _noise(target: EngineConfig) -> float:
+    """How far rounding may move a logit, as a share of the row's largest: the dtype's noise, or what a probe saw."""
+    seen = target.bit_exact.near_tie if target.bit_exact else 0.0
+    # A probe sees few tokens: what is rarest among many is about twice as far.
+    return max(DTYPES[target.graph.dtype].noise, 2 * seen)
 
 
 def _seen(request: Request) -> Iterator[TokenCounts]:

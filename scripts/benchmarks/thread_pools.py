@@ -25,11 +25,11 @@ from typing import Any
 import click
 
 from specrun.backends import ort as backend
-from specrun.backends.ort_session import usable_cores
 from specrun.bench import Settings, as_json
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir import open_engine
+from specrun.processor import usable_cores
 from specrun.request import Request
 from specrun.sampling import SamplingParams
 

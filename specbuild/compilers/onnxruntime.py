@@ -16,6 +16,7 @@ import onnx_ir as ir
 from specbuild import graph as graphs
 from specbuild.causal import drop_causal_masks
 from specbuild.compilers import Compiled, cpu_forms, machine
+from specbuild.single_queries import pad_single_queries
 from specrun.backends.ort import session_options
 from specrun.dtypes import DTYPES
 from specrun.engine_dir import GRAPH_NAME, WEIGHTS_NAME, BackendInfo, BuildConfig, GraphInfo, Tensor
@@ -42,6 +43,7 @@ def compile_graph(
         graphs.save(model, output / _RECODED)
         model = ir.load(output / _RECODED)
     harmful = cpu_forms.HARMFUL if any(node.op_type == "DequantizeLinear" for node in model.graph) else []
+    pad_single_queries(model)
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.optimized_model_filepath = str(output / GRAPH_NAME)
     options.add_session_config_entry("session.optimized_model_external_initializers_file_name", WEIGHTS_NAME)

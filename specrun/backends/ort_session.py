@@ -10,6 +10,7 @@ from typing import Any
 
 from specrun.errors import BackendError
 from specrun.extras import how_to_install, import_package
+from specrun.processor import usable_cores
 
 _OWN_POOL = {"session.force_spinning_stop": "1"}
 """Threads of an idle session that spin would slow down the session that works."""
@@ -55,13 +56,6 @@ def session_options(shared_pool: bool = False) -> tuple[Any, Any]:
         for name, value in _OWN_POOL.items():
             options.add_session_config_entry(name, value)
     return ort, options
-
-
-def usable_cores() -> int:
-    """Cores that this process may use. macOS and Windows do not say; there it is all cores of the machine."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def keep_in_children(session: Any) -> None:

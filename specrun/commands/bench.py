@@ -43,6 +43,7 @@ def bench(
     draft_lens: tuple[Any, ...],
     output_len: int,
     repetitions: int,
+    bit_exact: bool | None,
     acceptance: str,
     input_text: tuple[str, ...],
     input_file: Path | None,
@@ -65,7 +66,7 @@ def bench(
 
     note_unused_sampling(sampling)
     params, use_logits = SamplingParams(**sampling), acceptance == "logits"
-    settings = Settings(batch_sizes, draft_lens, output_len, repetitions, params, use_logits, shared_thread_pool=True)
+    settings = Settings(batch_sizes, draft_lens, output_len, repetitions, params, use_logits, True, bit_exact)
     config = open_engine(engine_dir)
     prompts = prompt_ids(tokenizer_dir or engine_dir, input_text, input_file)
     results = measure(engine_dir, draft_engine_dir, prompts, settings, lambda line: click.echo(line, err=True))

@@ -100,6 +100,11 @@ draft_option = click.option(
     type=click.Choice(["ngram"]),
     help="Draft without a draft engine. ngram: what followed the last tokens where they came before in the text.",
 )
+bit_exact_option = click.option(
+    "--bit_exact/--no_bit_exact",
+    default=None,
+    help="Pad passes so that texts are the target's own to the byte. Default: where that costs under 3%.",
+)
 
 
 prompt_options = together(
@@ -115,6 +120,7 @@ def comparison_options(temperature: float = 0.0) -> Decorator:
         click.option("--draft_engine_dir", type=FolderPath, help="The draft's."),
         draft_option,
         tokenizer_dir_option,
+        bit_exact_option,
         click.option("--acceptance", type=click.Choice(["tokens", "logits"]), default="tokens", show_default=True),
         prompt_options,
         sampling_options(temperature),

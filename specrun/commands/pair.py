@@ -15,6 +15,7 @@ from specrun.commands.options import (
     DEVICES,
     DRAFT_LEN,
     Parsed,
+    bit_exact_option,
     draft_option,
     engine_dir_option,
     together,
@@ -47,6 +48,7 @@ pair_options = together(
         show_default=True,
         help="Share of a GPU's memory that caches may take of what weights leave free.",
     ),
+    bit_exact_option,
     click.option("--cuda_graph/--no_cuda_graph", default=True, show_default=True, help="Queue a round as one piece."),
     click.option(
         "--warm_up/--no_warm_up", default=True, show_default=True, help="Prepare GPUs for all rounds when opening."
@@ -72,6 +74,7 @@ def pair_config(options: dict[str, Any]) -> DraftTargetConfig:
     given = [name for name in flags if options[name] is not None]
     memory = (
         "draft",
+        "bit_exact",
         "kv_cache_free_gpu_memory_fraction",
         "cuda_graph",
         "warm_up",
@@ -107,6 +110,8 @@ def open_pair(options: dict[str, Any], config: DraftTargetConfig) -> Speculative
     target, draft, tokenizer = (options[name] for name in ("engine_dir", "draft_engine_dir", "tokenizer_dir"))
     with _warm_up_shown() as show:
         decoder = SpeculativeDecoder.open(target, draft, config, tokenizer, show)
+    if note := decoder.exactness.note:
+        click.echo(f"note: {note}", err=True)
     return click.get_current_context().with_resource(decoder)
 
 

@@ -33,6 +33,7 @@ def verify(
     draft_engine_dir: Path | None,
     draft: Literal["ngram"] | None,
     tokenizer_dir: Path | None,
+    bit_exact: bool | None,
     acceptance: str,
     input_text: tuple[str, ...],
     input_file: Path | None,
@@ -52,7 +53,7 @@ def verify(
     from specrun.verify import verify_pair
 
     length, use_logits = options.pop("draft_len"), acceptance == "logits"
-    config = DraftTargetConfig(length, use_logits=use_logits, shared_thread_pool=True, draft=draft)
+    config = DraftTargetConfig(length, use_logits=use_logits, shared_thread_pool=True, draft=draft, bit_exact=bit_exact)
     prompts = prompt_ids(tokenizer_dir or engine_dir, input_text, input_file)
     note_unused_sampling(options)
     params = SamplingParams(**options)

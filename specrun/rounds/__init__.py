@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 from specrun.errors import SpecError
 from specrun.request import Outcome, Request
+from specrun.rounds.exactness import Exactness
 from specrun.runners.host import ModelRunner
 
 
@@ -32,6 +33,9 @@ class Round(Protocol):
 
     is_steady_state: bool
     """Whether the last round took the time that later rounds of its kind will take."""
+
+    exactness: Exactness
+    """Whether texts are the target's own to the bit."""
 
     @property
     def host_target(self) -> ModelRunner | None:

@@ -9,6 +9,7 @@ from specrun.drafters import RowDrafter
 from specrun.errors import SpecError
 from specrun.host_memory import shortage
 from specrun.request import Request
+from specrun.rounds.exactness import Exactness
 from specrun.runners.cached import AnyRunner, CachedTexts
 
 
@@ -26,6 +27,7 @@ class CachedRound(Generic[AnyRunner, AnyDrafter]):
     """See ``Round``. A subclass decides tokens."""
 
     prefill_chunk_size: int
+    exactness = Exactness()
 
     def __init__(self, target: AnyRunner, drafter: AnyDrafter | None) -> None:
         self.target = target

@@ -26,6 +26,7 @@ from specrun.kernels import open_gpu
 from specrun.kv_cache import BLOCK
 from specrun.rounds import Round
 from specrun.rounds.device import DeviceRound, MakeDrafter
+from specrun.rounds.exactness import choose_exactness
 from specrun.rounds.host import HostRound
 from specrun.runners.host import ModelRunner
 
@@ -63,11 +64,17 @@ def open_round(
             "the CPU, or the target for the GPU"
         )
     if not on_host:
+        if config.bit_exact:
+            raise BackendError(f"--bit_exact: {target.directory} is for GPUs, whose bits are not probed")
         return _open_on_gpus(target, draft, draft_len, rows, config, show)
     blocks = _cached_blocks_on_host([target, draft] if draft else [target], rows, config)
-    runner = ModelRunner(open_host_backend(target.directory, target.config, blocks, config.shared_thread_pool))
+    backend = open_host_backend(target.directory, target.config, blocks, config.shared_thread_pool)
+    exactness = choose_exactness(target.directory, backend, config.bit_exact)
+    runner = ModelRunner(backend, exactness.shapes)
     drafter = _host_drafter(draft, draft_len, blocks, runner.vocab_size, config)
-    return HostRound(runner, drafter, draft_len, config.use_logits)
+    rounds = HostRound(runner, drafter, draft_len, config.use_logits)
+    rounds.exactness = exactness
+    return rounds
 
 
 def _host_drafter(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from specrun.backends import Backend, Pass
+from specrun.bit_exact import ANY_SHAPE, ShapeClass
 from specrun.kv_cache.rows import CacheRows
 from specrun.sampling import Floats
 
@@ -29,16 +30,19 @@ def build_inputs(
     num_logits: Sequence[int],
     capacity: int,
     vocab_size: int,
+    shapes: ShapeClass = ANY_SHAPE,
 ) -> HostFeed:
     """The inputs that feed each row's tokens and draft tokens that the cache lacks, right-padded.
 
     lengths: tokens of each row that are in the cache. num_logits: the logits of so many last tokens of each row are
-    wanted. capacity: positions of a row in the cache. vocab_size: ids that the model knows.
+    wanted. capacity: positions of a row in the cache. vocab_size: ids that the model knows. shapes: the pass is padded
+    into this class.
     """
     # Texts may be long and not in the processor's caches, so only the tokens that are fed are touched.
     ends = [len(tokens) + len(more) for tokens, more in zip(token_ids, drafts, strict=True)]
-    query_len = max(1, *(end - length for end, length in zip(ends, lengths, strict=True)))
-    max_logits, last_id = max(1, *num_logits), vocab_size - 1
+    longest = max(1, *(end - length for end, length in zip(ends, lengths, strict=True)))
+    query_len = shapes.pad_query_len(len(ends), longest)
+    max_logits, last_id = shapes.pad_num_logits(len(ends), max(1, *num_logits)), vocab_size - 1
     feed = HostFeed([], [], [])
     for row, (length, count) in enumerate(zip(lengths, num_logits, strict=True)):
         # Padding is written too. Near the end of the cache a row starts earlier and writes what is already there.
@@ -60,8 +64,10 @@ class ModelRunner:
     this code takes the longer the more memory it touches.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, shapes: ShapeClass = ANY_SHAPE) -> None:
         self.backend = backend
+        self.shapes = shapes
+        """Passes stay in this class, but for those of ``extend``."""
         self.rows = CacheRows(backend.cache)
         self.seconds = 0.0
         """Time spent in the engine so far."""
@@ -115,8 +121,8 @@ class ModelRunner:
         """Feed the tokens of rows 0, 1, .. that the cache lacks. Returns the logits of the last ones.
 
         token_ids: each row's whole text. drafts: the draft tokens behind it. num_logits: the logits of so many last
-        tokens of each row are wanted, and no more than are fed. Returns float32 [B, max(num_logits), V]; of row r
-        the first num_logits[r] are valid. The next call overwrites them.
+        tokens of each row are wanted, and no more than are fed. Returns float32 [B, max(num_logits) or more, V]; of
+        row r the first num_logits[r] are valid. The next call overwrites them.
         Long inputs are fed in chunks of at most max_input_len tokens. The last chunk has the last tokens of all rows.
         """
         drafts = drafts or [()] * len(token_ids)
@@ -147,7 +153,13 @@ class ModelRunner:
     ) -> Floats:
         own = slice(first, first + len(token_ids))
         feed = build_inputs(
-            token_ids, drafts, self.rows.lengths[own], num_logits, self.backend.cache.length, self.vocab_size
+            token_ids,
+            drafts,
+            self.rows.lengths[own],
+            num_logits,
+            self.backend.cache.length,
+            self.vocab_size,
+            self.shapes,
         )
         step = self.backend.bind(first, len(token_ids), len(feed.input_ids[0]), len(feed.logits_indices[0]))
         step.input_ids[...], step.write_indices[...], step.logits_indices[...] = feed

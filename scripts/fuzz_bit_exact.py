@@ -1,0 +1,199 @@
+#!/usr/bin/env python3
+"""Random requests through random pairs, beside the target alone: how many texts differ in any token?
+
+Everything that shapes an engine's passes is random: prompts and their common beginnings, lengths, draft lengths, what
+drafts, batches, order and time of arrival, the prefix cache. The target alone decodes one request at a time without a
+prefix cache. Small random models are made, in every form; --no_bit_exact is the control.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from specrun.config import DraftTargetConfig
+from specrun.decoder import SpeculativeDecoder
+from specrun.engine_dir import open_engine
+from specrun.processor import describe_processor
+from specrun.request import Request
+from specrun.sampling import SamplingParams, TokenLogprob
+
+RESULTS = Path(__file__).parent / "benchmarks" / "results" / "bit_exact.json"
+FORMS = ("float32", "int8", "int4")
+GROUP = 24
+"""Requests that one pair decodes."""
+LONGEST_OUTPUT = 32
+
+
+@dataclass
+class Tally:
+    """What was decoded, and how much of it differs from the target alone."""
+
+    requests: int = 0
+    different_texts: int = 0
+    different_logprobs: int = 0
+    """Requests of which any token's log-probability differs by a bit: finer than texts."""
+    output_tokens: int = 0
+    rounds: int = 0
+    evaluated: int = 0
+    accepted: int = 0
+    cached_prompt_tokens: int = 0
+
+    def add(self, request: Request, own: Request) -> None:
+        """Count a finished request; ``own`` is the target's."""
+        stats = request.stats
+        self.requests += 1
+        self.different_texts += request.output != own.output
+        self.different_logprobs += _logprobs(request) != _logprobs(own)
+        self.output_tokens += len(request.output)
+        self.rounds += stats.rounds
+        self.evaluated += stats.evaluated
+        self.accepted += stats.accepted
+        self.cached_prompt_tokens += stats.cached
+
+
+def _logprobs(request: Request) -> list[TokenLogprob | None]:
+    return [token.logprob for token in request.token_outputs]
+
+
+def fuzz(
+    target: Path,
+    drafts: Sequence[Path],
+    count: int,
+    seed: int,
+    bit_exact: bool | None = None,
+    report: Callable[[Tally], None] = lambda _: None,
+) -> Tally:
+    """Decode ``count`` random requests with ``target`` and random drafters: one of ``drafts``, or n-grams.
+
+    Raises what opening and decoding raise.
+    """
+    tally = Tally()
+    alone_config = DraftTargetConfig(reuse_blocks=False, bit_exact=bit_exact)
+    with SpeculativeDecoder.open(target, config=alone_config) as alone:
+        dice = random.Random(seed)
+        beginnings = [_tokens(dice, alone, 80) for _ in range(6)]
+        while tally.requests < count:
+            dice = random.Random(f"{seed}, {tally.requests}")
+            make = [_request(dice, alone, beginnings) for _ in range(min(GROUP, count - tally.requests))]
+            config, draft = _pair(dice, drafts, alone.target.build_config.max_draft_len)
+            with SpeculativeDecoder.open(target, draft, replace(config, bit_exact=bit_exact)) as pair:
+                requests = [request() for request in make]
+                _decode(dice, pair, requests)
+            for request, again in zip(requests, make, strict=True):
+                own = again()
+                own.draft_len = None
+                _decode(dice, alone, [own])
+                tally.add(request, own)
+            report(tally)
+    return tally
+
+
+def _tokens(dice: random.Random, decoder: SpeculativeDecoder, length: int) -> list[int]:
+    return dice.choices(range(decoder.target.graph.vocab_size), k=length)
+
+
+def _request(
+    dice: random.Random, decoder: SpeculativeDecoder, beginnings: Sequence[Sequence[int]]
+) -> Callable[[], Request]:
+    """A function that makes a request, always the same. Many prompts begin alike; some have a single token."""
+    build = decoder.target.build_config
+    output = dice.randint(1, LONGEST_OUTPUT)
+    most = min(build.max_input_len, build.max_seq_len - output)
+    prompt = list(dice.choice(beginnings)[: dice.randint(0, most)]) if dice.random() < 0.7 else []
+    prompt = (prompt + _tokens(dice, decoder, dice.randint(1, 24)))[:most]
+    if dice.random() < 0.1:  # Up to the last position.
+        output = build.max_seq_len - len(prompt)
+    params = SamplingParams(seed=dice.randrange(1 << 32))
+    if dice.random() < 0.5:
+        params = replace(params, temperature=dice.choice((0.3, 0.8, 1.2)), top_p=dice.choice((0.9, 1.0)))
+    draft_len = dice.choice((None, None, None, 0, 1))
+    return lambda: Request(prompt, params, output, draft_len=draft_len, logprobs=0)
+
+
+def _pair(dice: random.Random, drafts: Sequence[Path], max_draft_len: int) -> tuple[DraftTargetConfig, Path | None]:
+    draft = dice.choice([*drafts, None])
+    length = dice.choice((None, *range(1, max_draft_len + 1)))
+    kept = dice.choice((None, None, 0, 64))
+    return DraftTargetConfig(length, draft=None if draft else "ngram", max_tokens_in_kv_cache=kept), draft
+
+
+def _decode(dice: random.Random, decoder: SpeculativeDecoder, requests: Sequence[Request]) -> None:
+    """Add them one by one or several at a time, while those before them are decoded."""
+    waiting = list(requests)
+    while waiting or any(request.finish_reason is None for request in requests):
+        for _ in range(dice.choice((0, 0, 1, 1, 2, 6)) if len(requests) > 1 else 1):
+            if waiting:
+                decoder.scheduler.add(waiting.pop(0))
+        decoder.scheduler.step()
+    for request in requests:
+        if request.error:
+            raise request.error
+
+
+def make_engines(root: Path, form: str) -> tuple[Path, list[Path]]:
+    """A random target in ``form``, and drafts: one that often agrees, itself, and one that never does."""
+    from tests.conftest import make_engine, make_onnx
+    from tests.families import save_checkpoint
+    from tests.quantised import quantised
+
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 3}
+    checkpoint = make_onnx(save_checkpoint(root / "hf", "llama3", seed=1, **sizes), root / "onnx", verify=False)
+    other = make_onnx(save_checkpoint(root / "other_hf", "qwen2", seed=2), root / "other_onnx", verify=False)
+    rough = quantised(checkpoint, root / "rough_onnx", "int4" if form != "int4" else "int8")
+    if form != "float32":
+        checkpoint = quantised(checkpoint, root / f"onnx_{form}", "int8" if form == "int8" else "int4")
+    target = make_engine(checkpoint, root / "target", max_draft_len=7, max_batch_size=5)
+    drafts = [make_engine(source, root / source.name.removesuffix("_onnx")) for source in (rough, other)]
+    return target, [drafts[0], target, drafts[1]]
+
+
+@click.command(context_settings={"token_normalize_func": lambda name: name.replace("-", "_")})
+@click.option("--form", "forms", type=click.Choice(FORMS), multiple=True, default=FORMS, show_default=True)
+@click.option("--requests", type=click.IntRange(1), default=3000, show_default=True, help="Of each form.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--bit_exact/--no_bit_exact", default=True, show_default=True, help="Without it texts may differ.")
+@click.option("--output_file", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
+def main(forms: tuple[str, ...], requests: int, seed: int, bit_exact: bool, output_file: Path) -> None:
+    """Count texts that differ from the target's own; exit status 1 where any does though none should."""
+    import onnxruntime
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    results: dict[str, Any] = json.loads(output_file.read_text()) if output_file.is_file() else {}
+    failed = False
+    for form in forms:
+        with tempfile.TemporaryDirectory() as work:
+            target, drafts = make_engines(Path(work), form)
+            found = open_engine(target).bit_exact
+            click.echo(f"{form}: {found}", err=True)
+            tally = fuzz(target, drafts, requests, seed, bit_exact, lambda so_far: click.echo(so_far, err=True))
+        results[form if bit_exact else f"{form}, control"] = {
+            "machine": describe_processor(),
+            "python": platform.python_version(),
+            "onnxruntime": onnxruntime.__version__,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "seed": seed,
+            "engine": found.model_dump() if found else None,
+            "bit_exact": bit_exact,
+            **asdict(tally),
+        }
+        failed |= bit_exact and tally.different_texts + tally.different_logprobs > 0
+        output_file.write_text(json.dumps(results, indent=2) + "\n")
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""The processor that this process runs on, as far as it decides which kernels compute."""
+
+from __future__ import annotations
+
+import os
+import platform
+from functools import cache
+from pathlib import Path
+
+_FEATURES = {
+    *("fma", "avx2", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16", "avx_vnni", "avx_vnni_int8"),
+    *("amx_tile", "amx_int8", "amx_bf16", "asimddp", "i8mm", "bf16", "sve", "sve2", "sme", "sme2"),
+}
+"""What ONNX Runtime chooses kernels by, in Linux's words."""
+
+
+@cache
+def _info() -> dict[str, str]:
+    """The first processor's lines of /proc/cpuinfo; empty where there is none."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    pairs = [line.partition(":") for line in lines]
+    return {name.strip(): value.strip() for name, _, value in reversed(pairs)}
+
+
+def processor_name() -> str:
+    """As people call it."""
+    return _info().get("model name") or platform.processor() or platform.machine()
+
+
+def usable_cores() -> int:
+    """Cores that this process may use. macOS and Windows do not say; there it is all cores of the machine."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def describe_processor() -> str:
+    """The name, the cores that this process may use, and the features that kernels are chosen by."""
+    features = sorted(_FEATURES & set((_info().get("flags") or _info().get("Features") or "").split()))
+    return ", ".join([processor_name(), f"{usable_cores()} cores", *([" ".join(features)] if features else [])])
