@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from specbuild.files import new_directory, require_free, require_space
 from specbuild.huggingface import eos_token_ids, locate, read_model_config, save_tokenizer
 from specbuild.progress import Stages, human_bytes, peak_memory
 from specbuild.quantisation.recipe import Recipe, make_recipe
+from specbuild.quantisation.texts import TextOptions, Texts
 from specbuild.weights import Weights, check_weights, require_layers
 from specrun.dtypes import FLOAT_NAMES
 from specrun.engine_dir import (
@@ -49,6 +50,8 @@ class ConvertOptions:
     """``auto``: as the checkpoint is."""
     group_size: int | None = None
     exclude: tuple[str, ...] = ()
+    texts: TextOptions = field(default_factory=TextOptions)
+    """What formats are calibrated on whose inputs have fixed scales."""
     verify: bool = True
     force: bool = False
 
@@ -56,9 +59,7 @@ class ConvertOptions:
 def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
     """Convert one checkpoint; see the stages below. Raises SpecError, and ImportError where a package is missing."""
     verifying = ("onnxruntime",) if options.verify else ()
-    for package in ("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_ir", *verifying):
-        if importlib.util.find_spec(package) is None:  # Importing them would take seconds, before bad input is told.
-            raise ModuleNotFoundError(f"no module named {package}", name=package)
+    require_packages("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_ir", *verifying)
     output_dir = Path(options.output_dir)
     require_free(output_dir, options.force)
     recipe = make_recipe(options.qformat, options.group_size, options.exclude)
@@ -68,11 +69,23 @@ def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
         weights = check_weights(source)
         require_layers(source, hf_config, weights)
         max_seq_len = _max_seq_len(source, hf_config, options.max_seq_len)
+        texts = None
+        if recipe is not None and recipe.calibrated:
+            from specbuild.quantisation.calibration import texts_of
+
+            texts = texts_of(options.texts, source, positions_of(hf_config), options.trust_remote_code)
     with new_directory(output_dir, options.force) as work:
-        config = _write(source, hf_config, weights, max_seq_len, options, stages, work, recipe)
+        config = _write(source, hf_config, weights, max_seq_len, options, stages, work, recipe, texts)
         (work / CONFIG_NAME).write_text(config.model_dump_json(indent=2) + "\n")
     _summarise(config, weights.nbytes, output_dir, stages)
     return config
+
+
+def require_packages(*names: str) -> None:
+    """Raise ModuleNotFoundError where one is missing."""
+    for package in names:
+        if importlib.util.find_spec(package) is None:  # Importing them would take seconds, before bad input is told.
+            raise ModuleNotFoundError(f"no module named {package}", name=package)
 
 
 def _write(
@@ -84,6 +97,7 @@ def _write(
     stages: Stages,
     work: Path,
     recipe: Recipe | None,
+    texts: Texts | None,
 ) -> CheckpointConfig:
     """Load and export the model into ``work``, verify it, and return the config that describes the result."""
     # torch and onnx are imported here, so that --help and bad input cost no seconds.
@@ -92,16 +106,17 @@ def _write(
     from specbuild.export.rope import pin_rope
     from specbuild.export.skeleton import load_skeleton
     from specbuild.quantisation.attach import attach
-    from specbuild.quantisation.dense import pack_model
+    from specbuild.quantisation.calibration import quantise_dense
     from specbuild.quantisation.packed_model import PackedModel, use_dequantised
     from specbuild.reference import reference_logits
     from specbuild.tensors import bind
     from specbuild.verify import compare
 
     with stages.stage("lay out the model"):
-        model, weights = load_skeleton(source, hf_config, options.dtype, options.trust_remote_code, files.entries)
+        skeleton = load_skeleton(source, hf_config, options.dtype, options.trust_remote_code, files.entries)
+    model, weights = skeleton
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    packed = pack_model(model, recipe, weights) if recipe else PackedModel()
+    packed = quantise_dense(skeleton, recipe, texts, stages) if recipe else PackedModel()
     require_space({Path(options.output_dir).absolute().parent: _output_bytes(model, packed)})
     use_dequantised(model, packed, source)
     eos, pretrained = eos_token_ids(model), model.config.to_dict()
@@ -174,13 +189,19 @@ def _far_reference(model: PreTrainedModel, info: GraphInfo, max_seq_len: int, st
         return None
 
 
+def positions_of(config: PreTrainedConfig) -> int | None:
+    """Positions that the model was trained for, where its configuration says so."""
+    trained = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return None if trained is None else int(trained)
+
+
 def _max_seq_len(source: Path, config: PreTrainedConfig, wanted: int | None) -> int:
     """Positions the graph serves: what was asked for, else what the model was trained for."""
-    trained = getattr(config.get_text_config(), "max_position_embeddings", None)
+    trained = positions_of(config)
     if wanted is None:
         if trained is None:
             raise BuildConfigError(f"{source / CONFIG_NAME}: names no max_position_embeddings; give --max_seq_len")
-        return int(trained)
+        return trained
     if wanted < 2:
         raise BuildConfigError(f"--max_seq_len {wanted}: expected at least 2")
     if trained is not None and wanted > trained:
