@@ -46,21 +46,30 @@ DRAFT: dict[str, Any] = {"layers": 2, "intermediate_size": 512, "steps": 220, "n
 """Noise is the share of the tokens read that are replaced by others. A model that has only ever read its corpus word
 for word is lost after its first own mistake; these find the way back, and the draft learns to agree on the detours."""
 ADAM_RATE, MUON_RATE = 4e-3, 1.4e-2
-RECIPE: dict[str, Any] = {
-    "kind": "demo pair",
-    "version": 1,
-    "python": platform.python_version(),
-    "corpus_characters": CORPUS_CHARACTERS,
-    "shape": SHAPE,
-    "target": TARGET,
-    "draft": DRAFT,
-    "tokens_per_step": TOKENS_PER_STEP,
-    "windows": [SHORT_WINDOW, LONG_WINDOW, LONG_SHARE],
-    "learning_rates": [ADAM_RATE, MUON_RATE],
-}
-"""Written beside the pair, which is up to date while this is the same: raise the version with any other change."""
+QUICK = 6
+"""With --quick, which the tests use, models learn in this fraction of the steps; they memorise little."""
 
 LossOf = Callable[[Any, Tensor, Tensor], Tensor]
+
+
+def recipe(quick: bool) -> dict[str, Any]:
+    """What is written beside the pair, which is up to date while this is the same.
+
+    The version is raised with any change that nothing else here shows.
+    """
+    target, draft = ({**model, "steps": model["steps"] // (QUICK if quick else 1)} for model in (TARGET, DRAFT))
+    return {
+        "kind": "demo pair",
+        "version": 1,
+        "python": platform.python_version(),
+        "corpus_characters": CORPUS_CHARACTERS,
+        "shape": SHAPE,
+        "target": target,
+        "draft": draft,
+        "tokens_per_step": TOKENS_PER_STEP,
+        "windows": [SHORT_WINDOW, LONG_WINDOW, LONG_SHARE],
+        "learning_rates": [ADAM_RATE, MUON_RATE],
+    }
 
 
 def corpus() -> list[str]:
@@ -101,7 +110,7 @@ def train_tokenizer(texts: list[str]) -> Any:
     )
 
 
-def new_model(recipe: dict[str, Any]) -> Any:
+def new_model(model_recipe: dict[str, Any]) -> Any:
     """An untrained Llama."""
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
@@ -109,8 +118,8 @@ def new_model(recipe: dict[str, Any]) -> Any:
     shape: dict[str, Any] = SHAPE
     config = LlamaConfig(
         **shape,
-        num_hidden_layers=recipe["layers"],
-        intermediate_size=recipe["intermediate_size"],
+        num_hidden_layers=model_recipe["layers"],
+        intermediate_size=model_recipe["intermediate_size"],
         max_position_embeddings=POSITIONS,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -167,15 +176,15 @@ def windows(tokens: Tensor, steps: int, noise: float) -> Iterator[tuple[Tensor, 
         yield torch.where(torch.rand(read.shape, generator=generator) < noise, others, read), predicted
 
 
-def train(model: Any, tokens: Tensor, recipe: dict[str, Any], loss_of: LossOf, advance: Advance) -> float:
+def train(model: Any, tokens: Tensor, model_recipe: dict[str, Any], loss_of: LossOf, advance: Advance) -> float:
     """Train ``model`` by its recipe; returns the mean loss of the last steps."""
-    steps = recipe["steps"]
+    steps = model_recipe["steps"]
     matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name]
     others = [weight for name, weight in model.named_parameters() if weight.ndim != 2 or "embed" in name]
     adam = torch.optim.AdamW(others, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0)
     muon = Muon(matrices, lr=MUON_RATE)
     losses = []
-    for step, (read, predicted) in enumerate(windows(tokens, steps, recipe["noise"])):
+    for step, (read, predicted) in enumerate(windows(tokens, steps, model_recipe["noise"])):
         done = step / steps
         for optimizer, rate in ((adam, ADAM_RATE), (muon, MUON_RATE)):
             optimizer.param_groups[0]["lr"] = rate * min(done / 0.05 + 0.01, 1.0, (1 - done) / 0.6)
@@ -209,60 +218,62 @@ def distillation_loss(teacher: Any) -> LossOf:
     return loss_of
 
 
-def make_pair(output: Path, stages: Stages) -> None:
-    """Train target and draft and write them into ``output``."""
+def make_pair(output: Path, wanted: dict[str, Any], stages: Stages) -> None:
+    """Train target and draft by the recipe ``wanted`` and write them into ``output``."""
     torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # Nothing reads it.
     torch.set_num_threads(2)  # More would add up in another order, and gain little at this size.
     with stages.stage("training the tokenizer"):
         texts = corpus()
         tokenizer = train_tokenizer(texts)
         tokens = torch.tensor([token for text in texts for token in [*tokenizer.encode(text, verbose=False), 0]])
-    target = new_model(TARGET)
-    with stages.stage("training the target", total=TARGET["steps"]) as advance:
-        loss = train(target, tokens, TARGET, next_token_loss, advance)
+    target = new_model(wanted["target"])
+    with stages.stage("training the target", total=wanted["target"]["steps"]) as advance:
+        loss = train(target, tokens, wanted["target"], next_token_loss, advance)
     stages.say(f"target: {target.num_parameters() / 1e6:.2f}M parameters, {len(tokens)} tokens, loss {loss:.2f}")
     target.eval()
-    draft = new_model(DRAFT)
+    draft = new_model(wanted["draft"])
     # It starts where the target has arrived, with fewer of its layers.
     draft.load_state_dict(target.state_dict(), strict=False)
-    with stages.stage("distilling the draft", total=DRAFT["steps"]) as advance:
-        loss = train(draft, tokens, DRAFT, distillation_loss(target), advance)
+    with stages.stage("distilling the draft", total=wanted["draft"]["steps"]) as advance:
+        loss = train(draft, tokens, wanted["draft"], distillation_loss(target), advance)
     stages.say(f"draft: {draft.num_parameters() / 1e6:.2f}M parameters, divergence from the target {loss:.2f}")
     for name, model in (("target", target), ("draft", draft)):
         model.save_pretrained(output / name)
         tokenizer.save_pretrained(output / name)
-    (output / "recipe.json").write_text(json.dumps(RECIPE, indent=2) + "\n")
+    (output / "recipe.json").write_text(json.dumps(wanted, indent=2) + "\n")
 
 
 def recipe_of(directory: Path) -> Any:
     """The recipe by which the pair in ``directory`` was made; None if there is no pair."""
     try:
-        recipe = json.loads((directory / "recipe.json").read_text())
-        return recipe if recipe["kind"] == RECIPE["kind"] else None
+        found = json.loads((directory / "recipe.json").read_text())
+        return found if found["kind"] == recipe(False)["kind"] else None
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
 
 @click.command(context_settings={"token_normalize_func": lambda name: name.replace("-", "_")})
 @click.option("--output_dir", required=True, type=click.Path(path_type=Path), help="Gets target/ and draft/.")
+@click.option("--quick", is_flag=True, help=f"Learn in a fraction of the steps, 1/{QUICK}: a pair for tests.")
 @click.option("--force", is_flag=True, help="Make the pair again if there is one.")
-def main(output_dir: Path, force: bool) -> None:
+def main(output_dir: Path, quick: bool, force: bool) -> None:
     """Train the demo pair, unless it is there already."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     stages = Stages()
-    recipe = recipe_of(output_dir)
-    if recipe == RECIPE and not force:
+    wanted, found = recipe(quick), recipe_of(output_dir)
+    if found == wanted and not force:
         stages.say(f"{output_dir}: the demo pair is there already")
         return
-    if recipe is not None and not force:
+    if found is not None and not force:
         stages.say(f"{output_dir}: the pair was made by another recipe; making it again")
     try:
-        if recipe is not None:
+        if found is not None:
             shutil.rmtree(output_dir)  # It can be made again; new_directory would take it for somebody else's.
         with new_directory(output_dir, force) as work:
-            make_pair(work, stages)
+            make_pair(work, wanted, stages)
     except (SpecError, OSError) as error:
         raise click.ClickException(str(error)) from error
     stages.say(f"{output_dir}: made in {stages.seconds:.0f} s")

@@ -9,6 +9,7 @@ import click
 
 from specbuild import __version__
 from specbuild.config import Backend
+from specbuild.quantisation.recipe import QFORMATS
 from specrun.command_line import CONTEXT, FolderPath, OneLineErrors
 from specrun.dtypes import FLOAT_NAMES
 from specrun.engine_dir import SpeculativeMode
@@ -25,6 +26,9 @@ def main(debug: bool) -> None:
 @click.option("--model_dir", required=True, metavar="DIR|HUB_ID", help="Hugging Face checkpoint, or its Hub ID.")
 @click.option("--output_dir", required=True, type=FolderPath, help="Where the ONNX checkpoint goes.")
 @click.option("--dtype", type=click.Choice(["auto", *FLOAT_NAMES]), default="auto", show_default=True)
+@click.option("--qformat", type=click.Choice(["auto", *QFORMATS]), default="auto", show_default=True)
+@click.option("--group_size", type=int, help="Input channels that share a scale. Default: 128, or what divides them.")
+@click.option("--exclude", multiple=True, metavar="PATTERN", help="Modules to leave as they are; may be repeated.")
 @click.option("--max_seq_len", type=int, help="Positions to serve; default: what the model was trained for.")
 @click.option("--revision", help="Branch, tag or commit, for a Hub ID.")
 @click.option("--trust_remote_code", is_flag=True, help="Run Python code that comes with the checkpoint.")

@@ -11,19 +11,28 @@ from typing import TYPE_CHECKING, Any
 
 from specbuild.checkpoint import CheckpointConfig
 from specbuild.files import new_directory, require_free, require_space
-from specbuild.huggingface import eos_token_ids, load_model, locate, read_model_config, save_tokenizer
-from specbuild.memory import mapped_weights, not_resident
+from specbuild.huggingface import eos_token_ids, locate, read_model_config, save_tokenizer
 from specbuild.progress import Stages, human_bytes, peak_memory
-from specbuild.weights import Weights, check_weights, require_finite, require_layers
+from specbuild.quantisation.recipe import Recipe, make_recipe
+from specbuild.weights import Weights, check_weights, require_layers
 from specrun.dtypes import FLOAT_NAMES
-from specrun.engine_dir import CONFIG_NAME, GRAPH_NAME, WEIGHTS_NAME, GraphInfo, Provenance, describe_file
+from specrun.engine_dir import (
+    CONFIG_NAME,
+    GRAPH_NAME,
+    WEIGHTS_NAME,
+    GraphInfo,
+    Provenance,
+    QuantisedWeights,
+    describe_file,
+)
 from specrun.errors import BuildConfigError, UnsupportedModelError, VerificationError
 from specrun.tokenizer import describe_tokenizer, tokenizer_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from specbuild.verify import Reference
+    from specbuild.quantisation.packed_model import PackedModel
+    from specbuild.reference import Reference
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,10 @@ class ConvertOptions:
     max_seq_len: int | None = None
     revision: str | None = None
     trust_remote_code: bool = False
+    qformat: str = "auto"
+    """``auto``: as the checkpoint is."""
+    group_size: int | None = None
+    exclude: tuple[str, ...] = ()
     verify: bool = True
     force: bool = False
 
@@ -48,15 +61,15 @@ def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
             raise ModuleNotFoundError(f"no module named {package}", name=package)
     output_dir = Path(options.output_dir)
     require_free(output_dir, options.force)
+    recipe = make_recipe(options.qformat, options.group_size, options.exclude)
     with stages.stage("check checkpoint"):
         source = locate(options.model, options.revision)
         hf_config = read_model_config(source, options.trust_remote_code)
         weights = check_weights(source)
         require_layers(source, hf_config, weights)
-        require_space({output_dir.parent: _output_bytes(weights, hf_config, options.dtype)})
         max_seq_len = _max_seq_len(source, hf_config, options.max_seq_len)
     with new_directory(output_dir, options.force) as work:
-        config = _write(source, hf_config, max_seq_len, options, stages, work)
+        config = _write(source, hf_config, weights, max_seq_len, options, stages, work, recipe)
         (work / CONFIG_NAME).write_text(config.model_dump_json(indent=2) + "\n")
     _summarise(config, weights.nbytes, output_dir, stages)
     return config
@@ -65,44 +78,59 @@ def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
 def _write(
     source: Path,
     hf_config: PreTrainedConfig,
+    files: Weights,
     max_seq_len: int,
     options: ConvertOptions,
     stages: Stages,
     work: Path,
+    recipe: Recipe | None,
 ) -> CheckpointConfig:
     """Load and export the model into ``work``, verify it, and return the config that describes the result."""
     # torch and onnx are imported here, so that --help and bad input cost no seconds.
     from specbuild import graph as graphs
-    from specbuild.export.exporter import cache_shapes, export_onnx
+    from specbuild.export.exporter import PREFIX, cache_shapes, export_onnx
     from specbuild.export.rope import pin_rope
-    from specbuild.verify import compare, reference_logits
+    from specbuild.export.skeleton import load_skeleton
+    from specbuild.quantisation.attach import attach
+    from specbuild.quantisation.dense import pack_model
+    from specbuild.quantisation.packed_model import PackedModel, use_dequantised
+    from specbuild.reference import reference_logits
+    from specbuild.tensors import bind
+    from specbuild.verify import compare
 
-    with stages.stage("load weights"):
-        model = load_model(source, hf_config, options.dtype, options.trust_remote_code)
+    with stages.stage("lay out the model"):
+        model, weights = load_skeleton(source, hf_config, options.dtype, options.trust_remote_code, files.entries)
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    packed = pack_model(model, recipe, weights) if recipe else PackedModel()
+    require_space({Path(options.output_dir).absolute().parent: _output_bytes(model, packed)})
+    use_dequantised(model, packed, source)
     eos, pretrained = eos_token_ids(model), model.config.to_dict()
     references = []
-    with not_resident(mapped_weights(model, source)):
-        with stages.stage("check weights"):
-            require_finite(model, source)
-        info = GraphInfo(vocab_size=_vocab_size(model), dtype=_dtype_name(model), caches=cache_shapes(model))
-        far = None
-        if options.verify:
-            with stages.stage("run the model behind a long text"):
-                far = _far_reference(model, info, max_seq_len, stages)
-        notes = pin_rope(model, max_seq_len)
-        for note in notes:
-            stages.say(f"note: {note}")
-        if options.verify:
-            with stages.stage("run the model for reference"):
-                references = [reference_logits(model, info.vocab_size, max_seq_len), *([far] if far else [])]
-        with stages.stage("export graph"):
-            graph = export_onnx(model, info.caches, max_seq_len)
-            graphs.tidy(graph)
-        total = sum(value.const_value.nbytes for value in graph.graph.initializers.values() if value.const_value)
-        with stages.stage("write weights", total) as advance:
-            graphs.save(graph, work / GRAPH_NAME, lambda tensor, _info: advance(tensor.nbytes))
-    release(model)
+    info = GraphInfo(
+        vocab_size=_vocab_size(model),
+        dtype=_dtype_name(model),
+        caches=cache_shapes(model),
+        quantised=QuantisedWeights(source=options.qformat, forms=packed.forms()) if packed.products else None,
+    )
+    far = None
+    if options.verify:
+        with stages.stage("run the model behind a long text"):
+            far = _far_reference(model, info, max_seq_len, stages)
+    notes = pin_rope(model, max_seq_len)
+    for note in notes:
+        stages.say(f"note: {note}")
+    if options.verify:
+        with stages.stage("run the model for reference"):
+            references = [reference_logits(model, info.vocab_size, max_seq_len), *([far] if far else [])]
+    with stages.stage("export graph"):
+        graph = export_onnx(model, info.caches, max_seq_len)
+        graphs.share_tied_weights(graph)
+        attach(graph, packed, PREFIX)
+        bind(graph, weights, PREFIX)
+        graphs.tidy(graph)
+    total = sum(value.const_value.nbytes for value in graph.graph.initializers.values() if value.const_value)
+    with stages.stage("write weights", total) as advance:
+        graphs.save(graph, work / GRAPH_NAME, lambda tensor, _info: advance(tensor.nbytes))
     difference = None
     if references:
         with stages.stage("verify in ONNX Runtime"):
@@ -125,9 +153,17 @@ def _write(
     )
 
 
+def _output_bytes(model: PreTrainedModel, packed: PackedModel) -> int:
+    """How large the ONNX checkpoint will be, less its small parts."""
+    names = dict(model.named_parameters())
+    dense = sum(p.nbytes for name, p in names.items() if name not in packed.products and name not in packed.tables)
+    stored = {id(weight): weight.nbytes for weight in (*packed.products.values(), *packed.tables.values())}
+    return dense + sum(stored.values())
+
+
 def _far_reference(model: PreTrainedModel, info: GraphInfo, max_seq_len: int, stages: Stages) -> Reference | None:
     """``verify.far_reference``; a model that takes no made-up cache is compared without it, and that is said."""
-    from specbuild.verify import far_reference
+    from specbuild.reference import far_reference
 
     try:
         return far_reference(model, info, max_seq_len)
@@ -136,21 +172,6 @@ def _far_reference(model: PreTrainedModel, info: GraphInfo, max_seq_len: int, st
     except Exception as error:
         stages.say(f"note: not compared behind a long text: the model does not run on a given cache ({error})")
         return None
-
-
-def _output_bytes(weights: Weights, config: PreTrainedConfig, dtype: str) -> int:
-    """About how large the ONNX checkpoint will be."""
-    stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
-    widened = dtype == "float32" and stored in ("float16", "bfloat16")
-    return weights.nbytes * (2 if widened else 1)
-
-
-def release(model: PreTrainedModel) -> None:
-    """Give back the weights' memory. The exporters' caches keep graphs, and with them every parameter, alive."""
-    import torch
-
-    for parameter in model.parameters():
-        parameter.data = torch.empty(0, dtype=parameter.dtype)
 
 
 def _max_seq_len(source: Path, config: PreTrainedConfig, wanted: int | None) -> int:

@@ -27,7 +27,8 @@ def tidy(model: ir.Model) -> ir.Model:
     """Fold what is small and constant, drop duplicates and leftovers, name the dimensions. In place."""
     share_tied_weights(model)
     ClearMetadataAndDocStringPass()(model)
-    # Transposes of weights are folded into views; the size limits keep out whatever would copy a weight in memory.
+    fold_transposes(model)
+    # The size limits keep out whatever would copy a weight in memory.
     optimizer.optimize(model, input_size_limit=1024, output_size_limit=1 << 16)
     CommonSubexpressionEliminationPass()(model)
     IdentityEliminationPass()(model)
@@ -84,6 +85,21 @@ def share_tied_weights(model: ir.Model) -> None:
             model.graph.initializers.pop(name)
 
 
+def fold_transposes(model: ir.Model) -> None:
+    """Turn weights that are read later and have one reader, which transposes them, without reading them now."""
+    for node in model.graph:
+        weight = node.inputs[0] if node.op_type == "Transpose" else None
+        transposed = getattr(weight.const_value, "transposed", None) if weight is not None else None
+        if weight is None or transposed is None or not weight.is_initializer() or len(weight.uses()) != 1:
+            continue
+        old = node.outputs[0]
+        tensor = transposed(node.attributes["perm"].as_ints(), str(old.name))
+        new = ir.Value(name=old.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+        model.graph.register_initializer(new)
+        ir.convenience.replace_nodes_and_values(model.graph, node, [node], [], [old], [new])
+        del model.graph.initializers[str(weight.name)]
+
+
 def pin_cache_length(model: ir.Model, cache_length: int) -> None:
     """Make S_max a number: TensorRT's in-place cache update needs a static length."""
     for _, value in _caches(model, cache_layers(model)):
@@ -137,46 +153,6 @@ def drop_activation_rounding(model: ir.Model, codes: ir.DataType | None = None) 
             use.node.outputs[0].replace_all_uses_with(x)
             model.graph.remove(use.node, safe=True)
         model.graph.remove(quantise, safe=True)
-
-
-def slice_products(model: ir.Model, elements: int) -> None:
-    """Multiply by weights of more than ``elements`` in slices, so that casting or transposing one copies a slice only.
-
-    The vocabulary's matrix is the one that matters: a fifth of a small model.
-    """
-    graph = model.graph
-    for product in [node for node in graph if node.op_type == "MatMul"]:
-        factor = product.inputs[1]
-        transpose = factor.producer() if factor is not None else None
-        transposed = transpose is not None and transpose.op_type == "Transpose"
-        weight = transpose.inputs[0] if transpose is not None and transposed else factor
-        if weight is None or not weight.is_initializer() or weight.shape is None or len(weight.shape) != 2:
-            continue
-        rows, columns = (int(size) for size in (reversed(weight.shape) if transposed else weight.shape))  # type: ignore[arg-type]
-        if rows * columns > elements:
-            _slice_product(graph, product, weight, transposed, columns, max(1, elements // rows))
-    RemoveUnusedNodesPass()(model)
-
-
-def _slice_product(
-    graph: ir.Graph, product: ir.Node, weight: ir.Value, transposed: bool, columns: int, width: int
-) -> None:
-    parts, nodes = [], []
-    for start in range(0, columns, width):
-        bounds = [ir.tensor([value], ir.DataType.INT64) for value in (start, start + width, 0 if transposed else 1)]
-        constants = [ir.node("Constant", [], {"value": bound}) for bound in bounds]
-        part = ir.node("Slice", [weight, *(constant.outputs[0] for constant in constants)])
-        nodes += [*constants, part]
-        if transposed:
-            nodes.append(ir.node("Transpose", [part.outputs[0]], {"perm": [1, 0]}))
-        nodes.append(ir.node("MatMul", [product.inputs[0], nodes[-1].outputs[0]]))
-        parts.append(nodes[-1].outputs[0])
-    nodes.append(ir.node("Concat", parts, {"axis": -1}))
-    for index, node in enumerate(nodes):
-        node.name = f"{product.name}.slice.{index}"
-        node.outputs[0].name = node.name
-    old, new = product.outputs[0], nodes[-1].outputs[0]
-    ir.convenience.replace_nodes_and_values(graph, product, [product], nodes, [old], [new])
 
 
 def _cast_uses(graph: ir.Graph, weight: ir.Value) -> None:

@@ -111,39 +111,6 @@ def read_model_config(directory: Path, trust_remote_code: bool) -> PreTrainedCon
     return config
 
 
-def load_model(directory: Path, config: PreTrainedConfig, dtype: str, trust_remote_code: bool) -> PreTrainedModel:
-    """The model with its weights mapped from the files, in ``dtype`` (``auto``: as stored), ready for inference.
-
-    Raises CheckpointError when it does not load, or tensors are missing or of the wrong shape.
-    """
-    from transformers import AutoModelForCausalLM
-
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            directory,
-            config=config,
-            dtype=dtype,
-            attn_implementation="eager",
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # They are refused below, by name.
-        )
-    except Exception as error:
-        raise CheckpointError(f"{directory}: transformers cannot load it ({_first_line(error)})") from error
-    model: PreTrainedModel = loaded[0]
-    info: dict[str, Any] = loaded[1]
-    for kind in ("missing_keys", "mismatched_keys"):
-        if keys := sorted(key if isinstance(key, str) else str(key[0]) for key in info[kind]):
-            raise CheckpointError(
-                f"{directory}: {len(keys)} tensors {kind.split('_')[0]} in the weight files, first {keys[0]}; the "
-                "checkpoint does not fit its config.json"
-            )
-    model.eval()
-    return model
-
-
 def eos_token_ids(model: PreTrainedModel) -> list[int]:
     """The ids that end a text: the generation config's, else the model config's. Raises CheckpointError."""
     for source in (model.generation_config, model.config):

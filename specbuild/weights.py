@@ -1,9 +1,8 @@
-"""Weight files: all that can be wrong with them is found before they are read; and whether weights are numbers."""
+"""Weight files: what they hold, and all that can be wrong with them, found before they are read."""
 
 from __future__ import annotations
 
 import json
-import math
 import operator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,20 +11,30 @@ from specbuild.json_file import read_json
 from specrun.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _LONGEST_HEADER = 100_000_000
 """Bytes of a safetensors header; the library's own limit."""
-_CHUNK = 1 << 24
-"""Weights that are looked at at a time."""
+
+
+class Entry(NamedTuple):
+    """Where a tensor lies."""
+
+    file: Path
+    offset: int
+    """Of its first byte in the file."""
+    shape: tuple[int, ...]
+    dtype: str
+    """As safetensors calls it."""
 
 
 class Weights(NamedTuple):
     """What a checkpoint's weight files hold."""
 
     nbytes: int
-    tensors: int
+    entries: dict[str, Entry]
+    """By the names that the files give."""
 
 
 def check_weights(directory: Path) -> Weights:
@@ -52,22 +61,24 @@ def check_weights(directory: Path) -> Weights:
         raise CheckpointError(
             f"{directory}: no model.safetensors and no model.safetensors.index.json; the checkpoint has no weights"
         )
-    tensors = sum(_check_shard(shard) for shard in shards)
-    return Weights(sum(shard.stat().st_size for shard in shards), tensors)
+    entries: dict[str, Entry] = {}
+    for shard in shards:
+        entries |= _check_shard(shard)
+    return Weights(sum(shard.stat().st_size for shard in shards), entries)
 
 
 def require_layers(source: Path, config: PreTrainedConfig, weights: Weights) -> None:
     """Raise CheckpointError where there are more layers than tensors: building them could take hours."""
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
-    if isinstance(layers, int) and layers > weights.tensors:
+    if isinstance(layers, int) and layers > len(weights.entries):
         raise CheckpointError(
-            f"{source / 'config.json'}: num_hidden_layers {layers}, and the weight files hold {weights.tensors} "
+            f"{source / 'config.json'}: num_hidden_layers {layers}, and the weight files hold {len(weights.entries)} "
             "tensors in all; the checkpoint does not fit its config.json"
         )
 
 
-def _check_shard(path: Path) -> int:
-    """The safetensors header promises how long the file is; hold it to that. Returns how many tensors there are."""
+def _check_shard(path: Path) -> dict[str, Entry]:
+    """The safetensors header promises how long the file is; hold it to that. Returns its tensors."""
     if not path.is_file():
         raise CheckpointError(
             f"{path}: missing, though model.safetensors.index.json lists it; download the checkpoint again"
@@ -84,27 +95,17 @@ def _check_shard(path: Path) -> int:
             if length > _LONGEST_HEADER:
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(file.read(length))
-            ends = [
-                operator.index(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"
-            ]
+            header.pop("__metadata__", None)
+            offsets = {name: [operator.index(end) for end in entry["data_offsets"]] for name, entry in header.items()}
+            entries = {
+                name: Entry(path, 8 + length + offsets[name][0], tuple(entry["shape"]), entry["dtype"])
+                for name, entry in header.items()
+            }
+            expected = 8 + length + max((end for _, end in offsets.values()), default=0)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise CheckpointError(f"{path}: not a safetensors file (unreadable header); download it again") from error
-    expected = 8 + length + max(ends, default=0)
     if size != expected:
         raise CheckpointError(
             f"{path}: {size} bytes, its header says {expected}; it is truncated or altered: download it again"
         )
-    return len(ends)
-
-
-def require_finite(model: PreTrainedModel, source: Path) -> None:
-    """Raise CheckpointError, naming the tensor, where a weight is NaN or infinite."""
-    import torch
-
-    for name, parameter in model.named_parameters():
-        flat = parameter.detach().reshape(-1)
-        for part in torch.split(flat, _CHUNK):
-            if part.is_floating_point() and not all(math.isfinite(end) for end in torch.aminmax(part)):
-                raise CheckpointError(
-                    f"{source}: the weights in {name} are not finite (NaN or inf); download them again"
-                )
+    return entries

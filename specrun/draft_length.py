@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from specrun.round_times import Pace, RoundTimes, TimeTuning
-from specrun.stats import expected_tokens
 
 
 @dataclass(frozen=True)
@@ -54,14 +53,20 @@ class Tuning:
     times: TimeTuning = field(default_factory=TimeTuning)
 
 
-def token_rates(alphas: Sequence[float], row_limits: Sequence[int], seconds: Sequence[float]) -> list[float]:
-    """Expected tokens a second of a batch, for every draft length from 0 to the most that a row can use.
+def batch_tokens(alphas: Sequence[float], row_limits: Sequence[int], longest: int) -> list[float]:
+    """Expected tokens of a round of a batch, for every draft length from 0 to ``longest``.
 
-    alphas, row_limits: each row's acceptance rate, and the most draft tokens that it can use. seconds[g]: T(g).
+    alphas, row_limits: each row's acceptance rate and the most draft tokens it can use.
     """
-    lengths = range(min(len(seconds) - 1, max(row_limits, default=0)) + 1)
-    rows = list(zip(alphas, row_limits, strict=True))
-    return [sum(expected_tokens(alpha, min(g, limit)) for alpha, limit in rows) / seconds[g] for g in lengths]
+    tokens = [0.0] * (longest + 1)
+    for alpha, limit in zip(alphas, row_limits, strict=True):
+        expected = power = 1.0
+        for g in range(longest + 1):
+            tokens[g] += expected
+            if g < limit:
+                power *= alpha
+                expected += power
+    return tokens
 
 
 @dataclass
@@ -126,10 +131,12 @@ class DraftLength:
         prior = self._overall.rate(0.5, 2.0)
         alphas = [self._own.get(request, _UNKNOWN).rate(prior, tuning.own_rate_tokens) for request in requests]
         lag_time = draft_lag * self._lag_token_time(times.expected)
+        tokens = batch_tokens(alphas, row_limits, min(self.max_draft_len, max(row_limits)))
+        lag_share = lag_time / tuning.lag_rounds
 
         def rates(seconds: Sequence[float]) -> list[float]:
-            drafting = [time + lag_time / tuning.lag_rounds for time in seconds[1:]]
-            return token_rates(alphas, row_limits, [seconds[0], *drafting])
+            drafting = [yielded / (time + lag_share) for yielded, time in zip(tokens[1:], seconds[1:], strict=False)]
+            return [tokens[0] / seconds[0], *drafting]
 
         plain, *drafting = rates(times.expected)
         gain = max(drafting) / plain

@@ -84,11 +84,22 @@ class CacheTensor(Strict):
     head_dim: int = Field(ge=1, le=1 << 16, validation_alias=AliasChoices("head_dim", "width"))
 
 
+class QuantisedWeights(Strict):
+    """What the weights of products and the embedding are stored in; the others have the graph's dtype."""
+
+    source: str
+    """The ``--qformat``, or the method that the checkpoint came with."""
+    forms: dict[str, int]
+    """How many weights there are in each form, such as ``int4 in groups of 128``."""
+
+
 class GraphInfo(Strict):
     """What a graph computes with. ``caches`` is [key_0, value_0, key_1, ...]."""
 
     vocab_size: Size
     dtype: FloatName
+    """Of everything that is computed, and of the cache."""
+    quantised: QuantisedWeights | None = None
     caches: list[CacheTensor] = Field(max_length=1 << 16)
 
     @property

@@ -109,16 +109,17 @@ class RoundTimes:
         # The estimate by the other lengths weighs as much as this many measured times.
         prior = noise**2 / self.tuning.interpolation_error**2
         known = sorted(self.medians)
+        optimism = self.tuning.optimism * self.tuning.interpolation_error * math.sqrt(prior)
         times = Times([], [])
         for draft_len in range(max_draft_len + 1):
             expected, step = self._expect(draft_len, known, base)
-            count = self.count(draft_len)
-            if count:
-                expected = (count * self.medians[draft_len] + prior * expected) / (count + prior)
+            count = 0
+            if median := self.medians.get(draft_len):
+                count = len(self.measured[draft_len])
+                expected = (count * median + prior * expected) / (count + prior)
                 step = 0.0
-            error = self.tuning.interpolation_error * math.sqrt(prior / (count + prior)) * expected
             times.expected.append(expected)
-            times.optimistic.append(expected - max(self.tuning.optimism * error, step))
+            times.optimistic.append(expected - max(optimism / math.sqrt(count + prior) * expected, step))
         return times
 
     def _expect(self, draft_len: int, known: Sequence[int], base: Sequence[float] | None) -> tuple[float, float]:

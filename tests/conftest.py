@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import json
 import os
 import signal
@@ -20,12 +21,11 @@ from specbuild.engine import build_engine
 from specbuild.progress import Stages
 from specrun.engine_dir import describe_file
 from specrun.tokenizer import describe_tokenizer
-from tests.families import save_checkpoint
 
 # A suite that was started in the background ignores Ctrl-C, and so would the programs that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST_FIRST = ["end_to_end", "families", "memory", "draft_length", "kernel_races", "interrupted", "lossless_sampling"]
+LONGEST_FIRST = ["end_to_end", "families", "memory", "draft_length", "lossless_sampling", "interrupted", "parity_check"]
 """Files that would keep one process busy when the others have nothing left to do."""
 
 
@@ -33,6 +33,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The order in which files are given to processes; see scripts/test."""
     ranks = {f"test_{name}.py": rank for rank, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the garbage collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def quiet() -> Stages:
@@ -89,6 +95,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def hf(shared: Path) -> Path:
     """Random Hugging Face checkpoints: a target, a draft, and a second draft with a padded embedding."""
+    from tests.families import save_checkpoint
 
     def make(root: Path) -> None:
         save_checkpoint(root / "target", "llama3", seed=1)

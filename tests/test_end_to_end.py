@@ -10,12 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner, Result
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from scripts import gpu_check
+from scripts.benchmarks.gpu import models
+from scripts.grow_checkpoint import main as grow_checkpoint
+from specbuild.cli import main as specbuild
 from tests import all_cores
+from tests.conftest import make_onnx
 
 ROOT = Path(__file__).parent.parent
-PAIR = ROOT / ".cache" / "pair"
+PAIR = ROOT / ".cache" / "quick_pair"
 BIN = Path(sys.executable).parent
 PROMPT = "The import statement"
 LENGTH = 48
@@ -39,7 +45,7 @@ def ok(*command: str | Path, input: str | None = None, cwd: Path = ROOT) -> str:
 @pytest.fixture(scope="module")
 def pair() -> Path:
     """The trained pair as Hugging Face checkpoints."""
-    ok(sys.executable, ROOT / "scripts" / "make_demo_pair.py", "--output_dir", PAIR)
+    ok(sys.executable, ROOT / "scripts" / "make_demo_pair.py", "--output_dir", PAIR, "--quick")
     return PAIR
 
 
@@ -47,8 +53,8 @@ def pair() -> Path:
 def built(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Engines of the pair, built by the commands from a YAML file, two at a time."""
     root = tmp_path_factory.mktemp("demo")
-    for name in ("target", "draft"):
-        ok("specbuild", "convert", "--model_dir", pair / name, "--output_dir", root / "onnx" / name)
+    ok("specbuild", "convert", "--model_dir", pair / "target", "--output_dir", root / "onnx" / "target")
+    make_onnx(pair / "draft", root / "onnx" / "draft")
     (root / "engines.yaml").write_text(
         "max_seq_len: 256\nengines:\n"
         "  - {checkpoint_dir: onnx/target, output_dir: engines/target, max_draft_len: 10}\n"
@@ -146,11 +152,17 @@ def test_grown_checkpoints_compute_the_same(pair: Path, tmp_path: Path) -> None:
     assert outputs[0] == outputs[1]
 
 
+def grow(*options: str | Path) -> Result:
+    """grow_checkpoint in this process, where torch is loaded."""
+    return CliRunner().invoke(grow_checkpoint, [str(option) for option in options], prog_name="grow_checkpoint.py")
+
+
 def test_a_grown_vocabulary_is_never_chosen(pair: Path, tmp_path: Path) -> None:
     """The same ids, greedy and sampled, beside thousands that no text has; in positions that nobody trained too."""
     grown = tmp_path / "grown"
-    ok(sys.executable, ROOT / "scripts" / "grow_checkpoint.py", "--input_dir", pair / "draft", "--output_dir", grown,
-       "--parameters", "12M", "--vocab_size", "9000", "--max_position_embeddings", "4096")  # fmt: skip
+    done = grow("--input_dir", pair / "draft", "--output_dir", grown,
+                "--parameters", "12M", "--vocab_size", "9000", "--max_position_embeddings", "4096")  # fmt: skip
+    assert done.exit_code == 0, done.stderr
     small, large = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (pair / "draft", grown))
     assert (large.config.vocab_size, large.config.max_position_embeddings) == (9000, 4096)
     ids = torch.tensor([AutoTokenizer.from_pretrained(grown)(PROMPT).input_ids])
@@ -159,25 +171,43 @@ def test_a_grown_vocabulary_is_never_chosen(pair: Path, tmp_path: Path) -> None:
     assert many.shape[-1] == 9000
     assert many[..., few.shape[-1] :].sum() < 1e-12
     assert torch.allclose(few, many[..., : few.shape[-1]], atol=1e-4)
-    refused = shell(sys.executable, ROOT / "scripts" / "grow_checkpoint.py", "--input_dir", pair / "draft",
-                    "--output_dir", tmp_path / "less", "--parameters", "12M", "--vocab_size", "9")  # fmt: skip
-    assert refused.returncode == 2
+    refused = grow("--input_dir", pair / "draft", "--output_dir", tmp_path / "less", "--parameters", "12M",
+                   "--vocab_size", "9")  # fmt: skip
+    assert refused.exit_code == 2
     assert "--vocab_size 9: the checkpoint has" in refused.stderr
 
 
-def test_gpu_check_makes_its_models(pair: Path, tmp_path: Path) -> None:
-    """Without a GPU, as for a host that has one; once."""
-    command: list[str | Path] = [sys.executable, ROOT / "scripts" / "gpu_check.py", "--here"]
-    command += ["--part", "models", "--size", "tiny"]
-    command += ["--pair_dir", pair, "--work_dir", tmp_path / "work", "--output", tmp_path / "check.json"]
-    ok(*command)
-    models = json.loads((tmp_path / "check.json").read_text())["models"]
-    assert models.keys() == {"target", "draft"}
-    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "work").rglob("*")}
+def test_gpu_check_makes_its_models(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, as for a host that has one; once. The target by processes, the draft by the same commands here."""
+    apart = models._run
+
+    def run(program: str, *arguments: object) -> None:
+        if tmp_path / "work" / "onnx" / "draft" in arguments:
+            done = CliRunner().invoke(specbuild, [str(part) for part in arguments[1:]])
+        elif Path(program).name == "grow_checkpoint.py" and pair / "draft" in arguments:
+            done = grow(*map(str, arguments))
+        else:
+            apart(program, *arguments)
+            return
+        assert done.exit_code == 0, done.stderr
+
+    monkeypatch.setattr(models, "_run", run)
+    command = ["--here", "--part", "models", "--size", "tiny", "--pair_dir", pair]
+    command += ["--work_dir", tmp_path / "work", "--output", tmp_path / "check.json"]
+
+    def check() -> None:
+        with all_cores():
+            result = CliRunner().invoke(gpu_check.main, [str(part) for part in command], catch_exceptions=False)
+        assert result.exit_code == 0, result.stderr
+
+    check()
+    made = json.loads((tmp_path / "check.json").read_text())["models"]
+    assert made.keys() == {"target", "draft"}
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "work").rglob("*")}
     graph = json.loads((tmp_path / "work" / "onnx" / "target" / "config.json").read_text())["graph"]
     assert graph["vocab_size"] == 2500
-    ok(*command)
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "work").rglob("*")} == made
+    check()
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "work").rglob("*")} == times
 
 
 def test_tensorrt_rtx_compiles_the_pair_and_inspect_shows_it(pair: Path, built: Path, tmp_path: Path) -> None:

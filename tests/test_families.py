@@ -25,7 +25,7 @@ from tests.test_causal import kept_masks, walk
 STEPS = [(7, 11), (1, 1), (5, 3), (1, 6)]
 """Tokens fed to two rows in each call: prefill, one token, several, unequal."""
 
-WINDOWED = {"mistral": 2, "gemma3": 5}
+WINDOWED = {"mistral": 2, "gemma3": 2}
 """Attention layers with a sliding window. Gemma 2's attention is no Attention node at all."""
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from specbuild.cli import main
 from specbuild.files import new_directory, require_space
@@ -78,7 +78,7 @@ def exporting(folder: Path) -> Moment:
     started: list[float] = []
 
     def moment(build: Build) -> bool:
-        if "load weights" in build.stderr and not started:
+        if "lay out the model" in build.stderr and not started:
             started.append(time.monotonic())
         return bool(started) and time.monotonic() > started[0] + 0.5
 
@@ -288,24 +288,32 @@ def workers(build: Build) -> list[int]:
     return found
 
 
-def small_files() -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+def with_small_files(*command: object) -> Result:
+    """A command in this process, where for its time no file can grow beyond 100 kB."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        return CliRunner().invoke(main, [str(part) for part in command], prog_name="specbuild")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_convert_when_files_cannot_grow(hf: Path, out: Path, tmp_path: Path) -> None:
+def test_convert_when_files_cannot_grow(hf: Path, out: Path) -> None:
     flags = ("--model_dir", hf / "draft", "--output_dir", out / "onnx", "--no_verify")
-    build = Build(tmp_path / "log", "convert", *flags, preexec_fn=small_files)
-    assert build.end() == 1
-    assert build.stderr.splitlines()[-1].startswith(f"specbuild: error: {out / 'onnx'}: ")
-    assert "Traceback" not in build.stderr
+    result = with_small_files("convert", *flags)
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit), repr(result.exception)
+    assert result.stderr.splitlines()[-1].startswith(f"specbuild: error: {out / 'onnx'}: ")
+    assert "Traceback" not in result.stderr
     assert list(out.iterdir()) == []
 
 
-def test_engine_when_files_cannot_grow(onnx: Path, out: Path, tmp_path: Path) -> None:
+def test_engine_when_files_cannot_grow(onnx: Path, out: Path) -> None:
     flags = ("--checkpoint_dir", onnx / "draft", "--output_dir", out / "engine", "--backend", "onnxruntime")
-    build = Build(tmp_path / "log", "engine", *flags, preexec_fn=small_files)
-    assert build.end() == 1
-    says = build.stderr.splitlines()[-1]
+    result = with_small_files("engine", *flags)
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit), repr(result.exception)
+    says = result.stderr.splitlines()[-1]
     assert says.startswith("specbuild: error: ")
     assert "Failed to write" in says
     assert list(out.iterdir()) == []

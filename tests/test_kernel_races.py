@@ -24,7 +24,8 @@ def test_threads_of_a_block_do_not_race(tmp_path: Path) -> None:
         "TSAN_OPTIONS": f"log_path={tmp_path / 'race'} exitcode=0",
     }
     tests = ["-k", "not compiles", str(Path(__file__).with_name("test_kernels.py"))]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    # The fixtures would bring torch, which takes the sanitizer longer than the tests.
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--noconftest", *tests]
     run = subprocess.run(command, env=os.environ | watched, capture_output=True, text=True, timeout=300)
     reports = "".join(path.read_text() for path in tmp_path.glob("race*"))
     if "FATAL: ThreadSanitizer" in run.stdout + run.stderr + reports:

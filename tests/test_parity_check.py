@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
+import onnx as onnx_format
 import pytest
 import torch
 import transformers
@@ -19,8 +20,9 @@ from specbuild.checkpoint import open_checkpoint
 from specbuild.export.exporter import cache_shapes, export_onnx
 from specbuild.export.rope import pin_rope
 from specbuild.graph import save, tidy
-from specbuild.verify import compare, far_reference, reference_logits
-from specrun.engine_dir import GraphInfo
+from specbuild.reference import far_reference, reference_logits
+from specbuild.verify import compare
+from specrun.engine_dir import GRAPH_NAME, GraphInfo
 from specrun.errors import CheckpointError, SpecError, VerificationError
 from tests.conftest import make_onnx
 from tests.families import FAMILIES, LONG_ROPE, POSITIONS, SIZES, save_checkpoint
@@ -83,20 +85,20 @@ def exported(model: Any, directory: Path, max_seq_len: int = POSITIONS) -> tuple
     return directory / "model.onnx", info
 
 
-def test_a_graph_whose_logits_are_not_numbers_is_refused(tmp_path: Path) -> None:
+def test_a_graph_whose_logits_are_not_numbers_is_refused(hf: Path, onnx: Path, tmp_path: Path) -> None:
     """As where the exporter folded a constant wrongly: the difference to NaN is no difference."""
-    model = load(FAMILIES["llama3"]())
+    model = AutoModelForCausalLM.from_pretrained(hf / "target", attn_implementation="eager").eval()
     reference = reference_logits(model, model.config.vocab_size, POSITIONS)
-    path, info = exported(model, tmp_path / "onnx")
-    assert compare(path, info, [reference]) < 1e-4
-    graph = onnx.load(path)
+    info = open_checkpoint(onnx / "target").graph
+    assert compare(onnx / "target" / GRAPH_NAME, info, [reference]) < 1e-4
+    graph = onnx_format.load(onnx / "target" / GRAPH_NAME)
     (norm,) = [tensor for tensor in graph.graph.initializer if "model.norm.weight" in tensor.name]
-    spoilt = onnx.numpy_helper.to_array(norm).copy()
+    spoilt = onnx_format.numpy_helper.to_array(norm).copy()
     spoilt[0] = np.nan
-    norm.CopyFrom(onnx.numpy_helper.from_array(spoilt, norm.name))
-    onnx.save(graph, path)
+    norm.CopyFrom(onnx_format.numpy_helper.from_array(spoilt, norm.name))
+    onnx_format.save(graph, tmp_path / GRAPH_NAME)
     with pytest.raises(VerificationError, match="the exported graph's logits are not finite"):
-        compare(path, info, [reference])
+        compare(tmp_path / GRAPH_NAME, info, [reference])
 
 
 WINDOW = 60
@@ -109,14 +111,29 @@ WINDOWED: dict[str, Callable[[int], PreTrainedConfig]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def windowed_graphs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tuple[Path, GraphInfo]]:
+    """The graph of a family's model with a window of so many positions, exported once."""
+
+    @functools.cache
+    def graph(family: str, window: int) -> tuple[Path, GraphInfo]:
+        return exported(load(WINDOWED[family](window)), tmp_path_factory.mktemp(family) / "onnx")
+
+    return graph
+
+
 @pytest.mark.parametrize("family", WINDOWED)
 @pytest.mark.parametrize("wrong", [0, -1, 1, None], ids=["right", "shorter", "longer", "none"])
-def test_a_window_that_is_wrong_by_one_position_is_seen(tmp_path: Path, family: str, wrong: int | None) -> None:
-    right = load(WINDOWED[family](WINDOW))
+def test_a_window_that_is_wrong_by_one_position_is_seen(
+    windowed_graphs: Callable[[str, int], tuple[Path, GraphInfo]], family: str, wrong: int | None
+) -> None:
+    """The graph's window is that much longer than the model's, or there is none."""
+    window = WINDOW - (wrong or 0)
+    path, info = windowed_graphs(family, WINDOW if wrong is not None else 4096)
+    right = load(WINDOWED[family](window))
     near = reference_logits(right, right.config.vocab_size, POSITIONS)
-    path, info = exported(load(WINDOWED[family](WINDOW + wrong if wrong is not None else 4096)), tmp_path / "onnx")
     far = far_reference(right, info, POSITIONS)
-    assert far and far.start > WINDOW
+    assert far and far.start > window
     assert compare(path, info, [near]) < 1e-4, "texts shorter than the window see nothing"
     if wrong == 0:
         assert compare(path, info, [near, far]) < 1e-4

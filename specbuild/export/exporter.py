@@ -12,6 +12,8 @@ import onnx_ir as ir
 import torch
 from torch import nn
 from torch.export import Dim
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from specbuild.export.fused import fused_operators
@@ -50,6 +52,19 @@ class ContractModule(nn.Module):
         return (output.logits.float(), *cache.present())
 
 
+PREFIX = "model."
+"""In front of the model's names for its weights, in the graph."""
+
+
+class _WithoutProducts(TorchFunctionMode):
+    """``linear`` returns zeros of the right shape: large matrices are not touched where only shapes matter."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.linear:
+            return args[0].new_zeros(*args[0].shape[:-1], args[1].shape[0])
+        return func(*args, **(kwargs or {}))
+
+
 def cache_shapes(model: PreTrainedModel) -> list[CacheTensor]:
     """[key_0, value_0, key_1, ...] as the model really writes them, seen by running three tokens through it.
 
@@ -57,7 +72,7 @@ def cache_shapes(model: PreTrainedModel) -> list[CacheTensor]:
     Raises UnsupportedModelError for models whose cache is not one key and one value tensor a layer.
     """
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _WithoutProducts():
             output = model(input_ids=torch.zeros(1, 3, dtype=torch.int64), use_cache=True)
     except Exception as error:  # Settings that contradict each other show up here first.
         raise UnsupportedModelError(
@@ -82,7 +97,7 @@ def cache_shapes(model: PreTrainedModel) -> list[CacheTensor]:
 
 
 def export_onnx(model: PreTrainedModel, shapes: list[CacheTensor], max_seq_len: int) -> ir.Model:
-    """Export ``model`` as it stands in memory; weights are referenced, not copied.
+    """Export ``model`` as it stands in memory; weights are referenced, not copied. Their names follow ``PREFIX``.
 
     Dimensions are symbolic: batch B, tokens S, logits K, cache length S_max.
     Raises UnsupportedModelError with the exporter's reason where the model cannot be traced.

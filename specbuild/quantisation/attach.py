@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from specbuild.quantisation.dense import PackedModel
 from specbuild.quantisation.packed import Activation, Packed
+from specbuild.quantisation.packed_model import PackedModel
 from specrun.errors import UnsupportedModelError
 
 _INT8_STEPS = 127
@@ -73,6 +73,8 @@ def quantise_product(model: ir.Model, product: Product, packed: Packed) -> None:
     if packed.activation is not None:
         x, factor = _round_activation(build, x, packed.activation)
     y = build.node("MatMul", x, build.dequantised(packed))
+    if packed.offsets is not None:
+        y = build.node("Add", y, _times_offsets(build, x, packed))
     if factor is not None:
         y = build.node("Mul", y, factor)
     if node.op_type == "Gemm" and len(node.inputs) > 2 and node.inputs[2] is not None:
@@ -111,6 +113,21 @@ def _round_activation(build: _Builder, x: ir.Value, activation: Activation) -> t
     ), largest
 
 
+def _times_offsets(build: _Builder, x: ir.Value, packed: Packed) -> ir.Value:
+    """The product of ``x`` with a matrix whose rows are equal within a block: sums over blocks times their rows."""
+    if packed.offsets is None or packed.block is None or packed.shape[0] % packed.block:
+        raise UnsupportedModelError(f"{build.name}: offsets without whole blocks")
+    blocks = build.constant("blocks", np.array([0, 0, packed.shape[0] // packed.block, packed.block]))
+    if (original := build.old.inputs[0]) is not None and len(original.shape or ()) == 2:
+        blocks = build.constant("blocks_of_rows", np.array([0, packed.shape[0] // packed.block, packed.block]))
+    parts = build.node("Reshape", x, blocks)
+    sums = build.node("ReduceSum", parts, build.shared("last_axis", np.array([-1])), keepdims=0)
+    offsets = build.own("offsets", packed.offsets)
+    if offsets.dtype != build.dtype:
+        offsets = build.node("Cast", offsets, to=int(build.dtype))
+    return build.node("MatMul", sums, offsets)
+
+
 def _smallest(dtype: ir.DataType) -> float:
     """A divisor for tokens that are zero throughout: the smallest normal number of ``dtype``."""
     return 2.0**-14 if dtype == ir.DataType.FLOAT16 else 2.0**-126
@@ -134,7 +151,8 @@ class _Builder:
         """The packed weight behind DequantizeLinear, in the graph's dtype."""
         scales = self.own("scales", packed.scales)
         if packed.global_scale is not None:
-            scales = self.node("DequantizeLinear", scales, self.own("global_scale", packed.global_scale))
+            unit = self.own("global_scale", packed.global_scale)
+            scales = self.node("DequantizeLinear", scales, unit, dtype=unit.dtype)
         inputs = [self.own("codes", packed.codes), scales]
         if packed.zero_points is not None:
             inputs.append(self.own("zero_points", packed.zero_points))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from specbuild.quantisation.packed import Packed
+from specbuild.quantisation.packed_model import PackedModel, parameter_names
 from specbuild.quantisation.recipe import Recipe, Storage
 from specbuild.quantisation.rounding import CodeForm, Rounded, Rows, global_scale, round_weight
 
@@ -24,16 +24,6 @@ _CODES: dict[CodeForm, ir.DataType] = {
     "float8": ir.DataType.FLOAT8E4M3FN,
     "float4": ir.DataType.FLOAT4E2M1,
 }
-
-
-@dataclass(frozen=True)
-class PackedModel:
-    """The quantised weights of a model, by their parameters' names; a tied one stands under each of its names."""
-
-    products: dict[str, Packed]
-    """Of Linear and the like: codes [K, N]."""
-    tables: dict[str, Packed]
-    """Of the embedding: codes [V, H], a scale a row."""
 
 
 def pack_model(model: Any, recipe: Recipe, weights: Mapping[str, Any]) -> PackedModel:
@@ -46,7 +36,7 @@ def pack_model(model: Any, recipe: Recipe, weights: Mapping[str, Any]) -> Packed
     """
     rounded: Any = functools.lru_cache(maxsize=1)(round_weight)  # Codes and scales are written one after the other.
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    names = _names(model)
+    names = parameter_names(model)
     packed = PackedModel({}, {})
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear | Conv1D | nn.Embedding) or (own := names.get(id(module.weight))) is None:
@@ -60,14 +50,6 @@ def pack_model(model: Any, recipe: Recipe, weights: Mapping[str, Any]) -> Packed
         if storage := recipe.product(name, rows.shape[1], module is head):
             packed.products.update(dict.fromkeys(own, _pack(rows, storage, rounded)))
     return packed
-
-
-def _names(model: Any) -> dict[int, list[str]]:
-    """All names of every parameter, by its identity."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return names
 
 
 class _Columns:

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from specbuild.quantisation.activation import Activation as Activation
+
 Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Activation:
-    """How the input of a product is rounded before it is multiplied."""
-
-    form: Literal["int8", "float8", "float4"]
-    scale: float | None = None
-    """The value of one step, fixed by calibration. None: every token's own, from its largest value."""
-
-
-@dataclass(frozen=True)
 class Packed:
-    """A weight [K, N] (input channels, output channels): ``(codes - zero_points) * scales``.
+    """A weight [K, N] (input channels, output channels): ``(codes - zero_points) * scales + offsets``.
 
     The tensors are read when they are needed, not before.
     """
@@ -45,6 +38,8 @@ class Packed:
     """[K]: row k of the weight belongs to this channel of the input (GPTQ's act-order). None: to channel k."""
     input_factors: Floats | None = None
     """[K]: the input is multiplied by them first (AWQ's smoothing that no other layer could take over)."""
+    offsets: ir.TensorProtocol | None = None
+    """As ``scales``: what is added to the scaled codes (zero points of torchao's int4, which are no integers)."""
 
     def __post_init__(self) -> None:
         """Raise ValueError where shapes contradict each other."""
@@ -52,7 +47,7 @@ class Packed:
         expected: list[tuple[int, ...]] = [(), ((rows, columns)[self.axis],)]
         if self.block is not None:
             expected = [(-(-rows // self.block), columns)]
-        for name in ("scales", "zero_points"):
+        for name in ("scales", "zero_points", "offsets"):
             tensor = getattr(self, name)
             if tensor is not None and _shape(tensor) not in expected:
                 raise ValueError(
@@ -68,36 +63,44 @@ class Packed:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors together."""
-        return sum(tensor.nbytes for tensor in (self.codes, self.scales, self.zero_points) if tensor is not None)
+        tensors = (self.codes, self.scales, self.zero_points, self.offsets)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
-    def dequantise(self, columns: slice = slice(None)) -> Floats:
-        """The weight, or some columns, in float32 [K, N], rows in the order of the input's channels."""
-        weight, scales = as_float32(self.codes, columns), self._spread(self.scales, columns)
+    def dequantise(self, channels: slice = slice(None)) -> Floats:
+        """The weight in float32 [K, N], rows in the order of the input's channels; of a table [V, H], rows as they are.
+
+        channels: only these output channels; of a table, these rows.
+        """
+        weight = as_float32(self.codes, channels, self.axis)
+        if self.zero_points is not None:
+            weight = weight - self._spread(self.zero_points, channels)
+        scales = self._spread(self.scales, channels)
         if self.global_scale is not None:
             scales = scales * as_float32(self.global_scale)
-        if self.zero_points is not None:
-            weight = weight - self._spread(self.zero_points, columns)
         weight = weight * scales
+        if self.offsets is not None:
+            weight = weight + self._spread(self.offsets, channels)
         if self.channel_order is not None:
             weight = weight[np.argsort(self.channel_order)]
         if self.input_factors is not None:
             weight = weight * self.input_factors[:, None]
         return weight
 
-    def _spread(self, tensor: ir.TensorProtocol, columns: slice) -> Floats:
-        """Scales or zero points so that they can be combined with codes."""
+    def _spread(self, tensor: ir.TensorProtocol, channels: slice) -> Floats:
+        """Scales or the like of these channels, in a shape that goes with codes."""
+        values = as_float32(tensor, channels)
         if self.block is not None:
-            return np.repeat(as_float32(tensor, columns), self.block, axis=0)[: self.shape[0]]
-        if self.axis == 0:
-            return as_float32(tensor)[:, None]
-        return as_float32(tensor, columns) if len(_shape(tensor)) else as_float32(tensor)
+            return np.repeat(values, min(self.block, self.shape[0]), axis=0)[: self.shape[0]]
+        return values[:, None] if self.axis == 0 else values
 
 
 def _shape(tensor: ir.TensorProtocol) -> tuple[Any, ...]:
-    return tuple(int(size) for size in tensor.shape)  # type: ignore[arg-type]
+    return tuple(tensor.shape.numpy())
 
 
-def as_float32(tensor: ir.TensorProtocol, columns: slice = slice(None)) -> Floats:
-    """The values of ``tensor``, or some along its last axis, in float32, which holds every code and scale exactly."""
+def as_float32(tensor: ir.TensorProtocol, part: slice = slice(None), axis: int = -1) -> Floats:
+    """The values of ``tensor``, or a part along an axis, in float32, which holds every code and scale exactly."""
     values = np.asarray(tensor.numpy())
-    return (values[..., columns] if values.ndim else values).astype(np.float32)
+    if values.ndim:
+        values = values[part] if axis == 0 else values[..., part]
+    return values.astype(np.float32)

@@ -6,10 +6,10 @@ import fnmatch
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from specbuild.quantisation.packed import Activation
-from specbuild.quantisation.rounding import CodeForm
+from specbuild.quantisation.activation import Activation
 from specrun.errors import BuildConfigError
 
+CodeForm = Literal["int8", "int4", "float8", "float4"]
 QFormat = Literal["int8", "int8_wo", "int4", "fp8_wo", "nvfp4_wo"]
 QFORMATS: tuple[QFormat, ...] = get_args(QFormat)
 
@@ -78,6 +78,20 @@ class Recipe:
         """How the embedding is stored: with the integer formats in 8 bits, one scale a token of the vocabulary."""
         excluded = any(fnmatch.fnmatchcase(module, pattern) for pattern in self.exclude)
         return Storage("int8") if self.qformat.startswith("int") and not excluded else None
+
+
+def make_recipe(qformat: str, group_size: int | None, exclude: tuple[str, ...]) -> Recipe | None:
+    """The recipe of the command's options; None for ``auto``, which leaves weights as they are.
+
+    Raises BuildConfigError.
+    """
+    if qformat == "auto":
+        if group_size is not None or exclude:
+            raise BuildConfigError("--group_size and --exclude say how weights are quantised: give --qformat too")
+        return None
+    if qformat not in QFORMATS:
+        raise BuildConfigError(f"--qformat {qformat}: expected auto or one of {', '.join(QFORMATS)}")
+    return Recipe(qformat, group_size, exclude)
 
 
 def _does_not_divide(module: str, inputs: int, group: str) -> BuildConfigError:

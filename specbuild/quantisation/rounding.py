@@ -8,14 +8,14 @@ rounded at a time, so the memory beside the result stays small for every size of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import torch
 
-CodeForm = Literal["int8", "int4", "float8", "float4"]
+from specbuild.quantisation.recipe import CodeForm as CodeForm
 
 _AT_A_TIME = 1 << 20
 """Elements that are rounded at a time."""

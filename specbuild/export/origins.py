@@ -1,0 +1,108 @@
+"""Where each weight of a model comes from: stored tensors, renamed and combined by transformers' own tables."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from specbuild.tensors import Index, Reader, StoredTensor, join
+
+
+def find_origins(model: PreTrainedModel, mapping: list[Any], stored: dict[str, StoredTensor]) -> dict[str, Reader]:
+    """What to read for each weight of ``model``, whose tensors need no numbers, by the model's names.
+
+    ``mapping`` is transformers' for this model. The names are found as in its ``convert_and_load_state_dict_in_model``.
+    """
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    expected, prefix = model.state_dict(), model.base_model_prefix
+    found: dict[str, Reader] = {}
+    conversions: dict[str, _Conversion] = {}
+    for name in sorted(stored, key=dot_natural_key):
+        renamed, pattern = rename_source_key(name, renamings, converters, prefix, expected)
+        if renamed not in expected and name in expected:  # It should not have been renamed.
+            renamed, pattern = rename_source_key(name, [], [], prefix, expected)
+        if renamed not in expected:
+            continue
+        if pattern is None:
+            found[renamed] = stored[name]
+        else:
+            converter = by_pattern[pattern]
+            conversion = conversions.setdefault(renamed, _Conversion(model, converter, renamed))
+            conversion.sources.append((pattern, stored[name]))
+    for conversion in conversions.values():
+        shapes = conversion.convert([torch.empty(source.shape, device="meta") for _, source in conversion.sources])
+        found |= {name: _Converted(conversion, name, tuple(shape.shape)) for name, shape in shapes.items()}
+    return found
+
+
+class _Conversion:
+    """Stored tensors that transformers makes one or several weights of: experts that are stacked, say."""
+
+    def __init__(self, model: PreTrainedModel, converter: WeightConverter, first: str) -> None:
+        """``first``: the model's name of the (first) weight."""
+        self.model, self.converter, self.first = model, converter, first
+        self.sources: list[tuple[str, StoredTensor]] = []
+        """The pattern that took each tensor, and the tensor."""
+
+    def convert(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Weights by name; ``tensors`` stand for all sources, or for the same experts of each."""
+        converter: Any = deepcopy(self.converter)
+        patterns = [pattern for pattern, _ in self.sources]
+        if len(tensors) < len(patterns):
+            patterns = list(dict.fromkeys(patterns))
+        for pattern, tensor in zip(patterns, tensors, strict=True):
+            converter.add_tensor(self.first, self.first, pattern, lambda tensor=tensor: tensor)
+        made = converter.convert(self.first, model=self.model, config=self.model.config)
+        return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+
+    def experts(self, axes: int) -> list[list[StoredTensor]]:
+        """The sources of each expert, where experts are only stacked; nothing where they are not."""
+        merge, *others = self.converter.operations
+        if not isinstance(merge, MergeModulelist) or merge.dim != 0:
+            return []
+        if not all(isinstance(other, Concatenate) and other.dim == 1 and axes > 2 for other in others):
+            return []
+        lists: dict[str, list[StoredTensor]] = {}
+        for pattern, source in self.sources:
+            lists.setdefault(pattern, []).append(source)
+        equal = len({len(sources) for sources in lists.values()}) == 1
+        return [list(sources) for sources in zip(*lists.values(), strict=True)] if equal else []
+
+
+class _Converted(NamedTuple):
+    """One of the weights that a conversion makes."""
+
+    conversion: _Conversion
+    name: str
+    shape: tuple[int, ...]
+
+    def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
+        """A part in ``dtype``."""
+        if experts := self.conversion.experts(len(self.shape)):
+            return join([self._read_expert(sources, index, dtype) for sources in experts[index[0]]])
+        return _convert_all(self.conversion, dtype)[self.name][index]
+
+    def _read_expert(self, sources: list[StoredTensor], index: Index, dtype: torch.dtype) -> torch.Tensor:
+        """Of its last axis only what is wanted."""
+        wanted = [source.read((*[slice(None)] * (len(source.shape) - 1), index[-1]), dtype) for source in sources]
+        return self.conversion.convert(wanted)[self.name][(slice(None), *index[1:-1])]
+
+
+@lru_cache(maxsize=1)  # Parts of a weight are read one after another, and so are the weights that are made together.
+def _convert_all(conversion: _Conversion, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    whole = [source.read((slice(None),) * len(source.shape), dtype) for _, source in conversion.sources]
+    return conversion.convert(whole)

@@ -1,0 +1,161 @@
+"""An ONNX graph in consecutive pieces, each small enough to run where the whole does not fit into memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import onnx
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+
+class Piece(NamedTuple):
+    """Some nodes of a graph as a model of their own; its weights stay in the whole model's file."""
+
+    model: onnx.ModelProto
+    inputs: list[str]
+    outputs: list[str]
+    later: set[str]
+    """Names of all values that pieces behind this one need."""
+
+
+def cut(model: ir.Model, most_bytes: int) -> Iterator[Piece]:
+    """The nodes in order, in pieces whose weights take about ``most_bytes``; single weights may be larger."""
+    whole = ir.to_proto(model)
+    graph = whole.graph
+    weights = {tensor.name: tensor for tensor in graph.initializer}
+    types = {value.name: value for value in (*graph.value_info, *graph.input, *graph.output)}
+    results = {value.name for value in graph.output}
+    pieces = list(_runs(graph, weights, most_bytes))
+    needs = [{name for node in nodes for name in node.input if name} for nodes in pieces]
+    for number, nodes in enumerate(pieces):
+        made = {name for node in nodes for name in node.output if name}
+        later = set().union(*needs[number + 1 :]) - weights.keys()
+        inputs = sorted(needs[number] - made - weights.keys())
+        outputs = sorted(made & (later | results))
+        own = onnx.GraphProto(name=f"piece {number}", node=nodes)
+        own.initializer.extend(weights[name] for name in sorted(needs[number] & weights.keys()))
+        own.input.extend(types[name] for name in inputs)
+        own.output.extend(types[name] for name in outputs)
+        proto = onnx.ModelProto(ir_version=whole.ir_version, opset_import=whole.opset_import, graph=own)
+        yield Piece(proto, inputs, outputs, later)
+
+
+def _runs(graph: onnx.GraphProto, weights: dict[str, Any], most_bytes: int) -> Iterator[list[onnx.NodeProto]]:
+    """The nodes, cut where the next one's weights would be too much."""
+    nodes: list[onnx.NodeProto] = []
+    held: set[str] = set()
+    for node in graph.node:
+        new = {name for name in node.input if name in weights}
+        if nodes and new - held and sum(_nbytes(weights[name]) for name in new | held) > most_bytes:
+            yield nodes
+            nodes, held = [], set()
+        nodes.append(node)
+        held |= new
+    yield nodes
+
+
+def _nbytes(tensor: onnx.TensorProto) -> int:
+    return int(math.prod(tensor.dims) * ir.DataType(tensor.data_type).itemsize)
+
+
+def split_products(model: ir.Model, elements: int) -> None:
+    """Multiply by weights of more than ``elements`` in slices, each a weight of its own that lies in the same file.
+
+    So casting or transposing one copies a slice only, and pieces can be cut between them.
+    """
+    for product in [node for node in model.graph if node.op_type == "MatMul"]:
+        factor = product.inputs[1]
+        transpose = factor.producer() if factor is not None else None
+        transposed = transpose is not None and transpose.op_type == "Transpose"
+        weight = transpose.inputs[0] if transpose is not None and transposed else factor
+        tensor = weight.const_value if weight is not None and weight.is_initializer() else None
+        if not isinstance(tensor, ir.ExternalTensor) or tensor.size <= elements or len(tensor.shape) > 3:
+            continue
+        rows = math.prod(int(size) for size in tensor.shape.numpy()[1:])
+        slices = list(_slices(tensor, max(1, elements // rows)))
+        if len(tensor.shape) == 3:
+            _replace(model.graph, product, _by_expert(product, slices))
+        elif transposed:
+            _replace(model.graph, product, _by_column(product, slices))
+        else:
+            _replace(model.graph, product, _by_row(product, slices))
+    RemoveUnusedNodesPass()(model)
+
+
+def _slices(tensor: ir.ExternalTensor, step: int) -> Iterator[tuple[int, ir.Value]]:
+    """Rows of a weight as weights, with their first row's number."""
+    rows, *rest = (int(size) for size in tensor.shape.numpy())
+    row = int(math.prod(rest) * tensor.dtype.itemsize)
+    for start in range(0, rows, step):
+        count = min(step, rows - start)
+        name = f"{tensor.name}.rows.{start}"
+        part = ir.ExternalTensor(
+            tensor.location,
+            (tensor.offset or 0) + start * row,
+            count * row,
+            tensor.dtype,
+            shape=ir.Shape([count, *rest]),
+            name=name,
+            base_dir=tensor.base_dir,
+        )
+        yield start, ir.Value(name=name, shape=part.shape, type=ir.TensorType(part.dtype), const_value=part)
+
+
+Slices = list[tuple[int, ir.Value]]
+
+
+def _by_row(product: ir.Node, slices: Slices) -> list[ir.Node]:
+    """Sums over parts of the inner axis, one added to the others at a time."""
+    nodes: list[ir.Node] = []
+    total: ir.Value | None = None
+    for start, part in slices:
+        nodes += _part_of(product, start, part, axis=-1)
+        nodes.append(ir.node("MatMul", [nodes[-1].outputs[0], part]))
+        if total is not None:
+            nodes.append(ir.node("Add", [total, nodes[-1].outputs[0]]))
+        total = nodes[-1].outputs[0]
+    return nodes
+
+
+def _by_column(product: ir.Node, slices: Slices) -> list[ir.Node]:
+    """Columns of the result side by side; the weight lies the other way round, so that its rows are the columns."""
+    nodes: list[ir.Node] = []
+    for _, part in slices:
+        nodes.append(ir.node("Transpose", [part], {"perm": [1, 0]}))
+        nodes.append(ir.node("MatMul", [product.inputs[0], nodes[-1].outputs[0]]))
+    return [*nodes, ir.node("Concat", [node.outputs[0] for node in nodes[1::2]], {"axis": -1})]
+
+
+def _by_expert(product: ir.Node, slices: Slices) -> list[ir.Node]:
+    nodes: list[ir.Node] = []
+    results = []
+    for start, part in slices:
+        nodes += _part_of(product, start, part, axis=0)
+        nodes.append(ir.node("MatMul", [nodes[-1].outputs[0], part]))
+        results.append(nodes[-1].outputs[0])
+    return [*nodes, ir.node("Concat", results, {"axis": 0})]
+
+
+def _part_of(product: ir.Node, start: int, part: ir.Value, axis: int) -> list[ir.Node]:
+    """The part of the product's other factor that belongs to ``part``'s rows."""
+    stop = start + int(part.shape[0])  # type: ignore[index, arg-type]
+    bounds = [ir.tensor([value], ir.DataType.INT64) for value in (start, stop, axis)]
+    constants = [ir.node("Constant", [], {"value": bound}) for bound in bounds]
+    return [*constants, ir.node("Slice", [product.inputs[0], *(constant.outputs[0] for constant in constants)])]
+
+
+def _replace(graph: ir.Graph, product: ir.Node, nodes: list[ir.Node]) -> None:
+    for index, node in enumerate(nodes):
+        node.name = f"{product.name}.slice.{index}"
+        (value,) = node.outputs
+        value.name = node.name
+        constant = node.op_type == "Constant"
+        value.type = ir.TensorType(ir.DataType.INT64) if constant else product.outputs[0].type
+    inputs = [value for node in nodes for value in node.inputs if value is not None]
+    for weight in [value for value in inputs if value.const_value is not None and value.graph is None]:
+        graph.register_initializer(weight)
+    old, new = product.outputs[0], nodes[-1].outputs[0]
+    ir.convenience.replace_nodes_and_values(graph, product, [product], nodes, [old], [new])

@@ -1,0 +1,75 @@
+"""The quantised weights of a whole model, and how the model itself is run with them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from specbuild.quantisation.packed import Packed
+from specbuild.tensors import Index, Weight
+
+
+@dataclass(frozen=True)
+class PackedModel:
+    """Quantised weights by their parameters' names; a tied one stands under each of its names."""
+
+    products: dict[str, Packed] = field(default_factory=dict)
+    """Of Linear and the like: codes [K, N]."""
+    tables: dict[str, Packed] = field(default_factory=dict)
+    """Of the embedding: codes [V, H], a scale a row."""
+
+    def forms(self) -> dict[str, int]:
+        """How many weights are stored in each form, as people call it."""
+        different = {id(packed): packed for packed in (*self.products.values(), *self.tables.values())}
+        return dict(Counter(describe(packed) for packed in different.values()))
+
+
+def describe(packed: Packed) -> str:
+    """The form of one weight, such as ``int4 in groups of 128``."""
+    form = packed.codes.dtype.name.lower()
+    form = {"float8e4m3fn": "float8", "float4e2m1": "float4"}.get(form, form)
+    if packed.activation is not None:
+        form += f", inputs {packed.activation.form}"
+        form += " by token" if packed.activation.scale is None else ""
+    return f"{form} in groups of {packed.block}" if packed.block else form
+
+
+def parameter_names(model: Any) -> dict[int, list[str]]:
+    """All names of every parameter, by its identity."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return names
+
+
+def use_dequantised(model: Any, packed: PackedModel, directory: Path) -> None:
+    """Let a skeleton compute with dequantised weights when it is run (``reference.py``)."""
+    transposed = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if weight := packed.products.get(name):
+            reader = _Dequantised(tuple(parameter.shape), weight, name in transposed)
+            parameter.source = Weight(name, torch.float32, reader, directory)
+        if table := packed.tables.get(name):
+            parameter.lookup = Weight(name, torch.float32, _Dequantised(table.shape, table, False), directory)
+
+
+class _Dequantised(NamedTuple):
+    """See ``tensors.Reader``."""
+
+    shape: tuple[int, ...]
+    packed: Packed
+    transposed: bool
+    """The module keeps its weight as [K, N], not as [N, K]."""
+
+    def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
+        """A part in ``dtype``."""
+        channels, inputs = reversed(index) if self.transposed else index
+        part = torch.from_numpy(self.packed.dequantise(channels))
+        part = part if self.packed.axis == 0 else part.T
+        part = part[:, inputs]
+        return (part.T if self.transposed else part).to(dtype)
