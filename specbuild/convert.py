@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from specbuild.checkpoint import CheckpointConfig
 from specbuild.files import new_directory, require_free, require_space
 from specbuild.huggingface import eos_token_ids, locate, read_model_config, save_tokenizer
+from specbuild.json_file import read_json
 from specbuild.progress import Stages, human_bytes, peak_memory
 from specbuild.quantisation.recipe import Recipe, make_recipe
 from specbuild.quantisation.texts import TextOptions, Texts
@@ -32,6 +33,7 @@ from specrun.tokenizer import describe_tokenizer, tokenizer_files
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from specbuild.quantisation.checkpoints.scheme import Scheme
     from specbuild.quantisation.packed_model import PackedModel
     from specbuild.reference import Reference
 
@@ -52,6 +54,8 @@ class ConvertOptions:
     exclude: tuple[str, ...] = ()
     texts: TextOptions = field(default_factory=TextOptions)
     """What formats are calibrated on whose inputs have fixed scales."""
+    dequantize: bool = False
+    """Take quantised weights as dense ones."""
     verify: bool = True
     force: bool = False
 
@@ -62,10 +66,18 @@ def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
     require_packages("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_ir", *verifying)
     output_dir = Path(options.output_dir)
     require_free(output_dir, options.force)
+    from specbuild.quantisation.checkpoints.schemes import read_scheme
+
     recipe = make_recipe(options.qformat, options.group_size, options.exclude)
     with stages.stage("check checkpoint"):
         source = locate(options.model, options.revision)
         hf_config = read_model_config(source, options.trust_remote_code)
+        scheme = read_scheme(source, read_json(source / CONFIG_NAME))
+        if scheme and recipe and not options.dequantize:
+            raise BuildConfigError(
+                f"--qformat {options.qformat}: {source} is quantised already ({scheme.method}); leave --qformat out, "
+                "or give --dequantize to round it once more"
+            )
         weights = check_weights(source)
         require_layers(source, hf_config, weights)
         max_seq_len = _max_seq_len(source, hf_config, options.max_seq_len)
@@ -75,7 +87,7 @@ def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
 
             texts = texts_of(options.texts, source, positions_of(hf_config), options.trust_remote_code)
     with new_directory(output_dir, options.force) as work:
-        config = _write(source, hf_config, weights, max_seq_len, options, stages, work, recipe, texts)
+        config = _write(source, hf_config, weights, max_seq_len, options, stages, work, scheme, recipe, texts)
         (work / CONFIG_NAME).write_text(config.model_dump_json(indent=2) + "\n")
     _summarise(config, weights.nbytes, output_dir, stages)
     return config
@@ -96,6 +108,7 @@ def _write(
     options: ConvertOptions,
     stages: Stages,
     work: Path,
+    scheme: Scheme | None,
     recipe: Recipe | None,
     texts: Texts | None,
 ) -> CheckpointConfig:
@@ -107,16 +120,25 @@ def _write(
     from specbuild.export.skeleton import load_skeleton
     from specbuild.quantisation.attach import attach
     from specbuild.quantisation.calibration import quantise_dense
+    from specbuild.quantisation.checkpoints.loading import packed_products, require_claimed, with_packed
     from specbuild.quantisation.packed_model import PackedModel, use_dequantised
     from specbuild.reference import reference_logits
-    from specbuild.tensors import bind
+    from specbuild.tensors import Reader, StoredTensor, bind
     from specbuild.verify import compare
 
     with stages.stage("lay out the model"):
-        skeleton = load_skeleton(source, hf_config, options.dtype, options.trust_remote_code, files.entries)
-    model, weights = skeleton
+        stored: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in files.entries.items()}
+        if scheme:
+            stored = with_packed(scheme, stored)
+        model, weights = load_skeleton(source, hf_config, options.dtype, options.trust_remote_code, stored)
+        require_claimed(source, weights)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    packed = quantise_dense(skeleton, recipe, texts, stages) if recipe else PackedModel()
+    notes: list[str] = []
+    packed = PackedModel()
+    if recipe:
+        packed = quantise_dense(model, weights, recipe, texts, stages)
+    elif scheme and not options.dequantize:
+        packed = packed_products(model, scheme, weights, notes)
     require_space({Path(options.output_dir).absolute().parent: _output_bytes(model, packed)})
     use_dequantised(model, packed, source)
     eos, pretrained = eos_token_ids(model), model.config.to_dict()
@@ -125,13 +147,13 @@ def _write(
         vocab_size=_vocab_size(model),
         dtype=_dtype_name(model),
         caches=cache_shapes(model),
-        quantised=QuantisedWeights(source=options.qformat, forms=packed.forms()) if packed.products else None,
+        quantised=_quantised(options, scheme, packed),
     )
     far = None
     if options.verify:
         with stages.stage("run the model behind a long text"):
             far = _far_reference(model, info, max_seq_len, stages)
-    notes = pin_rope(model, max_seq_len)
+    notes += pin_rope(model, max_seq_len)
     for note in notes:
         stages.say(f"note: {note}")
     if options.verify:
@@ -166,6 +188,12 @@ def _write(
         provenance=provenance("specbuild convert", options.model, notes, "torch", "transformers", "onnx", "onnxscript"),
         files={name: describe_file(work / name) for name in (GRAPH_NAME, WEIGHTS_NAME, *tokenizer_files(work))},
     )
+
+
+def _quantised(options: ConvertOptions, scheme: Scheme | None, packed: PackedModel) -> QuantisedWeights | None:
+    if not packed.products:
+        return None
+    return QuantisedWeights(source=scheme.method if scheme else options.qformat, forms=packed.forms())
 
 
 def _output_bytes(model: PreTrainedModel, packed: PackedModel) -> int:

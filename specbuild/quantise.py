@@ -71,7 +71,9 @@ def quantise(options: QuantiseOptions, stages: Stages) -> dict[str, Any]:
     recipe = replace(recipe, head=options.lm_head, embeddings=False)
     from specbuild.export.skeleton import load_skeleton
     from specbuild.quantisation.calibration import quantise_dense, texts_of
+    from specbuild.quantisation.checkpoints.loading import require_claimed
     from specbuild.quantisation.quality import measure
+    from specbuild.tensors import Reader, StoredTensor
 
     with stages.stage("check checkpoint"):
         source = locate(options.model, options.revision)
@@ -83,8 +85,10 @@ def quantise(options: QuantiseOptions, stages: Stages) -> dict[str, Any]:
         if recipe.calibrated or options.quality:
             texts = texts_of(options.texts, source, positions_of(hf_config), options.trust_remote_code)
     with stages.stage("lay out the model"):
-        skeleton = load_skeleton(source, hf_config, "auto", options.trust_remote_code, files.entries)
-    packed = quantise_dense(skeleton, recipe, texts, stages)
+        stored: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in files.entries.items()}
+        skeleton = load_skeleton(source, hf_config, "auto", options.trust_remote_code, stored)
+        require_claimed(source, skeleton.weights)
+    packed = quantise_dense(skeleton.model, skeleton.weights, recipe, texts, stages)
     products = _products(source, skeleton, packed, files.entries, stages)
     require_space({output_dir.absolute().parent: _output_bytes(files.entries, products)})
     with new_directory(output_dir, options.force) as work:
@@ -202,21 +206,20 @@ def _write_config(
 
 def _read_back(work: Path, products: dict[str, Product]) -> PackedModel:
     """The quantised weights that were written, as ``convert`` will read them."""
-    from specbuild.quantisation.checkpoints.from_torch import FromTorch
+    from specbuild.quantisation.checkpoints.loading import PackedReader, with_packed
     from specbuild.quantisation.checkpoints.schemes import read_scheme
     from specbuild.quantisation.packed_model import PackedModel
     from specbuild.tensors import StoredTensor
 
     scheme = read_scheme(work, read_json(work / "config.json"))
     assert scheme is not None
-    tensors: dict[str, dict[str, FromTorch]] = {}
-    for name, entry in check_weights(work).entries.items():
-        if found := scheme.split(name):
-            tensors.setdefault(found[0], {})[found[1]] = FromTorch(name, StoredTensor(entry))
-    packed = {
-        product.parameter: scheme.packed(product.module, tensors[product.module]) for product in products.values()
-    }
-    return PackedModel({name: weight for name, weight in packed.items() if weight is not None})
+    readers = with_packed(scheme, {name: StoredTensor(entry) for name, entry in check_weights(work).entries.items()})
+    found = PackedModel()
+    for name, product in products.items():
+        reader = readers[name]
+        assert isinstance(reader, PackedReader), name
+        found.products[product.parameter] = reader.packed
+    return found
 
 
 def _report(

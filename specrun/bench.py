@@ -129,7 +129,7 @@ def measure(
     """
     if not prompts:
         raise RequestError("no prompts: expected one or more")
-    results = {}
+    results: dict[tuple[int, int | None], Result] = {}
 
     def on_warm_up(done: int, of: int) -> None:
         if done == 0:
@@ -139,8 +139,6 @@ def measure(
         reuse_blocks=False, shared_thread_pool=settings.shared_thread_pool, bit_exact=settings.bit_exact
     )
     with SpeculativeDecoder.open(target_dir, config=plain, on_warm_up=on_warm_up) as alone:
-        if note := alone.exactness.note:
-            report(f"note: {note}")
         for number, prompt in enumerate(prompts, 1):
             # Only for its checks: a benchmark's own requests have no stop ids.
             alone.request(prompt, max_output_len=1, name=f"prompt {number}")
@@ -158,6 +156,8 @@ def measure(
                 if (most := max(settings.batch_sizes)) > pair.max_batch_size:
                     raise RequestError(f"batch size {most}: the engines were built for at most {pair.max_batch_size}")
                 for size in settings.batch_sizes:
+                    if not results and (note := alone.exactness.note):
+                        report(f"note: {note}")
                     report(f"batch {size}, draft_len {shown_draft_len(draft_len)}")
                     passes = _interleave(alone, pair, _batches(prompts, size, settings), settings.repetitions, report)
                     results[size, draft_len] = _summarise(size, draft_len, passes, settings)

@@ -32,7 +32,8 @@ _LONG = 280
 """Tokens of a row that is long: products over a cache's positions are split at 256."""
 _TOKENS = 48
 """Tokens that are fed; three rows of so many are more than kernels take at a time."""
-_TIMED = 9
+_TIMED, _FEWEST, _SECONDS = 25, 5, 4.0
+"""Rounds that are timed, or as many as take so long, but a few in any case."""
 _LEAST = 1e-9
 """A difference that is not 0."""
 _NUDGES = 4
@@ -208,7 +209,9 @@ def _cost(backend: Backend, shapes: ShapeClass) -> float:
     backend.resize(1, _STEP, 0)
     sizes = ((1, 1), (shapes.pad_query_len(1, 1), shapes.pad_num_logits(1, 1)))
     seconds: list[list[float]] = [[], []]
-    for _ in range(_TIMED):
+    for done in range(_TIMED):
+        if done >= _FEWEST and sum(map(sum, seconds)) > _SECONDS:
+            break
         for size, own in zip(sizes, seconds, strict=True):
             step = backend.bind(0, 1, *size)
             began = time.perf_counter()

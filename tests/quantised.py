@@ -29,7 +29,7 @@ def quantised(checkpoint: Path, output: Path, form: str) -> Path:
 
 def _int8(product: Product) -> Packed:
     weight = _dense(product)
-    steps = np.abs(weight).max(0) / np.float32(127)
+    steps = _steps(weight, 127)
     codes = np.rint(weight / steps).astype(np.int8)
     return Packed(ir.tensor(codes), ir.tensor(steps), activation=Activation("int8"))
 
@@ -38,9 +38,15 @@ def _int4(product: Product) -> Packed:
     weight = _dense(product)
     block = min(BLOCK, len(weight) & -len(weight))
     groups = weight.reshape(-1, block, weight.shape[1])
-    steps = np.abs(groups).max(1) / np.float32(7)
+    steps = _steps(groups.swapaxes(0, 1), 7)
     codes = np.rint(groups / steps[:, None]).reshape(weight.shape).astype(ml_dtypes.int4)
     return Packed(ir.tensor(codes), ir.tensor(steps), block=block)
+
+
+def _steps(weight: Floats, codes: int) -> Floats:
+    """The size of a step for each column [K, ..]: the largest value has the last of ``codes``."""
+    largest: Floats = np.abs(weight).max(0)
+    return np.where(largest > 0, largest / np.float32(codes), np.float32(1))
 
 
 def _dense(product: Product) -> Floats:
@@ -55,7 +61,7 @@ def with_one_scale(checkpoint: Path, output: Path) -> Path:
     model = ir.load(checkpoint / GRAPH_NAME)
     for product in products(model):
         dense = _dense(product)
-        steps = np.abs(dense).max(0) / np.float32(127)
+        steps = _steps(dense, 127)
         constants = {"codes": np.rint(dense / steps).astype(np.int8), "steps": steps}
         codes, scales = (_constant(model.graph, f"{product.node.name}.{name}", a) for name, a in constants.items())
         rounded = ir.node("DynamicQuantizeLinear", product.node.inputs[:1], num_outputs=3)

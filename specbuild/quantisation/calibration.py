@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from specbuild.huggingface import save_tokenizer
 from specbuild.progress import Stages
@@ -13,9 +14,7 @@ from specbuild.quantisation.inputs import calibrate
 from specbuild.quantisation.packed_model import PackedModel
 from specbuild.quantisation.recipe import Recipe
 from specbuild.quantisation.texts import TextOptions, Texts, read_texts
-
-if TYPE_CHECKING:
-    from specbuild.export.skeleton import Skeleton
+from specbuild.tensors import Weight
 
 
 def texts_of(options: TextOptions, source: Path, positions: int | None, trust_remote_code: bool) -> Texts:
@@ -28,15 +27,17 @@ def texts_of(options: TextOptions, source: Path, positions: int | None, trust_re
         return read_texts(options.within(positions), Path(name), source)
 
 
-def quantise_dense(skeleton: Skeleton, recipe: Recipe, texts: Texts | None, stages: Stages) -> PackedModel:
-    """The skeleton's weights by ``recipe``; inputs are calibrated on ``texts`` where it needs that. Raises SpecError.
+def quantise_dense(
+    model: Any, weights: Mapping[str, Weight], recipe: Recipe, texts: Texts | None, stages: Stages
+) -> PackedModel:
+    """The weights of a skeleton by ``recipe``; inputs are calibrated on ``texts`` where it needs that.
 
-    Codes are computed when they are asked for.
+    Codes are computed when they are asked for. Raises SpecError.
     """
-    for pattern in unmatched(skeleton.model, recipe):
+    for pattern in unmatched(model, recipe):
         stages.say(f"warning: --exclude {pattern} matches no module with a weight")
     inputs = None
     if recipe.calibrated and texts is not None:
         with stages.stage("calibrate inputs", len(texts.calibration)) as advance:
-            inputs = calibrate(skeleton.model, texts.calibration, advance)
-    return pack_model(skeleton.model, recipe, skeleton.weights, inputs)
+            inputs = calibrate(model, texts.calibration, advance)
+    return pack_model(model, recipe, weights, inputs)

@@ -32,7 +32,7 @@ def tensors(packed: Packed) -> Tensors:
 
 
 def _weight(packed: Packed) -> Tensors:
-    codes, scales = np.asarray(packed.codes.numpy()).T, _torch(packed.scales).T  # [N, K], [N, K / block]
+    codes, scales = np.asarray(packed.codes.numpy()).T, _torch(packed.scales)  # [N, K], [K / block, N]
     inputs, channels = packed.shape
     match packed.codes.dtype:
         case ir.DataType.FLOAT4E2M1:
@@ -40,7 +40,7 @@ def _weight(packed: Packed) -> Tensors:
             halves = codes.view(np.uint8)
             return {
                 "weight_packed": torch.from_numpy(np.ascontiguousarray(halves[:, ::2] | halves[:, 1::2] << 4)),
-                "weight_scale": scales.contiguous(),
+                "weight_scale": scales.T.contiguous(),
                 "weight_global_scale": 1 / _torch(packed.global_scale).float().reshape(1),  # It divides.
             }
         case ir.DataType.INT8 | ir.DataType.FLOAT8E4M3FN if packed.block is None:
@@ -51,7 +51,7 @@ def _weight(packed: Packed) -> Tensors:
         case ir.DataType.INT8 | ir.DataType.INT4:
             return {
                 "weight_packed": torch.from_numpy(_words(codes, _BITS[packed.codes.dtype])),
-                "weight_scale": scales.contiguous(),
+                "weight_scale": scales.T.contiguous(),
                 "weight_shape": torch.tensor([channels, inputs]),
             }
         case other:

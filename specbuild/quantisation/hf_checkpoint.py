@@ -7,7 +7,7 @@ import math
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 
@@ -64,7 +64,7 @@ class ShardWriter:
             self._file.seek(8 + self._room)
         start = self._end()
         for part in parts:
-            self._file.write(memoryview(part.contiguous().reshape(-1).view(torch.uint8).numpy()))
+            self._file.write(memoryview(cast(Any, part.contiguous().reshape(-1).view(torch.uint8).numpy())))
         entry = {"dtype": _TYPES[dtype], "shape": shape, "data_offsets": [start, self._end()]}
         assert self._end() - start == math.prod(shape) * dtype.itemsize, name
         self._shards[-1][name] = entry

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +14,11 @@ from torch import nn
 
 from specbuild.quantisation.activation import Activation
 from specbuild.quantisation.packed_model import PackedModel, parameter_names
-from specbuild.quantisation.texts import Rows
 from specbuild.reference import Float32, SeeInput
 from specrun.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from specbuild.quantisation.texts import Rows
 
 FLOAT8_MAX = 448.0
 _BATCH_BYTES = 256 << 20

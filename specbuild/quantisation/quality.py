@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from specbuild.quantisation.inputs import batches, rounding
 from specbuild.quantisation.packed_model import PackedModel, dequantised
-from specbuild.quantisation.texts import Rows
 from specbuild.reference import Float32
 from specrun.errors import VerificationError
+
+if TYPE_CHECKING:
+    from specbuild.quantisation.texts import Rows
 
 
 @dataclass(frozen=True)

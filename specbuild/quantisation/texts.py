@@ -6,14 +6,16 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from pydoc_data.topics import topics
-from typing import NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, NamedTuple
 
 from specrun.errors import BuildConfigError
-from specrun.tokenizer import TOKENIZER_NAME, load_tokenizer
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Rows = npt.NDArray[np.int64]
+    """[n, length] token ids."""
 
 BUILTIN = "builtin"
 """The help topics of Python's documentation, which every installation has: 460,000 characters of English and code."""
@@ -21,9 +23,6 @@ HELD_OUT_EVERY = 5
 """One row of so many is kept for the comparison, and never calibrated with."""
 _CHARACTERS = 1 << 20
 """Of a text that are read and tokenised at a time."""
-
-Rows = npt.NDArray[np.int64]
-"""[n, length] token ids."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,12 @@ def read_texts(options: TextOptions, tokenizer_dir: Path, source: Path | None = 
     source: the checkpoint, for errors. Raises BuildConfigError where the file cannot be read or fills fewer than two
     rows, or there is no tokenizer.
     """
+    from pydoc_data.topics import topics
+
+    import numpy as np
+
+    from specrun.tokenizer import TOKENIZER_NAME, load_tokenizer
+
     if not (tokenizer_dir / TOKENIZER_NAME).is_file():
         raise BuildConfigError(
             f"{source or tokenizer_dir}: has no tokenizer, so no text can be read: calibrating and comparing need one"
