@@ -123,6 +123,7 @@ def _products(
     source: Path, skeleton: Skeleton, packed: PackedModel, entries: dict[str, Entry], stages: Stages
 ) -> dict[str, Product]:
     """What is stored quantised, by the names of the original's tensors. Raises UnsupportedModelError."""
+    from torch import nn
     from transformers.pytorch_utils import Conv1D
 
     from specbuild.quantisation.packed_model import parameter_names
@@ -134,13 +135,16 @@ def _products(
     found = {}
     for parameter, weight in packed.products.items():
         module, reader = parameter.removesuffix(".weight"), skeleton.weights[parameter].reader
-        if isinstance(skeleton.model.get_submodule(module), Conv1D):
+        owner = skeleton.model.get_submodule(module)
+        if isinstance(owner, nn.Embedding):  # A tied one, under its other name.
+            continue
+        if isinstance(owner, Conv1D):
             raise UnsupportedModelError(
                 f"{source}: {module} keeps its weight transposed (Conv1D), which compressed-tensors has no form for; "
                 "specbuild convert --qformat quantises it on the way to ONNX"
             )
         if len(shared[id(parameters[parameter])]) > 1:
-            stages.say(f"note: {module} shares its weight with another module and stays as it is")
+            stages.say(f"note: {module} shares its weight with the embedding or another module and stays as it is")
         elif not isinstance(reader, StoredTensor):
             stages.say(f"note: {module} is made of several stored tensors and stays as it is")
         else:
