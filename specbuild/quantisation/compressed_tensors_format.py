@@ -32,7 +32,7 @@ def tensors(packed: Packed) -> Tensors:
 
 
 def _weight(packed: Packed) -> Tensors:
-    codes, scales = np.asarray(packed.codes.numpy()).T, _torch(packed.scales)  # [N, K], [K / block, N]
+    codes, scales = np.asarray(packed.codes.numpy()).T, _rows(_torch(packed.scales))  # [N, K], [N, K / block]
     inputs, channels = packed.shape
     match packed.codes.dtype:
         case ir.DataType.FLOAT4E2M1:
@@ -40,18 +40,18 @@ def _weight(packed: Packed) -> Tensors:
             halves = codes.view(np.uint8)
             return {
                 "weight_packed": torch.from_numpy(np.ascontiguousarray(halves[:, ::2] | halves[:, 1::2] << 4)),
-                "weight_scale": scales.T.contiguous(),
+                "weight_scale": scales,
                 "weight_global_scale": 1 / _torch(packed.global_scale).float().reshape(1),  # It divides.
             }
         case ir.DataType.INT8 | ir.DataType.FLOAT8E4M3FN if packed.block is None:
             stored = torch.from_numpy(np.ascontiguousarray(codes).view(np.int8))
             if packed.codes.dtype == ir.DataType.FLOAT8E4M3FN:
                 stored = stored.view(torch.float8_e4m3fn)
-            return {"weight": stored, "weight_scale": scales.reshape(channels, 1)}
+            return {"weight": stored, "weight_scale": scales}
         case ir.DataType.INT8 | ir.DataType.INT4:
             return {
                 "weight_packed": torch.from_numpy(_words(codes, _BITS[packed.codes.dtype])),
-                "weight_scale": scales.T.contiguous(),
+                "weight_scale": scales,
                 "weight_shape": torch.tensor([channels, inputs]),
             }
         case other:
@@ -80,6 +80,11 @@ def _words(codes: npt.NDArray[Any], bits: int) -> npt.NDArray[np.int32]:
         parts = padded.reshape(len(padded), -1, per_word) << (np.arange(per_word, dtype=np.uint32) * bits)
         words[own] = np.bitwise_or.reduce(parts, axis=-1)
     return words.view(np.int32)
+
+
+def _rows(scales: torch.Tensor) -> torch.Tensor:
+    """Scales by output channel; a single one is [1]."""
+    return scales.T.contiguous() if scales.dim() == 2 else scales.reshape(-1, 1) if scales.dim() else scales[None]
 
 
 def _torch(tensor: ir.TensorProtocol) -> torch.Tensor:
@@ -125,8 +130,8 @@ def _group(packed: Packed) -> dict[str, Any]:
         weights |= {"strategy": "group", "group_size": packed.block}
         layout = "pack-quantized"
     else:
-        weights |= {"strategy": "channel"}
-        layout = "float-quantized" if floating else "int-quantized"
+        weights |= {"strategy": "channel" if packed.scales.shape else "tensor"}
+        layout = "float-quantized" if floating else "int-quantized" if bits == 8 else "pack-quantized"
     inputs: dict[str, Any] | None = None
     if packed.activation is not None and packed.activation.form == "float4":
         inputs = {**weights, "dynamic": "local"}

@@ -89,7 +89,7 @@ def read_texts(options: TextOptions, tokenizer_dir: Path, source: Path | None = 
         )
     rows = np.array(ids[: count * options.length], np.int64).reshape(count, options.length)
     held_out = np.arange(count) % HELD_OUT_EVERY == min(HELD_OUT_EVERY, count) - 1
-    return Texts(rows[~held_out], rows[held_out])
+    return Texts(rows[~held_out][: options.size], rows[held_out])
 
 
 def _read(path: Path) -> Iterator[str]:
