@@ -20,6 +20,8 @@ from specrun.contract import INPUT_IDS, LOGITS_INDICES, past_names, present_name
 
 BATCH, SEQUENCE, KEPT, CACHE = "batch", "sequence", "logits", "cache_length"
 
+FOR_COMPILERS = "specbuild."
+"""How the names of metadata begin that compilers read."""
 _RECODED = "recoded.onnx"
 """A checkpoint's graph with weights in other codes, while it is compiled."""
 HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -28,7 +30,7 @@ HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 def tidy(model: ir.Model) -> ir.Model:
     """Fold what is small and constant, drop duplicates and leftovers, name the dimensions. In place."""
     share_tied_weights(model)
-    ClearMetadataAndDocStringPass()(model)
+    _clear_metadata(model)
     fold_transposes(model)
     # The size limits keep out whatever would copy a weight in memory.
     optimizer.optimize(model, input_size_limit=1024, output_size_limit=1 << 16)
@@ -36,8 +38,21 @@ def tidy(model: ir.Model) -> ir.Model:
     IdentityEliminationPass()(model)
     RemoveUnusedNodesPass()(model)
     name_dimensions(model)
-    ClearMetadataAndDocStringPass()(model)
+    _clear_metadata(model)
     return model
+
+
+def _clear_metadata(model: ir.Model) -> None:
+    """Drop what the exporter notes down for people; what is noted for compilers stays."""
+    kept = [
+        (node, name, text)
+        for node in model.graph
+        for name, text in node.metadata_props.items()
+        if name.startswith(FOR_COMPILERS)
+    ]
+    ClearMetadataAndDocStringPass()(model)
+    for node, name, text in kept:
+        node.metadata_props[name] = text
 
 
 def name_dimensions(model: ir.Model) -> None:

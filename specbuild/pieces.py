@@ -58,7 +58,8 @@ def _runs(graph: onnx.GraphProto, weights: dict[str, Any], most_bytes: int) -> I
 
 
 def _nbytes(tensor: onnx.TensorProto) -> int:
-    return int(math.prod(tensor.dims) * ir.DataType(tensor.data_type).itemsize)
+    kind = ir.DataType(tensor.data_type)
+    return int(math.prod(tensor.dims) * (4 if kind == ir.DataType.FLOAT4E2M1 else kind.itemsize))  # As it is run.
 
 
 def split_products(model: ir.Model, elements: int) -> None:

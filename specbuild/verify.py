@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+import onnx
 import onnx_ir as ir
 
 from specbuild.graph import drop_activation_rounding, widen_to_float32
@@ -113,7 +115,17 @@ class _Walk:
         return worst, scale
 
 
+def _recode_float4(model: onnx.ModelProto, folder: Path) -> None:
+    """Let weights in float4, which ONNX Runtime cannot dequantise on a processor, be the same numbers in float8."""
+    for tensor in model.graph.initializer:
+        if tensor.data_type == onnx.TensorProto.FLOAT4E2M1:
+            stored = ir.serde.deserialize_tensor(tensor, folder)
+            codes = stored.numpy().astype(ml_dtypes.float8_e4m3fn)
+            tensor.CopyFrom(ir.serde.serialize_tensor(ir.Tensor(codes, name=tensor.name)))
+
+
 def _session(piece: Piece, graph: Path) -> Any:
+    _recode_float4(piece.model, graph.parent)
     ort, options = session_options()
     # Weights stay mapped from the file: no optimised copies, no packed copies, no arena that keeps temporaries.
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL

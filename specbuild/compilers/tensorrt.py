@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from specbuild import graph as graphs
 from specbuild.compilers import Compiled, machine
-from specbuild.compilers.trt_forms import move_zero_points
+from specbuild.compilers.trt_forms import move_zero_points, narrow_float4_scales, round_float4_inputs
 from specbuild.compilers.trt_progress import interruptible, progress_monitor
 from specrun.contract import INPUT_IDS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
 from specrun.devices.driver import compute_capability, use_gpu, why_no_gpu
@@ -74,6 +74,8 @@ class Tensorrt:
         weights = checkpoint
         if move_zero_points(model):
             model, weights = graphs.write_recoded(model, output), output
+        round_float4_inputs(model)
+        narrow_float4_scales(model)
         graphs.pin_cache_length(model, build.cache_length)
         if graph.dtype == "float32":  # TensorRT has no fused float32 attention.
             graphs.mark_decomposable(model)

@@ -1,7 +1,8 @@
-"""Quantised weights in the forms that TensorRT takes: its weights have no zero points.
+"""Quantised products in the forms that TensorRT takes.
 
-``x @ ((q - z) * s)`` is ``x @ ((q - m) * s) + sums(x) @ ((m - z) * s)``, where m is the middle of the codes and sums
-adds up the channels that share a scale. The first product keeps its packed weight, and the second is small.
+Its weights have no zero points: ``x @ ((q - z) * s)`` is ``x @ ((q - m) * s) + sums(x) @ ((m - z) * s)``, where m is
+the middle of the codes and sums adds up the channels that share a scale. The first product keeps its packed weight,
+and the second is small. Inputs in float4 have an operator of TensorRT's own.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import numpy.typing as npt
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from specbuild.quantisation.attach import block_sums
+from specbuild.quantisation.attach import FLOAT4_INPUT, block_sums
 from specbuild.quantisation.packed import as_float32
 from specrun.errors import BuildError
 
+FLOAT4_BLOCK = 16
+"""Values of an input that share a scale."""
 _MIDDLE = {ir.DataType.UINT4: 8, ir.DataType.UINT8: 128, ir.DataType.INT4: 0, ir.DataType.INT8: 0}
 _SIGNED = {
     ir.DataType.UINT4: ir.DataType.INT4,
@@ -34,6 +37,60 @@ def move_zero_points(model: ir.Model) -> int:
         _move(model.graph, node)
     RemoveUnusedNodesPass()(model)
     return len(weights)
+
+
+def round_float4_inputs(model: ir.Model) -> int:
+    """Let TensorRT round the inputs of products that ask for float4, in place. Returns how many products do.
+
+    Its operator finds a float8 scale for every 16 values itself.
+    """
+    nodes = [node for node in model.graph if FLOAT4_INPUT in node.metadata_props]
+    for node in nodes:
+        x = node.inputs[0]
+        if x is None or x.dtype is None:
+            raise BuildError(f"{node.name}: without an input")
+        scale = ir.Tensor(np.asarray(float(node.metadata_props[FLOAT4_INPUT]), x.dtype.numpy()))
+        unit = _initializer(model.graph, f"{node.name}.float4_scale", scale)
+        attributes = {"axis": -1, "block_size": FLOAT4_BLOCK, "scale_type": int(ir.DataType.FLOAT8E4M3FN)}
+        rounded = ir.node("TRT_FP4DynamicQuantize", [x, unit], attributes, domain="trt", num_outputs=2)
+        scales = ir.node("DequantizeLinear", [rounded.outputs[1], unit])
+        wide = ir.node(
+            "DequantizeLinear", [rounded.outputs[0], scales.outputs[0]], {"axis": -1, "block_size": FLOAT4_BLOCK}
+        )
+        for made, part in ((rounded, "rounded"), (scales, "scales"), (wide, "wide")):
+            made.name = f"{node.name}.float4_{part}"
+            for number, value in enumerate(made.outputs):
+                value.name = f"{made.name}.{number}"
+        rounded.outputs[0].dtype, rounded.outputs[1].dtype = ir.DataType.FLOAT4E2M1, ir.DataType.FLOAT8E4M3FN
+        scales.outputs[0].dtype = wide.outputs[0].dtype = x.dtype
+        model.graph.insert_before(node, [rounded, scales, wide])
+        node.replace_input_with(0, wide.outputs[0])
+    if nodes:
+        model.graph.opset_imports["trt"] = 1
+    return len(nodes)
+
+
+def narrow_float4_scales(model: ir.Model) -> int:
+    """Let scales of float4 weights have the type of what is computed, in place. Returns how many had another.
+
+    Of DequantizeLinear in float4, TensorRT does not take the ``output_dtype`` that other scales may stand beside.
+    """
+    changed = 0
+    for node in model.graph:
+        codes, scales = (*node.inputs, None, None)[:2]
+        if (
+            node.op_type != "DequantizeLinear"
+            or codes is None
+            or scales is None
+            or "output_dtype" not in node.attributes
+        ):
+            continue
+        inner = scales.producer()
+        if codes.dtype == ir.DataType.FLOAT4E2M1 and inner is not None:
+            inner.attributes["output_dtype"] = node.attributes.pop("output_dtype")
+            scales.dtype = ir.DataType(inner.attributes["output_dtype"].as_int())
+            changed += 1
+    return changed
 
 
 def _zero_points(node: ir.Node) -> ir.TensorProtocol | None:

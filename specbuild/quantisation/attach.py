@@ -11,12 +11,18 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from specbuild import graph as graphs
 from specbuild.quantisation.packed import Activation, Packed
 from specbuild.quantisation.packed_model import PackedModel
 from specrun.errors import UnsupportedModelError
 
 _ACTIVATIONS = {"int8": (ir.DataType.INT8, 127), "float8": (ir.DataType.FLOAT8E4M3FN, 448)}
 """The type of an input's codes, and its largest code."""
+
+
+FLOAT4_INPUT = f"{graphs.FOR_COMPILERS}float4_input_scale"
+"""Metadata of a product whose input TensorRT may round to float4, which has no standard ONNX form: the scale that is
+multiplied by those of every 16 values."""
 
 
 class Product(NamedTuple):
@@ -71,9 +77,12 @@ def quantise_product(model: ir.Model, product: Product, packed: Packed) -> None:
         x = build.node("Mul", x, build.constant("input_factors", packed.input_factors))
     if packed.channel_order is not None:
         x = build.node("Gather", x, build.constant("channel_order", packed.channel_order), axis=-1)
-    if packed.activation is not None:
+    kept = packed.activation is not None and packed.activation.form == "float4"
+    if packed.activation is not None and not kept:
         x, factor = _round_activation(build, x, packed.activation)
     y = build.node("MatMul", x, build.dequantised(packed))
+    if packed.activation is not None and kept:
+        build.nodes[-1].metadata_props[FLOAT4_INPUT] = repr(packed.activation.scale)
     if packed.offsets is not None:
         y = build.node("Add", y, _times_offsets(build, x, packed))
     if factor is not None:

@@ -36,8 +36,8 @@ def quantise_dense(
     """
     for pattern in unmatched(model, recipe):
         stages.say(f"warning: --exclude {pattern} matches no module with a weight")
-    inputs = None
+    largest = None
     if recipe.calibrated and texts is not None:
         with stages.stage("calibrate inputs", len(texts.calibration)) as advance:
-            inputs = calibrate(model, texts.calibration, advance)
-    return pack_model(model, recipe, weights, inputs)
+            largest = calibrate(model, texts.calibration, advance)
+    return pack_model(model, recipe, weights, largest)

@@ -15,11 +15,10 @@ from onnx_ir.tensor_adapters import from_torch_dtype
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from specbuild.quantisation.inputs import FLOAT8_MAX, Inputs
 from specbuild.quantisation.packed import Packed
 from specbuild.quantisation.packed_model import PackedModel, parameter_names
 from specbuild.quantisation.recipe import Recipe, Storage
-from specbuild.quantisation.rounding import CodeForm, Rounded, Rows, global_scale, round_weight
+from specbuild.quantisation.rounding import FLOAT4_MAX, FLOAT8_MAX, CodeForm, Rounded, Rows, global_scale, round_weight
 from specrun.errors import BuildConfigError
 
 _CODES: dict[CodeForm, ir.DataType] = {
@@ -31,12 +30,13 @@ _CODES: dict[CodeForm, ir.DataType] = {
 
 
 def pack_model(
-    model: Any, recipe: Recipe, weights: Mapping[str, Any], inputs: Mapping[str, Inputs] | None = None
+    model: Any, recipe: Recipe, weights: Mapping[str, Any], largest: Mapping[str, float] | None = None
 ) -> PackedModel:
     """Quantise the weights of a transformers model.
 
     weights: by the parameters' names, tensors or what is sliced like them; they are read when codes are. An embedding
-    and a head that are tied get codes of their own. inputs: what ``calibrate`` found, for recipes that need it.
+    and a head that are tied get codes of their own. largest: inputs, as ``calibrate`` found them, for recipes
+    that need it.
 
     Raises BuildConfigError where groups do not divide a weight, or where a weight was not used in calibration.
     """
@@ -54,7 +54,7 @@ def pack_model(
             continue
         rows = _Columns(weight) if isinstance(module, Conv1D) else weight
         if storage := recipe.product(name, rows.shape[1], module is head):
-            storage = _calibrated(storage, name, (inputs or {}).get(own[0]))
+            storage = _calibrated(storage, name, (largest or {}).get(own[0]))
             packed.products.update(dict.fromkeys(own, _pack(rows, storage, rounded)))
     return packed
 
@@ -65,13 +65,14 @@ def unmatched(model: Any, recipe: Recipe) -> list[str]:
     return [pattern for pattern in recipe.exclude if not fnmatch.filter(names, pattern)]
 
 
-def _calibrated(storage: Storage, module: str, inputs: Inputs | None) -> Storage:
+def _calibrated(storage: Storage, module: str, largest: float | None) -> Storage:
     """``storage`` with the scale of its input, where that is fixed."""
-    if storage.activation is None or storage.activation.form != "float8":
+    if storage.activation is None or storage.activation.form == "int8":
         return storage
-    if inputs is None:
+    if largest is None:
         raise BuildConfigError(f"{module}: is not used on the text of --calib_dataset: give --exclude {module}")
-    scale = inputs.largest / FLOAT8_MAX or 1.0
+    steps = FLOAT8_MAX * (FLOAT4_MAX if storage.activation.form == "float4" else 1)
+    scale = largest / steps or 1.0
     return replace(storage, activation=replace(storage.activation, scale=scale))
 
 

@@ -3,65 +3,41 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
 from specbuild.quantisation.activation import Activation
 from specbuild.quantisation.packed_model import PackedModel, parameter_names
+from specbuild.quantisation.rounding import FLOAT4_MAX, FLOAT8_MAX, nearest_float4
 from specbuild.reference import Float32, SeeInput
 from specrun.errors import CheckpointError
 
 if TYPE_CHECKING:
     from specbuild.quantisation.texts import Rows
 
-FLOAT8_MAX = 448.0
 _BATCH_BYTES = 256 << 20
 """Of a layer's attention scores, or of logits, that may be held at a time."""
 
 
-@dataclass
-class Inputs:
-    """What was multiplied by one weight."""
-
-    largest: float = 0.0
-    """The largest absolute value."""
-    squares: torch.Tensor | float = 0.0
-    """[K] float64: sums over tokens, by input channel."""
-    tokens: int = 0
-
-    @property
-    def mean_squares(self) -> npt.NDArray[np.float32]:
-        """[K]: by input channel."""
-        found: npt.NDArray[np.float32] = (torch.as_tensor(self.squares) / max(1, self.tokens)).float().numpy()
-        return found
-
-
-def calibrate(model: Any, rows: Rows, advance: Callable[[float], None]) -> dict[str, Inputs]:
-    """Run a skeleton over ``rows`` and note the inputs of its products, by their parameters' names.
+def calibrate(model: Any, rows: Rows, advance: Callable[[float], None]) -> dict[str, float]:
+    """Run a skeleton over ``rows``: the largest absolute input of each of its products, by their parameters' names.
 
     Every weight is read once for a batch of rows. ``advance`` is called with the rows that are done.
     Raises CheckpointError where an input is not finite: the weights are damaged.
     """
-    found: dict[str, Inputs] = {}
+    found: dict[str, float] = {}
     names = parameter_names(model)
 
     def see(weight: nn.Parameter, x: torch.Tensor) -> torch.Tensor:
-        own = names[id(weight)]
-        inputs = found.setdefault(own[0], Inputs())
-        found.update(dict.fromkeys(own, inputs))
-        flat = x.detach().float().reshape(-1, x.shape[-1])
-        largest = float(flat.abs().max())
-        if not np.isfinite(largest):
-            raise CheckpointError(f"{own[0]}: its input is not finite (NaN or inf) on the text of --calib_dataset")
-        inputs.largest = max(inputs.largest, largest)
-        inputs.squares = inputs.squares + flat.square().sum(dim=0, dtype=torch.float64)
-        inputs.tokens += len(flat)
+        largest = float(x.abs().max())
+        for name in names[id(weight)]:
+            if not math.isfinite(largest):
+                raise CheckpointError(f"{name}: its input is not finite (NaN or inf) on the text of --calib_dataset")
+            found[name] = max(largest, found.get(name, 0.0))
         return x
 
     # The logits of one token are enough.
@@ -96,9 +72,9 @@ def rounding(model: Any, packed: PackedModel) -> SeeInput:
 
 
 def rounded(x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """x [.., K] in float32, as it is once rounded. Raises ValueError for a form that nothing here rounds to."""
-    if activation.form not in ("int8", "float8"):
-        raise ValueError(f"activations in {activation.form}")
+    """x [.., K] in float32, as it is once rounded."""
+    if activation.form == "float4":
+        return _rounded_to_float4(x, activation.scale or 1.0)
     limit = FLOAT8_MAX if activation.form == "float8" else 127.0
     scale: torch.Tensor | float | None = activation.scale
     if scale is None:
@@ -106,3 +82,12 @@ def rounded(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     codes = (x / scale).clamp(-limit, limit)
     codes = codes.to(torch.float8_e4m3fn).float() if activation.form == "float8" else codes.round()
     return codes * scale
+
+
+def _rounded_to_float4(x: torch.Tensor, unit: float) -> torch.Tensor:
+    """Every 16 values have a float8 scale, which is multiplied by ``unit``."""
+    groups = x.reshape(*x.shape[:-1], -1, 16)
+    scales = (groups.abs().amax(dim=-1, keepdim=True) / FLOAT4_MAX / unit).clamp(max=FLOAT8_MAX)
+    scales = scales.to(torch.float8_e4m3fn).float() * unit
+    scales = torch.where(scales == 0, 1.0, scales)
+    return (nearest_float4(groups / scales) * scales).reshape(x.shape)

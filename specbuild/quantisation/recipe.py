@@ -10,7 +10,7 @@ from specbuild.quantisation.activation import Activation
 from specrun.errors import BuildConfigError
 
 CodeForm = Literal["int8", "int4", "float8", "float4"]
-QFormat = Literal["int8", "int8_wo", "int4", "fp8", "fp8_wo", "nvfp4_wo"]
+QFormat = Literal["int8", "int8_wo", "int4", "fp8", "fp8_wo", "nvfp4", "nvfp4_wo"]
 QFORMATS: tuple[QFormat, ...] = get_args(QFormat)
 
 _ROUTERS = ("*.gate", "*.router", "*.router.*", "*.shared_expert_gate")
@@ -53,7 +53,7 @@ class Recipe:
     @property
     def calibrated(self) -> bool:
         """Whether inputs are rounded with scales that a text fixes."""
-        return self.qformat == "fp8"
+        return self.qformat in ("fp8", "nvfp4")
 
     def product(self, module: str, inputs: int, is_head: bool) -> Storage | None:
         """How the weight of ``module``'s product is stored. inputs: its channels; is_head: it gives the logits.
@@ -75,10 +75,11 @@ class Recipe:
                 return None if is_head else Storage("float8", activation=Activation("float8"))
             case "fp8_wo":
                 return None if is_head else Storage("float8")
-            case "nvfp4_wo":
+            case "nvfp4" | "nvfp4_wo":
                 if not is_head and inputs % _NVFP4_BLOCK:
                     raise _does_not_divide(module, inputs, f"{_NVFP4_BLOCK}, nvfp4's block: give")
-                return None if is_head else Storage("float4", _NVFP4_BLOCK)
+                activation = Activation("float4") if self.qformat == "nvfp4" else None
+                return None if is_head else Storage("float4", _NVFP4_BLOCK, activation)
 
     def _block(self, module: str, inputs: int) -> int:
         block = self.group_size or min(_GROUP, inputs & -inputs)

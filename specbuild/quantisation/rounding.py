@@ -21,9 +21,9 @@ _AT_A_TIME = 1 << 20
 """Elements that are rounded at a time."""
 _SHRUNK = (1.0, 0.95, 0.9, 0.85, 0.8)
 """Shares of a 4-bit block's range that are tried: clipping its largest weight may serve the others."""
-_FLOAT8_MAX, _FLOAT4_MAX = 448.0, 6.0
-_FLOAT4_BOUNDS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-"""Between the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6."""
+FLOAT8_MAX, FLOAT4_MAX = 448.0, 6.0
+_FLOAT4_MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_FLOAT4_BOUNDS = (_FLOAT4_MAGNITUDES[1:] + _FLOAT4_MAGNITUDES[:-1]) / 2
 
 
 class Rows(Protocol):
@@ -50,7 +50,7 @@ class Rounded(NamedTuple):
 def global_scale(weight: Rows) -> float:
     """What float4's scales are to be multiplied by, so that they fit into float8; rounded to the weight's dtype."""
     largest = torch.stack([weight[rows].abs().amax().float() for rows in _slices(weight)]).amax()
-    return float((largest / (_FLOAT4_MAX * _FLOAT8_MAX)).to(weight.dtype)) or 1.0
+    return float((largest / (FLOAT4_MAX * FLOAT8_MAX)).to(weight.dtype)) or 1.0
 
 
 def _slices(weight: Rows) -> Iterator[slice]:
@@ -109,17 +109,22 @@ def _int4(groups: torch.Tensor, scale_type: torch.dtype) -> _Groups:
 
 def _float8(groups: torch.Tensor, scale_type: torch.dtype) -> _Groups:
     """e4m3, without infinities."""
-    scales = _stored(groups.abs().amax(dim=1) / _FLOAT8_MAX, scale_type)
-    codes = (groups / scales[:, None]).clamp(-_FLOAT8_MAX, _FLOAT8_MAX).to(torch.float8_e4m3fn)
+    scales = _stored(groups.abs().amax(dim=1) / FLOAT8_MAX, scale_type)
+    codes = (groups / scales[:, None]).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn)
     return codes.view(torch.uint8), scales
 
 
 def _float4(groups: torch.Tensor, scale_type: torch.dtype) -> _Groups:
     """e2m1: the sign bit, then the number of the magnitude."""
-    scales = _stored(groups.abs().amax(dim=1) / _FLOAT4_MAX, scale_type)
+    scales = _stored(groups.abs().amax(dim=1) / FLOAT4_MAX, scale_type)
     scaled = groups / scales[:, None]
     codes = torch.bucketize(scaled.abs(), _FLOAT4_BOUNDS).to(torch.uint8)
     return codes | (torch.signbit(scaled).to(torch.uint8) << 3), scales
+
+
+def nearest_float4(x: torch.Tensor) -> torch.Tensor:
+    """Every value as the nearest one of float4."""
+    return _FLOAT4_MAGNITUDES[torch.bucketize(x.abs(), _FLOAT4_BOUNDS)].copysign(x)
 
 
 _FORMS: dict[CodeForm, tuple[Any, Callable[[torch.Tensor, torch.dtype], _Groups]]] = {

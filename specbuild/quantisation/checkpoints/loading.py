@@ -115,7 +115,10 @@ def packed_products(model: Any, scheme: Scheme, weights: Mapping[str, Weight], n
 
 def _attachable(packed: Packed, notes: list[str]) -> Packed:
     """``packed`` without what TensorRT does not compile; that is no less exact, and said."""
-    form = packed.activation and packed.activation.form
+    activation = packed.activation
+    form = activation and activation.form
+    if form == "float4" and activation and activation.scale and packed.codes.dtype == ir.DataType.FLOAT4E2M1:
+        return packed
     if form != "float4" and not (form == "float8" and packed.block):
         return packed
     where = " of products whose weights have groups" if form == "float8" else ""
