@@ -53,6 +53,8 @@ def read_model_config(directory: Path, trust_remote_code: bool) -> PreTrainedCon
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.utils import logging as transformers_logging
 
+    from specbuild.quantisation.checkpoints.schemes import read_scheme
+
     transformers_logging.set_verbosity_error()  # Its warnings are for training; ours name the file and what to do.
     transformers_logging.disable_progress_bar()
     path = directory / "config.json"
@@ -85,6 +87,7 @@ def read_model_config(directory: Path, trust_remote_code: bool) -> PreTrainedCon
             raise UnsupportedModelError(
                 f"{path}: {model_type} is not a causal language model; specbuild converts decoder-only text models"
             )
+    read_scheme(directory, data)  # What it refuses, transformers would refuse in words of its own.
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             directory, trust_remote_code=trust_remote_code, local_files_only=True
