@@ -27,6 +27,7 @@ def main(debug: bool) -> None:
 @click.option("--output_dir", required=True, type=FolderPath, help="Where the ONNX checkpoint goes.")
 @click.option("--dtype", type=click.Choice(["auto", *FLOAT_NAMES]), default="auto", show_default=True)
 @click.option("--qformat", type=click.Choice(["auto", *QFORMATS]), default="auto", show_default=True)
+@click.option("--dequantize", is_flag=True, help="Take weights that come quantised as dense ones.")
 @click.option("--group_size", type=int, help="Input channels that share a scale. Default: 128, or what divides them.")
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Modules to leave as they are; may be repeated.")
 @click.option("--max_seq_len", type=int, help="Positions to serve; default: what the model was trained for.")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from specbuild.checkpoint import CheckpointConfig
 from specbuild.files import new_directory, require_free, require_space
 from specbuild.huggingface import eos_token_ids, locate, read_model_config, save_tokenizer
+from specbuild.json_file import read_json
 from specbuild.progress import Stages, human_bytes, peak_memory
 from specbuild.quantisation.recipe import Recipe, make_recipe
 from specbuild.weights import Weights, check_weights, require_layers
@@ -31,6 +32,7 @@ from specrun.tokenizer import describe_tokenizer, tokenizer_files
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from specbuild.quantisation.checkpoints.scheme import Scheme
     from specbuild.quantisation.packed_model import PackedModel
     from specbuild.reference import Reference
 
@@ -49,6 +51,8 @@ class ConvertOptions:
     """``auto``: as the checkpoint is."""
     group_size: int | None = None
     exclude: tuple[str, ...] = ()
+    dequantize: bool = False
+    """Take quantised weights as dense ones."""
     verify: bool = True
     force: bool = False
 
@@ -61,15 +65,23 @@ def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
             raise ModuleNotFoundError(f"no module named {package}", name=package)
     output_dir = Path(options.output_dir)
     require_free(output_dir, options.force)
+    from specbuild.quantisation.checkpoints.schemes import read_scheme
+
     recipe = make_recipe(options.qformat, options.group_size, options.exclude)
     with stages.stage("check checkpoint"):
         source = locate(options.model, options.revision)
         hf_config = read_model_config(source, options.trust_remote_code)
+        scheme = read_scheme(source, read_json(source / CONFIG_NAME))
+        if scheme and recipe and not options.dequantize:
+            raise BuildConfigError(
+                f"--qformat {options.qformat}: {source} is quantised already ({scheme.method}); leave --qformat out, "
+                "or give --dequantize to round it once more"
+            )
         weights = check_weights(source)
         require_layers(source, hf_config, weights)
         max_seq_len = _max_seq_len(source, hf_config, options.max_seq_len)
     with new_directory(output_dir, options.force) as work:
-        config = _write(source, hf_config, weights, max_seq_len, options, stages, work, recipe)
+        config = _write(source, hf_config, weights, max_seq_len, options, stages, work, scheme, recipe)
         (work / CONFIG_NAME).write_text(config.model_dump_json(indent=2) + "\n")
     _summarise(config, weights.nbytes, output_dir, stages)
     return config
@@ -83,6 +95,7 @@ def _write(
     options: ConvertOptions,
     stages: Stages,
     work: Path,
+    scheme: Scheme | None,
     recipe: Recipe | None,
 ) -> CheckpointConfig:
     """Load and export the model into ``work``, verify it, and return the config that describes the result."""
@@ -92,16 +105,26 @@ def _write(
     from specbuild.export.rope import pin_rope
     from specbuild.export.skeleton import load_skeleton
     from specbuild.quantisation.attach import attach
+    from specbuild.quantisation.checkpoints.loading import packed_products, require_claimed, with_packed
     from specbuild.quantisation.dense import pack_model
     from specbuild.quantisation.packed_model import PackedModel, use_dequantised
     from specbuild.reference import reference_logits
-    from specbuild.tensors import bind
+    from specbuild.tensors import Reader, StoredTensor, bind
     from specbuild.verify import compare
 
     with stages.stage("lay out the model"):
-        model, weights = load_skeleton(source, hf_config, options.dtype, options.trust_remote_code, files.entries)
+        stored: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in files.entries.items()}
+        if scheme:
+            stored = with_packed(scheme, stored)
+        model, weights = load_skeleton(source, hf_config, options.dtype, options.trust_remote_code, stored)
+        require_claimed(source, weights)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    packed = pack_model(model, recipe, weights) if recipe else PackedModel()
+    notes: list[str] = []
+    packed = PackedModel()
+    if recipe:
+        packed = pack_model(model, recipe, weights)
+    elif scheme and not options.dequantize:
+        packed = packed_products(model, scheme, weights, notes)
     require_space({Path(options.output_dir).absolute().parent: _output_bytes(model, packed)})
     use_dequantised(model, packed, source)
     eos, pretrained = eos_token_ids(model), model.config.to_dict()
@@ -110,13 +133,13 @@ def _write(
         vocab_size=_vocab_size(model),
         dtype=_dtype_name(model),
         caches=cache_shapes(model),
-        quantised=QuantisedWeights(source=options.qformat, forms=packed.forms()) if packed.products else None,
+        quantised=_quantised(options, scheme, packed),
     )
     far = None
     if options.verify:
         with stages.stage("run the model behind a long text"):
             far = _far_reference(model, info, max_seq_len, stages)
-    notes = pin_rope(model, max_seq_len)
+    notes += pin_rope(model, max_seq_len)
     for note in notes:
         stages.say(f"note: {note}")
     if options.verify:
@@ -151,6 +174,12 @@ def _write(
         provenance=provenance("specbuild convert", options.model, notes, "torch", "transformers", "onnx", "onnxscript"),
         files={name: describe_file(work / name) for name in (GRAPH_NAME, WEIGHTS_NAME, *tokenizer_files(work))},
     )
+
+
+def _quantised(options: ConvertOptions, scheme: Scheme | None, packed: PackedModel) -> QuantisedWeights | None:
+    if not packed.products:
+        return None
+    return QuantisedWeights(source=scheme.method if scheme else options.qformat, forms=packed.forms())
 
 
 def _output_bytes(model: PreTrainedModel, packed: PackedModel) -> int:

@@ -20,6 +20,8 @@ from specrun.contract import INPUT_IDS, LOGITS_INDICES, past_names, present_name
 
 BATCH, SEQUENCE, KEPT, CACHE = "batch", "sequence", "logits", "cache_length"
 
+_RECODED = "recoded.onnx"
+"""A checkpoint's graph with weights in other codes, while it is compiled."""
 HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
@@ -189,6 +191,18 @@ def save(model: ir.Model, path: Path, callback: object = None) -> None:
     )
     for value in model.graph.initializers.values():
         value.const_value = None
+
+
+def write_recoded(model: ir.Model, directory: Path) -> ir.Model:
+    """``model``, some of whose weights are computed, with all weights in a file of ``directory``."""
+    save(model, directory / _RECODED)
+    return ir.load(directory / _RECODED)
+
+
+def remove_recoded(directory: Path) -> None:
+    """Remove what ``write_recoded`` wrote."""
+    for path in directory.glob(f"{_RECODED}*"):
+        path.unlink()
 
 
 def to_bytes(model: ir.Model) -> bytes:

@@ -85,11 +85,6 @@ def read_model_config(directory: Path, trust_remote_code: bool) -> PreTrainedCon
             raise UnsupportedModelError(
                 f"{path}: {model_type} is not a causal language model; specbuild converts decoder-only text models"
             )
-    if quantisation := data.get("quantization_config"):
-        method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else "unknown"
-        raise UnsupportedModelError(
-            f"{path}: weights are quantised ({method}); give the checkpoint as it was before quantisation"
-        )
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             directory, trust_remote_code=trust_remote_code, local_files_only=True
@@ -108,6 +103,8 @@ def read_model_config(directory: Path, trust_remote_code: bool) -> PreTrainedCon
             f"{path}: {model_type} cannot be converted: its attention does not go through transformers' attention "
             "interface"
         )
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # transformers would call the method's own library; we read the tensors.
     return config
 
 

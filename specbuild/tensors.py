@@ -30,6 +30,7 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -45,6 +46,10 @@ class Reader(Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the whole tensor."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As stored."""
 
     def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
         """A copy of a part in ``dtype``."""

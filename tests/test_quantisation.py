@@ -16,6 +16,7 @@ import torch
 
 from specbuild import graph as graphs
 from specbuild.compilers import cpu_forms
+from specbuild.compilers.trt_forms import move_zero_points
 from specbuild.quantisation.attach import products, quantise_embedding, quantise_product
 from specbuild.quantisation.packed import Activation, Packed
 from specbuild.quantisation.recipe import Recipe
@@ -297,3 +298,29 @@ def test_a_16_bit_graph_keeps_float32_scales_and_is_widened(tmp_path: Path) -> N
     x = np.random.default_rng(1).standard_normal((2, 3, INPUTS)).astype(np.float32)
     found, _ = run(model, x)
     np.testing.assert_allclose(found, x @ stored.dequantise() + 1, atol=1e-5)
+
+
+def test_tensorrt_gets_weights_without_zero_points() -> None:
+    """The same numbers: codes around zero, and a small product for what the zero points make."""
+    weight = weight_matrix()
+    low, high = weight.reshape(-1, 32).amin(1), weight.reshape(-1, 32).amax(1)
+    steps = ((high - low).clamp(min=1e-6) / 15).reshape(CHANNELS, -1).T.contiguous()
+    zeros = (-low / ((high - low).clamp(min=1e-6) / 15)).round().clamp(0, 15).reshape(CHANNELS, -1).T
+    spread = zeros.repeat_interleave(32, 0)
+    codes = (weight.T / steps.repeat_interleave(32, 0) + spread).round().clamp(0, 15)
+    stored = Packed(
+        ir.Tensor(codes.numpy().astype(ml_dtypes.uint4), dtype=ir.DataType.UINT4),
+        ir.Tensor(steps.numpy()),
+        ir.Tensor(zeros.numpy().astype(ml_dtypes.uint4), dtype=ir.DataType.UINT4),
+        block=32,
+    )
+    model = graph_of(weight.numpy(), gemm=False)
+    (product,) = products(model)
+    quantise_product(model, product, stored)
+    x = np.random.default_rng(1).standard_normal((2, 3, INPUTS)).astype(np.float32)
+    before, _ = run(model, x)
+    assert move_zero_points(model) == 1
+    assert not any(value.dtype == ir.DataType.UINT4 for value in model.graph.initializers.values())
+    after, _ = run(model, x)
+    np.testing.assert_allclose(after, before, atol=1e-5)
+    np.testing.assert_allclose(before, x @ stored.dequantise() + 1, atol=1e-5)

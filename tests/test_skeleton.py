@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from specbuild.export.exporter import cache_shapes
 from specbuild.export.skeleton import Skeleton, load_skeleton
 from specbuild.reference import far_reference, reference_logits
-from specbuild.tensors import WeightTensor
+from specbuild.tensors import Reader, StoredTensor, WeightTensor
 from specbuild.verify import compare
 from specbuild.weights import check_weights
 from specrun.engine_dir import GRAPH_NAME, GraphInfo
@@ -44,9 +44,13 @@ def save(directory: Path, family: str) -> Path:
     return directory
 
 
+def stored(directory: Path) -> dict[str, Reader]:
+    return {name: StoredTensor(entry) for name, entry in check_weights(directory).entries.items()}
+
+
 def skeleton(directory: Path, dtype: str = "auto") -> Skeleton:
     config = transformers.AutoConfig.from_pretrained(directory)
-    return load_skeleton(directory, config, dtype, False, check_weights(directory).entries)
+    return load_skeleton(directory, config, dtype, False, stored(directory))
 
 
 def loaded(directory: Path, dtype: str = "auto") -> PreTrainedModel:

@@ -22,9 +22,6 @@ from specrun.dtypes import DTYPES
 from specrun.engine_dir import GRAPH_NAME, WEIGHTS_NAME, BackendInfo, BuildConfig, GraphInfo, Tensor
 from specrun.errors import BuildError
 
-_RECODED = "recoded.onnx"
-"""The checkpoint with weights in other codes, while it is compiled."""
-
 
 def compile_graph(
     checkpoint: Path, graph: GraphInfo, build: BuildConfig, output: Path, advance: Callable[[float], None]
@@ -40,8 +37,7 @@ def compile_graph(
         graph = graph.model_copy(update={"dtype": "float32"})
     if recoded := cpu_forms.prepare(model):
         notes += recoded
-        graphs.save(model, output / _RECODED)
-        model = ir.load(output / _RECODED)
+        model = graphs.write_recoded(model, output)
     harmful = cpu_forms.HARMFUL if any(node.op_type == "DequantizeLinear" for node in model.graph) else []
     pad_single_queries(model)
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
@@ -58,8 +54,7 @@ def compile_graph(
         )
     except Exception as error:  # ONNX Runtime's exceptions share no base class.
         raise BuildError(f"{checkpoint}: ONNX Runtime refused the graph: {error}") from error
-    for path in output.glob(f"{_RECODED}*"):
-        path.unlink()
+    graphs.remove_recoded(output)
     advance(0.9)
     return Compiled(
         backend=BackendInfo(name="onnxruntime", version=ort.__version__, device="cpu", machine=machine()),

@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from specbuild import graph as graphs
 from specbuild.compilers import Compiled, machine
+from specbuild.compilers.trt_forms import move_zero_points
 from specbuild.compilers.trt_progress import interruptible, progress_monitor
 from specrun.contract import INPUT_IDS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
 from specrun.devices.driver import compute_capability, use_gpu, why_no_gpu
@@ -70,14 +71,17 @@ class Tensorrt:
             use_gpu(self.gpu)  # Its builder compiles for the GPU of the thread that makes it.
         model = ir.load(checkpoint / GRAPH_NAME)
         capabilities = _capabilities(trt, model, self.capabilities)
+        weights = checkpoint
+        if move_zero_points(model):
+            model, weights = graphs.write_recoded(model, output), output
         graphs.pin_cache_length(model, build.cache_length)
         if graph.dtype == "float32":  # TensorRT has no fused float32 attention.
             graphs.mark_decomposable(model)
         notes = []
-        built = _build(trt, checkpoint, model, graph, build, advance, interrupted, capabilities)
+        built = _build(trt, weights, model, graph, build, advance, interrupted, capabilities)
         if built.plan is None and graph.dtype != "float32" and graphs.mark_decomposable(model):
             # A refusal comes early: with TensorRT-RTX 1.7 after 0.3 s of 1.9 s (2 layers), 3.1 s of 8.5 s (16 layers).
-            built = _build(trt, checkpoint, model, graph, build, advance, interrupted, capabilities)
+            built = _build(trt, weights, model, graph, build, advance, interrupted, capabilities)
             notes = [_not_fused(graph)]
         log = built.log
         if built.plan is None:
@@ -86,6 +90,7 @@ class Tensorrt:
             raise BuildError(
                 f"{checkpoint}: {self.name} ignores the input {unused}; the engine would compute something else"
             )
+        graphs.remove_recoded(output)
         (output / PLAN_NAME).write_bytes(built.plan)
         return Compiled(
             backend=BackendInfo(
@@ -113,7 +118,7 @@ class _Built(NamedTuple):
 
 def _build(
     trt: Any,
-    checkpoint: Path,
+    weights: Path,
     model: ir.Model,
     graph: GraphInfo,
     build: BuildConfig,
@@ -126,7 +131,7 @@ def _build(
     builder = trt.Builder(log)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, log)
-    _parse(parser, checkpoint, model)
+    _parse(parser, weights, model)
     advance(0.1)
     io = _check_network(trt, network, graph)
     config = builder.create_builder_config()
@@ -184,12 +189,12 @@ def _log(trt: Any) -> Any:
     return Log()
 
 
-def _parse(parser: Any, checkpoint: Path, model: ir.Model) -> None:
-    # The path is where the weights lie; the graph itself is parsed from memory.
-    if not parser.parse(graphs.to_bytes(model), str(checkpoint / GRAPH_NAME)):
+def _parse(parser: Any, weights: Path, model: ir.Model) -> None:
+    # The path is that of any file beside the weights; the graph itself is parsed from memory.
+    if not parser.parse(graphs.to_bytes(model), str(weights / GRAPH_NAME)):
         errors = [parser.get_error(i) for i in range(parser.num_errors)]
         reasons = "; ".join(f"{error.node_operator()} ({error.node_name()}): {error.desc()}" for error in errors)
-        raise BuildError(f"{checkpoint}: TensorRT's ONNX parser refused the graph: {reasons}")
+        raise BuildError(f"{weights}: TensorRT's ONNX parser refused the graph: {reasons}")
 
 
 def _check_network(trt: Any, network: Any, graph: GraphInfo) -> list[Tensor]:

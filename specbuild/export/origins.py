@@ -17,10 +17,10 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from specbuild.tensors import Index, Reader, StoredTensor, join
+from specbuild.tensors import Index, Reader, join
 
 
-def find_origins(model: PreTrainedModel, mapping: list[Any], stored: dict[str, StoredTensor]) -> dict[str, Reader]:
+def find_origins(model: PreTrainedModel, mapping: list[Any], stored: dict[str, Reader]) -> dict[str, Reader]:
     """What to read for each weight of ``model``, whose tensors need no numbers, by the model's names.
 
     ``mapping`` is transformers' for this model. The names are found as in its ``convert_and_load_state_dict_in_model``.
@@ -55,7 +55,7 @@ class _Conversion:
     def __init__(self, model: PreTrainedModel, converter: WeightConverter, first: str) -> None:
         """``first``: the model's name of the (first) weight."""
         self.model, self.converter, self.first = model, converter, first
-        self.sources: list[tuple[str, StoredTensor]] = []
+        self.sources: list[tuple[str, Reader]] = []
         """The pattern that took each tensor, and the tensor."""
 
     def convert(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -69,14 +69,14 @@ class _Conversion:
         made = converter.convert(self.first, model=self.model, config=self.model.config)
         return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
 
-    def experts(self, axes: int) -> list[list[StoredTensor]]:
+    def experts(self, axes: int) -> list[list[Reader]]:
         """The sources of each expert, where experts are only stacked; nothing where they are not."""
         merge, *others = self.converter.operations
         if not isinstance(merge, MergeModulelist) or merge.dim != 0:
             return []
         if not all(isinstance(other, Concatenate) and other.dim == 1 and axes > 2 for other in others):
             return []
-        lists: dict[str, list[StoredTensor]] = {}
+        lists: dict[str, list[Reader]] = {}
         for pattern, source in self.sources:
             lists.setdefault(pattern, []).append(source)
         equal = len({len(sources) for sources in lists.values()}) == 1
@@ -90,13 +90,18 @@ class _Converted(NamedTuple):
     name: str
     shape: tuple[int, ...]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what it is made of."""
+        return self.conversion.sources[0][1].dtype
+
     def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
         """A part in ``dtype``."""
         if experts := self.conversion.experts(len(self.shape)):
             return join([self._read_expert(sources, index, dtype) for sources in experts[index[0]]])
         return _convert_all(self.conversion, dtype)[self.name][index]
 
-    def _read_expert(self, sources: list[StoredTensor], index: Index, dtype: torch.dtype) -> torch.Tensor:
+    def _read_expert(self, sources: list[Reader], index: Index, dtype: torch.dtype) -> torch.Tensor:
         """Of its last axis only what is wanted."""
         wanted = [source.read((*[slice(None)] * (len(source.shape) - 1), index[-1]), dtype) for source in sources]
         return self.conversion.convert(wanted)[self.name][(slice(None), *index[1:-1])]

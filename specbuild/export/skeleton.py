@@ -18,8 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, modeling_utils
 
 from specbuild.export.origins import find_origins
-from specbuild.tensors import Reader, StoredTensor, Weight, parts
-from specbuild.weights import Entry
+from specbuild.tensors import Reader, Weight, parts
 from specrun.errors import CheckpointError, SpecError
 
 _LOAD = "convert_and_load_state_dict_in_model"
@@ -37,13 +36,12 @@ class Skeleton(NamedTuple):
 
 
 def load_skeleton(
-    directory: Path, config: PreTrainedConfig, dtype: str, trust_remote_code: bool, entries: dict[str, Entry]
+    directory: Path, config: PreTrainedConfig, dtype: str, trust_remote_code: bool, stored: dict[str, Reader]
 ) -> Skeleton:
-    """The model in ``dtype`` (``auto``: as stored) without its weights.
+    """The model in ``dtype`` (``auto``: as stored) without its weights, which are ``stored`` under the files' names.
 
     Raises CheckpointError when it does not load, or tensors are missing or of the wrong shape.
     """
-    stored = {name: StoredTensor(entry) for name, entry in entries.items()}
     try:
         with _without_numbers(directory, stored) as origins:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -89,7 +87,7 @@ def _refuse(directory: Path, kind: str, names: set[Any]) -> None:
 class _Numberless:
     """Stands for a stored tensor while transformers loads a model."""
 
-    def __init__(self, tensor: StoredTensor) -> None:
+    def __init__(self, tensor: Reader) -> None:
         self.tensor = tensor
 
     def __getitem__(self, _index: object) -> _Numberless:
@@ -100,15 +98,15 @@ class _Numberless:
 
 
 @contextmanager
-def _without_numbers(directory: Path, stored: dict[str, StoredTensor]) -> Iterator[dict[str, Reader]]:
+def _without_numbers(directory: Path, stored: dict[str, Reader]) -> Iterator[dict[str, Reader]]:
     """While active, transformers loads models without numbers. Yields where each weight of the model comes from."""
     load = getattr(modeling_utils, _LOAD)
     origins: dict[str, Reader] = {}
 
-    def load_without_numbers(model: Any, state_dict: dict[str, Any], load_config: Any, **others: Any) -> Any:
+    def load_without_numbers(model: Any, state_dict: object, load_config: Any, **others: Any) -> Any:
         mapping = deepcopy(load_config.weight_mapping or [])  # They remember what they have seen.
-        origins.update(find_origins(model, mapping, {name: stored[name] for name in state_dict}))
-        numberless = {name: _Numberless(stored[name]) for name in state_dict}
+        origins.update(find_origins(model, mapping, stored))
+        numberless = {name: _Numberless(tensor) for name, tensor in stored.items()}
         info, index = load(model=model, state_dict=numberless, load_config=load_config, **others)
         _refuse(directory, "mismatched", info.mismatched_keys)
         return info, index

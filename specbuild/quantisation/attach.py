@@ -8,14 +8,15 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 from specbuild.quantisation.packed import Activation, Packed
 from specbuild.quantisation.packed_model import PackedModel
 from specrun.errors import UnsupportedModelError
 
-_INT8_STEPS = 127
-"""Codes on each side of zero."""
+_ACTIVATIONS = {"int8": (ir.DataType.INT8, 127), "float8": (ir.DataType.FLOAT8E4M3FN, 448)}
+"""The type of an input's codes, and its largest code."""
 
 
 class Product(NamedTuple):
@@ -96,36 +97,40 @@ def quantise_embedding(model: ir.Model, gather: ir.Node, packed: Packed) -> None
 
 def _round_activation(build: _Builder, x: ir.Value, activation: Activation) -> tuple[ir.Value, ir.Value | None]:
     """``x`` rounded, and what its product is to be multiplied by."""
-    if activation.form == "int8" and activation.scale is None:
-        # Every token is divided by its largest value, so that one constant scale serves all of them.
+    if activation.form not in _ACTIVATIONS:
+        raise UnsupportedModelError(f"inputs in {activation.form} have no standard ONNX form")
+    codes, largest_code = _ACTIVATIONS[activation.form]
+    zero = build.tensor(f"quantisation.zero_{activation.form}", ir.tensor(np.zeros((), codes.numpy()), dtype=codes))
+    largest = None
+    if activation.scale is not None:
+        steps = build.constant("activation_scale", activation.scale)
+    else:  # Every token is divided by its largest value, so that one constant scale serves all of them.
         largest = build.node("ReduceMax", build.node("Abs", x), build.shared("last_axis", np.array([-1])), keepdims=1)
         largest = build.node("Max", largest, build.shared("smallest", _smallest(build.dtype)))
-        steps, codes = build.shared("int8_step", 1 / _INT8_STEPS), ir.DataType.INT8
+        steps = build.shared(f"step_{activation.form}", 1 / largest_code)
         x = build.node("Div", x, largest)
-    elif activation.scale is not None and activation.form in ("int8", "float8"):
-        largest, steps = None, build.constant("activation_scale", activation.scale)
-        codes = ir.DataType.INT8 if activation.form == "int8" else ir.DataType.FLOAT8E4M3FN
-    else:
-        raise UnsupportedModelError(f"activations in {activation.form} without a scale have no standard ONNX form")
-    zero = build.tensor("quantisation.zero_" + codes.name.lower(), ir.tensor(np.zeros((), codes.numpy()), dtype=codes))
-    return build.node(
-        "DequantizeLinear", build.node("QuantizeLinear", x, steps, zero, dtype=codes), steps, zero
-    ), largest
+    rounded = build.node("QuantizeLinear", x, steps, zero, dtype=codes)
+    return build.node("DequantizeLinear", rounded, steps, zero), largest
 
 
 def _times_offsets(build: _Builder, x: ir.Value, packed: Packed) -> ir.Value:
     """The product of ``x`` with a matrix whose rows are equal within a block: sums over blocks times their rows."""
-    if packed.offsets is None or packed.block is None or packed.shape[0] % packed.block:
-        raise UnsupportedModelError(f"{build.name}: offsets without whole blocks")
-    blocks = build.constant("blocks", np.array([0, 0, packed.shape[0] // packed.block, packed.block]))
-    if (original := build.old.inputs[0]) is not None and len(original.shape or ()) == 2:
-        blocks = build.constant("blocks_of_rows", np.array([0, packed.shape[0] // packed.block, packed.block]))
-    parts = build.node("Reshape", x, blocks)
-    sums = build.node("ReduceSum", parts, build.shared("last_axis", np.array([-1])), keepdims=0)
+    if packed.offsets is None:
+        raise ValueError(f"{build.name}: without offsets")
+    inputs, _ = packed.shape
+    block = packed.block or inputs
+    sums = build.node("MatMul", x, build.shared(f"blocks.{inputs}.{block}", block_sums(inputs, block)))
     offsets = build.own("offsets", packed.offsets)
     if offsets.dtype != build.dtype:
         offsets = build.node("Cast", offsets, to=int(build.dtype))
     return build.node("MatMul", sums, offsets)
+
+
+def block_sums(inputs: int, block: int) -> npt.NDArray[np.float32]:
+    """[K, K / block] of zeros and ones: a product with it adds up each block of channels."""
+    blocks = np.arange(inputs)[:, None] // block
+    sums: npt.NDArray[np.float32] = (blocks == np.arange(-(-inputs // block))).astype(np.float32)
+    return sums
 
 
 def _smallest(dtype: ir.DataType) -> float:

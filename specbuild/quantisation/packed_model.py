@@ -66,6 +66,11 @@ class _Dequantised(NamedTuple):
     transposed: bool
     """The module keeps its weight as [K, N], not as [N, K]."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what comes out of dequantising."""
+        return torch.float32
+
     def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
         """A part in ``dtype``."""
         channels, inputs = reversed(index) if self.transposed else index

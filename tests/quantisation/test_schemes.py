@@ -433,9 +433,9 @@ class Torch:
         self.shape = tuple(values.shape)
         self.dtype = values.dtype
 
-    def read(self, index: tuple[slice, ...]) -> torch.Tensor:
+    def read(self, index: tuple[slice, ...], dtype: torch.dtype) -> torch.Tensor:
         assert len(index) == len(self.shape)
-        return self.values[index]
+        return self.values[index].to(dtype)
 
 
 @pytest.mark.parametrize(

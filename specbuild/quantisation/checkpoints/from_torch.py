@@ -32,7 +32,7 @@ class _TorchTensor(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
-    def read(self, index: Index) -> torch.Tensor: ...
+    def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,6 @@ class FromTorch:
         """The values of a part."""
         import torch
 
-        part = self.tensor.read((*index, *[slice(None)] * (len(self.shape) - len(index))))
+        part = self.tensor.read((*index, *[slice(None)] * (len(self.shape) - len(index))), self.tensor.dtype)
         data = part.contiguous().reshape(-1).view(torch.uint8).numpy()
         return data.view(self.dtype).reshape(part.shape)

@@ -82,6 +82,11 @@ class Scheme:
                 "quantization_config if the weights were dequantised, or download them again"
             )
 
+    def is_quantised(self, tensors: Mapping[str, StoredTensor]) -> bool:
+        """Whether the tensors of a module, by suffix, are those of a quantised weight."""
+        weight = tensors.get("weight")
+        return bool(_MARKS & tensors.keys()) or (weight is not None and weight.dtype not in _DENSE)
+
     def packed(self, module: str, tensors: Mapping[str, StoredTensor]) -> Packed | None:
         """The weight of ``module``, a product, from its ``tensors`` by suffix. None: it is dense.
 
