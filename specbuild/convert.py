@@ -75,14 +75,14 @@ def _write(
     from specbuild.export.rope import pin_rope
     from specbuild.export.skeleton import load_skeleton
     from specbuild.reference import reference_logits
-    from specbuild.tensors import bind
+    from specbuild.tensors import bind, give_back_freed_memory
     from specbuild.verify import compare
 
+    give_back_freed_memory()
     with stages.stage("lay out the model"):
         model, weights = load_skeleton(source, hf_config, options.dtype, options.trust_remote_code, files.entries)
-    sizes = {id(parameter): (parameter.numel(), parameter.nbytes) for parameter in model.parameters()}
-    parameters, size = (sum(column) for column in zip(*sizes.values(), strict=True))
-    require_space({options.output_dir.absolute().parent: size})
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    require_space({options.output_dir.absolute().parent: sum(parameter.nbytes for parameter in model.parameters())})
     eos, pretrained = eos_token_ids(model), model.config.to_dict()
     references = []
     info = GraphInfo(vocab_size=_vocab_size(model), dtype=_dtype_name(model), caches=cache_shapes(model))
@@ -127,7 +127,7 @@ def _write(
 
 
 def _far_reference(model: PreTrainedModel, info: GraphInfo, max_seq_len: int, stages: Stages) -> Reference | None:
-    """``verify.far_reference``; a model that takes no made-up cache is compared without it, and that is said."""
+    """``reference.far_reference``; a model that takes no made-up cache is compared without it, and that is said."""
     from specbuild.reference import far_reference
 
     try:
