@@ -93,7 +93,7 @@ def read_model_config(directory: Path, trust_remote_code: bool) -> PreTrainedCon
             directory, trust_remote_code=trust_remote_code, local_files_only=True
         )
     except Exception as error:
-        raise CheckpointError(f"{path}: transformers cannot read it ({_first_line(error)})") from error
+        raise CheckpointError(f"{path}: transformers cannot read it ({first_line(error)})") from error
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"{path}: {model_type} is an encoder-decoder; specbuild converts decoder-only text models"
@@ -140,7 +140,7 @@ def save_tokenizer(directory: Path, output: Path, trust_remote_code: bool) -> bo
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
         tokenizer.save_pretrained(output)
     except Exception as error:
-        raise CheckpointError(f"{directory}: the tokenizer cannot be read ({_first_line(error)})") from error
+        raise CheckpointError(f"{directory}: the tokenizer cannot be read ({first_line(error)})") from error
     if not (output / "tokenizer.json").is_file():
         raise CheckpointError(
             f"{directory}: the tokenizer has no fast (tokenizer.json) form; convert it with transformers first"
@@ -163,7 +163,8 @@ def _keep_rules(original: Path, written: Path) -> None:
     written.write_text(json.dumps(tokenizer, ensure_ascii=False, indent=2), encoding="utf-8")
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error of another library says."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     # "Validation error for field 'hidden_size':" says nothing without the line after it.
     return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])

@@ -30,17 +30,18 @@ def cut(model: ir.Model, most_bytes: int) -> Iterator[Piece]:
     results = {value.name for value in graph.output}
     pieces = list(_runs(graph, weights, most_bytes))
     needs = [{name for node in nodes for name in node.input if name} for nodes in pieces]
+    later: set[str] = set()
+    behind = [later := later | (need - weights.keys()) for need in reversed([*needs[1:], set()])][::-1]
     for number, nodes in enumerate(pieces):
         made = {name for node in nodes for name in node.output if name}
-        later = set().union(*needs[number + 1 :]) - weights.keys()
         inputs = sorted(needs[number] - made - weights.keys())
-        outputs = sorted(made & (later | results))
+        outputs = sorted(made & (behind[number] | results))
         own = onnx.GraphProto(name=f"piece {number}", node=nodes)
         own.initializer.extend(weights[name] for name in sorted(needs[number] & weights.keys()))
         own.input.extend(types[name] for name in inputs)
         own.output.extend(types[name] for name in outputs)
         proto = onnx.ModelProto(ir_version=whole.ir_version, opset_import=whole.opset_import, graph=own)
-        yield Piece(proto, inputs, outputs, later)
+        yield Piece(proto, inputs, outputs, behind[number])
 
 
 def _runs(graph: onnx.GraphProto, weights: dict[str, Any], most_bytes: int) -> Iterator[list[onnx.NodeProto]]:

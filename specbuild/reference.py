@@ -37,7 +37,7 @@ FAR_STEPS = ((4,), (1,), (1,))
 """The same behind a long text."""
 _FAR_TOKENS = sum(step for (step,) in FAR_STEPS)
 
-SLICE = 1 << 24
+SLICE = 1 << 23
 """Weights that are multiplied by at a time."""
 _MOST_FAR_BYTES = 128 << 20
 """Of a layer's keys and values for a long text; longer texts are not walked behind."""

@@ -38,7 +38,7 @@ def find_origins(model: PreTrainedModel, mapping: list[Any], stored: dict[str, R
         if renamed not in expected:
             continue
         if pattern is None:
-            found[renamed] = stored[name]
+            found.setdefault(renamed, stored[name])
         else:
             converter = by_pattern[pattern]
             conversion = conversions.setdefault(renamed, _Conversion(model, converter, renamed))

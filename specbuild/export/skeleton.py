@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, modeling_utils
 
 from specbuild.export.origins import find_origins
+from specbuild.huggingface import first_line
 from specbuild.tensors import Reader, Weight, parts
 from specrun.errors import CheckpointError, SpecError
 
@@ -67,13 +68,6 @@ def load_skeleton(
     _tie_equal(model, weights)
     _take_real_values(model, weights)
     return Skeleton(model, weights)
-
-
-def first_line(error: Exception) -> str:
-    """What an error of another library says."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    # "Validation error for field 'hidden_size':" says nothing without the line after it.
-    return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
 
 
 def _refuse(directory: Path, kind: str, names: set[Any]) -> None:
