@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache, DynamicLayer
 
+from specbuild.export.skeleton import placeholder
 from specbuild.tensors import Weight, parts
 from specrun.contract import past_names
 from specrun.engine_dir import GraphInfo
@@ -187,8 +188,7 @@ class _Float32(TorchFunctionMode):
         if func is functional.embedding and source:
             return _embedding(args[0], getattr(args[1], "lookup", source))
         if func is torch.Tensor.__getitem__ and (source := getattr(args[0], "source", None)) and _is_row(args[1]):
-            row = int(args[1]) % source.shape[0]
-            return _read(source, slice(row, row + 1))[0]
+            return placeholder(source.row(int(args[1])))
         return func(*_wide(args), **_wide(kwargs))
 
 

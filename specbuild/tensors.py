@@ -6,10 +6,10 @@ import ctypes
 import math
 import mmap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import EllipsisType
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import onnx_ir as ir
 import torch
@@ -152,6 +152,10 @@ class Weight:
         """In the model."""
         return self.reader.shape
 
+    def row(self, number: int) -> Weight:
+        """One of its parts along the first axis: an expert."""
+        return replace(self, reader=_Row(self.reader, number % self.shape[0]))
+
     def _require_finite(self, part: torch.Tensor) -> None:
         if not part.is_floating_point():
             return
@@ -160,6 +164,20 @@ class Weight:
                 raise CheckpointError(
                     f"{self.directory}: the weights in {self.name} are not finite (NaN or inf); download them again"
                 )
+
+
+class _Row(NamedTuple):
+    """A part of another reader's tensor along the first axis."""
+
+    reader: Reader
+    number: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.reader.shape[1:]
+
+    def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
+        return self.reader.read((slice(self.number, self.number + 1), *index), dtype)[0]
 
 
 class WeightTensor(ir.LazyTensor):

@@ -141,14 +141,15 @@ def _take_real_values(model: PreTrainedModel, weights: dict[str, Weight]) -> Non
         for name, parameter in module._parameters.items():
             if parameter is not None and (weight := weights.get(prefix + name)):
                 if id(weight) not in made:
-                    made[id(weight)] = _placeholder(weight)
+                    made[id(weight)] = placeholder(weight)
                 module._parameters[name] = made[id(weight)]
         for name in module._buffers:
             if weight := weights.get(prefix + name):
                 module._buffers[name] = weight[...]
 
 
-def _placeholder(weight: Weight) -> nn.Parameter:
+def placeholder(weight: Weight) -> nn.Parameter:
+    """Zeros that take no memory, with ``weight`` as ``.source``; a vector is there itself."""
     if len(weight.shape) < 2:
         return nn.Parameter(weight[...], requires_grad=False)
     zeros = torch.zeros(1, dtype=weight.dtype).expand(weight.shape)
