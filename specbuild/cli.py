@@ -10,9 +10,12 @@ import click
 from specbuild import __version__
 from specbuild.config import Backend
 from specbuild.quantisation.recipe import QFORMATS
+from specbuild.quantisation.texts import BUILTIN, TextOptions
 from specrun.command_line import CONTEXT, FolderPath, OneLineErrors
 from specrun.dtypes import FLOAT_NAMES
 from specrun.engine_dir import SpeculativeMode
+
+CALIB_DATASET = "Text, or JSON lines with a 'text', to calibrate on."
 
 
 @click.group(cls=OneLineErrors, context_settings=CONTEXT)
@@ -30,6 +33,11 @@ def main(debug: bool) -> None:
 @click.option("--dequantize", is_flag=True, help="Take weights that come quantised as dense ones.")
 @click.option("--group_size", type=int, help="Input channels that share a scale. Default: 128, or what divides them.")
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Modules to leave as they are; may be repeated.")
+@click.option("--calib_dataset", default=BUILTIN, show_default=True, metavar="FILE|builtin", help=CALIB_DATASET)
+@click.option("--calib_size", type=int, default=TextOptions.size, show_default=True, help="Most rows to calibrate on.")
+@click.option(
+    "--calib_max_seq_length", type=int, default=TextOptions.length, show_default=True, help="Tokens of a row."
+)
 @click.option("--max_seq_len", type=int, help="Positions to serve; default: what the model was trained for.")
 @click.option("--revision", help="Branch, tag or commit, for a Hub ID.")
 @click.option("--trust_remote_code", is_flag=True, help="Run Python code that comes with the checkpoint.")
@@ -41,7 +49,37 @@ def convert(model_dir: str, output_dir: Path, **options: Any) -> None:
     from specbuild.convert import convert as run
     from specbuild.progress import Stages
 
-    run(ConvertOptions(model=model_dir, output_dir=output_dir, **options), Stages())
+    run(ConvertOptions(model=model_dir, output_dir=output_dir, texts=_texts(options), **options), Stages())
+
+
+@main.command()
+@click.option("--model_dir", required=True, metavar="DIR|HUB_ID", help="Hugging Face checkpoint, or its Hub ID.")
+@click.option("--output_dir", required=True, type=FolderPath, help="Where the quantised checkpoint goes.")
+@click.option("--qformat", type=click.Choice(["auto", *QFORMATS]), default="auto", show_default=True)
+@click.option("--group_size", type=int, help="Input channels that share a scale. Default: 128, or what divides them.")
+@click.option("--exclude", multiple=True, metavar="PATTERN", help="Modules to leave as they are; may be repeated.")
+@click.option("--lm_head/--no-lm_head", default=False, show_default=True, help="Quantise lm_head too.")
+@click.option("--calib_dataset", default=BUILTIN, show_default=True, metavar="FILE|builtin", help=CALIB_DATASET)
+@click.option("--calib_size", type=int, default=TextOptions.size, show_default=True, help="Most rows to calibrate on.")
+@click.option(
+    "--calib_max_seq_length", type=int, default=TextOptions.length, show_default=True, help="Tokens of a row."
+)
+@click.option("--quality/--no-quality", default=True, show_default=True, help="Compare with the original.")
+@click.option("--revision", help="Branch, tag or commit, for a Hub ID.")
+@click.option("--trust_remote_code", is_flag=True, help="Run Python code that comes with the checkpoint.")
+@click.option("--force", is_flag=True, help="Replace output_dir if it exists.")
+def quantize(model_dir: str, output_dir: Path, **options: Any) -> None:
+    """Hugging Face checkpoint -> quantised one, in the format of compressed-tensors."""
+    from specbuild.progress import Stages
+    from specbuild.quantise import QuantiseOptions, quantise
+
+    quantise(QuantiseOptions(model=model_dir, output_dir=output_dir, texts=_texts(options), **options), Stages())
+
+
+def _texts(options: dict[str, Any]) -> TextOptions:
+    """Takes the options of the calibration text out of ``options``."""
+    names = {"dataset": "calib_dataset", "size": "calib_size", "length": "calib_max_seq_length"}
+    return TextOptions(**{field: options.pop(name) for field, name in names.items()})
 
 
 @main.command()

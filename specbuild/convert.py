@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from specbuild.huggingface import eos_token_ids, locate, read_model_config, save
 from specbuild.json_file import read_json
 from specbuild.progress import Stages, human_bytes, peak_memory
 from specbuild.quantisation.recipe import Recipe, make_recipe
+from specbuild.quantisation.texts import TextOptions, Texts
 from specbuild.weights import Weights, check_weights, require_layers
 from specrun.dtypes import FLOAT_NAMES
 from specrun.engine_dir import (
@@ -51,6 +52,8 @@ class ConvertOptions:
     """``auto``: as the checkpoint is."""
     group_size: int | None = None
     exclude: tuple[str, ...] = ()
+    texts: TextOptions = field(default_factory=TextOptions)
+    """What formats are calibrated on whose inputs have fixed scales."""
     dequantize: bool = False
     """Take quantised weights as dense ones."""
     verify: bool = True
@@ -60,9 +63,7 @@ class ConvertOptions:
 def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
     """Convert one checkpoint; see the stages below. Raises SpecError, and ImportError where a package is missing."""
     verifying = ("onnxruntime",) if options.verify else ()
-    for package in ("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_ir", *verifying):
-        if importlib.util.find_spec(package) is None:  # Importing them would take seconds, before bad input is told.
-            raise ModuleNotFoundError(f"no module named {package}", name=package)
+    require_packages("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_ir", *verifying)
     output_dir = Path(options.output_dir)
     require_free(output_dir, options.force)
     from specbuild.quantisation.checkpoints.schemes import read_scheme
@@ -80,11 +81,23 @@ def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
         weights = check_weights(source)
         require_layers(source, hf_config, weights)
         max_seq_len = _max_seq_len(source, hf_config, options.max_seq_len)
+        texts = None
+        if recipe is not None and recipe.calibrated:
+            from specbuild.quantisation.calibration import texts_of
+
+            texts = texts_of(options.texts, source, positions_of(hf_config), options.trust_remote_code)
     with new_directory(output_dir, options.force) as work:
-        config = _write(source, hf_config, weights, max_seq_len, options, stages, work, scheme, recipe)
+        config = _write(source, hf_config, weights, max_seq_len, options, stages, work, scheme, recipe, texts)
         (work / CONFIG_NAME).write_text(config.model_dump_json(indent=2) + "\n")
     _summarise(config, weights.nbytes, output_dir, stages)
     return config
+
+
+def require_packages(*names: str) -> None:
+    """Raise ModuleNotFoundError where one is missing."""
+    for package in names:
+        if importlib.util.find_spec(package) is None:  # Importing them would take seconds, before bad input is told.
+            raise ModuleNotFoundError(f"no module named {package}", name=package)
 
 
 def _write(
@@ -97,6 +110,7 @@ def _write(
     work: Path,
     scheme: Scheme | None,
     recipe: Recipe | None,
+    texts: Texts | None,
 ) -> CheckpointConfig:
     """Load and export the model into ``work``, verify it, and return the config that describes the result."""
     # torch and onnx are imported here, so that --help and bad input cost no seconds.
@@ -105,8 +119,8 @@ def _write(
     from specbuild.export.rope import pin_rope
     from specbuild.export.skeleton import load_skeleton
     from specbuild.quantisation.attach import attach
+    from specbuild.quantisation.calibration import quantise_dense
     from specbuild.quantisation.checkpoints.loading import packed_products, require_claimed, with_packed
-    from specbuild.quantisation.dense import pack_model
     from specbuild.quantisation.packed_model import PackedModel, use_dequantised
     from specbuild.reference import reference_logits
     from specbuild.tensors import Reader, StoredTensor, bind, give_back_freed_memory
@@ -123,7 +137,7 @@ def _write(
     notes: list[str] = []
     packed = PackedModel()
     if recipe:
-        packed = pack_model(model, recipe, weights)
+        packed = quantise_dense(model, weights, recipe, texts, stages)
     elif scheme and not options.dequantize:
         packed = packed_products(model, scheme, weights, notes)
     require_space({Path(options.output_dir).absolute().parent: _output_bytes(model, packed)})
@@ -204,13 +218,19 @@ def _far_reference(model: PreTrainedModel, info: GraphInfo, max_seq_len: int, st
         return None
 
 
+def positions_of(config: PreTrainedConfig) -> int | None:
+    """Positions that the model was trained for, where its configuration says so."""
+    trained = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return None if trained is None else int(trained)
+
+
 def _max_seq_len(source: Path, config: PreTrainedConfig, wanted: int | None) -> int:
     """Positions the graph serves: what was asked for, else what the model was trained for."""
-    trained = getattr(config.get_text_config(), "max_position_embeddings", None)
+    trained = positions_of(config)
     if wanted is None:
         if trained is None:
             raise BuildConfigError(f"{source / CONFIG_NAME}: names no max_position_embeddings; give --max_seq_len")
-        return int(trained)
+        return trained
     if wanted < 2:
         raise BuildConfigError(f"--max_seq_len {wanted}: expected at least 2")
     if trained is not None and wanted > trained:

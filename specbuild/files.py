@@ -17,6 +17,8 @@ from specbuild.progress import human_bytes
 from specrun.engine_dir import CONFIG_NAME
 from specrun.errors import OutputExistsError
 
+QUALITY_NAME = "quality.json"
+"""What ``specbuild quantize`` says of its result, beside it."""
 _SCRATCH_END = ".tmp"
 _FULL = 1 << 20
 """A disk with less room than this is called full when writing to it fails."""
@@ -38,11 +40,15 @@ def require_free(output: Path, force: bool) -> None:
 
 
 def _ours(directory: Path) -> bool:
-    try:
-        data = json.loads((directory / CONFIG_NAME).read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(data, dict) and data.get("kind") in ("engine", "checkpoint")
+    kinds = ((CONFIG_NAME, "kind", ("engine", "checkpoint")), (QUALITY_NAME, "tool", ("specbuild quantize",)))
+    for name, key, values in kinds:
+        try:
+            data = json.loads((directory / name).read_bytes())
+        except (OSError, ValueError, RecursionError):
+            continue
+        if isinstance(data, dict) and data.get(key) in values:
+            return True
+    return False
 
 
 def require_space(needs: dict[Path, int]) -> None:

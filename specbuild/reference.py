@@ -10,6 +10,7 @@ compute in float32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,9 @@ STEPS = ((5, 9), (1, 1), (4, 3), (1, 5))
 FAR_STEPS = ((4,), (1,), (1,))
 """The same behind a long text."""
 _FAR_TOKENS = sum(step for (step,) in FAR_STEPS)
+
+SeeInput = Callable[[nn.Parameter, torch.Tensor], torch.Tensor]
+"""Takes a weight and what it is to be multiplied by, [.., K]; gives what it is multiplied by."""
 
 SLICE = 1 << 23
 """Weights that are multiplied by at a time."""
@@ -68,7 +72,7 @@ def reference_logits(model: PreTrainedModel, vocab_size: int, max_seq_len: int) 
     steps = _steps_within(max_seq_len)
     generator = np.random.default_rng(0)
     tokens = generator.integers(0, vocab_size, (2, sum(max(step) for step in steps)), dtype=np.int64)
-    with torch.no_grad(), _Float32():
+    with torch.no_grad(), Float32():
         output = model(input_ids=torch.from_numpy(tokens), use_cache=False)
     return Reference(tokens, finite(output.logits.float().numpy(), "the model's own logits"), steps)
 
@@ -93,7 +97,7 @@ def far_reference(model: PreTrainedModel, info: GraphInfo, max_seq_len: int) -> 
     tokens = np.random.default_rng(1).integers(0, info.vocab_size, (1, _FAR_TOKENS), dtype=np.int64)
     reference = Reference(tokens, np.zeros(0, np.float32), FAR_STEPS, start, tuple(n for n in reached if n in windows))
     cache = Cache(layers=[_MadeUpLayer(info, reference, layer) for layer in range(info.layers)])
-    with torch.no_grad(), _Float32():
+    with torch.no_grad(), Float32():
         output = model(input_ids=torch.from_numpy(tokens), past_key_values=cache, use_cache=True)
     logits = finite(output.logits.float().numpy(), f"the model's own logits behind {start} tokens")
     return replace(reference, logits=logits)
@@ -173,8 +177,13 @@ _SHAPES = {
 _DTYPE = getattr(torch.Tensor, "dtype").__get__  # noqa: B009 (mypy takes it for a dtype)
 
 
-class _Float32(TorchFunctionMode):
+class Float32(TorchFunctionMode):
     """While active, models compute in float32, and the weights of skeletons are read where they are used."""
+
+    def __init__(self, see_input: SeeInput | None = None) -> None:
+        """see_input: sees, and may change, what is multiplied by each matrix of a skeleton."""
+        super().__init__()
+        self.see_input = see_input or (lambda _weight, x: x)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -184,7 +193,9 @@ class _Float32(TorchFunctionMode):
             return torch.float32 if args[0].is_floating_point() else args[0].dtype
         source = getattr(args[1], "source", None) if len(args) > 1 else None
         if func is functional.linear and source:
-            return _linear(args[0], source, *args[2:], **kwargs)
+            return _linear(self.see_input(args[1], args[0]), source, *args[2:], **kwargs)
+        if func is torch.addmm and hasattr(args[2], "source"):  # transformers' Conv1D.
+            args = (args[0], self.see_input(args[2], args[1]), args[2])
         if func is functional.embedding and source:
             return _embedding(args[0], getattr(args[1], "lookup", source))
         if func is torch.Tensor.__getitem__ and (source := getattr(args[0], "source", None)) and _is_row(args[1]):

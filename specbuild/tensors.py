@@ -176,6 +176,10 @@ class _Row(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         return self.reader.shape[1:]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.reader.dtype
+
     def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
         return self.reader.read((slice(self.number, self.number + 1), *index), dtype)[0]
 

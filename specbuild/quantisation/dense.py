@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,10 +15,12 @@ from onnx_ir.tensor_adapters import from_torch_dtype
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from specbuild.quantisation.inputs import FLOAT8_MAX, Inputs
 from specbuild.quantisation.packed import Packed
 from specbuild.quantisation.packed_model import PackedModel, parameter_names
 from specbuild.quantisation.recipe import Recipe, Storage
 from specbuild.quantisation.rounding import CodeForm, Rounded, Rows, global_scale, round_weight
+from specrun.errors import BuildConfigError
 
 _CODES: dict[CodeForm, ir.DataType] = {
     "int8": ir.DataType.INT8,
@@ -26,13 +30,15 @@ _CODES: dict[CodeForm, ir.DataType] = {
 }
 
 
-def pack_model(model: Any, recipe: Recipe, weights: Mapping[str, Any]) -> PackedModel:
+def pack_model(
+    model: Any, recipe: Recipe, weights: Mapping[str, Any], inputs: Mapping[str, Inputs] | None = None
+) -> PackedModel:
     """Quantise the weights of a transformers model.
 
     weights: by the parameters' names, tensors or what is sliced like them; they are read when codes are. An embedding
-    and a head that are tied get codes of their own.
+    and a head that are tied get codes of their own. inputs: what ``calibrate`` found, for recipes that need it.
 
-    Raises BuildConfigError where groups do not divide a weight.
+    Raises BuildConfigError where groups do not divide a weight, or where a weight was not used in calibration.
     """
     rounded: Any = functools.lru_cache(maxsize=1)(round_weight)  # Codes and scales are written one after the other.
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
@@ -48,8 +54,25 @@ def pack_model(model: Any, recipe: Recipe, weights: Mapping[str, Any]) -> Packed
             continue
         rows = _Columns(weight) if isinstance(module, Conv1D) else weight
         if storage := recipe.product(name, rows.shape[1], module is head):
+            storage = _calibrated(storage, name, (inputs or {}).get(own[0]))
             packed.products.update(dict.fromkeys(own, _pack(rows, storage, rounded)))
     return packed
+
+
+def unmatched(model: Any, recipe: Recipe) -> list[str]:
+    """The patterns of ``--exclude`` that mean no module of the model."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D | nn.Embedding)]
+    return [pattern for pattern in recipe.exclude if not fnmatch.filter(names, pattern)]
+
+
+def _calibrated(storage: Storage, module: str, inputs: Inputs | None) -> Storage:
+    """``storage`` with the scale of its input, where that is fixed."""
+    if storage.activation is None or storage.activation.form != "float8":
+        return storage
+    if inputs is None:
+        raise BuildConfigError(f"{module}: is not used on the text of --calib_dataset: give --exclude {module}")
+    scale = inputs.largest / FLOAT8_MAX or 1.0
+    return replace(storage, activation=replace(storage.activation, scale=scale))
 
 
 class _Columns:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,6 +58,20 @@ def use_dequantised(model: Any, packed: PackedModel, directory: Path) -> None:
             parameter.source = Weight(name, torch.float32, reader, directory)
         if table := packed.tables.get(name):
             parameter.lookup = Weight(name, torch.float32, _Dequantised(table.shape, table, False), directory)
+
+
+@contextmanager
+def dequantised(model: Any, packed: PackedModel, directory: Path) -> Iterator[None]:
+    """``use_dequantised`` for as long as the block runs."""
+    parameters = dict(model.named_parameters()).values()
+    before = [dict(vars(parameter)) for parameter in parameters]
+    use_dequantised(model, packed, directory)
+    try:
+        yield
+    finally:
+        for parameter, attributes in zip(parameters, before, strict=True):
+            vars(parameter).clear()
+            vars(parameter).update(attributes)
 
 
 class _Dequantised(NamedTuple):

@@ -10,7 +10,7 @@ from specbuild.quantisation.activation import Activation
 from specrun.errors import BuildConfigError
 
 CodeForm = Literal["int8", "int4", "float8", "float4"]
-QFormat = Literal["int8", "int8_wo", "int4", "fp8_wo", "nvfp4_wo"]
+QFormat = Literal["int8", "int8_wo", "int4", "fp8", "fp8_wo", "nvfp4_wo"]
 QFORMATS: tuple[QFormat, ...] = get_args(QFormat)
 
 _ROUTERS = ("*.gate", "*.router", "*.router.*", "*.shared_expert_gate")
@@ -38,6 +38,10 @@ class Recipe:
     """Input channels that share a scale in the formats with blocks. None: 128, or less where that divides a weight."""
     exclude: tuple[str, ...] = ()
     """Patterns of module names (``*.down_proj``, ``lm_head``) that stay as they are."""
+    head: bool = True
+    """Whether the product that gives the logits is quantised, in formats that say so."""
+    embeddings: bool = True
+    """Whether the embedding is."""
 
     def __post_init__(self) -> None:
         """Raise BuildConfigError where the group is none that the formats have."""
@@ -46,12 +50,19 @@ class Recipe:
         if self.group_size < _SMALLEST_GROUP or self.group_size & (self.group_size - 1):
             raise BuildConfigError(f"--group_size {self.group_size}: expected a power of two from {_SMALLEST_GROUP} on")
 
+    @property
+    def calibrated(self) -> bool:
+        """Whether inputs are rounded with scales that a text fixes."""
+        return self.qformat == "fp8"
+
     def product(self, module: str, inputs: int, is_head: bool) -> Storage | None:
         """How the weight of ``module``'s product is stored. inputs: its channels; is_head: it gives the logits.
 
         Raises BuildConfigError where the group does not divide the input channels.
         """
         if any(fnmatch.fnmatchcase(module, pattern) for pattern in (*_ROUTERS, *self.exclude)):
+            return None
+        if is_head and not self.head:
             return None
         match self.qformat:
             case "int8":
@@ -60,6 +71,8 @@ class Recipe:
                 return Storage("int8", self._block(module, inputs))
             case "int4":  # The head chooses the token: it stays in 8 bits.
                 return Storage("int8" if is_head else "int4", self._block(module, inputs))
+            case "fp8":
+                return None if is_head else Storage("float8", activation=Activation("float8"))
             case "fp8_wo":
                 return None if is_head else Storage("float8")
             case "nvfp4_wo":
@@ -77,7 +90,7 @@ class Recipe:
     def embedding(self, module: str) -> Storage | None:
         """How the embedding is stored: with the integer formats in 8 bits, one scale a token of the vocabulary."""
         excluded = any(fnmatch.fnmatchcase(module, pattern) for pattern in self.exclude)
-        return Storage("int8") if self.qformat.startswith("int") and not excluded else None
+        return Storage("int8") if self.embeddings and self.qformat.startswith("int") and not excluded else None
 
 
 def make_recipe(qformat: str, group_size: int | None, exclude: tuple[str, ...]) -> Recipe | None:

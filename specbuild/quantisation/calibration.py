@@ -1,0 +1,43 @@
+"""Quantising a skeleton's dense weights with what a text says of their inputs, for ``convert`` and ``quantize``."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from specbuild.huggingface import save_tokenizer
+from specbuild.progress import Stages
+from specbuild.quantisation.dense import pack_model, unmatched
+from specbuild.quantisation.inputs import calibrate
+from specbuild.quantisation.packed_model import PackedModel
+from specbuild.quantisation.recipe import Recipe
+from specbuild.quantisation.texts import TextOptions, Texts, read_texts
+from specbuild.tensors import Weight
+
+
+def texts_of(options: TextOptions, source: Path, positions: int | None, trust_remote_code: bool) -> Texts:
+    """Rows of the checkpoint's own tokens, no longer than its ``positions``.
+
+    Raises BuildConfigError, CheckpointError.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        save_tokenizer(source, Path(name), trust_remote_code)  # In fast form, whatever the checkpoint's is.
+        return read_texts(options.within(positions), Path(name), source)
+
+
+def quantise_dense(
+    model: Any, weights: Mapping[str, Weight], recipe: Recipe, texts: Texts | None, stages: Stages
+) -> PackedModel:
+    """The weights of a skeleton by ``recipe``; inputs are calibrated on ``texts`` where it needs that.
+
+    Codes are computed when they are asked for. Raises SpecError.
+    """
+    for pattern in unmatched(model, recipe):
+        stages.say(f"warning: --exclude {pattern} matches no module with a weight")
+    inputs = None
+    if recipe.calibrated and texts is not None:
+        with stages.stage("calibrate inputs", len(texts.calibration)) as advance:
+            inputs = calibrate(model, texts.calibration, advance)
+    return pack_model(model, recipe, weights, inputs)

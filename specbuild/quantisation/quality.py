@@ -1,0 +1,68 @@
+"""What quantising did to a model's predictions, found on text by running both models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from specbuild.quantisation.inputs import batches, rounding
+from specbuild.quantisation.packed_model import PackedModel, dequantised
+from specbuild.reference import Float32
+from specrun.errors import VerificationError
+
+if TYPE_CHECKING:
+    from specbuild.quantisation.texts import Rows
+
+
+@dataclass(frozen=True)
+class Quality:
+    """The quantised model beside the original."""
+
+    tokens: int
+    """That were predicted."""
+    perplexity: float
+    """Of the quantised model."""
+    original_perplexity: float
+    mean_kl: float
+    """Nats: of the original's distribution from the quantised one's, by token."""
+    top1_agreement: float
+    """The share of tokens whose most likely one is the same."""
+
+
+def measure(model: Any, packed: PackedModel, directory: Path, rows: Rows, advance: Callable[[float], None]) -> Quality:
+    """Run a skeleton over ``rows`` as it is, and with its weights and inputs rounded as ``packed`` says.
+
+    ``advance`` is called with the rows that are done; ``directory`` is named in errors. Every weight is read once for
+    a batch of rows. Raises VerificationError where logits are not finite.
+    """
+    see_input = rounding(model, packed)
+    surprise = np.zeros(2)
+    kl, same, count = 0.0, 0, 0
+    for batch in batches(model, rows, every_logit=True):
+        original = _logits(model, batch, Float32(), "the original")
+        with dequantised(model, packed, directory):
+            quantised = _logits(model, batch, Float32(see_input), "the quantised model")
+        for ids, one, other in zip(batch, original, quantised, strict=True):
+            expected, found = (logits[:-1].log_softmax(dim=-1) for logits in (one, other))
+            following = torch.from_numpy(ids[1:, None])
+            surprise -= [float(side.gather(1, following).sum()) for side in (expected, found)]
+            kl += float((expected.exp() * (expected - found)).sum())
+            same += int((expected.argmax(dim=-1) == found.argmax(dim=-1)).sum())
+            count += len(following)
+        advance(len(batch))
+    before, after = (float(value) for value in np.exp(surprise / count))
+    return Quality(count, after, before, kl / count, same / count)
+
+
+def _logits(model: Any, batch: Rows, mode: Float32, which: str) -> torch.Tensor:
+    """[B, S, V] in float32."""
+    with torch.no_grad(), mode:
+        logits: torch.Tensor = model(input_ids=torch.from_numpy(batch), use_cache=False).logits.float()
+    if not all(np.isfinite(float(end)) for end in torch.aminmax(logits)):
+        raise VerificationError(f"the logits of {which} are not finite (NaN or inf) on the text of --calib_dataset")
+    return logits

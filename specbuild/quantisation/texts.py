@@ -1,0 +1,119 @@
+"""Texts that a model is calibrated with and compared on, as rows of tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from specrun.errors import BuildConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Rows = npt.NDArray[np.int64]
+    """[n, length] token ids."""
+
+BUILTIN = "builtin"
+"""The help topics of Python's documentation, which every installation has: 460,000 characters of English and code."""
+HELD_OUT_EVERY = 5
+"""One row of so many is kept for the comparison, and never calibrated with."""
+_CHARACTERS = 1 << 20
+"""Of a text that are read and tokenised at a time."""
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """What is calibrated with and compared on."""
+
+    dataset: str = BUILTIN
+    """A file of text or JSON lines, or ``builtin``."""
+    size: int = 32
+    """Most rows to calibrate with."""
+    length: int = 512
+    """Tokens of a row."""
+
+    def __post_init__(self) -> None:
+        """Raise BuildConfigError where a size cannot be meant."""
+        for option, value, least in (("calib_size", self.size, 1), ("calib_max_seq_length", self.length, 8)):
+            if value < least:
+                raise BuildConfigError(f"--{option} {value}: expected at least {least}")
+        if self.dataset != BUILTIN and not Path(self.dataset).expanduser().is_file():
+            raise BuildConfigError(f"--calib_dataset {self.dataset}: no such file; give one, or {BUILTIN}")
+
+    def within(self, positions: int | None) -> TextOptions:
+        """The same with rows that a model of so many positions takes."""
+        return self if positions is None else replace(self, length=min(self.length, positions))
+
+
+class Texts(NamedTuple):
+    """Rows to calibrate with, and others to compare on."""
+
+    calibration: Rows
+    held_out: Rows
+
+
+def read_texts(options: TextOptions, tokenizer_dir: Path, source: Path | None = None) -> Texts:
+    """Rows to calibrate with, as many as there are up to ``options.size``, and a quarter as many to compare on.
+
+    The file is plain text, or JSON lines that have a ``text``. Texts are joined; what does not fill a row is left out.
+    source: the checkpoint, for errors. Raises BuildConfigError where the file cannot be read or fills fewer than two
+    rows, or there is no tokenizer.
+    """
+    from pydoc_data.topics import topics
+
+    import numpy as np
+
+    from specrun.tokenizer import TOKENIZER_NAME, load_tokenizer
+
+    if not (tokenizer_dir / TOKENIZER_NAME).is_file():
+        raise BuildConfigError(
+            f"{source or tokenizer_dir}: has no tokenizer, so no text can be read: calibrating and comparing need one"
+        )
+    tokenizer = load_tokenizer(tokenizer_dir, BuildConfigError)
+    wanted = -(-options.size * HELD_OUT_EVERY // (HELD_OUT_EVERY - 1)) * options.length
+    ids: list[int] = []
+    for text in topics.values() if options.dataset == BUILTIN else _read(Path(options.dataset).expanduser()):
+        ids += tokenizer.encode(text).ids
+        if len(ids) >= wanted:
+            break
+    count = min(len(ids), wanted) // options.length
+    if count < 2:
+        raise BuildConfigError(
+            f"--calib_dataset {options.dataset}: {len(ids)} tokens, and at least two rows of --calib_max_seq_length "
+            f"{options.length} are needed: one to calibrate with and one to compare on; give more text or a smaller "
+            "length"
+        )
+    rows = np.array(ids[: count * options.length], np.int64).reshape(count, options.length)
+    held_out = np.arange(count) % HELD_OUT_EVERY == min(HELD_OUT_EVERY, count) - 1
+    return Texts(rows[~held_out][: options.size], rows[held_out])
+
+
+def _read(path: Path) -> Iterator[str]:
+    """The texts of a file; a long one in several parts."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            if path.suffix != ".jsonl":
+                while text := file.read(_CHARACTERS):
+                    yield text
+                return
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield _text_of(line, path, number)
+    except (OSError, UnicodeDecodeError) as error:
+        raise BuildConfigError(f"--calib_dataset {path}: cannot be read as UTF-8 text ({error})") from error
+
+
+def _text_of(line: str, path: Path, number: int) -> str:
+    try:
+        text = json.loads(line)["text"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise BuildConfigError(
+            f"--calib_dataset {path}: line {number} is no JSON object that has a 'text'; give JSON lines or a .txt"
+        ) from error
+    if not isinstance(text, str):
+        raise BuildConfigError(f"--calib_dataset {path}: line {number}: 'text' is no string")
+    return text

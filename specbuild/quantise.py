@@ -1,0 +1,274 @@
+"""``specbuild quantize``: dense Hugging Face checkpoint -> quantised one, in the format of compressed-tensors."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specbuild.convert import positions_of, require_packages
+from specbuild.files import QUALITY_NAME, new_directory, require_free, require_space
+from specbuild.huggingface import locate, read_model_config
+from specbuild.json_file import read_json
+from specbuild.progress import Stages, human_bytes, peak_memory
+from specbuild.quantisation.recipe import make_recipe
+from specbuild.quantisation.texts import TextOptions
+from specbuild.weights import Entry, check_weights, require_layers
+from specrun.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from specbuild.export.skeleton import Skeleton
+    from specbuild.quantisation.packed import Packed
+    from specbuild.quantisation.packed_model import PackedModel
+    from specbuild.quantisation.quality import Quality
+
+AUTO = "int8"
+"""What ``auto`` means: nearly the original's predictions, and fast on every backend."""
+
+
+@dataclass(frozen=True)
+class QuantiseOptions:
+    """What ``specbuild quantize`` was asked for."""
+
+    model: str
+    output_dir: str | Path
+    qformat: str = "auto"
+    group_size: int | None = None
+    exclude: tuple[str, ...] = ()
+    lm_head: bool = False
+    """Quantise it too; vLLM and others do not read that for every model."""
+    texts: TextOptions = field(default_factory=TextOptions)
+    quality: bool = True
+    """Compare the predictions with the original's."""
+    revision: str | None = None
+    trust_remote_code: bool = False
+    force: bool = False
+
+
+@dataclass(frozen=True)
+class Product:
+    """A weight that is stored quantised."""
+
+    parameter: str
+    """Its name in the model."""
+    module: str
+    """The name that the files give its module."""
+    weight: Packed
+
+
+def quantise(options: QuantiseOptions, stages: Stages) -> dict[str, Any]:
+    """Quantise one checkpoint and return what quality.json says. Raises SpecError."""
+    require_packages("torch", "transformers", "safetensors", "onnx_ir")
+    output_dir = Path(options.output_dir)
+    require_free(output_dir, options.force)
+    if options.qformat == "auto":
+        stages.say(f"note: --qformat auto is {AUTO}")
+        options = replace(options, qformat=AUTO)
+    recipe = make_recipe(options.qformat, options.group_size, options.exclude)
+    assert recipe is not None
+    recipe = replace(recipe, head=options.lm_head, embeddings=False)
+    from specbuild.export.skeleton import load_skeleton
+    from specbuild.quantisation.calibration import quantise_dense, texts_of
+    from specbuild.quantisation.checkpoints.loading import require_claimed
+    from specbuild.quantisation.quality import measure
+    from specbuild.tensors import Reader, StoredTensor
+
+    with stages.stage("check checkpoint"):
+        source = locate(options.model, options.revision)
+        _require_dense(source)
+        hf_config = read_model_config(source, options.trust_remote_code)
+        files = check_weights(source)
+        require_layers(source, hf_config, files)
+        texts = None
+        if recipe.calibrated or options.quality:
+            texts = texts_of(options.texts, source, positions_of(hf_config), options.trust_remote_code)
+    with stages.stage("lay out the model"):
+        stored: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in files.entries.items()}
+        skeleton = load_skeleton(source, hf_config, "auto", options.trust_remote_code, stored)
+        require_claimed(source, skeleton.weights)
+    packed = quantise_dense(skeleton.model, skeleton.weights, recipe, texts, stages)
+    products = _products(source, skeleton, packed, files.entries, stages)
+    require_space({output_dir.absolute().parent: _output_bytes(files.entries, products)})
+    with new_directory(output_dir, options.force) as work:
+        with stages.stage("write weights", len(files.entries)) as advance:
+            _write_weights(source, work, files.entries, products, advance)
+        _write_config(source, work, skeleton, files.entries, products)
+        written, quality = _read_back(work, products), None
+        if options.quality and texts is not None:
+            with stages.stage("compare with the original", len(texts.held_out)) as advance:
+                quality = measure(skeleton.model, written, source, texts.held_out, advance)
+        report = _report(options, skeleton, files.nbytes, check_weights(work).nbytes, written, quality)
+        (work / QUALITY_NAME).write_text(json.dumps(report, indent=2) + "\n")
+    for line in describe(report):
+        stages.say(line)
+    stages.say(f"{output_dir}: {stages.seconds:.1f} s, peak memory {human_bytes(peak_memory())}")
+    return report
+
+
+def _require_dense(source: Path) -> None:
+    """Raise SpecError where weights are quantised already."""
+    from specbuild.quantisation.checkpoints.schemes import read_scheme
+
+    path = source / "config.json"
+    if path.is_file() and (scheme := read_scheme(source, read_json(path))):
+        raise UnsupportedModelError(
+            f"{scheme.path}: weights are quantised already ({scheme.method}); give specbuild convert this checkpoint "
+            "as it is, or quantise the one that it was made of"
+        )
+
+
+def _products(
+    source: Path, skeleton: Skeleton, packed: PackedModel, entries: dict[str, Entry], stages: Stages
+) -> dict[str, Product]:
+    """What is stored quantised, by the names of the original's tensors. Raises UnsupportedModelError."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    from specbuild.quantisation.packed_model import parameter_names
+    from specbuild.tensors import StoredTensor
+
+    names = {entry: name for name, entry in entries.items()}
+    parameters = dict(skeleton.model.named_parameters(remove_duplicate=False))
+    shared = parameter_names(skeleton.model)
+    found = {}
+    for parameter, weight in packed.products.items():
+        module, reader = parameter.removesuffix(".weight"), skeleton.weights[parameter].reader
+        owner = skeleton.model.get_submodule(module)
+        if isinstance(owner, nn.Embedding):  # A tied one, under its other name.
+            continue
+        if isinstance(owner, Conv1D):
+            raise UnsupportedModelError(
+                f"{source}: {module} keeps its weight transposed (Conv1D), which compressed-tensors has no form for; "
+                "specbuild convert --qformat quantises it on the way to ONNX"
+            )
+        if len(shared[id(parameters[parameter])]) > 1:
+            stages.say(f"note: {module} shares its weight with the embedding or another module and stays as it is")
+        elif not isinstance(reader, StoredTensor):
+            stages.say(f"note: {module} is made of several stored tensors and stays as it is")
+        else:
+            name = names[reader.entry]
+            found[name] = Product(parameter, name.removesuffix(".weight"), weight)
+    if not found:
+        raise UnsupportedModelError(f"{source}: these options leave no weight to quantise")
+    return found
+
+
+def _output_bytes(entries: dict[str, Entry], products: dict[str, Product]) -> int:
+    from specbuild.tensors import StoredTensor
+
+    dense = (StoredTensor(entry) for name, entry in entries.items() if name not in products)
+    return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in dense) + sum(
+        product.weight.nbytes for product in products.values()
+    )
+
+
+def _write_weights(
+    source: Path, work: Path, entries: dict[str, Entry], products: dict[str, Product], advance: Any
+) -> None:
+    """Write every tensor of the original, quantised or as it is; one at a time is read."""
+    from specbuild.quantisation.compressed_tensors_format import tensors
+    from specbuild.quantisation.hf_checkpoint import ShardWriter
+    from specbuild.tensors import StoredTensor, Weight, parts
+
+    writer = ShardWriter(work, 3 * len(entries))
+    for name, entry in entries.items():
+        if product := products.get(name):
+            for suffix, tensor in tensors(product.weight).items():
+                writer.write(f"{product.module}.{suffix}", tensor.dtype, tensor.shape, [tensor])
+        else:
+            stored = StoredTensor(entry)
+            weight = Weight(name, stored.dtype, stored, source)
+            pieces = (weight[index] for index in parts(weight.shape, weight.dtype.itemsize))
+            writer.write(name, weight.dtype, weight.shape, pieces)
+        advance(1)
+    writer.finish()
+
+
+def _write_config(
+    source: Path, work: Path, skeleton: Skeleton, entries: dict[str, Entry], products: dict[str, Product]
+) -> None:
+    from torch import nn
+
+    from specbuild.quantisation.compressed_tensors_format import configuration
+    from specbuild.quantisation.hf_checkpoint import copy_side_files
+
+    modules = {product.module: product.weight for product in products.values()}
+    quantised = {product.parameter for product in products.values()}
+    dense = [
+        name
+        for name, module in skeleton.model.named_modules()
+        if isinstance(module, nn.Linear) and f"{name}.weight" not in quantised
+    ]
+    if any(".experts." in name for name in entries.keys() - products.keys()):
+        dense.append(r"re:.*\.experts\..*")  # They are modules of their own in the files, and for others.
+    config = {**read_json(source / "config.json"), "quantization_config": configuration(modules, dense)}
+    copy_side_files(source, work)
+    (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _read_back(work: Path, products: dict[str, Product]) -> PackedModel:
+    """The quantised weights that were written, as ``convert`` will read them."""
+    from specbuild.quantisation.checkpoints.loading import PackedReader, with_packed
+    from specbuild.quantisation.checkpoints.schemes import read_scheme
+    from specbuild.quantisation.packed_model import PackedModel
+    from specbuild.tensors import StoredTensor
+
+    scheme = read_scheme(work, read_json(work / "config.json"))
+    assert scheme is not None
+    readers = with_packed(scheme, {name: StoredTensor(entry) for name, entry in check_weights(work).entries.items()})
+    found = PackedModel()
+    for name, product in products.items():
+        reader = readers[name]
+        assert isinstance(reader, PackedReader), name
+        found.products[product.parameter] = reader.packed
+    return found
+
+
+def _report(
+    options: QuantiseOptions,
+    skeleton: Skeleton,
+    original_bytes: int,
+    nbytes: int,
+    packed: PackedModel,
+    quality: Quality | None,
+) -> dict[str, Any]:
+    """What quality.json holds."""
+    from specbuild.quantisation.packed_model import describe
+
+    model, names = skeleton.model, {id(parameter): name for name, parameter in skeleton.model.named_parameters()}
+
+    def form(module: Any) -> str:
+        weight = packed.products.get(names[id(module.weight)])
+        return describe(weight) if weight else str(module.weight.dtype).removeprefix("torch.")
+
+    return {
+        "tool": "specbuild quantize",
+        "source": options.model,
+        "qformat": options.qformat,
+        "forms": packed.forms(),
+        "embedding": form(model.get_input_embeddings()),
+        "lm_head": form(model.get_output_embeddings()),
+        "bytes": nbytes,
+        "original_bytes": original_bytes,
+        "text": options.texts.dataset,
+        "quality": None if quality is None else vars(quality),
+    }
+
+
+def describe(report: dict[str, Any]) -> list[str]:
+    """The report as lines for people."""
+    rows = [("size", human_bytes(report["original_bytes"]), human_bytes(report["bytes"]))]
+    if quality := report["quality"]:
+        rows += [
+            ("perplexity", f"{quality['original_perplexity']:.3f}", f"{quality['perplexity']:.3f}"),
+            ("mean KL (nats)", "", f"{quality['mean_kl']:.2g}"),
+            ("same most likely token", "", f"{quality['top1_agreement']:.1%}"),
+        ]
+    forms = ", ".join(f"{count} in {form}" for form, count in report["forms"].items())
+    return [
+        f"{'':<24}{'original':>12}{report['qformat']:>12}",
+        *(f"{name:<24}{before:>12}{after:>12}" for name, before, after in rows),
+        f"weights: {forms}; embedding {report['embedding']}, lm_head {report['lm_head']}",
+    ]
