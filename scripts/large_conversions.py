@@ -72,10 +72,10 @@ class Case:
 
 
 CASES = {
+    "llama 70B, 9 of 80 layers, zeros": Case(lambda: llama_70b(9), random=False),
     "llama 70B, 2 of 80 layers": Case(lambda: llama_70b(2)),
-    "llama 70B, 1 layer, to float32": Case(lambda: llama_70b(1), flags=("--dtype", "float32"), widens=2),
     "mixtral 8x7B, 2 of 32 layers": Case(lambda: mixtral(2)),
-    "llama 70B, 9 of 80 layers (zeros)": Case(lambda: llama_70b(9), random=False),
+    "llama 70B, 1 of 80 layers, to float32": Case(lambda: llama_70b(1), flags=("--dtype", "float32"), widens=2),
 }
 
 

@@ -123,9 +123,10 @@ def _write(
     from specbuild.quantisation.checkpoints.loading import packed_products, require_claimed, with_packed
     from specbuild.quantisation.packed_model import PackedModel, use_dequantised
     from specbuild.reference import reference_logits
-    from specbuild.tensors import Reader, StoredTensor, bind
+    from specbuild.tensors import Reader, StoredTensor, bind, give_back_freed_memory
     from specbuild.verify import compare
 
+    give_back_freed_memory()
     with stages.stage("lay out the model"):
         stored: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in files.entries.items()}
         if scheme:
@@ -205,7 +206,7 @@ def _output_bytes(model: PreTrainedModel, packed: PackedModel) -> int:
 
 
 def _far_reference(model: PreTrainedModel, info: GraphInfo, max_seq_len: int, stages: Stages) -> Reference | None:
-    """``verify.far_reference``; a model that takes no made-up cache is compared without it, and that is said."""
+    """``reference.far_reference``; a model that takes no made-up cache is compared without it, and that is said."""
     from specbuild.reference import far_reference
 
     try:

@@ -53,6 +53,8 @@ def read_model_config(directory: Path, trust_remote_code: bool) -> PreTrainedCon
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.utils import logging as transformers_logging
 
+    from specbuild.quantisation.checkpoints.schemes import read_scheme
+
     transformers_logging.set_verbosity_error()  # Its warnings are for training; ours name the file and what to do.
     transformers_logging.disable_progress_bar()
     path = directory / "config.json"
@@ -85,12 +87,13 @@ def read_model_config(directory: Path, trust_remote_code: bool) -> PreTrainedCon
             raise UnsupportedModelError(
                 f"{path}: {model_type} is not a causal language model; specbuild converts decoder-only text models"
             )
+    read_scheme(directory, data)  # What it refuses, transformers would refuse in words of its own.
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             directory, trust_remote_code=trust_remote_code, local_files_only=True
         )
     except Exception as error:
-        raise CheckpointError(f"{path}: transformers cannot read it ({_first_line(error)})") from error
+        raise CheckpointError(f"{path}: transformers cannot read it ({first_line(error)})") from error
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"{path}: {model_type} is an encoder-decoder; specbuild converts decoder-only text models"
@@ -137,7 +140,7 @@ def save_tokenizer(directory: Path, output: Path, trust_remote_code: bool) -> bo
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
         tokenizer.save_pretrained(output)
     except Exception as error:
-        raise CheckpointError(f"{directory}: the tokenizer cannot be read ({_first_line(error)})") from error
+        raise CheckpointError(f"{directory}: the tokenizer cannot be read ({first_line(error)})") from error
     if not (output / "tokenizer.json").is_file():
         raise CheckpointError(
             f"{directory}: the tokenizer has no fast (tokenizer.json) form; convert it with transformers first"
@@ -160,7 +163,8 @@ def _keep_rules(original: Path, written: Path) -> None:
     written.write_text(json.dumps(tokenizer, ensure_ascii=False, indent=2), encoding="utf-8")
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error of another library says."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     # "Validation error for field 'hidden_size':" says nothing without the line after it.
     return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from specbuild.checkpoint import CheckpointConfig, open_checkpoint
 from specbuild.progress import human_bytes
-from specrun.engine_dir import CONFIG_NAME, EngineConfig, check_files, read_config
+from specrun.engine_dir import CONFIG_NAME, EngineConfig, GraphInfo, check_files, read_config
 from specrun.errors import EngineDirError
 
 
@@ -49,10 +49,18 @@ def _checkpoint(config: CheckpointConfig) -> str:
         "kind": "ONNX checkpoint",
         "model": f"{config.pretrained_config.get('model_type')}, {config.parameters / 1e6:.1f}M parameters",
         "dtype": config.graph.dtype,
+        **_weights(config.graph),
         "max_seq_len": str(config.max_seq_len),
         "verified": verified,
     }
     return _render(rows, config, [])
+
+
+def _weights(graph: GraphInfo) -> dict[str, str]:
+    if graph.quantised is None:
+        return {}
+    forms = ", ".join(f"{count} {form}" for form, count in graph.quantised.forms.items())
+    return {"weights": f"{forms} ({graph.quantised.source}); the others {graph.dtype}"}
 
 
 _ANY = {"tensorrt_rtx": "any RTX GPU", "onnxruntime": "any NVIDIA GPU"}
@@ -67,6 +75,7 @@ def _engine(config: EngineConfig) -> str:
         "model": str(config.pretrained_config.get("model_type")),
         "backend": f"{backend.name} {backend.version} ({backend.machine if backend.device == 'cpu' else where})",
         "dtype": config.graph.dtype,
+        **_weights(config.graph),
         "speculative_decoding_mode": build.speculative_decoding_mode,
         "max_draft_len": str(build.max_draft_len),
         "max_batch_size": str(build.max_batch_size),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import onnx
@@ -30,17 +30,18 @@ def cut(model: ir.Model, most_bytes: int) -> Iterator[Piece]:
     results = {value.name for value in graph.output}
     pieces = list(_runs(graph, weights, most_bytes))
     needs = [{name for node in nodes for name in node.input if name} for nodes in pieces]
+    later: set[str] = set()
+    behind = [later := later | (need - weights.keys()) for need in reversed([*needs[1:], set()])][::-1]
     for number, nodes in enumerate(pieces):
         made = {name for node in nodes for name in node.output if name}
-        later = set().union(*needs[number + 1 :]) - weights.keys()
         inputs = sorted(needs[number] - made - weights.keys())
-        outputs = sorted(made & (later | results))
+        outputs = sorted(made & (behind[number] | results))
         own = onnx.GraphProto(name=f"piece {number}", node=nodes)
         own.initializer.extend(weights[name] for name in sorted(needs[number] & weights.keys()))
         own.input.extend(types[name] for name in inputs)
         own.output.extend(types[name] for name in outputs)
         proto = onnx.ModelProto(ir_version=whole.ir_version, opset_import=whole.opset_import, graph=own)
-        yield Piece(proto, inputs, outputs, later)
+        yield Piece(proto, inputs, outputs, behind[number])
 
 
 def _runs(graph: onnx.GraphProto, weights: dict[str, Any], most_bytes: int) -> Iterator[list[onnx.NodeProto]]:
@@ -75,45 +76,41 @@ def split_products(model: ir.Model, elements: int) -> None:
         tensor = weight.const_value if weight is not None and weight.is_initializer() else None
         if not isinstance(tensor, ir.ExternalTensor) or tensor.size <= elements or len(tensor.shape) > 3:
             continue
-        rows = math.prod(int(size) for size in tensor.shape.numpy()[1:])
-        slices = list(_slices(tensor, max(1, elements // rows)))
         if len(tensor.shape) == 3:
-            _replace(model.graph, product, _by_expert(product, slices))
+            nodes = _by_expert(product, tensor, elements)
         elif transposed:
-            _replace(model.graph, product, _by_column(product, slices))
+            nodes = _by_column(product, list(_slices(tensor, elements)))
         else:
-            _replace(model.graph, product, _by_row(product, slices))
+            nodes = _by_row(product.inputs[0], _slices(tensor, elements))
+        _replace(model.graph, product, nodes)
     RemoveUnusedNodesPass()(model)
 
 
-def _slices(tensor: ir.ExternalTensor, step: int) -> Iterator[tuple[int, ir.Value]]:
-    """Rows of a weight as weights, with their first row's number."""
-    rows, *rest = (int(size) for size in tensor.shape.numpy())
-    row = int(math.prod(rest) * tensor.dtype.itemsize)
+def _slices(tensor: ir.ExternalTensor, elements: int, expert: int = 0) -> Iterator[tuple[int, ir.Value]]:
+    """Rows of a matrix, or of one expert's, as weights of their own, with their first row's number."""
+    rows, columns = (int(size) for size in tensor.shape.numpy()[-2:])
+    row = int(columns * tensor.dtype.itemsize)
+    step = max(1, elements // columns)
     for start in range(0, rows, step):
         count = min(step, rows - start)
-        name = f"{tensor.name}.rows.{start}"
         part = ir.ExternalTensor(
             tensor.location,
-            (tensor.offset or 0) + start * row,
+            (tensor.offset or 0) + (expert * rows + start) * row,
             count * row,
             tensor.dtype,
-            shape=ir.Shape([count, *rest]),
-            name=name,
+            shape=ir.Shape([count, columns]),
+            name=f"{tensor.name}.{expert}.rows.{start}",
             base_dir=tensor.base_dir,
         )
-        yield start, ir.Value(name=name, shape=part.shape, type=ir.TensorType(part.dtype), const_value=part)
+        yield start, ir.Value(name=part.name, shape=part.shape, type=ir.TensorType(part.dtype), const_value=part)
 
 
-Slices = list[tuple[int, ir.Value]]
-
-
-def _by_row(product: ir.Node, slices: Slices) -> list[ir.Node]:
+def _by_row(x: ir.Value | None, slices: Iterable[tuple[int, ir.Value]]) -> list[ir.Node]:
     """Sums over parts of the inner axis, one added to the others at a time."""
     nodes: list[ir.Node] = []
     total: ir.Value | None = None
     for start, part in slices:
-        nodes += _part_of(product, start, part, axis=-1)
+        nodes += _range_of(x, start, start + int(part.shape[0]), axis=-1)  # type: ignore[index, arg-type]
         nodes.append(ir.node("MatMul", [nodes[-1].outputs[0], part]))
         if total is not None:
             nodes.append(ir.node("Add", [total, nodes[-1].outputs[0]]))
@@ -121,7 +118,7 @@ def _by_row(product: ir.Node, slices: Slices) -> list[ir.Node]:
     return nodes
 
 
-def _by_column(product: ir.Node, slices: Slices) -> list[ir.Node]:
+def _by_column(product: ir.Node, slices: Iterable[tuple[int, ir.Value]]) -> list[ir.Node]:
     """Columns of the result side by side; the weight lies the other way round, so that its rows are the columns."""
     nodes: list[ir.Node] = []
     for _, part in slices:
@@ -130,22 +127,22 @@ def _by_column(product: ir.Node, slices: Slices) -> list[ir.Node]:
     return [*nodes, ir.node("Concat", [node.outputs[0] for node in nodes[1::2]], {"axis": -1})]
 
 
-def _by_expert(product: ir.Node, slices: Slices) -> list[ir.Node]:
+def _by_expert(product: ir.Node, tensor: ir.ExternalTensor, elements: int) -> list[ir.Node]:
+    """Each expert's product by itself."""
     nodes: list[ir.Node] = []
     results = []
-    for start, part in slices:
-        nodes += _part_of(product, start, part, axis=0)
-        nodes.append(ir.node("MatMul", [nodes[-1].outputs[0], part]))
+    for expert in range(int(tensor.shape.numpy()[0])):
+        nodes += _range_of(product.inputs[0], expert, expert + 1, axis=0)
+        nodes += _by_row(nodes[-1].outputs[0], _slices(tensor, elements, expert))
         results.append(nodes[-1].outputs[0])
     return [*nodes, ir.node("Concat", results, {"axis": 0})]
 
 
-def _part_of(product: ir.Node, start: int, part: ir.Value, axis: int) -> list[ir.Node]:
-    """The part of the product's other factor that belongs to ``part``'s rows."""
-    stop = start + int(part.shape[0])  # type: ignore[index, arg-type]
+def _range_of(x: ir.Value | None, start: int, stop: int, axis: int) -> list[ir.Node]:
+    """Part of a product's other factor."""
     bounds = [ir.tensor([value], ir.DataType.INT64) for value in (start, stop, axis)]
     constants = [ir.node("Constant", [], {"value": bound}) for bound in bounds]
-    return [*constants, ir.node("Slice", [product.inputs[0], *(constant.outputs[0] for constant in constants)])]
+    return [*constants, ir.node("Slice", [x, *(constant.outputs[0] for constant in constants)])]
 
 
 def _replace(graph: ir.Graph, product: ir.Node, nodes: list[ir.Node]) -> None:

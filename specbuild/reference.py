@@ -22,6 +22,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache, DynamicLayer
 
+from specbuild.export.skeleton import placeholder
 from specbuild.tensors import Weight, parts
 from specrun.contract import past_names
 from specrun.engine_dir import GraphInfo
@@ -41,7 +42,7 @@ _FAR_TOKENS = sum(step for (step,) in FAR_STEPS)
 SeeInput = Callable[[nn.Parameter, torch.Tensor], torch.Tensor]
 """Takes a weight and what it is to be multiplied by, [.., K]; gives what it is multiplied by."""
 
-SLICE = 1 << 24
+SLICE = 1 << 23
 """Weights that are multiplied by at a time."""
 _MOST_FAR_BYTES = 128 << 20
 """Of a layer's keys and values for a long text; longer texts are not walked behind."""
@@ -198,8 +199,7 @@ class Float32(TorchFunctionMode):
         if func is functional.embedding and source:
             return _embedding(args[0], getattr(args[1], "lookup", source))
         if func is torch.Tensor.__getitem__ and (source := getattr(args[0], "source", None)) and _is_row(args[1]):
-            row = int(args[1]) % source.shape[0]
-            return _read(source, slice(row, row + 1))[0]
+            return placeholder(source.row(int(args[1])))
         return func(*_wide(args), **_wide(kwargs))
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import EllipsisType
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import onnx_ir as ir
 import torch
 from onnx_ir.tensor_adapters import TorchTensor, from_torch_dtype
 
 from specbuild.weights import Entry
-from specrun.errors import CheckpointError
+from specrun.errors import CheckpointError, UnsupportedModelError
+
+_M_MMAP_THRESHOLD = -3
+"""mallopt's name for it, in malloc.h."""
 
 Index = tuple[slice, ...]
 """A range of every axis."""
@@ -38,6 +42,15 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+
+
+def give_back_freed_memory() -> None:
+    """Let the C library give blocks of a megabyte and more back to the system as soon as they are freed.
+
+    By itself glibc soon keeps all up to 32 MB, and between parts of weights that adds up to hundreds of megabytes.
+    """
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 class Reader(Protocol):
@@ -139,6 +152,10 @@ class Weight:
         """In the model."""
         return self.reader.shape
 
+    def row(self, number: int) -> Weight:
+        """One of its parts along the first axis: an expert."""
+        return replace(self, reader=_Row(self.reader, number % self.shape[0]))
+
     def _require_finite(self, part: torch.Tensor) -> None:
         if not part.is_floating_point():
             return
@@ -147,6 +164,24 @@ class Weight:
                 raise CheckpointError(
                     f"{self.directory}: the weights in {self.name} are not finite (NaN or inf); download them again"
                 )
+
+
+class _Row(NamedTuple):
+    """A part of another reader's tensor along the first axis."""
+
+    reader: Reader
+    number: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.reader.shape[1:]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.reader.dtype
+
+    def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
+        return self.reader.read((slice(self.number, self.number + 1), *index), dtype)[0]
 
 
 class WeightTensor(ir.LazyTensor):
@@ -193,8 +228,12 @@ def parts(shape: Sequence[int], itemsize: float) -> Iterator[Index]:
 def bind(graph: ir.Model, weights: Mapping[str, Weight], prefix: str) -> None:
     """Let the initializers of an exported graph be the weights of their names, less ``prefix``.
 
-    Only by name: initializers of other names are constants of the model's code, and stay as they are.
+    Only by name. Initializers of other names are constants of the model's code, and stay as they are.
+    Raises UnsupportedModelError where one of them is a placeholder.
     """
     for name, value in graph.graph.initializers.items():
+        raw: Any = getattr(value.const_value, "raw", None)
         if weight := weights.get(name.removeprefix(prefix)):
             value.const_value = WeightTensor(weight, name)
+        elif isinstance(raw, torch.Tensor) and raw.untyped_storage().nbytes() < raw.nbytes:
+            raise UnsupportedModelError(f"the exported graph has a weight {name} that is none of the model's")

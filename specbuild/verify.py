@@ -27,7 +27,7 @@ from specrun.dtypes import DTYPES
 from specrun.engine_dir import GraphInfo
 from specrun.errors import VerificationError
 
-_PIECE = 256 << 20
+_PIECE = 64 << 20
 """Bytes of weights that are loaded at a time."""
 
 

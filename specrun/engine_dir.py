@@ -27,6 +27,7 @@ from pydantic import (
 from specrun.bit_exact import BitExact
 from specrun.dtypes import DTYPES, FloatName
 from specrun.errors import EngineDirError, SpecError
+from specrun.processor import has_vnni
 
 FORMAT_VERSION = 1
 CONFIG_NAME = "config.json"
@@ -162,6 +163,8 @@ class BackendInfo(Strict):
     machine: str
     """Processor architecture the engine was built on (onnxruntime engines are tuned to it)."""
     compute_capabilities: list[str] = []
+    needs_vnni: bool = False
+    """On other x86-64 processors its products of 8-bit integers would overflow."""
 
 
 class Provenance(Strict):
@@ -275,6 +278,11 @@ def check_files(directory: Path, files: dict[str, FileInfo]) -> None:
 def check_hardware(directory: Path, backend: BackendInfo) -> None:
     """Raise EngineDirError where the engine is for another kind of processor than this one."""
     here = platform.machine()
+    if backend.needs_vnni and not has_vnni():
+        raise EngineDirError(
+            f"{directory}: its 8-bit products need a processor with VNNI instructions, which this one lacks; build the "
+            "engine on this machine"
+        )
     if backend.device == "cpu" and backend.machine != here:
         raise EngineDirError(
             f"{directory}: built for {backend.machine}, this machine is {here}; build the engine on this machine"

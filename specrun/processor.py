@@ -35,7 +35,17 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+def features() -> set[str]:
+    """What kernels are chosen by, as far as this processor has it."""
+    return _FEATURES & set((_info().get("flags") or _info().get("Features") or "").split())
+
+
+def has_vnni() -> bool:
+    """Whether products of uint8 and int8 are added up in 32 bits. Other x86-64 processors use 16, which overflow."""
+    return platform.machine() != "x86_64" or bool(features() & {"avx512_vnni", "avx_vnni", "avx_vnni_int8"})
+
+
 def describe_processor() -> str:
     """The name, the cores that this process may use, and the features that kernels are chosen by."""
-    features = sorted(_FEATURES & set((_info().get("flags") or _info().get("Features") or "").split()))
-    return ", ".join([processor_name(), f"{usable_cores()} cores", *([" ".join(features)] if features else [])])
+    found = sorted(features())
+    return ", ".join([processor_name(), f"{usable_cores()} cores", *([" ".join(found)] if found else [])])

@@ -324,3 +324,21 @@ def test_tensorrt_gets_weights_without_zero_points() -> None:
     after, _ = run(model, x)
     np.testing.assert_allclose(after, before, atol=1e-5)
     np.testing.assert_allclose(before, x @ stored.dequantise() + 1, atol=1e-5)
+
+
+def test_processors_without_vnni_get_unsigned_weights() -> None:
+    """Elsewhere on x86-64, two products of 255 and 127 overflow the 16 bits that they are added up in."""
+    weight = weight_matrix()
+    stored = packed("int8", weight, None, Activation("int8"))
+    x = np.random.default_rng(1).standard_normal((2, 3, INPUTS)).astype(np.float32)
+    found = []
+    for vnni in (True, False):
+        model = graph_of(weight.numpy(), gemm=False)
+        (product,) = products(model)
+        quantise_product(model, product, stored)
+        notes = cpu_forms.prepare(model, vnni)
+        assert bool(notes) is not vnni
+        types = {value.dtype for value in model.graph.initializers.values() if len(value.shape or ()) == 2}
+        assert types == {ir.DataType.INT8 if vnni else ir.DataType.UINT8}
+        found.append(run(model, x)[0])
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-6, atol=1e-6)

@@ -31,8 +31,15 @@ FAST = ("MatMulNBits", "MatMulIntegerToFloat")
 _FLOATS = (ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT4E2M1)
 
 
-def prepare(model: ir.Model) -> list[str]:
+def rounds_inputs(model: ir.Model) -> bool:
+    """Whether there are products of 8-bit integers with 8-bit integers."""
+    return any(node.op_type == "QuantizeLinear" for node in model.graph)
+
+
+def prepare(model: ir.Model, vnni: bool = True) -> list[str]:
     """Rewrite the quantised parts of ``model``, which computes in float32, in place. Returns notes on recoded weights.
+
+    vnni: the processor adds up products of uint8 and int8 in 32 bits; see ``specrun.processor.has_vnni``.
 
     Recoded weights are tensors that are computed when they are read, and not in the files of ``model``.
     """
@@ -45,13 +52,19 @@ def prepare(model: ir.Model) -> list[str]:
         elif node.op_type == "DequantizeLinear" and (weight := node.inputs[0]) is not None and weight.is_initializer():
             if any(use.node.op_type == "DequantizeLinear" for use in node.outputs[0].uses()):
                 continue  # The scales of another.
+            if weight.dtype == ir.DataType.INT8 and not vnni and _has_rounded_input(node):
+                recoded["int8"] += 1
+                _make_unsigned(model.graph, node)
             if weight.dtype in _FLOATS:
                 recoded[weight.dtype.name.lower()] += 1
                 _replace_codes(model.graph, node, read)
             for reader in [use.node for use in node.outputs[0].uses() if use.node.op_type == "Gather"]:
                 _look_up_codes(model.graph, node, reader)
     RemoveUnusedNodesPass()(model)
-    return [f"{count} weights in {form}: 8-bit blocks on the CPU" for form, count in recoded.items()]
+    forms = {"int8": "unsigned, for a processor without VNNI"}
+    return [
+        f"{count} weights in {form}: {forms.get(form, '8-bit blocks on the CPU')}" for form, count in recoded.items()
+    ]
 
 
 def _prepare_activation(graph: ir.Graph, quantise: ir.Node) -> None:
@@ -70,6 +83,35 @@ def _prepare_activation(graph: ir.Graph, quantise: ir.Node) -> None:
         for node in (quantise, use.node):
             node.replace_input_with(2, graph.initializers[name])
         quantise.outputs[0].dtype = ir.DataType.UINT8
+
+
+def _has_rounded_input(node: ir.Node) -> bool:
+    """Whether the products of this weight have inputs in 8 bits."""
+    others = [use.node.inputs[0] for use in node.outputs[0].uses() if use.node.op_type == "MatMul"]
+    producers = [other.producer() for other in others if other is not None]
+    return any(producer is not None and producer.op_type == "DequantizeLinear" for producer in producers)
+
+
+def _make_unsigned(graph: ir.Graph, node: ir.Node) -> None:
+    """int8 with zero 0 as uint8 with zero 128: the same numbers, in products that do not overflow."""
+    codes = node.inputs[0]
+    if codes is None or codes.const_value is None:
+        raise ValueError(f"{node.name}: without codes")
+    tensor, scales = codes.const_value, node.inputs[1]
+    shape = ir.Shape(list(tensor.shape.numpy()))
+
+    def shifted() -> ir.TensorProtocol:
+        return ir.tensor(np.asarray(tensor.numpy()).view(np.uint8) ^ np.uint8(128))
+
+    zeros = ir.tensor(np.full(list(scales.shape.numpy()) if scales is not None and scales.shape else [], 128, np.uint8))
+    lazy = ir.LazyTensor(shifted, ir.DataType.UINT8, shape)
+    for index, (role, made) in enumerate({"codes": lazy, "zeros": zeros}.items()):
+        name = f"{codes.name}.unsigned.{role}"
+        value = ir.Value(name=name, type=ir.TensorType(ir.DataType.UINT8), shape=made.shape, const_value=made)  # type: ignore[arg-type]
+        graph.initializers[name] = value
+        if index == 1 and len(node.inputs) < 3:
+            node.resize_inputs(3)
+        node.replace_input_with(0 if index == 0 else 2, value)
 
 
 class _Weight(NamedTuple):

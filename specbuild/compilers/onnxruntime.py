@@ -21,6 +21,7 @@ from specrun.backends.ort import session_options
 from specrun.dtypes import DTYPES
 from specrun.engine_dir import GRAPH_NAME, WEIGHTS_NAME, BackendInfo, BuildConfig, GraphInfo, Tensor
 from specrun.errors import BuildError
+from specrun.processor import has_vnni
 
 
 def compile_graph(
@@ -35,7 +36,8 @@ def compile_graph(
         graphs.widen_to_float32(model)
         notes.append(f"{graph.dtype} checkpoint: computed in float32 on the CPU")
         graph = graph.model_copy(update={"dtype": "float32"})
-    if recoded := cpu_forms.prepare(model):
+    vnni = has_vnni()
+    if recoded := cpu_forms.prepare(model, vnni):
         notes += recoded
         model = graphs.write_recoded(model, output)
     harmful = cpu_forms.HARMFUL if any(node.op_type == "DequantizeLinear" for node in model.graph) else []
@@ -57,7 +59,13 @@ def compile_graph(
     graphs.remove_recoded(output)
     advance(0.9)
     return Compiled(
-        backend=BackendInfo(name="onnxruntime", version=ort.__version__, device="cpu", machine=machine()),
+        backend=BackendInfo(
+            name="onnxruntime",
+            version=ort.__version__,
+            device="cpu",
+            machine=machine(),
+            needs_vnni=vnni and machine() == "x86_64" and cpu_forms.rounds_inputs(model),
+        ),
         graph=graph,
         io=_io(model),
         files=[name for name in (GRAPH_NAME, WEIGHTS_NAME) if (output / name).exists()],

@@ -38,7 +38,7 @@ def find_origins(model: PreTrainedModel, mapping: list[Any], stored: dict[str, R
         if renamed not in expected:
             continue
         if pattern is None:
-            found[renamed] = stored[name]
+            found.setdefault(renamed, stored[name])
         else:
             converter = by_pattern[pattern]
             conversion = conversions.setdefault(renamed, _Conversion(model, converter, renamed))
@@ -63,7 +63,7 @@ class _Conversion:
         converter: Any = deepcopy(self.converter)
         patterns = [pattern for pattern, _ in self.sources]
         if len(tensors) < len(patterns):
-            patterns = list(dict.fromkeys(patterns))
+            patterns = self.converter.source_patterns
         for pattern, tensor in zip(patterns, tensors, strict=True):
             converter.add_tensor(self.first, self.first, pattern, lambda tensor=tensor: tensor)
         made = converter.convert(self.first, model=self.model, config=self.model.config)
@@ -76,9 +76,9 @@ class _Conversion:
             return []
         if not all(isinstance(other, Concatenate) and other.dim == 1 and axes > 2 for other in others):
             return []
-        lists: dict[str, list[Reader]] = {}
+        lists: dict[str, list[Reader]] = {pattern: [] for pattern in self.converter.source_patterns}
         for pattern, source in self.sources:
-            lists.setdefault(pattern, []).append(source)
+            lists[pattern].append(source)
         equal = len({len(sources) for sources in lists.values()}) == 1
         return [list(sources) for sources in zip(*lists.values(), strict=True)] if equal else []
 
@@ -102,9 +102,15 @@ class _Converted(NamedTuple):
         return _convert_all(self.conversion, dtype)[self.name][index]
 
     def _read_expert(self, sources: list[Reader], index: Index, dtype: torch.dtype) -> torch.Tensor:
-        """Of its last axis only what is wanted."""
-        wanted = [source.read((*[slice(None)] * (len(source.shape) - 1), index[-1]), dtype) for source in sources]
-        return self.conversion.convert(wanted)[self.name][(slice(None), *index[1:-1])]
+        """Of each source only what is wanted. Sources follow each other along the second axis."""
+        first, last, _ = index[1].indices(self.shape[1])
+        wanted, start = [], 0
+        for source in sources:
+            size = source.shape[0]
+            part = slice(min(max(first - start, 0), size), min(max(last - start, 0), size))
+            wanted.append(source.read((part, *index[2:]), dtype))
+            start += size
+        return self.conversion.convert(wanted)[self.name]
 
 
 @lru_cache(maxsize=1)  # Parts of a weight are read one after another, and so are the weights that are made together.

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, modeling_utils
 
 from specbuild.export.origins import find_origins
+from specbuild.huggingface import first_line
 from specbuild.tensors import Reader, Weight, parts
 from specrun.errors import CheckpointError, SpecError
 
@@ -67,13 +68,6 @@ def load_skeleton(
     _tie_equal(model, weights)
     _take_real_values(model, weights)
     return Skeleton(model, weights)
-
-
-def first_line(error: Exception) -> str:
-    """What an error of another library says."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    # "Validation error for field 'hidden_size':" says nothing without the line after it.
-    return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
 
 
 def _refuse(directory: Path, kind: str, names: set[Any]) -> None:
@@ -147,14 +141,15 @@ def _take_real_values(model: PreTrainedModel, weights: dict[str, Weight]) -> Non
         for name, parameter in module._parameters.items():
             if parameter is not None and (weight := weights.get(prefix + name)):
                 if id(weight) not in made:
-                    made[id(weight)] = _placeholder(weight)
+                    made[id(weight)] = placeholder(weight)
                 module._parameters[name] = made[id(weight)]
         for name in module._buffers:
             if weight := weights.get(prefix + name):
                 module._buffers[name] = weight[...]
 
 
-def _placeholder(weight: Weight) -> nn.Parameter:
+def placeholder(weight: Weight) -> nn.Parameter:
+    """Zeros that take no memory, with ``weight`` as ``.source``; a vector is there itself."""
     if len(weight.shape) < 2:
         return nn.Parameter(weight[...], requires_grad=False)
     zeros = torch.zeros(1, dtype=weight.dtype).expand(weight.shape)
