@@ -189,23 +189,30 @@ def _write_weights(
 def _write_config(
     source: Path, work: Path, skeleton: Skeleton, entries: dict[str, Entry], products: dict[str, Product]
 ) -> None:
-    from torch import nn
-
     from specbuild.quantisation.compressed_tensors_format import configuration
     from specbuild.quantisation.hf_checkpoint import copy_side_files
 
     modules = {product.module: product.weight for product in products.values()}
-    quantised = {product.parameter for product in products.values()}
-    dense = [
-        name
-        for name, module in skeleton.model.named_modules()
-        if isinstance(module, nn.Linear) and f"{name}.weight" not in quantised
-    ]
-    if any(".experts." in name for name in entries.keys() - products.keys()):
-        dense.append(r"re:.*\.experts\..*")  # They are modules of their own in the files, and for others.
-    config = {**read_json(source / "config.json"), "quantization_config": configuration(modules, dense)}
+    config = {
+        **read_json(source / "config.json"),
+        "quantization_config": configuration(modules, _dense_modules(skeleton, entries, products)),
+    }
     copy_side_files(source, work)
     (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _dense_modules(skeleton: Skeleton, entries: dict[str, Entry], products: dict[str, Product]) -> list[str]:
+    """Names of products that stay as they are, here or in other implementations of the model; experts as a pattern."""
+    from torch import nn
+
+    quantised = {product.parameter for product in products.values()}
+    kinds = {f"{name}.weight": module for name, module in skeleton.model.named_modules()}
+    here = [name for name, module in kinds.items() if isinstance(module, nn.Linear) and name not in quantised]
+    matrices = [name for name, entry in entries.items() if len(entry.shape) == 2 and name not in products]
+    stored = [name for name in matrices if name.endswith(".weight") and not isinstance(kinds.get(name), nn.Embedding)]
+    names = {name.removesuffix(".weight") for name in (*here, *stored)}
+    experts = {name for name in names if ".experts." in name}
+    return sorted(names - experts) + ([r"re:.*\.experts\..*"] if experts else [])
 
 
 def _read_back(work: Path, products: dict[str, Product]) -> PackedModel:
