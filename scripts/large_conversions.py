@@ -118,7 +118,11 @@ def main() -> None:
         results[name] = measure(CASES[name], args.work_dir)
         print(json.dumps({name: results[name]}, indent=2), flush=True)
         if args.json:
-            machine = {"processor": platform.processor(), "cores": os.cpu_count(), "python": platform.python_version()}
+            machine = {
+                "processor": platform.processor() or platform.machine(),
+                "cores": os.cpu_count(),
+                "python": platform.python_version(),
+            }
             date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             args.json.write_text(json.dumps({"machine": {**machine, "date": date}, "cases": results}, indent=2) + "\n")
 
