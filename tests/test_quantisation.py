@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 import torch
 
@@ -21,6 +20,7 @@ from specbuild.quantisation.attach import products, quantise_embedding, quantise
 from specbuild.quantisation.packed import Activation, Packed
 from specbuild.quantisation.recipe import Recipe
 from specbuild.quantisation.rounding import CodeForm, global_scale, round_weight
+from specrun.backends.ort import session_options
 from specrun.errors import BuildConfigError
 
 INPUTS, CHANNELS = 256, 24
@@ -142,7 +142,7 @@ def graph_of(weight: npt.NDArray[Any], gemm: bool) -> ir.Model:
 
 def run(model: ir.Model, x: npt.NDArray[Any], optimised: bool = False) -> tuple[npt.NDArray[Any], Counter[str]]:
     """The output of ``model`` in ONNX Runtime, and its operators."""
-    options = ort.SessionOptions()
+    ort, options = session_options()
     levels = ort.GraphOptimizationLevel
     options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimised else levels.ORT_DISABLE_ALL
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", cpu_forms.ACCURACY_LEVEL)
@@ -254,11 +254,10 @@ def test_processors_get_a_fast_product_for_every_form(
     notes = cpu_forms.prepare(model)
     assert bool(notes) is (form in ("float8", "float4"))
     path = tmp_path / "optimised.onnx"
-    options = ort.SessionOptions()
+    ort, options = session_options()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", cpu_forms.ACCURACY_LEVEL)
     options.optimized_model_filepath = str(path)
-    options.log_severity_level = 3
     session = ort.InferenceSession(
         graphs.to_bytes(model), options, providers=["CPUExecutionProvider"], disabled_optimizers=cpu_forms.HARMFUL
     )

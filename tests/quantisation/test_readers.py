@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime
 import pytest
 
 import specbuild.quantisation.checkpoints.stored
@@ -142,7 +141,8 @@ def in_onnx_runtime(packed: Packed, directory: Path) -> Array:
     )
     path = directory / "weight.onnx"
     ir.save(ir.Model(graph, ir_version=11), path, external_data="weight.data", size_threshold_bytes=0)
-    [result] = onnxruntime.InferenceSession(path).run(None, {})
+    onnxruntime, options = session_options()
+    [result] = onnxruntime.InferenceSession(path, options).run(None, {})
     return np.asarray(result)
 
 
