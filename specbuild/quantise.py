@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,12 +14,11 @@ from specbuild.json_file import read_json
 from specbuild.progress import Stages, human_bytes, peak_memory
 from specbuild.quantisation.recipe import make_recipe
 from specbuild.quantisation.texts import TextOptions
-from specbuild.weights import Entry, check_weights, require_layers
+from specbuild.weights import check_weights, require_layers
 from specrun.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from specbuild.export.skeleton import Skeleton
-    from specbuild.quantisation.packed import Packed
     from specbuild.quantisation.packed_model import PackedModel
     from specbuild.quantisation.quality import Quality
 
@@ -47,17 +45,6 @@ class QuantiseOptions:
     force: bool = False
 
 
-@dataclass(frozen=True)
-class Product:
-    """A weight that is stored quantised."""
-
-    parameter: str
-    """Its name in the model."""
-    module: str
-    """The name that the files give its module."""
-    weight: Packed
-
-
 def quantise(options: QuantiseOptions, stages: Stages) -> dict[str, Any]:
     """Quantise one checkpoint and return what quality.json says. Raises SpecError."""
     require_packages("torch", "transformers", "safetensors", "onnx_ir")
@@ -73,6 +60,13 @@ def quantise(options: QuantiseOptions, stages: Stages) -> dict[str, Any]:
     from specbuild.quantisation.calibration import quantise_dense, texts_of
     from specbuild.quantisation.checkpoints.loading import require_claimed
     from specbuild.quantisation.quality import measure
+    from specbuild.quantisation.quantised_checkpoint import (
+        output_bytes,
+        read_back,
+        stored_products,
+        write_config,
+        write_weights,
+    )
     from specbuild.tensors import Reader, StoredTensor
 
     with stages.stage("check checkpoint"):
@@ -89,13 +83,13 @@ def quantise(options: QuantiseOptions, stages: Stages) -> dict[str, Any]:
         skeleton = load_skeleton(source, hf_config, "auto", options.trust_remote_code, stored)
         require_claimed(source, skeleton.weights)
     packed = quantise_dense(skeleton.model, skeleton.weights, recipe, texts, stages)
-    products = _products(source, skeleton, packed, files.entries, stages)
-    require_space({output_dir.absolute().parent: _output_bytes(files.entries, products)})
+    products = stored_products(source, skeleton, packed, files.entries, stages)
+    require_space({output_dir.absolute().parent: output_bytes(files.entries, products)})
     with new_directory(output_dir, options.force) as work:
         with stages.stage("write weights", len(files.entries)) as advance:
-            _write_weights(source, work, files.entries, products, advance)
-        _write_config(source, work, skeleton, files.entries, products)
-        written, quality = _read_back(work, products), None
+            write_weights(source, work, files.entries, products, advance)
+        write_config(source, work, skeleton, files.entries, products)
+        written, quality = read_back(work, products), None
         if options.quality and texts is not None:
             with stages.stage("compare with the original", len(texts.held_out)) as advance:
                 quality = measure(skeleton.model, written, source, texts.held_out, advance)
@@ -117,113 +111,6 @@ def _require_dense(source: Path) -> None:
             f"{scheme.path}: weights are quantised already ({scheme.method}); give specbuild convert this checkpoint "
             "as it is, or quantise the one that it was made of"
         )
-
-
-def _products(
-    source: Path, skeleton: Skeleton, packed: PackedModel, entries: dict[str, Entry], stages: Stages
-) -> dict[str, Product]:
-    """What is stored quantised, by the names of the original's tensors. Raises UnsupportedModelError."""
-    from torch import nn
-    from transformers.pytorch_utils import Conv1D
-
-    from specbuild.quantisation.packed_model import parameter_names
-    from specbuild.tensors import StoredTensor
-
-    names = {entry: name for name, entry in entries.items()}
-    parameters = dict(skeleton.model.named_parameters(remove_duplicate=False))
-    shared = parameter_names(skeleton.model)
-    found = {}
-    for parameter, weight in packed.products.items():
-        module, reader = parameter.removesuffix(".weight"), skeleton.weights[parameter].reader
-        owner = skeleton.model.get_submodule(module)
-        if isinstance(owner, nn.Embedding):  # A tied one, under its other name.
-            continue
-        if isinstance(owner, Conv1D):
-            raise UnsupportedModelError(
-                f"{source}: {module} keeps its weight transposed (Conv1D), which compressed-tensors has no form for; "
-                "specbuild convert --qformat quantises it on the way to ONNX"
-            )
-        if len(shared[id(parameters[parameter])]) > 1:
-            stages.say(f"note: {module} shares its weight with the embedding or another module and stays as it is")
-        elif not isinstance(reader, StoredTensor):
-            stages.say(f"note: {module} is made of several stored tensors and stays as it is")
-        else:
-            name = names[reader.entry]
-            found[name] = Product(parameter, name.removesuffix(".weight"), weight)
-    if not found:
-        raise UnsupportedModelError(f"{source}: these options leave no weight to quantise")
-    return found
-
-
-def _output_bytes(entries: dict[str, Entry], products: dict[str, Product]) -> int:
-    from specbuild.tensors import StoredTensor
-
-    dense = (StoredTensor(entry) for name, entry in entries.items() if name not in products)
-    return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in dense) + sum(
-        product.weight.nbytes for product in products.values()
-    )
-
-
-def _write_weights(
-    source: Path, work: Path, entries: dict[str, Entry], products: dict[str, Product], advance: Any
-) -> None:
-    """Write every tensor of the original, quantised or as it is; one at a time is read."""
-    from specbuild.quantisation.compressed_tensors_format import tensors
-    from specbuild.quantisation.hf_checkpoint import ShardWriter
-    from specbuild.tensors import StoredTensor, Weight, parts
-
-    writer = ShardWriter(work, 3 * len(entries))
-    for name, entry in entries.items():
-        if product := products.get(name):
-            for suffix, tensor in tensors(product.weight).items():
-                writer.write(f"{product.module}.{suffix}", tensor.dtype, tensor.shape, [tensor])
-        else:
-            stored = StoredTensor(entry)
-            weight = Weight(name, stored.dtype, stored, source)
-            pieces = (weight[index] for index in parts(weight.shape, weight.dtype.itemsize))
-            writer.write(name, weight.dtype, weight.shape, pieces)
-        advance(1)
-    writer.finish()
-
-
-def _write_config(
-    source: Path, work: Path, skeleton: Skeleton, entries: dict[str, Entry], products: dict[str, Product]
-) -> None:
-    from torch import nn
-
-    from specbuild.quantisation.compressed_tensors_format import configuration
-    from specbuild.quantisation.hf_checkpoint import copy_side_files
-
-    modules = {product.module: product.weight for product in products.values()}
-    quantised = {product.parameter for product in products.values()}
-    dense = [
-        name
-        for name, module in skeleton.model.named_modules()
-        if isinstance(module, nn.Linear) and f"{name}.weight" not in quantised
-    ]
-    if any(".experts." in name for name in entries.keys() - products.keys()):
-        dense.append(r"re:.*\.experts\..*")  # They are modules of their own in the files, and for others.
-    config = {**read_json(source / "config.json"), "quantization_config": configuration(modules, dense)}
-    copy_side_files(source, work)
-    (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _read_back(work: Path, products: dict[str, Product]) -> PackedModel:
-    """The quantised weights that were written, as ``convert`` will read them."""
-    from specbuild.quantisation.checkpoints.loading import PackedReader, with_packed
-    from specbuild.quantisation.checkpoints.schemes import read_scheme
-    from specbuild.quantisation.packed_model import PackedModel
-    from specbuild.tensors import StoredTensor
-
-    scheme = read_scheme(work, read_json(work / "config.json"))
-    assert scheme is not None
-    readers = with_packed(scheme, {name: StoredTensor(entry) for name, entry in check_weights(work).entries.items()})
-    found = PackedModel()
-    for name, product in products.items():
-        reader = readers[name]
-        assert isinstance(reader, PackedReader), name
-        found.products[product.parameter] = reader.packed
-    return found
 
 
 def _report(

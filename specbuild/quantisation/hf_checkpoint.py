@@ -18,7 +18,7 @@ _HEADER_BYTES = 512
 SHARD_BYTES = 5 << 30
 """A shard ends once it is this long."""
 _SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.py", "*.txt", "tokenizer*", "LICENSE*")
-_OWN = ("config.json", "model.safetensors.index.json", "hf_quant_config.json")
+_OWN = ("config.json", "hf_quant_config.json")
 _TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -106,5 +106,5 @@ def copy_side_files(source: Path, output: Path) -> None:
     """Copy tokenizer, generation settings, code and the like; not weights, and not what describes them."""
     found = {path.name: path for pattern in _SIDE_FILES for path in source.glob(pattern) if path.is_file()}
     for name, path in found.items():
-        if name not in _OWN:
+        if name not in _OWN and not name.endswith(".index.json"):
             shutil.copyfile(path, output / name)

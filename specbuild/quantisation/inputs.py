@@ -34,7 +34,7 @@ def calibrate(model: Any, rows: Rows, advance: Callable[[float], None]) -> dict[
 
     def see(weight: nn.Parameter, x: torch.Tensor) -> torch.Tensor:
         largest = float(x.abs().max())
-        for name in names[id(weight)]:
+        for name in names.get(id(weight), ()):  # An expert is a part of a weight.
             if not math.isfinite(largest):
                 raise CheckpointError(f"{name}: its input is not finite (NaN or inf) on the text of --calib_dataset")
             found[name] = max(largest, found.get(name, 0.0))

@@ -282,6 +282,17 @@ def test_a_tied_head_stays_and_models_without_a_place_for_it_are_refused(text: P
     says(line, "Conv1D", "specbuild convert --qformat")
 
 
+def test_experts_and_their_routers_stay_as_they_are(text: Path, tmp_path: Path) -> None:
+    source = save_checkpoint(tmp_path / "mixtral", "mixtral")
+    report = run(source, tmp_path / "out", text, qformat="fp8")
+    assert report["forms"] == {"float8, inputs float8": 8}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    routers = [name for name in config["ignore"] if name.endswith("gate")]
+    assert [*routers, "re:.*\\.experts\\..*"] == config["ignore"][1:]
+    assert config["ignore"][0] == "lm_head"
+    assert len(routers) == 2
+
+
 def test_the_command_says_what_it_did_and_replaces_only_its_own(dense: Path, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     options = ["--calib_dataset", text, "--calib_size", 3, "--calib_max_seq_length", 16, "--exclude", "*.nothing"]
