@@ -13,6 +13,7 @@ import pytest
 import specbuild.quantisation.checkpoints.stored
 from specbuild.quantisation.checkpoints.stored import CodeTensor
 from specbuild.quantisation.packed import Activation, Packed
+from specrun.backends.ort import session_options
 from tests.quantisation.stored import Array, Tensor, Vector, named
 
 INT4, UINT4, INT8, UINT8 = ir.DataType.INT4, ir.DataType.UINT4, ir.DataType.INT8, ir.DataType.UINT8
