@@ -24,7 +24,7 @@ from scipy.special import log_softmax
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from scripts.benchmarks.draft_lengths import rate
+from scripts.benchmarks.draft_lengths import PROMPTS, rate
 from scripts.benchmarks.engines import build, to_onnx
 from scripts.make_demo_pair import corpus
 from specbuild.quantisation.recipe import QFORMATS
@@ -34,9 +34,15 @@ from specrun.bench_results import Spread
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir import open_engine
+from specrun.request import Request
+from specrun.sampling import SamplingParams
 
 Floats = npt.NDArray[np.float32]
 BASE = "float32"
+DRAFT_LEN = 3
+"""Then a verify pass has four tokens, and needs no padding to be exact."""
+WAYS = {"alone": 0, "with_draft": DRAFT_LEN, "auto": None}
+"""Ways to decode, and their draft lengths."""
 CHUNK = 64
 """Tokens that are fed in one pass, with the logits of each."""
 NUM_TOKENS = 4096
@@ -91,8 +97,8 @@ def quality(found: Floats, base: Floats, texts: npt.NDArray[np.int64]) -> Qualit
 
 
 def measure(decoders: dict[str, SpeculativeDecoder], output_len: int, repetitions: int) -> dict[str, dict[str, Any]]:
-    """Tokens/s of every form alone (0) and with the draft (auto), in turns; the first turn warms up."""
-    ways = [(form, draft_len) for form in decoders for draft_len in (0, None)]
+    """Tokens/s of every form in every way, in turns; the first turn warms up."""
+    ways = [(form, draft_len) for form in decoders for draft_len in WAYS.values()]
     turns: list[list[float]] = []
     for turn in range(repetitions + 1):
         turns.append([rate(decoders[form], 1, draft_len, output_len) for form, draft_len in ways])
@@ -104,10 +110,20 @@ def measure(decoders: dict[str, SpeculativeDecoder], output_len: int, repetition
     return {
         form: {
             name: {"tokens_per_second": asdict(speeds[form, g][0]), "of_float32_alone": asdict(speeds[form, g][1])}
-            for name, g in (("alone", 0), ("drafted", None))
+            for name, g in WAYS.items()
         }
         for form in decoders
     }
+
+
+def acceptance_rate(decoder: SpeculativeDecoder, output_len: int) -> float:
+    """Of the draft's tokens, by the target of ``decoder``, on the prompts that speed is measured with."""
+    ids = [decoder.tokenizer.encode(text).ids for text in PROMPTS]
+    requests = [Request(prompt, SamplingParams(), output_len, draft_len=DRAFT_LEN) for prompt in ids]
+    for request in requests:
+        for _ in decoder.run([request]):
+            pass
+    return sum(request.stats.accepted for request in requests) / sum(request.stats.evaluated for request in requests)
 
 
 @click.command()
@@ -126,7 +142,7 @@ def main(demo_dir: Path, forms: tuple[str, ...], output_len: int, repetitions: i
         for form in forms:
             checkpoint = to_onnx(demo_dir / "hf" / "target", work / "onnx" / form, qformat=form)
             build(checkpoint, work / form, **sizes)
-        config = DraftTargetConfig(reuse_blocks=False)
+        config = DraftTargetConfig(reuse_blocks=False, shared_thread_pool=True)
         decoders = {
             form: opened.enter_context(SpeculativeDecoder.open(work / form, work / "draft", config))
             for form in (BASE, *forms)
@@ -137,9 +153,10 @@ def main(demo_dir: Path, forms: tuple[str, ...], output_len: int, repetitions: i
         for form, row in results.items():
             row["weight_bytes"] = open_engine(work / form).weight_bytes
             row["quality"] = asdict(quality(log_probs(work / form, texts), base, texts))
-            alone, drafted = (row[way]["of_float32_alone"]["median"] for way in ("alone", "drafted"))
+            row["acceptance_rate"] = acceptance_rate(decoders[form], output_len)
+            speeds = ", ".join(f"{way} {row[way]['of_float32_alone']['median']:5.2f}x" for way in WAYS)
             size = row["weight_bytes"] / 1e6
-            click.echo(f"{form:>9} {size:6.0f} MB, alone {alone:5.2f}x, with draft {drafted:5.2f}x, {row['quality']}")
+            click.echo(f"{form:>9} {size:6.0f} MB, {speeds}, accepted {row['acceptance_rate']:.0%}, {row['quality']}")
         machine = json.loads(as_json([], open_engine(work / BASE), Settings()))["machine"]
     if json_file:
         json_file.write_text(json.dumps({"machine": machine, "results": results}, indent=2) + "\n")
