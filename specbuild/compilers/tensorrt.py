@@ -100,8 +100,7 @@ class Tensorrt:
                 version=trt.__version__,
                 device="cuda",
                 machine=machine(),
-                compute_capabilities=[f"{number // 10}.{number % 10}" for number in capabilities]
-                or [compute_capability(self.gpu)],
+                compute_capabilities=_named(capabilities, self.gpu),
             ),
             graph=graph,
             io=built.io,
@@ -139,10 +138,10 @@ def _build(
     config = builder.create_builder_config()
     for profile in build.profiles:
         config.add_optimization_profile(_profile(builder, network, profile))
-    if capabilities:
+    if hasattr(config, "num_compute_capabilities"):
         config.num_compute_capabilities = len(capabilities)
         for index, number in enumerate(capabilities):
-            config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{number}"), index)
+            config.set_compute_capability(trt.ComputeCapability.__members__[f"SM{number}"], index)
     config.clear_flag(trt.BuilderFlag.TF32)  # float32 means float32.
     if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
         config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # Or the plan cannot be part of a CUDA graph.
@@ -265,6 +264,11 @@ def _profile(builder: Any, network: Any, sizes: Profile) -> Any:
     return profile
 
 
+def _named(capabilities: list[int], gpu: int) -> list[str]:
+    """What a plan is for, such as 8.9: the capabilities that were chosen, or that of ``gpu`` where none were."""
+    return [f"{number // 10}.{number % 10}" for number in capabilities] or [compute_capability(gpu)]
+
+
 _FIRST_CAPABILITY = {
     ir.DataType.BFLOAT16: 80,
     ir.DataType.INT4: 80,
@@ -291,7 +295,7 @@ def _capabilities(trt: Any, model: ir.Model, wanted: tuple[int, ...]) -> list[in
     for number in wanted:
         if number not in known:
             names = ", ".join(map(str, known))
-            raise BuildError(f"--compute_capabilities {number}: {trt.__name__} {trt.__version__} knows {names}")
+            raise BuildError(f"--compute_capabilities {number}: TensorRT-RTX {trt.__version__} knows {names}")
         if form and number < first:
             raise BuildError(
                 f"--compute_capabilities {number}: the weights are {form.name.lower()}, which GPUs have from {first} on"
