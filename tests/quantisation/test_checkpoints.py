@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from specbuild.checkpoint import open_checkpoint
 from specrun.engine_dir import open_engine
-from specrun.errors import BuildConfigError, CheckpointError
+from specrun.errors import BuildConfigError, BuildError, CheckpointError
 from tests.conftest import make_engine, make_onnx
 from tests.families import save_checkpoint
 
@@ -130,3 +130,18 @@ def test_a_layer_that_is_dense_against_the_configuration_is_refused(tmp_path: Pa
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"model.layers.1.mlp.up_proj"):
         make_onnx(source, tmp_path / "onnx")
+
+
+@pytest.mark.parametrize(
+    ("qformat", "first"),
+    [("int8", "8.0"), ("int8_wo", "8.0"), ("int4", "8.0"), ("fp8_wo", "8.9"), ("nvfp4_wo", "12.0")],
+)
+def test_tensorrt_compiles_every_format_for_the_gpus_that_have_it(qformat: str, first: str, tmp_path: Path) -> None:
+    source = save_checkpoint(tmp_path / "hf", "llama3", num_hidden_layers=1, intermediate_size=128)
+    onnx = make_onnx(source, tmp_path / "onnx", qformat=qformat, dtype="bfloat16", verify=False)
+    plan = make_engine(onnx, tmp_path / "plan", backend="tensorrt_rtx", max_draft_len=2)
+    assert open_engine(plan).backend.compute_capabilities[0] == first
+    if first != "8.0":
+        with pytest.raises(BuildError, match=r"--compute_capabilities 80: the weights are float"):
+            make_engine(onnx, tmp_path / "old", backend="tensorrt_rtx", compute_capabilities="80,120")
+        assert not (tmp_path / "old").exists()
