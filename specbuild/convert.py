@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
 import importlib.util
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbuild.checkpoint import CheckpointConfig
+from specbuild.checkpoint import CheckpointConfig, provenance
 from specbuild.files import new_directory, require_free, require_space
 from specbuild.huggingface import eos_token_ids, locate, read_model_config, save_tokenizer
 from specbuild.json_file import read_json
@@ -23,7 +21,6 @@ from specrun.engine_dir import (
     GRAPH_NAME,
     WEIGHTS_NAME,
     GraphInfo,
-    Provenance,
     QuantisedWeights,
     describe_file,
 )
@@ -60,36 +57,34 @@ class ConvertOptions:
     force: bool = False
 
 
+@dataclass(frozen=True)
+class _Source:
+    """A checkpoint that was checked, and what is to be made of it."""
+
+    directory: Path
+    hf_config: PreTrainedConfig
+    files: Weights
+    scheme: Scheme | None
+    """How its weights are quantised already."""
+    max_seq_len: int
+    recipe: Recipe | None
+    """How its dense weights are to be quantised."""
+    texts: Texts | None
+    """What ``recipe`` is calibrated on."""
+
+
 def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
     """Convert one checkpoint; see the stages below. Raises SpecError, and ImportError where a package is missing."""
     verifying = ("onnxruntime",) if options.verify else ()
     require_packages("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_ir", *verifying)
     output_dir = Path(options.output_dir)
     require_free(output_dir, options.force)
-    from specbuild.quantisation.checkpoints.schemes import read_scheme
-
-    recipe = make_recipe(options.qformat, options.group_size, options.exclude)
     with stages.stage("check checkpoint"):
-        source = locate(options.model, options.revision)
-        hf_config = read_model_config(source, options.trust_remote_code)
-        scheme = read_scheme(source, read_json(source / CONFIG_NAME))
-        if scheme and recipe and not options.dequantize:
-            raise BuildConfigError(
-                f"--qformat {options.qformat}: {source} is quantised already ({scheme.method}); leave --qformat out, "
-                "or give --dequantize to round it once more"
-            )
-        weights = check_weights(source)
-        require_layers(source, hf_config, weights)
-        max_seq_len = _max_seq_len(source, hf_config, options.max_seq_len)
-        texts = None
-        if recipe is not None and recipe.calibrated:
-            from specbuild.quantisation.calibration import texts_of
-
-            texts = texts_of(options.texts, source, positions_of(hf_config), options.trust_remote_code)
+        source = _read_source(options)
     with new_directory(output_dir, options.force) as work:
-        config = _write(source, hf_config, weights, max_seq_len, options, stages, work, scheme, recipe, texts)
+        config = _write(source, options, work, stages)
         (work / CONFIG_NAME).write_text(config.model_dump_json(indent=2) + "\n")
-    _summarise(config, weights.nbytes, output_dir, stages)
+    _summarise(config, source.files.nbytes, output_dir, stages)
     return config
 
 
@@ -100,18 +95,31 @@ def require_packages(*names: str) -> None:
             raise ModuleNotFoundError(f"no module named {package}", name=package)
 
 
-def _write(
-    source: Path,
-    hf_config: PreTrainedConfig,
-    files: Weights,
-    max_seq_len: int,
-    options: ConvertOptions,
-    stages: Stages,
-    work: Path,
-    scheme: Scheme | None,
-    recipe: Recipe | None,
-    texts: Texts | None,
-) -> CheckpointConfig:
+def _read_source(options: ConvertOptions) -> _Source:
+    """Find and check the checkpoint, without its weights' values."""
+    from specbuild.quantisation.checkpoints.schemes import read_scheme
+
+    recipe = make_recipe(options.qformat, options.group_size, options.exclude)
+    directory = locate(options.model, options.revision)
+    hf_config = read_model_config(directory, options.trust_remote_code)
+    scheme = read_scheme(directory, read_json(directory / CONFIG_NAME))
+    if scheme and recipe and not options.dequantize:
+        raise BuildConfigError(
+            f"--qformat {options.qformat}: {directory} is quantised already ({scheme.method}); leave --qformat out, "
+            "or give --dequantize to round it once more"
+        )
+    files = check_weights(directory)
+    require_layers(directory, hf_config, files)
+    max_seq_len = _max_seq_len(directory, hf_config, options.max_seq_len)
+    texts = None
+    if recipe is not None and recipe.calibrated:
+        from specbuild.quantisation.calibration import texts_of
+
+        texts = texts_of(options.texts, directory, positions_of(hf_config), options.trust_remote_code)
+    return _Source(directory, hf_config, files, scheme, max_seq_len, recipe, texts)
+
+
+def _write(source: _Source, options: ConvertOptions, work: Path, stages: Stages) -> CheckpointConfig:
     """Load and export the model into ``work``, verify it, and return the config that describes the result."""
     # torch and onnx are imported here, so that --help and bad input cost no seconds.
     from specbuild import graph as graphs
@@ -127,21 +135,24 @@ def _write(
     from specbuild.verify import compare
 
     give_back_freed_memory()
+    directory, scheme, recipe, max_seq_len = source.directory, source.scheme, source.recipe, source.max_seq_len
     with stages.stage("lay out the model"):
-        stored: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in files.entries.items()}
+        stored: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in source.files.entries.items()}
         if scheme:
             stored = with_packed(scheme, stored)
-        model, weights = load_skeleton(source, hf_config, options.dtype, options.trust_remote_code, stored)
-        require_claimed(source, weights)
+        model, weights = load_skeleton(directory, source.hf_config, options.dtype, options.trust_remote_code, stored)
+        require_claimed(directory, weights)
+    if not save_tokenizer(directory, work, options.trust_remote_code):
+        stages.say(f"note: {directory} has no tokenizer; specrun will need --tokenizer_dir")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     notes: list[str] = []
     packed = PackedModel()
     if recipe:
-        packed = quantise_dense(model, weights, recipe, texts, stages)
+        packed = quantise_dense(model, weights, recipe, source.texts, stages)
     elif scheme and not options.dequantize:
         packed = packed_products(model, scheme, weights, notes)
     require_space({Path(options.output_dir).absolute().parent: _output_bytes(model, packed)})
-    use_dequantised(model, packed, source)
+    use_dequantised(model, packed, directory)
     eos, pretrained = eos_token_ids(model), model.config.to_dict()
     references = []
     info = GraphInfo(
@@ -175,8 +186,6 @@ def _write(
             difference = compare(work / GRAPH_NAME, info, references)
         behind = f", also behind {far.start} tokens" if far else ""
         stages.say(f"verified: largest logit difference {difference:.3g}{behind}")
-    if not save_tokenizer(source, work, options.trust_remote_code):
-        stages.say(f"note: {source} has no tokenizer; specrun will need --tokenizer_dir")
     _check_opset(work)
     return CheckpointConfig(
         graph=info,
@@ -262,17 +271,6 @@ def _check_opset(work: Path) -> None:
     domains = {opset.domain for opset in onnx.load(work / GRAPH_NAME, load_external_data=False).opset_import}
     if foreign := sorted(domains - {"", "ai.onnx"}):
         raise UnsupportedModelError(f"the exported graph needs operators outside standard ONNX: {', '.join(foreign)}")
-
-
-def provenance(tool: str, source: str, notes: list[str], *packages: str) -> Provenance:
-    """Who made a directory, when, from what, with which versions."""
-    return Provenance(
-        tool=tool,
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        source=source,
-        versions={package: metadata.version(package) for package in packages},
-        notes=notes,
-    )
 
 
 def _plain(value: Any) -> Any:

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from specbuild.checkpoint import CheckpointConfig, open_checkpoint
+from specbuild.checkpoint import CheckpointConfig, open_checkpoint, provenance
 from specbuild.compilers import choose
 from specbuild.config import EngineOptions, plan_build
-from specbuild.convert import provenance
 from specbuild.files import new_directory, require_free, require_space
 from specbuild.progress import Advance, Stages, human_bytes
 from specbuild.workers import run_side_by_side

@@ -22,6 +22,9 @@ BATCH, SEQUENCE, KEPT, CACHE = "batch", "sequence", "logits", "cache_length"
 
 FOR_COMPILERS = "specbuild."
 """How the names of metadata begin that compilers read."""
+FLOAT4_INPUT = f"{FOR_COMPILERS}float4_input_scale"
+"""Metadata of a product whose input TensorRT may round to float4, which has no standard ONNX form: the scale that is
+multiplied by those of every 16 values."""
 _RECODED = "recoded.onnx"
 """A checkpoint's graph with weights in other codes, while it is compiled."""
 HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -86,6 +89,15 @@ def _caches(model: ir.Model, layers: int) -> Iterable[tuple[str, ir.Value]]:
 def _inner_values(model: ir.Model) -> list[ir.Value]:
     outputs = set(model.graph.outputs)
     return [value for node in model.graph for value in node.outputs if value not in outputs]
+
+
+def initializer(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Value:
+    """A constant of ``graph``; one that is there already under this name is the same."""
+    if name not in graph.initializers:
+        shape = ir.Shape(list(tensor.shape.numpy()))
+        value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=shape, const_value=tensor)
+        graph.register_initializer(value)
+    return graph.initializers[name]
 
 
 def share_tied_weights(model: ir.Model) -> None:

@@ -9,18 +9,16 @@ token would cost a row in every product with the weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
+from specbuild import graph as graphs
 from specrun.contract import INPUT_IDS
 
 _PREFIX = "single_query"
 _QUERY, _MASK = 0, 3
 """Inputs of Attention: queries [B, H, S, D], and which keys they see, bool [B, 1, S, S_max]."""
-_NUMBERS = {"one": 1, "zero": 0, "axis": 2}
 
 
 def pad_single_queries(model: ir.Model) -> int:
@@ -32,8 +30,11 @@ def pad_single_queries(model: ir.Model) -> int:
     nodes = [node for node in graph if node.op_type == "Attention" and _is_plain(node)]
     if not nodes:
         return 0
-    one, zero, axis = (_constant(graph, name, np.array([value])) for name, value in _NUMBERS.items())
-    seen = _constant(graph, "seen", np.array(True))
+    constants = {"one": [1], "zero": [0], "axis": [2], "seen": True}
+    one, zero, axis, seen = (
+        graphs.initializer(graph, f"{_PREFIX}.{name}", ir.tensor(np.array(value), name=f"{_PREFIX}.{name}"))
+        for name, value in constants.items()
+    )
     input_ids = next(value for value in graph.inputs if value.name == INPUT_IDS)
     length = _node("Shape", [input_ids], "length", {"start": 1, "end": 2})
     is_single = _node("Equal", [length.outputs[0], one], "is_single")
@@ -66,15 +67,6 @@ def _is_plain(node: ir.Node) -> bool:
     causal = node.attributes.get("is_causal")
     others = [output for output in node.outputs[1:] if output.uses() or output.is_graph_output()]
     return not others and not (causal is not None and causal.as_int())
-
-
-def _constant(graph: ir.Graph, name: str, array: npt.NDArray[Any]) -> ir.Value:
-    tensor = ir.tensor(array, name=f"{_PREFIX}.{name}")
-    value = ir.Value(
-        name=tensor.name, const_value=tensor, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype)
-    )
-    graph.register_initializer(value)
-    return value
 
 
 def _node(

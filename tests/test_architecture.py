@@ -103,6 +103,19 @@ def test_imports_without_any_vendor_package(package: str) -> None:
     subprocess.run([sys.executable, "-c", f"{block}; import {package}"], check=True, cwd=ROOT)
 
 
+@pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt_rtx"])
+def test_building_an_engine_is_quick_to_start_because_no_model_is_run(backend: str) -> None:
+    code = f"""
+import sys
+import specbuild.engine
+from specbuild.compilers import choose
+choose({backend!r})
+loaded = sorted(name for name in ("torch", "transformers") if name in sys.modules)
+assert not loaded, loaded
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
 def test_help_is_quick_because_nothing_heavy_is_loaded() -> None:
     for package in ("specbuild", "specrun"):
         code = f"""

@@ -26,8 +26,6 @@ ACCURACY_LEVEL = "4"
 """Of MatMulNBits: activations in 8 bits too, with a scale for every block of every token."""
 HARMFUL = ["MatMulAddFusion"]
 """Optimisers to leave out: a product that is joined with its bias first is not found to have quantised sides."""
-FAST = ("MatMulNBits", "MatMulIntegerToFloat")
-"""What products with quantised weights must become."""
 _FLOATS = (ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT4E2M1)
 
 
@@ -74,14 +72,9 @@ def _prepare_activation(graph: ir.Graph, quantise: ir.Node) -> None:
     if zero is None or zero.const_value is None:
         raise ValueError(f"{quantise.name}: without a zero point")
     if zero.dtype == ir.DataType.INT8:
-        name = "quantisation.zero_uint8"
-        if name not in graph.initializers:
-            tensor = ir.Tensor(np.array(128, np.uint8))
-            graph.initializers[name] = ir.Value(
-                name=name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor
-            )
+        middle = graphs.initializer(graph, "quantisation.zero_uint8", ir.Tensor(np.array(128, np.uint8)))
         for node in (quantise, use.node):
-            node.replace_input_with(2, graph.initializers[name])
+            node.replace_input_with(2, middle)
         quantise.outputs[0].dtype = ir.DataType.UINT8
 
 
@@ -105,13 +98,9 @@ def _make_unsigned(graph: ir.Graph, node: ir.Node) -> None:
 
     zeros = ir.tensor(np.full(list(scales.shape.numpy()) if scales is not None and scales.shape else [], 128, np.uint8))
     lazy = ir.LazyTensor(shifted, ir.DataType.UINT8, shape)
-    for index, (role, made) in enumerate({"codes": lazy, "zeros": zeros}.items()):
-        name = f"{codes.name}.unsigned.{role}"
-        value = ir.Value(name=name, type=ir.TensorType(ir.DataType.UINT8), shape=made.shape, const_value=made)  # type: ignore[arg-type]
-        graph.initializers[name] = value
-        if index == 1 and len(node.inputs) < 3:
-            node.resize_inputs(3)
-        node.replace_input_with(0 if index == 0 else 2, value)
+    node.resize_inputs(3)
+    node.replace_input_with(0, graphs.initializer(graph, f"{codes.name}.unsigned.codes", lazy))
+    node.replace_input_with(2, graphs.initializer(graph, f"{codes.name}.unsigned.zeros", zeros))
 
 
 class _Weight(NamedTuple):
@@ -147,11 +136,9 @@ def _replace_codes(graph: ir.Graph, node: ir.Node, read: Callable[[_Weight], _Re
         def part(index: int = index) -> ir.TensorProtocol:
             return ir.tensor(read(weight)[index])
 
-        name, shape = f"{codes.name}.{role}", ir.Shape([length, columns])
-        lazy = ir.LazyTensor(part, dtype, shape, name=name)
-        value = ir.Value(name=name, type=ir.TensorType(dtype), shape=shape, const_value=lazy)
-        graph.initializers[name] = value
-        node.replace_input_with(index, value)
+        name = f"{codes.name}.{role}"
+        lazy = ir.LazyTensor(part, dtype, ir.Shape([length, columns]), name=name)
+        node.replace_input_with(index, graphs.initializer(graph, name, lazy))
     node.attributes["axis"] = ir.AttrInt64("axis", 0)
     node.attributes["block_size"] = ir.AttrInt64("block_size", block)
 

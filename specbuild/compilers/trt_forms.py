@@ -8,12 +8,11 @@ and the second is small. Inputs in float4 have an operator of TensorRT's own.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from specbuild.quantisation.attach import FLOAT4_INPUT, block_sums
-from specbuild.quantisation.packed import as_float32
+from specbuild import graph as graphs
+from specbuild.quantisation.packed import as_float32, block_sums
 from specrun.errors import BuildError
 
 FLOAT4_BLOCK = 16
@@ -44,13 +43,13 @@ def round_float4_inputs(model: ir.Model) -> int:
 
     Its operator finds a float8 scale for every 16 values itself.
     """
-    nodes = [node for node in model.graph if FLOAT4_INPUT in node.metadata_props]
+    nodes = [node for node in model.graph if graphs.FLOAT4_INPUT in node.metadata_props]
     for node in nodes:
         x = node.inputs[0]
         if x is None or x.dtype is None:
             raise BuildError(f"{node.name}: without an input")
-        scale = ir.Tensor(np.asarray(float(node.metadata_props[FLOAT4_INPUT]), x.dtype.numpy()))
-        unit = _initializer(model.graph, f"{node.name}.float4_scale", scale)
+        scale = ir.Tensor(np.asarray(float(node.metadata_props[graphs.FLOAT4_INPUT]), x.dtype.numpy()))
+        unit = graphs.initializer(model.graph, f"{node.name}.float4_scale", scale)
         attributes = {"axis": -1, "block_size": FLOAT4_BLOCK, "scale_type": int(ir.DataType.FLOAT8E4M3FN)}
         rounded = ir.node("TRT_FP4DynamicQuantize", [x, unit], attributes, domain="trt", num_outputs=2)
         scales = ir.node("DequantizeLinear", [rounded.outputs[1], unit])
@@ -94,7 +93,7 @@ def narrow_float4_scales(model: ir.Model) -> int:
 
 
 def _zero_points(node: ir.Node) -> ir.TensorProtocol | None:
-    """Those of a weight; None where it has none, or they are zero."""
+    """Those of a constant weight; None where it has none."""
     codes, zero = node.inputs[0], node.inputs[2] if len(node.inputs) > 2 else None
     if codes is None or not codes.is_initializer() or zero is None or zero.const_value is None:
         return None
@@ -122,9 +121,9 @@ def _move(graph: ir.Graph, node: ir.Node) -> None:
         return ir.Tensor(found.reshape(-1, columns).astype(steps.dtype.numpy()))
 
     shape = ir.Shape([rows, columns])
-    value = _initializer(graph, f"{codes.name}.signed", ir.LazyTensor(signed, kind, shape))
+    value = graphs.initializer(graph, f"{codes.name}.signed", ir.LazyTensor(signed, kind, shape))
     small = ir.Shape([-(-rows // block), columns])
-    moved = _initializer(graph, f"{codes.name}.offsets", ir.LazyTensor(offsets, steps.dtype, small))
+    moved = graphs.initializer(graph, f"{codes.name}.offsets", ir.LazyTensor(offsets, steps.dtype, small))
     adder = _block_sums(graph, rows, block, steps.dtype)
     node.replace_input_with(0, value)
     node.resize_inputs(2)
@@ -142,15 +141,5 @@ def _move(graph: ir.Graph, node: ir.Node) -> None:
 
 
 def _block_sums(graph: ir.Graph, inputs: int, block: int, dtype: ir.DataType) -> ir.Value:
-    name = f"quantisation.blocks.{inputs}.{block}"
-    if name in graph.initializers:
-        return graph.initializers[name]
-    array: npt.NDArray[np.generic] = block_sums(inputs, block).astype(dtype.numpy())
-    return _initializer(graph, name, ir.Tensor(array))
-
-
-def _initializer(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Value:
-    shape = ir.Shape(list(tensor.shape.numpy()))
-    value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=shape, const_value=tensor)
-    graph.initializers[name] = value
-    return value
+    sums = ir.Tensor(block_sums(inputs, block).astype(dtype.numpy()))
+    return graphs.initializer(graph, f"quantisation.blocks.{inputs}.{block}", sums)

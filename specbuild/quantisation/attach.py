@@ -8,21 +8,16 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from specbuild import graph as graphs
-from specbuild.quantisation.packed import Activation, Packed
+from specbuild.quantisation.packed import Activation, Packed, block_sums
 from specbuild.quantisation.packed_model import PackedModel
+from specbuild.quantisation.rounding import FLOAT8_MAX
 from specrun.errors import UnsupportedModelError
 
-_ACTIVATIONS = {"int8": (ir.DataType.INT8, 127), "float8": (ir.DataType.FLOAT8E4M3FN, 448)}
+_ACTIVATIONS = {"int8": (ir.DataType.INT8, 127), "float8": (ir.DataType.FLOAT8E4M3FN, FLOAT8_MAX)}
 """The type of an input's codes, and its largest code."""
-
-
-FLOAT4_INPUT = f"{graphs.FOR_COMPILERS}float4_input_scale"
-"""Metadata of a product whose input TensorRT may round to float4, which has no standard ONNX form: the scale that is
-multiplied by those of every 16 values."""
 
 
 class Product(NamedTuple):
@@ -82,7 +77,7 @@ def quantise_product(model: ir.Model, product: Product, packed: Packed) -> None:
         x, factor = _round_activation(build, x, packed.activation)
     y = build.node("MatMul", x, build.dequantised(packed))
     if packed.activation is not None and kept:
-        build.nodes[-1].metadata_props[FLOAT4_INPUT] = repr(packed.activation.scale)
+        build.nodes[-1].metadata_props[graphs.FLOAT4_INPUT] = repr(packed.activation.scale)
     if packed.offsets is not None:
         y = build.node("Add", y, _times_offsets(build, x, packed))
     if factor is not None:
@@ -135,13 +130,6 @@ def _times_offsets(build: _Builder, x: ir.Value, packed: Packed) -> ir.Value:
     return build.node("MatMul", sums, offsets)
 
 
-def block_sums(inputs: int, block: int) -> npt.NDArray[np.float32]:
-    """[K, K / block] of zeros and ones: a product with it adds up each block of channels."""
-    blocks = np.arange(inputs)[:, None] // block
-    sums: npt.NDArray[np.float32] = (blocks == np.arange(-(-inputs // block))).astype(np.float32)
-    return sums
-
-
 def _smallest(dtype: ir.DataType) -> float:
     """A divisor for tokens that are zero throughout: the smallest normal number of ``dtype``."""
     return 2.0**-14 if dtype == ir.DataType.FLOAT16 else 2.0**-126
@@ -190,11 +178,8 @@ class _Builder:
         return self.tensor(f"quantisation.{role}", self._constant(array))
 
     def tensor(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
-        """An initializer; one that is there already under this name is the same."""
-        if name not in self.graph.initializers:
-            value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor)  # type: ignore[arg-type]
-            self.graph.initializers[name] = value
-        return self.graph.initializers[name]
+        """An initializer."""
+        return graphs.initializer(self.graph, name, tensor)
 
     def _constant(self, array: Any) -> ir.TensorProtocol:
         array = np.asarray(array)

@@ -14,6 +14,13 @@ from specbuild.quantisation.activation import Activation as Activation
 Floats = npt.NDArray[np.float32]
 
 
+def block_sums(inputs: int, block: int) -> Floats:
+    """[K, K / block] of zeros and ones: a product with it adds up each block of channels."""
+    blocks = np.arange(inputs)[:, None] // block
+    sums: Floats = (blocks == np.arange(-(-inputs // block))).astype(np.float32)
+    return sums
+
+
 @dataclass(frozen=True)
 class Packed:
     """A weight [K, N] (input channels, output channels): ``(codes - zero_points) * scales + offsets``.

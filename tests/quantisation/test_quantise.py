@@ -24,10 +24,10 @@ from transformers.pytorch_utils import Conv1D
 from specbuild.checkpoint import open_checkpoint
 from specbuild.compilers.trt_forms import round_float4_inputs
 from specbuild.export.skeleton import Skeleton, load_skeleton
+from specbuild.graph import FLOAT4_INPUT
 from specbuild.huggingface import read_model_config
 from specbuild.json_file import read_json
 from specbuild.quantisation.activation import Activation
-from specbuild.quantisation.attach import FLOAT4_INPUT
 from specbuild.quantisation.checkpoints.loading import packed_products, with_packed
 from specbuild.quantisation.checkpoints.schemes import read_scheme
 from specbuild.quantisation.compressed_tensors_format import configuration, tensors

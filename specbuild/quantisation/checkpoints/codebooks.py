@@ -21,6 +21,8 @@ from specbuild.quantisation.checkpoints.forms import Form
 from specbuild.quantisation.checkpoints.scales import scales
 from specbuild.quantisation.checkpoints.stored import (
     FLOATS,
+    INT8,
+    UINT8,
     Array,
     CodeTensor,
     Module,
@@ -33,7 +35,7 @@ from specbuild.quantisation.packed import Packed
 
 Floats = npt.NDArray[np.float32]
 
-_BYTES = (np.dtype(np.uint8), np.dtype(np.int8))
+_BYTES = (UINT8, INT8)
 _FLOAT32 = (np.dtype(np.float32),)
 _BLOCK = 64
 """Input channels that share a scale where the blocks of the file do not lie along them."""
@@ -84,7 +86,7 @@ def bitsandbytes_8bit(module: Module, form: Form) -> Packed:
 
     bitsandbytes 0.50: _ops.py, int8_vectorwise_dequant; ``weight_format`` 0 is the only layout left ("row").
     """
-    weight = module.matrix("weight", dtypes=(np.dtype(np.int8),))
+    weight = module.matrix("weight", dtypes=(INT8,))
     layout = module.find("weight_format")
     if layout is not None and (math.prod(layout.shape) != 1 or int(layout.read().reshape(-1)[0]) != 0):
         raise module.error(f"{layout.name} is not 0 (rows), the layout that bitsandbytes still reads")

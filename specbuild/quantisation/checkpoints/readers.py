@@ -31,6 +31,10 @@ from specbuild.quantisation.checkpoints.stored import (
     EXPONENTS,
     FLOAT8,
     FLOATS,
+    INT8,
+    INT32,
+    INT64,
+    UINT8,
     Array,
     CodeTensor,
     Module,
@@ -45,7 +49,6 @@ from specbuild.quantisation.checkpoints.stored import (
 from specbuild.quantisation.checkpoints.torchao import torchao_int4, torchao_unpacked
 from specbuild.quantisation.packed import Packed
 
-INT8, UINT8, INT32, INT64 = (np.dtype(kind) for kind in (np.int8, np.uint8, np.int32, np.int64))
 _SIGNED = {4: ir.DataType.INT4, 8: ir.DataType.INT8}
 _UNSIGNED = {4: ir.DataType.UINT4, 8: ir.DataType.UINT8}
 _V1_ZEROS = {4: np.uint32(0x11111111), 8: np.uint32(0x01010101)}

@@ -22,8 +22,9 @@ Bytes = npt.NDArray[np.uint8]
 _CHUNK = 1 << 24
 """Codes that are unpacked at a time."""
 
+INT8, UINT8, INT32, INT64 = (np.dtype(kind) for kind in (np.int8, np.uint8, np.int32, np.int64))
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
-EXPONENTS = (np.dtype(np.uint8), np.dtype(ml_dtypes.float8_e8m0fnu))
+EXPONENTS = (UINT8, np.dtype(ml_dtypes.float8_e8m0fnu))
 """Powers of two, stored as their exponent plus 127 (E8M0 of the OCP Microscaling specification)."""
 FLOATS = tuple(np.dtype(kind) for kind in (np.float16, ml_dtypes.bfloat16, np.float32))
 

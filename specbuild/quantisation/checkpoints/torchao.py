@@ -25,6 +25,8 @@ from specbuild.quantisation.checkpoints.scales import (
 from specbuild.quantisation.checkpoints.stored import (
     FLOAT8,
     FLOATS,
+    INT8,
+    UINT8,
     Array,
     CodeTensor,
     Module,
@@ -37,7 +39,6 @@ from specbuild.quantisation.checkpoints.stored import (
 )
 from specbuild.quantisation.packed import Packed
 
-_INT8, _UINT8 = np.dtype(np.int8), np.dtype(np.uint8)
 SUFFIXES = tuple(f"_weight_{part}" for part in ("qdata", "scale", "zero_point", "act_pre_scale"))
 
 
@@ -46,7 +47,7 @@ def torchao_unpacked(module: Module, form: Form) -> Packed:
 
     Four-bit values stand in int8 here; they are packed. quantization/quantize_/workflows of torchao 0.18.
     """
-    weight = module.matrix("_weight_qdata", dtypes=(FLOAT8,) if form.bits == 0 else (_INT8,))
+    weight = module.matrix("_weight_qdata", dtypes=(FLOAT8,) if form.bits == 0 else (INT8,))
     shape = weight.shape[1], weight.shape[0]
     form = _whole_dimensions(form, shape)
     kind = {0: ir.DataType.FLOAT8E4M3FN, 4: ir.DataType.INT4, 8: ir.DataType.INT8}[form.bits]
@@ -74,7 +75,7 @@ def torchao_int4(module: Module, form: Form) -> Packed:
     ``zero_point`` is floating point and is added: the weight is ``codes * scale + zero_point``.
     quantization/quantize_/workflows/int4/int4_tensor.py; int4_row_quantize_zp and pack_int4 of FBGEMM.
     """
-    weight = module.matrix("_weight_qdata", dtypes=(_INT8, _UINT8))
+    weight = module.matrix("_weight_qdata", dtypes=(INT8, UINT8))
     shape = weight.shape[1] * 2, weight.shape[0]
     form = _whole_dimensions(form, shape)
     group = form.block[1]
@@ -106,7 +107,7 @@ def _zero_points(module: Module, form: Form, shape: tuple[int, int], kind: ir.Da
     values = module.finite(tensor)
     if not values.any():
         return None
-    if tensor.dtype != _INT8:
+    if tensor.dtype != INT8:
         raise module.error(f"{tensor.name} is {tensor.dtype}, expected integer zero points")
     size, mask = canonical_shape(shape, form.block), np.uint8(15 if form.bits == 4 else 255)
     if not size:
