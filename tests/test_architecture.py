@@ -52,6 +52,8 @@ ORDER = [
     "prompts",
     "request_options",
     "request_factory",
+    "body_fields",
+    "openai_body",
     "decoder",
     "conversation",
     "bench_results",

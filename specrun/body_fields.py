@@ -1,0 +1,81 @@
+"""Reading the fields of a JSON object that a stranger sent: each is checked, and an error names it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from specrun import arguments
+from specrun.errors import RequestError
+
+_T = TypeVar("_T")
+
+
+class BodyError(RequestError):
+    """A body that cannot be served. ``param``: the field at fault; None where it is the body itself."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def wrong(name: str, value: object, expected: str, param: str | None = None) -> BodyError:
+    """The error of a field that is not what is ``expected``. param: the field, where ``name`` is a part of it."""
+    return BodyError(f"{name} {arguments.show(value)}: expected {expected}", param or name)
+
+
+def as_object(name: str, value: Any) -> Mapping[str, Any]:
+    """A JSON object. Raises BodyError."""
+    if not isinstance(value, Mapping):
+        raise wrong(name, value, "an object")
+    return value
+
+
+class Fields:
+    """The fields of a JSON object that are not null. What nobody has taken is ``left``."""
+
+    def __init__(self, body: Mapping[str, Any], prefix: str = "") -> None:
+        """prefix: before the fields' names in errors."""
+        self.left: dict[str, Any] = {name: value for name, value in body.items() if value is not None}
+        self._prefix = prefix
+
+    def __bool__(self) -> bool:
+        return bool(self.left)
+
+    def take(self, name: str, check: Callable[[str, Any], _T]) -> _T | None:
+        """What ``check`` makes of a field; None where it is missing. Raises BodyError, with the field's name."""
+        if name not in self.left:
+            return None
+        full = self._prefix + name
+        value = self.left.pop(name)
+        try:
+            return check(full, value)
+        except BodyError:
+            raise
+        except RequestError as error:
+            raise BodyError(str(error), full) from error
+
+    def required(self, name: str, check: Callable[[str, Any], _T]) -> _T:
+        """The same for a field that must be there."""
+        found = self.take(name, check)
+        if found is None:
+            raise BodyError(f"{name}: missing", name)
+        return found
+
+    def whole(self, name: str, low: int, high: int | None = None) -> int | None:
+        """A whole number in a range."""
+
+        def check(name: str, value: Any) -> int:
+            number = arguments.whole(name, value)
+            if number < low or (high is not None and number > high):
+                raise wrong(name, number, f"{low} or more" if high is None else f"{low} to {high}")
+            return number
+
+        return self.take(name, check)
+
+    def refuse(self, unsupported: Mapping[str, Sequence[Any]]) -> None:
+        """Raise BodyError for fields that are not supported, but for values that ask for nothing."""
+        for name, harmless in unsupported.items():
+            value = self.left.pop(name, None)
+            if value is not None and not any(type(value) is type(one) and value == one for one in harmless):
+                raise BodyError(f"{name}: not supported; leave it out", name)

@@ -1,0 +1,323 @@
+"""Bodies of OpenAI's completions and chat completions, as the server and batch files take them: pure functions.
+
+``read_completion`` and ``read_chat`` check a decoded JSON body and translate it into what the decoder takes. The fields
+are those of OpenAI's API reference, and those that vLLM adds where the decoder has them. null means default everywhere.
+Unknown fields are ignored, and their names returned. Fields that are known and not supported are refused, because
+ignoring them would change the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from specrun import arguments
+from specrun.body_fields import BodyError, Fields, as_object, wrong
+from specrun.errors import RequestError
+from specrun.limits import MAX_LOGPROBS
+from specrun.request_factory import Message, Prompt
+from specrun.request_options import RequestOptions
+from specrun.sampling import SEEDS, SamplingParams
+
+MAX_N = 128
+"""Answers to one prompt."""
+MAX_PROMPTS = 256
+"""Prompts in one body."""
+MAX_ANSWERS = 1024
+"""Answers to one body: prompts times ``n``."""
+MAX_STOP_TEXTS = 16
+MAX_STOP_CHARACTERS = 256
+"""Of one stop text."""
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default of ``max_tokens`` for completions. Chats have the decoder's."""
+DEFAULTS = SamplingParams(temperature=1.0)
+"""OpenAI's defaults."""
+
+OPENAI_NAMES = {
+    "max_output_len": "max_tokens",
+    "min_output_len": "min_tokens",
+    "stop_ids": "stop_token_ids",
+    "conversation": "messages",
+}
+"""Names in the decoder's errors whose fields are called otherwise here; see ``field_of``."""
+_DECODER_NAMES = {
+    *SamplingParams.__dataclass_fields__,
+    *RequestOptions.__dataclass_fields__,
+    *("prompt", "conversation", "n"),
+} - {"chat", "system", "timeout"}
+"""What an error of the decoder may begin with that a body has set."""
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_CONSTRAINTS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+"""vLLM's fields for constrained output."""
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none",),
+    "audio": (),
+    "modalities": (["text"],),
+    "web_search_options": (),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "include_stop_str_in_output": (False,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "prompt_embeds": (),
+}
+"""Known fields that are not supported, with the values that ask for nothing."""
+_REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = _REFUSED | {"add_special_tokens": (True,)}
+_REFUSED_IN_CHATS: dict[str, tuple[Any, ...]] = _REFUSED | {
+    "echo": (False,),
+    "add_special_tokens": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+}
+
+_LARGEST_ID = 1 << 63
+"""Token ids are numbers of 64 bits; what the model has is the decoder's to check."""
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class OpenAIBody:
+    """A checked body, as the decoder takes it."""
+
+    prompts: Sequence[Prompt]
+    """Texts and lists of token ids; of a chat the one conversation."""
+    params: SamplingParams
+    options: RequestOptions
+    n: int
+    """Answers to each prompt, of the seeds seed, seed + 1, .."""
+    model: str | None
+    stream: bool
+    include_usage: bool
+    """A stream's last chunk tells the usage."""
+    continuous_usage: bool
+    """Every chunk does (vLLM's ``continuous_usage_stats``)."""
+    constraints: Mapping[str, Any]
+    """``response_format`` and vLLM's fields for constrained output, unchecked; only those that ask for something."""
+    user: str | None
+    ignored: Sequence[str]
+    """Names of unknown fields."""
+
+
+def read_completion(body: object, defaults: SamplingParams = DEFAULTS) -> OpenAIBody:
+    """The body of a completion. defaults: what holds where a sampling field is missing. Raises BodyError."""
+    return _read(body, defaults, chat=False)
+
+
+def read_chat(body: object, defaults: SamplingParams = DEFAULTS) -> OpenAIBody:
+    """The body of a chat completion. defaults: as for completions. Raises BodyError."""
+    return _read(body, defaults, chat=True)
+
+
+def field_of(error: RequestError) -> str | None:
+    """The body's field that an error of the decoder is about; None where it names none.
+
+    The decoder's messages begin with the name of what is wrong.
+    """
+    if isinstance(error, BodyError):
+        return error.param
+    name = str(error).partition(" ")[0].rstrip(":")
+    return OPENAI_NAMES.get(name, name) if name in _DECODER_NAMES else None
+
+
+def _read(body: object, defaults: SamplingParams, chat: bool) -> OpenAIBody:
+    if not isinstance(body, Mapping):
+        raise BodyError(f"the body is {arguments.show(body)}, expected a JSON object")
+    fields = Fields(body)
+    fields.refuse(_REFUSED_IN_CHATS if chat else _REFUSED_IN_COMPLETIONS)
+    prompts = fields.required("messages", _conversation) if chat else fields.required("prompt", _prompts)
+    n = fields.whole("n", 1, MAX_N) or 1
+    if fields.whole("best_of", 1) not in (None, n):
+        raise BodyError(f"best_of: not supported unless it is n, {n}; leave it out", "best_of")
+    if len(prompts) * n > MAX_ANSWERS:
+        raise BodyError(f"n {n}: {len(prompts)} prompts times n is more than {MAX_ANSWERS} answers", "n")
+    stream = fields.take("stream", arguments.flag) or False
+    stream_options = Fields(fields.take("stream_options", as_object) or {}, "stream_options.")
+    if stream_options and not stream:
+        raise BodyError("stream_options: goes with stream true only", "stream_options")
+    return OpenAIBody(
+        prompts=prompts,
+        params=_params(fields, defaults),
+        options=_options(fields, chat),
+        n=n,
+        model=fields.take("model", arguments.text),
+        stream=stream,
+        include_usage=stream_options.take("include_usage", arguments.flag) or False,
+        continuous_usage=stream_options.take("continuous_usage_stats", arguments.flag) or False,
+        constraints=_constraints(fields),
+        user=fields.take("user", arguments.text),
+        ignored=(*fields.left, *(f"stream_options.{name}" for name in stream_options.left)),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ prompts
+
+
+def _prompts(name: str, value: Any) -> Sequence[Prompt]:
+    """A text, token ids, or several of both."""
+    several = isinstance(value, list) and bool(value) and isinstance(value[0], str | list)
+    prompts = value if several else [value]
+    if len(prompts) > MAX_PROMPTS:
+        raise BodyError(f"{name}: {len(prompts)} prompts, expected at most {MAX_PROMPTS}", name)
+    for number, prompt in enumerate(prompts):
+        where = f"{name}[{number}]" if several else name
+        if not isinstance(prompt, str) and not _are_ids(prompt):
+            raise wrong(where, prompt, "a text, token ids, or a list of both", name)
+        if not prompt:
+            raise BodyError(f"{where}: empty; a text needs at least one token to follow", name)
+    return prompts
+
+
+def _are_ids(value: object) -> bool:
+    """JSON's true is no token id, though Python's True is a number."""
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < _LARGEST_ID for item in value)
+
+
+def _conversation(name: str, value: Any) -> Sequence[Prompt]:
+    """The messages, as the only prompt."""
+    if not isinstance(value, list) or not value:
+        raise wrong(name, value, "a list of messages")
+    return [[_message(f"{name}[{number}]", message) for number, message in enumerate(value)]]
+
+
+def _message(where: str, message: Any) -> Message:
+    """A message with its content as one text. Developers' messages are the system's, which templates know."""
+    role, content = as_object(where, message).get("role"), message.get("content")
+    if role not in ROLES:
+        raise wrong(f"{where}.role", role, f"one of {', '.join(ROLES)}")
+    if isinstance(content, list):
+        content = "\n".join(_text_part(f"{where}.content[{number}]", part) for number, part in enumerate(content))
+    calls = role == "assistant" and content is None and message.get("tool_calls")
+    if not isinstance(content, str) and not calls:
+        raise wrong(f"{where}.content", content, "a text, or a list of parts of type text")
+    return {**message, "role": "system" if role == "developer" else role, "content": content}
+
+
+def _text_part(where: str, part: Any) -> str:
+    kind = as_object(where, part).get("type")
+    if kind != "text":
+        raise wrong(f"{where}.type", kind, "text, the only type that is supported")
+    return arguments.text(f"{where}.text", part.get("text"))
+
+
+# --------------------------------------------------------------------------------------------- sampling and options
+
+
+def _params(fields: Fields, defaults: SamplingParams) -> SamplingParams:
+    seed, top_k = fields.whole("seed", -SEEDS // 2, SEEDS - 1), fields.whole("top_k", -1)
+    found: dict[str, Any] = {
+        "seed": None if seed is None else seed % SEEDS,  # OpenAI's may be negative.
+        "top_k": None if top_k is None else max(0, top_k),  # vLLM's -1 is off.
+        "logit_bias": fields.take("logit_bias", _biases),
+    }
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+        found[name] = fields.take(name, arguments.number)
+    given = {name: value for name, value in found.items() if value is not None}
+    return _named(lambda: replace(defaults, **given))
+
+
+def _options(fields: Fields, chat: bool) -> RequestOptions:
+    longest, shortest = _lengths(fields, chat)
+    found: dict[str, Any] = {
+        "max_output_len": longest,
+        "min_output_len": shortest,
+        "stop": fields.take("stop", _stop_texts),
+        "stop_ids": fields.take("stop_token_ids", _token_ids),
+        "logprobs": _chat_logprobs(fields) if chat else fields.whole("logprobs", 0, MAX_LOGPROBS),
+        "echo": fields.take("echo", arguments.flag),
+        "draft_len": fields.take("draft_len", _draft_len),
+        "acceptance": fields.take("acceptance", arguments.text),
+    }
+    given = {name: value for name, value in found.items() if value is not None}
+    return _named(lambda: RequestOptions(**given))
+
+
+def _lengths(fields: Fields, chat: bool) -> tuple[int | None, int]:
+    """Most and fewest tokens of output. ``ignore_eos`` lets no stop id come before the last token."""
+    older, longest = fields.whole("max_tokens", 0), fields.whole("max_completion_tokens", 0)
+    if None not in (older, longest) and older != longest:
+        raise BodyError(f"max_tokens {older}: max_completion_tokens is {longest}; leave one of them out", "max_tokens")
+    longest = older if longest is None else longest
+    if longest is None and not chat:
+        longest = COMPLETION_MAX_TOKENS
+    shortest = fields.whole("min_tokens", 0) or 0
+    if longest is not None and shortest > longest:
+        raise BodyError(f"min_tokens {shortest}: more than max_tokens, {longest}", "min_tokens")
+    if fields.take("ignore_eos", arguments.flag):
+        if longest is None:
+            raise BodyError("ignore_eos: needs max_tokens, where the answer ends then", "ignore_eos")
+        shortest = longest
+    return longest, shortest
+
+
+def _chat_logprobs(fields: Fields) -> int | None:
+    """Likeliest tokens beside each token; None: no log-probabilities."""
+    wanted, most = fields.take("logprobs", arguments.flag), fields.whole("top_logprobs", 0, MAX_LOGPROBS)
+    if most is not None and not wanted:
+        raise BodyError("top_logprobs: goes with logprobs true only", "top_logprobs")
+    return (most or 0) if wanted else None
+
+
+def _stop_texts(name: str, value: Any) -> Sequence[str]:
+    if not isinstance(value, str | list):
+        raise wrong(name, value, "a text or a list of texts")
+    texts = arguments.texts(name, value)
+    if len(texts) > MAX_STOP_TEXTS:
+        raise BodyError(f"{name}: {len(texts)} texts, expected at most {MAX_STOP_TEXTS}", name)
+    for text in texts:
+        if not 0 < len(text) <= MAX_STOP_CHARACTERS:
+            raise wrong(name, text, f"texts of 1 to {MAX_STOP_CHARACTERS} characters")
+    return texts
+
+
+def _token_ids(name: str, value: Any) -> Sequence[int]:
+    if not _are_ids(value):
+        raise wrong(name, value, "a list of token ids")
+    ids: Sequence[int] = value
+    return ids
+
+
+def _biases(name: str, value: Any) -> Mapping[int, float]:
+    """JSON's keys are texts: token ids in digits."""
+    biases = {}
+    for token, bias in as_object(name, value).items():
+        if not (token.isascii() and token.isdigit() and len(token) < 20):
+            raise wrong(name, token, "token ids")
+        biases[int(token)] = arguments.number(name, bias)
+    return biases
+
+
+def _draft_len(name: str, value: Any) -> int | str:
+    length = "auto" if value == "auto" else arguments.whole(name, value)
+    if isinstance(length, int) and length < 0:
+        raise wrong(name, length, "auto, or 0 or more")
+    return length
+
+
+def _constraints(fields: Fields) -> Mapping[str, Any]:
+    found: dict[str, Any] = {"response_format": fields.take("response_format", _response_format)}
+    found |= {name: fields.take(name, lambda _, value: value) for name in _CONSTRAINTS}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _response_format(name: str, value: Any) -> Mapping[str, Any] | None:
+    """None for text, which constrains nothing."""
+    kind = arguments.text(f"{name}.type", as_object(name, value).get("type"))
+    return None if kind == "text" else value
+
+
+def _named(make: Callable[[], _T]) -> _T:
+    """What ``make`` makes. Raises BodyError, with the field's name, for RequestError."""
+    try:
+        return make()
+    except RequestError as error:
+        raise BodyError(str(error), field_of(error)) from error

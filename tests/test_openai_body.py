@@ -1,0 +1,296 @@
+"""Bodies of OpenAI's API: what they become, and every field out of type, range and size."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from specrun.body_fields import BodyError
+from specrun.errors import RequestError
+from specrun.limits import MAX_BIASES, MAX_LOGPROBS
+from specrun.openai_body import (
+    COMPLETION_MAX_TOKENS,
+    MAX_ANSWERS,
+    MAX_N,
+    MAX_PROMPTS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_TEXTS,
+    OpenAIBody,
+    field_of,
+    read_chat,
+    read_completion,
+)
+from specrun.request_options import RequestOptions
+from specrun.sampling import SEEDS, SamplingParams
+
+HELLO = [{"role": "user", "content": "Hello"}]
+NOT_NUMBERS: list[Any] = ["1", [], {}, True]
+NOT_WHOLE = [*NOT_NUMBERS, 0.5]
+NOT_TEXTS: list[Any] = [1, [], {}, True]
+NOT_FLAGS: list[Any] = ["true", 1, [], {}]
+
+
+def completion(**fields: Any) -> OpenAIBody:
+    return read_completion({"model": "m", "prompt": "Hello", **fields})
+
+
+def chat(**fields: Any) -> OpenAIBody:
+    return read_chat({"model": "m", "messages": HELLO, **fields})
+
+
+# --- what bodies become
+
+
+def test_the_least_has_openais_defaults() -> None:
+    body = read_completion({"prompt": "Hello"})
+    assert body == OpenAIBody(
+        prompts=["Hello"],
+        params=SamplingParams(temperature=1),
+        options=RequestOptions(max_output_len=COMPLETION_MAX_TOKENS),
+        n=1, model=None, stream=False, include_usage=False, continuous_usage=False, constraints={}, user=None,
+        ignored=(),
+    )  # fmt: skip
+    body = read_chat({"messages": HELLO})
+    assert (body.prompts, body.options) == ([HELLO], RequestOptions())
+
+
+def test_every_field_arrives() -> None:
+    body = completion(
+        n=2, best_of=2, seed=-1, stop=["a", "b"], logit_bias={"5": -100}, presence_penalty=0.1, frequency_penalty=0.2,
+        repetition_penalty=1.1, temperature=0.7, top_p=0.9, top_k=40, min_p=0.05, max_tokens=9, min_tokens=3,
+        logprobs=2, echo=True, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True},
+        response_format={"type": "json_object"}, guided_regex="a+", draft_len=3, acceptance="logits", user="u",
+        stop_token_ids=[7],
+    )  # fmt: skip
+    assert body.params == SamplingParams(
+        seed=SEEDS - 1, logit_bias={5: -100}, presence_penalty=0.1, frequency_penalty=0.2, repetition_penalty=1.1,
+        temperature=0.7, top_p=0.9, top_k=40, min_p=0.05,
+    )  # fmt: skip
+    assert body.options == RequestOptions(
+        max_output_len=9, min_output_len=3, stop=("a", "b"), stop_ids=(7,), logprobs=2, echo=True, draft_len=3,
+        acceptance="logits",
+    )  # fmt: skip
+    assert body.constraints == {"response_format": {"type": "json_object"}, "guided_regex": "a+"}
+    assert (body.model, body.n, body.user, body.ignored) == ("m", 2, "u", ())
+    assert body.stream and body.include_usage and body.continuous_usage
+
+
+def test_null_is_the_default_everywhere() -> None:
+    names = [
+        *("n", "best_of", "seed", "stop", "logit_bias", "temperature", "top_p", "top_k", "min_p", "ignore_eos"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs", "top_logprobs", "echo", "stream"),
+        *("max_tokens", "max_completion_tokens", "min_tokens", "stream_options", "response_format", "draft_len"),
+        *("acceptance", "user", "model", "tools", "audio", "suffix", "functions", "modalities", "anything"),
+    ]
+    nulls = dict.fromkeys(names)
+    assert completion(**nulls) == read_completion({"prompt": "Hello"})
+    assert chat(**nulls) == read_chat({"messages": HELLO})
+
+
+def test_defaults_hold_for_fields_that_are_missing() -> None:
+    defaults = SamplingParams(temperature=0.3, top_k=5, repetition_penalty=1.2)
+    assert read_completion({"prompt": "a"}, defaults).params == defaults
+    params = read_chat({"messages": HELLO, "temperature": 0, "top_k": -1}, defaults).params
+    assert params == SamplingParams(temperature=0, top_k=0, repetition_penalty=1.2)
+
+
+@pytest.mark.parametrize("prompt", ["a", [1, 2], ["a", "b"], [[1, 2], [3]], ["a", [1]]])
+def test_prompts_are_texts_ids_or_lists_of_both(prompt: Any) -> None:
+    several = isinstance(prompt, list) and not isinstance(prompt[0], int)
+    assert completion(prompt=prompt).prompts == (prompt if several else [prompt])
+
+
+def test_messages_are_what_templates_know() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    (messages,) = chat(
+        messages=[
+            {"role": "developer", "content": "be brief"},
+            {"role": "user", "content": parts, "name": "Ann"},
+            {"role": "assistant", "content": None, "tool_calls": calls},
+            {"role": "tool", "content": "4", "tool_call_id": "1"},
+        ]
+    ).prompts
+    assert messages == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "a\nb", "name": "Ann"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "4", "tool_call_id": "1"},
+    ]
+
+
+def test_lengths() -> None:
+    for name in ("max_tokens", "max_completion_tokens"):
+        for length in (0, 1, 5):
+            assert chat(**{name: length}).options.max_output_len == length
+    assert chat(max_tokens=4, max_completion_tokens=4).options.max_output_len == 4
+    assert completion(ignore_eos=True, max_tokens=8).options.min_output_len == 8
+    assert completion(ignore_eos=False, max_tokens=8, min_tokens=2).options.min_output_len == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "logprobs"),
+    [({}, None), ({"logprobs": False}, None), ({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 3}, 3)],
+)
+def test_log_probabilities_of_chats(fields: dict[str, Any], logprobs: int | None) -> None:
+    assert chat(**fields).options.logprobs == logprobs
+
+
+def test_a_format_of_text_asks_for_nothing() -> None:
+    assert chat(response_format={"type": "text"}).constraints == {}
+
+
+def test_unknown_fields_are_ignored_and_named() -> None:
+    body = chat(no_stop_trim=False, metadata={"a": 1}, stream=True, stream_options={"include_obfuscation": False})
+    assert body.ignored == ("no_stop_trim", "metadata", "stream_options.include_obfuscation")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"tools": []}, {"tool_choice": "none"}, {"modalities": ["text"]}, {"chat_template_kwargs": {}}, {"echo": False}],
+)
+def test_unsupported_fields_that_ask_for_nothing_are_taken(fields: dict[str, Any]) -> None:
+    assert chat(**fields) == chat()
+
+
+# --- bad bodies
+
+
+def each(name: str, *values: Any, param: str | None = None) -> list[tuple[dict[str, Any], str]]:
+    """Bodies in which a field has each of the values, and the field that is to be named."""
+    return [({name: value}, param or name) for value in values]
+
+
+def message(role: Any, content: Any = "a") -> list[dict[str, Any]]:
+    return [{"role": role, "content": content}]
+
+
+NO_CONTENTS: list[Any] = [None, 1, {}]
+BAD_IN_BOTH = [
+    *each("model", *NOT_TEXTS),
+    *each("user", *NOT_TEXTS),
+    *each("n", *NOT_WHOLE, 0, -1, MAX_N + 1, 10**6, 10**400),
+    *each("best_of", *NOT_WHOLE, 0, 2),
+    *each("seed", *NOT_WHOLE, SEEDS, -SEEDS, float("nan")),
+    *each("stop", 1, True, {"a": 1}, [1], [None], "", ["a", ""], ["a"] * (MAX_STOP_TEXTS + 1)),
+    *each("stop", "a" * (MAX_STOP_CHARACTERS + 1)),
+    *each("stop_token_ids", 1, "1", {"1": 1}, ["1"], [0.5], [True], [-1], [2**64]),
+    *each("logit_bias", 1, "1", [1], {"a": 1}, {"-1": 1}, {"1.5": 1}, {"1": "2"}, {"1": None}, {"1": 1e9}),
+    *each("logit_bias", {"1": float("nan")}, {"٣": 1}, {str(token): 1 for token in range(MAX_BIASES + 1)}),
+    *each("presence_penalty", *NOT_NUMBERS, 1e9, float("nan")),
+    *each("frequency_penalty", *NOT_NUMBERS, -1e9, float("inf")),
+    *each("repetition_penalty", *NOT_NUMBERS, 0, -1, float("nan"), 1e9),
+    *each("temperature", *NOT_NUMBERS, -0.1, float("nan"), float("inf"), 10**400),
+    *each("top_p", *NOT_NUMBERS, 0, -1, 1.1, float("nan")),
+    *each("min_p", *NOT_NUMBERS, -1, 1.1, float("nan")),
+    *each("top_k", *NOT_WHOLE, -2),
+    *each("max_tokens", *NOT_WHOLE, -1),
+    *each("max_completion_tokens", *NOT_WHOLE, -1),
+    *each("min_tokens", *NOT_WHOLE, -1),
+    *each("ignore_eos", *NOT_FLAGS),
+    *each("stream", *NOT_FLAGS),
+    *each("stream_options", 1, "x", [1], True, {"include_usage": True}),
+    *each("response_format", 1, "json", [1], {}, {"type": 1}, param="response_format"),
+    *each("draft_len", "some", [], True, 1.5, -1),
+    *each("acceptance", 1, [], "x", True),
+    *each("tools", [{"type": "function"}], "x"),
+    *each("tool_choice", "required", {"type": "function"}),
+    *each("functions", [{"name": "f"}]),
+    *each("function_call", "auto"),
+    *each("audio", {"voice": "alloy"}),
+    *each("modalities", ["text", "audio"], "text"),
+    *each("suffix", "b"),
+    *each("web_search_options", {}),
+    *each("use_beam_search", True),
+    ({"max_tokens": 4, "max_completion_tokens": 5}, "max_tokens"),
+    ({"max_tokens": 4, "min_tokens": 5}, "min_tokens"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"n": 2, "best_of": 3}, "best_of"),
+]
+BAD_COMPLETIONS = [
+    *BAD_IN_BOTH,
+    *each("prompt", None, 1, True, {}, "", [], [[]], [""], ["a", 1], [1, "a"], [1.5], [True], [[1], [None]], [-1]),
+    *each("prompt", ["a"] * (MAX_PROMPTS + 1), [{"role": "user", "content": "a"}]),
+    *each("logprobs", *NOT_WHOLE, -1, MAX_LOGPROBS + 1),
+    *each("echo", *NOT_FLAGS),
+    *each("add_special_tokens", False),
+    ({"prompt": ["a"] * MAX_PROMPTS, "n": MAX_ANSWERS // MAX_PROMPTS + 1}, "n"),
+]
+BAD_CHATS = [
+    *BAD_IN_BOTH,
+    *each("messages", None, 1, "Hello", {}, [], True),
+    *each("messages", ["a"], [1], [None], param="messages[0]"),
+    *each("messages", *map(message, ["", "bot", 1, None, []]), param="messages[0].role"),
+    *each("messages", *(message("user", content) for content in NO_CONTENTS), param="messages[0].content"),
+    *each("messages", [{"role": "user"}], param="messages[0].content"),
+    *each("messages", [*HELLO, {"role": "user", "content": ["a"]}], param="messages[1].content[0]"),
+    *each(
+        "messages",
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a"}}]}],
+        [{"role": "user", "content": [{"text": "a"}]}],
+        param="messages[0].content[0].type",
+    ),
+    *each("messages", [{"role": "user", "content": [{"type": "text", "text": 1}]}]),
+    *each("logprobs", 1, "true", []),
+    *each("top_logprobs", 1),
+    ({"logprobs": True, "top_logprobs": MAX_LOGPROBS + 1}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+    ({"logprobs": False, "top_logprobs": 1}, "top_logprobs"),
+    ({"ignore_eos": True}, "ignore_eos"),
+    *each("echo", True),
+    *each("chat_template", "{{ messages }}"),
+    *each("chat_template_kwargs", {"enable_thinking": False}),
+    *each("continue_final_message", True),
+]
+
+
+def test_there_are_many_bad_bodies() -> None:
+    assert len(BAD_COMPLETIONS) > 150 and len(BAD_CHATS) > 150
+
+
+@pytest.mark.parametrize("make", [completion, chat])
+def test_a_bad_field_is_named(make: Any) -> None:
+    """One test for all: the table is long, and every case is quick."""
+    for fields, param in BAD_COMPLETIONS if make is completion else BAD_CHATS:
+        with pytest.raises(BodyError) as caught:
+            make(**fields)
+            pytest.fail(f"accepted: {str(fields)[:200]}")
+        message = str(caught.value)
+        assert caught.value.param == param, (str(fields)[:200], message)
+        assert message.startswith(param.partition("[")[0].partition(".")[0]), message
+        assert "\n" not in message and len(message) < 300, message
+        assert field_of(caught.value) == param
+
+
+@pytest.mark.parametrize("body", [None, 1, "a", [], [{"prompt": "a"}], True])
+def test_a_body_is_an_object(body: object) -> None:
+    for read in (read_completion, read_chat):
+        with pytest.raises(BodyError, match="expected a JSON object") as caught:
+            read(body)
+        assert caught.value.param is None
+
+
+def test_a_body_as_it_comes_from_json() -> None:
+    """Python's reader takes numbers that JSON does not have."""
+    with pytest.raises(BodyError, match="temperature nan"):
+        read_completion(json.loads('{"prompt": "a", "temperature": NaN}'))
+    assert read_completion(json.loads('{"prompt": "a", "max_tokens": 3.0}')).options.max_output_len == 3
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ("max_output_len 0: expected 1 or more", "max_tokens"),
+        ("min_output_len 3: more than the 2 tokens there may be", "min_tokens"),
+        ("stop_ids: no token has the id 9, the model has 8", "stop_token_ids"),
+        ("prompt 2: 80 tokens, the engine's max_input_len is 48", "prompt"),
+        ("conversation: 80 tokens, the engine's max_input_len is 48", "messages"),
+        ("draft_len 9: expected 0 to 4, as this pair was opened", "draft_len"),
+        ("chat templates need jinja2, which is missing", None),
+        ("the decoder is closed; open it again", None),
+    ],
+)
+def test_the_decoders_errors_name_the_bodys_fields(message: str, param: str | None) -> None:
+    assert field_of(RequestError(message)) == param
