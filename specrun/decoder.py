@@ -110,6 +110,10 @@ class SpeculativeDecoder:
         """Text to ids and back. Raises RequestError where there is none."""
         return self._factory.tokenizer
 
+    def token_ids(self, prompt: Prompt, options: RequestOptions | None = None) -> list[int]:
+        """The ids of a prompt, as a request would have them. Raises RequestError."""
+        return self._factory.token_ids(prompt, options or RequestOptions())
+
     def require_chat_template(self) -> None:
         """Raise RequestError where the tokenizer has none, or one that fails."""
         self._factory.require_chat_template()

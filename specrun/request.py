@@ -67,6 +67,10 @@ class Request:
     """Modified rejection sampling instead of comparing tokens; None: as the decoder has it."""
     logprobs: int | None = None
     """Log-probabilities of every committed token, and of this many likeliest ones beside it; None: of none."""
+    prompt_logprobs: int | None = None
+    """Log-probabilities of the prompt's tokens, and of this many likeliest ones beside each; None: of none."""
+    reuse_blocks: bool = True
+    """Whether its text shares the prefix cache with other texts."""
     echo: str = ""
     """What ``text`` begins with."""
     timeout: float | None = None
@@ -76,6 +80,8 @@ class Request:
     tokens: list[int] = field(init=False)
     token_outputs: list[TokenOutput] = field(init=False, default_factory=list)
     """The output, token by token."""
+    prompt_token_logprobs: list[TokenLogprob] = field(init=False, default_factory=list)
+    """Of the prompt's tokens from the second on, where ``prompt_logprobs`` asks for them."""
     finish_reason: FinishReason | None = field(init=False, default=None)
     error: SpecError | None = field(init=False, default=None)
     """Why it failed, where ``finish_reason`` is error."""
@@ -105,6 +111,8 @@ class Request:
         self.draft_len = arguments.optional_whole("draft_len", self.draft_len)
         self.use_logits = None if self.use_logits is None else arguments.flag("use_logits", self.use_logits)
         self.logprobs = arguments.optional_whole("logprobs", self.logprobs)
+        self.prompt_logprobs = arguments.optional_whole("prompt_logprobs", self.prompt_logprobs)
+        self.reuse_blocks = arguments.flag("reuse_blocks", self.reuse_blocks)
         self.echo = arguments.text("echo", self.echo)
         self.timeout = None if self.timeout is None else arguments.number("timeout", self.timeout)
 
@@ -155,6 +163,10 @@ class Request:
         length = len(self.tokens) - len(self.prompt) + len(drafts)
         forbidden = self.stop_ids if length < self.min_output_len else ()
         return apply_penalties(logits, self.params, functools.reduce(TokenCounts.add, drafts, self._counts), forbidden)
+
+    def leave_queue(self) -> None:
+        """It has a row now."""
+        self.stats.queue_seconds = time.perf_counter() - self._began
 
     def require_new(self) -> None:
         """Raise RequestError where it has begun."""

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from specrun import arguments
 from specrun.engine_dir import EngineConfig
-from specrun.errors import RequestError
+from specrun.errors import ContextLengthError, RequestError
 from specrun.extras import how_to_install
 from specrun.limits import MAX_LOGPROBS, MAX_STOP_IDS
 from specrun.request import Request
@@ -65,6 +65,11 @@ class RequestFactory:
         """Raise RequestError where the tokenizer has none, or one that fails."""
         self._chat_template.render([{"role": "user", "content": "?"}])
 
+    def token_ids(self, prompt: Prompt, options: RequestOptions) -> list[int]:
+        """The ids of a prompt. Raises RequestError."""
+        _, ids = self._encode(prompt, options, "prompt")
+        return list(ids)
+
     def requests(
         self, prompt: Prompt, params: SamplingParams, options: RequestOptions, n: int = 1, name: str = "prompt"
     ) -> list[Request]:
@@ -75,7 +80,8 @@ class RequestFactory:
         text, ids = self._encode(prompt, options, name)
         self._check_prompt(ids, name)
         longest = self.target.build_config.max_input_len
-        _require(len(ids) <= longest, f"{name}: {len(ids)} tokens, the engine's max_input_len is {longest}")
+        if len(ids) > longest:
+            raise ContextLengthError(f"{name}: {len(ids)} tokens, the engine's max_input_len is {longest}")
         detokenizer = self._detokenizer
         if detokenizer is None:
             for option in ("stop", "echo"):
@@ -104,6 +110,8 @@ class RequestFactory:
             draft_len=None if options.draft_len == "auto" else options.draft_len,
             use_logits=None if options.acceptance is None else options.acceptance == "logits",
             logprobs=options.logprobs,
+            prompt_logprobs=options.prompt_logprobs,
+            reuse_blocks=options.reuse_blocks,
             echo=text if text and options.echo else "",
             timeout=options.timeout,
         )
@@ -114,18 +122,21 @@ class RequestFactory:
     def check(self, request: Request) -> None:
         """Raise RequestError, naming the parameter, unless this decoder has room for ``request``, whoever made it."""
         build = self.target.build_config
-        length, logprobs, draft_len = request.max_output_len, request.logprobs, request.draft_len
+        length, draft_len = request.max_output_len, request.draft_len
         self._check_prompt(request.prompt, "prompt")
         _require(length >= 1, f"max_output_len {length}: expected 1 or more")
-        _require(
-            len(request.prompt) + length <= build.max_seq_len,
-            f"prompt: {len(request.prompt)} tokens + {length} of output, the engine's max_seq_len is "
-            f"{build.max_seq_len}",
-        )
+        if len(request.prompt) + length > build.max_seq_len:
+            raise ContextLengthError(
+                f"prompt: {len(request.prompt)} tokens + {length} of output, the engine's max_seq_len is "
+                f"{build.max_seq_len}"
+            )
         stops = len(request.stop_ids)
         _require(stops <= MAX_STOP_IDS, f"stop_ids: {stops} with the model's own, expected at most {MAX_STOP_IDS}")
+        for name, count in (("logprobs", request.logprobs), ("prompt_logprobs", request.prompt_logprobs)):
+            _require(count is None or 0 <= count <= MAX_LOGPROBS, f"{name} {count}: expected 0 to {MAX_LOGPROBS}")
         _require(
-            logprobs is None or 0 <= logprobs <= MAX_LOGPROBS, f"logprobs {logprobs}: expected 0 to {MAX_LOGPROBS}"
+            request.prompt_logprobs is None or self.target.backend.device == "cpu",
+            "prompt_logprobs: only a target on the CPU gives the log-probabilities of a prompt",
         )
         _require(
             draft_len is None or 0 <= draft_len <= self.draft_len,
@@ -158,9 +169,9 @@ class RequestFactory:
         room = build.max_seq_len - len(prompt)
         if room < (1 if wanted is None else wanted):
             length = DEFAULT_OUTPUT_LEN if wanted is None else wanted
-            raise RequestError(
+            raise ContextLengthError(
                 f"{name}: {len(prompt)} tokens + {length} of output, the engine's max_seq_len is "
-                f"{build.max_seq_len}; give --max_output_len {room} or less, or build with a larger --max_seq_len"
+                f"{build.max_seq_len}; give max_output_len {room} or less, or build with a larger --max_seq_len"
             )
         return min(DEFAULT_OUTPUT_LEN, room) if wanted is None else wanted
 

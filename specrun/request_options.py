@@ -32,6 +32,10 @@ class RequestOptions(arguments.Named):
     """How draft tokens are accepted. None: as the decoder was opened."""
     logprobs: int | None = None
     """Log-probabilities of every token, and of this many likeliest tokens beside it. None: of no token."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt's tokens. Only targets on the CPU give them."""
+    reuse_blocks: bool = True
+    """Share the prefix cache with other texts: read what they have read, and leave what this one reads."""
     echo: bool = False
     """The text begins with the prompt."""
     timeout: float | None = None
@@ -49,6 +53,8 @@ class RequestOptions(arguments.Named):
             "stop": arguments.texts("stop", self.stop),
             "stop_ids": tuple(arguments.wholes("stop_ids", self.stop_ids)),
             "logprobs": arguments.optional_whole("logprobs", self.logprobs),
+            "prompt_logprobs": arguments.optional_whole("prompt_logprobs", self.prompt_logprobs),
+            "reuse_blocks": arguments.flag("reuse_blocks", self.reuse_blocks),
             "echo": arguments.flag("echo", self.echo),
             "timeout": None if self.timeout is None else arguments.number("timeout", self.timeout),
             "chat": arguments.flag("chat", self.chat),
@@ -72,6 +78,8 @@ class OptionKeywords(TypedDict, total=False):
     draft_len: int | Literal["auto"] | None
     acceptance: Literal["tokens", "logits"] | None
     logprobs: int | None
+    prompt_logprobs: int | None
+    reuse_blocks: bool
     echo: bool
     timeout: float | None
     chat: bool

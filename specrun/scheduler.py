@@ -50,6 +50,8 @@ class Scheduler:
         self.round = rounds
         self.lengths = lengths
         self.max_rows = max_rows
+        self.always_chunk = False
+        """Whether prompts are prefilled in chunks even where nobody waits for them: somebody may come, or leave."""
         self._check = check
         self._turns = Turns()
         self._queue = RequestQueue()
@@ -69,12 +71,35 @@ class Scheduler:
         """How many requests wait or have rows. One that has ended counts until the next step frees its row."""
         return len(self._queue) + len(self._joining) + len(self._rows)
 
-    def add(self, request: Request) -> None:
-        """Put ``request`` at the end of the queue.
+    @property
+    def num_running(self) -> int:
+        """Requests that have rows. One that has ended counts until the next step frees its row."""
+        return len(self._rows)
 
-        Raises RequestError where it has begun before or cannot be served, and where the decoder is closed.
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a row."""
+        return len(self._queue)
+
+    def add(self, *requests: Request) -> None:
+        """Put ``requests`` at the end of the queue: all of them, or none.
+
+        Raises RequestError where one has begun before, cannot be served or is given twice, and where the decoder is
+        closed.
         """
-        self._add([request])
+        self._turns.require_own_process()
+        with self._adding:
+            self._require_open()
+            if len(set(requests)) < len(requests):
+                raise RequestError("a request is given twice; make another one")
+            for request in requests:
+                request.require_new()
+                if request.finish_reason is None:
+                    self._check(request)
+            for request in requests:
+                request.begin(self._queue.end)
+                if request.finish_reason is None:
+                    self._queue.add(request)
 
     def step(self) -> None:
         """Free the rows of ended requests, admit waiting ones, prefill prompts, run one round, commit its tokens.
@@ -106,7 +131,7 @@ class Scheduler:
         request has begun before, cannot be served, or is given twice. An error in a step of this thread is raised only
         if it fails one of ``requests``; other threads see the error of their requests in these.
         """
-        self._add(requests)
+        self.add(*requests)
         shown = dict.fromkeys(requests, 0)
         try:
             while shown:
@@ -127,21 +152,6 @@ class Scheduler:
             # Garbage collection may close a generator in any thread, even inside a step. Then the next step frees rows.
             with suppress(RequestError):
                 self._turns.take(lambda: self._free_cancelled(requests), None)
-
-    def _add(self, requests: Sequence[Request]) -> None:
-        self._turns.require_own_process()
-        with self._adding:
-            self._require_open()
-            if len(set(requests)) < len(requests):
-                raise RequestError("a request is given twice; make another one")
-            for request in requests:
-                request.require_new()
-                if request.finish_reason is None:
-                    self._check(request)
-            for request in requests:
-                request.begin(self._queue.end)
-                if request.finish_reason is None:
-                    self._queue.add(request)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -245,6 +255,8 @@ class Scheduler:
                         break
                     if not self._queue.take(request) or request.expire():
                         joining.pop()
+                    else:
+                        request.leave_queue()
                 if joining:
                     self.round.admit(joining, len(self._rows))
             self._rows += joining
@@ -272,7 +284,7 @@ class Scheduler:
             return
         drafting = self.lengths.drafting and any(request.draft_len != 0 for request in self._rows)
         with _Failing(self, joining):
-            done = self.round.prefill(joining, self._ready, drafting, self._ready > 0)
+            done = self.round.prefill(joining, self._ready, drafting, self.always_chunk or self._ready > 0)
             for row, (request, is_done) in enumerate(zip(joining, done, strict=True), self._ready):
                 if is_done:
                     self.round.cache_prefix(request, row)

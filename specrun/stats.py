@@ -15,6 +15,8 @@ class Stats:
     accepted: int = 0
     cached: int = 0
     """Tokens of the prompt that the target did not read again: a text before it began alike."""
+    queue_seconds: float = 0.0
+    """Wall time from the request's start to its row."""
     seconds: float = 0.0
     """Wall time from the request's start to its last token, the prompt and waiting for a row included."""
     first_token_seconds: float = 0.0

@@ -21,8 +21,8 @@ from specrun.commands.options import (
 from specrun.commands.pair import open_pair, pair_config, pair_options
 from specrun.errors import RequestError
 
-OF_THE_PAIR = ("draft_len", "acceptance")
-"""Options of a request that are options of the pair here."""
+NOT_OF_A_REQUEST = ("draft_len", "acceptance", "prompt_logprobs")
+"""Options of a request that are options of the pair here, or not to be had."""
 
 
 @click.command()
@@ -77,7 +77,7 @@ def generate(
     if n > 1 and params.greedy:
         click.echo(f"note: temperature 0 is greedy: the {n} answers of a prompt are the same", err=True)
     prompts = read_prompts(input_text, input_file)
-    own = {field.name: options[field.name] for field in fields(RequestOptions) if field.name not in OF_THE_PAIR}
+    own = {field.name: options[field.name] for field in fields(RequestOptions) if field.name not in NOT_OF_A_REQUEST}
     chosen = RequestOptions(**own)
     decoder, context = open_pair(options, config), click.get_current_context()
     requests = decoder.requests(prompts, params, chosen, n=n)

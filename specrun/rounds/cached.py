@@ -29,10 +29,13 @@ class CachedRound(Generic[AnyRunner, AnyDrafter]):
     prefill_chunk_size: int
     exactness = Exactness()
 
-    def __init__(self, target: AnyRunner, drafter: AnyDrafter | None) -> None:
+    def __init__(
+        self, target: AnyRunner, drafter: AnyDrafter | None, texts: CachedTexts[AnyRunner] | None = None
+    ) -> None:
+        """texts: the target's; None: those that score no prompts."""
         self.target = target
         self.drafter = drafter
-        self._texts = CachedTexts(target)
+        self._texts = texts or CachedTexts(target)
 
     def admit(self, requests: Sequence[Request], first: int) -> None:
         """See ``Round``."""

@@ -12,6 +12,7 @@ from specrun.request import Outcome, Request, longest
 from specrun.rounds import EngineTimes
 from specrun.rounds.cached import CachedRound
 from specrun.runners.host import ModelRunner
+from specrun.runners.scored import ScoredTexts
 from specrun.sampling import (
     NON_FINITE_LOGITS,
     Floats,
@@ -31,7 +32,7 @@ class HostRound(CachedRound[ModelRunner, Drafter]):
     prefill_chunk_size = 64  # On a CPU, every further token of a call takes nearly as long as the first.
 
     def __init__(self, target: ModelRunner, drafter: Drafter | None, max_draft_len: int, use_logits: bool) -> None:
-        super().__init__(target, drafter if max_draft_len else None)
+        super().__init__(target, drafter if max_draft_len else None, ScoredTexts(target))
         self.is_steady_state = False
         self._seen: set[tuple[int, int]] = set()
         self.max_draft_len = max_draft_len

@@ -34,11 +34,12 @@ class CachedTexts(Generic[AnyRunner]):
     def admit(self, requests: Sequence[Request], first: int) -> None:
         """Give ``requests`` the rows from ``first`` on, with their cached prefixes."""
         for row, request in enumerate(requests, first):
-            self.runner.rows.admit(row, request.tokens[:-1])
+            self.runner.rows.admit(row, request.tokens[:-1] if self._loads_prefix(request) else ())
 
     def should_wait_for_prefix(self, request: Request, others: Sequence[Request]) -> bool:
         """Whether more of the prompt will be cached once the prompts of ``others`` are prefilled."""
-        return self.runner.rows.prefix_cache.should_wait(request.tokens[:-1], [other.tokens[:-1] for other in others])
+        cached = [other.tokens[:-1] for other in others if other.reuse_blocks]
+        return self._loads_prefix(request) and self.runner.rows.prefix_cache.should_wait(request.tokens[:-1], cached)
 
     def unread(self, requests: Sequence[Request], first: int) -> list[int]:
         """How many tokens of each prompt are still to be prefilled, in the rows from ``first`` on."""
@@ -49,8 +50,9 @@ class CachedTexts(Generic[AnyRunner]):
         self.runner.prefill([request.tokens[:-1] for request in requests], first, max_tokens)
 
     def cache_prefix(self, request: Request, row: int) -> None:
-        """Copy the request's text from its ``row`` to the prefix cache."""
-        self.runner.rows.cache_prefix(row, request.tokens[:-1])
+        """Copy the request's text from its ``row`` to the prefix cache, unless it wants to be alone."""
+        if request.reuse_blocks:
+            self.runner.rows.cache_prefix(row, request.tokens[:-1])
 
     def swap(self, one: int, other: int) -> None:
         """Exchange two rows."""
@@ -67,6 +69,10 @@ class CachedTexts(Generic[AnyRunner]):
         else:
             self.runner.rows.cache.clear(row)  # Values that are not finite would spread to the row's next text.
         self.runner.rows.rewind(row, 0)
+
+    def _loads_prefix(self, request: Request) -> bool:
+        """Whether the request's prompt may begin with what was cached of other texts."""
+        return request.reuse_blocks
 
     def _failed(self, request: Request) -> bool:
         """Whether the row of ``request`` may hold values that are not finite."""

@@ -115,6 +115,15 @@ class ModelRunner:
         if chunk := self.rows.next_chunk(token_ids, first, max_tokens):
             self._feed(chunk, [()] * len(token_ids), [0] * len(token_ids), first)
 
+    def score(self, token_ids: Sequence[int], row: int, max_tokens: int) -> Floats:
+        """Feed up to ``max_tokens`` more tokens that the cache lacks of one row's text ``token_ids``.
+
+        Returns the logits after each of them, float32 [count, V]. The next call overwrites them.
+        """
+        chunk = token_ids[: self.rows.lengths[row] + max_tokens]
+        count = len(chunk) - self.rows.lengths[row]
+        return self._feed([chunk], [()], [count], row)[0, :count]
+
     def forward(
         self, token_ids: Sequence[Sequence[int]], num_logits: Sequence[int], drafts: Sequence[Sequence[int]] = ()
     ) -> Floats:

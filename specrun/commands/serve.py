@@ -1,0 +1,74 @@
+"""``specrun serve``: two engine directories -> an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import click
+
+from specrun.command_line import FolderPath
+from specrun.commands.pair import open_pair, pair_config, pair_options
+
+
+@click.command()
+@pair_options
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free one, shown.")
+@click.option("--api_key_file", type=FolderPath, help="Keys, one a line; clients must send one of them.")
+@click.option("--model_name", metavar="NAME", help="What clients call the model. Default: the name of engine_dir.")
+@click.option("--max_queue", type=click.IntRange(1), default=256, show_default=True, help="Requests that may wait.")
+@click.option("--request_timeout", type=float, metavar="SECONDS", help="End an answer as it is after so long.")
+@click.option(
+    "--drain_seconds", type=click.IntRange(1), default=30, show_default=True, help="For answers, when stopped."
+)
+@click.option("--metrics_prefix", default="specrun", show_default=True, help="Of the names in /metrics, as in vllm:..")
+@click.option("--log_prompts", is_flag=True, help="Write prompts to the log.")
+def serve(
+    host: str,
+    port: int,
+    api_key_file: Path | None,
+    model_name: str | None,
+    max_queue: int,
+    request_timeout: float | None,
+    drain_seconds: int,
+    metrics_prefix: str,
+    log_prompts: bool,
+    **options: Any,
+) -> None:
+    """Two engine directories -> an OpenAI-compatible server.
+
+    It answers /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize, /health, /metrics and
+    /version. The log on standard error has a line of JSON for every request. SIGTERM and Ctrl-C let answers end.
+    """
+    config = pair_config(options)
+    from specrun.openai_body import DEFAULTS
+    from specrun.serve.keys import read_keys
+    from specrun.serve.log import set_up
+    from specrun.serve.server import is_local, listen
+    from specrun.serve.server import serve as run
+
+    keys = read_keys(api_key_file)
+    listener = listen(host, port)
+    if not keys and not is_local(host):
+        click.echo(f"WARNING: everybody who reaches {host} may use this server; give --api_key_file", err=True)
+    decoder = open_pair(options, config)
+    set_up()
+    bound, number = listener.getsockname()[:2]
+    address = f"http://{f'[{bound}]' if ':' in bound else bound}:{number}"
+    click.echo(f"serving on {address}; stop with Ctrl-C", err=True)
+    asyncio.run(
+        run(
+            decoder,
+            listener,
+            model=model_name or options["engine_dir"].resolve().name,
+            keys=keys,
+            max_queue=max_queue,
+            timeout=request_timeout,
+            drain_seconds=drain_seconds,
+            metrics_prefix=metrics_prefix,
+            log_prompts=log_prompts,
+            defaults=DEFAULTS,
+        )
+    )

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server. ``engine`` decodes in one thread; ``app`` answers HTTP in another."""

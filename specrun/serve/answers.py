@@ -1,0 +1,167 @@
+"""Answers in OpenAI's shapes: what the updates of a body's requests add up to.
+
+The fields are those of OpenAI's API reference for completions and chat completions. ``speculation`` is ours, and
+``stop_reason`` vLLM's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from specrun.request import Request
+from specrun.sampling import TokenLogprob
+from specrun.serve.engine import Ended, Update
+from specrun.token_bytes import TokenBytes
+
+_REASONS = {"stop": "stop", "length": "length"}
+"""What OpenAI calls the ends of a text. It has no words for others, which cut a text off as length does."""
+
+
+class Scored(NamedTuple):
+    """A token and its log-probability; None for a prompt's first token, which follows nothing."""
+
+    token: int
+    logprob: TokenLogprob | None
+
+
+class Delta(NamedTuple):
+    """What an update adds to an answer."""
+
+    text: str
+    scores: Sequence[Scored]
+    offset: int
+    """Characters of the tokens' texts before those of ``scores``."""
+
+
+@dataclass
+class Answer:
+    """One choice of an answer, as far as it has come."""
+
+    request: Request
+    """Only what it was asked for is read here: its prompt, ``echo`` and ``logprobs``."""
+    names: TokenBytes | None
+    is_dropped: bool = False
+    """Whether no output is wanted (``max_tokens`` 0)."""
+    texts: list[str] = field(default_factory=list)
+    scores: list[Scored] = field(default_factory=list)
+    num_output_tokens: int = 0
+    """An end-of-text token included."""
+    ended: Ended | None = None
+    _offset: int = 0
+    _begun: bool = False
+
+    def add(self, update: Update) -> Delta:
+        """Take what a round has brought."""
+        texts: list[str] = []
+        scores: list[Scored] = []
+        if not self._begun:
+            self._begun = True
+            texts.append(self.request.echo)
+            if self.request.prompt_logprobs is not None:
+                known = [None, *update.prompt_logprobs]
+                scores += map(Scored, self.request.prompt, known)
+        if not self.is_dropped:
+            texts += [output.text for output in update.token_outputs]
+            self.num_output_tokens += len(update.token_outputs)
+            if self.request.logprobs is not None:
+                scores += [Scored(output.token, output.logprob) for output in update.token_outputs]
+        self.ended = update.ended
+        delta = Delta("".join(texts), scores, self._offset)
+        if self.names:
+            self._offset += sum(len(self.names.text(token)) for token, _ in scores)
+        self.texts.append(delta.text)
+        self.scores += scores
+        return delta
+
+    @property
+    def whole(self) -> Delta:
+        """Everything so far."""
+        return Delta("".join(self.texts), self.scores, 0)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether its choice has log-probabilities."""
+        return self.request.logprobs is not None
+
+    @property
+    def finish_reason(self) -> str | None:
+        """OpenAI's; None before the end."""
+        if self.ended is None:
+            return None
+        return "length" if self.is_dropped else _REASONS.get(self.ended.reason, "length")
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the text ended where OpenAI has no word for it."""
+        return self.ended.reason if self.ended and self.ended.reason not in _REASONS else None
+
+
+def completion_logprobs(delta: Delta, names: TokenBytes) -> dict[str, Any]:
+    """``logprobs`` of a completion's choice.
+
+    Two tokens may have the same text; among the likeliest the likelier one of them stands.
+    """
+    tokens = [names.text(token) for token, _ in delta.scores]
+    offsets, end = [], delta.offset
+    for text in tokens:
+        offsets.append(end)
+        end += len(text)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [found.logprob if found else None for _, found in delta.scores],
+        "top_logprobs": [_top(score, names) for score in delta.scores],
+        "text_offset": offsets,
+    }
+
+
+def _top(score: Scored, names: TokenBytes) -> dict[str, float] | None:
+    """The likeliest tokens' texts and log-probabilities, and the token itself."""
+    if score.logprob is None:
+        return None
+    top: dict[str, float] = {}
+    for token, logprob in [*score.logprob.top, (score.token, score.logprob.logprob)]:
+        text = names.text(token)
+        top[text] = max(logprob, top.get(text, logprob))
+    return top
+
+
+def chat_logprobs(delta: Delta, names: TokenBytes) -> dict[str, Any]:
+    """``logprobs`` of a chat's choice."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        return {"token": names.text(token), "logprob": logprob, "bytes": list(names.of(token))}
+
+    content = [
+        entry(token, found.logprob) | {"top_logprobs": [entry(*other) for other in found.top]}
+        for token, found in delta.scores
+        if found is not None
+    ]
+    return {"content": content, "refusal": None}
+
+
+def usage(answers: Sequence[Answer], n: int) -> dict[str, Any]:
+    """Tokens of ``answers``. The n answers of a prompt come one after the other, and the prompt counts once."""
+    prompts = sum(len(answer.request.prompt) for answer in answers[::n])
+    written = sum(answer.num_output_tokens for answer in answers)
+    cached = sum(answer.ended.stats.cached for answer in answers[::n] if answer.ended)
+    return {
+        "prompt_tokens": prompts,
+        "completion_tokens": written,
+        "total_tokens": prompts + written,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def speculation(answers: Sequence[Answer]) -> dict[str, Any]:
+    """What speculation did for ``answers``. Definitions as in ``specrun.stats``."""
+    stats = [answer.ended.stats for answer in answers if answer.ended]
+    evaluated, accepted = sum(s.evaluated for s in stats), sum(s.accepted for s in stats)
+    rounds = sum(s.rounds for s in stats)
+    return {
+        "drafted_tokens": sum(s.drafted for s in stats),
+        "accepted_tokens": accepted,
+        "acceptance_rate": accepted / evaluated if evaluated else None,
+        "tokens_per_round": 1 + accepted / rounds if rounds else None,
+    }

@@ -1,0 +1,181 @@
+"""The HTTP application: routes, keys, errors, and a line of the log for every request."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specrun import __version__
+from specrun.errors import RequestError
+from specrun.openai_body import read_chat, read_completion
+from specrun.serve.bodies import read_json
+from specrun.serve.errors import ApiError, as_api_error
+from specrun.serve.keys import find_key
+from specrun.serve.log import log, write
+from specrun.serve.metrics import CONTENT_TYPE
+from specrun.serve.respond import ClientLeftError, respond
+from specrun.serve.service import Service
+from specrun.serve.shapes import ChatShape, CompletionShape
+
+OPEN_PATHS = ("/health",)
+"""What needs no key."""
+Handler = Callable[[Service, Request], Awaitable[Response]]
+
+
+def make_app(service: Service) -> ASGIApp:
+    """The application, which answers all errors in OpenAI's shape."""
+    routes = [
+        Route(path, partial(handler, service), methods=[method])
+        for method, path, handler in (
+            ("POST", "/v1/completions", _completions),
+            ("POST", "/v1/chat/completions", _chat),
+            ("GET", "/v1/models", _models),
+            ("GET", "/v1/models/{model:path}", _model),
+            ("POST", "/tokenize", _tokenize),
+            ("POST", "/detokenize", _detokenize),
+            ("GET", "/health", _health),
+            ("GET", "/metrics", _metrics),
+            ("GET", "/version", _version),
+        )
+    ]
+    known = (ApiError, RequestError, ClientLeftError, HTTPException, Exception)
+    app = Starlette(routes=routes, exception_handlers=dict.fromkeys(known, _error))
+    return _Door(service, app)
+
+
+class _Door:
+    """In front of all handlers: the request's id, its key, and its line of the log."""
+
+    def __init__(self, service: Service, app: ASGIApp) -> None:
+        self._service, self._app = service, app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        state = scope["state"] = {
+            "id": headers.get(b"x-request-id", "")[:64] or uuid.uuid4().hex,
+            "key": None,
+            "log": {},
+        }
+        began, status = time.perf_counter(), 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", str(state["id"]).encode("latin-1"))]
+            await send(message)
+
+        try:
+            if self._service.keys and scope["path"] not in OPEN_PATHS:
+                state["key"] = find_key(list(self._service.keys), headers.get(b"authorization", ""))
+                if state["key"] is None:
+                    refusal = ApiError(
+                        401, "no valid API key; send it as 'Authorization: Bearer KEY'", code="invalid_api_key"
+                    )
+                    await _answer(refusal)(scope, receive, send_with_id)
+                    return
+            await self._app(scope, receive, send_with_id)
+        finally:
+            _log_request(scope, state, status, time.perf_counter() - began)
+
+
+def _log_request(scope: Scope, state: dict[str, Any], status: int, seconds: float) -> None:
+    """One line. Status 0: the client left before an answer."""
+    if scope["path"] in (*OPEN_PATHS, "/metrics") and status == 200:
+        return
+    line = {"id": state["id"], "method": scope["method"], "path": scope["path"], "status": status}
+    write("request", line | {"seconds": round(seconds, 6)} | state["log"])
+
+
+async def _completions(service: Service, request: Request) -> Response:
+    return await respond(service, CompletionShape(), request)
+
+
+async def _chat(service: Service, request: Request) -> Response:
+    return await respond(service, ChatShape(), request)
+
+
+async def _models(service: Service, request: Request) -> Response:
+    return JSONResponse({"object": "list", "data": [_describe(service)]})
+
+
+async def _model(service: Service, request: Request) -> Response:
+    service.require_model(request.path_params["model"])
+    return JSONResponse(_describe(service))
+
+
+def _describe(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.model,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "specrun",
+        "max_model_len": service.max_seq_len,
+    }
+
+
+async def _tokenize(service: Service, request: Request) -> Response:
+    """vLLM's: a ``prompt`` or ``messages`` to token ids."""
+    body = await read_json(request)
+    read = read_chat if isinstance(body, dict) and "messages" in body else read_completion
+    ask = read(body)
+    service.require_model(ask.model)
+    if len(ask.prompts) != 1:
+        raise ApiError(400, "prompt: expected one text", "prompt")
+    ids = await run_in_threadpool(service.decoder.token_ids, ask.prompts[0])
+    return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": service.max_seq_len})
+
+
+async def _detokenize(service: Service, request: Request) -> Response:
+    """vLLM's: ``tokens`` to their text."""
+    body = await read_json(request)
+    ids = body.get("tokens") if isinstance(body, dict) else None
+    vocab = service.decoder.target.graph.vocab_size
+    if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < vocab for token in ids):
+        raise ApiError(400, f"tokens: expected a list of ids from 0 to {vocab - 1}", "tokens")
+    text = await run_in_threadpool(service.decoder.tokenizer.decode, ids, skip_special_tokens=False)
+    return JSONResponse({"prompt": text})
+
+
+async def _health(service: Service, request: Request) -> Response:
+    if problem := service.engine.problem():
+        return JSONResponse({"status": "unhealthy", "reason": problem}, 503)
+    return JSONResponse({"status": "ok"})
+
+
+async def _metrics(service: Service, request: Request) -> Response:
+    return Response(service.metrics.page(service.engine), media_type=CONTENT_TYPE)
+
+
+async def _version(service: Service, request: Request) -> Response:
+    return JSONResponse({"version": __version__})
+
+
+async def _error(request: Request, error: Exception) -> Response:
+    """The answer to a request that failed. Nobody reads that of a client that has left."""
+    if isinstance(error, ClientLeftError):
+        return Response(status_code=499)
+    if isinstance(error, HTTPException):
+        error = ApiError(error.status_code, str(error.detail), headers=error.headers)
+    found = as_api_error(error)
+    if found.status == 500:
+        log.error("%s: %r", request.state.id, error, exc_info=error)
+    return _answer(found)
+
+
+def _answer(error: ApiError) -> Response:
+    return JSONResponse(error.body, error.status, error.headers)

@@ -1,0 +1,62 @@
+"""Requests in the event loop: they are given to the engine thread, and their updates come back in order."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+
+from specrun.request import Request
+from specrun.serve.engine import EngineThread, Job, Update
+from specrun.serve.metrics import Metrics
+
+
+class Generation:
+    """The updates of one body's requests.
+
+    with Generation(engine, metrics, requests) as generation:
+        async for update in generation:
+
+    Leaving the block cancels the requests that have not ended.
+    """
+
+    def __init__(self, engine: EngineThread, metrics: Metrics, requests: Sequence[Request]) -> None:
+        self._engine, self._metrics, self._requests = engine, metrics, requests
+        self._updates: asyncio.Queue[Update] = asyncio.Queue()
+        self._running = len(requests)
+        self._job: Job | None = None
+        self._began = time.perf_counter()
+        self._last = [0.0] * len(requests)
+        """When each request's last token came."""
+
+    def __enter__(self) -> Generation:
+        """Raises QueueFullError, EngineStoppedError and RequestError."""
+        self._began = time.perf_counter()
+        self._job = self._engine.submit(self._requests, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._job and self._running:
+            self._job.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[Update]:
+        """Updates until all requests have ended."""
+        left = len(self._requests)
+        while left:
+            update = await self._updates.get()
+            left -= update.ended is not None
+            yield update
+
+    def _receive(self, update: Update) -> None:
+        """In the event loop, even where nobody listens any more: what was done counts."""
+        now = time.perf_counter()
+        if count := len(update.token_outputs):
+            before = self._last[update.request_index]
+            self._metrics.count_round(update, now - (before or self._began), is_first=not before)
+            self._last[update.request_index] = now
+        if update.ended:
+            self._running -= 1
+            request = self._requests[update.request_index]
+            self._metrics.count_end(update.ended, len(request.prompt), now - self._began)
+        if count or update.ended:
+            self._updates.put_nowait(update)

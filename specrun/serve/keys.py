@@ -1,0 +1,63 @@
+"""API keys: who may use the server."""
+
+from __future__ import annotations
+
+import hmac
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from specrun.errors import RequestError
+
+ENVIRONMENT = "SPECRUN_API_KEY"
+_ALONE = "no_block_reuse"
+"""Written behind a key: its texts share no prefix cache, whose speed tells what others have asked."""
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    """One key."""
+
+    secret: bytes
+    reuse_blocks: bool = True
+    """Whether its requests share the prefix cache with others."""
+
+
+def read_keys(path: Path | None) -> list[ApiKey]:
+    """The keys of a file, one a line, and the one of the environment.
+
+    A line is a key, and ``no_block_reuse`` behind it or not; ``#`` begins a comment. Raises RequestError.
+    """
+    keys = [_key(words) for words in _lines(path)] if path else []
+    if path and not keys:
+        raise RequestError(f"--api_key_file {path}: no key in it; write one a line")
+    if secret := os.environ.get(ENVIRONMENT):
+        keys.append(_key([secret]))
+    return keys
+
+
+def find_key(keys: list[ApiKey], authorization: str) -> ApiKey | None:
+    """The key that an Authorization header gives. It takes as long for a wrong key as for a right one."""
+    kind, _, given = authorization.partition(" ")
+    found = None
+    for key in keys:
+        if hmac.compare_digest(given.strip().encode(errors="replace"), key.secret) and kind.lower() == "bearer":
+            found = key
+    return found
+
+
+def _lines(path: Path) -> list[list[str]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise RequestError(f"--api_key_file {path}: cannot be read ({error})") from error
+    return [words for line in lines if (words := line.partition("#")[0].split())]
+
+
+def _key(words: list[str]) -> ApiKey:
+    secret, *rest = words
+    if rest not in ([], [_ALONE]):
+        raise RequestError(f"--api_key_file: behind a key stands {rest[0]!r}; expected nothing or {_ALONE}")
+    if not secret.isascii() or len(secret) < 8:
+        raise RequestError("an API key has at least 8 characters, all of them ASCII")
+    return ApiKey(secret.encode(), not rest)

@@ -1,0 +1,10 @@
+"""How much one client may ask of the server. Limits of single fields stand in ``openai_body``."""
+
+from __future__ import annotations
+
+MAX_BODY_BYTES = 8 << 20
+MAX_BODY_SECONDS = 30.0
+"""In which a body must have come."""
+MAX_HEADER_BYTES = 64 << 10
+MAX_CONNECTIONS = 4096
+"""Beyond which new ones are answered with 503."""

@@ -1,0 +1,160 @@
+"""From a body to its answer: whole, or as server-sent events. A client that leaves ends its requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from specrun.openai_body import OpenAIBody
+from specrun.serve.answers import Answer, speculation, usage
+from specrun.serve.bodies import read_json
+from specrun.serve.errors import as_api_error
+from specrun.serve.generation import Generation
+from specrun.serve.log import write
+from specrun.serve.service import Service, requests_of
+from specrun.serve.shapes import Shape
+
+T = TypeVar("T")
+
+
+class ClientLeftError(Exception):
+    """Nobody reads the answer any more."""
+
+
+async def respond(service: Service, shape: Shape, request: Request) -> Response:
+    """The answer to a completion's or a chat's body. Raises ApiError and RequestError."""
+    body = shape.read(await read_json(request), service.defaults)
+    if body.ignored:
+        write("ignored", {"id": request.state.id, "fields": list(body.ignored)})
+    answers = await run_in_threadpool(service.answers, body, request.state.key)
+    exchange = _Exchange(service, shape, body, answers, f"{shape.id_prefix}-{uuid.uuid4().hex}")
+    request.state.log = exchange.log_fields()
+    if body.stream:
+        return _EventStream(exchange, request.state.log)
+    try:
+        return JSONResponse(await unless_client_leaves(request.receive, exchange.whole()))
+    finally:
+        request.state.log.update(exchange.log_results())
+
+
+class _Exchange:
+    """One body and its answer."""
+
+    def __init__(
+        self, service: Service, shape: Shape, body: OpenAIBody, answers: Sequence[Answer], identifier: str
+    ) -> None:
+        self._service, self._shape, self._body, self._answers = service, shape, body, answers
+        self._head = {"id": identifier, "object": shape.whole_object, "created": int(time.time())}
+        self._head["model"] = service.model
+
+    def generation(self) -> Generation:
+        """A new generation of the answers."""
+        return Generation(self._service.engine, self._service.metrics, requests_of(self._answers))
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer in one piece. Raises ApiError where a request failed."""
+        with self.generation() as generation:
+            async for update in generation:
+                self._answers[update.request_index].add(update)
+                if update.ended and update.ended.error:
+                    raise as_api_error(update.ended.error)
+        choices = [self._shape.choice(index, answer) for index, answer in enumerate(self._answers)]
+        return {**self._head, "choices": choices, **self._end()}
+
+    async def events(self, generation: Generation, send: Callable[[str], Awaitable[None]]) -> None:
+        """The answer in chunks, each a JSON text; an error is a chunk too, and the last one."""
+        for index in range(len(self._answers)):
+            for choice in self._shape.openings(index):
+                await send(self._chunk([choice]))
+        async for update in generation:
+            answer = self._answers[update.request_index]
+            delta = answer.add(update)
+            if update.ended and update.ended.error:
+                await send(json.dumps(as_api_error(update.ended.error).body))
+                return
+            if delta.text or delta.scores or update.ended:
+                await send(self._chunk([self._shape.chunk(update.request_index, answer, delta)]))
+        if self._body.include_usage:
+            await send(self._chunk([], self._end()))
+        await send("[DONE]")
+
+    def _chunk(self, choices: list[dict[str, Any]], more: dict[str, Any] | None = None) -> str:
+        if more is None and self._body.include_usage:
+            more = {"usage": usage(self._answers, self._body.n) if self._body.continuous_usage else None}
+        head = self._head | {"object": self._shape.chunk_object, "choices": choices} | (more or {})
+        return json.dumps(head, ensure_ascii=False, separators=(",", ":"))
+
+    def _end(self) -> dict[str, Any]:
+        return {"usage": usage(self._answers, self._body.n), "speculation": speculation(self._answers)}
+
+    def log_fields(self) -> dict[str, Any]:
+        """What the log says of the body. Prompts only where the server was told to."""
+        fields = {"answers": len(self._answers), "stream": self._body.stream}
+        return fields | ({"prompts": list(self._body.prompts)} if self._service.log_prompts else {})
+
+    def log_results(self) -> dict[str, Any]:
+        """What the log says of the answer."""
+        ends = [answer.ended for answer in self._answers if answer.ended]
+        return {
+            **usage(self._answers, self._body.n),
+            **speculation(self._answers),
+            "finish_reasons": [end.reason for end in ends],
+            "queue_seconds": max((end.stats.queue_seconds for end in ends), default=None),
+            "first_token_seconds": max((end.stats.first_token_seconds for end in ends), default=None),
+        }
+
+
+class _EventStream(Response):
+    """Server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
+
+    def __init__(self, exchange: _Exchange, fields: dict[str, Any]) -> None:
+        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self._exchange, self._fields = exchange, fields
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def write(text: str) -> None:
+            data = f"data: {text}\n\n".encode()
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+
+        try:
+            with self._exchange.generation() as generation:  # A full queue is an error before anything is sent.
+                start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+                await send(start)
+                with suppress(ClientLeftError):
+                    await unless_client_leaves(receive, self._exchange.events(generation, write))
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._fields.update(self._exchange.log_results())
+
+
+async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What ``work`` returns. Raises ClientLeftError, and ends the work, as soon as the client closes its connection.
+
+    The body must have been read.
+    """
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_departure(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientLeftError
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _departure(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

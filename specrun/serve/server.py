@@ -1,0 +1,95 @@
+"""The server process: sockets, signals, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from ipaddress import ip_address
+from types import FrameType
+
+import uvicorn
+
+from specrun.decoder import SpeculativeDecoder
+from specrun.errors import BackendError
+from specrun.sampling import SamplingParams
+from specrun.serve.app import make_app
+from specrun.serve.engine import EngineThread, Job, Update
+from specrun.serve.keys import ApiKey
+from specrun.serve.limits import MAX_CONNECTIONS, MAX_HEADER_BYTES
+from specrun.serve.metrics import Metrics
+from specrun.serve.service import Service
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 is any free one. Raises BackendError."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise BackendError(f"--host {host} --port {port}: {error.strerror or error}; give another one") from error
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine reaches ``host``."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+async def serve(
+    decoder: SpeculativeDecoder,
+    listener: socket.socket,
+    *,
+    model: str,
+    keys: Sequence[ApiKey],
+    max_queue: int,
+    timeout: float | None,
+    drain_seconds: float,
+    metrics_prefix: str,
+    log_prompts: bool,
+    defaults: SamplingParams,
+) -> None:
+    """Serve until SIGTERM or SIGINT; then answer what was taken, for at most ``drain_seconds``, and return.
+
+    The decoder is closed at the end.
+    """
+    loop = asyncio.get_running_loop()
+
+    def hand_over(updates: Sequence[tuple[Job, Update]]) -> None:
+        for job, update in updates:
+            job.receive(update)
+
+    def deliver(updates: Sequence[tuple[Job, Update]]) -> None:
+        loop.call_soon_threadsafe(hand_over, updates)
+
+    engine = EngineThread(decoder, deliver, max_queue)
+    service = Service(decoder, engine, Metrics(metrics_prefix, model), model, keys, timeout, log_prompts, defaults)
+    config = uvicorn.Config(
+        make_app(service),
+        http="h11",  # httptools keeps a header of any size in memory.
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        limit_concurrency=MAX_CONNECTIONS,
+        timeout_graceful_shutdown=int(drain_seconds),
+    )
+    server = _Server(config)
+    engine.start()
+    try:
+        await server.serve([listener])
+    finally:
+        await asyncio.to_thread(engine.stop, 0.0)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, but a signal that ended it in good order is not raised again."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal drains the server, the second ends it."""
+        self.force_exit = self.should_exit
+        self.should_exit = True

@@ -1,0 +1,86 @@
+"""The two kinds of answers: completions and chat completions, whole and in chunks."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from specrun.openai_body import OpenAIBody, read_chat, read_completion
+from specrun.sampling import SamplingParams
+from specrun.serve.answers import Answer, Delta, chat_logprobs, completion_logprobs
+
+
+class Shape(Protocol):
+    """How one kind of bodies is read and answered."""
+
+    id_prefix: str
+    whole_object: str
+    chunk_object: str
+
+    def read(self, body: object, defaults: SamplingParams) -> OpenAIBody:
+        """See ``specrun.openai_body``."""
+
+    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        """A whole choice."""
+
+    def openings(self, index: int) -> list[dict[str, Any]]:
+        """Chunks of a choice before its first token."""
+
+    def chunk(self, index: int, answer: Answer, delta: Delta) -> dict[str, Any]:
+        """What an update adds to a choice."""
+
+
+class CompletionShape:
+    """``/v1/completions``."""
+
+    id_prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def read(self, body: object, defaults: SamplingParams) -> OpenAIBody:
+        """See ``Shape``."""
+        return read_completion(body, defaults)
+
+    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        """See ``Shape``."""
+        return self.chunk(index, answer, answer.whole)
+
+    def openings(self, index: int) -> list[dict[str, Any]]:
+        """See ``Shape``."""
+        return []
+
+    def chunk(self, index: int, answer: Answer, delta: Delta) -> dict[str, Any]:
+        """See ``Shape``."""
+        wanted = answer.wants_logprobs and answer.names
+        logprobs = completion_logprobs(delta, answer.names) if wanted and answer.names else None
+        return {"index": index, "text": delta.text, "logprobs": logprobs, **_end(answer)}
+
+
+class ChatShape:
+    """``/v1/chat/completions``."""
+
+    id_prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def read(self, body: object, defaults: SamplingParams) -> OpenAIBody:
+        """See ``Shape``."""
+        return read_chat(body, defaults)
+
+    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        """See ``Shape``."""
+        message = {"role": "assistant", "content": answer.whole.text, "refusal": None}
+        return {"index": index, "message": message, "logprobs": _chat_logprobs(answer, answer.whole), **_end(answer)}
+
+    def openings(self, index: int) -> list[dict[str, Any]]:
+        """See ``Shape``."""
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
+
+    def chunk(self, index: int, answer: Answer, delta: Delta) -> dict[str, Any]:
+        """See ``Shape``."""
+        content = {"content": delta.text} if delta.text or delta.scores else {}
+        return {"index": index, "delta": content, "logprobs": _chat_logprobs(answer, delta), **_end(answer)}
+
+
+def _chat_logprobs(answer: Answer, delta: Delta) -> dict[str, Any] | None:
+    return chat_logprobs(delta, answer.names) if answer.wants_logprobs and answer.names else None
+
+
+def _end(answer: Answer) -> dict[str, Any]:
+    return {"finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason}

@@ -1,0 +1,104 @@
+"""``specrun serve`` as a process: start, signals, an orderly end."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+LONG = {"prompt": "the cat", "max_tokens": 70, "temperature": 0, "stream": True}
+
+
+@contextmanager
+def serving(engines: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process and its address."""
+    arguments = ["--engine_dir", str(engines / "target"), "--draft_engine_dir", str(engines / "draft"), "--port", "0"]
+    command = [sys.executable, "-m", "specrun", "serve", *arguments, *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr
+        for line in process.stderr:
+            if found := re.search(r"serving on (http://\S+);", line):
+                break
+        else:
+            raise AssertionError(f"it ended: {process.wait()}")
+        for _ in range(200):
+            try:
+                assert httpx.get(f"{found[1]}/health").status_code == 200
+                break
+            except httpx.TransportError:
+                time.sleep(0.05)
+        yield process, found[1]
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_answers_end(engines: Path, number: signal.Signals) -> None:
+    with serving(engines, "--log_prompts") as (process, url):
+        texts: list[str] = []
+        begun = threading.Event()
+
+        def read() -> None:
+            with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=60) as answer:
+                for line in answer.iter_lines():
+                    begun.set()
+                    texts.append(line)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        assert begun.wait(30)
+        process.send_signal(number)
+        reader.join(30)
+        assert texts[-2] == "data: [DONE]" and '"finish_reason":"length"' in texts[-4]
+        assert process.wait(30) == 0
+        assert process.stderr
+        lines = [json.loads(line) for line in process.stderr if line.startswith("{")]
+        (line,) = [line for line in lines if line["event"] == "request"]
+        assert line["status"] == 200 and line["completion_tokens"] == 70 and line["prompts"] == ["the cat"]
+
+
+def test_a_second_signal_does_not_wait(engines: Path) -> None:
+    body = {**LONG, "n": 64}
+    with serving(engines) as (process, url), httpx.stream("POST", f"{url}/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()  # Without it the connection is closed.
+        next(lines)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=20)
+        assert process.returncode == 0, said
+
+
+def test_what_is_wrong_is_said_in_one_line_before_anything_is_loaded(engines: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    cases = {
+        ("--api_key_file", str(tmp_path / "empty")): "no key in it",
+        ("--host", "203.0.113.7"): "--host 203.0.113.7",
+        ("--engine_dir", str(tmp_path)): "config.json",
+    }
+    for options, message in cases.items():
+        command = [sys.executable, "-m", "specrun", "serve", "--engine_dir", str(engines / "target"), *options]
+        ended = subprocess.run([*command, "--port", "0"], capture_output=True, text=True, timeout=60)
+        assert ended.returncode == 1 and message in ended.stderr and len(ended.stderr.splitlines()) == 1
+
+
+def test_an_address_that_others_reach_without_a_key_is_warned_of(engines: Path) -> None:
+    command = [sys.executable, "-m", "specrun", "serve", "--engine_dir", str(engines / "target"), "--port", "0"]
+    process = subprocess.Popen([*command, "--host", "0.0.0.0"], stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr and "WARNING: everybody who reaches 0.0.0.0" in process.stderr.readline()
+    finally:
+        process.kill()
+        process.wait()
