@@ -225,7 +225,7 @@ def test_a_client_that_leaves_ends_its_requests(server: Server) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert server.whole("speculative", text_input="a", max_tokens=2)["finish_reason"] == ["length"]  # The last in line.
-    assert server.count("generation_tokens_total") - tokens < MAX_QUEUE * 50
+    assert server.count("generation_tokens_total") - tokens < 4 * 75  # The four that have rows are cancelled too.
 
 
 def test_a_full_queue_is_unavailable(server: Server) -> None:
