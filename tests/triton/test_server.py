@@ -291,16 +291,17 @@ def test_bad_bodies_are_errors_that_name_them(server: Server) -> None:
 
 
 def test_a_model_that_is_unloaded_lets_its_answers_end(server: Server) -> None:
-    asks = [{"model": "speculative", "inputs": LONG} for _ in range(8)]
-    tokens = server.count("generation_tokens_total")
-    with ThreadPoolExecutor(1) as pool:
-        answers = pool.submit(server.ask, asks)
-        while server.count("generation_tokens_total") == tokens and not answers.done():
-            time.sleep(0.01)
-        server.client.post(f"{server.http}/v2/repository/models/speculative/unload")
-        (found,) = [answers.result()][0]
-    assert [len(ids) for ids in ids_of(found)] == [100] * 8 and not found["errors"]
-    assert server.client.post(f"{server.http}/v2/repository/models/speculative/load").status_code == 200
+    models = f"{server.http}/v2/repository/models/speculative"
+    url = f"{server.http}/v2/models/speculative/generate_stream"
+    with server.client.stream("POST", url, json=SLOW) as answer:
+        lines = answer.iter_lines()
+        first = next(lines)
+        server.client.post(f"{models}/unload")
+        parts = [json.loads(line.removeprefix("data: ")) for line in (first, *lines) if line]
+    ids = [part["output_ids"] for part in parts]
+    assert sum(len(new) if isinstance(new, list) else 1 for new in ids) == 100
+    assert parts[-1]["finish_reason"] == "length"
+    assert server.client.post(f"{models}/load").status_code == 200
     assert server.is_well("speculative")
 
 

@@ -1,0 +1,107 @@
+"""Two ``specrun serve`` behind sglang-router: load is spread, beginnings stay together, a dead server is left out."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.serve.test_command import serving
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Fleet:
+    """Two servers and a router."""
+
+    servers: list[tuple[subprocess.Popen[str], str]]
+    url: str
+    client: httpx.Client
+
+    def complete(self, prompt: str, url: str | None = None) -> httpx.Response:
+        body = {"model": "target", "prompt": prompt, "temperature": 0.9, "seed": 3, "max_tokens": 8}
+        return self.client.post(f"{url or self.url}/v1/completions", json=body)
+
+    def prompt_tokens(self) -> list[float]:
+        """What each server has read."""
+        pages = [self.client.get(f"{url}/metrics").text.splitlines() for _, url in self.servers]
+        lines = [line for page in pages for line in page if line.startswith("specrun:prompt_tokens_total")]
+        return [float(line.rpartition(" ")[2]) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def fleet(engines: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    subprocess.run([ROOT / "scripts" / "setup_router"], env=os.environ | {"PYTHON": sys.executable}, check=True)
+    with ExitStack() as stack, (tmp_path_factory.mktemp("router") / "log").open("wb") as log:
+        servers = [stack.enter_context(serving(engines)) for _ in range(2)]
+        with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+            port, metrics = (str(free.getsockname()[1]) for free in (one, other))
+        python = str(ROOT / ".cache" / "router" / "venv" / "bin" / "python")
+        command = [python, "-m", "sglang_router.launch_router", "--port", port, "--prometheus-port", metrics]
+        options = ["--policy", "cache_aware", "--health-check-endpoint", "/health", "--health-check-interval-secs", "1"]
+        workers = ["--worker-urls", *(url for _, url in servers)]
+        process = subprocess.Popen([*command, *options, *workers], stdout=log, stderr=log)
+        try:
+            fleet = Fleet(servers, f"http://127.0.0.1:{port}", httpx.Client(timeout=60))
+            deadline = time.monotonic() + 60
+            while not is_ready(fleet):
+                assert process.poll() is None and time.monotonic() < deadline, Path(log.name).read_text()
+                time.sleep(0.2)
+            yield fleet
+        finally:
+            process.kill()
+            process.wait()
+
+
+def is_ready(fleet: Fleet) -> bool:
+    try:
+        return fleet.complete("the cat").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def text(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def test_load_is_spread_and_texts_are_the_servers_own(fleet: Fleet) -> None:
+    before = fleet.prompt_tokens()
+    prompts = [f"{number} is the {number}th prompt" for number in range(24)]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda prompt: text(fleet.complete(prompt)), prompts))
+    assert all(after > old for after, old in zip(fleet.prompt_tokens(), before, strict=True))
+    assert found == [text(fleet.complete(prompt, fleet.servers[0][1])) for prompt in prompts]
+    body = {"model": "target", "prompt": prompts[0], "temperature": 0.9, "seed": 3, "max_tokens": 8, "stream": True}
+    stream = fleet.client.post(f"{fleet.url}/v1/completions", json=body)
+    assert stream.headers["content-type"].startswith("text/event-stream") and "[DONE]" in stream.text
+
+
+def test_prompts_that_begin_alike_go_to_one_server(fleet: Fleet) -> None:
+    before = fleet.prompt_tokens()
+    for number in range(8):
+        text(fleet.complete(f"a long beginning that all of these prompts share, {number}"))
+    read = [after - old for after, old in zip(fleet.prompt_tokens(), before, strict=True)]
+    assert min(read) == 0 < max(read)
+
+
+def test_a_server_that_is_killed_takes_only_its_own_requests_along(fleet: Fleet) -> None:
+    """The last test: one server is gone."""
+    process, _ = fleet.servers[0]
+    process.send_signal(signal.SIGKILL)
+    process.wait(10)
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda number: fleet.complete(f"{number} after the end"), range(16)))
+    assert all(answer.status_code == 200 for answer in answers), [answer.status_code for answer in answers]
