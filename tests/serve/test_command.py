@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,10 +20,10 @@ LONG = {"prompt": "the cat", "max_tokens": 70, "temperature": 0, "stream": True}
 
 
 @contextmanager
-def serving(engines: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process and its address."""
+def serving(engines: Path, *options: str, within: Sequence[str] = ()) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process and its address. ``within`` is a command that runs it."""
     arguments = ["--engine_dir", str(engines / "target"), "--draft_engine_dir", str(engines / "draft"), "--port", "0"]
-    command = [sys.executable, "-m", "specrun", "serve", *arguments, *options]
+    command = [*within, sys.executable, "-m", "specrun", "serve", *arguments, *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr

@@ -1,4 +1,8 @@
-"""Two ``specrun serve`` behind sglang-router: load is spread, beginnings stay together, a dead server is left out."""
+"""Two ``specrun serve`` behind sglang-router: load is spread, beginnings stay together, lost machines are left out.
+
+Each server has a network of its own (ip-netns(8)), as on a machine of its own. Without the right to make networks all
+are on the loopback interface, and the test that cuts a cable is skipped.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +24,68 @@ import pytest
 from tests.serve.test_command import serving
 
 ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A network namespace with a cable to ours; none where ``number`` is 0."""
+
+    number: int
+
+    @property
+    def name(self) -> str:
+        return f"specrun-{os.getpid()}-{self.number}"
+
+    @property
+    def cable(self) -> str:
+        return f"sr{os.getpid() % 10**7}-{self.number}"
+
+    @property
+    def within(self) -> list[str]:
+        """The command that runs another one there."""
+        return ["ip", "netns", "exec", self.name] if self.number else []
+
+    @property
+    def host(self) -> str:
+        return self.address(2) if self.number else "127.0.0.1"
+
+    def address(self, end: int) -> str:
+        """Of one end of the cable: 1 is ours."""
+        return f"10.213.{os.getpid() % 256}.{4 * self.number + end}"
+
+    def make(self) -> None:
+        ip("netns", "add", self.name)
+        ip("link", "add", self.cable, "type", "veth", "peer", "name", "eth0", "netns", self.name)
+        ip("address", "add", f"{self.address(1)}/30", "dev", self.cable)
+        self.connect(True)
+        for command in (["address", "add", f"{self.host}/30", "dev", "eth0"], ["link", "set", "eth0", "up"]):
+            ip("-netns", self.name, *command)
+
+    def connect(self, up: bool) -> None:
+        ip("link", "set", self.cable, "up" if up else "down")
+
+    def remove(self) -> None:
+        for command in (["link", "delete", self.cable], ["netns", "delete", self.name]):
+            with suppress(OSError):
+                subprocess.run(["ip", *command], capture_output=True, check=False)
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], capture_output=True, check=True)
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[list[Machine]]:
+    made = [Machine(1), Machine(2)]
+    try:
+        for machine in made:
+            machine.make()
+        found = made
+    except (OSError, subprocess.CalledProcessError):  # No iproute2, or not root.
+        found = [Machine(0), Machine(0)]
+    yield found
+    for machine in made:
+        machine.remove()
 
 
 @dataclass
@@ -42,17 +108,20 @@ class Fleet:
 
 
 @pytest.fixture(scope="module")
-def fleet(engines: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(engines: Path, machines: list[Machine], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     subprocess.run([ROOT / "scripts" / "setup_router"], env=os.environ | {"PYTHON": sys.executable}, check=True)
     with ExitStack() as stack, (tmp_path_factory.mktemp("router") / "log").open("wb") as log:
-        servers = [stack.enter_context(serving(engines)) for _ in range(2)]
+        servers = [
+            stack.enter_context(serving(engines, "--host", machine.host, within=machine.within)) for machine in machines
+        ]
         with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
             port, metrics = (str(free.getsockname()[1]) for free in (one, other))
         python = str(ROOT / ".cache" / "router" / "venv" / "bin" / "python")
         command = [python, "-m", "sglang_router.launch_router", "--port", port, "--prometheus-port", metrics]
         options = ["--policy", "cache_aware", "--health-check-endpoint", "/health", "--health-check-interval-secs", "1"]
+        limits = ["--health-check-timeout-secs", "1", "--request-timeout-secs", "3"]
         workers = ["--worker-urls", *(url for _, url in servers)]
-        process = subprocess.Popen([*command, *options, *workers], stdout=log, stderr=log)
+        process = subprocess.Popen([*command, *options, *limits, *workers], stdout=log, stderr=log)
         try:
             fleet = Fleet(servers, f"http://127.0.0.1:{port}", httpx.Client(timeout=60))
             deadline = time.monotonic() + 60
@@ -95,6 +164,22 @@ def test_prompts_that_begin_alike_go_to_one_server(fleet: Fleet) -> None:
         text(fleet.complete(f"a long beginning that all of these prompts share, {number}"))
     read = [after - old for after, old in zip(fleet.prompt_tokens(), before, strict=True)]
     assert min(read) == 0 < max(read)
+
+
+def test_a_machine_whose_cable_is_cut_is_left_out_until_it_is_back(fleet: Fleet, machines: list[Machine]) -> None:
+    if not machines[1].number:
+        pytest.skip("networks of their own need iproute2 and root")
+    machines[1].connect(False)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(lambda number: fleet.complete(f"{number} without a cable"), range(8)))
+        assert [answer.status_code for answer in answers] == [200] * 8
+    finally:
+        machines[1].connect(True)
+    before, deadline = fleet.prompt_tokens()[1], time.monotonic() + 30
+    while fleet.prompt_tokens()[1] == before:
+        assert time.monotonic() < deadline, "it gets no work"
+        text(fleet.complete(f"{time.monotonic()} is another prompt"))
 
 
 def test_a_server_that_is_killed_takes_only_its_own_requests_along(fleet: Fleet) -> None:
