@@ -15,6 +15,7 @@ _EXTRAS = {
     **dict.fromkeys(("torch", "transformers", "huggingface_hub", "safetensors"), "build"),
     **dict.fromkeys(("onnx", "onnxscript", "onnx_ir"), "build"),
     **dict.fromkeys(("onnxruntime", "jinja2"), "run"),
+    "llguidance": "json",
     "tensorrt": "gpu",
     "tensorrt_rtx": "rtx",
     "cuda": "cuda",
