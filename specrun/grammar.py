@@ -81,7 +81,7 @@ class Grammars:
                 return grammar
         grammar = self._compile(constraint)
         with self._lock:
-            self._compiled[constraint] = grammar
+            grammar = self._compiled.setdefault(constraint, grammar)  # Another thread may have been first.
             while len(self._compiled) > _KEPT_GRAMMARS:
                 self._compiled.popitem(last=False)
         return grammar
@@ -113,11 +113,12 @@ class Grammars:
         if size > MAX_CONSTRAINT_BYTES:
             raise RequestError(f"{kind}: {size} bytes, expected at most {MAX_CONSTRAINT_BYTES}")
         tokenizer = self.prepare()
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
         try:
-            grammar = Grammar(kind, LLMatcher(tokenizer, _source(constraint), log_level=0))
-            grammar.start().mask(())  # What is too complex to begin with is refused before anything runs.
+            limits = LLParserLimits(verbose_errors=False)
+            grammar = Grammar(kind, LLMatcher(tokenizer, _source(constraint), log_level=0, limits=limits))
+            grammar.try_out()
         except RequestError:
             raise
         except BaseException as error:
@@ -134,8 +135,9 @@ def _source(constraint: Constraint) -> str:
     if kind == "json_object":
         text = '{"type": "object"}'
     if kind in ("json_schema", "json_object"):
-        own = isinstance(schema := json.loads(text), dict) and "x-guidance" in schema
-        return LLMatcher.grammar_from_json_schema(text, defaults={} if own else {"whitespace_pattern": _WHITESPACE})
+        schema = json.loads(text)
+        own = not isinstance(schema, dict) or "x-guidance" in schema  # llguidance's own way to set such things.
+        return LLMatcher.grammar_from_json_schema(text, defaults=None if own else {"whitespace_pattern": _WHITESPACE})
     if kind == "regex":
         return LLMatcher.grammar_from_regex(text)
     if kind == "choice":  # One terminal: alternatives of a rule take time that grows with the square of their number.
@@ -156,6 +158,12 @@ class Grammar:
     def start(self) -> Matcher:
         """The beginning of a text. Raises RequestError where no text fulfils the constraint."""
         return Matcher(self.kind, self._compiled.deep_copy())
+
+    def try_out(self) -> None:
+        """Raise RequestError where the first two tokens show that it is too complex."""
+        start = self.start()
+        if (mask := start.mask(())) is not None:
+            start.mask([int(np.unpackbits(mask, bitorder="little").argmax())])
 
 
 class Matcher:
@@ -247,10 +255,10 @@ def apply_mask(logits: Floats, mask: Mask) -> Floats:
 
 def _require_no_error(kind: Kind, matcher: LLMatcher) -> None:
     if matcher.is_error():
-        raise RequestError(f"{kind}: {_line(matcher.get_error())}")
+        error = _line(matcher.get_error())
+        raise RequestError(f"{kind}: {'no text fulfils it' if error.startswith('NoExtension') else error}")
 
 
 def _line(message: str) -> str:
-    """An error of llguidance in one line, without the excerpt of the grammar behind it."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    return " ".join(lines)[:300]
+    """An error of llguidance in one line."""
+    return " ".join(message.replace("<non-verbose/>", "").split())[:300]
