@@ -173,9 +173,7 @@ class Request:
         if self._matcher and (mask := self._matcher.mask(drafts)) is not None:
             logits = apply_mask(logits, mask)
             if logits.max() == -math.inf:
-                raise RequestError(
-                    "no token is left that the constraint allows and logit_bias and min_output_len do not forbid"
-                )
+                raise RequestError("logit_bias and min_output_len forbid every token that the constraint allows")
         return logits
 
     def forced(self, limit: int) -> list[int]:

@@ -269,7 +269,8 @@ def test_forced_tokens_are_drafts_for_which_no_drafter_works(engines: Path, use_
             config = DraftTargetConfig(4, use_logits=use_logits)
             with SpeculativeDecoder.open(engines / "target", engines / "draft", config) as decoder:
                 (request,) = decoder.generate("the", WARM, json_schema=SCHEMA, max_output_len=100)
-                assert isinstance(round_ := decoder.scheduler.round, HostRound)
+                round_ = decoder.scheduler.round
+                assert isinstance(round_, HostRound)
                 calls.append(round_.engine_times().draft_calls)
                 assert request.finish_reason == "stop"
                 assert is_json(request.text or "")
@@ -333,7 +334,7 @@ def test_a_grammar_that_becomes_too_complex_fails_alone(decoder: SpeculativeDeco
 
 def test_what_is_left_no_token_fails_with_a_reason(decoder: SpeculativeDecoder) -> None:
     never = SamplingParams(logit_bias=dict.fromkeys(range(1, 300), -math.inf))
-    with pytest.raises(RequestError, match="no token is left that the constraint allows"):
+    with pytest.raises(RequestError, match="forbid every token that the constraint allows"):
         decoder.generate("the", never, choice=["fox"])
 
 
@@ -435,6 +436,7 @@ def test_control_masks_that_do_not_know_the_drafts_are_seen(
 
 # What cannot be used.
 
+MANY = {"type": "object", "properties": {f"p{i}": {} for i in range(4000)}}
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"json_schema": {"type": "hiccup"}}, "json_schema: Invalid type: hiccup"),
     ({"json_schema": '{"type": '}, "json_schema: not JSON (Expecting value"),
