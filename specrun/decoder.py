@@ -118,6 +118,13 @@ class SpeculativeDecoder:
         """Raise RequestError where the tokenizer has none, or one that fails."""
         self._factory.require_chat_template()
 
+    def prepare_constraints(self) -> None:
+        """Index the tokenizer for constraints now: with a large vocabulary the first of them would wait for seconds.
+
+        Raises RequestError where llguidance is missing, and where there is no tokenizer or none that it can read.
+        """
+        self._factory.prepare_constraints()
+
     def request(
         self,
         prompt: Prompt,

@@ -14,6 +14,7 @@ from specrun import arguments
 from specrun.engine_dir import EngineConfig
 from specrun.errors import ContextLengthError, RequestError
 from specrun.extras import how_to_install
+from specrun.grammar import Grammar, Grammars
 from specrun.limits import MAX_LOGPROBS, MAX_STOP_IDS
 from specrun.request import Request
 from specrun.request_options import RequestOptions
@@ -38,6 +39,7 @@ class RequestFactory:
         self.target = target
         self.draft_len = draft_len
         self._tokenizer_dir = tokenizer_dir
+        self._grammars = Grammars(lambda: self.tokenizer, target.eos_token_ids)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -52,6 +54,10 @@ class RequestFactory:
         if self._tokenizer_dir is None or TOKENIZER_NAME not in tokenizer_files(self._tokenizer_dir):
             return None
         return Detokenizer(self.tokenizer)
+
+    def prepare_constraints(self) -> None:
+        """Do now what the first request with a constraint would wait for. Raises RequestError."""
+        self._grammars.prepare()
 
     @cached_property
     def _chat_template(self) -> ChatTemplate:
@@ -89,15 +95,18 @@ class RequestFactory:
         elif text is None and options.echo:
             text = detokenizer.decode(ids)
         params = params.seeded()
-        return [
-            self._request(
-                ids, params.seeded(number), options, self._output_len(ids, options.max_output_len, name), text
-            )
-            for number in range(n)
-        ]
+        length = self._output_len(ids, options.max_output_len, name)
+        grammar = self._grammars.compile(constraint) if (constraint := options.constraint) else None
+        return [self._request(ids, params.seeded(number), options, length, text, grammar) for number in range(n)]
 
     def _request(
-        self, ids: Sequence[int], params: SamplingParams, options: RequestOptions, length: int, text: str | None
+        self,
+        ids: Sequence[int],
+        params: SamplingParams,
+        options: RequestOptions,
+        length: int,
+        text: str | None,
+        grammar: Grammar | None,
     ) -> Request:
         """One checked request. text: what ``echo`` shows."""
         request = Request(
@@ -114,6 +123,7 @@ class RequestFactory:
             reuse_blocks=options.reuse_blocks,
             echo=text if text and options.echo else "",
             timeout=options.timeout,
+            grammar=grammar,
         )
         self.check(request)
         self._check_options(request)

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 VENDORS = [
     *("torch", "transformers", "onnx", "onnxruntime", "onnxscript", "onnx_ir", "tensorrt", "tensorrt_rtx", "cuda"),
-    "jinja2",
+    *("jinja2", "llguidance"),
 ]
 
 ORDER = [
@@ -32,6 +32,7 @@ ORDER = [
     "stats",
     "sampling",
     "penalties",
+    "grammar",
     "acceptance",
     "devices",
     "kernels",

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specrun.command_line import show_error
-from specrun.commands.options import sampling_options, sampling_params, seed_option, use_color
+from specrun.commands.options import (
+    constraint_options,
+    constraints,
+    sampling_options,
+    sampling_params,
+    seed_option,
+    use_color,
+)
 from specrun.commands.pair import open_pair, pair_config, pair_options
 from specrun.errors import RequestError
 from specrun.output import show_token
@@ -32,6 +39,7 @@ HELP = "/reset forgets the conversation, /exit ends it, Ctrl-C stops an answer"
 @click.option("--max_output_len", type=click.IntRange(1), help="Of an answer. Default: 256, or what fits.")
 @sampling_options()
 @seed_option
+@constraint_options
 @click.option("--color/--no_color", default=None, help="Show the draft's text in green. Default: on a terminal.")
 def chat(
     system: str | None,
@@ -47,10 +55,12 @@ def chat(
     config = pair_config(options)
 
     from specrun.conversation import Conversation
+    from specrun.request_options import RequestOptions
 
+    chosen = RequestOptions(system=system, max_output_len=max_output_len, **constraints(options))
     params = sampling_params(options)
     decoder, context = open_pair(options, config), click.get_current_context()
-    conversation = Conversation(decoder, params, system=system, max_output_len=max_output_len)
+    conversation = Conversation(decoder, params, chosen)
     decoder.require_chat_template()  # Without one no turn can be answered: say so before the first.
     colored = use_color(color)
     failed = False

@@ -11,6 +11,8 @@ import click
 
 from specrun.command_line import show_error
 from specrun.commands.options import (
+    constraint_options,
+    constraints,
     prompt_options,
     require_one_source,
     sampling_options,
@@ -42,6 +44,7 @@ NOT_OF_A_REQUEST = ("draft_len", "acceptance", "prompt_logprobs")
 @click.option("--stop_id", "stop_ids", type=int, multiple=True, metavar="ID", help="End with this token; likewise.")
 @click.option("--logprobs", type=int, metavar="N", help="Log-probabilities of tokens and the N likeliest, in the JSON.")
 @click.option("--echo", is_flag=True, help="Begin the text with the prompt.")
+@constraint_options
 @click.option("--timeout", type=float, metavar="SECONDS", help="End a prompt's text as it is after so long.")
 @click.option("--output_format", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("--stream", is_flag=True, help="Print tokens as they are committed.")
@@ -78,7 +81,7 @@ def generate(
         click.echo(f"note: temperature 0 is greedy: the {n} answers of a prompt are the same", err=True)
     prompts = read_prompts(input_text, input_file)
     own = {field.name: options[field.name] for field in fields(RequestOptions) if field.name not in NOT_OF_A_REQUEST}
-    chosen = RequestOptions(**own)
+    chosen = RequestOptions(**own | constraints(options))
     decoder, context = open_pair(options, config), click.get_current_context()
     requests = decoder.requests(prompts, params, chosen, n=n)
 

@@ -14,6 +14,7 @@ from click.core import ParameterSource
 
 from specrun.command_line import FolderPath
 from specrun.config import parse_device_list, parse_draft_len, parse_logit_bias
+from specrun.errors import RequestError
 
 if TYPE_CHECKING:
     from specrun.sampling import SamplingParams
@@ -105,6 +106,35 @@ bit_exact_option = click.option(
     default=None,
     help="Pad passes so that texts are the target's own to the byte. Default: where that costs under 3%.",
 )
+
+
+constraint_options = together(
+    click.option("--json_schema", type=FolderPath, metavar="FILE", help="The output is JSON of this schema."),
+    click.option("--json_object", is_flag=True, help="The output is a JSON object."),
+    click.option("--regex", metavar="TEXT", help="The output matches this regular expression."),
+    click.option("--choice", multiple=True, metavar="TEXT", help="The output is one of these texts."),
+    click.option("--grammar", type=FolderPath, metavar="FILE", help="The output follows this Lark grammar."),
+)
+CONSTRAINTS = ("json_schema", "json_object", "regex", "choice", "grammar")
+"""Names of ``constraint_options``."""
+
+
+def constraints(options: dict[str, Any]) -> dict[str, Any]:
+    """What ``constraint_options`` say, as ``RequestOptions`` takes it. Raises RequestError for unreadable files."""
+    found = {name: options[name] for name in CONSTRAINTS}
+    for name in ("json_schema", "grammar"):
+        if found[name] is not None:
+            found[name] = _read(name, found[name])
+    return found
+
+
+def _read(name: str, file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise RequestError(f"--{name}: {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RequestError(f"--{name}: {file} is not UTF-8") from error
 
 
 prompt_options = together(
