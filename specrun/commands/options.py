@@ -84,10 +84,15 @@ def sampling_params(options: dict[str, Any]) -> SamplingParams:
     return params
 
 
+def given_sampling(options: dict[str, Any]) -> dict[str, Any]:
+    """What was given of ``sampling_options`` and ``seed_option``."""
+    source = click.get_current_context().get_parameter_source
+    return {name: options[name] for name in (*SAMPLING, "seed") if source(name) is ParameterSource.COMMANDLINE}
+
+
 def note_unused_sampling(options: dict[str, Any]) -> None:
     """Say which of the options that were given do nothing, because greedy texts are not drawn."""
-    given = click.get_current_context().get_parameter_source
-    names = [name for name in ("top_k", "top_p", "min_p", "seed") if given(name) is ParameterSource.COMMANDLINE]
+    names = [name for name in given_sampling(options) if name in ("top_k", "top_p", "min_p", "seed")]
     if names and options["temperature"] == 0:
         wanted = " and ".join(f"--{name}" for name in names)
         click.echo(f"note: temperature 0 is greedy: {wanted} changes nothing; give --temperature too", err=True)
