@@ -70,6 +70,25 @@ class JsonPrinter:
             click.echo(as_json(self._left.popleft()))
 
 
+class EventPrinter:
+    """Prints a line of JSON for every token as it is committed, and one with the result when its request has ended."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._indices = {request: index for index, request in enumerate(requests)}
+
+    def show(self, event: Event) -> None:
+        """Print a round's tokens."""
+        index = self._indices[event.request]
+        for output in event.token_outputs:
+            line = {"event": "token", "index": index, "token_id": output.token, "text": output.text}
+            line["from_draft"] = output.from_draft
+            if output.logprob:
+                line |= output.logprob._asdict()
+            click.echo(json.dumps(line, ensure_ascii=False))
+        if event.finish_reason:
+            click.echo(json.dumps({"event": "end", "index": index, **as_object(event.request)}, ensure_ascii=False))
+
+
 class TextPrinter:
     """Prints texts in the prompts' order: the first unfinished one as it grows, the others when their turn comes."""
 

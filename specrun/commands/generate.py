@@ -47,7 +47,7 @@ OF_THE_PAIR = ("draft_len", "acceptance")
 @click.option("--echo", is_flag=True, help="Begin the text with the prompt.")
 @click.option("--timeout", type=float, metavar="SECONDS", help="End a prompt's text as it is after so long.")
 @click.option("--output_format", type=click.Choice(["text", "json"]), default="text", show_default=True)
-@click.option("--stream", is_flag=True, help="Print tokens as they are committed.")
+@click.option("--stream", is_flag=True, help="Print tokens as they are committed; JSON: events.")
 @click.option("--color/--no_color", default=None, help="Show the draft's text in green. Default: on a terminal.")
 def generate(
     input_text: tuple[str, ...],
@@ -67,15 +67,13 @@ def generate(
     """
     require_one_source(input_text, input_file)
     require_files(input_text, input_file, output_file, resume, stream)
-    if stream and output_format == "json":
-        raise click.UsageError("--stream prints text as it comes; it does not go with --output_format json")
     if num_beams != 1:
         raise RequestError(f"--num_beams {num_beams}: beam search has no draft-target form; give --num_beams 1")
     config = pair_config(options)
     if options["logprobs"] is not None and output_format != "json" and output_file is None:
         raise click.UsageError("--logprobs are part of --output_format json and of --output_file")
 
-    from specrun.output import JsonPrinter, TextPrinter, summary
+    from specrun.output import EventPrinter, JsonPrinter, TextPrinter, summary
     from specrun.prompts import read_prompts
     from specrun.request_options import RequestOptions
 
@@ -92,7 +90,7 @@ def generate(
     requests = decoder.requests(prompts, params, chosen, n=n)
 
     began = time.perf_counter()
-    printer: JsonPrinter | TextPrinter = JsonPrinter(requests)
+    printer: JsonPrinter | EventPrinter | TextPrinter = (EventPrinter if stream else JsonPrinter)(requests)
     if output_format == "text":
         asked = [prompt for prompt in prompts for _ in range(n)]
         printer = TextPrinter(requests, asked, stream, use_color(color))
