@@ -30,6 +30,7 @@ ORDER = [
     "chat_template",
     "stats",
     "sampling",
+    "generation_config",
     "penalties",
     "acceptance",
     "devices",

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specrun.command_line import show_error
-from specrun.commands.options import sampling_options, sampling_params, seed_option, use_color
+from specrun.commands.options import (
+    generation_config_option,
+    sampling_options,
+    sampling_params,
+    seed_option,
+    use_color,
+    with_recommended_sampling,
+)
 from specrun.commands.pair import open_pair, pair_config, pair_options
 from specrun.errors import RequestError
 from specrun.output import show_token
@@ -31,6 +38,7 @@ HELP = "/reset forgets the conversation, /exit ends it, Ctrl-C stops an answer"
 @click.option("--system", metavar="TEXT", help="The system message.")
 @click.option("--max_output_len", type=click.IntRange(1), help="Of an answer. Default: 256, or what fits.")
 @sampling_options()
+@generation_config_option
 @seed_option
 @click.option("--color/--no_color", default=None, help="Show the draft's text in green. Default: on a terminal.")
 def chat(
@@ -48,7 +56,7 @@ def chat(
 
     from specrun.conversation import Conversation
 
-    params = sampling_params(options)
+    params = sampling_params(with_recommended_sampling(options))
     decoder, context = open_pair(options, config), click.get_current_context()
     conversation = Conversation(decoder, params, system=system, max_output_len=max_output_len)
     decoder.require_chat_template()  # Without one no turn can be answered: say so before the first.

@@ -141,6 +141,31 @@ def require_one_draft(draft: str | None, draft_engine_dir: Path | None, needed: 
         raise click.UsageError("give --draft_engine_dir, or --draft ngram")
 
 
+generation_config_option = click.option(
+    "--generation_config",
+    type=click.Choice(["auto", "none"]),
+    default="auto",
+    show_default=True,
+    help="Sample as the target's generation_config.json recommends, but for what is given here.",
+)
+
+
+def with_recommended_sampling(options: dict[str, Any]) -> dict[str, Any]:
+    """``options`` with the target's own sampling where none was given; what is used of it is shown."""
+    from specrun.generation_config import recommended_sampling
+
+    if options["generation_config"] == "none":
+        return options
+    given = given_sampling(options)
+    found = {name: value for name, value in recommended_sampling(options["engine_dir"]).items() if name not in given}
+    if ({**options, **found})["temperature"] == 0:  # Of greedy texts the others change nothing.
+        found = {name: value for name, value in found.items() if name in ("temperature", "repetition_penalty")}
+    if found:
+        values = ", ".join(f"{name} {value}" for name, value in found.items())
+        click.echo(f"sampling of generation_config.json: {values}", err=True)
+    return {**options, **found}
+
+
 seed_option = click.option("--seed", type=int, help="The same seed gives the same text. Default: a new one, shown.")
 
 
