@@ -11,6 +11,7 @@ SpecError                      shown in one line; exit status 1
 ├── EngineDirError             an engine directory is half written, newer, altered or for other hardware
 ├── PairError                  the draft and the target do not fit together
 └── RequestError               a prompt or parameter cannot be served
+    └── ContextLengthError     a prompt, or prompt and output together, are longer than the engine takes
 """
 
 from __future__ import annotations
@@ -58,6 +59,10 @@ class PairError(SpecError):
 
 class RequestError(SpecError):
     """A request that cannot be served."""
+
+
+class ContextLengthError(RequestError):
+    """A prompt, or prompt and output together, that are longer than the engine takes."""
 
 
 def as_spec_error(error: BaseException) -> SpecError:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from specrun import arguments
 from specrun.engine_dir import EngineConfig
-from specrun.errors import RequestError
+from specrun.errors import ContextLengthError, RequestError
 from specrun.extras import how_to_install
 from specrun.limits import MAX_LOGPROBS, MAX_STOP_IDS
 from specrun.request import Request
@@ -34,10 +34,14 @@ Prompt = str | Sequence[int] | Sequence[Message]
 class RequestFactory:
     """Makes requests for one decoder."""
 
-    def __init__(self, target: EngineConfig, draft_len: int, tokenizer_dir: Path | None) -> None:
+    def __init__(
+        self, target: EngineConfig, draft_len: int, tokenizer_dir: Path | None, chat_template: Path | None = None
+    ) -> None:
+        """chat_template: a file with a template to take instead of the tokenizer's."""
         self.target = target
         self.draft_len = draft_len
         self._tokenizer_dir = tokenizer_dir
+        self._template_file = chat_template
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -59,7 +63,7 @@ class RequestFactory:
             from specrun.chat_template import ChatTemplate  # Only chats need jinja2.
         except ImportError as error:
             raise RequestError(f"chat templates need jinja2, which is missing: {how_to_install('jinja2')}") from error
-        return ChatTemplate.load(self._tokenizer_dir or Path())
+        return ChatTemplate.load(self._tokenizer_dir or Path(), self._template_file)
 
     def require_chat_template(self) -> None:
         """Raise RequestError where the tokenizer has none, or one that fails."""
@@ -75,7 +79,8 @@ class RequestFactory:
         text, ids = self._encode(prompt, options, name)
         self._check_prompt(ids, name)
         longest = self.target.build_config.max_input_len
-        _require(len(ids) <= longest, f"{name}: {len(ids)} tokens, the engine's max_input_len is {longest}")
+        if len(ids) > longest:
+            raise ContextLengthError(f"{name}: {len(ids)} tokens, the engine's max_input_len is {longest}")
         detokenizer = self._detokenizer
         if detokenizer is None:
             for option in ("stop", "echo"):
@@ -158,7 +163,7 @@ class RequestFactory:
         room = build.max_seq_len - len(prompt)
         if room < (1 if wanted is None else wanted):
             length = DEFAULT_OUTPUT_LEN if wanted is None else wanted
-            raise RequestError(
+            raise ContextLengthError(
                 f"{name}: {len(prompt)} tokens + {length} of output, the engine's max_seq_len is "
                 f"{build.max_seq_len}; give --max_output_len {room} or less, or build with a larger --max_seq_len"
             )

@@ -57,6 +57,7 @@ ORDER = [
     "openai_body",
     "decoder",
     "conversation",
+    "conversation_file",
     "bench_results",
     "bench",
     "fit",
