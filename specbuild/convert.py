@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbuild.checkpoint import CheckpointConfig, provenance
 from specbuild.files import new_directory, require_free, require_space
-from specbuild.huggingface import eos_token_ids, locate, read_model_config, save_tokenizer
+from specbuild.huggingface import eos_token_ids, locate, read_model_config, save_generation_config, save_tokenizer
 from specbuild.json_file import read_json
 from specbuild.progress import Stages, human_bytes, peak_memory
 from specbuild.quantisation.recipe import Recipe, make_recipe
@@ -142,6 +142,7 @@ def _write(source: _Source, options: ConvertOptions, work: Path, stages: Stages)
             stored = with_packed(scheme, stored)
         model, weights = load_skeleton(directory, source.hf_config, options.dtype, options.trust_remote_code, stored)
         require_claimed(directory, weights)
+    save_generation_config(directory, work)
     if not save_tokenizer(directory, work, options.trust_remote_code):
         stages.say(f"note: {directory} has no tokenizer; specrun will need --tokenizer_dir")
     parameters = sum(parameter.numel() for parameter in model.parameters())

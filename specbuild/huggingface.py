@@ -12,7 +12,7 @@ from specbuild.json_file import read_json
 from specbuild.refusals import LAYERS, MOST_LAYERS, REASONS, other_memory, refuse_other_formats
 from specbuild.tokenizer_check import check_tokenizer
 from specrun.errors import CheckpointError, UnsupportedModelError
-from specrun.tokenizer import LEGACY_TEMPLATE_NAME
+from specrun.tokenizer import GENERATION_NAME, LEGACY_TEMPLATE_NAME
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -125,6 +125,12 @@ def eos_token_ids(model: PreTrainedModel) -> list[int]:
             )
         return sorted(set(found))
     return []
+
+
+def save_generation_config(directory: Path, output: Path) -> None:
+    """Copy the checkpoint's sampling parameters into ``output``, where it has some."""
+    if (file := directory / GENERATION_NAME).is_file():
+        shutil.copyfile(file, output / GENERATION_NAME)
 
 
 def save_tokenizer(directory: Path, output: Path, trust_remote_code: bool) -> bool:

@@ -43,8 +43,9 @@ class SpeculativeDecoder:
         target: EngineConfig,
         max_batch_size: int,
         tokenizer_dir: Path | None = None,
+        chat_template: Path | None = None,
     ) -> None:
-        self._factory = RequestFactory(target, rounds.max_draft_len, tokenizer_dir)
+        self._factory = RequestFactory(target, rounds.max_draft_len, tokenizer_dir, chat_template)
         self.scheduler = Scheduler(rounds, lengths, max_batch_size, self._factory.check)
         self.target = target
         self.max_batch_size = max_batch_size
@@ -57,8 +58,11 @@ class SpeculativeDecoder:
         config: DraftTargetConfig | None = None,
         tokenizer_dir: str | Path | None = None,
         on_warm_up: Callable[[int, int], None] = lambda _done, _of: None,
+        chat_template: str | Path | None = None,
     ) -> SpeculativeDecoder:
         """Check everything about the pair, then load it. The tokenizer is the target's unless told otherwise.
+
+        ``chat_template`` is a file with a template in jinja's language, instead of the tokenizer's own.
 
         ``on_warm_up`` is told how many steps of the GPUs' warm-up, of how many, are done.
         Raises EngineDirError, PairError, BackendError, and RequestError for arguments of the wrong type; nothing is
@@ -72,6 +76,7 @@ class SpeculativeDecoder:
         target_dir = path("target_dir", target_dir)
         draft_dir = None if draft_dir is None else path("draft_dir", draft_dir)
         tokenizer_dir = target_dir if tokenizer_dir is None else path("tokenizer_dir", tokenizer_dir)
+        chat_template = None if chat_template is None else path("chat_template", chat_template)
         engine = _open("target", target_dir, config.target_devices)
         rows = engine.config.build_config.max_batch_size
         draft, draft_len = None, 0
@@ -85,7 +90,7 @@ class SpeculativeDecoder:
             rows = min(rows, draft.config.build_config.max_batch_size)
         rounds = open_round(engine, draft if draft_len else None, draft_len, rows, config, on_warm_up)
         lengths = DraftLength(draft_len, config.fixed_draft_len if draft_len else 0)
-        return cls(rounds, lengths, engine.config, rows, tokenizer_dir)
+        return cls(rounds, lengths, engine.config, rows, tokenizer_dir, chat_template)
 
     def close(self) -> None:
         """Give the engines and their memory back. Requests that have not ended fail, and so do calls from then on.

@@ -118,6 +118,16 @@ def read_chat(body: object, defaults: SamplingParams = DEFAULTS) -> OpenAIBody:
     return _read(body, defaults, chat=True)
 
 
+def token_biases(name: str, value: Any) -> Mapping[int, float]:
+    """A ``logit_bias``: JSON's keys are texts, token ids in digits. Raises RequestError."""
+    biases = {}
+    for token, bias in as_object(name, value).items():
+        if not (token.isascii() and token.isdigit() and len(token) < 20):
+            raise wrong(name, token, "token ids")
+        biases[int(token)] = arguments.number(name, bias)
+    return biases
+
+
 def field_of(error: RequestError) -> str | None:
     """The body's field that an error of the decoder is about; None where it names none.
 
@@ -217,7 +227,7 @@ def _params(fields: Fields, defaults: SamplingParams) -> SamplingParams:
     found: dict[str, Any] = {
         "seed": None if seed is None else seed % SEEDS,  # OpenAI's may be negative.
         "top_k": None if top_k is None else max(0, top_k),  # vLLM's -1 is off.
-        "logit_bias": fields.take("logit_bias", _biases),
+        "logit_bias": fields.take("logit_bias", token_biases),
     }
     for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
         found[name] = fields.take(name, arguments.number)
@@ -284,16 +294,6 @@ def _token_ids(name: str, value: Any) -> Sequence[int]:
         raise wrong(name, value, "a list of token ids")
     ids: Sequence[int] = value
     return ids
-
-
-def _biases(name: str, value: Any) -> Mapping[int, float]:
-    """JSON's keys are texts: token ids in digits."""
-    biases = {}
-    for token, bias in as_object(name, value).items():
-        if not (token.isascii() and token.isdigit() and len(token) < 20):
-            raise wrong(name, token, "token ids")
-        biases[int(token)] = arguments.number(name, bias)
-    return biases
 
 
 def _draft_len(name: str, value: Any) -> int | str:

@@ -35,11 +35,15 @@ Prompt = str | Sequence[int] | Sequence[Message]
 class RequestFactory:
     """Makes requests for one decoder."""
 
-    def __init__(self, target: EngineConfig, draft_len: int, tokenizer_dir: Path | None) -> None:
+    def __init__(
+        self, target: EngineConfig, draft_len: int, tokenizer_dir: Path | None, chat_template: Path | None = None
+    ) -> None:
+        """chat_template: a file with a template to take instead of the tokenizer's."""
         self.target = target
         self.draft_len = draft_len
         self._tokenizer_dir = tokenizer_dir
         self._grammars = Grammars(lambda: self.tokenizer, target.eos_token_ids)
+        self._template_file = chat_template
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -65,7 +69,7 @@ class RequestFactory:
             from specrun.chat_template import ChatTemplate  # Only chats need jinja2.
         except ImportError as error:
             raise RequestError(f"chat templates need jinja2, which is missing: {how_to_install('jinja2')}") from error
-        return ChatTemplate.load(self._tokenizer_dir or Path())
+        return ChatTemplate.load(self._tokenizer_dir or Path(), self._template_file)
 
     def require_chat_template(self) -> None:
         """Raise RequestError where the tokenizer has none, or one that fails."""
