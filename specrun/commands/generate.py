@@ -13,6 +13,7 @@ from specrun.command_line import FolderPath, show_error
 from specrun.commands.generate_file import answer_file, require_files
 from specrun.commands.options import (
     constraint_options,
+    constraints,
     prompt_options,
     require_one_source,
     sampling_options,
