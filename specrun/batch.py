@@ -62,13 +62,12 @@ class Batch:
         """Let the decoder work on a question. Raises RequestError where it cannot be served."""
         if isinstance(question.ask, RequestError):
             raise question.ask
-        prompts, params, options, n = question.ask
-        requests = self._decoder.requests(prompts, params, options, n=n)
+        ask = question.ask
+        requests = self._decoder.requests(ask.prompts, ask.params, ask.options, n=ask.n)
         for request in requests:
             if request.error:
                 raise request.error
-        for request in requests:
-            self._decoder.scheduler.add(request)
+        self._decoder.scheduler.add(*requests)
         self._begun.append((question, requests))
 
     def _take_ended(self) -> Sequence[Answered]:

@@ -9,29 +9,29 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, Protocol
 
-from specrun import arguments, openai_answer
-from specrun.body_fields import BodyError, Fields, wrong
+from specrun import arguments
 from specrun.errors import RequestError, SpecError
-from specrun.openai_body import MAX_N, OpenAIBody, field_of, read_chat, read_completion, token_biases
+from specrun.openai.answers import Answer
+from specrun.openai.body import MAX_N, field_of, token_biases
+from specrun.openai.fields import BodyError, Fields, wrong
+from specrun.openai.shapes import ChatShape, CompletionShape, Shape, error_body, whole_answer
 from specrun.output import as_object
 from specrun.request import Request
 from specrun.request_factory import Prompt, is_conversation
 from specrun.request_options import RequestOptions
 from specrun.sampling import SamplingParams
+from specrun.token_bytes import TokenBytes
 
 MAX_LINE_BYTES = 16 << 20
 """Longer lines are no questions."""
 _OPENAI = ("custom_id", "url", "body")
 """Any of these keys makes a line one of OpenAI's."""
-COMPLETIONS_URL, CHAT_URL = "/v1/completions", "/v1/chat/completions"
-_READERS: Mapping[str, Callable[[object, SamplingParams], OpenAIBody]] = {
-    COMPLETIONS_URL: read_completion,
-    CHAT_URL: read_chat,
-}
+_SHAPES: Mapping[str, Shape] = {"/v1/completions": CompletionShape(), "/v1/chat/completions": ChatShape()}
+"""By the questions' ``url``."""
 _OTHER_NAMES = {
     "max_tokens": "max_output_len",
     "max_completion_tokens": "max_output_len",
@@ -72,13 +72,14 @@ class Ask(NamedTuple):
     params: SamplingParams
     options: RequestOptions
     n: int
+    drops_output: bool = False
 
 
 class Form(Protocol):
     """How a question is answered."""
 
-    def answer(self, requests: Sequence[Request], n: int) -> dict[str, Any]:
-        """The answer of requests that have ended, ``n`` for each prompt, none of them by an error."""
+    def answer(self, requests: Sequence[Request], ask: Ask, names: TokenBytes | None) -> dict[str, Any]:
+        """The answer of requests that have ended, none of them by an error. names: the texts of single tokens."""
 
     def failure(self, error: SpecError) -> dict[str, Any]:
         """The answer that there is none."""
@@ -91,11 +92,11 @@ class Question(NamedTuple):
     ask: Ask | RequestError
     """What is wrong with the line, where it asks for nothing."""
 
-    def answer(self, requests: Sequence[Request], error: SpecError | None) -> dict[str, Any]:
-        """The line of the answers for it. error: why there is no answer."""
+    def answer(self, requests: Sequence[Request], error: SpecError | None, names: TokenBytes | None) -> dict[str, Any]:
+        """The line of the answers for it. error: why there is no answer. names: the texts of single tokens."""
         if isinstance(self.ask, RequestError):
             return self.form.failure(self.ask)
-        return self.form.failure(error) if error else self.form.answer(requests, self.ask.n)
+        return self.form.failure(error) if error else self.form.answer(requests, self.ask, names)
 
 
 def digest_of(line: bytes) -> str:
@@ -190,7 +191,7 @@ class _OwnForm:
     head: Mapping[str, Any] = field(default_factory=dict)
     """The question's ``id``, where it has one."""
 
-    def answer(self, requests: Sequence[Request], n: int) -> dict[str, Any]:
+    def answer(self, requests: Sequence[Request], ask: Ask, names: TokenBytes | None) -> dict[str, Any]:
         """See Form."""
         return self._line({"answers": [as_object(request) for request in requests]})
 
@@ -212,16 +213,13 @@ def _openai_ask(content: Mapping[str, Any], defaults: Defaults) -> Ask:
     if (method := outer.take("method", arguments.text)) not in (None, "POST"):
         raise wrong("method", method, "POST")
     url = outer.required("url", arguments.text)
-    if url not in _READERS:
-        raise wrong("url", url, " or ".join(_READERS))
-    body = _READERS[url](outer.required("body", lambda _, value: value), defaults.openai_params)
-    asked = {"stream": body.stream, "logprobs": body.options.logprobs is not None} | dict.fromkeys(
-        body.constraints, True
-    )
-    for name, is_asked in asked.items():
-        if is_asked:
-            raise BodyError(f"{name}: not supported in batch files; leave it out", name)
-    return Ask(body.prompts, body.params, replace(body.options, timeout=defaults.options.timeout), body.n)
+    if url not in _SHAPES:
+        raise wrong("url", url, " or ".join(_SHAPES))
+    body = _SHAPES[url].read(outer.required("body", lambda _, value: value), defaults.openai_params)
+    if body.stream:
+        raise BodyError("stream: not supported in batch files; leave it out", "stream")
+    options = replace(body.options, timeout=defaults.options.timeout)
+    return Ask(body.prompts, body.params, options, body.n, body.drops_output)
 
 
 class _OpenAIForm:
@@ -234,18 +232,19 @@ class _OpenAIForm:
         self._model = named if isinstance(named, str) else model
         self._identity = f"{place.line}-{place.digest}"
         self._custom_id = content.get("custom_id")
-        self._is_chat = content.get("url") == CHAT_URL
+        self._url = content.get("url", "")
 
-    def answer(self, requests: Sequence[Request], n: int) -> dict[str, Any]:
+    def answer(self, requests: Sequence[Request], ask: Ask, names: TokenBytes | None) -> dict[str, Any]:
         """See Form."""
-        make = openai_answer.chat_completion if self._is_chat else openai_answer.completion
-        return self._line(200, make(requests, n, self._identity, int(time.time()), self._model))
+        answers = [Answer.of(request, names, ask.drops_output) for request in requests]
+        shape, created = _SHAPES[self._url], int(time.time())
+        return self._line(200, whole_answer(shape, answers, ask.n, self._identity, created, self._model))
 
     def failure(self, error: SpecError) -> dict[str, Any]:
         """See Form."""
         if isinstance(error, RequestError):
-            return self._line(400, openai_answer.error_body(str(error), field_of(error)))
-        return self._line(500, openai_answer.error_body(str(error), kind="server_error"))
+            return self._line(400, error_body(str(error), "invalid_request_error", field_of(error)))
+        return self._line(500, error_body(str(error), "server_error"))
 
     def _line(self, status: int, body: dict[str, Any]) -> dict[str, Any]:
         response = {"status_code": status, "request_id": f"req-{self._identity}", "body": body}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Unpack
 
@@ -22,6 +23,7 @@ from specrun.rounds.exactness import Exactness
 from specrun.rounds.opening import Engine, open_round
 from specrun.sampling import SamplingParams
 from specrun.scheduler import Event, Scheduler
+from specrun.token_bytes import TokenBytes
 from specrun.tokenizer import require_own_tokenizer, require_same_tokenizer
 
 
@@ -114,6 +116,14 @@ class SpeculativeDecoder:
     def tokenizer(self) -> Tokenizer:
         """Text to ids and back. Raises RequestError where there is none."""
         return self._factory.tokenizer
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes | None:
+        """The bytes and texts of single tokens; None where there is no tokenizer."""
+        try:
+            return TokenBytes(self.tokenizer)
+        except RequestError:
+            return None
 
     def token_ids(self, prompt: Prompt, options: RequestOptions | None = None) -> list[int]:
         """The ids of a prompt, as a request would have them. Raises RequestError."""

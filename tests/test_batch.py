@@ -20,7 +20,7 @@ from specrun.batch_lines import MAX_LINE_BYTES, Defaults, Place, Question, is_fa
 from specrun.cli import main
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.openai_body import DEFAULTS
+from specrun.openai.body import DEFAULTS
 from specrun.request_options import RequestOptions
 from specrun.sampling import SamplingParams
 

@@ -23,7 +23,7 @@ import click
 
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.openai_body import DEFAULTS
+from specrun.openai.body import DEFAULTS
 from specrun.processor import describe_processor
 from specrun.request_options import RequestOptions
 from specrun.sampling import SamplingParams

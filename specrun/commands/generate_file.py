@@ -50,7 +50,7 @@ def answer_file(
 
     from specrun.batch_file import Answers, require_readable
     from specrun.batch_lines import Defaults
-    from specrun.openai_body import DEFAULTS
+    from specrun.openai.body import DEFAULTS
     from specrun.sampling import SamplingParams
 
     context = click.get_current_context()
@@ -86,12 +86,12 @@ def _answer(
                 yield read_question(line.content, line.number, defaults)
 
     totals, before, began = Totals(), answers.answered, time.perf_counter()
-    batch = Batch(decoder, questions())
+    batch, names = Batch(decoder, questions()), decoder.token_bytes
     try:
         with progress:
             for ended in batch.answer():
                 for question, requests, error in ended:
-                    answers.write(question.answer(requests, error))
+                    answers.write(question.answer(requests, error, names))
                     for request in requests:
                         totals.add(request)
                 progress.show(answers.answered, totals, sum(len(request.token_outputs) for request in batch.requests))

@@ -43,7 +43,7 @@ def serve(
     /version. The log on standard error has a line of JSON for every request. SIGTERM and Ctrl-C let answers end.
     """
     config = pair_config(options)
-    from specrun.openai_body import DEFAULTS
+    from specrun.openai.body import DEFAULTS
     from specrun.serve.keys import read_keys
     from specrun.serve.log import set_up
     from specrun.serve.server import is_local, listen
