@@ -123,11 +123,12 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
 
     def step(self, requests: Sequence[Request], draft_len: int) -> list[Outcome | SpecError]:
         """See ``Round``."""
+        counts = [request.num_draft_tokens(draft_len) for request in requests]  # A draft may fail from here on.
         draft_len = self.drafter.prepare(requests, draft_len) if self.drafter else 0
         sends_logits = any(request.accepts_by_logits(self.use_logits) for request in requests)
         batch = self.rows.batch_size(len(requests))
         if any(request.matcher for request in requests):
-            self.is_steady_state = self._queue_with_masks(requests, batch, draft_len, sends_logits)
+            self.is_steady_state = self._queue_with_masks(requests, counts, batch, draft_len, sends_logits)
         else:
             self.is_steady_state = self._queue(batch, draft_len, sends_logits)
         self._wait([self.device])
@@ -165,7 +166,9 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
             drafter.queue_behind(batch, draft_len, self._records.of(batch, draft_len)[0])
         return steady
 
-    def _queue_with_masks(self, requests: Sequence[Request], batch: int, draft_len: int, sends_logits: bool) -> bool:
+    def _queue_with_masks(
+        self, requests: Sequence[Request], counts: Sequence[int], batch: int, draft_len: int, sends_logits: bool
+    ) -> bool:
         """``_queue`` in two pieces, where a request is constrained.
 
         Between them the host sees the draft tokens and uploads the target's masks. The draft's logits are not masked,
@@ -179,8 +182,7 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
             steady &= self._captures.queue(self.device, ("draft", batch, draft_len), work)
             self._wait([self.device])
             found = self._pinned_drafts[: batch * draft_len].reshape(batch, draft_len).tolist()
-            for row, request in enumerate(requests):
-                count = request.num_draft_tokens(draft_len)
+            for row, count in enumerate(counts):  # A row may have fewer; what is behind them is not looked at.
                 drafts[row] = list(itertools.takewhile(lambda token: token >= 0, found[row][:count]))
         masks = fill_masks([request.matcher for request in requests], drafts, draft_len + 1, self.target.vocab)
         self.device.write(self._masks.part(0, masks.shape), masks)
