@@ -6,6 +6,7 @@ the target's logits are masked alike. So speculation stays exact: the text is th
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 from collections import OrderedDict
@@ -22,7 +23,7 @@ from specrun.sampling import Floats
 from specrun.tokenizer import raise_unless_fault
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
 Mask = npt.NDArray[np.uint8]
@@ -117,7 +118,8 @@ class Grammars:
 
         try:
             limits = LLParserLimits(verbose_errors=False)
-            grammar = Grammar(kind, LLMatcher(tokenizer, _source(constraint), log_level=0, limits=limits))
+            compiled = LLMatcher(tokenizer, _source(constraint), log_level=0, limits=limits)
+            grammar = Grammar(kind, compiled, tokenizer.vocab_size)
             grammar.try_out()
         except RequestError:
             raise
@@ -149,15 +151,16 @@ def _source(constraint: Constraint) -> str:
 class Grammar:
     """A compiled constraint. It does not change; any number of texts may follow it."""
 
-    def __init__(self, kind: Kind, compiled: LLMatcher) -> None:
-        """Raises RequestError where ``compiled`` is in error."""
-        self.kind = kind
+    def __init__(self, kind: Kind, compiled: LLMatcher, vocab_size: int) -> None:
+        """vocab_size: the tokenizer's. Raises RequestError where ``compiled`` is in error."""
         _require_no_error(kind, compiled)
+        self.kind = kind
+        self.vocab_size = vocab_size
         self._compiled = compiled
 
     def start(self) -> Matcher:
         """The beginning of a text. Raises RequestError where no text fulfils the constraint."""
-        return Matcher(self.kind, self._compiled.deep_copy())
+        return Matcher(self, self._compiled.deep_copy())
 
     def try_out(self) -> None:
         """Raise RequestError where the first two tokens show that it is too complex."""
@@ -172,8 +175,9 @@ class Matcher:
     Raises RequestError where the grammar grows too complex.
     """
 
-    def __init__(self, kind: Kind, matcher: LLMatcher) -> None:
-        self._kind = kind
+    def __init__(self, grammar: Grammar, matcher: LLMatcher) -> None:
+        self.grammar = grammar
+        self._kind = grammar.kind
         self._matcher = matcher
         self._ahead: list[int] = []
         """Draft tokens that ``_matcher`` has consumed behind the committed text."""
@@ -209,10 +213,18 @@ class Matcher:
             self._masks[count] = mask
         return mask
 
+    def at_text(self) -> LLMatcher:
+        """The library's matcher behind the committed text."""
+        self._rewind(0)
+        return self._matcher
+
+    def require_no_error(self) -> None:
+        """Raise RequestError where the grammar has grown too complex."""
+        _require_no_error(self._kind, self._matcher)
+
     def forced(self) -> list[int]:
         """The tokens that must follow the text, as far as there is no choice."""
-        self._rewind(0)
-        return [] if self.is_complete else self._matcher.compute_ff_tokens()
+        return [] if self.is_complete else self.at_text().compute_ff_tokens()
 
     def _advance_to(self, drafts: Sequence[int]) -> int:
         """Consume ``drafts`` behind the committed text, up to the first that is forbidden. Returns how many."""
@@ -245,6 +257,39 @@ class Matcher:
         if not self._matcher.is_accepting():
             raise RequestError(f"{self._kind}: no text fulfils it")
         return True
+
+
+def fill_masks(
+    matchers: Sequence[Matcher | None], drafts: Sequence[Sequence[int]], positions: int, vocab_size: int
+) -> npt.NDArray[np.uint32]:
+    """The masks behind each text and each of its draft tokens, for a device: [B, positions, ceil(vocab_size / 32)].
+
+    Bit i % 32 of word i // 32 is set where token i may follow. All bits are set for None, and where nothing follows, as
+    in ``Matcher.mask``. All are filled by one call of the library, in threads of its own. It raises nothing: see
+    ``Matcher.require_no_error``.
+    """
+    from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
+
+    rows = [(row, matcher) for row, matcher in enumerate(matchers) if matcher]
+    found = np.full((len(rows) * positions, -(-rows[0][1].grammar.vocab_size // 32)), -1, np.int32)
+    asked = [(matcher.at_text(), number * positions, list(drafts[row])) for number, (row, matcher) in enumerate(rows)]
+    if plain := [(matcher, first) for matcher, first, tokens in asked if not tokens]:
+        fill_next_token_bitmask_par(_executor(), plain, found)
+    if drafted := [one for one in asked if one[2]]:
+        fill_next_token_bitmask_par_with_draft_tokens(_executor(), drafted, found)
+    masks = np.full((len(matchers), positions, -(-vocab_size // 32)), 2**32 - 1, np.uint32)
+    for number, (row, _) in enumerate(rows):
+        masks[row] = 0  # The model may have more ids than the tokenizer.
+        own = found[number * positions : (number + 1) * positions, : masks.shape[2]]
+        masks[row, :, : own.shape[1]] = own.view(np.uint32)
+    return masks
+
+
+@functools.cache
+def _executor() -> LLExecutor:
+    from llguidance import LLExecutor
+
+    return LLExecutor()
 
 
 def apply_mask(logits: Floats, mask: Mask) -> Floats:

@@ -83,6 +83,8 @@ class Request:
     """What the output must follow. It ends when nothing more may follow."""
     has_logits_processors: bool = field(init=False)
     """Whether its logits are changed before they become a distribution."""
+    matcher: Matcher | None = field(init=False)
+    """Where the output stands in ``grammar``."""
     tokens: list[int] = field(init=False)
     token_outputs: list[TokenOutput] = field(init=False, default_factory=list)
     """The output, token by token."""
@@ -96,7 +98,6 @@ class Request:
     stats: Stats = field(init=False, default_factory=Stats)
     _counts: TokenCounts = field(init=False)
     _has_penalties: bool = field(init=False)
-    _matcher: Matcher | None = field(init=False)
     _began: float = field(init=False, default=0.0)
     _cancelled: bool = field(init=False, default=False)
     _on_cancel: Callable[[Request], None] | None = field(init=False, default=None)
@@ -106,9 +107,9 @@ class Request:
         self._check_types()
         self.params = self.params.seeded()
         self.tokens = list(self.prompt)
-        self._matcher = self.grammar.start() if self.grammar else None
+        self.matcher = self.grammar.start() if self.grammar else None
         self._has_penalties = self.params.has_logits_processors or self.min_output_len > 0
-        self.has_logits_processors = self._has_penalties or self._matcher is not None
+        self.has_logits_processors = self._has_penalties or self.matcher is not None
         self._counts = TokenCounts.of(self.prompt if self._has_penalties else ())
 
     def _check_types(self) -> None:
@@ -178,7 +179,7 @@ class Request:
             forbidden = self.stop_ids if length < self.min_output_len else ()
             text = functools.reduce(TokenCounts.add, drafts, self._counts)
             logits = apply_penalties(logits, self.params, text, forbidden)
-        if self._matcher and (mask := self._matcher.mask(drafts)) is not None:
+        if self.matcher and (mask := self.matcher.mask(drafts)) is not None:
             logits = apply_mask(logits, mask)
             if logits.max() == -math.inf:
                 raise RequestError("logit_bias and min_output_len forbid every token that the constraint allows")
@@ -186,7 +187,7 @@ class Request:
 
     def forced(self, limit: int) -> list[int]:
         """The tokens that the grammar leaves no choice about, at most ``limit``. They are free drafts."""
-        return self._matcher.forced()[:limit] if self._matcher and limit > 0 else []
+        return self.matcher.forced()[:limit] if self.matcher and limit > 0 else []
 
     def leave_queue(self) -> None:
         """It has a row now."""
@@ -218,9 +219,9 @@ class Request:
             if self._has_penalties:
                 self._counts = self._counts.add(token)
             text = self.stream.push(token) if self.stream else ""
-            if self._matcher:
-                self._matcher.commit(token)
-            is_complete = self._matcher is not None and self._matcher.is_complete
+            if self.matcher:
+                self.matcher.commit(token)
+            is_complete = self.matcher is not None and self.matcher.is_complete
             if token in self.stop_ids or is_complete or (self.stream and self.stream.stopped):
                 reason = "stop"
             elif self.remaining == 0:

@@ -146,7 +146,7 @@ def test_openais_lines_are_answered_in_openais_form(engines: Path, tmp_path: Pat
             ask("/v1/chat/completions", "long", messages=[{"role": "user", "content": "dog " * 100}]),
             ask("/v1/embeddings", "other", input="a"),
             ask("/v1/completions", 5, prompt="a"),
-            ask("/v1/completions", "json", prompt="a", response_format={"type": "json_object"}),
+            ask("/v1/completions", "json", prompt="a", response_format={"type": "xml"}),
             {"custom_id": "bare"},
         ),
     )

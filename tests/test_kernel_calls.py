@@ -38,6 +38,7 @@ SHAPES = {
     "input_ids": (2, SIZES["query_len"]),
     "logits_indices": (2, SIZES["num_logits"]),
     "target_logits": (2, SIZES["positions"], SIZES["vocab"]),
+    "adjusted": (2, SIZES["positions"], SIZES["vocab"]),
     "uploads": (2, 1 + SIZES["draft_len"]),
     "tensors": (7,),
     "blocks": (SIZES["count"],),

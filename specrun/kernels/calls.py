@@ -78,6 +78,16 @@ def apply_penalties(
     _launch(rows, "apply_penalties", batch, positions, vocab, logits, stride, vocab, positions, first, *state, adjusted)
 
 
+def apply_masks(rows: RowState, *, masks: DeviceArray, adjusted: DeviceArray) -> None:
+    """Forbid tokens of constrained rows in ``adjusted`` [B, positions, vocab].
+
+    masks: uint32 [B, positions, ceil(vocab / 32)].
+    """
+    batch, positions, vocab = adjusted.shape
+    grid = (batch, positions, blocks_for_bytes(vocab * 4))
+    rows.device.launch("apply_masks", grid, masks, rows.sampling, vocab, adjusted)
+
+
 def sample_draft(
     rows: RowState, *, logits: DeviceArray, vocab: int, draft_len: int, step: int, distributions: DeviceArray
 ) -> None:

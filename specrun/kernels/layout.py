@@ -37,7 +37,9 @@ SAMPLING = np.dtype(
         ("stops", "<i4"),  # How many of its row of the stop ids count.
         ("free_length", "<i4"),  # Shorter texts must not end: their stop ids are forbidden.
         ("logprobs", "<i4"),  # Log-probabilities of the token and of so many likeliest ones; -1: of none.
-    ]
+        ("constrained", "<i4"),  # 1: masks say which tokens may follow.
+    ],
+    align=True,
 )
 """How a row chooses its tokens."""
 

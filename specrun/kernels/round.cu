@@ -447,7 +447,7 @@ FUNCTION bool has_penalties(const Sampling& s) { return s.repetition != 1 || s.p
 // Whether logits of a row's next round are changed before they become a distribution. It stays as it is until `accept`
 // commits.
 FUNCTION bool has_logits_processors(const Sampling& s, const Progress& p) {
-  return has_penalties(s) || s.biases > 0 || (s.stops > 0 && p.length < s.free_length);
+  return has_penalties(s) || s.biases > 0 || s.constrained || (s.stops > 0 && p.length < s.free_length);
 }
 
 // See adjust in penalties.py; `drafts` of them came before, and `forbidden` ids must not come. Also in place.
@@ -540,6 +540,16 @@ ROW_KERNEL void apply_penalties(
   apply_penalties_to_row(
       group, logits + place, vocab, s, counts + (i64)row * counted, tokens + (i64)row * token_stride + p.length, drafts,
       biases + row * MAX_BIASES, stop_ids + row * MAX_STOP_IDS, forbidden, adjusted + place);
+}
+
+// What `apply_penalties` has written for constrained rows, adjusted [B, positions, vocab], becomes impossible where a mask
+// forbids it: bit v % 32 of word v / 32 of masks [B, positions, (vocab + 31) / 32] says whether v may come.
+KERNEL void apply_masks(const u32* masks, const Sampling* sampling, int vocab, float* adjusted) {
+  if (!sampling[blockIdx.x].constrained) return;
+  i64 place = (i64)blockIdx.x * gridDim.y + blockIdx.y;
+  masks += place * ((vocab + 31) / 32);
+  for (int v = blockIdx.z * blockDim.x + threadIdx.x; v < vocab; v += gridDim.z * blockDim.x)
+    if (!(masks[v / 32] >> v % 32 & 1)) adjusted[place * vocab + v] = -infinity();
 }
 
 // Draft token `step` of each row, appended behind the committed ones: logits [B, stride]. To be compared with the
