@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from specrun.bit_exact import BitExact
-from specrun.dtypes import DTYPES, FloatName
+from specrun.dtypes import DTYPES, CacheName, ElementType, FloatName
 from specrun.errors import EngineDirError, SpecError
 from specrun.processor import has_vnni
 
@@ -99,7 +99,9 @@ class GraphInfo(Strict):
 
     vocab_size: Size
     dtype: FloatName
-    """Of everything that is computed, and of the cache."""
+    """Of everything that is computed."""
+    kv_cache_dtype: CacheName | None = None
+    """What keys and values are stored in; None: what is computed in."""
     quantised: QuantisedWeights | None = None
     caches: list[CacheTensor] = Field(max_length=1 << 16)
 
@@ -108,10 +110,15 @@ class GraphInfo(Strict):
         """How many layers keep a cache."""
         return len(self.caches) // 2
 
+    @property
+    def cache_element(self) -> ElementType:
+        """The type of the cache's elements."""
+        return DTYPES[self.kv_cache_dtype or self.dtype]
+
     def cache_bytes(self, rows: int, length: int) -> int:
         """Bytes of a whole key-value cache for ``rows`` rows of ``length`` positions."""
         elements = sum(cache.heads * cache.head_dim for cache in self.caches) * rows * length
-        return elements * DTYPES[self.dtype].nbytes
+        return elements * self.cache_element.nbytes
 
 
 class TokenizerInfo(Strict):

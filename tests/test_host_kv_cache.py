@@ -24,7 +24,7 @@ def read(cache: HostKVCache, row: int) -> Row:
 def test_rows_keep_what_they_hold_while_the_shape_grows_and_they_change_places(seed: int) -> None:
     """And behind it, nothing of others: what is no number there would become the row's own."""
     generator = np.random.default_rng(seed)
-    cache = HostKVCache(SHAPES, 0)
+    cache = HostKVCache(SHAPES, np.float32, 0)
     for _ in range(4):  # Memory of the last turn serves again.
         rows, length, used = 1, int(generator.integers(1, 9)), 0
         cache.resize(rows, length, 0)
@@ -61,7 +61,7 @@ def grown(row: Row, length: int) -> Row:
 
 @pytest.mark.parametrize("held", [(0, 3), (3, 0), (2, 5), (6, 6)])
 def test_rows_change_places_as_far_as_they_matter(held: tuple[int, int]) -> None:
-    cache = HostKVCache(SHAPES, 0)
+    cache = HostKVCache(SHAPES, np.float32, 0)
     cache.resize(3, 6, 0)
     for tensor in cache.part(0, 3):
         tensor[...] = np.random.default_rng(1).normal(size=tensor.shape)
@@ -75,7 +75,7 @@ def test_rows_change_places_as_far_as_they_matter(held: tuple[int, int]) -> None
 
 
 def test_rows_in_use_do_not_shrink() -> None:
-    cache = HostKVCache(SHAPES, 0)
+    cache = HostKVCache(SHAPES, np.float32, 0)
     cache.resize(2, 8, 0)
     for rows, length in ((1, 8), (2, 7)):
         with pytest.raises(ValueError, match="2 rows of 8 positions"):

@@ -16,6 +16,7 @@ import onnx_ir as ir
 from specbuild import graph as graphs
 from specbuild.causal import drop_causal_masks
 from specbuild.compilers import Compiled, cpu_forms, machine
+from specbuild.quantisation.kv_cache_graph import store_float8_as_int8
 from specbuild.single_queries import pad_single_queries
 from specrun.backends.ort import session_options
 from specrun.dtypes import DTYPES
@@ -36,6 +37,9 @@ def compile_graph(
         graphs.widen_to_float32(model)
         notes.append(f"{graph.dtype} checkpoint: computed in float32 on the CPU")
         graph = graph.model_copy(update={"dtype": "float32"})
+    if store_float8_as_int8(model):
+        graph = graph.model_copy(update={"kv_cache_dtype": "int8"})
+        notes.append("float8 cache: stored in int8 on the CPU, where ONNX Runtime updates no other 8-bit cache")
     vnni = has_vnni()
     if recoded := cpu_forms.prepare(model, vnni):
         notes += recoded
