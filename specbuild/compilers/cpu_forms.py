@@ -26,6 +26,8 @@ ACCURACY_LEVEL = "4"
 """Of MatMulNBits: activations in 8 bits too, with a scale for every block of every token."""
 HARMFUL = ["MatMulAddFusion"]
 """Optimisers to leave out: a product that is joined with its bias first is not found to have quantised sides."""
+HARMFUL_TO_CACHES = ["QDQPropagationTransformer"]
+"""It would round a whole dequantised cache once more, behind every change of its shape."""
 _FLOATS = (ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT4E2M1)
 
 

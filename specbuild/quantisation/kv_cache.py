@@ -17,12 +17,10 @@ import numpy.typing as npt
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from specbuild.quantisation.recipe import CacheCode
-from specbuild.quantisation.rounding import FLOAT8_MAX
+from specbuild.quantisation.recipe import LARGEST_CODE, CacheCode
 from specrun.errors import CheckpointError, UnsupportedModelError
 
 Floats = npt.NDArray[np.float32]
-LARGEST_CODE: dict[CacheCode, float] = {"int8": 127, "float8_e4m3fn": FLOAT8_MAX}
 CODE_TYPES: dict[CacheCode, torch.dtype] = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 
 _MARGIN = 1.1

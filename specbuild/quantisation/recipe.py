@@ -15,6 +15,7 @@ QFORMATS: tuple[QFormat, ...] = get_args(QFormat)
 CacheCode = Literal["int8", "float8_e4m3fn"]
 KV_CACHE_DTYPES: dict[str, CacheCode | None] = {"auto": None, "int8": "int8", "fp8": "float8_e4m3fn"}
 """What ``--kv_cache_dtype`` means; None: what is computed in."""
+LARGEST_CODE: dict[CacheCode, float] = {"int8": 127, "float8_e4m3fn": 448}
 
 _ROUTERS = ("*.gate", "*.router", "*.router.*", "*.shared_expert_gate")
 """Choose a token's experts: they are small, and an error there is one of another kind."""
