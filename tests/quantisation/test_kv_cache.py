@@ -41,7 +41,7 @@ from specrun.errors import BuildConfigError, BuildError, CheckpointError, Unsupp
 from specrun.request import Request
 from specrun.sampling import SamplingParams
 from specrun.verify import verify_pair
-from tests.conftest import make_engine, make_onnx, once, quiet, redescribe
+from tests.conftest import make_engine, make_onnx, quiet, redescribe
 from tests.families import TEXT, VOCAB, save_checkpoint
 from tests.tables import decode
 from tests.test_bad_input import build, error_line, says
@@ -57,18 +57,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> TextOptions:
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text(TEXT * 8, encoding="utf-8")
     return TextOptions(str(path), size=8, length=32)
-
-
-@pytest.fixture(scope="module")
-def made(hf: Path, shared: Path, text: TextOptions) -> Path:
-    """The target with caches in both types: checkpoints, and engines for the CPU."""
-
-    def make(root: Path) -> None:
-        for name in ("int8", "fp8"):
-            make_onnx(hf / "target", root / name, kv_cache_dtype=name, texts=text)
-            make_engine(root / name, root / "engines" / name, **SIZES)
-
-    return once(shared / "kv_cache", make)
 
 
 def tokens() -> npt.NDArray[np.int64]:
@@ -105,8 +93,8 @@ def engine_logits(engine: Path, chunks: tuple[int, ...] = (LENGTH,)) -> Floats:
 def stored_in(checkpoint: Path, code: CacheCode) -> CacheRounding:
     """The rounding that stands in a checkpoint's graph, its codes replaced by others with the same factors."""
     tensors = []
-    for quantise, _, _ in cache_updates(ir.load(checkpoint / GRAPH_NAME)):
-        x, scale = quantise.inputs[0], quantise.inputs[1]
+    for rounding, _, _ in cache_updates(ir.load(checkpoint / GRAPH_NAME)):
+        x, scale = rounding.inputs[0], rounding.inputs[1]
         assert x is not None and scale is not None and scale.const_value is not None
         divide = x.producer()
         assert divide is not None and divide.op_type == "Div" and divide.inputs[1] is not None
@@ -193,10 +181,10 @@ def test_what_cannot_be_calibrated() -> None:
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])
-def test_an_engine_computes_what_the_model_does_with_a_rounded_cache(hf: Path, made: Path, name: str) -> None:
+def test_an_engine_computes_what_the_model_does_with_a_rounded_cache(hf: Path, kv_caches: Path, name: str) -> None:
     """On the CPU a float8 cache is one of int8 with the same factors. Last bits move a few codes by one."""
-    model, rounding = model_of(hf / "target"), stored_in(made / name, "int8")
-    found = engine_logits(made / "engines" / name)
+    model, rounding = model_of(hf / "target"), stored_in(kv_caches / name, "int8")
+    found = engine_logits(kv_caches / "engines" / name)
     exact, expected = model_logits(model), model_logits(model, rounding)
     cost = np.abs(expected - exact).mean()
     assert cost > 0
@@ -208,8 +196,8 @@ def test_an_engine_computes_what_the_model_does_with_a_rounded_cache(hf: Path, m
         assert np.abs(found - model_logits(model, CacheRounding("int8", tuple(wrong)))).mean() > cost / 2
 
 
-def test_config_and_memory_follow_the_caches_type(made: Path, engines: Path) -> None:
-    checkpoint, engine = open_checkpoint(made / "fp8"), open_engine(made / "engines" / "fp8")
+def test_config_and_memory_follow_the_caches_type(kv_caches: Path, engines: Path) -> None:
+    checkpoint, engine = open_checkpoint(kv_caches / "fp8"), open_engine(kv_caches / "engines" / "fp8")
     assert checkpoint.graph.kv_cache_dtype == "float8_e4m3fn"
     assert (engine.graph.dtype, engine.graph.kv_cache_dtype) == ("float32", "int8")
     assert any("float8 cache: stored in int8" in note for note in engine.provenance.notes)
@@ -217,9 +205,9 @@ def test_config_and_memory_follow_the_caches_type(made: Path, engines: Path) -> 
     whole = open_engine(engines / "target").graph
     assert whole.kv_cache_dtype is None
     assert whole.cache_bytes(2, 64) == 4 * engine.graph.cache_bytes(2, 64)
-    assert re.search(r"KV cache +[\d.]+ kB in int8 for 4 rows", describe(made / "engines" / "fp8", False))
-    assert re.search(r"KV cache +float8_e4m3fn", describe(made / "fp8", False))
-    backend = open_host_backend(made / "engines" / "int8", open_engine(made / "engines" / "int8"), blocks=2)
+    assert re.search(r"KV cache +[\d.]+ kB in int8 for 4 rows", describe(kv_caches / "engines" / "fp8", False))
+    assert re.search(r"KV cache +float8_e4m3fn", describe(kv_caches / "fp8", False))
+    backend = open_host_backend(kv_caches / "engines" / "int8", open_engine(kv_caches / "engines" / "int8"), blocks=2)
     backend.resize(2, 64, 0)
     assert backend.cache.nbytes == engine.graph.cache_bytes(2, 64)
     backend.close()
@@ -236,19 +224,19 @@ def double_a_factor(model: ir.Model) -> None:
     divide.replace_input_with(1, graphs.initializer(model.graph, "wrong", ir.Tensor(factors, name="wrong")))
 
 
-def test_convert_sees_a_wrong_factor(hf: Path, made: Path, tmp_path: Path) -> None:
-    model, info = model_of(hf / "target"), open_checkpoint(made / "int8").graph
+def test_convert_sees_a_wrong_factor(hf: Path, kv_caches: Path, tmp_path: Path) -> None:
+    model, info = model_of(hf / "target"), open_checkpoint(kv_caches / "int8").graph
     reference = reference_logits(model, info.vocab_size, 64)
-    assert compare(made / "int8" / GRAPH_NAME, info, [reference]) < 1e-4
+    assert compare(kv_caches / "int8" / GRAPH_NAME, info, [reference]) < 1e-4
     with pytest.raises(VerificationError, match="disagree"):
-        compare(changed_graph(made / "int8", tmp_path / "wrong", double_a_factor), info, [reference])
+        compare(changed_graph(kv_caches / "int8", tmp_path / "wrong", double_a_factor), info, [reference])
 
 
 def see_new_rows_unrounded(model: ir.Model) -> None:
     """Attention sees a pass's own keys and values as they were before rounding."""
     write_indices = next(value for value in model.graph.inputs if value.name == "write_indices")
-    for quantise, scatter, readers in cache_updates(model):
-        x = quantise.inputs[0]
+    for rounding, scatter, readers in cache_updates(model):
+        x = rounding.inputs[0]
         assert x is not None
         for reader in readers:
             uses = list(reader.outputs[0].uses())
@@ -260,16 +248,16 @@ def see_new_rows_unrounded(model: ir.Model) -> None:
                 use.node.replace_input_with(use.idx, mixed.outputs[0])
 
 
-def test_a_text_has_the_same_bits_however_it_is_read(made: Path, tmp_path: Path) -> None:
+def test_a_text_has_the_same_bits_however_it_is_read(kv_caches: Path, tmp_path: Path) -> None:
     """Because a pass sees its own keys and values rounded too. Otherwise they are others in later passes."""
     for name in ("int8", "fp8"):
-        engine = made / "engines" / name
+        engine = kv_caches / "engines" / name
         found = open_engine(engine).bit_exact
         assert found and found.shapes is not None
         whole = engine_logits(engine)
         assert engine_logits(engine, (7, 2, 20, 11)).tobytes() == whole.tobytes()
-    path = changed_graph(made / "int8", tmp_path / "unrounded", see_new_rows_unrounded)
-    for file in (made / "int8").iterdir():
+    path = changed_graph(kv_caches / "int8", tmp_path / "unrounded", see_new_rows_unrounded)
+    for file in (kv_caches / "int8").iterdir():
         if not file.name.startswith(GRAPH_NAME):
             (path.parent / file.name).write_bytes(file.read_bytes())
     engine = make_engine(redescribe(path.parent), tmp_path / "engine", **SIZES)
@@ -278,9 +266,9 @@ def test_a_text_has_the_same_bits_however_it_is_read(made: Path, tmp_path: Path)
     assert found and found.shapes is None
 
 
-def test_texts_are_the_targets_own(made: Path, engines: Path) -> None:
+def test_texts_are_the_targets_own(kv_caches: Path, engines: Path) -> None:
     """Byte for byte, for any draft; and with a reused prefix as without."""
-    target, prompts = made / "engines" / "int8", [[5, 9, 200], list(range(30, 70)), list(range(30, 77))]
+    target, prompts = kv_caches / "engines" / "int8", [[5, 9, 200], list(range(30, 70)), list(range(30, 77))]
     verdict = verify_pair(target, engines / "draft", DraftTargetConfig(3), prompts, SamplingParams(), 0.1)
     assert verdict.good
     assert verdict.parts[0].identical == verdict.parts[0].texts == len(prompts)
@@ -356,9 +344,9 @@ def test_bad_input_is_one_line(hf: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_cuda_engines_of_onnxruntime_have_none(made: Path, tmp_path: Path) -> None:
+def test_cuda_engines_of_onnxruntime_have_none(kv_caches: Path, tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="keys and values in int8: engines of ONNX Runtime for CUDA have no 8-bit"):
-        make_engine(made / "int8", tmp_path / "engine", backend="onnxruntime", device="cuda")
+        make_engine(kv_caches / "int8", tmp_path / "engine", backend="onnxruntime", device="cuda")
 
 
 # TensorRT
@@ -366,15 +354,15 @@ def test_cuda_engines_of_onnxruntime_have_none(made: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("name", "capabilities", "refused"), [("int8", [80, 86, 89, 120], 0), ("fp8", [89, 120], 86)])
 def test_tensorrt_compiles_it_for_the_gpus_that_have_it(
-    made: Path, tmp_path: Path, name: str, capabilities: list[int], refused: int
+    kv_caches: Path, tmp_path: Path, name: str, capabilities: list[int], refused: int
 ) -> None:
     """The plan reads the cache and gives new keys and values of their own."""
     wanted = ",".join(map(str, capabilities))
     plan = make_engine(
-        made / name, tmp_path / "plan", backend="tensorrt_rtx", compute_capabilities=wanted, max_batch_size=2
+        kv_caches / name, tmp_path / "plan", backend="tensorrt_rtx", compute_capabilities=wanted, max_batch_size=2
     )
     config = open_engine(plan)
-    kind = open_checkpoint(made / name).graph.kv_cache_dtype
+    kind = open_checkpoint(kv_caches / name).graph.kv_cache_dtype
     tensors = {tensor.name: (tensor.dtype, tensor.shape, tensor.aliases) for tensor in config.io}
     length = config.build_config.cache_length
     assert length % 16 == 0
@@ -384,4 +372,4 @@ def test_tensorrt_compiles_it_for_the_gpus_that_have_it(
     assert config.new_positions == 2 * config.build_config.max_input_len
     if refused:
         with pytest.raises(BuildError, match=f"--compute_capabilities {refused}: weights or the cache are float8"):
-            make_engine(made / name, tmp_path / "old", backend="tensorrt_rtx", compute_capabilities=str(refused))
+            make_engine(kv_caches / name, tmp_path / "old", backend="tensorrt_rtx", compute_capabilities=str(refused))
