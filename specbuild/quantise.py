@@ -173,4 +173,5 @@ def describe(report: dict[str, Any]) -> list[str]:
         f"{'':<24}{'original':>12}{report['qformat']:>12}",
         *(f"{name:<24}{before:>12}{after:>12}" for name, before, after in rows),
         f"weights: {forms}; embedding {report['embedding']}, lm_head {report['lm_head']}",
+        *([f"cache: {report['kv_cache_dtype']}"] if report["kv_cache_dtype"] != "auto" else []),
     ]

@@ -246,7 +246,7 @@ _VARIABLE = {
 }
 
 
-def _shape(name: str, dims: Any, new_positions: bool) -> list[int | str]:
+def _shape(name: str, dims: Any, new_positions: bool = False) -> list[int | str]:
     names = (graphs.BATCH, "", graphs.SEQUENCE) if new_positions else _VARIABLE.get(name, (graphs.BATCH,))
     return [names[i] if dim < 0 and i < len(names) else int(dim) for i, dim in enumerate(dims)]
 

@@ -101,7 +101,7 @@ def stored_in(checkpoint: Path, code: CacheCode) -> CacheRounding:
         factors = divide.inputs[1].const_value
         assert factors is not None
         tensors.append((float(scale.const_value.numpy()), np.array(factors.numpy())[:, 0]))
-    own = "float8_e4m3fn" if open_checkpoint(checkpoint).graph.kv_cache_dtype == "float8_e4m3fn" else "int8"
+    own: CacheCode = "int8" if open_checkpoint(checkpoint).graph.kv_cache_dtype == "int8" else "float8_e4m3fn"
     wider = LARGEST_CODE[own] / LARGEST_CODE[code]
     return CacheRounding(code, tuple(TensorRounding(scale * wider, factors) for scale, factors in tensors))
 
@@ -148,7 +148,7 @@ def test_a_silent_head_and_one_step_for_all() -> None:
         (tensor,) = rounding_for("int8", [values], torch.float32).tensors
         assert (tensor.factors > 0).all()
         assert np.isfinite(tensor.factors).all()
-    (whole,), (heads,) = (coarser(code, [silent]) for code in ("float8_e4m3fn", "int8"))  # type: ignore[arg-type]
+    (whole,), (heads,) = coarser("float8_e4m3fn", [silent]), coarser("int8", [silent])
     assert (whole == 4).all()
     assert heads.tolist() == [[0] * 4, [4] * 4]
     assert not rounding_for("float8_e4m3fn", [whole], torch.bfloat16).tensors[0].is_scaled
@@ -160,11 +160,11 @@ def test_calibration_sees_the_largest_of_each_channel(hf: Path) -> None:
     with torch.no_grad():
         for batch in rows.split(2):
             model(input_ids=batch, past_key_values=seen, use_cache=True)
-            cache = DynamicCache()
+            cache: Any = DynamicCache()
             model(input_ids=batch, past_key_values=cache, use_cache=True)
             kept.append([part for layer in cache.layers for part in (layer.keys, layer.values)])
     for found, tensors in zip(seen.largest(), zip(*kept, strict=True), strict=True):
-        expected = torch.cat(tensors).abs().amax(dim=(0, 2))  # type: ignore[arg-type]
+        expected = torch.cat(tensors).abs().amax(dim=(0, 2))
         np.testing.assert_allclose(found, expected.numpy(), rtol=1e-5)
 
 
@@ -192,7 +192,7 @@ def test_an_engine_computes_what_the_model_does_with_a_rounded_cache(hf: Path, k
     assert cost < 0.05 * np.abs(exact).max(), "and it is close to the model itself"
     for part in (0, 1):  # Of keys, of values: with factors of other channels it is another model.
         wrong = list(rounding.tensors)
-        wrong[part] = wrong[part]._replace(factors=wrong[part].factors[:, ::-1].copy() / 4)
+        wrong[part] = wrong[part]._replace(factors=wrong[part].factors[:, ::-1] * np.float32(0.25))
         assert np.abs(found - model_logits(model, CacheRounding("int8", tuple(wrong)))).mean() > cost / 2
 
 
