@@ -93,14 +93,15 @@ def engine_logits(engine: Path, chunks: tuple[int, ...] = (LENGTH,)) -> Floats:
 def stored_in(checkpoint: Path, code: CacheCode) -> CacheRounding:
     """The rounding that stands in a checkpoint's graph, its codes replaced by others with the same factors."""
     tensors = []
-    for rounding, _, _ in cache_updates(ir.load(checkpoint / GRAPH_NAME)):
-        x, scale = rounding.inputs[0], rounding.inputs[1]
-        assert x is not None and scale is not None and scale.const_value is not None
-        divide = x.producer()
-        assert divide is not None and divide.op_type == "Div" and divide.inputs[1] is not None
-        factors = divide.inputs[1].const_value
-        assert factors is not None
-        tensors.append((float(scale.const_value.numpy()), np.array(factors.numpy())[:, 0]))
+    for rounding, scatter, _ in cache_updates(ir.load(checkpoint / GRAPH_NAME)):
+        x, scale, past = rounding.inputs[0], rounding.inputs[1], scatter.inputs[0]
+        assert x is not None and scale is not None and scale.const_value is not None and past is not None
+        divide, shape = x.producer(), past.shape
+        assert divide is not None and shape is not None
+        factors = np.ones((shape[1], shape[3]), np.float32)  # type: ignore[type-var]
+        if divide.op_type == "Div":  # Otherwise all channels have the same step.
+            factors = divide.inputs[1].const_value.numpy()[:, 0]  # type: ignore[union-attr]
+        tensors.append((float(scale.const_value.numpy()), np.array(factors)))
     own: CacheCode = "int8" if open_checkpoint(checkpoint).graph.kv_cache_dtype == "int8" else "float8_e4m3fn"
     wider = LARGEST_CODE[own] / LARGEST_CODE[code]
     return CacheRounding(code, tuple(TensorRounding(scale * wider, factors) for scale, factors in tensors))
