@@ -9,13 +9,21 @@ import click
 
 from specbuild import __version__
 from specbuild.config import Backend
-from specbuild.quantisation.recipe import QFORMATS
+from specbuild.quantisation.recipe import KV_CACHE_DTYPES, QFORMATS
 from specbuild.quantisation.texts import BUILTIN, TextOptions
 from specrun.command_line import CONTEXT, FolderPath, OneLineErrors
 from specrun.dtypes import FLOAT_NAMES
 from specrun.engine_dir import SpeculativeMode
 
 CALIB_DATASET = "Text, or JSON lines with a 'text', to calibrate on."
+
+_KV_CACHE = click.option(
+    "--kv_cache_dtype",
+    type=click.Choice(list(KV_CACHE_DTYPES)),
+    default="auto",
+    show_default=True,
+    help="What keys and values are stored in. auto: what is computed in.",
+)
 
 
 @click.group(cls=OneLineErrors, context_settings=CONTEXT)
@@ -33,6 +41,7 @@ def main(debug: bool) -> None:
 @click.option("--dequantize", is_flag=True, help="Take weights that come quantised as dense ones.")
 @click.option("--group_size", type=int, help="Input channels that share a scale. Default: 128, or what divides them.")
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Modules to leave as they are; may be repeated.")
+@_KV_CACHE
 @click.option("--calib_dataset", default=BUILTIN, show_default=True, metavar="FILE|builtin", help=CALIB_DATASET)
 @click.option("--calib_size", type=int, default=TextOptions.size, show_default=True, help="Most rows to calibrate on.")
 @click.option(
@@ -59,6 +68,7 @@ def convert(model_dir: str, output_dir: Path, **options: Any) -> None:
 @click.option("--group_size", type=int, help="Input channels that share a scale. Default: 128, or what divides them.")
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Modules to leave as they are; may be repeated.")
 @click.option("--lm_head/--no-lm_head", default=False, show_default=True, help="Quantise lm_head too.")
+@_KV_CACHE
 @click.option("--calib_dataset", default=BUILTIN, show_default=True, metavar="FILE|builtin", help=CALIB_DATASET)
 @click.option("--calib_size", type=int, default=TextOptions.size, show_default=True, help="Most rows to calibrate on.")
 @click.option(

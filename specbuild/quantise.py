@@ -12,7 +12,7 @@ from specbuild.files import QUALITY_NAME, new_directory, require_free, require_s
 from specbuild.huggingface import locate, read_model_config
 from specbuild.json_file import read_json
 from specbuild.progress import Stages, human_bytes, peak_memory
-from specbuild.quantisation.recipe import make_recipe
+from specbuild.quantisation.recipe import cache_code, make_recipe
 from specbuild.quantisation.texts import TextOptions
 from specbuild.weights import check_weights, require_layers
 from specrun.errors import UnsupportedModelError
@@ -37,6 +37,8 @@ class QuantiseOptions:
     exclude: tuple[str, ...] = ()
     lm_head: bool = False
     """Quantise it too; vLLM and others do not read that for every model."""
+    kv_cache_dtype: str = "auto"
+    """The type of cache that scales are written for."""
     texts: TextOptions = field(default_factory=TextOptions)
     quality: bool = True
     """Compare the predictions with the original's."""
@@ -56,13 +58,18 @@ def quantise(options: QuantiseOptions, stages: Stages) -> dict[str, Any]:
     recipe = make_recipe(options.qformat, options.group_size, options.exclude)
     assert recipe is not None
     recipe = replace(recipe, head=options.lm_head, embeddings=False)
+    kv_cache = cache_code(options.kv_cache_dtype)
+    import torch
+
     from specbuild.export.skeleton import load_skeleton
-    from specbuild.quantisation.calibration import quantise_dense, texts_of
+    from specbuild.quantisation.calibration import calibrate_on, quantise_dense, texts_of
     from specbuild.quantisation.checkpoints.loading import require_claimed
+    from specbuild.quantisation.kv_cache import coarser, rounding_for
     from specbuild.quantisation.quality import measure
     from specbuild.quantisation.quantised_checkpoint import (
         output_bytes,
         read_back,
+        stored_cache,
         stored_products,
         write_config,
         write_weights,
@@ -76,23 +83,30 @@ def quantise(options: QuantiseOptions, stages: Stages) -> dict[str, Any]:
         files = check_weights(source)
         require_layers(source, hf_config, files)
         texts = None
-        if recipe.calibrated or options.quality:
+        if recipe.calibrated or kv_cache or options.quality:
             texts = texts_of(options.texts, source, positions_of(hf_config), options.trust_remote_code)
     with stages.stage("lay out the model"):
         stored: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in files.entries.items()}
         skeleton = load_skeleton(source, hf_config, "auto", options.trust_remote_code, stored)
         require_claimed(source, skeleton.weights)
-    packed = quantise_dense(skeleton.model, skeleton.weights, recipe, texts, stages)
+    largest = None
+    if texts is not None and (recipe.calibrated or kv_cache):
+        largest = calibrate_on(texts, skeleton.model, kv_cache is not None, stages)
+    cache = None
+    if kv_cache and largest:
+        cache = rounding_for(kv_cache, coarser(kv_cache, largest.cache), torch.float32)
+    packed = quantise_dense(skeleton.model, skeleton.weights, recipe, largest, stages)
     products = stored_products(source, skeleton, packed, files.entries, stages)
+    scales = stored_cache(source, skeleton.model, products, cache)
     require_space({output_dir.absolute().parent: output_bytes(files.entries, products)})
     with new_directory(output_dir, options.force) as work:
         with stages.stage("write weights", len(files.entries)) as advance:
-            write_weights(source, work, files.entries, products, advance)
-        write_config(source, work, skeleton, files.entries, products)
-        written, quality = read_back(work, products), None
+            write_weights(source, work, files.entries, products, scales, advance)
+        write_config(source, work, skeleton, files.entries, products, kv_cache)
+        (written, cache), quality = read_back(work, products, cache), None
         if options.quality and texts is not None:
             with stages.stage("compare with the original", len(texts.held_out)) as advance:
-                quality = measure(skeleton.model, written, source, texts.held_out, advance)
+                quality = measure(skeleton.model, written, cache, source, texts.held_out, advance)
         report = _report(options, skeleton, files.nbytes, check_weights(work).nbytes, written, quality)
         (work / QUALITY_NAME).write_text(json.dumps(report, indent=2) + "\n")
     for line in describe(report):
@@ -134,6 +148,7 @@ def _report(
         "tool": "specbuild quantize",
         "source": options.model,
         "qformat": options.qformat,
+        "kv_cache_dtype": options.kv_cache_dtype,
         "forms": packed.forms(),
         "embedding": form(model.get_input_embeddings()),
         "lm_head": form(model.get_output_embeddings()),
@@ -158,4 +173,5 @@ def describe(report: dict[str, Any]) -> list[str]:
         f"{'':<24}{'original':>12}{report['qformat']:>12}",
         *(f"{name:<24}{before:>12}{after:>12}" for name, before, after in rows),
         f"weights: {forms}; embedding {report['embedding']}, lm_head {report['lm_head']}",
+        *([f"cache: {report['kv_cache_dtype']}"] if report["kv_cache_dtype"] != "auto" else []),
     ]

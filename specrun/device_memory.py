@@ -18,7 +18,7 @@ class Need:
     weights: int
     cache: int
     buffers: int
-    """Token ids, logits, the rows' texts, and what acceptance works on."""
+    """Token ids, logits, the rows' texts, what acceptance works on, and new keys and values that are outputs."""
     workspace: int = 0
     """Memory that the plan computes in. Only a loaded plan knows it, so it is 0 in the first check."""
 
@@ -40,7 +40,7 @@ def need(role: str, config: EngineConfig, rows: int, positions: int, texts: bool
         role=role,
         weights=config.weight_bytes,
         cache=graph.cache_bytes(build.max_batch_size, build.cache_length) + graph.cache_bytes(blocks, BLOCK),
-        buffers=logits + ids + counts + masks,
+        buffers=logits + ids + counts + masks + graph.cache_bytes(1, config.new_positions),
     )
 
 

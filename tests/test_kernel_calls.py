@@ -29,6 +29,7 @@ SIZES = {
     "draft_len": 3,
     "query_len": 5,
     "count": 8,
+    "batch": 3,
     "num_logits": 6,
 }
 """What the shapes below say."""

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from specbuild.quantisation.inputs import batches, rounding
+from specbuild.quantisation.kv_cache import CacheRounding, RoundedCache
 from specbuild.quantisation.packed_model import PackedModel, dequantised
 from specbuild.reference import Float32
 from specrun.errors import VerificationError
@@ -34,8 +35,16 @@ class Quality:
     """The share of tokens whose most likely one is the same."""
 
 
-def measure(model: Any, packed: PackedModel, directory: Path, rows: Rows, advance: Callable[[float], None]) -> Quality:
-    """Run a skeleton over ``rows`` as it is, and with its weights and inputs rounded as ``packed`` says.
+def measure(
+    model: Any,
+    packed: PackedModel,
+    cache: CacheRounding | None,
+    directory: Path,
+    rows: Rows,
+    advance: Callable[[float], None],
+) -> Quality:
+    """Run a skeleton over ``rows`` as it is, and with weights and inputs rounded by ``packed``, keys and values by
+    ``cache``.
 
     ``advance`` is called with the rows that are done; ``directory`` is named in errors. Every weight is read once for
     a batch of rows. Raises VerificationError where logits are not finite.
@@ -46,7 +55,7 @@ def measure(model: Any, packed: PackedModel, directory: Path, rows: Rows, advanc
     for batch in batches(model, rows, every_logit=True):
         original = _logits(model, batch, Float32(), "the original")
         with dequantised(model, packed, directory):
-            quantised = _logits(model, batch, Float32(see_input), "the quantised model")
+            quantised = _logits(model, batch, Float32(see_input), "the quantised model", cache)
         for ids, one, other in zip(batch, original, quantised, strict=True):
             expected, found = (logits[:-1].log_softmax(dim=-1) for logits in (one, other))
             following = torch.from_numpy(ids[1:, None])
@@ -59,10 +68,11 @@ def measure(model: Any, packed: PackedModel, directory: Path, rows: Rows, advanc
     return Quality(count, after, before, kl / count, same / count)
 
 
-def _logits(model: Any, batch: Rows, mode: Float32, which: str) -> torch.Tensor:
-    """[B, S, V] in float32."""
+def _logits(model: Any, batch: Rows, mode: Float32, which: str, rounding: CacheRounding | None = None) -> torch.Tensor:
+    """[B, S, V] in float32. rounding: of the cache."""
+    cache = {"past_key_values": RoundedCache(rounding)} if rounding else {}
     with torch.no_grad(), mode:
-        logits: torch.Tensor = model(input_ids=torch.from_numpy(batch), use_cache=False).logits.float()
+        logits: torch.Tensor = model(input_ids=torch.from_numpy(batch), use_cache=bool(cache), **cache).logits.float()
     if not all(np.isfinite(float(end)) for end in torch.aminmax(logits)):
         raise VerificationError(f"the logits of {which} are not finite (NaN or inf) on the text of --calib_dataset")
     return logits

@@ -20,6 +20,7 @@ THREADS = {
     "commit_records": 1,
     "copy_blocks": 256,
     "swap_rows": 256,
+    "write_positions": 256,
     "swap": 256,
 }
 """Threads per block."""

@@ -189,6 +189,22 @@ def swap_rows(
     device.launch("swap_rows", grid, tensors, length, one, other, positions)
 
 
+def write_positions(
+    device: Device,
+    *,
+    tensors: DeviceArray,
+    length: int,
+    first: int,
+    write_indices: DeviceArray,
+    query_len: int,
+    heads: int,
+    size: int,
+) -> None:
+    """Write new positions to rows from ``first`` on; ``heads`` and ``size``: the largest of all tensors."""
+    grid, (batch,) = (blocks_for_bytes(query_len * size), heads, tensors.shape[0]), write_indices.shape
+    device.launch("write_positions", grid, tensors, length, first, write_indices, batch, query_len)
+
+
 def swap(device: Device, *, one: DeviceArray, other: DeviceArray) -> None:
     """Exchange what two arrays of the same size hold."""
     device.launch("swap", (blocks_for_bytes(one.nbytes), 1, 1), one, other, one.nbytes)

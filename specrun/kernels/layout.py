@@ -68,9 +68,12 @@ DISTRIBUTION = np.dtype(
 CACHE_TENSOR = np.dtype(
     [
         ("rows", "<u8"),  # The address of [rows, heads, length] positions.
-        ("pool", "<u8"),  # The address of [blocks, heads, CACHE_BLOCK] positions.
+        (
+            "pool",
+            "<u8",
+        ),  # The address of [blocks, heads, CACHE_BLOCK] positions, or of [B, heads, query_len].
         ("heads", "<i4"),
-        ("size", "<i4"),  # Bytes of a position; even, as elements have 2 or 4.
+        ("size", "<i4"),  # Bytes of a position: an even number.
     ]
 )
 """A tensor of a key-value cache."""

@@ -748,5 +748,19 @@ KERNEL void swap_rows(const CacheTensor* tensors, int length, int one, int other
       (i64)positions * tensor.size);
 }
 
+// New positions of rows `first` .., [batch, heads, query_len] of every tensor (blockIdx.z) and head (blockIdx.y), to where
+// they belong in the cache.
+KERNEL void write_positions(
+    const CacheTensor* tensors, int length, int first, const i64* write_indices, int batch, int query_len) {
+  const CacheTensor& tensor = tensors[blockIdx.z];
+  int head = blockIdx.y;
+  if (head >= tensor.heads) return;
+  i64 bytes = (i64)query_len * tensor.size;
+  for (int row = 0; row < batch; row++) {
+    const u8* from = (const u8*)tensor.pool + ((i64)row * tensor.heads + head) * bytes;
+    copy_bytes(position_of(tensor, length, first + row, head, (int)write_indices[row]), from, bytes);
+  }
+}
+
 // Exchange two arrays of `bytes`, an even number.
 KERNEL void swap(void* one, void* other, int bytes) { swap_bytes(one, other, bytes); }

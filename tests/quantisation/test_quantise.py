@@ -83,7 +83,7 @@ def test_what_is_written_is_what_convert_makes_of_the_original(
     report = run(dense, tmp_path / "out", text, qformat=qformat, lm_head=True, quality=False)
     original, _ = skeleton(dense)
     rows = read_texts(TextOptions(str(text), **TEXTS), dense).calibration
-    largest = calibrate(original.model, rows, lambda _rows: None)
+    largest = calibrate(original.model, rows, lambda _rows: None).inputs
     expected = pack_model(original.model, Recipe(qformat), original.weights, largest)
     loaded, found = skeleton(tmp_path / "out")
     assert found.products.keys() == expected.products.keys()
@@ -148,7 +148,7 @@ def inputs_seen(model: Any, see: Callable[[str, torch.Tensor], torch.Tensor | No
 def test_calibration_sees_what_pytorchs_hooks_see(family: str, tmp_path: Path, text: Path) -> None:
     directory = save_checkpoint(tmp_path / family, family)
     rows = read_texts(TextOptions(str(text), **TEXTS), directory).calibration
-    found = calibrate(skeleton(directory)[0].model, rows, lambda _rows: None)
+    found = calibrate(skeleton(directory)[0].model, rows, lambda _rows: None).inputs
     seen: dict[str, list[torch.Tensor]] = {}
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
     with (
