@@ -65,6 +65,7 @@ def convert(model_dir: str, output_dir: Path, **options: Any) -> None:
     "--calib_max_seq_length", type=int, default=TextOptions.length, show_default=True, help="Tokens of a row."
 )
 @click.option("--quality/--no-quality", default=True, show_default=True, help="Compare with the original.")
+@click.option("--draft_dir", metavar="DIR|HUB_ID", help="A draft for it: compare the pair's acceptance rate too.")
 @click.option("--revision", help="Branch, tag or commit, for a Hub ID.")
 @click.option("--trust_remote_code", is_flag=True, help="Run Python code that comes with the checkpoint.")
 @click.option("--force", is_flag=True, help="Replace output_dir if it exists.")
