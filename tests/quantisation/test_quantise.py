@@ -36,7 +36,7 @@ from specbuild.quantisation.inputs import calibrate, rounded
 from specbuild.quantisation.packed_model import PackedModel
 from specbuild.quantisation.recipe import QFORMATS, QFormat, Recipe
 from specbuild.quantisation.texts import TextOptions, read_texts
-from specbuild.quantise import QuantiseOptions, quantise
+from specbuild.quantise import AUTO, LEAST_TOP1, QuantiseOptions, quantise
 from specbuild.tensors import Reader, StoredTensor
 from specbuild.weights import check_weights
 from specrun.engine_dir import open_engine
@@ -347,6 +347,19 @@ def test_the_command_says_what_it_did_and_replaces_only_its_own(dense: Path, tex
     copy = shutil.copytree(dense, tmp_path / "somebodys")
     line = error_line(build("quantize", "--model_dir", dense, "--output_dir", copy, "--force"))
     says(line, copy, "refusing to replace")
+
+
+def test_auto_is_what_measured_best_of_what_keeps_the_text() -> None:
+    path = Path(__file__).parents[2] / "scripts" / "benchmarks" / "results" / "quantised.json"
+    rows = json.loads(path.read_text())["results"]
+    measured = {form: row for form, row in rows.items() if form in QFORMATS}
+    fit = [form for form, row in measured.items() if row["quality"]["top1_same"] >= LEAST_TOP1]
+    speed = {
+        form: max(row[way]["of_float32_alone"]["median"] for way in ("with_draft", "auto"))
+        for form, row in measured.items()
+    }
+    assert max(fit, key=speed.__getitem__) == AUTO
+    assert max(speed, key=speed.__getitem__) == "int4"  # As the command says.
 
 
 def not_utf8(path: Path) -> None:
