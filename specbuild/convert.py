@@ -84,7 +84,7 @@ def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
     output_dir = Path(options.output_dir)
     require_free(output_dir, options.force)
     with stages.stage("check checkpoint"):
-        source = _read_source(options)
+        source = _read_source(options, stages)
     with new_directory(output_dir, options.force) as work:
         config = _write(source, options, work, stages)
         (work / CONFIG_NAME).write_text(config.model_dump_json(indent=2) + "\n")
@@ -99,7 +99,7 @@ def require_packages(*names: str) -> None:
             raise ModuleNotFoundError(f"no module named {package}", name=package)
 
 
-def _read_source(options: ConvertOptions) -> _Source:
+def _read_source(options: ConvertOptions, stages: Stages) -> _Source:
     """Find and check the checkpoint, without its weights' values."""
     from specbuild.quantisation.checkpoints.scheme import has_cache_scales
     from specbuild.quantisation.checkpoints.schemes import read_scheme
@@ -118,7 +118,10 @@ def _read_source(options: ConvertOptions) -> _Source:
     require_layers(directory, hf_config, files)
     max_seq_len = _max_seq_len(directory, hf_config, options.max_seq_len)
     texts = None
-    if (recipe is not None and recipe.calibrated) or (kv_cache and not has_cache_scales(scheme, kv_cache)):
+    needs_text = (recipe is not None and recipe.calibrated) or (kv_cache and not has_cache_scales(scheme, kv_cache))
+    if not needs_text:
+        options.texts.say_if_unused(f"--qformat {options.qformat} needs no calibration", stages)
+    else:
         from specbuild.quantisation.calibration import texts_of
 
         texts = texts_of(options.texts, directory, positions_of(hf_config), options.trust_remote_code)

@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 _WANTED = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "*.model", "*.jinja", "*.py"]
 
 
-def locate(model: str, revision: str | None = None) -> Path:
+def locate(model: str, revision: str | None = None, option: str = "--model_dir") -> Path:
     """The local directory of ``model``, a directory or a Hub ID (which is downloaded; weights as safetensors only).
 
-    Raises CheckpointError.
+    option: what it was given with. Raises CheckpointError.
     """
     path = Path(model).expanduser()
     if path.is_dir():
         return path
     if path.exists():
-        raise CheckpointError(f"{model}: is a file; --model_dir wants the directory that holds config.json")
+        raise CheckpointError(f"{model}: is a file; {option} wants the directory that holds config.json")
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise CheckpointError(
-            f"{model}: no such directory; --model_dir wants a checkpoint directory or a Hub ID (owner/name)"
+            f"{model}: no such directory; {option} wants a checkpoint directory or a Hub ID (owner/name)"
         )
     from huggingface_hub import snapshot_download
 

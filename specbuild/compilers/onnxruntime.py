@@ -54,6 +54,8 @@ def compile_graph(
     weights = output if recoded else checkpoint
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(weights))
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", cpu_forms.ACCURACY_LEVEL)
+    # Nothing is run here: laying weights out for their kernels would only copy all of them.
+    options.add_session_config_entry("session.disable_prepacking", "1")
     advance(0.1)
     try:
         ort.InferenceSession(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from specbuild.quantisation.activation import Activation
@@ -58,6 +58,12 @@ class Recipe:
     def calibrated(self) -> bool:
         """Whether inputs are rounded with scales that a text fixes."""
         return self.qformat in ("fp8", "nvfp4")
+
+    @property
+    def without_inputs(self) -> Recipe:
+        """The same for the weights, with inputs as they are: it needs no calibration."""
+        same: dict[QFormat, QFormat] = {"fp8": "fp8_wo", "nvfp4": "nvfp4_wo"}
+        return replace(self, qformat=same.get(self.qformat, self.qformat))
 
     def product(self, module: str, inputs: int, is_head: bool) -> Storage | None:
         """How the weight of ``module``'s product is stored. inputs: its channels; is_head: it gives the logits.
