@@ -351,9 +351,7 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> list[Grammar]:
     save_tokenizer(directory := tmp_path_factory.mktemp("tokenizer"))
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     grammars = Grammars(lambda: tokenizer, [0])
-    return [
-        grammars.compile(Constraint("regex", text)) for text in ("[a-f]{9}", r"([a-m]+ ){2,5}\.", "(abc|dam|fe)+x")
-    ]
+    return [grammars.compile(Constraint("regex", text)) for text in ("[a-f]{9}", r"([a-m]+ ){2,5}\.", "(abc|dam|fe)+x")]
 
 
 def test_control_masks_that_do_not_know_the_drafts_are_seen(
