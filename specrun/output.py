@@ -29,6 +29,7 @@ def as_json(request: Request) -> str:
         "drafted": stats.drafted,
         "evaluated": stats.evaluated,
         "accepted": stats.accepted,
+        "forced": stats.forced,
         "acceptance_rate": stats.acceptance_rate,
         "tokens_per_round": stats.tokens_per_round,
         "seconds": stats.seconds,
