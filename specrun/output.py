@@ -35,6 +35,7 @@ def as_object(request: Request) -> dict[str, Any]:
         "drafted": stats.drafted,
         "evaluated": stats.evaluated,
         "accepted": stats.accepted,
+        "forced": stats.forced,
         "acceptance_rate": stats.acceptance_rate,
         "tokens_per_round": stats.tokens_per_round,
         "seconds": stats.seconds,

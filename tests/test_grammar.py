@@ -23,11 +23,12 @@ from tokenizers import Tokenizer
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import RequestError
-from specrun.grammar import MAX_CONSTRAINT_BYTES, Constraint, Grammar, Grammars, Matcher, apply_mask
+from specrun.grammar import MAX_CONSTRAINT_BYTES, Constraint, Grammar, Grammars, Mask, Matcher, apply_mask
 from specrun.request import Request
 from specrun.request_options import RequestOptions
 from specrun.rounds.host import HostRound
 from specrun.sampling import SamplingParams
+from specrun.verify import verify_pair
 from tests.families import EOS, VOCAB
 from tests.reference import Doubles, Fit, chi_squared, exact_probabilities
 from tests.tables import decode, make_requests, normal, open_tables
@@ -432,6 +433,34 @@ def test_control_masks_that_do_not_know_the_drafts_are_seen(
     monkeypatch.setattr(Matcher, "mask", lambda self, drafts: right(self, ()))
     monkeypatch.setattr(Matcher, "commit", lambda self, token: self._advance_to((token,)) and None)
     assert not fit(tmp_path, letters, tokenizer, use_logits).good
+
+
+def loses_a_token_behind_drafts(right: Callable[..., Mask | None]) -> Callable[..., Mask | None]:
+    """A mask without its first token, where there are drafts before it."""
+
+    def mask(self: Matcher, drafts: Sequence[int]) -> Mask | None:
+        if (found := right(self, drafts)) is None or not drafts or np.unpackbits(found).sum() < 2:
+            return found
+        bits = np.unpackbits(found, bitorder="little")
+        bits[bits.argmax()] = 0
+        return np.packbits(bits, bitorder="little")
+
+    return mask
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_verify_holds_a_pair_to_masked_decoding(engines: Path, monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
+    monkeypatch.setattr("specrun.verify.FEWEST", 256)
+    if wrong:
+        monkeypatch.setattr(Matcher, "mask", loses_a_token_behind_drafts(Matcher.mask))
+    pair, options = (engines / "target", engines / "draft"), RequestOptions(regex="[abc]{5,9}( fox)?")
+    verdict = verify_pair(
+        *pair, DraftTargetConfig(4), [[5, 9], [17]], SamplingParams(1.0, seed=3), 0.1, options=options
+    )
+    assert [part.name for part in verdict.parts] == ["greedy", "seeded", "distribution"]
+    assert all(part.evaluated > part.accepted for part in verdict.parts)
+    assert verdict.good != wrong
+    assert wrong == any(part.wrong for part in verdict.parts)
 
 
 # What cannot be used.
