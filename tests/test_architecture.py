@@ -56,6 +56,7 @@ ORDER = [
     "body_fields",
     "openai_body",
     "decoder",
+    "pair_cache",
     "conversation",
     "conversation_file",
     "bench_results",
