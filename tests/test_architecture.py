@@ -59,6 +59,7 @@ ORDER = [
     "openai",
     "decoder",
     "serve",
+    "pair_cache",
     "conversation",
     "conversation_file",
     "bench_results",

@@ -21,6 +21,7 @@ from specrun.commands.options import (
     sampling_options,
     sampling_params,
     seed_option,
+    together,
     use_color,
     with_recommended_sampling,
 )
@@ -35,37 +36,42 @@ if TYPE_CHECKING:
 HINT = "/help lists the commands, Ctrl-D ends the chat, Ctrl-C stops an answer"
 
 
+chat_options = together(
+    click.option("--system", metavar="TEXT", help="The system message."),
+    click.option("--max_output_len", type=click.IntRange(1), help="Of an answer. Default: 256, or what fits."),
+    sampling_options(),
+    generation_config_option,
+    seed_option,
+    constraint_options,
+    click.option("--color/--no_color", default=None, help="Show the draft's text in green. Default: on a terminal."),
+)
+
+
 @click.command()
 @pair_options
-@click.option("--system", metavar="TEXT", help="The system message.")
-@click.option("--max_output_len", type=click.IntRange(1), help="Of an answer. Default: 256, or what fits.")
-@sampling_options()
-@generation_config_option
-@seed_option
-@constraint_options
-@click.option("--color/--no_color", default=None, help="Show the draft's text in green. Default: on a terminal.")
-def chat(
-    system: str | None,
-    max_output_len: int | None,
-    color: bool | None,
-    **options: Any,
-) -> None:
+@chat_options
+def chat(**options: Any) -> None:
     """Talk with a model, through its tokenizer's chat template.
 
     /help lists the commands, /exit or the input's end ends the chat, Ctrl-C stops an answer. Standard input that is no
     terminal has one turn a line. Standard output holds the answers, standard error figures after each.
     """
+    talk(options)
+
+
+def talk(options: dict[str, Any]) -> None:
+    """A conversation with the pair that ``options`` describe: those of ``pair_options`` and ``chat_options``."""
     config = pair_config(options)
 
     from specrun.conversation import Conversation
     from specrun.request_options import RequestOptions
 
-    chosen = RequestOptions(system=system, max_output_len=max_output_len, **constraints(options))
     params = sampling_params(with_recommended_sampling(options))
     decoder, context = open_pair(options, config), click.get_current_context()
-    conversation = Conversation(decoder, params, chosen, drop_oldest=True)
+    own = RequestOptions(system=options["system"], max_output_len=options["max_output_len"], **constraints(options))
+    conversation = Conversation(decoder, params, own, drop_oldest=True)
     decoder.require_chat_template()  # Without one no turn can be answered: say so before the first.
-    shown = _Shown(use_color(color))
+    shown = _Shown(use_color(options["color"]))
     commands = ChatCommands(conversation, shown.totals, lambda: shown.seconds)
     if is_terminal():
         click.secho(HINT, dim=True, err=True)
