@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from specbuild.files import new_directory
 from specbuild.progress import Advance, Stages
+from specrun.directories import new_directory
 from specrun.errors import SpecError
 
 END = "<|endoftext|>"

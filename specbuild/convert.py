@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbuild.checkpoint import CheckpointConfig, provenance
-from specbuild.files import new_directory, require_free, require_space
+from specbuild.files import require_space
 from specbuild.huggingface import eos_token_ids, locate, read_model_config, save_generation_config, save_tokenizer
 from specbuild.json_file import read_json
 from specbuild.progress import Stages, human_bytes, peak_memory
 from specbuild.quantisation.recipe import CacheCode, Recipe, cache_code, make_recipe
 from specbuild.quantisation.texts import TextOptions, Texts
 from specbuild.weights import Weights, check_weights, require_layers
+from specrun.directories import new_directory, require_free
 from specrun.dtypes import FLOAT_NAMES
 from specrun.engine_dir import (
     CONFIG_NAME,

@@ -10,11 +10,12 @@ from pathlib import Path
 from specbuild.checkpoint import CheckpointConfig, open_checkpoint, provenance
 from specbuild.compilers import choose
 from specbuild.config import EngineOptions, plan_build
-from specbuild.files import new_directory, require_free, require_space
+from specbuild.files import require_space
 from specbuild.progress import Advance, Stages, human_bytes
 from specbuild.workers import run_side_by_side
 from specrun.backends import open_host_backend
 from specrun.bit_exact import BitExact
+from specrun.directories import new_directory, require_free
 from specrun.engine_dir import CONFIG_NAME, WEIGHTS_NAME, BuildConfig, EngineConfig, describe_file
 from specrun.errors import BuildConfigError, CheckpointError
 from specrun.extras import import_package

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbuild.convert import positions_of, require_packages
-from specbuild.files import QUALITY_NAME, new_directory, require_free, require_space
+from specbuild.files import require_space
 from specbuild.huggingface import locate, read_model_config
 from specbuild.json_file import read_json
 from specbuild.progress import Stages, human_bytes, peak_memory
 from specbuild.quantisation.recipe import cache_code, make_recipe
 from specbuild.quantisation.texts import TextOptions
 from specbuild.weights import check_weights, require_layers
+from specrun.directories import QUALITY_NAME, new_directory, require_free
 from specrun.errors import BuildConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:

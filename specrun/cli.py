@@ -11,6 +11,7 @@ from specrun.commands.chat import chat
 from specrun.commands.generate import generate
 from specrun.commands.run import run
 from specrun.commands.serve import serve
+from specrun.commands.triton_repository import triton_repository
 from specrun.commands.verify import verify
 
 
@@ -21,5 +22,5 @@ def main(debug: bool) -> None:
     """Turn engines into text, by draft-target speculative decoding."""
 
 
-for command in (generate, chat, serve, run, bench, verify):
+for command in (generate, chat, serve, run, triton_repository, bench, verify):
     main.add_command(command)

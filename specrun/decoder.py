@@ -79,17 +79,8 @@ class SpeculativeDecoder:
         draft_dir = None if draft_dir is None else path("draft_dir", draft_dir)
         tokenizer_dir = target_dir if tokenizer_dir is None else path("tokenizer_dir", tokenizer_dir)
         chat_template = None if chat_template is None else path("chat_template", chat_template)
-        engine = _open("target", target_dir, config.target_devices)
-        rows = engine.config.build_config.max_batch_size
-        draft, draft_len = None, 0
-        if draft_dir is None and config.draft:
-            draft_len = _check_draft_len(target_dir, engine.config, config.fixed_draft_len)
-        elif draft_dir is not None:
-            if config.draft:
-                raise PairError(f"draft {config.draft} drafts without a draft engine, and {draft_dir} is one")
-            draft = _open("draft", draft_dir, config.draft_devices)
-            draft_len = _check_pair(target_dir, engine.config, draft_dir, draft.config, config.fixed_draft_len)
-            rows = min(rows, draft.config.build_config.max_batch_size)
+        engine, draft, draft_len = check_pair(target_dir, draft_dir, config)
+        rows = min(one.config.build_config.max_batch_size for one in (engine, draft) if one)
         rounds = open_round(engine, draft if draft_len else None, draft_len, rows, config, on_warm_up)
         lengths = DraftLength(draft_len, config.fixed_draft_len if draft_len else 0)
         return cls(rounds, lengths, engine.config, rows, tokenizer_dir, chat_template)
@@ -225,6 +216,23 @@ class SpeculativeDecoder:
     def run(self, requests: Sequence[Request]) -> Iterator[Event]:
         """Decode ``requests``, as many at a time as the engines take; yields what each round commits."""
         return self.scheduler.run(requests)
+
+
+def check_pair(
+    target_dir: Path, draft_dir: Path | None, config: DraftTargetConfig
+) -> tuple[Engine, Engine | None, int]:
+    """A target and its draft that fit each other and ``config``, and the most draft tokens of a round.
+
+    Nothing is loaded. Raises EngineDirError, PairError and BackendError.
+    """
+    target = _open("target", target_dir, config.target_devices)
+    if draft_dir is None:
+        draft_len = _check_draft_len(target_dir, target.config, config.fixed_draft_len) if config.draft else 0
+        return target, None, draft_len
+    if config.draft:
+        raise PairError(f"draft {config.draft} drafts without a draft engine, and {draft_dir} is one")
+    draft = _open("draft", draft_dir, config.draft_devices)
+    return target, draft, _check_pair(target_dir, target.config, draft_dir, draft.config, config.fixed_draft_len)
 
 
 def _params(params: SamplingParams | None) -> SamplingParams:

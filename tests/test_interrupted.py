@@ -19,7 +19,8 @@ import yaml
 from click.testing import CliRunner, Result
 
 from specbuild.cli import main
-from specbuild.files import new_directory, require_space
+from specbuild.files import require_space
+from specrun.directories import new_directory
 from specrun.engine_dir import open_engine
 from specrun.errors import EngineDirError
 from tests.conftest import make_engine

@@ -1,0 +1,38 @@
+"""``specrun triton_repository``: two engine directories -> a model repository for Triton Inference Server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from specrun.command_line import FolderPath
+from specrun.commands.pair import pair_config, pair_options
+
+
+@click.command("triton_repository")
+@pair_options
+@click.option("--output_dir", required=True, type=FolderPath, help="Where the repository goes.")
+@click.option("--copy", is_flag=True, help="Copy the engines. Default: link to their directories.")
+@click.option("--max_queue", type=click.IntRange(1), default=256, show_default=True, help="Requests that may wait.")
+@click.option("--force", is_flag=True, help="Replace output_dir if it exists.")
+def triton_repository(output_dir: Path, copy: bool, max_queue: int, force: bool, **options: Any) -> None:
+    """Two engine directories -> a model repository for Triton Inference Server.
+
+    It has the models speculative, which is the pair, and target, which is the target alone.
+    """
+    config = pair_config(options)
+    from specrun.triton.repository import write_repository
+
+    models = write_repository(
+        output_dir,
+        options["engine_dir"],
+        options["draft_engine_dir"],
+        config,
+        tokenizer=options["tokenizer_dir"],
+        max_queue=max_queue,
+        copy=copy,
+        force=force,
+    )
+    click.echo(f"{output_dir}: {' and '.join(models)}", err=True)

@@ -1,0 +1,65 @@
+"""The responses to one request: updates of the engine thread to tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from specrun.request import TokenOutput
+from specrun.triton.tensors import Array
+from specrun.updates import Ended, Update
+
+
+@dataclass
+class Answer:
+    """What has come and was not sent yet."""
+
+    stream: bool
+    """Whether every round may have a response of its own."""
+    with_log_probs: bool
+    text_before: str
+    """What the text begins with: the prompt, or nothing."""
+    prompt_tokens: int
+    is_dropped: bool
+    """Whether no output is wanted (``max_tokens`` 0)."""
+    ended: Ended | None = None
+    _new: list[TokenOutput] = field(default_factory=list)
+    _cumulated: float = 0.0
+
+    def add(self, update: Update) -> None:
+        """Take what a round has brought."""
+        if not self.is_dropped:
+            self._new += update.token_outputs
+        self.ended = update.ended
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a response is to be sent."""
+        return self.ended is not None or (self.stream and bool(self._new))
+
+    def take(self) -> dict[str, Array]:
+        """The tensors of the next response, by name."""
+        new, self._new = self._new, []
+        text, self.text_before = self.text_before + "".join(output.text for output in new), ""
+        tensors: dict[str, Any] = {
+            "text_output": _text(text),
+            "output_ids": np.array([output.token for output in new], np.int32),
+        }
+        if self.with_log_probs:
+            scores = [output.logprob.logprob for output in new if output.logprob]
+            self._cumulated += sum(scores)
+            tensors["output_log_probs"] = np.array([scores], np.float32)
+            tensors["cum_log_probs"] = np.array([self._cumulated], np.float32)
+        if self.ended:
+            stats = self.ended.stats
+            tensors["finish_reason"] = _text(self.ended.reason)
+            tensors["total_draft_tokens"] = np.array([stats.drafted], np.int32)
+            tensors["total_accepted_draft_tokens"] = np.array([stats.accepted], np.int32)
+            tensors["acceptance_rate"] = np.array([stats.acceptance_rate or 0.0], np.float32)
+        return tensors
+
+
+def _text(text: str) -> Array:
+    return np.array([text.encode()], np.object_)

@@ -1,0 +1,103 @@
+"""The model that Triton's Python backend runs: tensors to requests of the engine thread, its updates to responses.
+
+Only the server's Python process has the module ``triton_python_backend_utils``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from specrun.config import DraftTargetConfig
+from specrun.decoder import SpeculativeDecoder
+from specrun.errors import BackendError
+from specrun.serve.engine import EngineStoppedError, EngineThread
+from specrun.serve.log import log
+from specrun.stats import Stats
+from specrun.triton.answer import Answer
+from specrun.triton.metrics import Metrics
+from specrun.triton.repository import DRAFT, MAX_QUEUE, TARGET, TOKENIZER
+from specrun.triton.responses import Response, ResponseThread
+from specrun.triton.tensors import read_inputs
+from specrun.updates import Ended, Update
+
+DRAIN_SECONDS = 20.0
+"""For answers, when the model is unloaded. tritonserver kills the process 30 s after it was told to stop."""
+
+
+class TritonPythonModel:
+    """What the backend calls. Nothing may raise out of ``execute``, and nothing may end the process.
+
+    Triton says that a model is ready whose process has died, and starts no new one.
+    """
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the engines that lie beside ``model.py``. Raises SpecError, which the server shows."""
+        _require_numpy()
+        directory = Path(args["model_repository"]) / args["model_version"]
+        written = json.loads(args["model_config"])["parameters"]
+        settings = {name: json.loads(value["string_value"]) for name, value in written.items()}
+        max_queue = settings.pop(MAX_QUEUE)
+        target, draft, tokenizer = (directory / name for name in (TARGET, DRAFT, TOKENIZER))
+        self.decoder = SpeculativeDecoder.open(
+            target,
+            draft if draft.exists() else None,
+            DraftTargetConfig(**settings, shared_thread_pool=True),  # The process is the model's own.
+            tokenizer if tokenizer.exists() else None,
+        )
+        if note := self.decoder.exactness.note:
+            log.warning(note)
+        self.metrics = Metrics(args["model_name"])
+        self.responses = ResponseThread()
+        self.engine = EngineThread(self.decoder, self.responses.deliver, max_queue)
+        self.responses.start()
+        self.engine.start()
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        """Give the requests to the engine thread. Their responses come from another thread."""
+        for request in requests:
+            response = Response(request.get_response_sender(), self.metrics)
+            self.responses.begin(response)
+            try:
+                self._submit(request, response)
+            except BaseException as error:  # The tokenizer's faults are no Exceptions.
+                self.responses.do(partial(response.fail, error))
+
+    def finalize(self) -> None:
+        """Let answers end, and close the engines."""
+        self.engine.stop(DRAIN_SECONDS)
+        self.responses.stop(DRAIN_SECONDS)
+
+    def _submit(self, request: Any, response: Response) -> None:
+        tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        ask = read_inputs(tensors, json.loads(request.parameters() or "{}"))
+        made = self.decoder.request(ask.prompt, ask.params, ask.options, name=ask.prompt_name)
+        response.answer = Answer(ask.stream, made.logprobs is not None, made.echo, len(made.prompt), ask.is_probe)
+        if ask.is_probe and self._is_busy():
+            ended = Ended("length", 0, Stats(), None)
+            self.responses.do(partial(response.receive, 0, Update((), 0, (), ended)))
+        else:
+            response.job = self.engine.submit([made], response.receive)
+
+    def _is_busy(self) -> bool:
+        """Whether other requests show that the engine works. Raises EngineStoppedError where it does not work."""
+        if problem := self.engine.problem():
+            raise EngineStoppedError(problem)
+        return self.engine.num_running > 0
+
+
+def _require_numpy() -> None:
+    """Raise BackendError where the backend reads arrays wrongly, as builds for numpy 1 do with numpy 2."""
+    numbers = np.arange(3, dtype=np.int32)
+    try:
+        if np.array_equal(pb_utils.Tensor("numbers", numbers).as_numpy(), numbers):
+            return
+    except Exception as error:
+        log.warning("numpy %s: %s", np.__version__, error)
+    raise BackendError(f"this server's Python backend cannot read arrays of numpy {np.__version__}: install 'numpy<2'")

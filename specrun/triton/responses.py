@@ -1,0 +1,142 @@
+"""The thread that sends responses. Only it touches response senders, whose calls wait for the server's process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from specrun.errors import RequestError, SpecError
+from specrun.serve.engine import EngineStoppedError, Job, News, QueueFullError
+from specrun.serve.log import log
+from specrun.triton.answer import Answer
+from specrun.triton.metrics import Metrics
+from specrun.triton.tensors import in_tritons_words
+from specrun.updates import Update
+
+CANCEL_SECONDS = 0.1
+"""How often senders are asked whether their clients have left."""
+
+
+class Response:
+    """Everything that one request is answered with."""
+
+    def __init__(self, sender: Any, metrics: Metrics) -> None:
+        self.answer: Answer | None = None
+        self.job: Job | None = None
+        """Set once the engine has the request."""
+        self.is_closed = False
+        self._sender, self._metrics = sender, metrics
+
+    def receive(self, _number: int, update: Update) -> None:
+        """Take what a round has brought."""
+        if self.answer:
+            self.answer.add(update)
+
+    def attend(self, is_time: bool) -> None:
+        """Send what is due. is_time: otherwise, end the request if its client has left; a last update follows."""
+        if self.answer and self.answer.is_due:
+            self._send_answer(self.answer)
+        elif is_time and self.job and self._sender.is_cancelled():
+            self.job.cancel()
+
+    def abandon(self) -> None:
+        """Give up: responses cannot be sent."""
+        self.is_closed = True
+        if self.job:
+            self.job.cancel()
+
+    def _send_answer(self, answer: Answer) -> None:
+        if (ended := answer.ended) and not answer.is_dropped:
+            self._metrics.count_end(ended, answer.prompt_tokens)
+        if ended and ended.error:
+            self.fail(ended.error)
+        elif ended and ended.reason == "cancelled":
+            self._send(error=pb_utils.TritonError("cancelled", pb_utils.TritonError.CANCELLED), is_last=True)
+        else:
+            tensors = [pb_utils.Tensor(name, array) for name, array in answer.take().items()]
+            self._send(tensors, is_last=ended is not None)
+
+    def fail(self, error: BaseException) -> None:
+        """End with an error."""
+        if not self.is_closed:
+            message = in_tritons_words(error) if isinstance(error, SpecError) else f"broken off: {error!r}"
+            self._send(error=pb_utils.TritonError(message, _code(error)), is_last=True)
+
+    def _send(self, tensors: Sequence[Any] = (), error: Any = None, *, is_last: bool) -> None:
+        self.is_closed = is_last
+        flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if is_last else 0
+        self._sender.send(pb_utils.InferenceResponse(output_tensors=list(tensors), error=error), flags=flags)
+
+
+def _code(error: BaseException) -> Any:
+    codes = pb_utils.TritonError
+    if isinstance(error, QueueFullError | EngineStoppedError):
+        return codes.UNAVAILABLE
+    return codes.INVALID_ARG if isinstance(error, RequestError) else codes.INTERNAL
+
+
+class ResponseThread:
+    """Does what other threads ask for, in order, and sends what is due after it.
+
+    Whatever has come meanwhile is sent together: where the server is slow, responses grow larger and not more.
+    """
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._open: set[Response] = set()
+        self._thread = threading.Thread(target=self._run, name="responses", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self, patience: float) -> None:
+        """Do what was asked for so far, for at most ``patience`` seconds."""
+        self._work.put(None)
+        self._thread.join(patience)
+
+    def begin(self, response: Response) -> None:
+        """Attend to ``response`` until it is closed."""
+        self.do(partial(self._open.add, response))
+
+    def deliver(self, news: Sequence[News]) -> None:
+        """Take what a step has brought."""
+        self.do(lambda: [one.hand_over() for one in news])
+
+    def do(self, work: Callable[[], object]) -> None:
+        """Let the thread do ``work``, after what it was given before. Any thread may call this."""
+        self._work.put(work)
+
+    def _run(self) -> None:
+        checked = time.monotonic()
+        while self._do_all():
+            if is_time := time.monotonic() - checked >= CANCEL_SECONDS:
+                checked = time.monotonic()
+            for response in list(self._open):
+                try:
+                    response.attend(is_time)
+                except Exception as error:  # It must not end the thread: nobody would be answered any more.
+                    log.exception("a response failed: %s", error)
+                    response.abandon()
+                if response.is_closed:
+                    self._open.discard(response)
+
+    def _do_all(self) -> bool:
+        """Wait for work, for a while if there are responses to attend to, and do all there is. False at the end."""
+        try:
+            work = self._work.get(timeout=CANCEL_SECONDS if self._open else None)
+            while work:
+                try:
+                    work()
+                except Exception as error:
+                    log.exception("a response failed: %s", error)
+                work = self._work.get_nowait()
+            return False
+        except Empty:
+            return True

@@ -1,0 +1,154 @@
+"""The tensors of a Triton model: their names and types, and what they say.
+
+Names and types are those of TensorRT-LLM's backend (``tensorrt_llm_bls``), so that its clients fit.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from specrun.errors import RequestError
+from specrun.request_factory import Prompt
+from specrun.request_options import RequestOptions
+from specrun.sampling import SamplingParams
+
+Array = npt.NDArray[Any]
+
+
+class TensorType(NamedTuple):
+    """A tensor of the model. Inputs have one dimension more than ``dims`` says: a batch of 1."""
+
+    name: str
+    data_type: str
+    dims: str = "1"
+
+
+INPUTS = (
+    TensorType("text_input", "TYPE_STRING"),
+    TensorType("input_ids", "TYPE_INT32", "-1"),
+    TensorType("max_tokens", "TYPE_INT32"),
+    TensorType("min_tokens", "TYPE_INT32"),
+    TensorType("stream", "TYPE_BOOL"),
+    TensorType("temperature", "TYPE_FP32"),
+    TensorType("top_k", "TYPE_INT32"),
+    TensorType("top_p", "TYPE_FP32"),
+    TensorType("min_p", "TYPE_FP32"),
+    TensorType("random_seed", "TYPE_UINT64"),
+    TensorType("repetition_penalty", "TYPE_FP32"),
+    TensorType("presence_penalty", "TYPE_FP32"),
+    TensorType("frequency_penalty", "TYPE_FP32"),
+    TensorType("stop_words", "TYPE_STRING", "-1"),
+    TensorType("end_id", "TYPE_INT32"),
+    TensorType("pad_id", "TYPE_INT32"),
+    TensorType("num_draft_tokens", "TYPE_INT32"),
+    TensorType("use_draft_logits", "TYPE_BOOL"),
+    TensorType("return_log_probs", "TYPE_BOOL"),
+    TensorType("exclude_input_in_output", "TYPE_BOOL"),
+    TensorType("beam_width", "TYPE_INT32"),
+    TensorType("num_return_sequences", "TYPE_INT32"),
+)
+OUTPUTS = (
+    TensorType("text_output", "TYPE_STRING"),
+    TensorType("output_ids", "TYPE_INT32", "-1"),
+    TensorType("output_log_probs", "TYPE_FP32", "-1, -1"),
+    TensorType("cum_log_probs", "TYPE_FP32"),
+    TensorType("finish_reason", "TYPE_STRING"),
+    TensorType("total_draft_tokens", "TYPE_INT32"),
+    TensorType("total_accepted_draft_tokens", "TYPE_INT32"),
+    TensorType("acceptance_rate", "TYPE_FP32"),
+)
+
+_SAMPLING = {
+    name: name
+    for name in (
+        *("temperature", "top_k", "top_p", "min_p"),
+        *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    )
+} | {"seed": "random_seed"}
+"""Fields of ``SamplingParams``, and the inputs that set them."""
+_OPTIONS = {
+    "max_output_len": "max_tokens",
+    "min_output_len": "min_tokens",
+    "draft_len": "num_draft_tokens",
+    "stop": "stop_words",
+}
+_ERROR_NAMES = {"seed": "random_seed", "stop_ids": "end_id", **_OPTIONS}
+"""Names in the decoder's errors whose inputs are called otherwise."""
+_IN_ERRORS = re.compile(r"^(seed|stop)\b|\b(max_output_len|min_output_len|draft_len|stop_ids)\b")
+_PARAMETERS = ("model",)
+"""Parameters of a request that say nothing new: some clients send them."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a request's inputs ask for."""
+
+    prompt: Prompt
+    prompt_name: str
+    params: SamplingParams
+    options: RequestOptions
+    stream: bool
+    is_probe: bool
+    """Whether it only asks if the engine works (``max_tokens`` 0)."""
+
+
+def read_inputs(tensors: Mapping[str, Array], parameters: Iterable[str] = ()) -> Ask:
+    """What ``tensors`` ask for. parameters: names of what came beside them. Raises RequestError, naming the input."""
+    _refuse_parameters(parameters)
+    values = {name: _value(name, array) for name, array in tensors.items()}
+    given = [name for name in ("text_input", "input_ids") if name in values]
+    if len(given) != 1:
+        raise RequestError(f"text_input: {'given beside input_ids' if given else 'missing'}; give one of the two")
+    for name in ("beam_width", "num_return_sequences"):
+        if values.get(name, 1) != 1:
+            raise RequestError(f"{name} {values[name]}: expected 1; send several requests with seeds of their own")
+    options = {ours: values[name] for ours, name in _OPTIONS.items() if name in values}
+    if is_probe := options.get("max_output_len") == 0:
+        options["max_output_len"] = 1
+    stream = values.get("stream", False)
+    if "end_id" in values:
+        options["stop_ids"] = (values["end_id"],)
+    if "use_draft_logits" in values:
+        options["acceptance"] = "logits" if values["use_draft_logits"] else "tokens"
+    if values.get("return_log_probs"):
+        options["logprobs"] = 0
+    options["echo"] = not values.get("exclude_input_in_output", True) and not stream
+    params = SamplingParams(**{ours: values[name] for ours, name in _SAMPLING.items() if name in values})
+    return Ask(values[given[0]], given[0], params, RequestOptions(**options), stream, is_probe)
+
+
+def in_tritons_words(error: Exception) -> str:
+    """The message of an error of the decoder, with the names of inputs."""
+    return _IN_ERRORS.sub(lambda found: _ERROR_NAMES[found[0]], str(error) or repr(error))
+
+
+def _value(name: str, array: Array) -> Any:
+    """What one tensor holds: a text, texts, numbers or one number. Raises RequestError for texts that are not UTF-8."""
+    items = array.reshape(-1).tolist()
+    if array.dtype == np.object_:
+        items = [_text(name, item) for item in items]
+    return items if name in ("input_ids", "stop_words") else items[0]
+
+
+def _text(name: str, data: bytes | str) -> str:
+    try:
+        return data.decode() if isinstance(data, bytes) else data
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{name}: not UTF-8 at byte {error.start}; write the text as UTF-8") from error
+
+
+def _refuse_parameters(names: Iterable[str]) -> None:
+    """Triton's ``generate`` takes every unknown name of a body for a parameter, so misspelt inputs arrive as such."""
+    inputs = [tensor.name for tensor in INPUTS]
+    for name in names:
+        if name not in _PARAMETERS and not name.startswith(("triton_", "sequence_")):
+            nearest = difflib.get_close_matches(name, inputs, 1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"expected some of {', '.join(inputs)}"
+            raise RequestError(f"{name}: no such input; {hint}")
