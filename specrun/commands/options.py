@@ -190,10 +190,15 @@ def with_recommended_sampling(options: dict[str, Any]) -> dict[str, Any]:
     found = {name: value for name, value in recommended_sampling(options["engine_dir"]).items() if name not in given}
     if ({**options, **found})["temperature"] == 0:  # Of greedy texts the others change nothing.
         found = {name: value for name, value in found.items() if name in ("temperature", "repetition_penalty")}
+    show_recommended_sampling(found)
+    return {**options, **found}
+
+
+def show_recommended_sampling(found: dict[str, Any]) -> None:
+    """Say what of generation_config.json is used."""
     if found:
         values = ", ".join(f"{name} {value}" for name, value in found.items())
         click.echo(f"sampling of generation_config.json: {values}", err=True)
-    return {**options, **found}
 
 
 seed_option = click.option("--seed", type=int, help="The same seed gives the same text. Default: a new one, shown.")
