@@ -306,6 +306,15 @@ def predictions(places: Places, bits: str, texts: npt.NDArray[np.int64]) -> dict
     }
 
 
+def weight_bytes(places: Places, bits: str) -> dict[str, int]:
+    """Of all three targets' weight files."""
+    return {
+        "specrun": open_engine(places.made("specrun", "target", bits)).weight_bytes,
+        "OpenVINO GenAI": (places.made("openvino", "target", bits) / "openvino_model.bin").stat().st_size,
+        "llama.cpp": places.made("llama.cpp", "target", bits).stat().st_size,
+    }
+
+
 def versions(places: Places) -> dict[str, str]:
     """Of the peers."""
     python = places.python("versions")
@@ -324,7 +333,9 @@ def versions(places: Places) -> dict[str, str]:
 @click.option("--bits", "rows", type=click.Choice(list(BITS)), multiple=True, default=list(BITS), show_default=True)
 @click.option("--output_len", type=int, default=64, show_default=True)
 @click.option("--repetitions", type=int, default=5, show_default=True, help="0: only prepare.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
+@click.option(
+    "--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here; rows of other bits stay."
+)
 def main(
     peers_dir: Path,
     work_dir: Path,
@@ -347,7 +358,11 @@ def main(
     base = predictions(places, "float32", texts)["specrun"]
     for bits in rows:
         found = predictions(places, bits, texts)
-        results[bits] = {name: {"quality": asdict(quality(own, base, texts))} for name, own in found.items()}
+        sizes = weight_bytes(places, bits)
+        results[bits] = {
+            name: {"weight_bytes": sizes[name], "quality": asdict(quality(own, base, texts))}
+            for name, own in found.items()
+        }
         click.echo(f"{bits}: {results[bits]}")
     for bits in rows if repetitions else ():
         with systems(places, bits) as running:
@@ -357,8 +372,9 @@ def main(
                 click.echo(f"{bits:>8} {name:<15} alone {speeds[0]:6.1f}, with the draft {speeds[1]:6.1f}")
     if json_file:
         machine = json.loads(as_json([], open_engine(base_engine), Settings()))["machine"] | {"threads": THREADS}
-        found_versions = {"machine": machine, "versions": versions(places), "draft_len": DRAFT_LEN}
-        json_file.write_text(json.dumps(found_versions | {"results": results}, indent=2) + "\n")
+        about = {"machine": machine, "versions": versions(places), "draft_len": DRAFT_LEN, "output_len": output_len}
+        others = json.loads(json_file.read_text())["results"] if json_file.exists() else {}
+        json_file.write_text(json.dumps({**about, "results": others | results}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
