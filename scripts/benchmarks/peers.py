@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, Protocol
 
 import click
 import numpy as np
+import numpy.typing as npt
 from scipy.special import log_softmax
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -107,7 +108,11 @@ def make(places: Places, role: str, bits: str) -> None:
     source, form = places.demo / "hf" / role, BITS[bits]
     if not (engine := places.made("specrun", role, bits)).exists():
         onnx = places.work / "onnx" / engine.name
-        build(onnx if onnx.exists() else to_onnx(source, onnx, qformat=form.specrun), engine, max_batch_size=1)
+        build(
+            onnx if onnx.exists() else to_onnx(source, onnx, qformat=form.specrun, verify=False),
+            engine,
+            max_batch_size=1,
+        )
     if not (ir := places.made("openvino", role, bits)).exists():
         options = ["--task", "text-generation-with-past", "--weight-format", *form.openvino]
         command = [str(places.peers / "venv/bin/optimum-cli"), "export", "openvino", "-m", str(source), *options]
@@ -163,32 +168,36 @@ class LlamaCpp:
     """Two of llama.cpp's servers, alone and with the draft."""
 
     def __init__(self, ports: dict[bool, int]) -> None:
-        self.connections = {drafted: http.client.HTTPConnection("127.0.0.1", port) for drafted, port in ports.items()}
-        for connection in self.connections.values():
-            _wait_for(connection)
+        self.ports = ports
+        for port in ports.values():
+            _wait_for(port)
 
     def generate(self, ids: list[int], output_len: int, drafted: bool) -> list[int]:
         """See ``System``."""
         body = {"prompt": ids, "n_predict": output_len, "samplers": ["top_k"], "top_k": 1, "ignore_eos": True}
-        connection = self.connections[drafted]
-        connection.request("POST", "/completion", json.dumps(body | {"cache_prompt": False, "return_tokens": True}))
-        answer = json.loads(connection.getresponse().read())
+        answer = _answer(self.ports[drafted], "/completion", body | {"cache_prompt": False, "return_tokens": True})
         if "tokens" not in answer:
             raise click.ClickException(f"llama-server: {answer}")
         found: list[int] = answer["tokens"]
         return found
 
 
-def _wait_for(connection: http.client.HTTPConnection) -> None:
+def _answer(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The server closes connections that wait, so each request has its own."""
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    connection.request("POST" if body else "GET", path, json.dumps(body))
+    found: dict[str, Any] = json.loads(connection.getresponse().read())
+    connection.close()
+    return found
+
+
+def _wait_for(port: int) -> None:
     for _ in range(600):
         try:
-            connection.request("GET", "/health")
-            response = connection.getresponse()
-            response.read()
-            if response.status == 200:
+            if _answer(port, "/health", {}).get("status") == "ok":
                 return
         except OSError:
-            connection.close()
+            pass
         time.sleep(0.1)
     raise click.ClickException("llama-server does not answer")
 
@@ -275,7 +284,7 @@ def measure(found: dict[str, System], prompts: list[list[int]], output_len: int,
     }
 
 
-def predictions(places: Places, bits: str, texts: np.ndarray[Any, np.dtype[np.int64]]) -> dict[str, Floats]:
+def predictions(places: Places, bits: str, texts: npt.NDArray[np.int64]) -> dict[str, Floats]:
     """[n, S - 1, V] log-probabilities of all three targets."""
     np.save(places.work / "texts.npy", texts)
 
@@ -287,10 +296,22 @@ def predictions(places: Places, bits: str, texts: np.ndarray[Any, np.dtype[np.in
             call(places.python(*arguments), PYTHONPATH=str(package), LLAMA_CPP_LIB_PATH=str(library))
         return np.asarray(log_softmax(np.load(out)[:, :-1], axis=-1))
 
+    engine = places.made("specrun", "target", bits)
+    if not (own := engine.with_name(f"{engine.name}.npy")).exists():
+        np.save(own, log_probs(engine, texts))
     return {
-        "specrun": log_probs(places.made("specrun", "target", bits), texts),
+        "specrun": np.load(own),
         "OpenVINO GenAI": peer("openvino", "openvino_logits", *(OPENVINO_FLOAT32 if bits == "float32" else ())),
         "llama.cpp": peer("llama.cpp", "llama_cpp_logits"),
+    }
+
+
+def weight_bytes(places: Places, bits: str) -> dict[str, int]:
+    """Of all three targets' weight files."""
+    return {
+        "specrun": open_engine(places.made("specrun", "target", bits)).weight_bytes,
+        "OpenVINO GenAI": (places.made("openvino", "target", bits) / "openvino_model.bin").stat().st_size,
+        "llama.cpp": places.made("llama.cpp", "target", bits).stat().st_size,
     }
 
 
@@ -310,9 +331,11 @@ def versions(places: Places) -> dict[str, str]:
 @click.option("--work_dir", type=click.Path(path_type=Path), required=True, help="Models are kept here; 6 GB.")
 @click.option("--demo_dir", type=click.Path(path_type=Path), default=Path("demo"), show_default=True)
 @click.option("--bits", "rows", type=click.Choice(list(BITS)), multiple=True, default=list(BITS), show_default=True)
-@click.option("--output_len", type=int, default=96, show_default=True)
+@click.option("--output_len", type=int, default=64, show_default=True)
 @click.option("--repetitions", type=int, default=5, show_default=True, help="0: only prepare.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
+@click.option(
+    "--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here; rows of other bits stay."
+)
 def main(
     peers_dir: Path,
     work_dir: Path,
@@ -332,10 +355,14 @@ def main(
     with SpeculativeDecoder.open(base_engine) as decoder:
         texts = unseen_texts(decoder)
         prompts = [[int(token) for token in decoder.tokenizer.encode(text).ids] for text in PROMPTS[:4]]
-    base = log_probs(base_engine, texts)
+    base = predictions(places, "float32", texts)["specrun"]
     for bits in rows:
         found = predictions(places, bits, texts)
-        results[bits] = {name: {"quality": asdict(quality(own, base, texts))} for name, own in found.items()}
+        sizes = weight_bytes(places, bits)
+        results[bits] = {
+            name: {"weight_bytes": sizes[name], "quality": asdict(quality(own, base, texts))}
+            for name, own in found.items()
+        }
         click.echo(f"{bits}: {results[bits]}")
     for bits in rows if repetitions else ():
         with systems(places, bits) as running:
@@ -345,8 +372,9 @@ def main(
                 click.echo(f"{bits:>8} {name:<15} alone {speeds[0]:6.1f}, with the draft {speeds[1]:6.1f}")
     if json_file:
         machine = json.loads(as_json([], open_engine(base_engine), Settings()))["machine"] | {"threads": THREADS}
-        found_versions = {"machine": machine, "versions": versions(places), "draft_len": DRAFT_LEN}
-        json_file.write_text(json.dumps(found_versions | {"results": results}, indent=2) + "\n")
+        about = {"machine": machine, "versions": versions(places), "draft_len": DRAFT_LEN, "output_len": output_len}
+        others = json.loads(json_file.read_text())["results"] if json_file.exists() else {}
+        json_file.write_text(json.dumps({**about, "results": others | results}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
