@@ -62,7 +62,8 @@ def write_repository(
             shutil.copyfile(_MODEL_FILE, folder / "model.py")
             for link, directory in directories.items():
                 _place(directory, folder / link, copy, copied)
-        shutil.copy(_PROBE_FILE, work / "probe.py")
+        shutil.copyfile(_PROBE_FILE, work / "probe.py")
+        (work / "probe.py").chmod(0o755)
         kind = {"kind": TRITON_KIND, "version": 1, "specrun": __version__, "models": list(models)}
         (work / CONFIG_NAME).write_text(json.dumps(kind, indent=2) + "\n")
     return list(models)

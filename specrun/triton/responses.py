@@ -39,21 +39,20 @@ class Response:
             self.answer.add(update)
 
     def attend(self, is_time: bool) -> None:
-        """Send what is due. is_time: otherwise, end the request if its client has left; a last update follows."""
+        """Send what is due. is_time: end the request if its client has left; a last update follows."""
+        if is_time and self.job and self._sender.is_cancelled():
+            self.job.cancel()
         if self.answer and self.answer.is_due:
             self._send_answer(self.answer)
-        elif is_time and self.job and self._sender.is_cancelled():
-            self.job.cancel()
 
-    def abandon(self) -> None:
-        """Give up: responses cannot be sent."""
-        self.is_closed = True
+    def give_up(self, error: Exception) -> None:
+        """End because of ``error``: something could not be sent."""
         if self.job:
             self.job.cancel()
+        self.fail(error)
 
     def _send_answer(self, answer: Answer) -> None:
-        if (ended := answer.ended) and not answer.is_dropped:
-            self._metrics.count_end(ended, answer.prompt_tokens)
+        ended = answer.ended
         if ended and ended.error:
             self.fail(ended.error)
         elif ended and ended.reason == "cancelled":
@@ -61,6 +60,8 @@ class Response:
         else:
             tensors = [pb_utils.Tensor(name, array) for name, array in answer.take().items()]
             self._send(tensors, is_last=ended is not None)
+        if ended and not answer.is_dropped:
+            self._metrics.count_end(ended, answer.prompt_tokens)
 
     def fail(self, error: BaseException) -> None:
         """End with an error."""
@@ -119,11 +120,8 @@ class ResponseThread:
             if is_time := time.monotonic() - checked >= CANCEL_SECONDS:
                 checked = time.monotonic()
             for response in list(self._open):
-                try:
-                    response.attend(is_time)
-                except Exception as error:  # It must not end the thread: nobody would be answered any more.
-                    log.exception("a response failed: %s", error)
-                    response.abandon()
+                if not _succeeds(partial(response.attend, is_time), response.give_up):
+                    response.is_closed = True
                 if response.is_closed:
                     self._open.discard(response)
 
@@ -132,11 +130,20 @@ class ResponseThread:
         try:
             work = self._work.get(timeout=CANCEL_SECONDS if self._open else None)
             while work:
-                try:
-                    work()
-                except Exception as error:
-                    log.exception("a response failed: %s", error)
+                _succeeds(work)
                 work = self._work.get_nowait()
             return False
         except Empty:
             return True
+
+
+def _succeeds(work: Callable[[], object], otherwise: Callable[[Exception], object] | None = None) -> bool:
+    """Do ``work``. An error is logged and told to ``otherwise``; it must not end the thread, which everybody needs."""
+    try:
+        work()
+    except Exception as error:
+        log.exception("a response failed: %s", error)
+        if otherwise:
+            _succeeds(partial(otherwise, error))
+        return False
+    return True

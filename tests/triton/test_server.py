@@ -43,9 +43,9 @@ class Server:
     client: httpx.Client
 
     def ask(self, *clients: list[Any], cancel_after: int | None = None) -> list[Any]:
-        """Over gRPC streams, one for each client; see grpc_client.py."""
+        """Over gRPC streams, one for each client; see scripts/triton_client.py."""
         given = json.dumps({"url": self.grpc, "clients": clients, "cancel_after": cancel_after})
-        command = [VENV / "bin" / "python", Path(__file__).with_name("grpc_client.py")]
+        command: list[str | Path] = [VENV / "bin" / "python", ROOT / "scripts" / "triton_client.py"]
         ended = subprocess.run(command, input=given, capture_output=True, text=True, timeout=100)
         assert ended.returncode == 0, ended.stderr
         found: list[Any] = json.loads(ended.stdout)
@@ -70,8 +70,9 @@ class Server:
 
     def is_well(self, model: str) -> bool:
         """What the probe of the repository says."""
-        probe = [self.repository / "probe.py", "--url", self.http, "--model", model]
-        return subprocess.run([sys.executable, *probe], timeout=30).returncode == 0
+        probe = str(self.repository / "probe.py")
+        command = [sys.executable, probe, "--url", self.http, "--model", model]
+        return subprocess.run(command, timeout=30).returncode == 0
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +82,8 @@ def server(engines: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         pytest.skip(made.stderr.strip())
     assert made.returncode == 0, made.stderr
     work = tmp_path_factory.mktemp("triton")
-    pair = ["--engine_dir", engines / "target", "--draft_engine_dir", engines / "draft"]
-    command = [sys.executable, "-m", "specrun", "triton_repository", *pair, "--output_dir", work / "models"]
+    pair = ["--engine_dir", str(engines / "target"), "--draft_engine_dir", str(engines / "draft")]
+    command = [sys.executable, "-m", "specrun", "triton_repository", *pair, "--output_dir", str(work / "models")]
     subprocess.run([*command, "--max_queue", str(MAX_QUEUE)], check=True)
     ports = [str(port) for port in free_ports(3)]
     options = ["--http-port", "--grpc-port", "--metrics-port"]
@@ -129,7 +130,7 @@ def is_ready(server: Server) -> bool:
 @pytest.fixture(scope="module")
 def expected(engines: Path) -> list[dict[str, Any]]:
     """What ``specrun generate`` writes after PROMPTS."""
-    pair = ["--engine_dir", engines / "target", "--draft_engine_dir", engines / "draft"]
+    pair = ["--engine_dir", str(engines / "target"), "--draft_engine_dir", str(engines / "draft")]
     prompts = [word for prompt in PROMPTS for word in ("--input_text", prompt)]
     command = [sys.executable, "-m", "specrun", "generate", *pair, *prompts, "--output_format", "json"]
     options = ["--max_output_len", "16", "--temperature", "0.9", "--seed", "7", "--logprobs", "0"]
@@ -137,7 +138,7 @@ def expected(engines: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in written.splitlines()]
 
 
-SEEDED = {"max_tokens": 16, "temperature": 0.9, "random_seed": 7, "return_log_probs": True}
+SEEDED: dict[str, Any] = {"max_tokens": 16, "temperature": 0.9, "random_seed": 7, "return_log_probs": True}
 
 
 def test_ids_are_those_of_generate_and_of_the_target_alone(server: Server, expected: list[Any]) -> None:
@@ -224,7 +225,7 @@ def test_a_client_that_leaves_ends_its_requests(server: Server) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert server.whole("speculative", text_input="a", max_tokens=2)["finish_reason"] == ["length"]  # The last in line.
-    assert server.count("generation_tokens_total") - tokens < MAX_QUEUE * 50
+    assert server.count("generation_tokens_total") - tokens < 4 * 75  # The four that have rows are cancelled too.
 
 
 def test_a_full_queue_is_unavailable(server: Server) -> None:

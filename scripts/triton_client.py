@@ -1,8 +1,9 @@
-"""Streams to a Triton server. It runs in the server's environment, where the packages of a client are.
+"""Streams to a Triton server, for tests and benchmarks. It runs in .cache/triton/venv, which has a client's packages.
 
 Standard input has one JSON object: ``url``; ``clients``, a list of what each client asks for at once over its one
 stream, ``[{"model": .., "inputs": {name: values}}]``; and ``cancel_after``, after how many responses each client
-leaves. Standard output gets a list with ``responses`` (by request, tensors by name) and ``errors`` of each client.
+leaves. Standard output gets a list with ``responses`` (by request, tensors by name), ``errors`` and ``seconds`` of each
+client.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import queue
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -51,6 +53,7 @@ def ask(url: str, asks: list[Any], cancel_after: int | None) -> dict[str, Any]:
             model: {tensor.name: tensor.datatype for tensor in client.get_model_metadata(model).inputs}
             for model in {one["model"] for one in asks}
         }
+        began = time.perf_counter()
         for number, one in enumerate(asks):
             tensors = [encode(name, given, types[one["model"]]) for name, given in one["inputs"].items()]
             client.async_stream_infer(one["model"], tensors, request_id=str(number), enable_empty_final_response=True)
@@ -67,8 +70,9 @@ def ask(url: str, asks: list[Any], cancel_after: int | None) -> dict[str, Any]:
             seen += 1
             if cancel_after is not None and seen >= cancel_after:
                 break
+        seconds = time.perf_counter() - began
         client.stop_stream(cancel_requests=cancel_after is not None)
-    return {"responses": responses, "errors": errors}
+    return {"responses": responses, "errors": errors, "seconds": seconds}
 
 
 def main() -> None:
