@@ -26,7 +26,17 @@ from specrun.tokenizer import describe_tokenizer
 # A suite that was started in the background ignores Ctrl-C, and so would the programs that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST_FIRST = ["end_to_end", "families", "memory", "draft_length", "lossless_sampling", "interrupted", "parity_check"]
+LONGEST_FIRST = [
+    "end_to_end",
+    "families",
+    "memory",
+    "run",
+    "server",
+    "draft_length",
+    "lossless_sampling",
+    "interrupted",
+    "parity_check",
+]
 """Files that would keep one process busy when the others have nothing left to do."""
 
 
