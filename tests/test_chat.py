@@ -288,6 +288,7 @@ def test_pasted_lines_are_one_turn_and_ctrl_c_clears_a_line(pair: Path, tmp_path
         terminal.until(lambda text: text.endswith(ready))
         terminal.type("never sent")
         terminal.until(lambda text: "never sent" in text)
+        time.sleep(0.3)
         terminal.type("\x03")
         terminal.until(lambda text: text.endswith(ready))
         terminal.type(f"/save {saved}\r")
