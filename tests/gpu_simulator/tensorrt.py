@@ -300,7 +300,8 @@ class ExecutionContext:
         if tensor.aliases:
             return self._shapes[tensor.aliases]
         ids, indices = self._shapes[INPUT_IDS], self._shapes[LOGITS_INDICES]
-        sizes = {"batch": ids[0], "sequence": ids[1], "logits": indices[1]}
+        batch, sequence, kept = ids[0], ids[1], indices[1]
+        sizes = {"batch": batch, "sequence": sequence, "logits": kept, "B": batch, "S": sequence, "K": kept}
         return tuple(size if isinstance(size, int) else sizes[size] for size in tensor.shape)
 
     def _limits(self, name: str) -> list[tuple[int, int]]:
