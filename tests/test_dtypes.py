@@ -22,7 +22,7 @@ def test_the_table_is_the_libraries(dtype: ElementType) -> None:
     value = helper.make_tensor_value_info("x", dtype.onnx, [2])
     graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "g", [value], [])
     graph.output.append(helper.make_tensor_value_info("y", dtype.onnx, [2]))
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     onnxruntime, options = session_options()
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     assert session.get_inputs()[0].type == f"tensor({dtype.onnxruntime})"

@@ -301,7 +301,7 @@ class ExecutionContext:
             return self._shapes[tensor.aliases]
         ids, indices = self._shapes[INPUT_IDS], self._shapes[LOGITS_INDICES]
         batch, sequence, kept = ids[0], ids[1], indices[1]
-        sizes = {"batch": batch, "sequence": sequence, "logits": kept, "B": batch, "S": sequence, "K": kept}
+        sizes = {"batch": batch, "sequence": sequence, "logits": kept}
         return tuple(size if isinstance(size, int) else sizes[size] for size in tensor.shape)
 
     def _limits(self, name: str) -> list[tuple[int, int]]:
