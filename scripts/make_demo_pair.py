@@ -49,6 +49,13 @@ ADAM_RATE, MUON_RATE = 4e-3, 1.4e-2
 QUICK = 6
 """With --quick, which the tests use, models learn in this fraction of the steps; they memorise little."""
 
+CHAT_TEMPLATE = """\
+{%- for message in messages %}
+    {%- if message.role != "assistant" and not loop.first %}{{ "\\n\\n" }}{% endif %}
+    {{- message.content }}
+{%- endfor %}"""
+"""The models only know to go on with a text: an answer goes on with the user's turn, and the next is a paragraph."""
+
 LossOf = Callable[[Any, Tensor, Tensor], Tensor]
 
 
@@ -60,7 +67,7 @@ def recipe(quick: bool) -> dict[str, Any]:
     target, draft = ({**model, "steps": model["steps"] // (QUICK if quick else 1)} for model in (TARGET, DRAFT))
     return {
         "kind": "demo pair",
-        "version": 1,
+        "version": 2,
         "python": platform.python_version(),
         "corpus_characters": CORPUS_CHARACTERS,
         "shape": SHAPE,
@@ -107,6 +114,7 @@ def train_tokenizer(texts: list[str]) -> Any:
         pad_token=END,
         model_max_length=POSITIONS,
         clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
     )
 
 

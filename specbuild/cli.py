@@ -9,13 +9,22 @@ import click
 
 from specbuild import __version__
 from specbuild.config import Backend
-from specbuild.quantisation.recipe import QFORMATS
+from specbuild.quantisation.recipe import KV_CACHE_DTYPES, QFORMATS
 from specbuild.quantisation.texts import BUILTIN, TextOptions
 from specrun.command_line import CONTEXT, FolderPath, OneLineErrors
 from specrun.dtypes import FLOAT_NAMES
 from specrun.engine_dir import SpeculativeMode
 
+AUTO_IS = "auto: int8, the fastest on a CPU of those that keep the text."
 CALIB_DATASET = "Text, or JSON lines with a 'text', to calibrate on."
+
+_KV_CACHE = click.option(
+    "--kv_cache_dtype",
+    type=click.Choice(list(KV_CACHE_DTYPES)),
+    default="auto",
+    show_default=True,
+    help="What keys and values are stored in. auto: what is computed in.",
+)
 
 
 @click.group(cls=OneLineErrors, context_settings=CONTEXT)
@@ -33,6 +42,7 @@ def main(debug: bool) -> None:
 @click.option("--dequantize", is_flag=True, help="Take weights that come quantised as dense ones.")
 @click.option("--group_size", type=int, help="Input channels that share a scale. Default: 128, or what divides them.")
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Modules to leave as they are; may be repeated.")
+@_KV_CACHE
 @click.option("--calib_dataset", default=BUILTIN, show_default=True, metavar="FILE|builtin", help=CALIB_DATASET)
 @click.option("--calib_size", type=int, default=TextOptions.size, show_default=True, help="Most rows to calibrate on.")
 @click.option(
@@ -55,16 +65,18 @@ def convert(model_dir: str, output_dir: Path, **options: Any) -> None:
 @main.command()
 @click.option("--model_dir", required=True, metavar="DIR|HUB_ID", help="Hugging Face checkpoint, or its Hub ID.")
 @click.option("--output_dir", required=True, type=FolderPath, help="Where the quantised checkpoint goes.")
-@click.option("--qformat", type=click.Choice(["auto", *QFORMATS]), default="auto", show_default=True)
+@click.option("--qformat", type=click.Choice(["auto", *QFORMATS]), default="auto", show_default=True, help=AUTO_IS)
 @click.option("--group_size", type=int, help="Input channels that share a scale. Default: 128, or what divides them.")
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Modules to leave as they are; may be repeated.")
 @click.option("--lm_head/--no-lm_head", default=False, show_default=True, help="Quantise lm_head too.")
+@_KV_CACHE
 @click.option("--calib_dataset", default=BUILTIN, show_default=True, metavar="FILE|builtin", help=CALIB_DATASET)
 @click.option("--calib_size", type=int, default=TextOptions.size, show_default=True, help="Most rows to calibrate on.")
 @click.option(
     "--calib_max_seq_length", type=int, default=TextOptions.length, show_default=True, help="Tokens of a row."
 )
 @click.option("--quality/--no-quality", default=True, show_default=True, help="Compare with the original.")
+@click.option("--draft_dir", metavar="DIR|HUB_ID", help="A draft for it: compare the pair's acceptance rate too.")
 @click.option("--revision", help="Branch, tag or commit, for a Hub ID.")
 @click.option("--trust_remote_code", is_flag=True, help="Run Python code that comes with the checkpoint.")
 @click.option("--force", is_flag=True, help="Replace output_dir if it exists.")

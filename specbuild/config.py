@@ -183,6 +183,8 @@ def plan_build(options: EngineOptions, checkpoint: CheckpointConfig) -> tuple[Bu
             f"--max_draft_len {draft_len}: a text of max_seq_len {seq_len} has at most {seq_len - 2} tokens to draft, "
             "between one of the prompt and the target's own last one; usual lengths are 1 to 16"
         )
+    # CUDA's attention kernels and the addresses of rows want multiples of 8, or twice that where elements are small.
+    step = 16 if checkpoint.graph.cache_element.nbytes == 1 else 8
     build = BuildConfig(
         max_batch_size=options.max_batch_size,
         max_input_len=input_len,
@@ -190,8 +192,7 @@ def plan_build(options: EngineOptions, checkpoint: CheckpointConfig) -> tuple[Bu
         max_draft_len=draft_len,
         speculative_decoding_mode="draft_tokens_external" if draft_len else "none",
         gather_generation_logits=options.gather_generation_logits,
-        # CUDA's attention kernels and the addresses of rows want multiples of 8.
-        cache_length=-(-(seq_len + draft_len + 1) // 8) * 8,
+        cache_length=-(-(seq_len + draft_len + 1) // step) * step,
         profiles=plan_profiles(options.max_batch_size, input_len, draft_len, options.gather_generation_logits),
     )
     return build, notes

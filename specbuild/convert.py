@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from specbuild.checkpoint import CheckpointConfig, provenance
 from specbuild.files import require_space
-from specbuild.huggingface import eos_token_ids, locate, read_model_config, save_tokenizer
+from specbuild.huggingface import eos_token_ids, locate, read_model_config, save_generation_config, save_tokenizer
 from specbuild.json_file import read_json
 from specbuild.progress import Stages, human_bytes, peak_memory
-from specbuild.quantisation.recipe import Recipe, make_recipe
+from specbuild.quantisation.recipe import CacheCode, Recipe, cache_code, make_recipe
 from specbuild.quantisation.texts import TextOptions, Texts
 from specbuild.weights import Weights, check_weights, require_layers
 from specrun.directories import new_directory, require_free
@@ -50,8 +50,10 @@ class ConvertOptions:
     """``auto``: as the checkpoint is."""
     group_size: int | None = None
     exclude: tuple[str, ...] = ()
+    kv_cache_dtype: str = "auto"
+    """What keys and values are stored in; ``auto``: what is computed in."""
     texts: TextOptions = field(default_factory=TextOptions)
-    """What formats are calibrated on whose inputs have fixed scales."""
+    """What scales are calibrated on: of 8-bit caches, and in formats whose inputs have fixed ones."""
     dequantize: bool = False
     """Take quantised weights as dense ones."""
     verify: bool = True
@@ -70,8 +72,10 @@ class _Source:
     max_seq_len: int
     recipe: Recipe | None
     """How its dense weights are to be quantised."""
+    kv_cache: CacheCode | None
+    """What keys and values are to be stored in."""
     texts: Texts | None
-    """What ``recipe`` is calibrated on."""
+    """What is calibrated on; None: nothing is to be calibrated."""
 
 
 def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
@@ -81,7 +85,7 @@ def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
     output_dir = Path(options.output_dir)
     require_free(output_dir, options.force)
     with stages.stage("check checkpoint"):
-        source = _read_source(options)
+        source = _read_source(options, stages)
     with new_directory(output_dir, options.force) as work:
         config = _write(source, options, work, stages)
         (work / CONFIG_NAME).write_text(config.model_dump_json(indent=2) + "\n")
@@ -96,11 +100,13 @@ def require_packages(*names: str) -> None:
             raise ModuleNotFoundError(f"no module named {package}", name=package)
 
 
-def _read_source(options: ConvertOptions) -> _Source:
+def _read_source(options: ConvertOptions, stages: Stages) -> _Source:
     """Find and check the checkpoint, without its weights' values."""
+    from specbuild.quantisation.checkpoints.scheme import has_cache_scales
     from specbuild.quantisation.checkpoints.schemes import read_scheme
 
     recipe = make_recipe(options.qformat, options.group_size, options.exclude)
+    kv_cache = cache_code(options.kv_cache_dtype)
     directory = locate(options.model, options.revision)
     hf_config = read_model_config(directory, options.trust_remote_code)
     scheme = read_scheme(directory, read_json(directory / CONFIG_NAME))
@@ -113,11 +119,14 @@ def _read_source(options: ConvertOptions) -> _Source:
     require_layers(directory, hf_config, files)
     max_seq_len = _max_seq_len(directory, hf_config, options.max_seq_len)
     texts = None
-    if recipe is not None and recipe.calibrated:
+    needs_text = (recipe is not None and recipe.calibrated) or (kv_cache and not has_cache_scales(scheme, kv_cache))
+    if not needs_text:
+        options.texts.say_if_unused(f"--qformat {options.qformat} needs no calibration", stages)
+    else:
         from specbuild.quantisation.calibration import texts_of
 
         texts = texts_of(options.texts, directory, positions_of(hf_config), options.trust_remote_code)
-    return _Source(directory, hf_config, files, scheme, max_seq_len, recipe, texts)
+    return _Source(directory, hf_config, files, scheme, max_seq_len, recipe, kv_cache, texts)
 
 
 def _write(source: _Source, options: ConvertOptions, work: Path, stages: Stages) -> CheckpointConfig:
@@ -128,8 +137,11 @@ def _write(source: _Source, options: ConvertOptions, work: Path, stages: Stages)
     from specbuild.export.rope import pin_rope
     from specbuild.export.skeleton import load_skeleton
     from specbuild.quantisation.attach import attach
-    from specbuild.quantisation.calibration import quantise_dense
+    from specbuild.quantisation.calibration import calibrate_on, quantise_dense
+    from specbuild.quantisation.checkpoints.cache_scales import stored_rounding
     from specbuild.quantisation.checkpoints.loading import packed_products, require_claimed, with_packed
+    from specbuild.quantisation.checkpoints.scheme import has_cache_scales
+    from specbuild.quantisation.kv_cache import rounding_for
     from specbuild.quantisation.packed_model import PackedModel, use_dequantised
     from specbuild.reference import reference_logits
     from specbuild.tensors import Reader, StoredTensor, bind, give_back_freed_memory
@@ -138,18 +150,30 @@ def _write(source: _Source, options: ConvertOptions, work: Path, stages: Stages)
     give_back_freed_memory()
     directory, scheme, recipe, max_seq_len = source.directory, source.scheme, source.recipe, source.max_seq_len
     with stages.stage("lay out the model"):
-        stored: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in source.files.entries.items()}
-        if scheme:
-            stored = with_packed(scheme, stored)
+        tensors: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in source.files.entries.items()}
+        stored = with_packed(scheme, tensors) if scheme else tensors
         model, weights = load_skeleton(directory, source.hf_config, options.dtype, options.trust_remote_code, stored)
         require_claimed(directory, weights)
+    save_generation_config(directory, work)
     if not save_tokenizer(directory, work, options.trust_remote_code):
         stages.say(f"note: {directory} has no tokenizer; specrun will need --tokenizer_dir")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     notes: list[str] = []
-    packed = PackedModel()
+    packed, caches = PackedModel(), cache_shapes(model)
+    largest = calibrate_on(source.texts, model, source.kv_cache is not None, stages) if source.texts else None
+    rounding = None
+    if scheme and source.kv_cache and has_cache_scales(scheme, source.kv_cache):
+        rounding = stored_rounding(scheme, tensors, caches, model.dtype)
+        notes.append("8-bit cache: scales as in the checkpoint")
+    elif source.kv_cache and source.texts and largest:
+        rounding = rounding_for(source.kv_cache, largest.cache, model.dtype)
+        notes.append("8-bit cache: calibrated on {} rows of {} tokens".format(*source.texts.calibration.shape))
+    elif scheme and scheme.kv_cache:
+        notes.append(
+            f"made for a cache in {scheme.kv_cache.option}; --kv_cache_dtype {scheme.kv_cache.option} stores it so"
+        )
     if recipe:
-        packed = quantise_dense(model, weights, recipe, source.texts, stages)
+        packed = quantise_dense(model, weights, recipe, largest, stages)
     elif scheme and not options.dequantize:
         packed = packed_products(model, scheme, weights, notes)
     require_space({Path(options.output_dir).absolute().parent: _output_bytes(model, packed)})
@@ -159,7 +183,8 @@ def _write(source: _Source, options: ConvertOptions, work: Path, stages: Stages)
     info = GraphInfo(
         vocab_size=_vocab_size(model),
         dtype=_dtype_name(model),
-        caches=cache_shapes(model),
+        kv_cache_dtype=source.kv_cache,
+        caches=caches,
         quantised=_quantised(options, scheme, packed),
     )
     far = None
@@ -173,7 +198,7 @@ def _write(source: _Source, options: ConvertOptions, work: Path, stages: Stages)
         with stages.stage("run the model for reference"):
             references = [reference_logits(model, info.vocab_size, max_seq_len), *([far] if far else [])]
     with stages.stage("export graph"):
-        graph = export_onnx(model, info.caches, max_seq_len)
+        graph = export_onnx(model, caches, max_seq_len, rounding)
         graphs.share_tied_weights(graph)
         attach(graph, packed, PREFIX)
         bind(graph, weights, PREFIX)
@@ -184,7 +209,7 @@ def _write(source: _Source, options: ConvertOptions, work: Path, stages: Stages)
     difference = None
     if references:
         with stages.stage("verify in ONNX Runtime"):
-            difference = compare(work / GRAPH_NAME, info, references)
+            difference = compare(work / GRAPH_NAME, info, references, rounding)
         behind = f", also behind {far.start} tokens" if far else ""
         stages.say(f"verified: largest logit difference {difference:.3g}{behind}")
     _check_opset(work)
@@ -287,7 +312,8 @@ def _summarise(config: CheckpointConfig, weight_bytes: int, output: Path, stages
     graph = config.files[GRAPH_NAME].bytes
     weights = config.files[WEIGHTS_NAME].bytes
     stages.say(
-        f"{output}: {config.parameters / 1e6:.1f}M parameters, {config.graph.dtype}, graph {human_bytes(graph)}, "
+        f"{output}: {config.parameters / 1e6:.1f}M parameters, {config.graph.dtype}, "
+        f"cache {config.graph.cache_element.name}, graph {human_bytes(graph)}, "
         f"weights {human_bytes(weights)} (checkpoint {human_bytes(weight_bytes)}), {stages.seconds:.1f} s, "
         f"peak memory {human_bytes(peak_memory())}"
     )

@@ -27,6 +27,7 @@ FLOAT4_INPUT = f"{FOR_COMPILERS}float4_input_scale"
 multiplied by those of every 16 values."""
 _RECODED = "recoded.onnx"
 """A checkpoint's graph with weights in other codes, while it is compiled."""
+_DEQUANTISE = {"DequantizeLinear"}
 HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
@@ -169,12 +170,21 @@ def widen_to_float32(model: ir.Model) -> None:
             _cast_uses(graph, weight)
 
 
+def rounded_activations(model: ir.Model) -> list[ir.Node]:
+    """Where inputs of products become codes; those of a cache are stored and not among them."""
+    return [
+        node
+        for node in model.graph
+        if node.op_type == "QuantizeLinear" and {use.node.op_type for use in node.outputs[0].uses()} <= _DEQUANTISE
+    ]
+
+
 def drop_activation_rounding(model: ir.Model, codes: ir.DataType | None = None) -> None:
     """Let activations pass unrounded where QuantizeLinear and DequantizeLinear follow each other.
 
     codes: only where the codes have this type.
     """
-    for quantise in [node for node in model.graph if node.op_type == "QuantizeLinear"]:
+    for quantise in rounded_activations(model):
         x, zero = quantise.inputs[0], quantise.inputs[2]
         if x is None or zero is None or codes not in (None, zero.dtype):
             continue

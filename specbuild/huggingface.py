@@ -12,7 +12,7 @@ from specbuild.json_file import read_json
 from specbuild.refusals import LAYERS, MOST_LAYERS, REASONS, other_memory, refuse_other_formats
 from specbuild.tokenizer_check import check_tokenizer
 from specrun.errors import CheckpointError, UnsupportedModelError
-from specrun.tokenizer import LEGACY_TEMPLATE_NAME
+from specrun.tokenizer import GENERATION_NAME, LEGACY_TEMPLATE_NAME
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 _WANTED = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "*.model", "*.jinja", "*.py"]
 
 
-def locate(model: str, revision: str | None = None) -> Path:
+def locate(model: str, revision: str | None = None, option: str = "--model_dir") -> Path:
     """The local directory of ``model``, a directory or a Hub ID (which is downloaded; weights as safetensors only).
 
-    Raises CheckpointError.
+    option: what it was given with. Raises CheckpointError.
     """
     path = Path(model).expanduser()
     if path.is_dir():
         return path
     if path.exists():
-        raise CheckpointError(f"{model}: is a file; --model_dir wants the directory that holds config.json")
+        raise CheckpointError(f"{model}: is a file; {option} wants the directory that holds config.json")
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise CheckpointError(
-            f"{model}: no such directory; --model_dir wants a checkpoint directory or a Hub ID (owner/name)"
+            f"{model}: no such directory; {option} wants a checkpoint directory or a Hub ID (owner/name)"
         )
     from huggingface_hub import snapshot_download
 
@@ -125,6 +125,12 @@ def eos_token_ids(model: PreTrainedModel) -> list[int]:
             )
         return sorted(set(found))
     return []
+
+
+def save_generation_config(directory: Path, output: Path) -> None:
+    """Copy the checkpoint's sampling parameters into ``output``, where it has some."""
+    if (file := directory / GENERATION_NAME).is_file():
+        shutil.copyfile(file, output / GENERATION_NAME)
 
 
 def save_tokenizer(directory: Path, output: Path, trust_remote_code: bool) -> bool:

@@ -50,6 +50,7 @@ def _checkpoint(config: CheckpointConfig) -> str:
         "model": f"{config.pretrained_config.get('model_type')}, {config.parameters / 1e6:.1f}M parameters",
         "dtype": config.graph.dtype,
         **_weights(config.graph),
+        "KV cache": config.graph.cache_element.name,
         "max_seq_len": str(config.max_seq_len),
         "verified": verified,
     }
@@ -82,7 +83,8 @@ def _engine(config: EngineConfig) -> str:
         "max_input_len": str(build.max_input_len),
         "max_seq_len": str(build.max_seq_len),
         "bits": str(config.bit_exact or "not probed"),
-        "KV cache": f"{human_bytes(cache)} for {build.max_batch_size} rows of {build.cache_length} positions",
+        "KV cache": f"{human_bytes(cache)} in {config.graph.cache_element.name} for {build.max_batch_size} rows of "
+        f"{build.cache_length} positions",
     }
     tables = [_table("profile", ["name", "batch", "sequence", "logits"])]
     for profile in build.profiles:

@@ -12,19 +12,22 @@ from specbuild.files import require_space
 from specbuild.huggingface import locate, read_model_config
 from specbuild.json_file import read_json
 from specbuild.progress import Stages, human_bytes, peak_memory
-from specbuild.quantisation.recipe import make_recipe
+from specbuild.quantisation.recipe import cache_code, make_recipe
 from specbuild.quantisation.texts import TextOptions
 from specbuild.weights import check_weights, require_layers
 from specrun.directories import QUALITY_NAME, new_directory, require_free
-from specrun.errors import UnsupportedModelError
+from specrun.errors import BuildConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from specbuild.export.skeleton import Skeleton
     from specbuild.quantisation.packed_model import PackedModel
     from specbuild.quantisation.quality import Quality
 
+LEAST_TOP1 = 0.9
+"""A format that keeps fewer of the original's likeliest tokens is not chosen unasked."""
 AUTO = "int8"
-"""What ``auto`` means: nearly the original's predictions, and fast on every backend."""
+"""What ``auto`` means: of the formats that keep to ``LEAST_TOP1`` the fastest with a draft on a CPU, as
+scripts/benchmarks/quantised.py measured them; a test compares."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,13 @@ class QuantiseOptions:
     exclude: tuple[str, ...] = ()
     lm_head: bool = False
     """Quantise it too; vLLM and others do not read that for every model."""
+    kv_cache_dtype: str = "auto"
+    """The type of cache that scales are written for."""
     texts: TextOptions = field(default_factory=TextOptions)
     quality: bool = True
     """Compare the predictions with the original's."""
+    draft_dir: str | None = None
+    """A draft for the model: the comparison says what quantising does to the acceptance rate of the pair."""
     revision: str | None = None
     trust_remote_code: bool = False
     force: bool = False
@@ -52,18 +59,29 @@ def quantise(options: QuantiseOptions, stages: Stages) -> dict[str, Any]:
     output_dir = Path(options.output_dir)
     require_free(output_dir, options.force)
     if options.qformat == "auto":
-        stages.say(f"note: --qformat auto is {AUTO}")
+        stages.say(f"note: --qformat auto is {AUTO}; int4 is smaller and faster, and changes the text more")
         options = replace(options, qformat=AUTO)
     recipe = make_recipe(options.qformat, options.group_size, options.exclude)
     assert recipe is not None
     recipe = replace(recipe, head=options.lm_head, embeddings=False)
+    if options.draft_dir is not None and not options.quality:
+        raise BuildConfigError("--draft_dir is for the comparison with the original: leave out --no-quality")
+    kv_cache = cache_code(options.kv_cache_dtype)
+    if not (recipe.calibrated or kv_cache or options.quality):
+        options.texts.say_if_unused(f"--qformat {options.qformat} with --no-quality reads no text", stages)
+    import torch
+
     from specbuild.export.skeleton import load_skeleton
-    from specbuild.quantisation.calibration import quantise_dense, texts_of
+    from specbuild.quantisation.calibration import calibrate_on, quantise_dense, texts_of
     from specbuild.quantisation.checkpoints.loading import require_claimed
+    from specbuild.quantisation.dense import pack_model
+    from specbuild.quantisation.kv_cache import coarser, rounding_for
+    from specbuild.quantisation.pair import load_draft
     from specbuild.quantisation.quality import measure
     from specbuild.quantisation.quantised_checkpoint import (
         output_bytes,
         read_back,
+        stored_cache,
         stored_products,
         write_config,
         write_weights,
@@ -76,24 +94,36 @@ def quantise(options: QuantiseOptions, stages: Stages) -> dict[str, Any]:
         hf_config = read_model_config(source, options.trust_remote_code)
         files = check_weights(source)
         require_layers(source, hf_config, files)
+        draft = load_draft(options.draft_dir, source, options.trust_remote_code) if options.draft_dir else None
         texts = None
-        if recipe.calibrated or options.quality:
-            texts = texts_of(options.texts, source, positions_of(hf_config), options.trust_remote_code)
+        if recipe.calibrated or kv_cache or options.quality:
+            limits = (positions_of(hf_config), draft.positions if draft else None)
+            positions = min((limit for limit in limits if limit is not None), default=None)
+            texts = texts_of(options.texts, source, positions, options.trust_remote_code)
     with stages.stage("lay out the model"):
         stored: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in files.entries.items()}
         skeleton = load_skeleton(source, hf_config, "auto", options.trust_remote_code, stored)
         require_claimed(source, skeleton.weights)
-    packed = quantise_dense(skeleton.model, skeleton.weights, recipe, texts, stages)
-    products = stored_products(source, skeleton, packed, files.entries, stages)
-    require_space({output_dir.absolute().parent: output_bytes(files.entries, products)})
+        plan = pack_model(skeleton.model, recipe.without_inputs, skeleton.weights)
+        products = stored_products(source, skeleton, plan, files.entries, stages)
+    require_space({output_dir.absolute().parent: output_bytes(files.entries, products)})  # Calibrating takes long.
+    largest = None
+    if texts is not None and (recipe.calibrated or kv_cache):
+        largest = calibrate_on(texts, skeleton.model, kv_cache is not None, stages)
+    cache = None
+    if kv_cache and largest:
+        cache = rounding_for(kv_cache, coarser(kv_cache, largest.cache), torch.float32)
+    packed = quantise_dense(skeleton.model, skeleton.weights, recipe, largest, stages)
+    products = {name: replace(own, weight=packed.products[own.parameter]) for name, own in products.items()}
+    scales = stored_cache(source, skeleton.model, products, cache)
     with new_directory(output_dir, options.force) as work:
         with stages.stage("write weights", len(files.entries)) as advance:
-            write_weights(source, work, files.entries, products, advance)
-        write_config(source, work, skeleton, files.entries, products)
-        written, quality = read_back(work, products), None
+            write_weights(source, work, files.entries, products, scales, advance)
+        write_config(source, work, skeleton, files.entries, products, kv_cache)
+        (written, cache), quality = read_back(work, products, cache), None
         if options.quality and texts is not None:
             with stages.stage("compare with the original", len(texts.held_out)) as advance:
-                quality = measure(skeleton.model, written, source, texts.held_out, advance)
+                quality = measure(skeleton.model, written, cache, source, texts.held_out, advance, draft)
         report = _report(options, skeleton, files.nbytes, check_weights(work).nbytes, written, quality)
         (work / QUALITY_NAME).write_text(json.dumps(report, indent=2) + "\n")
     for line in describe(report):
@@ -135,12 +165,14 @@ def _report(
         "tool": "specbuild quantize",
         "source": options.model,
         "qformat": options.qformat,
+        "kv_cache_dtype": options.kv_cache_dtype,
         "forms": packed.forms(),
         "embedding": form(model.get_input_embeddings()),
         "lm_head": form(model.get_output_embeddings()),
         "bytes": nbytes,
         "original_bytes": original_bytes,
         "text": options.texts.dataset,
+        "draft": options.draft_dir,
         "quality": None if quality is None else vars(quality),
     }
 
@@ -154,9 +186,13 @@ def describe(report: dict[str, Any]) -> list[str]:
             ("mean KL (nats)", "", f"{quality['mean_kl']:.2g}"),
             ("same most likely token", "", f"{quality['top1_agreement']:.1%}"),
         ]
+        if report["draft"] is not None:
+            before, after = quality["original_acceptance_rate"], quality["acceptance_rate"]
+            rows.append(("acceptance rate", f"{before:.1%}", f"{after:.1%}"))
     forms = ", ".join(f"{count} in {form}" for form, count in report["forms"].items())
     return [
         f"{'':<24}{'original':>12}{report['qformat']:>12}",
         *(f"{name:<24}{before:>12}{after:>12}" for name, before, after in rows),
         f"weights: {forms}; embedding {report['embedding']}, lm_head {report['lm_head']}",
+        *([f"cache: {report['kv_cache_dtype']}"] if report["kv_cache_dtype"] != "auto" else []),
     ]

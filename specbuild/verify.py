@@ -20,6 +20,8 @@ import onnx_ir as ir
 
 from specbuild.graph import drop_activation_rounding, widen_to_float32
 from specbuild.pieces import Piece, cut, split_products
+from specbuild.quantisation.kv_cache import CacheRounding
+from specbuild.quantisation.kv_cache_graph import drop_cache_rounding
 from specbuild.reference import SLICE, Floats, Reference, finite, made_up_cache
 from specrun.backends.ort import session_options
 from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
@@ -31,16 +33,19 @@ _PIECE = 64 << 20
 """Bytes of weights that are loaded at a time."""
 
 
-def compare(graph: Path, info: GraphInfo, references: Sequence[Reference]) -> float:
-    """Largest absolute logit difference between ``graph`` and ``references``.
+def compare(
+    graph: Path, info: GraphInfo, references: Sequence[Reference], rounding: CacheRounding | None = None
+) -> float:
+    """Largest absolute logit difference between ``graph`` and ``references``. rounding: of the graph's cache.
 
     Raises VerificationError when it exceeds the dtype's tolerance times the largest logit, or logits are not finite.
     """
     model = ir.load(graph)
-    drop_activation_rounding(model)  # It makes differences in the last bits large.
+    for drop in (drop_activation_rounding, drop_cache_rounding):
+        drop(model)  # Rounding makes differences in the last bits large.
     split_products(model, SLICE)
     widen_to_float32(model)
-    walks = [_Walk(info, reference) for reference in references]
+    walks = [_Walk(info, reference, rounding) for reference in references]
     for piece in cut(model, _PIECE):
         session = _session(piece, graph)
         for walk in walks:
@@ -65,8 +70,8 @@ def _judge(walk: _Walk, info: GraphInfo) -> float:
 class _Walk:
     """The steps of one reference through the pieces of a graph."""
 
-    def __init__(self, info: GraphInfo, reference: Reference) -> None:
-        self.info, self.reference = info, reference
+    def __init__(self, info: GraphInfo, reference: Reference, rounding: CacheRounding | None) -> None:
+        self.info, self.reference, self.rounding = info, reference, rounding
         self.values: list[dict[str, npt.NDArray[Any]]] = []
         """Of each step: what pieces that ran have left for the others."""
         self.starts: list[npt.NDArray[np.int64]] = []
@@ -97,9 +102,11 @@ class _Walk:
     def _cache(self, name: str) -> Floats:
         rows, total = self.reference.tokens.shape
         length = self.reference.start + total + 16
+        number = past_names(self.info.layers).index(name)
         if self.reference.start:
-            return made_up_cache(self.info, self.reference, name, length)
-        shape = self.info.caches[past_names(self.info.layers).index(name)]
+            made = made_up_cache(self.info, self.reference, name, length)
+            return made / self.rounding.tensors[number].factors[:, None] if self.rounding else made
+        shape = self.info.caches[number]
         # Junk where nothing was written yet: whatever the mask lets through shows up in the logits.
         return np.full((rows, shape.heads, length, shape.head_dim), 1e3, np.float32)
 

@@ -31,27 +31,31 @@ _INSTEAD = "give prompts without --chat"
 class ChatTemplate:
     """A compiled template and the special tokens that it may name. May be rendered from any thread."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], directory: Path) -> None:
-        """directory: named in error messages. Raises RequestError for a template that is not valid jinja."""
+    def __init__(self, source: str, special_tokens: Mapping[str, str], origin: Path) -> None:
+        """origin: named in error messages. Raises RequestError for a template that is not valid jinja."""
         self._special_tokens = dict(special_tokens)
-        self._directory = directory
+        self._origin = origin
         try:
             self._template = _environment().from_string(source)
         except Exception as error:  # The compiler raises RecursionError and the like too.
             raise self._failed(error) from error
 
     @classmethod
-    def load(cls, directory: Path) -> ChatTemplate:
-        """The template of the tokenizer in ``directory``. Raises RequestError where there is none, or a broken one."""
+    def load(cls, directory: Path, file: Path | None = None) -> ChatTemplate:
+        """The template of the tokenizer in ``directory``, or the one in ``file`` with that tokenizer's special tokens.
+
+        Raises RequestError where there is none, or a broken one.
+        """
         try:
             settings = _read_object(directory / SETTINGS_NAME)
-            source = _source(directory, settings)
+            source = file.read_text(encoding="utf-8") if file else _source(directory, settings)
             special_tokens = _special_tokens(directory, settings)
         except (OSError, ValueError, RecursionError) as error:
-            raise RequestError(f"{directory}: the tokenizer's settings cannot be read ({error}); {_INSTEAD}") from error
+            what = f"{file}: the chat template" if file else f"{directory}: the tokenizer's settings"
+            raise RequestError(f"{what} cannot be read ({error}); {_INSTEAD}") from error
         if not source:
-            raise RequestError(f"{directory}: the tokenizer has no chat template; {_INSTEAD}")
-        return cls(source, special_tokens, directory)
+            raise RequestError(f"{directory}: the tokenizer has no chat template; give --chat_template, or {_INSTEAD}")
+        return cls(source, special_tokens, file or directory)
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The text of ``messages`` up to the beginning of the answer. Raises RequestError where the template fails."""
@@ -65,7 +69,7 @@ class ChatTemplate:
             raise self._failed(error) from error
 
     def _failed(self, error: Exception) -> RequestError:
-        return RequestError(f"{self._directory}: the chat template failed ({error}); {_INSTEAD}")
+        return RequestError(f"{self._origin}: the chat template failed ({error}); {_INSTEAD}")
 
 
 def _source(directory: Path, settings: Mapping[str, Any]) -> str | None:

@@ -9,6 +9,7 @@ from specrun.command_line import CONTEXT, OneLineErrors
 from specrun.commands.bench import bench
 from specrun.commands.chat import chat
 from specrun.commands.generate import generate
+from specrun.commands.run import run
 from specrun.commands.serve import serve
 from specrun.commands.triton_repository import triton_repository
 from specrun.commands.verify import verify
@@ -21,5 +22,5 @@ def main(debug: bool) -> None:
     """Turn engines into text, by draft-target speculative decoding."""
 
 
-for command in (generate, chat, serve, triton_repository, bench, verify):
+for command in (generate, chat, serve, run, triton_repository, bench, verify):
     main.add_command(command)

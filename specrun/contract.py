@@ -9,6 +9,8 @@
 | logits                         | [B, K, V] float32      |                                                   |
 | present.{i}.key/.value         | as past                | the same memory as past                           |
 
+In TensorRT's plans with 8-bit caches ``present`` is [B, H_kv, S, D]: new positions, which the caller writes.
+
 ``write_index + S <= S_max`` must hold for every row: padded positions write beyond the row's length.
 """
 

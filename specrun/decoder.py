@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Unpack
 
@@ -22,6 +23,7 @@ from specrun.rounds.exactness import Exactness
 from specrun.rounds.opening import Engine, open_round
 from specrun.sampling import SamplingParams
 from specrun.scheduler import Event, Scheduler
+from specrun.token_bytes import TokenBytes
 from specrun.tokenizer import require_own_tokenizer, require_same_tokenizer
 
 
@@ -43,8 +45,9 @@ class SpeculativeDecoder:
         target: EngineConfig,
         max_batch_size: int,
         tokenizer_dir: Path | None = None,
+        chat_template: Path | None = None,
     ) -> None:
-        self._factory = RequestFactory(target, rounds.max_draft_len, tokenizer_dir)
+        self._factory = RequestFactory(target, rounds.max_draft_len, tokenizer_dir, chat_template)
         self.scheduler = Scheduler(rounds, lengths, max_batch_size, self._factory.check)
         self.target = target
         self.max_batch_size = max_batch_size
@@ -57,8 +60,11 @@ class SpeculativeDecoder:
         config: DraftTargetConfig | None = None,
         tokenizer_dir: str | Path | None = None,
         on_warm_up: Callable[[int, int], None] = lambda _done, _of: None,
+        chat_template: str | Path | None = None,
     ) -> SpeculativeDecoder:
         """Check everything about the pair, then load it. The tokenizer is the target's unless told otherwise.
+
+        ``chat_template`` is a file with a template in jinja's language, instead of the tokenizer's own.
 
         ``on_warm_up`` is told how many steps of the GPUs' warm-up, of how many, are done.
         Raises EngineDirError, PairError, BackendError, and RequestError for arguments of the wrong type; nothing is
@@ -72,11 +78,12 @@ class SpeculativeDecoder:
         target_dir = path("target_dir", target_dir)
         draft_dir = None if draft_dir is None else path("draft_dir", draft_dir)
         tokenizer_dir = target_dir if tokenizer_dir is None else path("tokenizer_dir", tokenizer_dir)
+        chat_template = None if chat_template is None else path("chat_template", chat_template)
         engine, draft, draft_len = check_pair(target_dir, draft_dir, config)
         rows = min(one.config.build_config.max_batch_size for one in (engine, draft) if one)
         rounds = open_round(engine, draft if draft_len else None, draft_len, rows, config, on_warm_up)
         lengths = DraftLength(draft_len, config.fixed_draft_len if draft_len else 0)
-        return cls(rounds, lengths, engine.config, rows, tokenizer_dir)
+        return cls(rounds, lengths, engine.config, rows, tokenizer_dir, chat_template)
 
     def close(self) -> None:
         """Give the engines and their memory back. Requests that have not ended fail, and so do calls from then on.
@@ -101,6 +108,14 @@ class SpeculativeDecoder:
         """Text to ids and back. Raises RequestError where there is none."""
         return self._factory.tokenizer
 
+    @cached_property
+    def token_bytes(self) -> TokenBytes | None:
+        """The bytes and texts of single tokens; None where there is no tokenizer."""
+        try:
+            return TokenBytes(self.tokenizer)
+        except RequestError:
+            return None
+
     def token_ids(self, prompt: Prompt, options: RequestOptions | None = None) -> list[int]:
         """The ids of a prompt, as a request would have them. Raises RequestError."""
         return self._factory.token_ids(prompt, options or RequestOptions())
@@ -108,6 +123,13 @@ class SpeculativeDecoder:
     def require_chat_template(self) -> None:
         """Raise RequestError where the tokenizer has none, or one that fails."""
         self._factory.require_chat_template()
+
+    def prepare_constraints(self) -> None:
+        """Index the tokenizer for constraints now: with a large vocabulary the first of them would wait for seconds.
+
+        Raises RequestError where llguidance is missing, and where there is no tokenizer or none that it can read.
+        """
+        self._factory.prepare_constraints()
 
     def request(
         self,

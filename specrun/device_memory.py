@@ -18,13 +18,15 @@ class Need:
     weights: int
     cache: int
     buffers: int
-    """Token ids, logits, the rows' texts, and what acceptance works on."""
+    """Token ids, logits, the rows' texts, what acceptance works on, and new keys and values that are outputs."""
     workspace: int = 0
     """Memory that the plan computes in. Only a loaded plan knows it, so it is 0 in the first check."""
 
 
 def need(role: str, config: EngineConfig, rows: int, positions: int, texts: bool, blocks: int) -> Need:
     """The memory that an engine takes. Cache and logits are exact; weights are assumed as large as the engine's files.
+
+    Masks are counted for every position, though copies have none.
 
     rows: of a round. positions: how many positions of each row have logits in memory, copies included.
     texts: whether the engine's GPU holds the rows' texts. blocks: of the prefix cache; 0 if the user gave no number.
@@ -33,11 +35,12 @@ def need(role: str, config: EngineConfig, rows: int, positions: int, texts: bool
     logits = rows * positions * graph.vocab_size * 4
     ids = rows * build.max_input_len * 8
     counts = rows * (build.max_seq_len * 8 + graph.vocab_size * 4 + MAX_BIASES * 8) if texts else 0
+    masks = rows * positions * -(-graph.vocab_size // 32) * 4 if texts else 0
     return Need(
         role=role,
         weights=config.weight_bytes,
         cache=graph.cache_bytes(build.max_batch_size, build.cache_length) + graph.cache_bytes(blocks, BLOCK),
-        buffers=logits + ids + counts,
+        buffers=logits + ids + counts + masks + graph.cache_bytes(1, config.new_positions),
     )
 
 

@@ -8,18 +8,20 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 FloatName = Literal["float32", "float16", "bfloat16"]
-"""The element types of weights and caches."""
+"""The element types that networks compute in."""
+CacheName = Literal["float32", "float16", "bfloat16", "int8", "float8_e4m3fn"]
+"""The element types of caches."""
 FLOAT_NAMES: tuple[FloatName, ...] = get_args(FloatName)
 
 
 @dataclass(frozen=True)
 class ElementType:
-    """One element type. Integers are exact, so their shares are 0."""
+    """One element type. Where nothing is computed in it, its shares are 0."""
 
     name: str
     """As torch, numpy and our configs call it."""
     storage: np.dtype[Any]
-    """What numpy stores it as; numpy has no bfloat16, so there only the size is right."""
+    """What numpy stores it as; numpy has no bfloat16 and no float8, so there only the size is right."""
     onnx: int
     """Its number in ``onnx.TensorProto.DataType``."""
     onnxruntime: str
@@ -38,6 +40,7 @@ class ElementType:
 
 
 _F32, _F16, _U16, _I64 = (np.dtype(kind) for kind in (np.float32, np.float16, np.uint16, np.int64))
+_I8, _U8 = np.dtype(np.int8), np.dtype(np.uint8)
 
 DTYPES = {
     dtype.name: dtype
@@ -47,6 +50,8 @@ DTYPES = {
         ElementType("float32", _F32, onnx=1, onnxruntime="float", tensorrt="float", noise=5e-5, tolerance=1e-3),
         ElementType("float16", _F16, onnx=10, onnxruntime="float16", tensorrt="half", noise=5e-3, tolerance=5e-3),
         ElementType("bfloat16", _U16, onnx=16, onnxruntime="bfloat16", tensorrt="bf16", noise=2e-2, tolerance=2e-2),
+        ElementType("int8", _I8, onnx=3, onnxruntime="int8", tensorrt="int8"),
+        ElementType("float8_e4m3fn", _U8, onnx=17, onnxruntime="float8e4m3fn", tensorrt="fp8"),
         ElementType("int64", _I64, onnx=7, onnxruntime="int64", tensorrt="int64"),
     )
 }

@@ -25,7 +25,8 @@ from pydantic import (
 )
 
 from specrun.bit_exact import BitExact
-from specrun.dtypes import DTYPES, FloatName
+from specrun.contract import FIRST_DRAFT_STEP_LEN, present_names
+from specrun.dtypes import DTYPES, CacheName, ElementType, FloatName
 from specrun.errors import EngineDirError, SpecError
 from specrun.processor import has_vnni
 
@@ -36,6 +37,8 @@ WEIGHTS_NAME = "model.onnx.data"
 """The graph's weights, beside it."""
 PLAN_NAME = "rank0.engine"
 """TensorRT's serialised engine."""
+_NEW_POSITIONS = 2048
+"""Of one pass, where they have memory of their own."""
 _KINDS = {"engine": "an engine directory", "checkpoint": "a checkpoint directory"}
 
 SpeculativeMode = Literal["none", "draft_tokens_external"]
@@ -99,7 +102,9 @@ class GraphInfo(Strict):
 
     vocab_size: Size
     dtype: FloatName
-    """Of everything that is computed, and of the cache."""
+    """Of everything that is computed."""
+    kv_cache_dtype: CacheName | None = None
+    """What keys and values are stored in; None: what is computed in."""
     quantised: QuantisedWeights | None = None
     caches: list[CacheTensor] = Field(max_length=1 << 16)
 
@@ -108,10 +113,15 @@ class GraphInfo(Strict):
         """How many layers keep a cache."""
         return len(self.caches) // 2
 
+    @property
+    def cache_element(self) -> ElementType:
+        """The type of the cache's elements."""
+        return DTYPES[self.kv_cache_dtype or self.dtype]
+
     def cache_bytes(self, rows: int, length: int) -> int:
         """Bytes of a whole key-value cache for ``rows`` rows of ``length`` positions."""
         elements = sum(cache.heads * cache.head_dim for cache in self.caches) * rows * length
-        return elements * DTYPES[self.dtype].nbytes
+        return elements * self.cache_element.nbytes
 
 
 class TokenizerInfo(Strict):
@@ -193,6 +203,25 @@ class EngineConfig(Strict):
     pretrained_config: dict[str, Any]
     provenance: Provenance
     files: Files = Field(min_length=1)
+
+    @property
+    def writes_cache(self) -> bool:
+        """Whether the engine writes new keys and values into the cache. Otherwise they are outputs of their own."""
+        return all(tensor.aliases for tensor in self.io if tensor.name in present_names(self.graph.layers))
+
+    @property
+    def max_query_len(self) -> int:
+        """Most tokens of a row in one pass. Where new keys and values are outputs, their memory bounds it."""
+        build = self.build_config
+        if self.writes_cache:
+            return build.max_input_len
+        shared = _NEW_POSITIONS // build.max_batch_size
+        return max(min(build.max_input_len, shared), build.max_draft_len + 1, FIRST_DRAFT_STEP_LEN)
+
+    @property
+    def new_positions(self) -> int:
+        """Positions of all rows that one pass may give keys and values of; 0: it writes them itself."""
+        return 0 if self.writes_cache else self.build_config.max_batch_size * self.max_query_len
 
     @property
     def weight_bytes(self) -> int:

@@ -62,7 +62,7 @@ class RequestError(SpecError):
 
 
 class ContextLengthError(RequestError):
-    """A text that is too long for the engine."""
+    """A prompt, or prompt and output together, that are longer than the engine takes."""
 
 
 def as_spec_error(error: BaseException) -> SpecError:

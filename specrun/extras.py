@@ -16,6 +16,7 @@ _EXTRAS = {
     **dict.fromkeys(("onnx", "onnxscript", "onnx_ir"), "build"),
     **dict.fromkeys(("onnxruntime", "jinja2"), "run"),
     **dict.fromkeys(("starlette", "uvicorn", "prometheus_client"), "serve"),
+    "llguidance": "json",
     "tensorrt": "gpu",
     "tensorrt_rtx": "rtx",
     "cuda": "cuda",

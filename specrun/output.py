@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -16,6 +17,11 @@ from specrun.scheduler import Event
 
 def as_json(request: Request) -> str:
     """One request's result as a line of JSON."""
+    return json.dumps(as_object(request), ensure_ascii=False)
+
+
+def as_object(request: Request) -> dict[str, Any]:
+    """One request's result, for JSON."""
     stats = request.stats
     output = request.output
     result: dict[str, Any] = {
@@ -29,6 +35,7 @@ def as_json(request: Request) -> str:
         "drafted": stats.drafted,
         "evaluated": stats.evaluated,
         "accepted": stats.accepted,
+        "forced": stats.forced,
         "acceptance_rate": stats.acceptance_rate,
         "tokens_per_round": stats.tokens_per_round,
         "seconds": stats.seconds,
@@ -42,7 +49,7 @@ def as_json(request: Request) -> str:
         result["error"] = str(request.error)
     if request.draft_error:
         result["draft_error"] = str(request.draft_error)
-    return json.dumps(result, ensure_ascii=False)
+    return result
 
 
 def show_token(output: TokenOutput, color: bool) -> None:
@@ -62,6 +69,25 @@ class JsonPrinter:
         """Print what is due after a round."""
         while self._left and self._left[0].finish_reason:
             click.echo(as_json(self._left.popleft()))
+
+
+class EventPrinter:
+    """Prints a line of JSON for every token as it is committed, and one with the result when its request has ended."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._indices = {request: index for index, request in enumerate(requests)}
+
+    def show(self, event: Event) -> None:
+        """Print a round's tokens."""
+        index = self._indices[event.request]
+        for output in event.token_outputs:
+            line = {"event": "token", "index": index, "token_id": output.token, "text": output.text}
+            line["from_draft"] = output.from_draft
+            if output.logprob:
+                line |= output.logprob._asdict()
+            click.echo(json.dumps(line, ensure_ascii=False))
+        if event.finish_reason:
+            click.echo(json.dumps({"event": "end", "index": index, **as_object(event.request)}, ensure_ascii=False))
 
 
 class TextPrinter:
@@ -105,20 +131,47 @@ class TextPrinter:
         click.echo(self._requests[self._current].echo, nl=False)
 
 
+@dataclass
+class Totals:
+    """Sums over requests."""
+
+    prompt_tokens: int = 0
+    cached: int = 0
+    tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    evaluated: int = 0
+    accepted: int = 0
+
+    def add(self, request: Request) -> None:
+        """Count what ``request`` has so far."""
+        stats = request.stats
+        self.prompt_tokens += len(request.prompt)
+        self.cached += stats.cached
+        self.tokens += len(request.token_outputs)
+        self.rounds += stats.rounds
+        self.drafted += stats.drafted
+        self.evaluated += stats.evaluated
+        self.accepted += stats.accepted
+
+    def summary(self, method: Round, seconds: float) -> str:
+        """What happened, in one line for people."""
+        line = f"{self.tokens} tokens in {seconds:.2f} s ({self.tokens / seconds:.1f} tokens/s)"
+        if self.evaluated:
+            compared = "logits" if method.use_logits else "tokens"
+            line += (
+                f"; {self.drafted / self.rounds:.1f} drafted a round, acceptance by {compared}: "
+                f"{self.accepted}/{self.evaluated} draft tokens accepted ({self.accepted / self.evaluated:.0%}), "
+                f"{1 + self.accepted / self.rounds:.2f} tokens a round"
+            )
+        if self.cached:
+            line += f"; {self.cached} of {self.prompt_tokens} prompt tokens reused"
+        return line
+
+
 def summary(requests: Sequence[Request], method: Round, seconds: float) -> str:
-    """What happened, in one line for people."""
-    tokens = sum(len(request.output) for request in requests)
-    line = f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds:.1f} tokens/s)"
-    evaluated = sum(request.stats.evaluated for request in requests)
-    accepted = sum(request.stats.accepted for request in requests)
-    rounds = sum(request.stats.rounds for request in requests)
-    drafted = sum(request.stats.drafted for request in requests)
-    if evaluated:
-        compared = "logits" if method.use_logits else "tokens"
-        line += (
-            f"; {drafted / rounds:.1f} drafted a round, acceptance by {compared}: {accepted}/{evaluated} draft tokens "
-            f"accepted ({accepted / evaluated:.0%}), {1 + accepted / rounds:.2f} tokens a round"
-        )
-    if cached := sum(request.stats.cached for request in requests):
-        line += f"; {cached} of {sum(len(request.prompt) for request in requests)} prompt tokens reused"
-    return line
+    """What happened to ``requests``, in one line for people."""
+    totals = Totals()
+    for request in requests:
+        totals.add(request)
+    return totals.summary(method, seconds)

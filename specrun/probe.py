@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,10 @@ _LEAST = 1e-9
 _NUDGES = 4
 _NUDGE = 1e-7
 """Passes whose keys and values are moved by so much of their size: about a bit of float32."""
+_MOVED_CODES = 1e-4
+"""Where they are stored in 8 bits, such a bit moves few codes, and those by one: this share of them."""
+_CODES_OF_ONE = 30
+"""Codes of 8-bit keys and values from 0 to 1."""
 
 
 class _Way(NamedTuple):
@@ -58,7 +62,7 @@ class _Bits(NamedTuple):
 
     logits: dict[int, npt.NDArray[np.float32]]
     """[V], by the token's number."""
-    cache: list[npt.NDArray[np.float32]]
+    cache: list[npt.NDArray[Any]]
     """[H_kv, tokens, D] of every cache tensor."""
 
 
@@ -180,10 +184,9 @@ def _feed(backend: Backend, shapes: ShapeClass, way: _Way, length: int, nudge: i
     for tensor in backend.cache.part(0, batch):
         held = own.standard_normal((tensor.shape[1], length, tensor.shape[3]), np.float32)
         tensor[...] = 0
-        tensor[:, :, :length] = held * others.uniform(0, 2, (batch, 1, 1, 1))
-        if nudge:
-            held *= 1 + np.float32(_NUDGE) * np.random.default_rng(nudge).choice((-1, 1), held.shape)
-        tensor[row, :, :length] = held
+        tensor[:, :, :length] = _stored(held * others.uniform(0, 2, (batch, 1, 1, 1)), tensor.dtype)
+        held = _stored(held, tensor.dtype)
+        tensor[row, :, :length] = _nudge(held, nudge) if nudge else held
     logits: dict[int, npt.NDArray[np.float32]] = {}
     start = 0
     for chunk in way.chunks:
@@ -200,6 +203,23 @@ def _feed(backend: Backend, shapes: ShapeClass, way: _Way, length: int, nudge: i
         logits |= {start + chunk - count + i: step.logits[row, i].copy() for i in range(count)}
         start += chunk
     return _Bits(logits, [tensor[row, :, length : length + start].copy() for tensor in backend.cache.part(0, batch)])
+
+
+def _stored(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Random keys or values as a cache of ``dtype`` has them."""
+    if dtype.kind == "f":
+        return values
+    codes: npt.NDArray[Any] = np.rint(values * _CODES_OF_ONE).clip(-126, 126).astype(dtype)
+    return codes
+
+
+def _nudge(held: npt.NDArray[Any], seed: int) -> npt.NDArray[Any]:
+    """Keys or values whose last bits are others."""
+    generator = np.random.default_rng(seed)
+    signs: npt.NDArray[Any] = generator.choice((-1, 1), held.shape)
+    if held.dtype.kind == "f":
+        return np.asarray(held * (1 + np.float32(_NUDGE) * signs))
+    return np.asarray(held + (signs * (generator.random(held.shape) < _MOVED_CODES)).astype(held.dtype))
 
 
 def _cost(backend: Backend, shapes: ShapeClass) -> float:

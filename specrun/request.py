@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from specrun import arguments
 from specrun.errors import RequestError, SpecError
+from specrun.grammar import Grammar, Matcher, apply_mask
 from specrun.penalties import TokenCounts, apply_penalties
 from specrun.sampling import Floats, SamplingParams, TokenLogprob
 from specrun.stats import Stats
@@ -38,11 +39,14 @@ class Outcome(NamedTuple):
     next_token: int
     logprobs: Sequence[TokenLogprob] | None = None
     """Of the accepted tokens and the next token, where the request wants them."""
+    forced: int = 0
+    """So many of the first draft tokens were the grammar's, not the drafter's."""
 
     @property
     def evaluated(self) -> tuple[int, int]:
-        """Accepted and evaluated draft tokens: those behind the first rejected one were not evaluated."""
-        return len(self.accepted), min(self.drafted, len(self.accepted) + 1)
+        """Accepted and evaluated tokens of the drafter: those behind the first rejected one were not evaluated."""
+        accepted = len(self.accepted)
+        return max(0, accepted - self.forced), max(0, min(self.drafted, accepted + 1) - self.forced)
 
 
 @dataclass(eq=False)
@@ -75,8 +79,12 @@ class Request:
     """What ``text`` begins with."""
     timeout: float | None = None
     """Seconds after which the request ends as it is."""
+    grammar: Grammar | None = None
+    """What the output must follow. It ends when nothing more may follow."""
     has_logits_processors: bool = field(init=False)
     """Whether its logits are changed before they become a distribution."""
+    matcher: Matcher | None = field(init=False)
+    """Where the output stands in ``grammar``."""
     tokens: list[int] = field(init=False)
     token_outputs: list[TokenOutput] = field(init=False, default_factory=list)
     """The output, token by token."""
@@ -89,6 +97,7 @@ class Request:
     """Why nothing more is drafted for it; None where its draft has not failed."""
     stats: Stats = field(init=False, default_factory=Stats)
     _counts: TokenCounts = field(init=False)
+    _has_penalties: bool = field(init=False)
     _began: float = field(init=False, default=0.0)
     _cancelled: bool = field(init=False, default=False)
     _on_cancel: Callable[[Request], None] | None = field(init=False, default=None)
@@ -98,8 +107,10 @@ class Request:
         self._check_types()
         self.params = self.params.seeded()
         self.tokens = list(self.prompt)
-        self.has_logits_processors = self.params.has_logits_processors or self.min_output_len > 0
-        self._counts = TokenCounts.of(self.prompt if self.has_logits_processors else ())
+        self.matcher = self.grammar.start() if self.grammar else None
+        self._has_penalties = self.params.has_logits_processors or self.min_output_len > 0
+        self.has_logits_processors = self._has_penalties or self.matcher is not None
+        self._counts = TokenCounts.of(self.prompt if self._has_penalties else ())
 
     def _check_types(self) -> None:
         self.prompt = arguments.wholes("token ids", self.prompt)
@@ -115,6 +126,8 @@ class Request:
         self.reuse_blocks = arguments.flag("reuse_blocks", self.reuse_blocks)
         self.echo = arguments.text("echo", self.echo)
         self.timeout = None if self.timeout is None else arguments.number("timeout", self.timeout)
+        if not isinstance(self.grammar, Grammar | None):
+            raise RequestError(f"grammar {arguments.show(self.grammar)}: expected a Grammar")
 
     @property
     def output(self) -> list[int]:
@@ -156,13 +169,25 @@ class Request:
         return not self.params.greedy and (default if self.use_logits is None else self.use_logits)
 
     def apply_penalties(self, logits: Floats, drafts: Sequence[int]) -> Floats:
-        """The logits [V] after the committed tokens and ``drafts``, with this request's penalties and biases.
+        """The logits [V] after the committed tokens and ``drafts``, with this request's penalties, biases and grammar.
 
-        Only for a request that has logits processors.
+        Only for a request that has logits processors. Raises RequestError where no token is left, and where the grammar
+        grows too complex.
         """
-        length = len(self.tokens) - len(self.prompt) + len(drafts)
-        forbidden = self.stop_ids if length < self.min_output_len else ()
-        return apply_penalties(logits, self.params, functools.reduce(TokenCounts.add, drafts, self._counts), forbidden)
+        if self._has_penalties:
+            length = len(self.tokens) - len(self.prompt) + len(drafts)
+            forbidden = self.stop_ids if length < self.min_output_len else ()
+            text = functools.reduce(TokenCounts.add, drafts, self._counts)
+            logits = apply_penalties(logits, self.params, text, forbidden)
+        if self.matcher and (mask := self.matcher.mask(drafts)) is not None:
+            logits = apply_mask(logits, mask)
+            if logits.max() == -math.inf:
+                raise RequestError("logit_bias and min_output_len forbid every token that the constraint allows")
+        return logits
+
+    def forced(self, limit: int) -> list[int]:
+        """The tokens that the grammar leaves no choice about, at most ``limit``. They are free drafts."""
+        return self.matcher.forced()[:limit] if self.matcher and limit > 0 else []
 
     def leave_queue(self) -> None:
         """It has a row now."""
@@ -191,10 +216,13 @@ class Request:
         reason: FinishReason | None = None
         for index, token in enumerate((*outcome.accepted, outcome.next_token)):
             self.tokens.append(token)
-            if self.has_logits_processors:
+            if self._has_penalties:
                 self._counts = self._counts.add(token)
             text = self.stream.push(token) if self.stream else ""
-            if token in self.stop_ids or (self.stream and self.stream.stopped):
+            if self.matcher:
+                self.matcher.commit(token)
+            is_complete = self.matcher is not None and self.matcher.is_complete
+            if token in self.stop_ids or is_complete or (self.stream and self.stream.stopped):
                 reason = "stop"
             elif self.remaining == 0:
                 reason = "length"
@@ -210,6 +238,7 @@ class Request:
         self.stats.count_round(
             outcome.drafted, len(outcome.accepted), len(token_outputs), time.perf_counter() - self._began
         )
+        self.stats.forced += outcome.forced
         self.finish_reason = reason
         return token_outputs
 

@@ -14,6 +14,7 @@ from specrun import arguments
 from specrun.engine_dir import EngineConfig
 from specrun.errors import ContextLengthError, RequestError
 from specrun.extras import how_to_install
+from specrun.grammar import Grammar, Grammars
 from specrun.limits import MAX_LOGPROBS, MAX_STOP_IDS
 from specrun.request import Request
 from specrun.request_options import RequestOptions
@@ -34,10 +35,15 @@ Prompt = str | Sequence[int] | Sequence[Message]
 class RequestFactory:
     """Makes requests for one decoder."""
 
-    def __init__(self, target: EngineConfig, draft_len: int, tokenizer_dir: Path | None) -> None:
+    def __init__(
+        self, target: EngineConfig, draft_len: int, tokenizer_dir: Path | None, chat_template: Path | None = None
+    ) -> None:
+        """chat_template: a file with a template to take instead of the tokenizer's."""
         self.target = target
         self.draft_len = draft_len
         self._tokenizer_dir = tokenizer_dir
+        self._grammars = Grammars(lambda: self.tokenizer, target.eos_token_ids)
+        self._template_file = chat_template
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -53,13 +59,17 @@ class RequestFactory:
             return None
         return Detokenizer(self.tokenizer)
 
+    def prepare_constraints(self) -> None:
+        """Do now what the first request with a constraint would wait for. Raises RequestError."""
+        self._grammars.prepare()
+
     @cached_property
     def _chat_template(self) -> ChatTemplate:
         try:
             from specrun.chat_template import ChatTemplate  # Only chats need jinja2.
         except ImportError as error:
             raise RequestError(f"chat templates need jinja2, which is missing: {how_to_install('jinja2')}") from error
-        return ChatTemplate.load(self._tokenizer_dir or Path())
+        return ChatTemplate.load(self._tokenizer_dir or Path(), self._template_file)
 
     def require_chat_template(self) -> None:
         """Raise RequestError where the tokenizer has none, or one that fails."""
@@ -89,15 +99,18 @@ class RequestFactory:
         elif text is None and options.echo:
             text = detokenizer.decode(ids)
         params = params.seeded()
-        return [
-            self._request(
-                ids, params.seeded(number), options, self._output_len(ids, options.max_output_len, name), text
-            )
-            for number in range(n)
-        ]
+        length = self._output_len(ids, options.max_output_len, name)
+        grammar = self._grammars.compile(constraint) if (constraint := options.constraint) else None
+        return [self._request(ids, params.seeded(number), options, length, text, grammar) for number in range(n)]
 
     def _request(
-        self, ids: Sequence[int], params: SamplingParams, options: RequestOptions, length: int, text: str | None
+        self,
+        ids: Sequence[int],
+        params: SamplingParams,
+        options: RequestOptions,
+        length: int,
+        text: str | None,
+        grammar: Grammar | None,
     ) -> Request:
         """One checked request. text: what ``echo`` shows."""
         request = Request(
@@ -114,6 +127,7 @@ class RequestFactory:
             reuse_blocks=options.reuse_blocks,
             echo=text if text and options.echo else "",
             timeout=options.timeout,
+            grammar=grammar,
         )
         self.check(request)
         self._check_options(request)

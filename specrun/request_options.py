@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 from specrun import arguments
 from specrun.errors import RequestError
+from specrun.grammar import Constraint, Kind, schema_text
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,16 @@ class RequestOptions(arguments.Named):
     """Wrap the text in the tokenizer's chat template. Messages always are."""
     system: str | None = None
     """The system message before a text; implies ``chat``."""
+    json_schema: Mapping[str, Any] | bool | str | None = None
+    """The output is JSON that this schema describes: a schema, or its text. At most one of these five is given."""
+    json_object: bool = False
+    """The output is a JSON object."""
+    regex: str | None = None
+    """The output matches this regular expression, in the syntax of Rust's crate regex."""
+    choice: str | Sequence[str] = ()
+    """The output is one of these texts."""
+    grammar: str | None = None
+    """The output follows this grammar, in llguidance's form of Lark."""
 
     def __post_init__(self) -> None:
         """Check every option's type, and write whole numbers and texts in one way."""
@@ -59,6 +71,11 @@ class RequestOptions(arguments.Named):
             "timeout": None if self.timeout is None else arguments.number("timeout", self.timeout),
             "chat": arguments.flag("chat", self.chat),
             "system": arguments.optional_text("system", self.system),
+            "json_schema": None if self.json_schema is None else schema_text(self.json_schema),
+            "json_object": arguments.flag("json_object", self.json_object),
+            "regex": arguments.optional_text("regex", self.regex),
+            "choice": arguments.texts("choice", self.choice),
+            "grammar": arguments.optional_text("grammar", self.grammar),
         }
         if self.draft_len != "auto":
             found["draft_len"] = arguments.optional_whole("draft_len", self.draft_len)
@@ -66,6 +83,24 @@ class RequestOptions(arguments.Named):
             raise RequestError(f"acceptance {arguments.show(self.acceptance)}: expected tokens or logits")
         for name, value in found.items():
             object.__setattr__(self, name, value)
+        self._check_constraints()
+
+    def _check_constraints(self) -> None:
+        given = [kind for kind in get_args(Kind) if getattr(self, kind) not in (None, False, ())]
+        if len(given) > 1:
+            raise RequestError(f"{given[0]} and {given[1]} exclude each other")
+        if "" in self.choice:
+            raise RequestError("choice: expected texts that are not empty")
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What the output must follow."""
+        if self.json_object:
+            return Constraint("json_object", "")
+        if self.choice:
+            return Constraint("choice", json.dumps(self.choice))
+        texts: dict[Kind, Any] = {"json_schema": self.json_schema, "regex": self.regex, "grammar": self.grammar}
+        return next((Constraint(kind, text) for kind, text in texts.items() if text is not None), None)
 
 
 class OptionKeywords(TypedDict, total=False):
@@ -84,6 +119,11 @@ class OptionKeywords(TypedDict, total=False):
     timeout: float | None
     chat: bool
     system: str | None
+    json_schema: Mapping[str, Any] | bool | str | None
+    json_object: bool
+    regex: str | None
+    choice: str | Sequence[str]
+    grammar: str | None
 
 
 def combine(options: RequestOptions | None, keywords: OptionKeywords) -> RequestOptions:

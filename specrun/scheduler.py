@@ -306,7 +306,8 @@ class Scheduler:
             seconds = time.perf_counter() - before if self.round.is_steady_state else None
             evaluated = [(0, 0) if isinstance(outcome, SpecError) else outcome.evaluated for outcome in outcomes]
             # A drafter may have proposed fewer tokens.
-            draft_len = max((o.drafted for o in outcomes if not isinstance(o, SpecError)), default=draft_len)
+            drafted = (o.drafted - o.forced for o in outcomes if not isinstance(o, SpecError))
+            draft_len = max(drafted, default=draft_len)
             self.lengths.observe(draft_len, seconds, requests, evaluated, draft_lag)
             for request, outcome in zip(requests, outcomes, strict=True):
                 if isinstance(outcome, SpecError):

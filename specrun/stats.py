@@ -13,6 +13,8 @@ class Stats:
     drafted: int = 0
     evaluated: int = 0
     accepted: int = 0
+    forced: int = 0
+    """Of ``drafted``: tokens that a grammar left no choice about, for which no drafter worked."""
     cached: int = 0
     """Tokens of the prompt that the target did not read again: a text before it began alike."""
     queue_seconds: float = 0.0

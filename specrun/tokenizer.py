@@ -20,6 +20,7 @@ SETTINGS_NAME = "tokenizer_config.json"
 SPECIAL_TOKENS_NAME = "special_tokens_map.json"
 TEMPLATE_NAME = "chat_template.jinja"
 LEGACY_TEMPLATE_NAME = "chat_template.json"
+GENERATION_NAME = "generation_config.json"
 TOKENIZER_FILES = (
     TOKENIZER_NAME,
     SETTINGS_NAME,
@@ -27,7 +28,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     TEMPLATE_NAME,
     LEGACY_TEMPLATE_NAME,
-    "generation_config.json",
+    GENERATION_NAME,
 )
 _SECTIONS = ("normalizer", "pre_tokenizer")
 

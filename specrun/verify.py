@@ -7,6 +7,7 @@ Distribution: short texts of many seeds, drawn by the real loop, against the tar
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +23,10 @@ from specrun.dtypes import DTYPES
 from specrun.engine_dir import EngineConfig, read_config
 from specrun.errors import BackendError, EngineDirError, RequestError
 from specrun.fit import Fit, chi_squared, ranked
+from specrun.grammar import Grammar, Mask, apply_mask
 from specrun.penalties import TokenCounts, apply_penalties
 from specrun.request import Request
+from specrun.request_options import RequestOptions
 from specrun.runners.host import ModelRunner
 from specrun.sampling import Floats, SamplingParams, probabilities, sample
 
@@ -143,11 +146,14 @@ def verify_pair(
     params: SamplingParams,
     seconds: float,
     report: Callable[[str], None] = lambda _: None,
+    options: RequestOptions | None = None,
+    tokenizer_dir: str | Path | None = None,
 ) -> Verdict:
     """Check that the pair writes what its target alone would, for about ``seconds`` after loading.
 
     ``params`` are the settings of all texts, greedy ones at temperature 0; draws count seeds up from its seed. One
-    batch of texts and FEWEST draws take their time in any case. ``report`` hears what is going on.
+    batch of texts and FEWEST draws take their time in any case. ``report`` hears what is going on. Of ``options``,
+    constraints count: then the target's logits are masked, by a matcher that no draft token has moved.
     Raises RequestError, BackendError where engines are on a GPU, and what opening the pair raises.
     """
     params = params.seeded()
@@ -156,13 +162,15 @@ def verify_pair(
             Path(target_dir), EngineConfig, EngineDirError, "specbuild engine"
         ).build_config.max_draft_len
         config = replace(config, draft_len=min(DRAFT_LEN, most) or None)
-    with SpeculativeDecoder.open(target_dir, draft_dir, config) as decoder:
+    with SpeculativeDecoder.open(target_dir, draft_dir, config, tokenizer_dir) as decoder:
         rounds = decoder.scheduler.round
         if rounds.host_target is None:
             raise BackendError("verify reads all of the target's logits on the host: for now it needs CPU engines")
         if note := decoder.exactness.note:
             report(f"note: {note}")
         check = _Check(decoder, rounds.host_target, prompts)
+        if options and options.constraint:
+            check.grammar = decoder.request(prompts[0], options=options, max_output_len=1).grammar
         began = time.perf_counter()
         report("greedy texts, against the target's own")
         parts = [check.ids("greedy", replace(params, temperature=0.0), began + seconds / 4)]
@@ -171,7 +179,8 @@ def verify_pair(
             parts.append(check.ids("seeded", params, began + seconds / 2))
         if not params.greedy:
             report("short texts of many seeds, against the target's distribution")
-            parts.append(check.draws("distribution", params, 2 * (rounds.max_draft_len + 1), began + seconds))
+            length = LENGTH if check.grammar else 2 * (rounds.max_draft_len + 1)  # Many may be forced.
+            parts.append(check.draws("distribution", params, length, began + seconds))
         return Verdict(tuple(parts), time.perf_counter() - began, decoder.exactness.on)
 
 
@@ -181,6 +190,7 @@ class _Check:
     def __init__(self, decoder: SpeculativeDecoder, target: ModelRunner, prompts: Sequence[Sequence[int]]) -> None:
         build = decoder.target.build_config
         self.decoder, self.target, self.prompts = decoder, target, prompts
+        self.grammar: Grammar | None = None
         self.rows, self.positions = min(ROWS, build.max_batch_size), build.max_seq_len
         self.noise = 0.0 if decoder.exactness.on else _noise(decoder.target)
         most = min(build.max_input_len, build.max_seq_len - 1)
@@ -192,7 +202,7 @@ class _Check:
         part = Part(name, identical=0)
         while not part.texts or (part.texts < len(self.prompts) and time.perf_counter() < deadline):
             prompts = self.prompts[part.texts : part.texts + self.rows]
-            batch = [Request(prompt, params, min(LENGTH, self.positions - len(prompt))) for prompt in prompts]
+            batch = [self._request(prompt, params, min(LENGTH, self.positions - len(prompt))) for prompt in prompts]
             differing = set()
             for row, position, logits in self._alone(self._run(batch)):
                 token, own = batch[row].tokens[position], sample(logits, params, position)
@@ -215,13 +225,15 @@ class _Check:
         ranks = np.zeros((1, BINS), np.int64)
         while part.texts < FEWEST or time.perf_counter() < deadline:
             numbers = range(part.texts, part.texts + self.rows)
-            batch = [Request(prompts[n % len(prompts)], params.seeded(n), length) for n in numbers]
-            for number, request, logits in zip(numbers, self._run(batch), self._whole(batch, length), strict=True):
+            batch = [self._request(prompts[n % len(prompts)], params.seeded(n), length) for n in numbers]
+            for number, request, logits in zip(numbers, self._run(batch), self._whole(batch), strict=True):
                 drawn, probs = np.array(request.output), np.stack([probabilities(row, params) for row in logits])
-                firsts[number % len(prompts), drawn[0]] += 1
-                expected[number % len(prompts)] += probs[0]
-                ranks += np.histogram(ranked(drawn, probs, generator.random(length)), BINS, (0, 1))[0]
-                for at in np.flatnonzero(probs[np.arange(length), drawn] == 0):
+                # Where a grammar forces the first tokens, the first one that is drawn; it is at the same place always.
+                first = int((np.count_nonzero(probs, axis=1) > 1).argmax())
+                firsts[number % len(prompts), drawn[first]] += 1
+                expected[number % len(prompts)] += probs[first]
+                ranks += np.histogram(ranked(drawn, probs, generator.random(len(drawn))), BINS, (0, 1))[0]
+                for at in np.flatnonzero(probs[np.arange(len(drawn)), drawn] == 0):
                     token, row = int(drawn[at]), logits[at]
                     near = nearly_kept(row, params, token, self.noise)
                     part.differ(near, f"draw {number + 1}, token {at + 1}", token, int(row.argmax()), row)
@@ -230,6 +242,9 @@ class _Check:
         part.fits["all tokens by rank"] = chi_squared(ranks, np.full(ranks.shape, ranks.mean()))
         return part
 
+    def _request(self, prompt: Sequence[int], params: SamplingParams, length: int) -> Request:
+        return Request(prompt, params, length, grammar=self.grammar)
+
     def _run(self, requests: list[Request]) -> list[Request]:
         for event in self.decoder.run(requests):
             if event.request.error:
@@ -237,29 +252,28 @@ class _Check:
         return requests
 
     def _alone(self, requests: Sequence[Request]) -> Iterator[tuple[int, int, Floats]]:
-        """Row, position and the target's logits [V] there, with the request's penalties, for every output token.
+        """Row, position and the target's logits [V] there, as the request changes them, for every output token.
 
         One token a step, as if alone.
         """
         self.target.reserve(len(requests), max(len(request.tokens) for request in requests))
-        seen = [_seen(request) for request in requests]
+        processors = [_processors(request) for request in requests]
         for step in range(max(len(request.output) for request in requests)):
             active = [step < len(request.output) for request in requests]
             logits = self.target.forward([r.tokens[: len(r.prompt) + step] for r in requests], list(map(int, active)))
             for row, request in enumerate(requests):
                 if active[row]:
-                    adjusted = apply_penalties(logits[row, 0], request.params, next(seen[row]))
-                    yield row, len(request.prompt) + step, adjusted
+                    yield row, len(request.prompt) + step, next(processors[row])(logits[row, 0])
 
-    def _whole(self, requests: Sequence[Request], length: int) -> Floats:
-        """The target's logits [B, length, V] for the output tokens, with the requests' penalties, all in one pass."""
+    def _whole(self, requests: Sequence[Request]) -> list[list[Floats]]:
+        """The target's logits [V] for each request's output tokens, as it changes them, all in one pass."""
         self.target.reserve(len(requests), max(len(request.tokens) for request in requests))
-        logits = self.target.forward([request.tokens[:-1] for request in requests], [length] * len(requests))
-        logits = logits[:, :length]
-        for request, own in zip(requests, logits, strict=True):
-            for row, seen in zip(own, _seen(request), strict=False):
-                row[...] = apply_penalties(row, request.params, seen)
-        return logits
+        lengths = [len(request.output) for request in requests]
+        logits = self.target.forward([request.tokens[:-1] for request in requests], lengths)
+        return [
+            [process(row) for process, row in zip(_processors(request), own, strict=False)]
+            for request, own in zip(requests, logits, strict=True)
+        ]
 
 
 def _noise(target: EngineConfig) -> float:
@@ -269,9 +283,23 @@ def _noise(target: EngineConfig) -> float:
     return max(DTYPES[target.graph.dtype].noise, 2 * seen)
 
 
-def _seen(request: Request) -> Iterator[TokenCounts]:
-    """What penalties know before each token of the output, and behind the last."""
-    return itertools.accumulate(request.output, TokenCounts.add, initial=TokenCounts.of(request.prompt))
+def _processors(request: Request) -> Iterator[Callable[[Floats], Floats]]:
+    """What the request does to the logits [V] of each token of its output, found from the text before it alone."""
+    counts = itertools.accumulate(request.output, TokenCounts.add, initial=TokenCounts.of(request.prompt))
+    matcher = request.grammar.start() if request.grammar else None
+    for token, seen in zip(request.output, counts, strict=False):
+        mask = matcher.mask(()) if matcher else None
+        yield functools.partial(_process, params=request.params, seen=seen, mask=mask)
+        if matcher:
+            try:
+                matcher.commit(token)
+            except RequestError:  # The logits have shown that the token is wrong; there is no way on from it.
+                matcher = None
+
+
+def _process(logits: Floats, params: SamplingParams, seen: TokenCounts, mask: Mask | None) -> Floats:
+    adjusted = apply_penalties(logits, params, seen)
+    return adjusted if mask is None else apply_mask(adjusted, mask)
 
 
 def near_tie(logits: Floats, params: SamplingParams, position: int, token: int, noise: float) -> bool:

@@ -19,13 +19,24 @@ from specbuild.config import engine_options
 from specbuild.convert import ConvertOptions, convert
 from specbuild.engine import build_engine
 from specbuild.progress import Stages
+from specbuild.quantisation.texts import TextOptions
 from specrun.engine_dir import describe_file
 from specrun.tokenizer import describe_tokenizer
 
 # A suite that was started in the background ignores Ctrl-C, and so would the programs that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST_FIRST = ["end_to_end", "families", "memory", "draft_length", "lossless_sampling", "interrupted", "parity_check"]
+LONGEST_FIRST = [
+    "end_to_end",
+    "families",
+    "memory",
+    "run",
+    "server",
+    "draft_length",
+    "lossless_sampling",
+    "interrupted",
+    "parity_check",
+]
 """Files that would keep one process busy when the others have nothing left to do."""
 
 
@@ -126,6 +137,19 @@ def engines(onnx: Path, shared: Path) -> Path:
             make_engine(onnx / name, root / name, max_input_len=48, max_batch_size=4, **draft_len)
 
     return once(shared / "engines", make)
+
+
+@pytest.fixture(scope="session")
+def kv_caches(hf: Path, shared: Path) -> Path:
+    """ONNX checkpoints of the target whose caches have 8 bits, one of the draft, and engines of them for the CPU."""
+
+    def make(root: Path) -> None:
+        for name, model, kind in (("int8", "target", "int8"), ("fp8", "target", "fp8"), ("draft", "draft", "int8")):
+            make_onnx(hf / model, root / name, kv_cache_dtype=kind, texts=TextOptions(size=8, length=32))
+            draft_len = {} if name == "draft" else {"max_draft_len": 6}
+            make_engine(root / name, root / "engines" / name, max_input_len=48, max_batch_size=4, **draft_len)
+
+    return once(shared / "kv_caches", make)
 
 
 EngineMaker = Callable[..., Path]

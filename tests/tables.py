@@ -97,13 +97,13 @@ def _build_config(**numbers: int) -> BuildConfig:
 
 
 def _io(vocab_size: int) -> list[Tensor]:
-    cache: list[int | str] = ["B", 1, "S_max", 1]
+    cache: list[int | str] = ["batch", 1, "cache_length", 1]
     tensors = [
-        Tensor(name=INPUT_IDS, kind="input", dtype="int64", shape=["B", "S"]),
-        Tensor(name=WRITE_INDICES, kind="input", dtype="int64", shape=["B"]),
-        Tensor(name=LOGITS_INDICES, kind="input", dtype="int64", shape=["B", "K"]),
+        Tensor(name=INPUT_IDS, kind="input", dtype="int64", shape=["batch", "sequence"]),
+        Tensor(name=WRITE_INDICES, kind="input", dtype="int64", shape=["batch"]),
+        Tensor(name=LOGITS_INDICES, kind="input", dtype="int64", shape=["batch", "logits"]),
         *[Tensor(name=name, kind="input", dtype="float32", shape=cache) for name in past_names(1)],
-        Tensor(name=LOGITS, kind="output", dtype="float32", shape=["B", "K", vocab_size]),
+        Tensor(name=LOGITS, kind="output", dtype="float32", shape=["batch", "logits", vocab_size]),
     ]
     for past, present in zip(past_names(1), present_names(1), strict=True):
         tensors.append(Tensor(name=present, kind="output", dtype="float32", shape=cache, aliases=past))

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 VENDORS = [
     *("torch", "transformers", "onnx", "onnxruntime", "onnxscript", "onnx_ir", "tensorrt", "tensorrt_rtx", "cuda"),
-    "jinja2",
+    *("jinja2", "llguidance"),
 ]
 
 ORDER = [
@@ -32,7 +32,9 @@ ORDER = [
     "chat_template",
     "stats",
     "sampling",
+    "generation_config",
     "penalties",
+    "grammar",
     "acceptance",
     "devices",
     "kernels",
@@ -54,17 +56,22 @@ ORDER = [
     "prompts",
     "request_options",
     "request_factory",
-    "body_fields",
-    "openai_body",
+    "updates",
+    "openai",
     "decoder",
     "serve",
+    "pair_cache",
     "triton",
     "conversation",
+    "conversation_file",
     "bench_results",
     "bench",
     "fit",
     "verify",
     "output",
+    "batch_lines",
+    "batch_file",
+    "batch",
     "command_line",
     "commands",
     "cli",

@@ -903,7 +903,6 @@ def test_malformed_config_list(engines: Path, text: str, fragment: str) -> None:
         (("--draft_len", "2"), ["--draft_len needs a draft", "--draft_engine_dir"]),
         (("--acceptance", "logits"), ["--acceptance needs a draft"]),
         (("--draft_target_model_config", "[4,[0],[0],False]"), ["--draft_target_model_config needs a draft"]),
-        (("--stream", "--output_format", "json"), ["--stream", "--output_format json"]),
         (("--input_file", "f"), ["--input_text and --input_file exclude each other"]),
         (("--target_model_device_list", "zero"), ["--target_model_device_list", "'zero' is not a device list"]),
         (("--max_output_len", "0"), ["--max_output_len"]),
@@ -932,7 +931,7 @@ def test_list_and_flags_say_the_same_thing_twice(engines: Path) -> None:
         (("--top_p", "0"), ["top_p 0.0", "more than 0 and at most 1"]),
         (("--top_p", "1.5"), ["top_p 1.5"]),
         (("--seed", "-1"), ["seed -1", "2**64"]),
-        (("--max_output_len", "128"), ["prompt 1: 3 tokens + 128", "max_seq_len is 128", "--max_output_len 125"]),
+        (("--max_output_len", "128"), ["prompt 1: 3 tokens + 128", "max_seq_len is 128", "give max_output_len 125"]),
     ],
 )
 def test_parameters(engines: Path, flags: tuple[str, ...], fragments: list[str]) -> None:
@@ -952,7 +951,9 @@ def test_prompt_that_fills_max_seq_len(onnx: Path, out: Path) -> None:
     assert build("engine", *flags, "--max_input_len", 7).exit_code == 0
     said = run("generate", "--engine_dir", out / "engine", "--input_text", "abcdefg", "--output_format", "json")
     assert json.loads(said.stdout)["output_tokens"] == 1
-    says(generate_error(out / "engine", "--max_output_len", 6), "the engine's max_seq_len is 8", "--max_output_len 5")
+    says(
+        generate_error(out / "engine", "--max_output_len", 6), "the engine's max_seq_len is 8", "give max_output_len 5"
+    )
 
 
 def test_prompt_of_another_models_tokenizer(engines: Path, tmp_path: Path) -> None:
@@ -1012,7 +1013,7 @@ def test_what_a_line_is(engines: Path, data: bytes, count: int) -> None:
 
 FIELDS = [
     *("text", "token_ids", "finish_reason", "seed", "prompt_tokens", "output_tokens", "rounds", "drafted", "evaluated"),
-    *("accepted", "acceptance_rate", "tokens_per_round", "seconds", "tokens_per_second"),
+    *("accepted", "forced", "acceptance_rate", "tokens_per_round", "seconds", "tokens_per_second"),
     *("first_token_seconds", "cached_prompt_tokens"),
 ]
 

@@ -19,6 +19,7 @@ from specrun.chat_template import ChatTemplate
 from specrun.cli import main
 from specrun.config import DraftTargetConfig
 from specrun.conversation import Conversation
+from specrun.conversation_file import load, save
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import RequestError
 from specrun.kv_cache import BLOCK
@@ -183,12 +184,12 @@ main(prog_name="specrun")
 class Terminal:
     """``specrun chat`` in a terminal, with rounds that take ``seconds``, long enough to be interrupted."""
 
-    def __init__(self, seconds: float, *options: object) -> None:
+    def __init__(self, seconds: float, *options: object, term: str = "dumb") -> None:
         pty = pytest.importorskip("pty", reason="needs a Unix terminal")
         self.keys, end = pty.openpty()
         self.seen = ""
         command = [sys.executable, "-c", SLOW, str(seconds), "chat", *map(str, options)]
-        environment = {**os.environ, "TERM": "dumb"}
+        environment = {**os.environ, "TERM": term, "COLUMNS": "120"}
         environment.pop("NO_COLOR", None)
         # The terminal is its controlling one, so that Ctrl-C is a key.
         self.process = subprocess.Popen(
@@ -241,7 +242,7 @@ def test_ctrl_c_stops_an_answer_and_then_the_chat(pair: Path) -> None:
     """A drafted answer of 60 tokens takes some seconds here; the second turn has the stopped one in its history."""
     flags = ("--engine_dir", pair / "target", "--draft_engine_dir", pair / "draft", "--draft_len", 4)
     with Terminal(0.2, *flags, *SAME[:-1], 60) as terminal:
-        assert "/reset forgets" in terminal.until(prompted)
+        assert "/help lists" in terminal.until(prompted)
         terminal.type(f"{TURNS[0]}\r")
         terminal.until(lambda text: "\x1b[32m" in text)
         terminal.type("\x03")
@@ -273,3 +274,136 @@ def test_a_second_ctrl_c_ends_the_program(pair: Path) -> None:
             time.sleep(0.5)
         assert terminal.end() == 130
     assert "Traceback" not in terminal.seen
+
+
+def test_pasted_lines_are_one_turn_and_ctrl_c_clears_a_line(pair: Path, tmp_path: Path) -> None:
+    ready = "\x1b[?2004h> "  # Bracketed paste is on.
+    saved = tmp_path / "saved.json"
+    with Terminal(0, "--engine_dir", pair / "target", *SAME, term="xterm") as terminal:
+        assert "loading " in terminal.until(lambda text: text.endswith(ready))
+        terminal.type("\x1b[200~the quick\nbrown fox\x1b[201~")
+        terminal.until(lambda text: "brown fox" in text)
+        assert "tokens/s" not in terminal.seen, "it waits for Enter"
+        terminal.type("\r")
+        terminal.until(lambda text: text.endswith(ready))
+        terminal.type("never sent")
+        terminal.until(lambda text: "never sent" in text)
+        time.sleep(0.3)
+        terminal.type("\x03")
+        terminal.until(lambda text: text.endswith(ready))
+        terminal.type(f"/save {saved}\r")
+        terminal.until(lambda text: text.endswith(ready))
+        time.sleep(0.3)
+        terminal.type("\x03")
+        assert terminal.end() == 0
+    assert terminal.seen.count("tokens/s") == 1
+    asked, _ = load(saved)
+    assert asked == {"role": "user", "content": "the quick\nbrown fox"}
+
+
+# --- commands
+
+
+def test_commands(pair: Path, decoder: SpeculativeDecoder, tmp_path: Path) -> None:
+    conversation = Conversation(decoder, ENDLESS, max_output_len=12)
+    plain = say(conversation, TURNS[0])
+    conversation.set_system("be brief")
+    second = say(conversation, TURNS[1])
+    again = "".join(output.text for output in conversation.retry())
+    file = tmp_path / "saved.json"
+    turns = ("/help", "/stats", TURNS[0], "/system be brief", "/system", TURNS[1], "/retry", f"/save {file}", "/stats")
+    shown = chat(pair, *SAME, turns="\n".join((*turns, "/reset", "/retry", f"/load {file}", "/retry", "/no", "/save")))
+    assert shown.exit_code == 1
+    *answers, last = shown.stdout.splitlines()
+    assert "\n".join(answers) == "\n".join((plain, second, again))
+    for said in (
+        "/retry           answer",
+        "nothing was answered yet",
+        "be brief\n",
+        "5 messages saved",
+        "tokens a round",
+    ):
+        assert said in shown.stderr, said
+    assert re.search(r"context: \d+ of 128 tokens", shown.stderr)
+    assert "error: no turn was answered" in shown.stderr, "after /reset"
+    assert "error: /no: no such command; /help lists them" in shown.stderr
+    assert "error: /save: expected a file's name" in shown.stderr
+    assert load(file) == [{"role": "system", "content": "be brief"}, *conversation.messages[1:]]
+    assert last == again, "of the same seed, as the loaded turn is answered again for the first time"
+
+
+def test_a_turn_may_begin_with_a_slash(pair: Path, decoder: SpeculativeDecoder) -> None:
+    answer = say(Conversation(decoder, ENDLESS, max_output_len=12), "/usr is a directory")
+    assert chat(pair, *SAME, turns=" /usr is a directory").stdout == f"{answer}\n"
+
+
+def test_retry_has_another_seed(decoder: SpeculativeDecoder) -> None:
+    conversation = Conversation(decoder, ENDLESS, max_output_len=12)
+    with pytest.raises(RequestError, match="nothing to answer again"):
+        next(conversation.retry())
+    first = say(conversation, TURNS[0])
+    answers = {first, *("".join(output.text for output in conversation.retry()) for _ in range(3))}
+    assert len(answers) > 1
+    assert [message["role"] for message in conversation.messages] == ["user", "assistant"]
+    fresh = Conversation(decoder, ENDLESS.seeded(3), max_output_len=12)
+    assert conversation.messages[1]["content"] == say(fresh, TURNS[0])
+
+
+def test_the_oldest_turns_are_dropped_when_the_context_is_full(pair: Path, decoder: SpeculativeDecoder) -> None:
+    conversation = Conversation(decoder, ENDLESS, system="be brief", max_output_len=12, drop_oldest=True)
+    dropped = []
+    for number in range(8):
+        before = len(conversation.messages)
+        assert say(conversation, f"{TURNS[0]} {number}")
+        assert len(conversation.messages) == before - conversation.dropped + 2
+        assert conversation.messages[0] == {"role": "system", "content": "be brief"}
+        assert conversation.messages[1]["role"] == "user"
+        dropped.append(conversation.dropped)
+        if conversation.dropped:
+            assert conversation.last and len(conversation.last.prompt) <= 110 // 2
+    assert any(dropped) and not all(dropped[3:]), "not at every turn"
+    assert all(count % 2 == 0 for count in dropped)
+    assert [message["content"] for message in conversation.messages[-2:-1]] == [f"{TURNS[0]} 7"]
+    messages = list(conversation.messages)
+    with pytest.raises(RequestError, match=r"max_input_len is 110"):
+        say(conversation, "dog " * 110)
+    assert conversation.messages == messages, "a turn that never fits changes nothing"
+    shown = chat(pair, *SAME, "--system", "be brief", turns="\n".join(f"{TURNS[0]} {number}" for number in range(8)))
+    assert shown.exit_code == 0
+    notes = re.findall(r"the context is full; the (\d+) oldest messages are forgotten", shown.stderr)
+    assert [int(count) for count in notes] == [count for count in dropped if count]
+
+
+def test_a_conversation_that_is_not_to_forget_says_so(decoder: SpeculativeDecoder) -> None:
+    conversation = Conversation(decoder, ENDLESS, max_output_len=12)
+    with pytest.raises(RequestError, match="conversation: "):
+        for number in range(8):
+            say(conversation, f"{TURNS[0]} {number}")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"messages": 1}', '{"messages": [{"role": "user"}]}', "[" * 10**5])
+def test_files_that_are_no_conversations_are_left_alone(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "notes"
+    file.write_text(content)
+    for use in (load, lambda path: save([], path)):
+        with pytest.raises(RequestError, match="no conversation"):
+            use(file)
+    assert file.read_text() == content
+    with pytest.raises(RequestError, match="nothing was saved"):
+        save([], tmp_path / "none" / "file")
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_template_of_ones_own(pair: Path, decoder: SpeculativeDecoder, tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
+    shown = chat(pair, *SAME, "--chat_template", tmp_path / "own.jinja", turns=TURNS[0])
+    (wanted,) = decoder.generate(
+        decoder.tokenizer.encode(f"{TURNS[0]}<|endoftext|>", add_special_tokens=False).ids, ENDLESS, max_output_len=12
+    )
+    assert shown.stdout == f"{wanted.text}\n"
+    for content, reason in (("{% if %}", "the chat template failed"), ("", "no chat template")):
+        (tmp_path / "bad.jinja").write_text(content)
+        shown = chat(pair, "--chat_template", tmp_path / "bad.jinja", turns=TURNS[0])
+        assert (shown.exit_code, shown.stdout) == (1, "")
+        assert reason in shown.stderr
+    assert "cannot be read" in chat(pair, "--chat_template", tmp_path / "none", turns=TURNS[0]).stderr

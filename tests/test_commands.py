@@ -111,6 +111,39 @@ def test_json_lines_come_as_prompts_end(engines: Path) -> None:
     assert len(rest) < 399
 
 
+def test_events_come_as_tokens_are_committed(engines: Path) -> None:
+    """Their texts make the answer; the last event is the line that there would be without --stream."""
+    flags = ("generate", *pair(engines), "--input_text", "gamma", "--input_text", "dog " * 100, "--draft_len", 3)
+    flags = (*flags, "--n", 2, "--temperature", 0.9, "--seed", 4, "--logprobs", 1, "--max_output_len", 9)
+    shown = run(*flags, "--output_format", "json", "--stream")
+    plain = [json.loads(line) for line in run(*flags, "--output_format", "json").stdout.splitlines()]
+    events = [json.loads(line) for line in shown.stdout.splitlines()]
+    assert shown.exit_code == 1, "a prompt is too long"
+    order = [(event["event"], event["index"]) for event in events]
+    assert order.index(("token", 1)) < order.index(("end", 0)), "answers mix"
+    for index, wanted in enumerate(plain):
+        *tokens, end = [event for event in events if event["index"] == index]
+        assert {event["event"] for event in tokens} <= {"token"}
+        assert end.pop("event") == "end"
+        assert [event["token_id"] for event in tokens] == end["token_ids"] == wanted["token_ids"]
+        assert "".join(event["text"] for event in tokens) == (end["text"] or "")
+        assert [event["logprob"] for event in tokens] == [one["logprob"] for one in end.get("logprobs", [])]
+        assert end["finish_reason"] == wanted["finish_reason"] == ("error" if index > 3 else "length")
+    assert any(event.get("from_draft") for event in events)
+
+
+def test_events_are_flushed(engines: Path) -> None:
+    flags = ["generate", "--engine_dir", str(engines / "target"), "--output_format", "json", "--stream"]
+    prompts = ["--input_text", "alpha", "--max_output_len", "60"]
+    with subprocess.Popen([SPECRUN, *flags, *prompts], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        first = os.read(process.stdout.fileno(), 1 << 16).decode().splitlines()
+        rest = process.stdout.read().splitlines()
+    assert json.loads(first[0])["event"] == "token"
+    assert json.loads([*first, *rest][-1])["event"] == "end"
+    assert rest, "they came one after another"
+
+
 @pytest.mark.parametrize("command", ["generate", "chat", "bench"])
 def test_closed_streams(engines: Path, command: str) -> None:
     flags = f"--engine_dir {engines / 'target'}" + (

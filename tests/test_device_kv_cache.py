@@ -61,6 +61,27 @@ def test_rows_and_blocks_are_numpys(storage: type[np.generic], length: int) -> N
         assert (found == tensor).all()
 
 
+@pytest.mark.parametrize("length", [80, 66])
+def test_new_positions_are_written_where_they_belong(length: int) -> None:
+    """In 8 bits, to rows that have other lengths; what stands around them stays."""
+    shapes = [CacheTensor(heads=2, head_dim=16), CacheTensor(heads=3, head_dim=6)]
+    cache = DeviceKVCache(kernel_device(), shapes, np.int8, 4, length, new_positions=3 * 5)
+    rows, generator = fill(cache, np.random.default_rng(length)), np.random.default_rng(1)
+    indices = kernel_device().zeros((3,), np.int64)
+    for first, query_len, starts in ((0, 5, (0, 17, length - 5)), (1, 1, (3, 2, 1)), (1, 4, (8, 0, 60))):
+        kernel_device().write(indices, np.array(starts, np.int64))
+        for tensor, new, shape in zip(rows, cache.new(), shapes, strict=True):
+            values = generator.integers(-128, 128, (3, shape.heads, query_len, shape.head_dim)).astype(np.int8)
+            kernel_device().write(new.part(0, values.shape), values)
+            for row, start in enumerate(starts):
+                tensor[first + row, :, start : start + query_len] = values[row]
+        cache.write_new(first, indices, query_len)
+        for tensor, found in zip(rows, read(cache), strict=True):
+            assert (found == tensor).all()
+    with pytest.raises(ValueError, match="3 rows of 6 new positions: there is room for 15"):
+        cache.write_new(0, indices, 6)
+
+
 def test_blocks_beyond_the_end_of_a_row() -> None:
     cache = DeviceKVCache(kernel_device(), SHAPES, np.float32, ROWS, 60)
     cache.allocate_pool(1)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from specrun.backends import Feed
 from specrun.backends.ort import OrtDeviceBackend
@@ -20,11 +21,13 @@ from specrun.draft_length import DraftLength
 from specrun.drafters.device_model import device_model_drafter
 from specrun.engine_dir import open_engine
 from specrun.errors import BackendError
+from specrun.grammar import Constraint, Grammar, Grammars, fill_masks
 from specrun.request import Request
 from specrun.rounds.device import DeviceRound
 from specrun.sampling import SamplingParams
 from specrun.scheduler import Scheduler
 from tests.conftest import make_engine
+from tests.families import save_tokenizer
 from tests.host_device import HostDevice
 from tests.tables import decode, normal, save_table_engine
 from tests.test_scheduler import V as SMALL
@@ -340,3 +343,60 @@ def test_real_models(engines: Path, use_logits: bool) -> None:
     again = [Request(request.prompt, GREEDY, 40) for request in requests]
     pair = engines / "target", engines / "draft"
     assert on_device(device_round(*pair, 4, use_logits), again) == on_host(*pair, 4, use_logits, requests)
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> list[Grammar]:
+    """Grammars of small ids; the tokenizer has more ids than the tables."""
+    save_tokenizer(directory := tmp_path_factory.mktemp("tokenizer"))
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    grammars = Grammars(lambda: tokenizer, [0])
+    return [grammars.compile(Constraint("regex", text)) for text in ("[a-f]{9}", r"([a-m]+ ){2,5}\.", "(abc|dam|fe)+x")]
+
+
+def test_control_masks_that_do_not_know_the_drafts_are_seen(
+    tables: tuple[Path, Path], letters: list[Grammar], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def committed_only(matchers: Any, drafts: Any, *sizes: int) -> Any:
+        return fill_masks(matchers, [()] * len(drafts), *sizes)
+
+    expected, found = ([Request([3], WARM, 24, grammar=letters[1])] for _ in range(2))
+    ids = on_host(tables[0], None, 0, False, expected)
+    monkeypatch.setattr("specrun.rounds.device.fill_masks", committed_only)
+    assert on_device(device_round(*tables, 4), found) != ids
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("use_logits", [False, True])
+@pytest.mark.parametrize("draft_len", [0, 1, 4])
+def test_constrained_rows_beside_free_ones(
+    tables: tuple[Path, Path], letters: list[Grammar], draft_len: int, use_logits: bool, apart: bool
+) -> None:
+    """Ids are the host's with the target alone: the draft is masked there and not here."""
+
+    def constrained(draft_len: int | None = None) -> list[Request]:
+        """Every grammar and no grammar with every way of sampling, some with penalties."""
+        made = batch([replace(params, presence_penalty=0.3 * (n % 2)) for n, params in enumerate(EVERY * 4)])
+        for number, request in enumerate(made):
+            request.max_output_len, request.draft_len = 24, draft_len
+            request.grammar = [*letters, None][number % 4 if number < 4 else (number + number // 4) % 4]
+            request.__post_init__()
+        return made
+
+    expected, found = constrained(), constrained()
+    ids = on_host(tables[0], None, 0, False, expected)
+    draft = tables[1] if draft_len else None
+    round_ = device_round(tables[0], draft, draft_len, False, kind=Recordable, apart=apart)
+    by_tokens = on_device(round_, found)
+    assert by_tokens == ids
+    assert [r.finish_reason for r in found] == [r.finish_reason for r in expected]
+    assert {r.finish_reason for r in found if r.grammar} == {"stop", "length"}
+    if draft_len and use_logits:  # Its ids depend on the draft; every text follows its grammar.
+        drawn = constrained()
+        on_device(device_round(tables[0], draft, draft_len, True, kind=Recordable, apart=apart), drawn)
+        for request in drawn:
+            if request.grammar:
+                matcher = request.grammar.start()
+                for token in request.output:
+                    matcher.commit(token)
+                assert matcher.is_complete == (request.finish_reason == "stop")

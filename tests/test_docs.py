@@ -114,7 +114,7 @@ EVERY_COMMAND = [
 def test_every_option_is_described(title: str, command: click.Command) -> None:
     """In the command's own section, or in a shared one that it links to; and no option that it does not have."""
     text = section(title)
-    shared = ("Options of a pair", "Prompts", "Sampling")
+    shared = ("Options of a pair", "Prompts", "Sampling", "Constraints")
     linked = [name for name in shared if f"](#{name.lower().replace(' ', '-')})" in text]
     written = [option for part in (text, *map(section, linked)) for option in written_options(part)]
     options = [one for one in command.params if isinstance(one, click.Option)]

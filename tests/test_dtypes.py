@@ -10,16 +10,19 @@ from onnx import TensorProto, helper
 from specrun.backends.ort import session_options
 from specrun.dtypes import DTYPES, FLOAT_NAMES, ElementType
 
+NAMES = {"float32": "FLOAT", "float8_e4m3fn": "FLOAT8E4M3FN"}
+"""ONNX's, where they are not torch's."""
+
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_the_table_is_the_libraries(dtype: ElementType) -> None:
     """ONNX's number, the storage's size, and what ONNX Runtime calls a tensor of it."""
-    assert TensorProto.DataType.Name(dtype.onnx) == {"float32": "FLOAT"}.get(dtype.name, dtype.name.upper())
+    assert TensorProto.DataType.Name(dtype.onnx) == NAMES.get(dtype.name, dtype.name.upper())
     assert dtype.nbytes == getattr(torch, dtype.name).itemsize
     value = helper.make_tensor_value_info("x", dtype.onnx, [2])
     graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "g", [value], [])
     graph.output.append(helper.make_tensor_value_info("y", dtype.onnx, [2]))
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     onnxruntime, options = session_options()
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     assert session.get_inputs()[0].type == f"tensor({dtype.onnxruntime})"

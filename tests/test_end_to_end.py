@@ -74,6 +74,15 @@ def generate(engines: Path, *options: str, draft: bool = True, input: str | None
     return [json.loads(line) for line in output.splitlines()]
 
 
+def test_a_newcomers_second_command_is_chat(built: Path) -> None:
+    """The pair goes on with a text, and so does its chat template: an answer is what follows the user's words."""
+    engines = ("--engine_dir", built / "target", "--draft_engine_dir", built / "draft")
+    said = ok("specrun", "chat", *engines, "--max_output_len", str(LENGTH), input=f"{PROMPT}\nExceptions are\n")
+    (written,) = generate(built)
+    assert said.startswith(f"{written['text']}\n")
+    assert len(said) > len(str(written["text"])) + 10, "there is a second answer"
+
+
 def test_the_text_is_hugging_faces(pair: Path, built: Path) -> None:
     """Greedy: the same ids as transformers' generate on the target checkpoint, with and without the draft."""
     tokenizer = AutoTokenizer.from_pretrained(pair / "target")

@@ -69,7 +69,7 @@ def test_every_kernel_is_timed(results: Results) -> None:
         for rows in size.rows:
             times = found[f"vocabulary {vocab}"][f"{rows} rows"]
             assert len(times) == 5
-            assert all(len(way) == 6 and min(way.values()) > 0 for way in times.values())
+            assert all(len(way) == 7 and min(way.values()) > 0 for way in times.values())
     assert min(work["bytes_per_second"] for work in found["memory"].values()) > 0
 
 

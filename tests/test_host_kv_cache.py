@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,18 +14,21 @@ from specrun.kv_cache.host import HostKVCache
 
 SHAPES = [CacheTensor(heads=2, head_dim=8), CacheTensor(heads=3, head_dim=5), CacheTensor(heads=1, head_dim=1)]
 
-Row = list[npt.NDArray[np.float32]]
+Row = list[npt.NDArray[Any]]
 
 
 def read(cache: HostKVCache, row: int) -> Row:
     return [tensor[0].copy() for tensor in cache.part(row, 1)]
 
 
+@pytest.mark.parametrize("storage", [np.float32, np.int8])
 @pytest.mark.parametrize("seed", range(20))
-def test_rows_keep_what_they_hold_while_the_shape_grows_and_they_change_places(seed: int) -> None:
+def test_rows_keep_what_they_hold_while_the_shape_grows_and_they_change_places(
+    seed: int, storage: type[np.generic]
+) -> None:
     """And behind it, nothing of others: what is no number there would become the row's own."""
     generator = np.random.default_rng(seed)
-    cache = HostKVCache(SHAPES, 0)
+    cache = HostKVCache(SHAPES, storage, 0)
     for _ in range(4):  # Memory of the last turn serves again.
         rows, length, used = 1, int(generator.integers(1, 9)), 0
         cache.resize(rows, length, 0)
@@ -35,7 +39,7 @@ def test_rows_keep_what_they_hold_while_the_shape_grows_and_they_change_places(s
                 rows, length = max(rows, used + 1), length + int(generator.integers(0, 3))
                 cache.resize(rows, length, used)
                 for tensor in cache.part(used, 1):
-                    tensor[...] = generator.normal(size=tensor.shape)
+                    tensor[...] = generator.normal(size=tensor.shape, scale=30).astype(storage)
                 held = [grown(row, length) for row in held] + [read(cache, used)]
                 used += 1
             elif what == "grow" and used:
@@ -61,7 +65,7 @@ def grown(row: Row, length: int) -> Row:
 
 @pytest.mark.parametrize("held", [(0, 3), (3, 0), (2, 5), (6, 6)])
 def test_rows_change_places_as_far_as_they_matter(held: tuple[int, int]) -> None:
-    cache = HostKVCache(SHAPES, 0)
+    cache = HostKVCache(SHAPES, np.float32, 0)
     cache.resize(3, 6, 0)
     for tensor in cache.part(0, 3):
         tensor[...] = np.random.default_rng(1).normal(size=tensor.shape)
@@ -75,7 +79,7 @@ def test_rows_change_places_as_far_as_they_matter(held: tuple[int, int]) -> None
 
 
 def test_rows_in_use_do_not_shrink() -> None:
-    cache = HostKVCache(SHAPES, 0)
+    cache = HostKVCache(SHAPES, np.float32, 0)
     cache.resize(2, 8, 0)
     for rows, length in ((1, 8), (2, 7)):
         with pytest.raises(ValueError, match="2 rows of 8 positions"):

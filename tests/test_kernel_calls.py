@@ -29,6 +29,7 @@ SIZES = {
     "draft_len": 3,
     "query_len": 5,
     "count": 8,
+    "batch": 3,
     "num_logits": 6,
 }
 """What the shapes below say."""
@@ -38,6 +39,7 @@ SHAPES = {
     "input_ids": (2, SIZES["query_len"]),
     "logits_indices": (2, SIZES["num_logits"]),
     "target_logits": (2, SIZES["positions"], SIZES["vocab"]),
+    "adjusted": (2, SIZES["positions"], SIZES["vocab"]),
     "uploads": (2, 1 + SIZES["draft_len"]),
     "tensors": (7,),
     "blocks": (SIZES["count"],),

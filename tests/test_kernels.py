@@ -391,6 +391,20 @@ def test_adjusted_logits_are_numpys() -> None:
                 assert same_bits(steps[i][b, 0, narrow:], row.draft[i, narrow:])
 
 
+def test_masked_logits_are_numpys() -> None:
+    """Of constrained rows alone; a vocabulary that ends inside a word of the mask."""
+    for vocab in (1, 31, 33, 5003):
+        logits = normal(vocab, 3, 2, vocab)
+        allowed = np.random.default_rng(vocab).random((3, 2, -(-vocab // 32) * 32)) < 0.5
+        masks = np.packbits(allowed, axis=-1, bitorder="little").view(np.uint32)
+        rows = {"sampling": np.concatenate([sampling_of(SamplingParams(), constrained=flag) for flag in (1, 0, 1)])}
+        found = logits.copy()
+        call(calls.apply_masks, rows, masks=masks, adjusted=found)
+        expected = np.where(allowed[..., :vocab], logits, -np.inf)
+        expected[1] = logits[1]
+        assert same_bits(found, expected.astype(np.float32))
+
+
 def same_bits(a: Floats, b: Floats) -> bool:
     return bool(((np.ascontiguousarray(a).view(np.uint32) == b.view(np.uint32)) | (np.isnan(a) & np.isnan(b))).all())
 

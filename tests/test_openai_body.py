@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from specrun.body_fields import BodyError
 from specrun.errors import RequestError
 from specrun.limits import MAX_BIASES, MAX_LOGPROBS
-from specrun.openai_body import (
+from specrun.openai.body import (
     COMPLETION_MAX_TOKENS,
     MAX_ANSWERS,
     MAX_N,
@@ -22,6 +22,7 @@ from specrun.openai_body import (
     read_chat,
     read_completion,
 )
+from specrun.openai.fields import BodyError
 from specrun.request_options import RequestOptions
 from specrun.sampling import SEEDS, SamplingParams
 
@@ -49,7 +50,7 @@ def test_the_least_has_openais_defaults() -> None:
         prompts=["Hello"],
         params=SamplingParams(temperature=1),
         options=RequestOptions(max_output_len=COMPLETION_MAX_TOKENS),
-        n=1, model=None, stream=False, include_usage=False, continuous_usage=False, constraints={}, user=None,
+        n=1, model=None, stream=False, include_usage=False, continuous_usage=False, drops_output=False, user=None,
         ignored=(),
     )  # fmt: skip
     body = read_chat({"messages": HELLO})
@@ -61,7 +62,7 @@ def test_every_field_arrives() -> None:
         n=2, best_of=2, seed=-1, stop=["a", "b"], logit_bias={"5": -100}, presence_penalty=0.1, frequency_penalty=0.2,
         repetition_penalty=1.1, temperature=0.7, top_p=0.9, top_k=40, min_p=0.05, max_tokens=9, min_tokens=3,
         logprobs=2, echo=True, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True},
-        response_format={"type": "json_object"}, guided_regex="a+", draft_len=3, acceptance="logits", user="u",
+        response_format={"type": "json_object"}, draft_len=3, acceptance="logits", user="u",
         stop_token_ids=[7],
     )  # fmt: skip
     assert body.params == SamplingParams(
@@ -70,9 +71,8 @@ def test_every_field_arrives() -> None:
     )  # fmt: skip
     assert body.options == RequestOptions(
         max_output_len=9, min_output_len=3, stop=("a", "b"), stop_ids=(7,), logprobs=2, echo=True, draft_len=3,
-        acceptance="logits",
+        acceptance="logits", prompt_logprobs=2, json_object=True,
     )  # fmt: skip
-    assert body.constraints == {"response_format": {"type": "json_object"}, "guided_regex": "a+"}
     assert (body.model, body.n, body.user, body.ignored) == ("m", 2, "u", ())
     assert body.stream and body.include_usage and body.continuous_usage
 
@@ -124,7 +124,7 @@ def test_messages_are_what_templates_know() -> None:
 def test_lengths() -> None:
     for name in ("max_tokens", "max_completion_tokens"):
         for length in (0, 1, 5):
-            assert chat(**{name: length}).options.max_output_len == length
+            assert chat(**{name: length}).options.max_output_len == (length or 1)
     assert chat(max_tokens=4, max_completion_tokens=4).options.max_output_len == 4
     assert completion(ignore_eos=True, max_tokens=8).options.min_output_len == 8
     assert completion(ignore_eos=False, max_tokens=8, min_tokens=2).options.min_output_len == 2
@@ -139,7 +139,7 @@ def test_log_probabilities_of_chats(fields: dict[str, Any], logprobs: int | None
 
 
 def test_a_format_of_text_asks_for_nothing() -> None:
-    assert chat(response_format={"type": "text"}).constraints == {}
+    assert chat(response_format={"type": "text"}).options.constraint is None
 
 
 def test_unknown_fields_are_ignored_and_named() -> None:
@@ -294,3 +294,46 @@ def test_a_body_as_it_comes_from_json() -> None:
 )
 def test_the_decoders_errors_name_the_bodys_fields(message: str, param: str | None) -> None:
     assert field_of(RequestError(message)) == param
+
+
+SCHEMA = {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, ("json_schema", SCHEMA)),
+        ({"guided_json": SCHEMA}, ("json_schema", SCHEMA)),
+        ({"guided_regex": "a+"}, ("regex", "a+")),
+        ({"guided_choice": ["a", "b"]}, ("choice", ["a", "b"])),
+        ({"guided_grammar": "start: A"}, ("grammar", "start: A")),
+        ({"structured_outputs": {"choice": ["a"]}}, ("choice", ["a"])),
+        ({"structured_outputs": {"json": SCHEMA}}, ("json_schema", SCHEMA)),
+    ],
+)  # fmt: skip
+def test_constraints_in_every_form(fields: dict[str, Any], expected: tuple[str, Any]) -> None:
+    name, value = expected
+    assert completion(**fields).options == replace(completion().options, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": "json"}, "response_format"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex"),
+        ({"guided_json": "{"}, "response_format"),
+        ({"guided_regex": 5}, "guided_regex"),
+    ],
+)
+def test_bad_constraints_name_their_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BodyError) as raised:
+        completion(**fields)
+    assert raised.value.param and raised.value.param.startswith(param), raised.value
+
+
+def test_no_output_at_all_is_one_token_that_is_dropped() -> None:
+    body = completion(max_tokens=0)
+    assert body.drops_output and body.options.max_output_len == 1

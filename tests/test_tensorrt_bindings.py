@@ -166,7 +166,8 @@ interrupted.set()
 assert not monitor.step_complete("whole", 1)
 monitor.phase_finish("whole")
 assert advanced == [0.45, 0.45]
-for name, ours in {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT64": "int64"}.items():
+names = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT8": "int8", "FP8": "float8_e4m3fn"}
+for name, ours in {**names, "INT64": "int64"}.items():
     assert compiler._dtype(types.SimpleNamespace(dtype=getattr(trt.DataType, name))) == ours
 assert compiler._shape("input_ids", trt.Dims([-1, 7])) == ["batch", 7]
 print("done")

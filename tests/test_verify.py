@@ -219,7 +219,8 @@ def test_bad_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: l
 def test_gpu_rounds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[bool] = []
     rounds = SimpleNamespace(close=lambda: closed.append(True), max_draft_len=4, host_target=None)
-    decoder = SpeculativeDecoder(rounds, None, None, 1)  # type: ignore[arg-type]
+    target = SimpleNamespace(eos_token_ids=[])
+    decoder = SpeculativeDecoder(rounds, None, target, 1)  # type: ignore[arg-type]
     monkeypatch.setattr("specrun.decoder.SpeculativeDecoder.open", lambda *_: decoder)
     with pytest.raises(BackendError, match="needs CPU engines"):
         verify_pair(tmp_path, tmp_path, DraftTargetConfig(4), PROMPTS, WARM, 1)

@@ -26,12 +26,14 @@ ACCURACY_LEVEL = "4"
 """Of MatMulNBits: activations in 8 bits too, with a scale for every block of every token."""
 HARMFUL = ["MatMulAddFusion"]
 """Optimisers to leave out: a product that is joined with its bias first is not found to have quantised sides."""
+HARMFUL_TO_CACHES = ["QDQPropagationTransformer"]
+"""It would round a whole dequantised cache once more, behind every change of its shape."""
 _FLOATS = (ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT4E2M1)
 
 
 def rounds_inputs(model: ir.Model) -> bool:
     """Whether there are products of 8-bit integers with 8-bit integers."""
-    return any(node.op_type == "QuantizeLinear" for node in model.graph)
+    return bool(graphs.rounded_activations(model))
 
 
 def prepare(model: ir.Model, vnni: bool = True) -> list[str]:
@@ -44,10 +46,10 @@ def prepare(model: ir.Model, vnni: bool = True) -> list[str]:
     recoded: Counter[str] = Counter()
     read = functools.lru_cache(maxsize=1)(_recode)  # Codes and scales are written one after the other.
     graphs.drop_activation_rounding(model, ir.DataType.FLOAT8E4M3FN)  # It has no fast products.
+    for node in graphs.rounded_activations(model):
+        _prepare_activation(model.graph, node)
     for node in list(model.graph):
-        if node.op_type == "QuantizeLinear":
-            _prepare_activation(model.graph, node)
-        elif node.op_type == "DequantizeLinear" and (weight := node.inputs[0]) is not None and weight.is_initializer():
+        if node.op_type == "DequantizeLinear" and (weight := node.inputs[0]) is not None and weight.is_initializer():
             if any(use.node.op_type == "DequantizeLinear" for use in node.outputs[0].uses()):
                 continue  # The scales of another.
             if weight.dtype == ir.DataType.INT8 and not vnni and _has_rounded_input(node):

@@ -16,6 +16,7 @@ import onnx_ir as ir
 from specbuild import graph as graphs
 from specbuild.causal import drop_causal_masks
 from specbuild.compilers import Compiled, cpu_forms, machine
+from specbuild.quantisation.kv_cache_graph import cache_updates, store_float8_as_int8
 from specbuild.single_queries import pad_single_queries
 from specrun.backends.ort import session_options
 from specrun.dtypes import DTYPES
@@ -36,11 +37,15 @@ def compile_graph(
         graphs.widen_to_float32(model)
         notes.append(f"{graph.dtype} checkpoint: computed in float32 on the CPU")
         graph = graph.model_copy(update={"dtype": "float32"})
+    if store_float8_as_int8(model):
+        graph = graph.model_copy(update={"kv_cache_dtype": "int8"})
+        notes.append("float8 cache: stored in int8 on the CPU, where ONNX Runtime updates no other 8-bit cache")
     vnni = has_vnni()
     if recoded := cpu_forms.prepare(model, vnni):
         notes += recoded
         model = graphs.write_recoded(model, output)
     harmful = cpu_forms.HARMFUL if any(node.op_type == "DequantizeLinear" for node in model.graph) else []
+    harmful = [*harmful, *(cpu_forms.HARMFUL_TO_CACHES if cache_updates(model) else [])]
     pad_single_queries(model)
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.optimized_model_filepath = str(output / GRAPH_NAME)
@@ -49,6 +54,8 @@ def compile_graph(
     weights = output if recoded else checkpoint
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(weights))
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", cpu_forms.ACCURACY_LEVEL)
+    # Nothing is run here: laying weights out for their kernels would only copy all of them.
+    options.add_session_config_entry("session.disable_prepacking", "1")
     advance(0.1)
     try:
         ort.InferenceSession(
@@ -78,6 +85,11 @@ def copy_graph(
 ) -> Compiled:
     """Take the graph for CUDA, without the masks that row lengths replace; needs no GPU. See ``Compiler``."""
     ort, _ = session_options()
+    if graph.kv_cache_dtype:
+        raise BuildError(
+            f"{checkpoint}: keys and values in {graph.kv_cache_dtype}: engines of ONNX Runtime for CUDA have no 8-bit "
+            "caches here; convert without --kv_cache_dtype, or build with --backend tensorrt"
+        )
     for name in (GRAPH_NAME, WEIGHTS_NAME):
         shutil.copyfile(checkpoint / name, output / name)
         advance(0.5)

@@ -17,6 +17,7 @@ from specbuild import graph as graphs
 from specbuild.compilers import Compiled, machine
 from specbuild.compilers.trt_forms import move_zero_points, narrow_float4_scales, round_float4_inputs
 from specbuild.compilers.trt_progress import interruptible, progress_monitor
+from specbuild.quantisation.kv_cache_graph import leave_writing_to_caller
 from specrun.contract import INPUT_IDS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
 from specrun.devices.driver import compute_capability, use_gpu, why_no_gpu
 from specrun.dtypes import DTYPES
@@ -77,6 +78,7 @@ class Tensorrt:
         round_float4_inputs(model)
         narrow_float4_scales(model)
         graphs.pin_cache_length(model, build.cache_length)
+        leave_writing_to_caller(model, build.cache_length)  # TensorRT updates no 8-bit cache in place.
         if graph.dtype == "float32":  # TensorRT has no fused float32 attention.
             graphs.mark_decomposable(model)
         notes = []
@@ -209,7 +211,8 @@ def _check_network(trt: Any, network: Any, graph: GraphInfo) -> list[Tensor]:
         if layer.type == trt.LayerType.KV_CACHE_UPDATE:
             aliases[layer.get_output(0).name] = layer.get_input(0).name
     past, present = past_names(graph.layers), present_names(graph.layers)
-    if aliases != dict(zip(present, past, strict=True)):
+    in_place = dict(zip(present, past, strict=True)) if graph.kv_cache_dtype is None else {}
+    if aliases != in_place:
         raise BuildError(
             f"TensorRT does not update the cache in place: expected {len(past)} aliased tensors, found {len(aliases)}"
         )
@@ -223,7 +226,7 @@ def _check_network(trt: Any, network: Any, graph: GraphInfo) -> list[Tensor]:
             name=tensor.name,
             kind="input" if tensor.is_network_input else "output",
             dtype=_dtype(tensor),
-            shape=_shape(tensor.name, tensor.shape),
+            shape=_shape(tensor.name, tensor.shape, tensor.name in present and tensor.name not in aliases),
             aliases=aliases.get(tensor.name),
         )
         for tensor in (*inputs, *outputs)
@@ -243,8 +246,8 @@ _VARIABLE = {
 }
 
 
-def _shape(name: str, dims: Any) -> list[int | str]:
-    names = _VARIABLE.get(name, (graphs.BATCH,))
+def _shape(name: str, dims: Any, new_positions: bool = False) -> list[int | str]:
+    names = (graphs.BATCH, "", graphs.SEQUENCE) if new_positions else _VARIABLE.get(name, (graphs.BATCH,))
     return [names[i] if dim < 0 and i < len(names) else int(dim) for i, dim in enumerate(dims)]
 
 
@@ -298,6 +301,7 @@ def _capabilities(trt: Any, model: ir.Model, wanted: tuple[int, ...]) -> list[in
             raise BuildError(f"--compute_capabilities {number}: TensorRT-RTX {trt.__version__} knows {names}")
         if form and number < first:
             raise BuildError(
-                f"--compute_capabilities {number}: the weights are {form.name.lower()}, which GPUs have from {first} on"
+                f"--compute_capabilities {number}: weights or the cache are {form.name.lower()}, which GPUs have from "
+                f"{first} on"
             )
     return list(wanted) or [number for number in known if number >= max(first, _DEFAULT_FROM)]

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from specbuild.export.fused import fused_operators
 from specbuild.export.hooks import EXPERTS, IMPLEMENTATION, ScatterCache, register
+from specbuild.quantisation.kv_cache import CODE_TYPES, CacheRounding
 from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, OPSET, WRITE_INDICES, past_names, present_names
 from specrun.engine_dir import CacheTensor
 from specrun.errors import UnsupportedModelError
@@ -26,9 +27,10 @@ from specrun.errors import UnsupportedModelError
 class ContractModule(nn.Module):
     """The HF model behind the contract's inputs and outputs."""
 
-    def __init__(self, model: PreTrainedModel, max_seq_len: int) -> None:
+    def __init__(self, model: PreTrainedModel, max_seq_len: int, rounding: CacheRounding | None) -> None:
         super().__init__()
         self.model = model
+        self.rounding = rounding
         self.last_position = max_seq_len - 1
 
     def forward(
@@ -38,7 +40,7 @@ class ContractModule(nn.Module):
         logits_indices: torch.Tensor,
         past: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        cache = ScatterCache(past, write_indices)
+        cache = ScatterCache(past, write_indices, self.rounding)
         positions = write_indices[:, None] + torch.arange(input_ids.shape[1])[None, :]
         # Padding may lie beyond the last position; a table of learned positions has no row for it.
         positions = positions.clamp(max=self.last_position)
@@ -96,15 +98,19 @@ def cache_shapes(model: PreTrainedModel) -> list[CacheTensor]:
     return shapes
 
 
-def export_onnx(model: PreTrainedModel, shapes: list[CacheTensor], max_seq_len: int) -> ir.Model:
+def export_onnx(
+    model: PreTrainedModel, shapes: list[CacheTensor], max_seq_len: int, rounding: CacheRounding | None = None
+) -> ir.Model:
     """Export ``model`` as it stands in memory; weights are referenced, not copied. Their names follow ``PREFIX``.
 
+    rounding: of the cache; None: it is as the model computes.
     Dimensions are symbolic: batch B, tokens S, logits K, cache length S_max.
     Raises UnsupportedModelError with the exporter's reason where the model cannot be traced.
     """
-    register()
+    register(rounding)
+    dtype = CODE_TYPES[rounding.dtype] if rounding else model.dtype
     rows, tokens, kept, room = 2, 3, 4, 16  # Distinct, so that no two dimensions are taken for the same one.
-    past = [torch.zeros(rows, shape.heads, room, shape.head_dim, dtype=model.dtype) for shape in shapes]
+    past = [torch.zeros(rows, shape.heads, room, shape.head_dim, dtype=dtype) for shape in shapes]
     arguments = (
         torch.zeros(rows, tokens, dtype=torch.int64),
         torch.tensor([5, 2]),
@@ -118,7 +124,7 @@ def export_onnx(model: PreTrainedModel, shapes: list[CacheTensor], max_seq_len: 
     with _implementation(model), fused_operators(model), _quiet(), torch.no_grad():
         try:
             program = torch.export.export(
-                ContractModule(model, max_seq_len), arguments, dynamic_shapes=dynamic, strict=False
+                ContractModule(model, max_seq_len, rounding), arguments, dynamic_shapes=dynamic, strict=False
             )
             exported = torch.onnx.export(
                 program,

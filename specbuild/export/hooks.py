@@ -7,14 +7,18 @@ the ``Cache`` protocol), so no modelling code is copied or patched for them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from onnx_ir.tensor_adapters import from_torch_dtype
 from torch.onnx.ops import symbolic
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
+
+from specbuild.quantisation.kv_cache import CacheRounding, TensorRounding
 
 IMPLEMENTATION = "specbuild_onnx"
 """The name under which attention and mask are registered with transformers."""
@@ -24,11 +28,22 @@ EXPERTS = "specbuild_dense"
 
 
 class ScatterLayer(CacheLayerMixin):
-    """One layer's cache: a static tensor [B, H_kv, S_max, D] that ``TensorScatter`` updates in place."""
+    """One layer's cache: a static tensor [B, H_kv, S_max, D] that ``TensorScatter`` updates in place.
 
-    def __init__(self, key: torch.Tensor, value: torch.Tensor, write_indices: torch.Tensor) -> None:
+    In 8 bits new keys and values are rounded first, and all are dequantised for attention. So they are the same numbers
+    in the pass that writes them and in later ones.
+    """
+
+    def __init__(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        write_indices: torch.Tensor,
+        rounding: tuple[TensorRounding, TensorRounding] | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.keys, self.values = key, value
+        self.rounding = rounding
         self.write_indices = write_indices
         self.is_initialized = True
 
@@ -41,9 +56,17 @@ class ScatterLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.keys = self._scatter(self.keys, key_states)
-        self.values = self._scatter(self.values, value_states)
-        return self.keys, self.values
+        if self.rounding is None:
+            self.keys = self._scatter(self.keys, key_states)
+            self.values = self._scatter(self.values, value_states)
+            return self.keys, self.values
+        key_rounding, value_rounding = self.rounding
+        self.keys = self._scatter(self.keys, _quantised(key_states, key_rounding, self.keys.dtype))
+        self.values = self._scatter(self.values, _quantised(value_states, value_rounding, self.values.dtype))
+        return (
+            _dequantised(self.keys, key_rounding, key_states.dtype),
+            _dequantised(self.values, value_rounding, value_states.dtype),
+        )
 
     def _scatter(self, past: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         attributes: dict[str, Any] = {"axis": -2, "mode": "linear"}
@@ -69,9 +92,13 @@ class ScatterLayer(CacheLayerMixin):
 class ScatterCache(Cache):
     """The whole cache; ``past`` is [key_0, value_0, key_1, value_1, ...]."""
 
-    def __init__(self, past: list[torch.Tensor], write_indices: torch.Tensor) -> None:
-        pairs = zip(past[0::2], past[1::2], strict=True)
-        self.scatter_layers = [ScatterLayer(k, v, write_indices) for k, v in pairs]
+    def __init__(
+        self, past: list[torch.Tensor], write_indices: torch.Tensor, rounding: CacheRounding | None = None
+    ) -> None:
+        self.scatter_layers = [
+            ScatterLayer(*pair, write_indices, rounding.layer(layer) if rounding else None)
+            for layer, pair in enumerate(zip(past[0::2], past[1::2], strict=True))
+        ]
         super().__init__(layers=list(self.scatter_layers))
         self.write_indices = write_indices
 
@@ -80,6 +107,30 @@ class ScatterCache(Cache):
 
     def present(self) -> list[torch.Tensor]:
         return [tensor for layer in self.scatter_layers for tensor in (layer.keys, layer.values)]
+
+
+def _quantised(new: torch.Tensor, rounding: TensorRounding, dtype: torch.dtype) -> torch.Tensor:
+    """The codes of new keys or values; see ``quantisation.kv_cache``."""
+    wide = new.float()
+    if rounding.is_scaled:
+        wide = wide / torch.from_numpy(rounding.factors)[:, None]
+    constants = (torch.tensor(rounding.scale), torch.zeros((), dtype=dtype))
+    return symbolic("QuantizeLinear", (wide, *constants), dtype=dtype, shape=new.shape, version=24)
+
+
+def _dequantised(codes: torch.Tensor, rounding: TensorRounding, dtype: torch.dtype) -> torch.Tensor:
+    """What codes say, but for the factors."""
+    constants = (torch.tensor(rounding.scale), torch.zeros((), dtype=codes.dtype))
+    attributes: Any = {} if dtype == torch.float32 else {"output_dtype": int(from_torch_dtype(dtype))}
+    return symbolic("DequantizeLinear", (codes, *constants), attributes, dtype=dtype, shape=codes.shape, version=24)
+
+
+def _times_factors(states: torch.Tensor, rounding: TensorRounding) -> torch.Tensor:
+    """states [B, H, S, D] times the factors [H_kv, D] of the key-value heads that heads share."""
+    if not rounding.is_scaled:
+        return states
+    factors = torch.from_numpy(rounding.factors.repeat(states.shape[1] // len(rounding.factors), axis=0))
+    return states * factors[:, None].to(states.dtype)
 
 
 def contract_mask(
@@ -104,6 +155,7 @@ def contract_mask(
 
 
 def contract_attention(
+    rounding: CacheRounding | None,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -118,9 +170,12 @@ def contract_attention(
 
     query [B, H, S, D], key and value [B, H_kv, S_max, D], mask bool [B, 1, S, S_max] -> [B, S, H, D].
     One ONNX ``Attention`` node; soft-capped scores and attention sinks, which TensorRT's parser refuses, are
-    spelled out.
+    spelled out. ``rounding``: of the cache.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    own = rounding.layer(int(getattr(module, "layer_idx"))) if rounding else None  # noqa: B009 (not in Module)
+    if own:
+        query = _times_factors(query, own[0])
     if softcap is not None or s_aux is not None:
         output = _plain_attention(query, key, value, attention_mask, scale, softcap, s_aux)
     else:
@@ -132,6 +187,8 @@ def contract_attention(
             shape=(*query.shape[:-1], value.shape[-1]),
             version=24,
         )
+    if own:
+        output = _times_factors(output, own[1])
     return output.transpose(1, 2), None
 
 
@@ -189,9 +246,9 @@ def dense_experts(
     return weighted.sum(dim=0).to(hidden_states.dtype)
 
 
-def register() -> None:
-    """Make the functions above selectable by name; calling it again changes nothing."""
-    AttentionInterface.register(IMPLEMENTATION, contract_attention)
+def register(rounding: CacheRounding | None = None) -> None:
+    """Make the functions above selectable by name, for models whose cache has this ``rounding``."""
+    AttentionInterface.register(IMPLEMENTATION, partial(contract_attention, rounding))
     AttentionMaskInterface.register(IMPLEMENTATION, contract_mask)
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS, dense_experts)
 

@@ -1,4 +1,4 @@
-"""Quantising a skeleton's dense weights with what a text says of their inputs, for ``convert`` and ``quantize``."""
+"""Quantising a skeleton with what a text says of it, for ``convert`` and ``quantize``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from specbuild.huggingface import save_tokenizer
 from specbuild.progress import Stages
 from specbuild.quantisation.dense import pack_model, unmatched
-from specbuild.quantisation.inputs import calibrate
+from specbuild.quantisation.inputs import Largest, calibrate
 from specbuild.quantisation.packed_model import PackedModel
 from specbuild.quantisation.recipe import Recipe
 from specbuild.quantisation.texts import TextOptions, Texts, read_texts
@@ -27,17 +27,19 @@ def texts_of(options: TextOptions, source: Path, positions: int | None, trust_re
         return read_texts(options.within(positions), Path(name), source)
 
 
+def calibrate_on(texts: Texts, model: Any, kv_cache: bool, stages: Stages) -> Largest:
+    """The largest values that ``texts`` make in a skeleton; keys and values too with ``kv_cache``. Raises SpecError."""
+    with stages.stage("calibrate", len(texts.calibration)) as advance:
+        return calibrate(model, texts.calibration, advance, kv_cache)
+
+
 def quantise_dense(
-    model: Any, weights: Mapping[str, Weight], recipe: Recipe, texts: Texts | None, stages: Stages
+    model: Any, weights: Mapping[str, Weight], recipe: Recipe, largest: Largest | None, stages: Stages
 ) -> PackedModel:
-    """The weights of a skeleton by ``recipe``; inputs are calibrated on ``texts`` where it needs that.
+    """The weights of a skeleton by ``recipe``, and inputs by ``largest`` where it rounds them with fixed scales.
 
     Codes are computed when they are asked for. Raises SpecError.
     """
     for pattern in unmatched(model, recipe):
         stages.say(f"warning: --exclude {pattern} matches no module with a weight")
-    largest = None
-    if recipe.calibrated and texts is not None:
-        with stages.stage("calibrate inputs", len(texts.calibration)) as advance:
-            largest = calibrate(model, texts.calibration, advance)
-    return pack_model(model, recipe, weights, largest)
+    return pack_model(model, recipe, weights, largest.inputs if recipe.calibrated and largest else None)

@@ -15,7 +15,9 @@ import numpy.typing as npt
 import onnx_ir as ir
 import torch
 
+from specbuild.quantisation.kv_cache import TensorRounding
 from specbuild.quantisation.packed import Packed
+from specbuild.quantisation.recipe import CacheCode
 
 Tensors = dict[str, torch.Tensor]
 
@@ -95,7 +97,13 @@ def _torch(tensor: ir.TensorProtocol) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def configuration(modules: Mapping[str, Packed], dense: list[str]) -> dict[str, Any]:
+def cache_scales(rounding: TensorRounding, dtype: CacheCode) -> torch.Tensor:
+    """What the codes of keys or values are multiplied by: one scale for float8, one a head for int8."""
+    scales = torch.from_numpy(rounding.factors[:, :1, None] * np.float32(rounding.scale))
+    return scales if dtype == "int8" else scales.reshape(-1)[:1]
+
+
+def configuration(modules: Mapping[str, Packed], dense: list[str], kv_cache: CacheCode | None = None) -> dict[str, Any]:
     """``quantization_config`` for ``modules`` by name; ``dense`` names the products that stay as they are."""
     groups: dict[str, dict[str, Any]] = {}
     for name, packed in modules.items():
@@ -111,6 +119,17 @@ def configuration(modules: Mapping[str, Packed], dense: list[str]) -> dict[str, 
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "config_groups": {f"group_{number}": group for number, group in enumerate(groups.values())},
         "ignore": dense,
+        "kv_cache_scheme": kv_cache and _cache_scheme(kv_cache),
+    }
+
+
+def _cache_scheme(kv_cache: CacheCode) -> dict[str, Any]:
+    return {
+        "num_bits": 8,
+        "type": "int" if kv_cache == "int8" else "float",
+        "strategy": "attn_head" if kv_cache == "int8" else "tensor",
+        "symmetric": True,
+        "dynamic": False,
     }
 
 

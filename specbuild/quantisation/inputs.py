@@ -1,16 +1,17 @@
-"""The inputs of a model's products: what they are like on a text, and what rounding makes of them."""
+"""What a text makes of a model's inputs of products, keys and values; and what rounding makes of inputs."""
 
 from __future__ import annotations
 
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from specbuild.quantisation.activation import Activation
+from specbuild.quantisation.kv_cache import Floats, ObservedCache
 from specbuild.quantisation.packed_model import PackedModel, parameter_names
 from specbuild.quantisation.rounding import FLOAT4_MAX, FLOAT8_MAX, nearest_float4
 from specbuild.reference import Float32, SeeInput
@@ -23,12 +24,22 @@ _BATCH_BYTES = 256 << 20
 """Of a layer's attention scores, or of logits, that may be held at a time."""
 
 
-def calibrate(model: Any, rows: Rows, advance: Callable[[float], None]) -> dict[str, float]:
-    """Run a skeleton over ``rows``: the largest absolute input of each of its products, by their parameters' names.
+class Largest(NamedTuple):
+    """The largest absolute values that a text made."""
+
+    inputs: dict[str, float]
+    """Of each product's inputs, by the names of their parameters."""
+    cache: list[Floats]
+    """[heads, head_dim] of keys and values, [key_0, value_0, key_1, ...]; none where nobody asked."""
+
+
+def calibrate(model: Any, rows: Rows, advance: Callable[[float], None], kv_cache: bool = False) -> Largest:
+    """Run a skeleton over ``rows``: the largest absolute inputs of its products, and of its keys and values.
 
     Every weight is read once for a batch of rows. ``advance`` is called with the rows that are done.
-    Raises CheckpointError where an input is not finite: the weights are damaged.
+    Raises CheckpointError where a value is not finite: the weights are damaged.
     """
+    cache = ObservedCache() if kv_cache else None
     found: dict[str, float] = {}
     names = parameter_names(model)
 
@@ -44,9 +55,9 @@ def calibrate(model: Any, rows: Rows, advance: Callable[[float], None]) -> dict[
     few = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     for batch in batches(model, rows, every_logit=not few):
         with torch.no_grad(), Float32(see):
-            model(input_ids=torch.from_numpy(batch), use_cache=False, **few)
+            model(input_ids=torch.from_numpy(batch), past_key_values=cache, use_cache=kv_cache, **few)
         advance(len(batch))
-    return found
+    return Largest(found, cache.largest() if cache else [])
 
 
 def batches(model: Any, rows: Rows, every_logit: bool) -> Iterator[Rows]:

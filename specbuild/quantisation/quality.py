@@ -11,11 +11,13 @@ import numpy as np
 import torch
 
 from specbuild.quantisation.inputs import batches, rounding
+from specbuild.quantisation.kv_cache import CacheRounding, RoundedCache
 from specbuild.quantisation.packed_model import PackedModel, dequantised
 from specbuild.reference import Float32
 from specrun.errors import VerificationError
 
 if TYPE_CHECKING:
+    from specbuild.quantisation.pair import Draft
     from specbuild.quantisation.texts import Rows
 
 
@@ -32,21 +34,38 @@ class Quality:
     """Nats: of the original's distribution from the quantised one's, by token."""
     top1_agreement: float
     """The share of tokens whose most likely one is the same."""
+    acceptance_rate: float | None
+    """The share of tokens where the draft's most likely one is the quantised model's, both after the text itself: what
+    greedy token acceptance would accept of single draft tokens there. None without a draft."""
+    original_acceptance_rate: float | None
+    """The same with the original model."""
 
 
-def measure(model: Any, packed: PackedModel, directory: Path, rows: Rows, advance: Callable[[float], None]) -> Quality:
-    """Run a skeleton over ``rows`` as it is, and with its weights and inputs rounded as ``packed`` says.
+def measure(
+    model: Any,
+    packed: PackedModel,
+    cache: CacheRounding | None,
+    directory: Path,
+    rows: Rows,
+    advance: Callable[[float], None],
+    draft: Draft | None = None,
+) -> Quality:
+    """Run a skeleton over ``rows`` as it is, and with weights and inputs rounded by ``packed``, keys and values by
+    ``cache``.
 
     ``advance`` is called with the rows that are done; ``directory`` is named in errors. Every weight is read once for
     a batch of rows. Raises VerificationError where logits are not finite.
     """
     see_input = rounding(model, packed)
-    surprise = np.zeros(2)
+    surprise, accepted = np.zeros(2), np.zeros(2, np.int64)
     kl, same, count = 0.0, 0, 0
     for batch in batches(model, rows, every_logit=True):
         original = _logits(model, batch, Float32(), "the original")
         with dequantised(model, packed, directory):
-            quantised = _logits(model, batch, Float32(see_input), "the quantised model")
+            quantised = _logits(model, batch, Float32(see_input), "the quantised model", cache)
+        if draft is not None:
+            proposed = draft.proposals(batch)[:, :-1]
+            accepted += [int((side[:, :-1].argmax(dim=-1) == proposed).sum()) for side in (original, quantised)]
         for ids, one, other in zip(batch, original, quantised, strict=True):
             expected, found = (logits[:-1].log_softmax(dim=-1) for logits in (one, other))
             following = torch.from_numpy(ids[1:, None])
@@ -56,13 +75,15 @@ def measure(model: Any, packed: PackedModel, directory: Path, rows: Rows, advanc
             count += len(following)
         advance(len(batch))
     before, after = (float(value) for value in np.exp(surprise / count))
-    return Quality(count, after, before, kl / count, same / count)
+    rates = [None, None] if draft is None else [int(number) / count for number in accepted]
+    return Quality(count, after, before, kl / count, same / count, rates[1], rates[0])
 
 
-def _logits(model: Any, batch: Rows, mode: Float32, which: str) -> torch.Tensor:
-    """[B, S, V] in float32."""
+def _logits(model: Any, batch: Rows, mode: Float32, which: str, rounding: CacheRounding | None = None) -> torch.Tensor:
+    """[B, S, V] in float32. rounding: of the cache."""
+    cache = {"past_key_values": RoundedCache(rounding)} if rounding else {}
     with torch.no_grad(), mode:
-        logits: torch.Tensor = model(input_ids=torch.from_numpy(batch), use_cache=False).logits.float()
+        logits: torch.Tensor = model(input_ids=torch.from_numpy(batch), use_cache=bool(cache), **cache).logits.float()
     if not all(np.isfinite(float(end)) for end in torch.aminmax(logits)):
         raise VerificationError(f"the logits of {which} are not finite (NaN or inf) on the text of --calib_dataset")
     return logits

@@ -7,21 +7,28 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from specbuild.export.skeleton import Skeleton
 from specbuild.json_file import read_json
 from specbuild.progress import Stages
+from specbuild.quantisation.checkpoints.cache_scales import stored_rounding
 from specbuild.quantisation.checkpoints.loading import PackedReader, with_packed
+from specbuild.quantisation.checkpoints.scheme import CACHE_SCALES
 from specbuild.quantisation.checkpoints.schemes import read_scheme
-from specbuild.quantisation.compressed_tensors_format import configuration, tensors
+from specbuild.quantisation.compressed_tensors_format import cache_scales, configuration, tensors
 from specbuild.quantisation.hf_checkpoint import ShardWriter, copy_side_files
+from specbuild.quantisation.kv_cache import CacheRounding
 from specbuild.quantisation.packed import Packed
 from specbuild.quantisation.packed_model import PackedModel, parameter_names
-from specbuild.tensors import StoredTensor, Weight, parts
+from specbuild.quantisation.recipe import CacheCode
+from specbuild.tensors import Reader, StoredTensor, Weight, parts
 from specbuild.weights import Entry, check_weights
+from specrun.engine_dir import CacheTensor
 from specrun.errors import UnsupportedModelError
 
 
@@ -74,11 +81,49 @@ def output_bytes(entries: dict[str, Entry], products: dict[str, Product]) -> int
     )
 
 
+def stored_cache(
+    source: Path, model: Any, products: dict[str, Product], cache: CacheRounding | None
+) -> dict[str, torch.Tensor]:
+    """The scales of an 8-bit cache by their names in the files. Raises UnsupportedModelError."""
+    found: dict[str, torch.Tensor] = {}
+    for layer in range(len(cache.tensors) // 2 if cache else 0):
+        attention = [
+            name
+            for name, module in model.named_modules()
+            if type(module).__name__.endswith("Attention") and getattr(module, "layer_idx", None) == layer
+        ]
+        if cache is None or len(attention) != 1:
+            raise UnsupportedModelError(
+                f"{source}: layer {layer} has no one attention module whose cache could have scales; specbuild convert "
+                "--kv_cache_dtype rounds the cache on the way to ONNX"
+            )
+        name = _in_files(attention[0], products)
+        for kind, rounding in zip(CACHE_SCALES, cache.layer(layer), strict=True):
+            found[f"{name}.{kind}"] = cache_scales(rounding, cache.dtype)
+    return found
+
+
+def _in_files(module: str, products: dict[str, Product]) -> str:
+    """What the files call a module, by one of its products."""
+    for product in products.values():
+        inner = product.parameter.removesuffix(".weight").removeprefix(f"{module}.")
+        if product.parameter.startswith(f"{module}.") and product.module.endswith(f".{inner}"):
+            return product.module.removesuffix(f".{inner}")
+    return module
+
+
 def write_weights(
-    source: Path, work: Path, entries: dict[str, Entry], products: dict[str, Product], advance: Callable[[float], None]
+    source: Path,
+    work: Path,
+    entries: dict[str, Entry],
+    products: dict[str, Product],
+    scales: dict[str, torch.Tensor],
+    advance: Callable[[float], None],
 ) -> None:
-    """Write every tensor of the original, quantised or as it is; one at a time is read."""
-    writer = ShardWriter(work, 3 * len(entries))
+    """Write every tensor of the original, quantised or as it is, and the cache's ``scales``; one at a time is read."""
+    writer = ShardWriter(work, 3 * len(entries) + len(scales))
+    for name, tensor in scales.items():
+        writer.write(name, tensor.dtype, tensor.shape, [tensor])
     for name, entry in entries.items():
         if product := products.get(name):
             for suffix, tensor in tensors(product.weight).items():
@@ -93,13 +138,18 @@ def write_weights(
 
 
 def write_config(
-    source: Path, work: Path, skeleton: Skeleton, entries: dict[str, Entry], products: dict[str, Product]
+    source: Path,
+    work: Path,
+    skeleton: Skeleton,
+    entries: dict[str, Entry],
+    products: dict[str, Product],
+    kv_cache: CacheCode | None,
 ) -> None:
     """Write config.json, and copy what else stands beside the original's weights."""
     modules = {product.module: product.weight for product in products.values()}
     config = {
         **read_json(source / "config.json"),
-        "quantization_config": configuration(modules, _dense_modules(skeleton, entries, products)),
+        "quantization_config": configuration(modules, _dense_modules(skeleton, entries, products), kv_cache),
     }
     copy_side_files(source, work)
     (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -117,14 +167,20 @@ def _dense_modules(skeleton: Skeleton, entries: dict[str, Entry], products: dict
     return sorted(names - experts) + ([r"re:.*\.experts\..*"] if experts else [])
 
 
-def read_back(work: Path, products: dict[str, Product]) -> PackedModel:
-    """The quantised weights that were written, as ``convert`` will read them."""
+def read_back(
+    work: Path, products: dict[str, Product], cache: CacheRounding | None
+) -> tuple[PackedModel, CacheRounding | None]:
+    """The quantised weights and scales of the cache that were written, as ``convert`` will read them."""
     scheme = read_scheme(work, read_json(work / "config.json"))
     assert scheme is not None
-    readers = with_packed(scheme, {name: StoredTensor(entry) for name, entry in check_weights(work).entries.items()})
+    stored: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in check_weights(work).entries.items()}
+    readers = with_packed(scheme, stored)
     found = PackedModel()
     for name, product in products.items():
         reader = readers[name]
         assert isinstance(reader, PackedReader), name
         found.products[product.parameter] = reader.packed
-    return found
+    if cache is None:
+        return found, None
+    shapes = [CacheTensor(heads=len(own.factors), head_dim=own.factors.shape[1]) for own in cache.tensors]
+    return found, stored_rounding(scheme, stored, shapes, torch.float32)

@@ -1,9 +1,9 @@
-"""What ``--qformat`` means: how the weights of each kind of product, and the embedding, are stored."""
+"""What ``--qformat`` and ``--kv_cache_dtype`` mean: how weights, the embedding, and keys and values are stored."""
 
 from __future__ import annotations
 
 import fnmatch
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from specbuild.quantisation.activation import Activation
@@ -12,6 +12,10 @@ from specrun.errors import BuildConfigError
 CodeForm = Literal["int8", "int4", "float8", "float4"]
 QFormat = Literal["int8", "int8_wo", "int4", "fp8", "fp8_wo", "nvfp4", "nvfp4_wo"]
 QFORMATS: tuple[QFormat, ...] = get_args(QFormat)
+CacheCode = Literal["int8", "float8_e4m3fn"]
+KV_CACHE_DTYPES: dict[str, CacheCode | None] = {"auto": None, "int8": "int8", "fp8": "float8_e4m3fn"}
+"""What ``--kv_cache_dtype`` means; None: what is computed in."""
+LARGEST_CODE: dict[CacheCode, float] = {"int8": 127, "float8_e4m3fn": 448}
 
 _ROUTERS = ("*.gate", "*.router", "*.router.*", "*.shared_expert_gate")
 """Choose a token's experts: they are small, and an error there is one of another kind."""
@@ -54,6 +58,12 @@ class Recipe:
     def calibrated(self) -> bool:
         """Whether inputs are rounded with scales that a text fixes."""
         return self.qformat in ("fp8", "nvfp4")
+
+    @property
+    def without_inputs(self) -> Recipe:
+        """The same for the weights, with inputs as they are: it needs no calibration."""
+        same: dict[QFormat, QFormat] = {"fp8": "fp8_wo", "nvfp4": "nvfp4_wo"}
+        return replace(self, qformat=same.get(self.qformat, self.qformat))
 
     def product(self, module: str, inputs: int, is_head: bool) -> Storage | None:
         """How the weight of ``module``'s product is stored. inputs: its channels; is_head: it gives the logits.
@@ -106,6 +116,13 @@ def make_recipe(qformat: str, group_size: int | None, exclude: tuple[str, ...]) 
     if qformat not in QFORMATS:
         raise BuildConfigError(f"--qformat {qformat}: expected auto or one of {', '.join(QFORMATS)}")
     return Recipe(qformat, group_size, exclude)
+
+
+def cache_code(option: str) -> CacheCode | None:
+    """What ``--kv_cache_dtype`` asks for. Raises BuildConfigError."""
+    if option not in KV_CACHE_DTYPES:
+        raise BuildConfigError(f"--kv_cache_dtype {option}: expected {', '.join(KV_CACHE_DTYPES)}")
+    return KV_CACHE_DTYPES[option]
 
 
 def _does_not_divide(module: str, inputs: int, group: str) -> BuildConfigError:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from specbuild.progress import Stages
+
     Rows = npt.NDArray[np.int64]
     """[n, length] token ids."""
 
@@ -43,6 +45,11 @@ class TextOptions:
                 raise BuildConfigError(f"--{option} {value}: expected at least {least}")
         if self.dataset != BUILTIN and not Path(self.dataset).expanduser().is_file():
             raise BuildConfigError(f"--calib_dataset {self.dataset}: no such file; give one, or {BUILTIN}")
+
+    def say_if_unused(self, why: str, stages: Stages) -> None:
+        """Say that options were given which have no effect."""
+        if self != TextOptions():
+            stages.say(f"note: --calib_dataset, --calib_size and --calib_max_seq_length have no effect: {why}")
 
     def within(self, positions: int | None) -> TextOptions:
         """The same with rows that a model of so many positions takes."""

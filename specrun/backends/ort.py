@@ -16,7 +16,7 @@ from specrun.backends.ort_session import import_ort, keep_in_children
 from specrun.backends.ort_session import session_options as session_options
 from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
 from specrun.devices import Device, DeviceArray
-from specrun.dtypes import DTYPES
+from specrun.dtypes import DTYPES, ElementType
 from specrun.engine_dir import GRAPH_NAME, EngineConfig
 from specrun.errors import BackendError, EngineDirError
 from specrun.kv_cache.device import DeviceKVCache
@@ -39,7 +39,7 @@ class OrtBackend:
         self._session = _open(
             directory, config, "CPUExecutionProvider", {}, shared_pool
         )  # It knows whether the sizes are true.
-        self.cache = HostKVCache(config.graph.caches, blocks)
+        self.cache = HostKVCache(config.graph.caches, config.graph.cache_element.storage, blocks)
         self._passes: dict[tuple[int, int, int, int], OrtPass] = {}
         self._logits = np.empty(0, np.float32)
 
@@ -76,7 +76,7 @@ class OrtPass:
     def __init__(
         self,
         session: Any,
-        cache: Sequence[npt.NDArray[np.float32]],
+        cache: Sequence[npt.NDArray[Any]],
         query_len: int,
         logits: npt.NDArray[np.float32],
     ) -> None:
@@ -135,7 +135,7 @@ class OrtDeviceBackend:
     def allocate_cache(self) -> None:
         """See ``DeviceBackend.allocate_cache``."""
         graph, build = self.config.graph, self.config.build_config
-        storage = DTYPES[graph.dtype].storage
+        storage = graph.cache_element.storage
         size = (build.max_batch_size, build.cache_length)
         self.cache = DeviceKVCache(self.device, graph.caches, storage, *size)
 
@@ -153,7 +153,7 @@ class OrtDeviceBackend:
 
     def _bind_cache(self, first: int, rows: int) -> Any:
         binding, layers = self._session.io_binding(), self.config.graph.layers
-        element = DTYPES[self.config.graph.dtype].onnx
+        element = self.config.graph.cache_element.onnx
         names, cache = (past_names(layers), present_names(layers)), self.cache.part(first, rows)
         for past, present, memory in zip(*names, cache, strict=True):
             self._bind(binding.bind_input, past, memory, element)
@@ -225,12 +225,12 @@ def _check_contract(directory: Path, config: EngineConfig, session: Any) -> None
     """Raise EngineDirError unless the graph is what config.json says: memory is bound by these sizes."""
     layers = config.graph.layers
     caches = [[shape.heads, shape.head_dim] for shape in config.graph.caches]
-    tokens: tuple[str, list[int]] = (_tensor_of("int64"), [])
+    tokens: tuple[str, list[int]] = (_tensor_of(DTYPES["int64"]), [])
     expected = dict.fromkeys((INPUT_IDS, WRITE_INDICES, LOGITS_INDICES), tokens)
-    kind = _tensor_of(config.graph.dtype)
+    kind = _tensor_of(config.graph.cache_element)
     for names in (past_names(layers), present_names(layers)):
         expected |= {name: (kind, sizes) for name, sizes in zip(names, caches, strict=True)}
-    expected[LOGITS] = (_tensor_of("float32"), [config.graph.vocab_size])
+    expected[LOGITS] = (_tensor_of(DTYPES["float32"]), [config.graph.vocab_size])
     found = {
         value.name: (value.type, [size for size in value.shape if isinstance(size, int)])
         for value in (*session.get_inputs(), *session.get_outputs())
@@ -243,6 +243,6 @@ def _check_contract(directory: Path, config: EngineConfig, session: Any) -> None
             )
 
 
-def _tensor_of(dtype: str) -> str:
+def _tensor_of(element: ElementType) -> str:
     """ONNX Runtime's name of a tensor's type."""
-    return f"tensor({DTYPES[dtype].onnxruntime})"
+    return f"tensor({element.onnxruntime})"

@@ -16,7 +16,6 @@ from specrun.backends import Feed
 from specrun.backends.rtx_kernels import KernelCache
 from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
 from specrun.devices import Device, DeviceArray
-from specrun.dtypes import DTYPES
 from specrun.engine_dir import PLAN_NAME, EngineConfig, Profile
 from specrun.errors import BackendError, EngineDirError
 from specrun.extras import how_to_install, import_package
@@ -155,8 +154,8 @@ class TrtBackend:
         """See ``DeviceBackend.allocate_cache``. The plan's rows have cache_length positions, neither more nor fewer."""
         build = self.config.build_config
         self._workspace = self.device.zeros((self.workspace_bytes,), np.uint8)
-        kind, size = DTYPES[self.config.graph.dtype].storage, (build.max_batch_size, build.cache_length)
-        self.cache = DeviceKVCache(self.device, self.config.graph.caches, kind, *size)
+        kind, size = self.config.graph.cache_element.storage, (build.max_batch_size, build.cache_length)
+        self.cache = DeviceKVCache(self.device, self.config.graph.caches, kind, *size, self.config.new_positions)
 
     def enqueue(self, feed: Feed, logits: DeviceArray, first: int, fixed: bool) -> None:
         """See ``DeviceBackend.enqueue``.
@@ -182,6 +181,8 @@ class TrtBackend:
         for name, array in {**feed.by_name(), LOGITS: logits}.items():
             self._require(context.execution.set_tensor_address(name, array.address), f"the address of {name}")
         self._require(context.execution.execute_async_v3(self.device.stream), "to run")
+        if not self.config.writes_cache:
+            self.cache.write_new(first, feed.write_indices, call.sequence)
 
     def save_kernels(self) -> None:
         """See ``DeviceBackend.save_kernels``."""
@@ -217,12 +218,13 @@ class TrtBackend:
         return context
 
     def _bind_cache(self, context: Any, first: int) -> None:
-        """Bind the cache's rows from ``first`` on. Past and present tensors have the same memory."""
+        """Bind the cache's rows from ``first`` on. Past and present have the same memory, unless those are new."""
         layers = self.config.graph.layers
         cache = self.cache.part(first, 1)
-        for past, present, memory in zip(past_names(layers), present_names(layers), cache, strict=True):
-            for name in (past, present):
-                self._require(context.set_tensor_address(name, memory.address), f"the address of {name}")
+        written = cache if self.config.writes_cache else self.cache.new()
+        names = (*past_names(layers), *present_names(layers))
+        for name, memory in zip(names, (*cache, *written), strict=True):
+            self._require(context.set_tensor_address(name, memory.address), f"the address of {name}")
 
     def _require(self, done: bool, what: str) -> None:
         """Raise BackendError unless ``done``. TensorRT returns False for errors, and its log holds the reason."""
@@ -231,11 +233,11 @@ class TrtBackend:
 
 
 def _check_engine(directory: Path, config: EngineConfig, engine: Any) -> None:
-    """Raise EngineDirError unless the plan has the contract's tensors and updates its caches in place."""
+    """Raise EngineDirError unless the plan has the contract's tensors and updates its caches as config.json says."""
     layers, length = config.graph.layers, config.build_config.cache_length
     for cache in config.graph.caches:
         # Prompts are prefilled in rows behind those that decode. TensorRT needs addresses that are multiples of 256.
-        if cache.heads * length * cache.head_dim * DTYPES[config.graph.dtype].nbytes % 256:
+        if cache.heads * length * cache.head_dim * config.graph.cache_element.nbytes % 256:
             raise EngineDirError(f"{directory}: its rows of {length} positions are not aligned; build the engine again")
     past, present = past_names(layers), present_names(layers)
     expected = {INPUT_IDS, WRITE_INDICES, LOGITS_INDICES, LOGITS, *past, *present}
@@ -243,7 +245,7 @@ def _check_engine(directory: Path, config: EngineConfig, engine: Any) -> None:
     if different := sorted(found ^ expected):
         what = "has a tensor this release does not know" if different[0] in found else "lacks a tensor of the contract"
         raise EngineDirError(f"{directory}: the plan {what}: {different[0]}; build the engine again")
-    for before, after in zip(past, present, strict=True):
+    for before, after in zip(past, present, strict=True) if config.writes_cache else ():
         if engine.get_aliased_input_tensor(after) != before:
             raise EngineDirError(f"{directory}: the plan does not update {before} in place; build the engine again")
     profiles = config.build_config.profiles

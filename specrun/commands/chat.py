@@ -3,63 +3,86 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import io
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from specrun.command_line import show_error
-from specrun.commands.options import sampling_options, sampling_params, seed_option, use_color
+from specrun.commands.chat_commands import ChatCommands
+from specrun.commands.chat_input import is_terminal, turns
+from specrun.commands.options import (
+    constraint_options,
+    constraints,
+    generation_config_option,
+    sampling_options,
+    sampling_params,
+    seed_option,
+    together,
+    use_color,
+    with_recommended_sampling,
+)
 from specrun.commands.pair import open_pair, pair_config, pair_options
 from specrun.errors import RequestError
 from specrun.output import show_token
 
 if TYPE_CHECKING:
     from specrun.conversation import Conversation
-    from specrun.request import Request
+    from specrun.request import Request, TokenOutput
 
-HELP = "/reset forgets the conversation, /exit ends it, Ctrl-C stops an answer"
+HINT = "/help lists the commands, Ctrl-D ends the chat, Ctrl-C stops an answer"
+
+
+chat_options = together(
+    click.option("--system", metavar="TEXT", help="The system message."),
+    click.option("--max_output_len", type=click.IntRange(1), help="Of an answer. Default: 256, or what fits."),
+    sampling_options(),
+    generation_config_option,
+    seed_option,
+    constraint_options,
+    click.option("--color/--no_color", default=None, help="Show the draft's text in green. Default: on a terminal."),
+)
 
 
 @click.command()
 @pair_options
-@click.option("--system", metavar="TEXT", help="The system message.")
-@click.option("--max_output_len", type=click.IntRange(1), help="Of an answer. Default: 256, or what fits.")
-@sampling_options()
-@seed_option
-@click.option("--color/--no_color", default=None, help="Show the draft's text in green. Default: on a terminal.")
-def chat(
-    system: str | None,
-    max_output_len: int | None,
-    color: bool | None,
-    **options: Any,
-) -> None:
+@chat_options
+def chat(**options: Any) -> None:
     """Talk with a model, through its tokenizer's chat template.
 
-    /reset forgets the conversation, /exit or the input's end ends it, Ctrl-C stops an answer. Standard input that is no
+    /help lists the commands, /exit or the input's end ends the chat, Ctrl-C stops an answer. Standard input that is no
     terminal has one turn a line. Standard output holds the answers, standard error figures after each.
     """
+    talk(options)
+
+
+def talk(options: dict[str, Any]) -> None:
+    """A conversation with the pair that ``options`` describe: those of ``pair_options`` and ``chat_options``."""
     config = pair_config(options)
 
     from specrun.conversation import Conversation
+    from specrun.request_options import RequestOptions
 
-    params = sampling_params(options)
+    params = sampling_params(with_recommended_sampling(options))
     decoder, context = open_pair(options, config), click.get_current_context()
-    conversation = Conversation(decoder, params, system=system, max_output_len=max_output_len)
+    own = RequestOptions(system=options["system"], max_output_len=options["max_output_len"], **constraints(options))
+    conversation = Conversation(decoder, params, own, drop_oldest=True)
     decoder.require_chat_template()  # Without one no turn can be answered: say so before the first.
-    colored = use_color(color)
+    shown = _Shown(use_color(options["color"]))
+    commands = ChatCommands(conversation, shown.totals, lambda: shown.seconds)
+    if is_terminal():
+        click.secho(HINT, dim=True, err=True)
     failed = False
-    for text in _turns():
-        if text == "/reset":
-            conversation.reset()
-            continue
+    for text in turns():
+        if text == "/exit":
+            break
         try:
-            _answer(conversation, text, colored)
+            answer = commands.run(text) if text.startswith("/") else conversation.say(text.strip())
+            if answer:
+                shown.show(conversation, answer)
         except RequestError as error:
             show_error(context, error)
             failed = True
@@ -67,37 +90,37 @@ def chat(
         context.exit(1)
 
 
-def _turns() -> Iterator[str]:
-    """What the user types, a line each, up to /exit, Ctrl-C or the input's end."""
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # A turn that is not UTF-8 is refused alone.
-    terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    if terminal:
-        with contextlib.suppress(ImportError):
-            importlib.import_module("readline")  # Gives ``input`` line editing and a history, where there is one.
-        click.secho(HELP, dim=True, err=True)
-    while True:
-        try:
-            text = input("> " if terminal else "").strip()
-        except (EOFError, KeyboardInterrupt):
-            click.echo(nl=terminal)
-            return
-        if text == "/exit":
-            return
-        if text:
-            yield text
+class _Shown:
+    """Shows answers, and sums up what they took."""
 
+    def __init__(self, color: bool) -> None:
+        from specrun.output import Totals
 
-def _answer(conversation: Conversation, text: str, color: bool) -> None:
-    """Show the answer as it comes, up to Ctrl-C, and its figures."""
-    with _interrupt() as interrupted, contextlib.closing(conversation.say(text)) as answer:
-        for output in answer:
-            show_token(output, color)
-            if interrupted.is_set():
-                break
-    click.echo()
-    if conversation.last:
-        click.secho(f"[{_figures(conversation.last)}]", dim=True, err=True, color=None if color else False)
+        self.totals = Totals()
+        self.seconds = 0.0
+        self._color = color
+
+    def show(self, conversation: Conversation, answer: Generator[TokenOutput]) -> None:
+        """Show an answer as it comes, up to Ctrl-C, and its figures. Raises RequestError."""
+        before = conversation.last
+        with _interrupt() as interrupted, contextlib.closing(answer):
+            for output in answer:
+                if conversation.last is not before:  # The first token.
+                    before = conversation.last
+                    self._say_dropped(conversation.dropped)
+                show_token(output, self._color)
+                if interrupted.is_set():
+                    break
+        click.echo()
+        if request := conversation.last:
+            self.totals.add(request)
+            self.seconds += request.stats.seconds
+            click.secho(f"[{_figures(request)}]", dim=True, err=True, color=None if self._color else False)
+
+    def _say_dropped(self, count: int) -> None:
+        if count:
+            said = f"note: the context is full; the {count} oldest messages are forgotten"
+            click.secho(said, dim=True, err=True, color=None if self._color else False)
 
 
 @contextlib.contextmanager

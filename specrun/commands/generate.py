@@ -9,8 +9,11 @@ from typing import Any
 
 import click
 
-from specrun.command_line import show_error
+from specrun.command_line import FolderPath, show_error
+from specrun.commands.generate_file import answer_file, require_files
 from specrun.commands.options import (
+    constraint_options,
+    constraints,
     prompt_options,
     require_one_source,
     sampling_options,
@@ -30,6 +33,8 @@ NOT_OF_A_REQUEST = ("draft_len", "acceptance", "prompt_logprobs")
 @click.option("--max_output_len", type=click.IntRange(1), help="Default: 256, or what fits.")
 @click.option("--min_output_len", type=click.IntRange(0), default=0, show_default=True, help="No end before.")
 @prompt_options
+@click.option("--output_file", type=FolderPath, help="Answer --input_file's lines of JSON into this file.")
+@click.option("--resume", is_flag=True, help="Go on with an --output_file that an earlier run has begun.")
 @sampling_options()
 @seed_option
 @click.option(
@@ -42,13 +47,16 @@ NOT_OF_A_REQUEST = ("draft_len", "acceptance", "prompt_logprobs")
 @click.option("--stop_id", "stop_ids", type=int, multiple=True, metavar="ID", help="End with this token; likewise.")
 @click.option("--logprobs", type=int, metavar="N", help="Log-probabilities of tokens and the N likeliest, in the JSON.")
 @click.option("--echo", is_flag=True, help="Begin the text with the prompt.")
+@constraint_options
 @click.option("--timeout", type=float, metavar="SECONDS", help="End a prompt's text as it is after so long.")
 @click.option("--output_format", type=click.Choice(["text", "json"]), default="text", show_default=True)
-@click.option("--stream", is_flag=True, help="Print tokens as they are committed.")
+@click.option("--stream", is_flag=True, help="Print tokens as they are committed; JSON: events.")
 @click.option("--color/--no_color", default=None, help="Show the draft's text in green. Default: on a terminal.")
 def generate(
     input_text: tuple[str, ...],
     input_file: Path | None,
+    output_file: Path | None,
+    resume: bool,
     n: int,
     num_beams: int,
     output_format: str,
@@ -61,29 +69,31 @@ def generate(
     Standard output holds the results and nothing else. A prompt's text does not depend on the other prompts.
     """
     require_one_source(input_text, input_file)
-    if stream and output_format == "json":
-        raise click.UsageError("--stream prints text as it comes; it does not go with --output_format json")
+    require_files(input_text, input_file, output_file, resume, stream)
     if num_beams != 1:
         raise RequestError(f"--num_beams {num_beams}: beam search has no draft-target form; give --num_beams 1")
     config = pair_config(options)
-    if options["logprobs"] is not None and output_format != "json":
-        raise click.UsageError("--logprobs are part of --output_format json")
+    if options["logprobs"] is not None and output_format != "json" and output_file is None:
+        raise click.UsageError("--logprobs are part of --output_format json and of --output_file")
 
-    from specrun.output import JsonPrinter, TextPrinter, summary
+    from specrun.output import EventPrinter, JsonPrinter, TextPrinter, summary
     from specrun.prompts import read_prompts
     from specrun.request_options import RequestOptions
 
+    own = {field.name: options[field.name] for field in fields(RequestOptions) if field.name not in NOT_OF_A_REQUEST}
+    chosen = RequestOptions(**own | constraints(options))
+    if input_file and output_file:
+        answer_file(input_file, output_file, resume, chosen, n, options, config)
+        return
     params = sampling_params(options)
     if n > 1 and params.greedy:
         click.echo(f"note: temperature 0 is greedy: the {n} answers of a prompt are the same", err=True)
     prompts = read_prompts(input_text, input_file)
-    own = {field.name: options[field.name] for field in fields(RequestOptions) if field.name not in NOT_OF_A_REQUEST}
-    chosen = RequestOptions(**own)
     decoder, context = open_pair(options, config), click.get_current_context()
     requests = decoder.requests(prompts, params, chosen, n=n)
 
     began = time.perf_counter()
-    printer: JsonPrinter | TextPrinter = JsonPrinter(requests)
+    printer: JsonPrinter | EventPrinter | TextPrinter = (EventPrinter if stream else JsonPrinter)(requests)
     if output_format == "text":
         asked = [prompt for prompt in prompts for _ in range(n)]
         printer = TextPrinter(requests, asked, stream, use_color(color))

@@ -14,6 +14,7 @@ from click.core import ParameterSource
 
 from specrun.command_line import FolderPath
 from specrun.config import parse_device_list, parse_draft_len, parse_logit_bias
+from specrun.errors import RequestError
 
 if TYPE_CHECKING:
     from specrun.sampling import SamplingParams
@@ -84,10 +85,15 @@ def sampling_params(options: dict[str, Any]) -> SamplingParams:
     return params
 
 
+def given_sampling(options: dict[str, Any]) -> dict[str, Any]:
+    """What was given of ``sampling_options`` and ``seed_option``."""
+    source = click.get_current_context().get_parameter_source
+    return {name: options[name] for name in (*SAMPLING, "seed") if source(name) is ParameterSource.COMMANDLINE}
+
+
 def note_unused_sampling(options: dict[str, Any]) -> None:
     """Say which of the options that were given do nothing, because greedy texts are not drawn."""
-    given = click.get_current_context().get_parameter_source
-    names = [name for name in ("top_k", "top_p", "min_p", "seed") if given(name) is ParameterSource.COMMANDLINE]
+    names = [name for name in given_sampling(options) if name in ("top_k", "top_p", "min_p", "seed")]
     if names and options["temperature"] == 0:
         wanted = " and ".join(f"--{name}" for name in names)
         click.echo(f"note: temperature 0 is greedy: {wanted} changes nothing; give --temperature too", err=True)
@@ -105,6 +111,35 @@ bit_exact_option = click.option(
     default=None,
     help="Pad passes so that texts are the target's own to the byte. Default: where that costs under 3%.",
 )
+
+
+constraint_options = together(
+    click.option("--json_schema", type=FolderPath, metavar="FILE", help="The output is JSON of this schema."),
+    click.option("--json_object", is_flag=True, help="The output is a JSON object."),
+    click.option("--regex", metavar="TEXT", help="The output matches this regular expression."),
+    click.option("--choice", multiple=True, metavar="TEXT", help="The output is one of these texts."),
+    click.option("--grammar", type=FolderPath, metavar="FILE", help="The output follows this Lark grammar."),
+)
+CONSTRAINTS = ("json_schema", "json_object", "regex", "choice", "grammar")
+"""Names of ``constraint_options``."""
+
+
+def constraints(options: dict[str, Any]) -> dict[str, Any]:
+    """What ``constraint_options`` say, as ``RequestOptions`` takes it. Raises RequestError for unreadable files."""
+    found = {name: options[name] for name in CONSTRAINTS}
+    for name in ("json_schema", "grammar"):
+        if found[name] is not None:
+            found[name] = _read(name, found[name])
+    return found
+
+
+def _read(name: str, file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise RequestError(f"--{name}: {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RequestError(f"--{name}: {file} is not UTF-8") from error
 
 
 prompt_options = together(
@@ -134,6 +169,36 @@ def require_one_draft(draft: str | None, draft_engine_dir: Path | None, needed: 
         raise click.UsageError("--draft and --draft_engine_dir exclude each other")
     if needed and not (draft or draft_engine_dir):
         raise click.UsageError("give --draft_engine_dir, or --draft ngram")
+
+
+generation_config_option = click.option(
+    "--generation_config",
+    type=click.Choice(["auto", "none"]),
+    default="auto",
+    show_default=True,
+    help="Sample as the target's generation_config.json recommends, but for what is given here.",
+)
+
+
+def with_recommended_sampling(options: dict[str, Any]) -> dict[str, Any]:
+    """``options`` with the target's own sampling where none was given; what is used of it is shown."""
+    from specrun.generation_config import recommended_sampling
+
+    if options["generation_config"] == "none":
+        return options
+    given = given_sampling(options)
+    found = {name: value for name, value in recommended_sampling(options["engine_dir"]).items() if name not in given}
+    if ({**options, **found})["temperature"] == 0:  # Of greedy texts the others change nothing.
+        found = {name: value for name, value in found.items() if name in ("temperature", "repetition_penalty")}
+    show_recommended_sampling(found)
+    return {**options, **found}
+
+
+def show_recommended_sampling(found: dict[str, Any]) -> None:
+    """Say what of generation_config.json is used."""
+    if found:
+        values = ", ".join(f"{name} {value}" for name, value in found.items())
+        click.echo(f"sampling of generation_config.json: {values}", err=True)
 
 
 seed_option = click.option("--seed", type=int, help="The same seed gives the same text. Default: a new one, shown.")

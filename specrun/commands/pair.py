@@ -31,6 +31,7 @@ pair_options = together(
     click.option("--draft_engine_dir", type=FolderPath, help="The draft's; without it the target runs alone."),
     draft_option,
     tokenizer_dir_option,
+    click.option("--chat_template", type=FolderPath, help="A file with a template. Default: the tokenizer's."),
     click.option(
         "--draft_target_model_config",
         type=Parsed("list", parse_draft_target_config),
@@ -108,28 +109,33 @@ def open_pair(options: dict[str, Any], config: DraftTargetConfig) -> Speculative
     from specrun.decoder import SpeculativeDecoder
 
     target, draft, tokenizer = (options[name] for name in ("engine_dir", "draft_engine_dir", "tokenizer_dir"))
-    with _warm_up_shown() as show:
-        decoder = SpeculativeDecoder.open(target, draft, config, tokenizer, show)
+    engines = " and ".join(str(directory) for directory in (target, draft) if directory)
+    with _opening_shown(engines) as show:
+        decoder = SpeculativeDecoder.open(target, draft, config, tokenizer, show, options["chat_template"])
     if note := decoder.exactness.note:
         click.echo(f"note: {note}", err=True)
     return click.get_current_context().with_resource(decoder)
 
 
 @contextmanager
-def _warm_up_shown() -> Iterator[Callable[[int, int], None]]:
-    """A function that shows how much of the warm-up is done, on standard error: a bar on a terminal, then a line."""
+def _opening_shown(engines: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows on a terminal that ``engines`` are loaded. Yields a function that shows how much of the warm-up is done.
+
+    On standard error: a line with a bar while it lasts; of the warm-up a line remains.
+    """
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import Progress
 
     console, began = Console(stderr=True), time.perf_counter()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("warm-up", total=None, visible=False)
+        bar = progress.add_task(f"loading {escape(engines)}", total=None)
 
         def show(done: int, of: int) -> None:
             nonlocal began
             if done == 0:
                 began = time.perf_counter()
-            progress.update(bar, completed=done, total=of, visible=done < of)
+            progress.update(bar, description="warm-up", completed=done, total=of, visible=done < of)
             if done == of:
                 click.echo(f"warm-up: {time.perf_counter() - began:.1f} s", err=True)
 

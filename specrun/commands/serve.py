@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from specrun.command_line import FolderPath
+from specrun.commands.options import generation_config_option, show_recommended_sampling
 from specrun.commands.pair import open_pair, pair_config, pair_options
 
 
@@ -23,6 +25,7 @@ from specrun.commands.pair import open_pair, pair_config, pair_options
 @click.option(
     "--drain_seconds", type=click.IntRange(1), default=30, show_default=True, help="For answers, when stopped."
 )
+@generation_config_option
 @click.option("--metrics_prefix", default="specrun", show_default=True, help="Of the names in /metrics, as in vllm:..")
 @click.option("--log_prompts", is_flag=True, help="Write prompts to the log.")
 def serve(
@@ -33,6 +36,7 @@ def serve(
     max_queue: int,
     request_timeout: float | None,
     drain_seconds: int,
+    generation_config: str,
     metrics_prefix: str,
     log_prompts: bool,
     **options: Any,
@@ -43,7 +47,8 @@ def serve(
     /version. The log on standard error has a line of JSON for every request. SIGTERM and Ctrl-C let answers end.
     """
     config = pair_config(options)
-    from specrun.openai_body import DEFAULTS
+    from specrun.generation_config import recommended_sampling
+    from specrun.openai.body import DEFAULTS
     from specrun.serve.keys import read_keys
     from specrun.serve.log import set_up
     from specrun.serve.server import is_local, listen
@@ -53,7 +58,9 @@ def serve(
     listener = listen(host, port)
     if not keys and not is_local(host):
         click.echo(f"WARNING: everybody who reaches {host} may use this server; give --api_key_file", err=True)
+    recommended = recommended_sampling(options["engine_dir"]) if generation_config == "auto" else {}
     decoder = open_pair(options, config)
+    show_recommended_sampling(recommended)
     set_up()
     bound, number = listener.getsockname()[:2]
     address = f"http://{f'[{bound}]' if ':' in bound else bound}:{number}"
@@ -69,6 +76,6 @@ def serve(
             drain_seconds=drain_seconds,
             metrics_prefix=metrics_prefix,
             log_prompts=log_prompts,
-            defaults=DEFAULTS,
+            defaults=replace(DEFAULTS, **recommended),
         )
     )

@@ -10,8 +10,11 @@ from typing import Any, Literal
 import click
 
 from specrun.commands.options import (
+    CONSTRAINTS,
     DRAFT_LEN,
     comparison_options,
+    constraint_options,
+    constraints,
     note_unused_sampling,
     prompt_ids,
     require_one_draft,
@@ -25,6 +28,7 @@ INCONCLUSIVE = 3
 
 @click.command()
 @comparison_options(temperature=0.8)
+@constraint_options
 @click.option("--draft_len", type=DRAFT_LEN, metavar="auto|N", help="Draft tokens a round. Default: 4.")
 @click.option("--seconds", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True, help="About.")
 @click.option("--output_format", type=click.Choice(["text", "json"]), default="text", show_default=True)
@@ -49,9 +53,13 @@ def verify(
     require_one_source(input_text, input_file)
     require_one_draft(draft, draft_engine_dir, needed=True)
 
+    from specrun.request_options import RequestOptions
     from specrun.sampling import SamplingParams
     from specrun.verify import verify_pair
 
+    asked = RequestOptions(**constraints(options))
+    for name in CONSTRAINTS:
+        del options[name]
     length, use_logits = options.pop("draft_len"), acceptance == "logits"
     config = DraftTargetConfig(length, use_logits=use_logits, shared_thread_pool=True, draft=draft, bit_exact=bit_exact)
     prompts = prompt_ids(tokenizer_dir or engine_dir, input_text, input_file)
@@ -61,7 +69,7 @@ def verify(
     def report(line: str) -> None:
         click.echo(line, err=True)
 
-    verdict = verify_pair(engine_dir, draft_engine_dir, config, prompts, params, seconds, report)
+    verdict = verify_pair(engine_dir, draft_engine_dir, config, prompts, params, seconds, report, asked, tokenizer_dir)
     if output_format == "json":
         click.echo(json.dumps({"good": verdict.good, "outcome": verdict.outcome, **dataclasses.asdict(verdict)}))
     else:

@@ -66,13 +66,21 @@ class Proposal:
     tokens: list[int] = field(default_factory=list)
     probs: list[Floats] = field(default_factory=list)
     """[g, V]: what the tokens were drawn from, only where acceptance needs it. Empty: each token was certain."""
+    forced: int = 0
+    """So many of the first tokens are from the request's grammar, which allows no others there."""
+
+    @classmethod
+    def begin(cls, request: Request, max_draft_len: int) -> Proposal:
+        """What needs no drafter: the tokens that the request's grammar forces, as many as a round may have."""
+        tokens = request.forced(request.num_draft_tokens(max_draft_len))
+        return cls(tokens, forced=len(tokens))
 
 
 class Drafter(RowDrafter, Protocol):
     """Proposes on the host."""
 
-    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Proposal]:
-        """Propose at most ``counts[row]`` tokens behind the tokens of the request in each row."""
+    def propose(self, requests: Sequence[Request], counts: Sequence[int], proposals: Sequence[Proposal]) -> None:
+        """Add draft tokens to the proposal for the request in each row, up to ``counts[row]`` with those it has."""
 
     def engine_time(self) -> tuple[float, int]:
         """Seconds spent in its engine so far, and how often it was called."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from specrun.acceptance import certain
 from specrun.drafters import Proposal
 from specrun.errors import SpecError, as_spec_error
 from specrun.request import Outcome, Request, longest, num_accepted
@@ -33,20 +34,21 @@ class ModelDrafter(CachedDraft[ModelRunner]):
         self.runner.reserve(first + len(requests), longest(requests, self._max_draft_len), first)
         super().admit(requests, first)
 
-    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Proposal]:
+    def propose(self, requests: Sequence[Request], counts: Sequence[int], proposals: Sequence[Proposal]) -> None:
         """See ``Drafter``. What follows a prompt, a rejection or full acceptance takes the same path."""
         for row, request in enumerate(requests):
             self.runner.rows.rewind(row, len(request.tokens) - 1)  # The last token's logits start the round.
-        proposals = [Proposal() for _ in requests]
-        for step in range(max(counts)):
+        begun = [list(proposal.tokens) for proposal in proposals]
+        for step in range(max(count - len(tokens) for count, tokens in zip(counts, begun, strict=True))):
             if step == 0:
-                logits = self.runner.forward([request.tokens for request in requests], [1] * len(requests))
+                logits = self.runner.forward([request.tokens for request in requests], [1] * len(requests), begun)
             else:
-                logits = self.runner.extend([p.tokens[-1] if len(p.tokens) == step else None for p in proposals])
+                ends = [len(tokens) + step for tokens in begun]
+                rows = zip(proposals, ends, strict=True)
+                logits = self.runner.extend([p.tokens[-1] if len(p.tokens) == end else None for p, end in rows])
             for row, request in enumerate(requests):
-                if step < counts[row] and not request.draft_error:
+                if len(begun[row]) + step < counts[row] and not request.draft_error:
                     self._draw(logits[row, 0], request, proposals[row])
-        return proposals
 
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
         """See ``Drafter``. The cache is valid as far as the draft tokens were accepted."""
@@ -74,6 +76,7 @@ class ModelDrafter(CachedDraft[ModelRunner]):
                 if missing := self._vocab_size - len(q):
                     q = np.pad(q, (0, missing))
                 token = gumbel_argmax(q, exponential_noise(params.seed, Purpose.DRAFT, position, len(q)))
+                proposal.probs = proposal.probs or certain(proposal.tokens, self._vocab_size)
                 proposal.probs.append(q)
             else:
                 token = sample(logits, params, position)

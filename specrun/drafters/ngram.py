@@ -51,12 +51,11 @@ class NgramDrafter:
         """See ``Drafter``."""
         self._indices.update((request, NgramIndex()) for request in requests)
 
-    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Proposal]:
+    def propose(self, requests: Sequence[Request], counts: Sequence[int], proposals: Sequence[Proposal]) -> None:
         """See ``Drafter``. A proposed token is certain: its probability is 1."""
-        pairs = zip(requests, counts, strict=True)
-        return [
-            Proposal(self._indices[request].lookup(request.tokens, count) if count else []) for request, count in pairs
-        ]
+        for request, count, proposal in zip(requests, counts, proposals, strict=True):
+            if count and not proposal.tokens:
+                proposal.tokens = self._indices[request].lookup(request.tokens, count)
 
     def release(self, request: Request, row: int) -> None:
         """See ``Drafter``."""

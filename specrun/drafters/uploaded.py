@@ -8,7 +8,7 @@ import numpy as np
 
 from specrun.backends import DeviceBackend
 from specrun.devices import Device, DeviceArray
-from specrun.drafters import Drafter, DraftProbs
+from specrun.drafters import Drafter, DraftProbs, Proposal
 from specrun.errors import SpecError
 from specrun.kernels import calls
 from specrun.kernels.layout import DISTRIBUTION
@@ -39,7 +39,9 @@ class UploadedDrafter:
         if not draft_len:
             return 0
         counts = [request.num_draft_tokens(draft_len) for request in requests]
-        drafts = [proposal.tokens for proposal in self.drafter.propose(requests, counts)]
+        proposals = [Proposal() for _ in requests]
+        self.drafter.propose(requests, counts, proposals)
+        drafts = [proposal.tokens for proposal in proposals]
         length = max(map(len, drafts))
         if length:
             uploads = np.zeros((self._rows.batch_size(len(requests)), 1 + length), np.int64)

@@ -10,6 +10,7 @@ from specrun.kernels.layout import header
 THREADS = {
     "feed": 1,
     "apply_penalties": 1024,
+    "apply_masks": 256,
     "sample_draft": 1024,
     "sample_target": 1024,
     "accept": 1024,
@@ -19,6 +20,7 @@ THREADS = {
     "commit_records": 1,
     "copy_blocks": 256,
     "swap_rows": 256,
+    "write_positions": 256,
     "swap": 256,
 }
 """Threads per block."""

@@ -78,6 +78,16 @@ def apply_penalties(
     _launch(rows, "apply_penalties", batch, positions, vocab, logits, stride, vocab, positions, first, *state, adjusted)
 
 
+def apply_masks(rows: RowState, *, masks: DeviceArray, adjusted: DeviceArray) -> None:
+    """Forbid tokens of constrained rows in ``adjusted`` [B, positions, vocab].
+
+    masks: uint32 [B, positions, ceil(vocab / 32)].
+    """
+    batch, positions, vocab = adjusted.shape
+    grid = (batch, positions, blocks_for_bytes(vocab * 4))
+    rows.device.launch("apply_masks", grid, masks, rows.sampling, vocab, adjusted)
+
+
 def sample_draft(
     rows: RowState, *, logits: DeviceArray, vocab: int, draft_len: int, step: int, distributions: DeviceArray
 ) -> None:
@@ -177,6 +187,22 @@ def swap_rows(
     """Exchange the first ``positions`` of two rows; ``heads`` and ``size``: the largest of all tensors."""
     grid = (blocks_for_bytes(positions * size), heads, tensors.shape[0])
     device.launch("swap_rows", grid, tensors, length, one, other, positions)
+
+
+def write_positions(
+    device: Device,
+    *,
+    tensors: DeviceArray,
+    length: int,
+    first: int,
+    write_indices: DeviceArray,
+    query_len: int,
+    heads: int,
+    size: int,
+) -> None:
+    """Write new positions to rows from ``first`` on; ``heads`` and ``size``: the largest of all tensors."""
+    grid, (batch,) = (blocks_for_bytes(query_len * size), heads, tensors.shape[0]), write_indices.shape
+    device.launch("write_positions", grid, tensors, length, first, write_indices, batch, query_len)
 
 
 def swap(device: Device, *, one: DeviceArray, other: DeviceArray) -> None:

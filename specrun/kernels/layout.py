@@ -37,7 +37,9 @@ SAMPLING = np.dtype(
         ("stops", "<i4"),  # How many of its row of the stop ids count.
         ("free_length", "<i4"),  # Shorter texts must not end: their stop ids are forbidden.
         ("logprobs", "<i4"),  # Log-probabilities of the token and of so many likeliest ones; -1: of none.
-    ]
+        ("constrained", "<i4"),  # 1: masks say which tokens may follow.
+    ],
+    align=True,
 )
 """How a row chooses its tokens."""
 
@@ -66,9 +68,12 @@ DISTRIBUTION = np.dtype(
 CACHE_TENSOR = np.dtype(
     [
         ("rows", "<u8"),  # The address of [rows, heads, length] positions.
-        ("pool", "<u8"),  # The address of [blocks, heads, CACHE_BLOCK] positions.
+        (
+            "pool",
+            "<u8",
+        ),  # The address of [blocks, heads, CACHE_BLOCK] positions, or of [B, heads, query_len].
         ("heads", "<i4"),
-        ("size", "<i4"),  # Bytes of a position; even, as elements have 2 or 4.
+        ("size", "<i4"),  # Bytes of a position: an even number.
     ]
 )
 """A tensor of a key-value cache."""

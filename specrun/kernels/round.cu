@@ -447,7 +447,7 @@ FUNCTION bool has_penalties(const Sampling& s) { return s.repetition != 1 || s.p
 // Whether logits of a row's next round are changed before they become a distribution. It stays as it is until `accept`
 // commits.
 FUNCTION bool has_logits_processors(const Sampling& s, const Progress& p) {
-  return has_penalties(s) || s.biases > 0 || (s.stops > 0 && p.length < s.free_length);
+  return has_penalties(s) || s.biases > 0 || s.constrained || (s.stops > 0 && p.length < s.free_length);
 }
 
 // See adjust in penalties.py; `drafts` of them came before, and `forbidden` ids must not come. Also in place.
@@ -540,6 +540,16 @@ ROW_KERNEL void apply_penalties(
   apply_penalties_to_row(
       group, logits + place, vocab, s, counts + (i64)row * counted, tokens + (i64)row * token_stride + p.length, drafts,
       biases + row * MAX_BIASES, stop_ids + row * MAX_STOP_IDS, forbidden, adjusted + place);
+}
+
+// What `apply_penalties` has written for constrained rows, adjusted [B, positions, vocab], becomes impossible where a mask
+// forbids it: bit v % 32 of word v / 32 of masks [B, positions, (vocab + 31) / 32] says whether v may come.
+KERNEL void apply_masks(const u32* masks, const Sampling* sampling, int vocab, float* adjusted) {
+  if (!sampling[blockIdx.x].constrained) return;
+  i64 place = (i64)blockIdx.x * gridDim.y + blockIdx.y;
+  masks += place * ((vocab + 31) / 32);
+  for (int v = blockIdx.z * blockDim.x + threadIdx.x; v < vocab; v += gridDim.z * blockDim.x)
+    if (!(masks[v / 32] >> v % 32 & 1)) adjusted[place * vocab + v] = -infinity();
 }
 
 // Draft token `step` of each row, appended behind the committed ones: logits [B, stride]. To be compared with the
@@ -736,6 +746,20 @@ KERNEL void swap_rows(const CacheTensor* tensors, int length, int one, int other
   swap_bytes(
       position_of(tensor, length, one, head, 0), position_of(tensor, length, other, head, 0),
       (i64)positions * tensor.size);
+}
+
+// New positions of rows `first` .., [batch, heads, query_len] of every tensor (blockIdx.z) and head (blockIdx.y), to where
+// they belong in the cache.
+KERNEL void write_positions(
+    const CacheTensor* tensors, int length, int first, const i64* write_indices, int batch, int query_len) {
+  const CacheTensor& tensor = tensors[blockIdx.z];
+  int head = blockIdx.y;
+  if (head >= tensor.heads) return;
+  i64 bytes = (i64)query_len * tensor.size;
+  for (int row = 0; row < batch; row++) {
+    const u8* from = (const u8*)tensor.pool + ((i64)row * tensor.heads + head) * bytes;
+    copy_bytes(position_of(tensor, length, first + row, head, (int)write_indices[row]), from, bytes);
+  }
 }
 
 // Exchange two arrays of `bytes`, an even number.

@@ -29,8 +29,12 @@ class DeviceKVCache:
         storage: npt.DTypeLike,
         rows: int,
         length: int,
+        new_positions: int = 0,
     ) -> None:
-        """storage: the dtype of the elements. length: positions of a row."""
+        """storage: the dtype of the elements. length: positions of a row.
+
+        new_positions: of how many positions an engine's outputs are kept, which ``write_new`` writes into rows.
+        """
         self.rows = rows
         self.length = length
         self.blocks = 0
@@ -41,7 +45,13 @@ class DeviceKVCache:
         self._pool: list[DeviceArray] = []
         self._block_numbers = device.zeros((length // BLOCK,), np.int32)
         self._tensor_table = device.zeros((len(shapes),), CACHE_TENSOR)
-        self._write_table([0] * len(shapes))
+        self._write_table(self._tensor_table, [0] * len(shapes))
+        self._new: list[DeviceArray] = []
+        if new_positions:
+            sizes = [(new_positions, shape.heads, shape.head_dim) for shape in shapes]
+            self._new = [device.zeros(size, storage) for size in sizes]
+            self._new_table = device.zeros((len(shapes),), CACHE_TENSOR)
+            self._write_table(self._new_table, [new.address for new in self._new])
         self._max_heads = max(shape.heads for shape in shapes)
         self._max_position_bytes = max(shape.head_dim for shape in shapes) * self._storage.itemsize
 
@@ -52,7 +62,7 @@ class DeviceKVCache:
         if blocks:
             zeros, sizes = self._device.zeros, [(blocks, shape.heads, BLOCK, shape.head_dim) for shape in self._shapes]
             self._pool = [zeros(size, self._storage) for size in sizes]
-            self._write_table([pool.address for pool in self._pool])
+            self._write_table(self._tensor_table, [pool.address for pool in self._pool])
         self.blocks = blocks
 
     def part(self, first: int, rows: int) -> list[DeviceArray]:
@@ -90,13 +100,36 @@ class DeviceKVCache:
         """See ``KVCache``."""
         self._copy(row, start, blocks, saving=False)
 
-    def _write_table(self, pools: Sequence[int]) -> None:
-        """Write the addresses of all tensors and their pools where kernels read them."""
-        table = [
-            (rows.address, pool, shape.heads, shape.head_dim * self._storage.itemsize)
-            for shape, rows, pool in zip(self._shapes, self._tensors, pools, strict=True)
+    def new(self) -> list[DeviceArray]:
+        """Where an engine whose outputs are new keys and values leaves them, [B, heads, S, head_dim] of each tensor."""
+        return self._new
+
+    def write_new(self, first: int, write_indices: DeviceArray, query_len: int) -> None:
+        """Queue that ``new`` is written to rows from ``first`` on, at ``write_indices`` [B] int64.
+
+        Raises ValueError where it has no room for so many positions.
+        """
+        (batch,) = write_indices.shape
+        if batch * query_len > self._new[0].shape[0]:
+            raise ValueError(f"{batch} rows of {query_len} new positions: there is room for {self._new[0].shape[0]}")
+        calls.write_positions(
+            self._device,
+            tensors=self._new_table,
+            length=self.length,
+            first=first,
+            write_indices=write_indices,
+            query_len=query_len,
+            heads=self._max_heads,
+            size=self._max_position_bytes,
+        )
+
+    def _write_table(self, table: DeviceArray, others: Sequence[int]) -> None:
+        """Write the addresses of all tensors, and of their pools or new positions, where kernels read them."""
+        content = [
+            (rows.address, other, shape.heads, shape.head_dim * self._storage.itemsize)
+            for shape, rows, other in zip(self._shapes, self._tensors, others, strict=True)
         ]
-        self._device.write(self._tensor_table, np.array(table, CACHE_TENSOR))
+        self._device.write(table, np.array(content, CACHE_TENSOR))
 
     def _copy(self, row: int, start: int, blocks: Sequence[int], saving: bool) -> None:
         if not blocks:

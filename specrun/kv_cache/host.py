@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,27 +11,28 @@ import numpy.typing as npt
 from specrun.engine_dir import CacheTensor
 from specrun.kv_cache import BLOCK
 
-Cache = npt.NDArray[np.float32]
+Cache = npt.NDArray[Any]
 
 
 class HostKVCache:
     """See ``KVCache``: for every cache tensor, rows [rows, heads, length, head_dim] and a pool of blocks.
 
-    It has no rows before ``resize``. The pool is [blocks, heads, BLOCK, head_dim]. All elements are float32.
+    It has no rows before ``resize``. The pool is [blocks, heads, BLOCK, head_dim].
     """
 
-    def __init__(self, shapes: Sequence[CacheTensor], blocks: int) -> None:
+    def __init__(self, shapes: Sequence[CacheTensor], storage: npt.DTypeLike, blocks: int) -> None:
+        """storage: the dtype of the elements."""
         self.blocks = blocks
         self.rows = 0
         self.length = 0
         self._shapes = shapes
         # The elements of one position lie tensor by tensor; these are the tensors' ends among them.
         self._position_ends = np.cumsum([shape.heads * shape.head_dim for shape in shapes])
-        self._memory = np.empty(0, np.float32)
+        self._memory = np.empty(0, storage)
         self._tensors = self._divide(0, 0)
         # Block after block: the operating system provides no memory for blocks that were never written.
         pool = np.split(
-            np.empty((blocks, BLOCK * self._position_ends[-1]), np.float32), BLOCK * self._position_ends[:-1], axis=1
+            np.empty((blocks, BLOCK * self._position_ends[-1]), storage), BLOCK * self._position_ends[:-1], axis=1
         )
         self._pool = [
             part.reshape(blocks, shape.heads, BLOCK, shape.head_dim) for part, shape in zip(pool, shapes, strict=True)
@@ -46,7 +48,7 @@ class HostKVCache:
             raise ValueError(f"{self.rows} rows of {self.length} positions must not shrink while {used} are used")
         old, old_length, size = self._tensors, self.length, rows * length * self._position_ends[-1]
         if size > self._memory.size:
-            self._memory = np.zeros(size, np.float32)  # Pages that are never written take no memory.
+            self._memory = np.zeros(size, self._memory.dtype)  # Pages that are never written take no memory.
         self._tensors = self._divide(rows, length)
         self.rows, self.length = rows, length
         # From the last tensor to the first, so that none overwrites one that is still to be moved.
@@ -62,7 +64,7 @@ class HostKVCache:
     def release(self) -> None:
         """Free the memory of all rows and of the pool."""
         self.blocks = self.rows = self.length = 0
-        self._memory = np.empty(0, np.float32)
+        self._memory = np.empty(0, self._memory.dtype)
         self._tensors, self._pool = [], []
 
     def part(self, first: int, rows: int) -> list[Cache]:

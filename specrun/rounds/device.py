@@ -7,6 +7,7 @@ device captures its own work.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -17,6 +18,7 @@ from specrun.backends import DeviceBackend
 from specrun.devices import Device
 from specrun.drafters import DeviceDrafter, DraftProbs
 from specrun.errors import BackendError, SpecError
+from specrun.grammar import fill_masks
 from specrun.kernels import calls
 from specrun.kernels.layout import DISTRIBUTION
 from specrun.request import Outcome, Request, num_accepted
@@ -60,6 +62,9 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
         self._target_distributions = self.device.zeros(positions, DISTRIBUTION)
         self._adjusted = self.device.zeros(runner.logits.shape, np.float32)
         self._records = DeviceRecords(self.device, max_rows, max_draft_len)
+        self._masks = self.device.zeros((*positions, -(-runner.vocab // 32)), np.uint32)
+        self._drafts = self.device.zeros((max_rows * max(1, max_draft_len),), np.int64)
+        self._pinned_drafts = self.device.pinned_like(self._drafts)
         # Without a drafter, the kernel ``accept`` does not read it.
         nothing = DraftProbs(self._target_distributions, runner.logits, 0, 0, runner.vocab)
         self._draft_probs = self.drafter.probs if self.drafter else nothing
@@ -118,11 +123,16 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
 
     def step(self, requests: Sequence[Request], draft_len: int) -> list[Outcome | SpecError]:
         """See ``Round``."""
+        counts = [request.num_draft_tokens(draft_len) for request in requests]  # A draft may fail from here on.
         draft_len = self.drafter.prepare(requests, draft_len) if self.drafter else 0
         sends_logits = any(request.accepts_by_logits(self.use_logits) for request in requests)
-        self.is_steady_state = self._queue(self.rows.batch_size(len(requests)), draft_len, sends_logits)
+        batch = self.rows.batch_size(len(requests))
+        if any(request.matcher for request in requests):
+            self.is_steady_state = self._queue_with_masks(requests, counts, batch, draft_len, sends_logits)
+        else:
+            self.is_steady_state = self._queue(batch, draft_len, sends_logits)
         self._wait([self.device])
-        outcomes = [self._records.outcome(row, request, draft_len) for row, request in enumerate(requests)]
+        outcomes = [self._outcome(row, request, draft_len) for row, request in enumerate(requests)]
         for row, (request, outcome) in enumerate(zip(requests, outcomes, strict=True)):
             self.target.rows.lengths[row] = len(request.tokens) + num_accepted(outcome)
         if self.drafter:
@@ -156,19 +166,64 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
             drafter.queue_behind(batch, draft_len, self._records.of(batch, draft_len)[0])
         return steady
 
+    def _queue_with_masks(
+        self, requests: Sequence[Request], counts: Sequence[int], batch: int, draft_len: int, sends_logits: bool
+    ) -> bool:
+        """``_queue`` in two pieces, where a request is constrained.
+
+        Between them the host sees the draft tokens and uploads the target's masks. The draft's logits are not masked,
+        as it would have to wait for the host at every step. A draft token that is forbidden is rejected.
+        """
+        drafter, steady = self.drafter, True
+        drafts: list[list[int]] = [[] for _ in requests]
+        if drafter and draft_len:
+            steady = drafter.queue_ahead(batch, draft_len, sends_logits)
+            work = partial(self._draft, batch, draft_len)
+            steady &= self._captures.queue(self.device, ("draft", batch, draft_len), work)
+            self._wait([self.device])
+            found = self._pinned_drafts[: batch * draft_len].reshape(batch, draft_len).tolist()
+            for row, count in enumerate(counts):  # A row may have fewer; what is behind them is not looked at.
+                drafts[row] = list(itertools.takewhile(lambda token: token >= 0, found[row][:count]))
+        masks = fill_masks([request.matcher for request in requests], drafts, draft_len + 1, self.target.vocab)
+        self.device.write(self._masks.part(0, masks.shape), masks)
+        work = partial(self._verify, batch, draft_len, masked=True)
+        steady &= self._captures.queue(self.device, ("verify", batch, draft_len), work)
+        if drafter:
+            drafter.queue_behind(batch, draft_len, self._records.of(batch, draft_len)[0])
+        return steady
+
+    def _outcome(self, row: int, request: Request, draft_len: int) -> Outcome | SpecError:
+        try:
+            if request.matcher:
+                request.matcher.require_no_error()
+        except SpecError as error:
+            return error
+        return self._records.outcome(row, request, draft_len)
+
+    def _draft(self, batch: int, draft_len: int) -> None:
+        """Queue what drafts on this device, and a copy of the draft tokens for the host."""
+        if self.drafter:
+            self.drafter.queue(batch, draft_len)
+        drafts = self._drafts.part(0, (batch * draft_len,))
+        calls.move_drafts(self.rows, batch=batch, draft_len=draft_len, packed=drafts, unpacking=False)
+        self.device.copy_to_host(drafts, self._pinned_drafts[: batch * draft_len])
+
     def _draft_and_verify(self, batch: int, draft_len: int) -> None:
         if self.drafter and draft_len:
             self.drafter.queue(batch, draft_len)
         self._verify(batch, draft_len)
 
-    def _verify(self, batch: int, draft_len: int) -> None:
-        """Queue the verify pass, acceptance, the commit, and the records for the host."""
+    def _verify(self, batch: int, draft_len: int, masked: bool = False) -> None:
+        """Queue the verify pass, acceptance, the commit, and the records for the host. masked: some rows have masks."""
         target, rows, draft = self.target, self.rows, self._draft_probs
         p, chosen = self._target_distributions, self._chosen
         records, logprobs = self._records.of(batch, draft_len)
         logits = target.forward(batch, rows, -1, draft_len + 1, -1, draft_len + 1)
         adjusted = self._adjusted.part(0, logits.shape)
         calls.apply_penalties(rows, logits=logits, vocab=target.vocab, first=0, draft_len=draft_len, adjusted=adjusted)
+        if masked:
+            masks = self._masks.part(0, (batch, draft_len + 1, self._masks.shape[2]))
+            calls.apply_masks(rows, masks=masks, adjusted=adjusted)
         calls.sample_target(rows, logits=logits, adjusted=adjusted, distributions=p, chosen=chosen)
         calls.accept(
             rows,

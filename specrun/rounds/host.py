@@ -84,9 +84,10 @@ class HostRound(CachedRound[ModelRunner, Drafter]):
 
     def _propose(self, requests: Sequence[Request], draft_len: int) -> list[Proposal]:
         counts = [request.num_draft_tokens(draft_len) for request in requests]
+        proposals = [Proposal.begin(request, self.max_draft_len) for request in requests]
         if self.drafter and any(counts):
-            return self.drafter.propose(requests, counts)
-        return [Proposal() for _ in requests]
+            self.drafter.propose(requests, counts, proposals)
+        return proposals
 
     def _outcome(self, request: Request, proposal: Proposal, logits: Floats) -> Outcome | SpecError:
         """What ``_accept`` returns; or what it raises, which fails this request alone."""
@@ -120,4 +121,4 @@ class HostRound(CachedRound[ModelRunner, Drafter]):
             logprobs = [log_probability(row, token, request.logprobs) for row, token in chosen]
             if any(math.isnan(logprob) for logprob, _ in logprobs):
                 raise BackendError(NON_FINITE_LOGITS)
-        return Outcome(len(drafts), drafts[:accepted], next_token, logprobs)
+        return Outcome(len(drafts), drafts[:accepted], next_token, logprobs, proposal.forced)

@@ -50,7 +50,7 @@ class DeviceRunner:
 
         An engine whose workspace size is unknown allocates its workspace now. So one of its prompts has full length.
         """
-        longest = 1 if self.backend.workspace_bytes else self.backend.config.build_config.max_input_len
+        longest = 1 if self.backend.workspace_bytes else self.backend.config.max_query_len
         for batch in range(rows, 0, -1):
             feed = self._feed(batch, longest if batch == rows else 1, 1)
             for array in feed:
@@ -59,7 +59,7 @@ class DeviceRunner:
 
     def prefill(self, token_ids: Sequence[Sequence[int]], first: int, max_tokens: int) -> None:
         """See ``ModelRunner.prefill``. The call is queued."""
-        max_tokens = min(max_tokens, self.backend.config.build_config.max_input_len)
+        max_tokens = min(max_tokens, self.backend.config.max_query_len)
         if chunk := self.rows.next_chunk(token_ids, first, max_tokens):
             own = slice(first, first + len(token_ids))
             num_logits, capacity = [0] * len(token_ids), self.backend.cache.length

@@ -129,4 +129,5 @@ def _sampling(request: Request, draft_len: int, use_logits: bool) -> tuple[float
         len(request.stop_ids),
         len(request.prompt) + request.min_output_len,
         -1 if request.logprobs is None else request.logprobs,
+        request.matcher is not None,
     )

@@ -18,7 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specrun import __version__
 from specrun.errors import RequestError
-from specrun.openai_body import read_chat, read_completion
+from specrun.openai.body import read_chat, read_completion
+from specrun.openai.shapes import ChatShape, CompletionShape
 from specrun.serve.bodies import read_json
 from specrun.serve.errors import ApiError, as_api_error
 from specrun.serve.keys import find_key
@@ -26,7 +27,6 @@ from specrun.serve.log import log, write
 from specrun.serve.metrics import CONTENT_TYPE
 from specrun.serve.respond import ClientLeftError, respond
 from specrun.serve.service import Service
-from specrun.serve.shapes import ChatShape, CompletionShape
 
 OPEN_PATHS = ("/health",)
 """What needs no key."""

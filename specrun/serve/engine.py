@@ -6,15 +6,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import BackendError, SpecError
-from specrun.request import FinishReason, Request, TokenOutput
-from specrun.sampling import TokenLogprob
+from specrun.request import Request
 from specrun.serve.log import log
-from specrun.stats import Stats
+from specrun.updates import Update, Watch
 
 MAX_FAILED_STEPS = 3
 """Steps that fail, with no token between them, before the engine counts as broken."""
@@ -28,34 +26,11 @@ class EngineStoppedError(SpecError):
     """The engine takes no more requests: the server is stopping, or the engine is broken."""
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a request ended."""
-
-    reason: FinishReason
-    output_tokens: int
-    stats: Stats
-    error: SpecError | None
-
-
-class Update(NamedTuple):
-    """What one round did for one request."""
-
-    request_index: int
-    """Which of its job's requests."""
-    token_outputs: Sequence[TokenOutput]
-    drafted: int
-    """Draft tokens of the round. Those accepted are in ``token_outputs``."""
-    prompt_logprobs: Sequence[TokenLogprob]
-    """Of the prompt's tokens from the second on, with the first update of a request that wants them."""
-    ended: Ended | None
-    """None: another update follows."""
-
-
 class Job:
-    """Requests that were submitted together. ``receive`` is called with their updates."""
+    """Requests that were submitted together."""
 
-    def __init__(self, requests: Sequence[Request], receive: Callable[[Update], None]) -> None:
+    def __init__(self, requests: Sequence[Request], receive: Callable[[int, Update], None]) -> None:
+        """receive: is given each update, and the number of its request."""
         self.receive = receive
         self._requests = requests
 
@@ -65,26 +40,28 @@ class Job:
             request.cancel()
 
 
-@dataclass
-class _Watched:
-    """What was handed out of a request so far."""
+class News(NamedTuple):
+    """What is new of one request of a job."""
 
     job: Job
-    index: int
-    shown: int = 0
-    drafted: int = 0
+    number: int
+    update: Update
+
+    def hand_over(self) -> None:
+        """Give it to whoever submitted the job."""
+        self.job.receive(self.number, self.update)
 
 
 class EngineThread:
     """Runs a decoder's steps while there are requests.
 
-    deliver: called in the engine thread after each step, with all updates of this step and their jobs.
+    deliver: called in the engine thread after each step, with all that is new.
     """
 
     def __init__(
         self,
         decoder: SpeculativeDecoder,
-        deliver: Callable[[Sequence[tuple[Job, Update]]], None],
+        deliver: Callable[[Sequence[News]], None],
         max_queue: int,
         hang_seconds: float = 120.0,
     ) -> None:
@@ -95,8 +72,8 @@ class EngineThread:
         self._scheduler.always_chunk = True  # A long prompt must neither keep others out nor outlive its client.
         self._deliver = deliver
         self._hang_seconds = hang_seconds
-        self._arrived: deque[tuple[Request, _Watched]] = deque()
-        self._watched: dict[Request, _Watched] = {}
+        self._arrived: deque[tuple[Watch, Job, int]] = deque()
+        self._watched: list[tuple[Watch, Job, int]] = []
         self._wake = threading.Condition()
         self._stopping = False
         self._step_began: float | None = None
@@ -129,7 +106,7 @@ class EngineThread:
             return f"{self._failed_steps} steps failed, and no token came since the first"
         return None
 
-    def submit(self, requests: Sequence[Request], receive: Callable[[Update], None]) -> Job:
+    def submit(self, requests: Sequence[Request], receive: Callable[[int, Update], None]) -> Job:
         """Let ``requests`` wait for rows: all of them, or none. Any thread may call this.
 
         Raises QueueFullError, EngineStoppedError, and RequestError where one cannot be served.
@@ -141,7 +118,7 @@ class EngineThread:
             if self._scheduler.num_waiting + len(requests) > self.max_queue:
                 raise QueueFullError(f"{self._scheduler.num_waiting} requests wait, and at most {self.max_queue} may")
             self._scheduler.add(*requests)
-            self._arrived.extend((request, _Watched(job, index)) for index, request in enumerate(requests))
+            self._arrived.extend((Watch(request), job, number) for number, request in enumerate(requests))
             self._wake.notify()
         return job
 
@@ -155,8 +132,8 @@ class EngineThread:
             self._wake.notify()
         self._thread.join(patience)
         if self._thread.is_alive():
-            for request in [*self._watched, *(request for request, _ in list(self._arrived))]:
-                request.cancel()
+            for watch, _, _ in [*self._watched, *self._arrived]:
+                watch.request.cancel()
             self._thread.join(self._hang_seconds)
         if not self._thread.is_alive():  # One that hangs would let closing wait for ever.
             self.decoder.close()
@@ -181,8 +158,7 @@ class EngineThread:
 
     def _take_arrived(self) -> None:
         while self._arrived:
-            request, watched = self._arrived.popleft()
-            self._watched[request] = watched
+            self._watched.append(self._arrived.popleft())
 
     def _step(self) -> None:
         """One step. An error fails the requests that the step worked on, and the others go on."""
@@ -193,22 +169,21 @@ class EngineThread:
             self._failed_steps += 1
             log.exception("a step failed: %s", error)
             if self._failed_steps >= MAX_FAILED_STEPS:
-                for request in self._watched:
-                    request.fail(error if isinstance(error, SpecError) else BackendError(f"broken off: {error!r}"))
+                for watch, _, _ in self._watched:
+                    watch.request.fail(
+                        error if isinstance(error, SpecError) else BackendError(f"broken off: {error!r}")
+                    )
         finally:
             self._step_began = None
 
     def _hand_out(self) -> None:
-        updates: list[tuple[Job, Update]] = []
-        for request, watched in list(self._watched.items()):
-            if update := _news(request, watched):
-                updates.append((watched.job, update))
-                if update.ended:
-                    del self._watched[request]
-        if updates:
-            if any(update.token_outputs for _, update in updates):
-                self._failed_steps = 0
-            self._deliver(updates)
+        found = [(entry, entry[0].update()) for entry in self._watched]
+        self._watched = [entry for entry, update in found if not (update and update.ended)]
+        news = [News(job, number, update) for (_, job, number), update in found if update]
+        if any(one.update.token_outputs for one in news):
+            self._failed_steps = 0
+        if news:
+            self._deliver(news)
 
     def _die(self, error: BaseException) -> None:
         """Fail everything: without this thread nothing more will happen."""
@@ -216,20 +191,6 @@ class EngineThread:
         with self._wake:
             self._death = f"the engine thread ended: {error!r}"
             self._take_arrived()
-        for request in self._watched:
-            request.fail(BackendError(self._death))
+        for watch, _, _ in self._watched:
+            watch.request.fail(BackendError(self._death))
         self._hand_out()
-
-
-def _news(request: Request, watched: _Watched) -> Update | None:
-    """What is new of ``request``; None where nothing is."""
-    reason = request.finish_reason
-    count, drafted = len(request.token_outputs), request.stats.drafted
-    if reason is None and count == watched.shown:
-        return None
-    new = request.token_outputs[watched.shown :]
-    scores = () if watched.shown else tuple(request.prompt_token_logprobs)
-    ended = Ended(reason, count, replace(request.stats), request.error) if reason else None
-    update = Update(watched.index, new, drafted - watched.drafted, scores, ended)
-    watched.shown, watched.drafted = count, drafted
-    return update

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from specrun.errors import ContextLengthError, RequestError
-from specrun.openai_body import field_of
+from specrun.openai.body import field_of
+from specrun.openai.shapes import error_body
 from specrun.serve.engine import EngineStoppedError, QueueFullError
 
 RETRY_SECONDS = 1
@@ -31,7 +32,7 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """As OpenAI's API answers."""
-        return {"error": {"message": self.message, "type": _kind(self.status), "param": self.param, "code": self.code}}
+        return error_body(self.message, _kind(self.status), self.param, self.code)
 
 
 def as_api_error(error: Exception) -> ApiError:

@@ -7,22 +7,23 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 from specrun.request import Request
-from specrun.serve.engine import EngineThread, Job, Update
+from specrun.serve.engine import EngineThread, Job
 from specrun.serve.metrics import Metrics
+from specrun.updates import Update
 
 
 class Generation:
     """The updates of one body's requests.
 
     with Generation(engine, metrics, requests) as generation:
-        async for update in generation:
+        async for number, update in generation:
 
-    Leaving the block cancels the requests that have not ended.
+    ``number`` is the request's. Leaving the block cancels the requests that have not ended.
     """
 
     def __init__(self, engine: EngineThread, metrics: Metrics, requests: Sequence[Request]) -> None:
         self._engine, self._metrics, self._requests = engine, metrics, requests
-        self._updates: asyncio.Queue[Update] = asyncio.Queue()
+        self._updates: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
         self._running = len(requests)
         self._job: Job | None = None
         self._began = time.perf_counter()
@@ -39,24 +40,24 @@ class Generation:
         if self._job and self._running:
             self._job.cancel()
 
-    async def __aiter__(self) -> AsyncIterator[Update]:
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Update]]:
         """Updates until all requests have ended."""
         left = len(self._requests)
         while left:
-            update = await self._updates.get()
+            number, update = await self._updates.get()
             left -= update.ended is not None
-            yield update
+            yield number, update
 
-    def _receive(self, update: Update) -> None:
+    def _receive(self, number: int, update: Update) -> None:
         """In the event loop, even where nobody listens any more: what was done counts."""
         now = time.perf_counter()
         if count := len(update.token_outputs):
-            before = self._last[update.request_index]
+            before = self._last[number]
             self._metrics.count_round(update, now - (before or self._began), is_first=not before)
-            self._last[update.request_index] = now
+            self._last[number] = now
         if update.ended:
             self._running -= 1
-            request = self._requests[update.request_index]
+            request = self._requests[number]
             self._metrics.count_end(update.ended, len(request.prompt), now - self._began)
         if count or update.ended:
-            self._updates.put_nowait(update)
+            self._updates.put_nowait((number, update))

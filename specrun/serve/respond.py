@@ -15,14 +15,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from specrun.openai_body import OpenAIBody
-from specrun.serve.answers import Answer, speculation, usage
+from specrun.openai.answers import Answer, speculation, usage
+from specrun.openai.body import OpenAIBody
+from specrun.openai.shapes import Shape, whole_answer
 from specrun.serve.bodies import read_json
 from specrun.serve.errors import as_api_error
 from specrun.serve.generation import Generation
 from specrun.serve.log import write
 from specrun.serve.service import Service, requests_of
-from specrun.serve.shapes import Shape
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ async def respond(service: Service, shape: Shape, request: Request) -> Response:
     if body.ignored:
         write("ignored", {"id": request.state.id, "fields": list(body.ignored)})
     answers = await run_in_threadpool(service.answers, body, request.state.key)
-    exchange = _Exchange(service, shape, body, answers, f"{shape.id_prefix}-{uuid.uuid4().hex}")
+    exchange = _Exchange(service, shape, body, answers)
     request.state.log = exchange.log_fields()
     if body.stream:
         return _EventStream(exchange, request.state.log)
@@ -50,12 +50,9 @@ async def respond(service: Service, shape: Shape, request: Request) -> Response:
 class _Exchange:
     """One body and its answer."""
 
-    def __init__(
-        self, service: Service, shape: Shape, body: OpenAIBody, answers: Sequence[Answer], identifier: str
-    ) -> None:
+    def __init__(self, service: Service, shape: Shape, body: OpenAIBody, answers: Sequence[Answer]) -> None:
         self._service, self._shape, self._body, self._answers = service, shape, body, answers
-        self._head = {"id": identifier, "object": shape.whole_object, "created": int(time.time())}
-        self._head["model"] = service.model
+        self._identity, self._created = uuid.uuid4().hex, int(time.time())
 
     def generation(self) -> Generation:
         """A new generation of the answers."""
@@ -64,38 +61,43 @@ class _Exchange:
     async def whole(self) -> dict[str, Any]:
         """The answer in one piece. Raises ApiError where a request failed."""
         with self.generation() as generation:
-            async for update in generation:
-                self._answers[update.request_index].add(update)
+            async for number, update in generation:
+                self._answers[number].add(update)
                 if update.ended and update.ended.error:
                     raise as_api_error(update.ended.error)
-        choices = [self._shape.choice(index, answer) for index, answer in enumerate(self._answers)]
-        return {**self._head, "choices": choices, **self._end()}
+        shape, body, model = self._shape, self._body, self._service.model
+        return whole_answer(shape, self._answers, body.n, self._identity, self._created, model)
 
     async def events(self, generation: Generation, send: Callable[[str], Awaitable[None]]) -> None:
         """The answer in chunks, each a JSON text; an error is a chunk too, and the last one."""
         for index in range(len(self._answers)):
             for choice in self._shape.openings(index):
                 await send(self._chunk([choice]))
-        async for update in generation:
-            answer = self._answers[update.request_index]
+        async for number, update in generation:
+            answer = self._answers[number]
             delta = answer.add(update)
             if update.ended and update.ended.error:
                 await send(json.dumps(as_api_error(update.ended.error).body))
                 return
             if delta.text or delta.scores or update.ended:
-                await send(self._chunk([self._shape.chunk(update.request_index, answer, delta)]))
+                await send(self._chunk([self._shape.chunk(number, answer, delta)]))
         if self._body.include_usage:
-            await send(self._chunk([], self._end()))
+            more = {"usage": usage(self._answers, self._body.n), "speculation": speculation(self._answers)}
+            await send(self._chunk([], more))
         await send("[DONE]")
 
     def _chunk(self, choices: list[dict[str, Any]], more: dict[str, Any] | None = None) -> str:
         if more is None and self._body.include_usage:
             more = {"usage": usage(self._answers, self._body.n) if self._body.continuous_usage else None}
-        head = self._head | {"object": self._shape.chunk_object, "choices": choices} | (more or {})
-        return json.dumps(head, ensure_ascii=False, separators=(",", ":"))
-
-    def _end(self) -> dict[str, Any]:
-        return {"usage": usage(self._answers, self._body.n), "speculation": speculation(self._answers)}
+        chunk = {
+            "id": f"{self._shape.id_prefix}-{self._identity}",
+            "object": self._shape.chunk_object,
+            "created": self._created,
+            "model": self._service.model,
+            "choices": choices,
+            **(more or {}),
+        }
+        return json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
 
     def log_fields(self) -> dict[str, Any]:
         """What the log says of the body. Prompts only where the server was told to."""

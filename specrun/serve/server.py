@@ -14,7 +14,7 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.errors import BackendError
 from specrun.sampling import SamplingParams
 from specrun.serve.app import make_app
-from specrun.serve.engine import EngineThread, Job, Update
+from specrun.serve.engine import EngineThread, News
 from specrun.serve.keys import ApiKey
 from specrun.serve.limits import MAX_CONNECTIONS, MAX_HEADER_BYTES
 from specrun.serve.metrics import Metrics
@@ -57,12 +57,12 @@ async def serve(
     """
     loop = asyncio.get_running_loop()
 
-    def hand_over(updates: Sequence[tuple[Job, Update]]) -> None:
-        for job, update in updates:
-            job.receive(update)
+    def hand_over(news: Sequence[News]) -> None:
+        for one in news:
+            one.hand_over()
 
-    def deliver(updates: Sequence[tuple[Job, Update]]) -> None:
-        loop.call_soon_threadsafe(hand_over, updates)
+    def deliver(news: Sequence[News]) -> None:
+        loop.call_soon_threadsafe(hand_over, news)
 
     engine = EngineThread(decoder, deliver, max_queue)
     service = Service(decoder, engine, Metrics(metrics_prefix, model), model, keys, timeout, log_prompts, defaults)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from specrun.request import TokenOutput
-from specrun.serve.engine import Ended, Update
 from specrun.triton.tensors import Array
+from specrun.updates import Ended, Update
 
 
 @dataclass

@@ -17,7 +17,7 @@ import triton_python_backend_utils as pb_utils
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import BackendError
-from specrun.serve.engine import Ended, EngineStoppedError, EngineThread, Update
+from specrun.serve.engine import EngineStoppedError, EngineThread
 from specrun.serve.log import log
 from specrun.stats import Stats
 from specrun.triton.answer import Answer
@@ -25,6 +25,7 @@ from specrun.triton.metrics import Metrics
 from specrun.triton.repository import DRAFT, MAX_QUEUE, TARGET, TOKENIZER
 from specrun.triton.responses import Response, ResponseThread
 from specrun.triton.tensors import read_inputs
+from specrun.updates import Ended, Update
 
 DRAIN_SECONDS = 20.0
 """For answers, when the model is unloaded. tritonserver kills the process 30 s after it was told to stop."""
@@ -80,7 +81,7 @@ class TritonPythonModel:
         response.answer = Answer(ask.stream, made.logprobs is not None, made.echo, len(made.prompt), ask.is_probe)
         if ask.is_probe and self._is_busy():
             ended = Ended("length", 0, Stats(), None)
-            self.responses.do(partial(response.receive, Update(0, (), 0, (), ended)))
+            self.responses.do(partial(response.receive, 0, Update((), 0, (), ended)))
         else:
             response.job = self.engine.submit([made], response.receive)
 

@@ -12,11 +12,12 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from specrun.errors import RequestError, SpecError
-from specrun.serve.engine import EngineStoppedError, Job, QueueFullError, Update
+from specrun.serve.engine import EngineStoppedError, Job, News, QueueFullError
 from specrun.serve.log import log
 from specrun.triton.answer import Answer
 from specrun.triton.metrics import Metrics
 from specrun.triton.tensors import in_tritons_words
+from specrun.updates import Update
 
 CANCEL_SECONDS = 0.1
 """How often senders are asked whether their clients have left."""
@@ -32,7 +33,7 @@ class Response:
         self.is_closed = False
         self._sender, self._metrics = sender, metrics
 
-    def receive(self, update: Update) -> None:
+    def receive(self, _number: int, update: Update) -> None:
         """Take what a round has brought."""
         if self.answer:
             self.answer.add(update)
@@ -105,9 +106,9 @@ class ResponseThread:
         """Attend to ``response`` until it is closed."""
         self.do(partial(self._open.add, response))
 
-    def deliver(self, updates: Sequence[tuple[Job, Update]]) -> None:
-        """Take the updates of a step."""
-        self.do(lambda: [job.receive(update) for job, update in updates])
+    def deliver(self, news: Sequence[News]) -> None:
+        """Take what a step has brought."""
+        self.do(lambda: [one.hand_over() for one in news])
 
     def do(self, work: Callable[[], object]) -> None:
         """Let the thread do ``work``, after what it was given before. Any thread may call this."""

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.conftest import engines, hf, onnx, shared
+from tests.conftest import engines, hf, kv_caches, onnx, shared
 from tests.gpu_simulator import gpus
 
-__all__ = ["engines", "hf", "onnx", "shared"]
+__all__ = ["engines", "hf", "kv_caches", "onnx", "shared"]
 
 gpus.start(2)
 os.environ["SPECRUN_TEST_DEVICE"] = "cuda"

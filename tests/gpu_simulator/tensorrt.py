@@ -18,11 +18,14 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 
 from specbuild.config import plan_profiles
+from specbuild.graph import pin_cache_length
+from specbuild.quantisation.kv_cache_graph import leave_writing_to_caller
 from specrun.backends.ort import session_options
 from specrun.contract import INPUT_IDS, LOGITS_INDICES, WRITE_INDICES
-from specrun.engine_dir import CONFIG_NAME, PLAN_NAME, Profile, Tensor, describe_file, open_engine
+from specrun.engine_dir import CONFIG_NAME, GRAPH_NAME, PLAN_NAME, Profile, Tensor, describe_file, open_engine
 from tests.gpu_simulator import gpus
 
 __version__ = "11.99.simulated"
@@ -30,17 +33,28 @@ _ALIGNMENT = 256
 _WORKSPACE = 1 << 16
 
 
-def as_plan(source: Path, output: Path) -> Path:
-    """An engine directory of backend tensorrt, with the graph of an onnxruntime engine directory."""
+def as_plan(source: Path, output: Path, checkpoint: Path | None = None) -> Path:
+    """An engine directory of backend tensorrt, with the graph of an onnxruntime engine directory.
+
+    checkpoint: the ONNX checkpoint of an engine with an int8 cache, which TensorRT's compiler leaves to the caller.
+    """
     config = open_engine(source)
     build = config.build_config
     sizes = (build.max_batch_size, build.max_input_len, build.max_draft_len, build.gather_generation_logits)
     profiles = plan_profiles(*sizes)
     output.mkdir(parents=True)
     graph = next(name for name in config.files if name.endswith(".onnx"))
+    io, path = config.io, source / graph
+    if checkpoint:
+        model = ir.load(checkpoint / GRAPH_NAME)
+        pin_cache_length(model, build.cache_length)
+        leave_writing_to_caller(model, build.cache_length)
+        path = output / "plan.onnx"
+        ir.save(model, path, external_data="plan.onnx.data")
+        io = [_new_positions(tensor) if tensor.aliases else tensor for tensor in io]
     plan = {
-        "graph": str((source / graph).resolve()),
-        "io": [tensor.model_dump() for tensor in config.io],
+        "graph": str(path.resolve()),
+        "io": [tensor.model_dump() for tensor in io],
         "profiles": [profile.model_dump() for profile in profiles],
         "cache_length": build.cache_length,
     }
@@ -55,10 +69,16 @@ def as_plan(source: Path, output: Path) -> Path:
             update={"name": "tensorrt", "version": __version__, "device": "cuda", "compute_capabilities": ["9.0"]}
         ),
         "build_config": build.model_copy(update={"profiles": profiles}),
+        "io": io,
         "files": files,
     }
     (output / CONFIG_NAME).write_text(config.model_copy(update=changed).model_dump_json(indent=2) + "\n")
     return output
+
+
+def _new_positions(tensor: Tensor) -> Tensor:
+    """A cache's output that holds new positions only."""
+    return tensor.model_copy(update={"aliases": None, "shape": ["batch", tensor.shape[1], "sequence", tensor.shape[3]]})
 
 
 class Flag:
@@ -279,7 +299,10 @@ class ExecutionContext:
             return self._shapes[tensor.name]
         if tensor.aliases:
             return self._shapes[tensor.aliases]
-        return (*self._shapes[LOGITS_INDICES], int(tensor.shape[-1]))
+        ids, indices = self._shapes[INPUT_IDS], self._shapes[LOGITS_INDICES]
+        batch, sequence, kept = ids[0], ids[1], indices[1]
+        sizes = {"batch": batch, "sequence": sequence, "logits": kept}
+        return tuple(size if isinstance(size, int) else sizes[size] for size in tensor.shape)
 
     def _limits(self, name: str) -> list[tuple[int, int]]:
         """The smallest and largest size of each dimension."""

@@ -24,6 +24,7 @@ from tests.test_kernels import (
     test_adjusted_logits_are_numpys,
     test_commit_ends_where_the_text_ends,
     test_greedy_is_the_first_of_the_largest,
+    test_masked_logits_are_numpys,
     test_rounds_of_mixed_rows_are_numpys,
     test_two_arrays_change_places,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "test_blocks_beyond_the_end_of_a_row",
     "test_commit_ends_where_the_text_ends",
     "test_greedy_is_the_first_of_the_largest",
+    "test_masked_logits_are_numpys",
     "test_rounds_of_mixed_rows_are_numpys",
     "test_rows_and_blocks_are_numpys",
     "test_two_arrays_change_places",

@@ -14,15 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from tokenizers import Tokenizer
 
 from specrun import kernels
 from specrun.cli import main
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import BackendError
+from specrun.grammar import Constraint, Grammars
 from specrun.kernels import calls
 from specrun.request import Request
 from specrun.sampling import SamplingParams
+from tests.families import save_tokenizer
 from tests.gpu_simulator import gpus
 from tests.gpu_simulator.tensorrt import CudaEngine, ExecutionContext, RuntimeConfig, as_plan
 from tests.tables import decode, normal, save_table_engine
@@ -169,6 +172,45 @@ def test_a_draft_that_fails_leaves_the_targets_text(tables: Path, tmp_path: Path
     failed = [request for request in by_tokens if request.draft_error]
     assert failed
     assert sum(request.stats.accepted for request in failed) > 3
+
+
+@pytest.mark.usefixtures("nothing_left", "narrow")
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "pieces"])
+@pytest.mark.parametrize("place", ["one GPU", "apart", "CPU", "ngram", "alone"])
+def test_constrained_texts_are_the_cpus(tmp_path: Path, place: str, graph: bool) -> None:
+    """Beside free ones, in batches that change."""
+    vocab = 110  # With the ids of all letters.
+    sizes: dict[str, Any] = {"max_batch_size": 4, "max_input_len": 64, "max_seq_len": 501, "cache_length": 512}
+    table = normal(1, vocab, vocab, scale=2.0)
+    target = save_table_engine(tmp_path / "target", table, weight=5, **sizes)
+    draft = save_table_engine(tmp_path / "draft", table + normal(2, vocab, vocab, scale=0.5), weight=5, **sizes)
+    save_tokenizer(tmp_path / "tokenizer")
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer" / "tokenizer.json"))
+    grammars = Grammars(lambda: tokenizer, [0])
+    texts = ("[a-f]{9}", r"([a-m]+ ){2,5}\.", "(abc|dam|fe)+x")
+    compiled = [*(grammars.compile(Constraint("regex", text)) for text in texts), None]
+
+    def some() -> list[Request]:
+        return [
+            replace(request, grammar=compiled[number % 4], use_logits=False, max_output_len=14)
+            for number, request in enumerate(requests(10))
+        ]
+
+    with SpeculativeDecoder.open(target) as decoder:
+        expected = decode(decoder, some())
+    draft_dir = None
+    if place in ("ngram", "alone"):
+        settings = DraftTargetConfig(3, draft="ngram") if place == "ngram" else DraftTargetConfig()
+    else:
+        settings = config(place if place in PLACES else "one GPU")
+        draft_dir = draft if place == "CPU" else as_plan(draft, tmp_path / "plan")
+    settings = replace(settings, cuda_graph=graph)
+    with SpeculativeDecoder.open(as_plan(target, tmp_path / "target plan"), draft_dir, settings) as decoder:
+        found = some()
+        assert decode(decoder, found) == expected
+        assert decode(decoder, some()) == expected
+    accepted = sum(request.stats.accepted for request in found if request.grammar)
+    assert accepted > (0 if draft_dir else -1)
 
 
 @pytest.mark.usefixtures("nothing_left")

@@ -36,7 +36,7 @@ from specbuild.quantisation.inputs import calibrate, rounded
 from specbuild.quantisation.packed_model import PackedModel
 from specbuild.quantisation.recipe import QFORMATS, QFormat, Recipe
 from specbuild.quantisation.texts import TextOptions, read_texts
-from specbuild.quantise import QuantiseOptions, quantise
+from specbuild.quantise import AUTO, LEAST_TOP1, QuantiseOptions, quantise
 from specbuild.tensors import Reader, StoredTensor
 from specbuild.weights import check_weights
 from specrun.engine_dir import open_engine
@@ -83,7 +83,7 @@ def test_what_is_written_is_what_convert_makes_of_the_original(
     report = run(dense, tmp_path / "out", text, qformat=qformat, lm_head=True, quality=False)
     original, _ = skeleton(dense)
     rows = read_texts(TextOptions(str(text), **TEXTS), dense).calibration
-    largest = calibrate(original.model, rows, lambda _rows: None)
+    largest = calibrate(original.model, rows, lambda _rows: None).inputs
     expected = pack_model(original.model, Recipe(qformat), original.weights, largest)
     loaded, found = skeleton(tmp_path / "out")
     assert found.products.keys() == expected.products.keys()
@@ -148,7 +148,7 @@ def inputs_seen(model: Any, see: Callable[[str, torch.Tensor], torch.Tensor | No
 def test_calibration_sees_what_pytorchs_hooks_see(family: str, tmp_path: Path, text: Path) -> None:
     directory = save_checkpoint(tmp_path / family, family)
     rows = read_texts(TextOptions(str(text), **TEXTS), directory).calibration
-    found = calibrate(skeleton(directory)[0].model, rows, lambda _rows: None)
+    found = calibrate(skeleton(directory)[0].model, rows, lambda _rows: None).inputs
     seen: dict[str, list[torch.Tensor]] = {}
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
     with (
@@ -195,6 +195,41 @@ def test_the_report_is_what_a_direct_computation_gives(
         float((before.argmax(-1) == after.argmax(-1)).float().mean()), abs=0.07
     )
     assert quality["mean_kl"] > 0
+
+
+def test_the_acceptance_rate_of_a_pair(dense: Path, text: Path, tmp_path: Path) -> None:
+    """The draft is the model itself, then another one, then that one quantised: each as transformers computes it."""
+    other = save_checkpoint(tmp_path / "other", "qwen2", seed=2)
+    run(other, tmp_path / "other-int8", text, qformat="int8", quality=False)
+    rows = read_texts(TextOptions(str(text), **TEXTS), dense).held_out
+
+    def choices(directory: Path, packed: PackedModel) -> torch.Tensor:
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+        def see(name: str, x: torch.Tensor) -> torch.Tensor:
+            activation = packed.products[name].activation if name in packed.products else None
+            return x if activation is None else simulated(x, activation)
+
+        with torch.no_grad(), inputs_seen(model, see):
+            for name, weight in packed.products.items():
+                model.get_parameter(name).copy_(torch.from_numpy(weight.dequantise()).T)
+            found: torch.Tensor = model(torch.from_numpy(rows)).logits[:, :-1].argmax(-1)
+        return found
+
+    none = PackedModel()
+    before = choices(dense, none)
+    report = run(dense, tmp_path / "out", text, qformat="int4", draft_dir=str(dense))
+    after = choices(dense, skeleton(tmp_path / "out")[1])
+    drafts = ((dense, dense, none), (other, other, none), (tmp_path / "other-int8", other, None))
+    for directory, base, packed in drafts:
+        quality = run(dense, tmp_path / "out", text, qformat="int4", draft_dir=str(directory), force=True)["quality"]
+        proposed = choices(base, packed or skeleton(directory)[1])
+        for name, side in (("original_acceptance_rate", before), ("acceptance_rate", after)):
+            assert quality[name] == pytest.approx(float((side == proposed).float().mean()), abs=0.04), directory
+        if directory == dense:
+            assert quality["original_acceptance_rate"] == 1
+            assert quality["acceptance_rate"] == quality["top1_agreement"] < 1
+    assert report["draft"] == str(dense)
 
 
 def simulated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -314,6 +349,19 @@ def test_the_command_says_what_it_did_and_replaces_only_its_own(dense: Path, tex
     says(line, copy, "refusing to replace")
 
 
+def test_auto_is_what_measured_best_of_what_keeps_the_text() -> None:
+    path = Path(__file__).parents[2] / "scripts" / "benchmarks" / "results" / "quantised.json"
+    rows = json.loads(path.read_text())["results"]
+    measured = {form: row for form, row in rows.items() if form in QFORMATS}
+    fit = [form for form, row in measured.items() if row["quality"]["top1_same"] >= LEAST_TOP1]
+    speed = {
+        form: max(row[way]["of_float32_alone"]["median"] for way in ("with_draft", "auto"))
+        for form, row in measured.items()
+    }
+    assert max(fit, key=speed.__getitem__) == AUTO
+    assert max(speed, key=speed.__getitem__) == "int4"  # As the command says.
+
+
 def not_utf8(path: Path) -> None:
     path.write_bytes(b"\xff\xfe text")
 
@@ -369,7 +417,47 @@ def test_bad_options_and_checkpoints(dense: Path, text: Path, tmp_path: Path, mo
     save_file(tensors, bare / "model.safetensors", {"format": "pt"})
     says(refused(bare, "--no-quality"), name, "not finite")
     monkeypatch.setattr("shutil.disk_usage", lambda _path: shutil._ntuple_diskusage(1, 1, 1000))
-    says(refused(dense, "--no-quality"), "are needed and 1.0 kB are free")
+    line = error_line(full := build("quantize", "--model_dir", dense, "--output_dir", out, "--qformat", "fp8"))
+    says(line, "are needed and 1.0 kB are free")
+    assert "calibrate" not in full.stderr
+    assert not out.exists()
+
+
+def test_bad_drafts(dense: Path, text: Path, tmp_path: Path) -> None:
+    def refused(*options: object) -> str:
+        line = error_line(build("quantize", "--model_dir", dense, "--output_dir", tmp_path / "out", *options))
+        assert not (tmp_path / "out").exists()
+        return line
+
+    says(refused("--draft_dir", dense, "--no-quality"), "--draft_dir", "leave out --no-quality")
+    says(refused("--draft_dir", tmp_path / "none"), "none: no such directory", "--draft_dir")
+    other = shutil.copytree(dense, tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    tokenizer["added_tokens"][0]["content"] = "<another>"
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    says(refused("--draft_dir", other), f"--draft_dir {other}", "another tokenizer")
+    short = save_checkpoint(tmp_path / "short", "llama3", vocab_size=40)
+    says(refused("--draft_dir", short, "--calib_dataset", text, "--calib_max_seq_length", 16), str(short), "40")
+    broken = save_checkpoint(tmp_path / "broken", "llama3")
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.norm.weight"][0] = torch.inf
+    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+    line = refused("--draft_dir", broken, "--calib_dataset", text, "--calib_max_seq_length", 16)
+    says(line, str(broken), "not finite")
+
+
+def test_options_without_effect_are_said(dense: Path, text: Path, tmp_path: Path) -> None:
+    given = ["--calib_dataset", text, "--calib_max_seq_length", 16]
+    cases = [("quantize", "int4", "--no-quality", True), ("quantize", "fp8_wo", "--quality", False)]
+    cases += [("quantize", "fp8", "--no-quality", False), ("convert", "int8", "--no-verify", True)]
+    cases += [("convert", "auto", "--no-verify", True), ("convert", "fp8", "--no-verify", False)]
+    for command, qformat, flag, said in cases:
+        for options in (given, []):
+            where = ["--model_dir", dense, "--output_dir", tmp_path / "out", "--force", "--qformat", qformat, flag]
+            result = build(command, *where, *options)
+            assert result.exit_code == 0, result.stderr
+            assert ("--calib_max_seq_length have no effect" in result.stderr) == (said and options == given)
+        shutil.rmtree(tmp_path / "out")
 
 
 def test_texts_are_split_into_rows_to_calibrate_with_and_rows_to_compare_on(hf: Path, tmp_path: Path) -> None:

@@ -230,9 +230,13 @@ def test_cache_of_compressed_tensors() -> None:
     assert found.kv_cache == KVCache("int8", static=False)
     name = f"model.layers.0.self_attn.{CACHE_SCALES[0]}"
     assert found.split(name) is None
-    assert found.cache_scale(Tensor(name, np.array([0.25], np.float16))) == 0.25
+    assert found.cache_scales(Tensor(name, np.array([0.25], np.float16)), 2).tolist() == [0.25, 0.25]
+    each = np.array([0.25, 0.5], np.float32)
+    assert found.cache_scales(Tensor(name, each.reshape(2, 1, 1)), 2).tolist() == [0.25, 0.5]
+    with pytest.raises(CheckpointError, match=r"k_scale of shape \[2\], expected \[3, 1, 1\]"):
+        found.cache_scales(Tensor(name, each), 3)
     with pytest.raises(CheckpointError, match="k_scale is -1, expected a positive scale"):
-        found.cache_scale(Tensor(name, np.array(-1, np.float32)))
+        found.cache_scales(Tensor(name, np.array(-1, np.float32)), 2)
 
 
 def test_bitsandbytes_says_what_it_costs() -> None:

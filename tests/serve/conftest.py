@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from specrun.decoder import SpeculativeDecoder
-from specrun.openai_body import DEFAULTS
+from specrun.openai.body import DEFAULTS
 from specrun.serve.server import listen, serve
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+
+from tests.conftest import redescribe
 
 LONG = {"prompt": "the cat", "max_tokens": 70, "temperature": 0, "stream": True}
 
@@ -102,3 +105,15 @@ def test_an_address_that_others_reach_without_a_key_is_warned_of(engines: Path) 
     finally:
         process.kill()
         process.wait()
+
+
+def test_sampling_that_a_body_does_not_name_is_the_checkpoints_own(engines: Path, tmp_path: Path) -> None:
+    greedy = tmp_path / "greedy"
+    shutil.copytree(engines, greedy)
+    (greedy / "target" / "generation_config.json").write_text('{"do_sample": false}')
+    redescribe(greedy / "target")
+    body = {"prompt": "the cat", "max_tokens": 12}
+    for option, distinct in (("auto", 1), ("none", 4)):
+        with serving(greedy, "--generation_config", option) as (_, url):
+            answers = [httpx.post(f"{url}/v1/completions", json=body, timeout=60).json() for _ in range(4)]
+        assert len({answer["choices"][0]["text"] for answer in answers}) == distinct

@@ -95,7 +95,7 @@ def test_every_input_is_read() -> None:
     for tensor in INPUTS:
         if tensor.name in harmless:
             continue
-        array = np.array([[values[tensor.data_type]]], types.get(tensor.data_type, np.int32))
+        array: Any = np.array([[values[tensor.data_type]]], types.get(tensor.data_type, np.int32))
         if tensor.name == "exclude_input_in_output":
             array = ~array
         try:

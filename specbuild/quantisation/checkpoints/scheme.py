@@ -12,8 +12,9 @@ import numpy as np
 from specbuild.quantisation.checkpoints.codebooks import TABLE_SUFFIXES
 from specbuild.quantisation.checkpoints.forms import Form, Rule
 from specbuild.quantisation.checkpoints.readers import READERS
-from specbuild.quantisation.checkpoints.stored import FLOATS, Module, StackedPart, StoredTensor
+from specbuild.quantisation.checkpoints.stored import FLOATS, Array, Module, StackedPart, StoredTensor
 from specbuild.quantisation.packed import Packed
+from specbuild.quantisation.recipe import KV_CACHE_DTYPES, CacheCode
 from specrun.errors import CheckpointError
 
 CACHE_SCALES = ("k_scale", "v_scale")
@@ -43,6 +44,11 @@ class KVCache:
     form: Literal["float8", "int8"]
     static: bool
     """Its scales stand in the checkpoint, in tensors whose names end in ``CACHE_SCALES``."""
+
+    @property
+    def option(self) -> str:
+        """What ``--kv_cache_dtype`` calls it."""
+        return "int8" if self.form == "int8" else "fp8"
 
 
 @dataclass(frozen=True)
@@ -139,6 +145,19 @@ class Scheme:
             for index in range(count)
         )
 
-    def cache_scale(self, tensor: StoredTensor) -> float:
-        """The value of ``tensor``, one of ``CACHE_SCALES``. Raises CheckpointError."""
-        return Module(self.path, tensor.name, {}).scalar(tensor)
+    def cache_scales(self, tensor: StoredTensor, heads: int) -> Array:
+        """The values of ``tensor``, one of ``CACHE_SCALES``: of each head, [heads]. Raises CheckpointError."""
+        found = Module(self.path, tensor.name, {})
+        if int(np.prod(tensor.shape)) == 1:
+            return np.full(heads, found.scalar(tensor), np.float32)
+        found.shaped(tensor, (heads, 1, 1), (heads, 1), (heads,))
+        values = found.finite(tensor).astype(np.float32).reshape(-1)
+        if not (values > 0).all():
+            raise found.error(f"{tensor.name} holds a scale that is not above 0")
+        return values
+
+
+def has_cache_scales(scheme: Scheme | None, kv_cache: CacheCode) -> bool:
+    """Whether a checkpoint holds scales for a cache in these codes."""
+    own = scheme and scheme.kv_cache
+    return bool(own and own.static and KV_CACHE_DTYPES[own.option] == kv_cache)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-from specrun.openai_body import OpenAIBody, read_chat, read_completion
+from specrun.openai.answers import Answer, Delta, chat_logprobs, completion_logprobs, speculation, usage
+from specrun.openai.body import OpenAIBody, read_chat, read_completion
 from specrun.sampling import SamplingParams
-from specrun.serve.answers import Answer, Delta, chat_logprobs, completion_logprobs
 
 
 class Shape(Protocol):
@@ -17,7 +18,7 @@ class Shape(Protocol):
     chunk_object: str
 
     def read(self, body: object, defaults: SamplingParams) -> OpenAIBody:
-        """See ``specrun.openai_body``."""
+        """See ``specrun.openai.body``."""
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
         """A whole choice."""
@@ -27,6 +28,29 @@ class Shape(Protocol):
 
     def chunk(self, index: int, answer: Answer, delta: Delta) -> dict[str, Any]:
         """What an update adds to a choice."""
+
+
+def whole_answer(
+    shape: Shape, answers: Sequence[Answer], n: int, identity: str, created: int, model: str
+) -> dict[str, Any]:
+    """The answer to a body in one piece. The n answers of a prompt come one after the other.
+
+    identity: what ``id`` ends with. created: seconds since 1970.
+    """
+    return {
+        "id": f"{shape.id_prefix}-{identity}",
+        "object": shape.whole_object,
+        "created": created,
+        "model": model,
+        "choices": [shape.choice(index, answer) for index, answer in enumerate(answers)],
+        "usage": usage(answers, n),
+        "speculation": speculation(answers),
+    }
+
+
+def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """The body of an error."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class CompletionShape:

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes: what the updates of a body's requests add up to.
+"""Answers: what the updates of a body's requests add up to.
 
 The fields are those of OpenAI's API reference for completions and chat completions. ``speculation`` is ours, and
 ``stop_reason`` vLLM's.
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from specrun.request import Request
 from specrun.sampling import TokenLogprob
-from specrun.serve.engine import Ended, Update
 from specrun.token_bytes import TokenBytes
+from specrun.updates import Ended, Update, Watch
 
 _REASONS = {"stop": "stop", "length": "length"}
 """What OpenAI calls the ends of a text. It has no words for others, which cut a text off as length does."""
@@ -42,7 +42,7 @@ class Answer:
     request: Request
     """Only what it was asked for is read here: its prompt, ``echo`` and ``logprobs``."""
     names: TokenBytes | None
-    is_dropped: bool = False
+    drops_output: bool = False
     """Whether no output is wanted (``max_tokens`` 0)."""
     texts: list[str] = field(default_factory=list)
     scores: list[Scored] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Answer:
             if self.request.prompt_logprobs is not None:
                 known = [None, *update.prompt_logprobs]
                 scores += map(Scored, self.request.prompt, known)
-        if not self.is_dropped:
+        if not self.drops_output:
             texts += [output.text for output in update.token_outputs]
             self.num_output_tokens += len(update.token_outputs)
             if self.request.logprobs is not None:
@@ -74,6 +74,14 @@ class Answer:
         self.texts.append(delta.text)
         self.scores += scores
         return delta
+
+    @classmethod
+    def of(cls, request: Request, names: TokenBytes | None, drops_output: bool) -> Answer:
+        """The answer of a request that has ended."""
+        answer = cls(request, names, drops_output)
+        if update := Watch(request).update():
+            answer.add(update)
+        return answer
 
     @property
     def whole(self) -> Delta:
@@ -90,7 +98,7 @@ class Answer:
         """OpenAI's; None before the end."""
         if self.ended is None:
             return None
-        return "length" if self.is_dropped else _REASONS.get(self.ended.reason, "length")
+        return "length" if self.drops_output else _REASONS.get(self.ended.reason, "length")
 
     @property
     def stop_reason(self) -> str | None:

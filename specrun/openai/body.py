@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from specrun import arguments
-from specrun.body_fields import BodyError, Fields, as_object, wrong
 from specrun.errors import RequestError
 from specrun.limits import MAX_LOGPROBS
+from specrun.openai.constraints import read_constraint
+from specrun.openai.fields import BodyError, Fields, as_object, wrong
 from specrun.request_factory import Message, Prompt
 from specrun.request_options import RequestOptions
 from specrun.sampling import SEEDS, SamplingParams
@@ -39,6 +40,8 @@ OPENAI_NAMES = {
     "min_output_len": "min_tokens",
     "stop_ids": "stop_token_ids",
     "conversation": "messages",
+    **dict.fromkeys(("json_schema", "json_object"), "response_format"),
+    **{name: f"guided_{name}" for name in ("regex", "choice", "grammar")},
 }
 """Names in the decoder's errors whose fields are called otherwise here; see ``field_of``."""
 _DECODER_NAMES = {
@@ -49,8 +52,6 @@ _DECODER_NAMES = {
 """What an error of the decoder may begin with that a body has set."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_CONSTRAINTS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-"""vLLM's fields for constrained output."""
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -101,8 +102,8 @@ class OpenAIBody:
     """A stream's last chunk tells the usage."""
     continuous_usage: bool
     """Every chunk does (vLLM's ``continuous_usage_stats``)."""
-    constraints: Mapping[str, Any]
-    """``response_format`` and vLLM's fields for constrained output, unchecked; only those that ask for something."""
+    drops_output: bool
+    """Whether no output is wanted (``max_tokens`` 0). The decoder writes one token then."""
     user: str | None
     ignored: Sequence[str]
     """Names of unknown fields."""
@@ -116,6 +117,16 @@ def read_completion(body: object, defaults: SamplingParams = DEFAULTS) -> OpenAI
 def read_chat(body: object, defaults: SamplingParams = DEFAULTS) -> OpenAIBody:
     """The body of a chat completion. defaults: as for completions. Raises BodyError."""
     return _read(body, defaults, chat=True)
+
+
+def token_biases(name: str, value: Any) -> Mapping[int, float]:
+    """A ``logit_bias``: JSON's keys are texts, token ids in digits. Raises RequestError."""
+    biases = {}
+    for token, bias in as_object(name, value).items():
+        if not (token.isascii() and token.isdigit() and len(token) < 20):
+            raise wrong(name, token, "token ids")
+        biases[int(token)] = arguments.number(name, bias)
+    return biases
 
 
 def field_of(error: RequestError) -> str | None:
@@ -140,6 +151,7 @@ def _read(body: object, defaults: SamplingParams, chat: bool) -> OpenAIBody:
         raise BodyError(f"best_of: not supported unless it is n, {n}; leave it out", "best_of")
     if len(prompts) * n > MAX_ANSWERS:
         raise BodyError(f"n {n}: {len(prompts)} prompts times n is more than {MAX_ANSWERS} answers", "n")
+    options, drops_output = _options(fields, chat)
     stream = fields.take("stream", arguments.flag) or False
     stream_options = Fields(fields.take("stream_options", as_object) or {}, "stream_options.")
     if stream_options and not stream:
@@ -147,13 +159,13 @@ def _read(body: object, defaults: SamplingParams, chat: bool) -> OpenAIBody:
     return OpenAIBody(
         prompts=prompts,
         params=_params(fields, defaults),
-        options=_options(fields, chat),
+        options=options,
         n=n,
         model=fields.take("model", arguments.text),
         stream=stream,
         include_usage=stream_options.take("include_usage", arguments.flag) or False,
         continuous_usage=stream_options.take("continuous_usage_stats", arguments.flag) or False,
-        constraints=_constraints(fields),
+        drops_output=drops_output,
         user=fields.take("user", arguments.text),
         ignored=(*fields.left, *(f"stream_options.{name}" for name in stream_options.left)),
     )
@@ -217,7 +229,7 @@ def _params(fields: Fields, defaults: SamplingParams) -> SamplingParams:
     found: dict[str, Any] = {
         "seed": None if seed is None else seed % SEEDS,  # OpenAI's may be negative.
         "top_k": None if top_k is None else max(0, top_k),  # vLLM's -1 is off.
-        "logit_bias": fields.take("logit_bias", _biases),
+        "logit_bias": fields.take("logit_bias", token_biases),
     }
     for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
         found[name] = fields.take(name, arguments.number)
@@ -225,10 +237,11 @@ def _params(fields: Fields, defaults: SamplingParams) -> SamplingParams:
     return _named(lambda: replace(defaults, **given))
 
 
-def _options(fields: Fields, chat: bool) -> RequestOptions:
+def _options(fields: Fields, chat: bool) -> tuple[RequestOptions, bool]:
+    """The options, and whether no output is wanted."""
     longest, shortest = _lengths(fields, chat)
     found: dict[str, Any] = {
-        "max_output_len": longest,
+        "max_output_len": 1 if longest == 0 else longest,
         "min_output_len": shortest,
         "stop": fields.take("stop", _stop_texts),
         "stop_ids": fields.take("stop_token_ids", _token_ids),
@@ -236,9 +249,12 @@ def _options(fields: Fields, chat: bool) -> RequestOptions:
         "echo": fields.take("echo", arguments.flag),
         "draft_len": fields.take("draft_len", _draft_len),
         "acceptance": fields.take("acceptance", arguments.text),
+        **read_constraint(fields),
     }
+    if found["echo"]:
+        found["prompt_logprobs"] = found["logprobs"]
     given = {name: value for name, value in found.items() if value is not None}
-    return _named(lambda: RequestOptions(**given))
+    return _named(lambda: RequestOptions(**given)), longest == 0
 
 
 def _lengths(fields: Fields, chat: bool) -> tuple[int | None, int]:
@@ -286,33 +302,11 @@ def _token_ids(name: str, value: Any) -> Sequence[int]:
     return ids
 
 
-def _biases(name: str, value: Any) -> Mapping[int, float]:
-    """JSON's keys are texts: token ids in digits."""
-    biases = {}
-    for token, bias in as_object(name, value).items():
-        if not (token.isascii() and token.isdigit() and len(token) < 20):
-            raise wrong(name, token, "token ids")
-        biases[int(token)] = arguments.number(name, bias)
-    return biases
-
-
 def _draft_len(name: str, value: Any) -> int | str:
     length = "auto" if value == "auto" else arguments.whole(name, value)
     if isinstance(length, int) and length < 0:
         raise wrong(name, length, "auto, or 0 or more")
     return length
-
-
-def _constraints(fields: Fields) -> Mapping[str, Any]:
-    found: dict[str, Any] = {"response_format": fields.take("response_format", _response_format)}
-    found |= {name: fields.take(name, lambda _, value: value) for name in _CONSTRAINTS}
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _response_format(name: str, value: Any) -> Mapping[str, Any] | None:
-    """None for text, which constrains nothing."""
-    kind = arguments.text(f"{name}.type", as_object(name, value).get("type"))
-    return None if kind == "text" else value
 
 
 def _named(make: Callable[[], _T]) -> _T:

@@ -1,0 +1,43 @@
+"""``specrun run``: two checkpoints -> a chat."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from specrun.command_line import FolderPath
+from specrun.commands.chat import chat, chat_options, talk
+from specrun.commands.options import DRAFT_LEN
+from specrun.commands.pair import pair_config
+
+
+@click.command()
+@click.argument("target", metavar="TARGET")
+@click.argument("draft", metavar="DRAFT")
+@click.option("--qformat", default="auto", show_default=True, help="As specbuild convert has it, for both models.")
+@click.option("--max_seq_len", type=click.IntRange(2), help="Longest conversation. Default: 4096, or what both have.")
+@click.option(
+    "--max_draft_len", type=click.IntRange(1), default=10, show_default=True, help="Most draft tokens a round."
+)
+@click.option("--draft_len", type=DRAFT_LEN, metavar="auto|N", help="Draft tokens a round. Default: what pays.")
+@click.option("--acceptance", type=click.Choice(["tokens", "logits"]), help="Default: tokens.")
+@click.option("--chat_template", type=FolderPath, help="A file with a template. Default: the tokenizer's.")
+@chat_options
+def run(target: str, draft: str, qformat: str, max_seq_len: int | None, max_draft_len: int, **options: Any) -> None:
+    """Chat with a pair of Hugging Face checkpoints: directories, or Hub IDs, which are downloaded.
+
+    The first time the pair is converted and built, and kept in the user's cache.
+    """
+    engines = chat.make_context("chat", ["--engine_dir", "", "--draft_engine_dir", ""]).params
+    options = {**engines, **options}
+    pair_config(options)  # What contradicts itself is said before anything is built.
+
+    from specrun.pair_cache import BuildSettings, check_pair, engines_of, find_checkpoint
+
+    target_dir, draft_dir = find_checkpoint(target), find_checkpoint(draft)
+    check_pair(target_dir, draft_dir, options["chat_template"])
+    settings = BuildSettings(qformat, max_draft_len, max_seq_len)
+    place: Path = engines_of(target_dir, draft_dir, settings, lambda line: click.echo(line, err=True))
+    talk({**options, "engine_dir": place / "target", "draft_engine_dir": place / "draft"})

@@ -1,0 +1,1 @@
+"""OpenAI's API as pure functions: its bodies to what the decoder takes, and texts to its answers."""

@@ -1,0 +1,56 @@
+"""Constrained output as bodies ask for it: OpenAI's ``response_format``, and vLLM's fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from specrun import arguments
+from specrun.openai.fields import BodyError, Fields, as_object, wrong
+
+_GUIDED = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+_STRUCTURED = {
+    "json": "json_schema",
+    "json_object": "json_object",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+}
+"""Fields of ``structured_outputs``."""
+
+
+def read_constraint(fields: Fields) -> dict[str, Any]:
+    """The options of a request that constrain its output; empty where a body asks for none.
+
+    Their values are checked by ``RequestOptions`` and by whoever compiles them. Raises BodyError.
+    """
+    found = fields.take("response_format", _response_format) or {}
+    for name, option in _GUIDED.items():
+        if (value := fields.take(name, lambda _, value: value)) is not None:
+            found[option] = value
+    structured = Fields(fields.take("structured_outputs", as_object) or {}, "structured_outputs.")
+    for name, option in _STRUCTURED.items():
+        if (value := structured.take(name, lambda _, value: value)) is not None:
+            found[option] = value
+    if structured.left:
+        name = next(iter(structured.left))
+        raise BodyError(f"structured_outputs.{name}: not supported; leave it out", "structured_outputs")
+    return found
+
+
+def _response_format(name: str, value: Any) -> dict[str, Any]:
+    kind = arguments.text(f"{name}.type", as_object(name, value).get("type"))
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind != "json_schema":
+        raise wrong(f"{name}.type", kind, "text, json_object or json_schema", name)
+    described: Mapping[str, Any] = as_object(f"{name}.json_schema", value.get("json_schema"))
+    schema = described.get("schema")
+    return {"json_schema": {} if schema is None else schema}

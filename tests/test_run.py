@@ -1,0 +1,206 @@
+"""``specrun run``: a real build into a cache, and what is found there again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from specrun import pair_cache
+from specrun.cli import main
+from specrun.errors import BackendError, PairError
+from specrun.pair_cache import BuildSettings, check_pair, engines_of, find_checkpoint
+
+SETTINGS = ("--max_seq_len", 64, "--max_draft_len", 4)
+SAME = ("--max_output_len", 12, "--seed", 1)
+
+
+@pytest.fixture(scope="module")
+def cache(hf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that has the pair of ``hf``."""
+    root = tmp_path_factory.mktemp("cache")
+    said = run(root, hf / "target", hf / "draft", *SETTINGS, *SAME)
+    assert said.returncode == 0, said.stderr
+    assert "the pair is built once and kept in " in said.stderr
+    assert "verified: largest logit difference" in said.stderr, "specbuild's progress is shown"
+    assert len(said.stdout.splitlines()) == 1, "standard output holds the answer alone"
+    return root
+
+
+def run(cache: Path, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments), input="the quick\n", capture_output=True, text=True, env=environment(cache), **options
+    )
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "specrun", "run", *map(str, arguments)]
+
+
+def environment(cache: Path) -> dict[str, str]:
+    return {**os.environ, "XDG_CACHE_HOME": str(cache)}
+
+
+def inside(cache: Path, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> Result:
+    """In this process, where nothing can be built: starting a program fails."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(1, "no program is started here")
+
+    with monkeypatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        patch.setattr(subprocess, "Popen", refuse)
+        return CliRunner().invoke(main, [str(part) for part in ("run", *arguments)], input="the quick\n")
+
+
+def test_a_pair_that_was_built_is_found_again(
+    hf: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = inside(cache, monkeypatch, hf / "target", hf / "draft", *SETTINGS, *SAME)
+    assert first.exit_code == 0, first.output
+    assert "built" not in first.stderr
+    assert first.stdout.strip()
+    # By content: elsewhere and later is the same.
+    for name in ("target", "draft"):
+        shutil.copytree(hf / name, tmp_path / name, copy_function=shutil.copyfile)
+    again = inside(cache, monkeypatch, tmp_path / "target", tmp_path / "draft", *SETTINGS, *SAME)
+    assert (again.exit_code, again.stdout) == (0, first.stdout)
+
+
+@pytest.mark.parametrize(
+    "settings", [(), ("--max_seq_len", 65, "--max_draft_len", 4), (*SETTINGS, "--qformat", "int8")]
+)
+def test_other_settings_are_another_pair(
+    hf: Path, cache: Path, settings: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = inside(cache, monkeypatch, hf / "target", hf / "draft", *settings)
+    assert shown.exit_code == 1
+    assert "no program is started here" in shown.stderr
+    assert not list((cache / "specrun" / "pairs").glob("*.part"))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer_config.json"])
+def test_another_content_is_another_pair(
+    hf: Path, cache: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = shutil.copytree(hf / "target", tmp_path / "target")
+    arguments = (target, hf / "draft", *SETTINGS, *SAME)
+    assert inside(cache, monkeypatch, *arguments).exit_code == 0, "the file's digest is known from here"
+    content = bytearray((target / name).read_bytes())
+    content[-2:] = b" }" if name.endswith("json") else b"\x00\x01"
+    (target / name).write_bytes(content)
+    shown = inside(cache, monkeypatch, *arguments)
+    assert "the pair is built once" in shown.stderr
+
+
+def test_files_that_no_engine_depends_on_do_not_count(
+    hf: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = shutil.copytree(hf / "target", tmp_path / "target")
+    (target / "README.md").write_text("notes")
+    assert inside(cache, monkeypatch, target, hf / "draft", *SETTINGS, *SAME).exit_code == 0
+    (cache / "specrun" / "pairs" / "digests.json").write_text("[")
+    assert inside(cache, monkeypatch, target, hf / "draft", *SETTINGS, *SAME).exit_code == 0
+
+
+def test_what_is_wrong_is_said_before_anything_is_built(
+    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = shutil.copytree(hf / "target", tmp_path / "plain")
+    (plain / "chat_template.jinja").unlink()
+    other = shutil.copytree(hf / "draft", tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    tokenizer["model"]["merges"] = tokenizer["model"]["merges"][:-1]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "config.json").write_text("[]")
+    (tmp_path / "file").touch()
+    for target, draft, reason in (
+        (hf / "target", other, "different tokenizers"),
+        (plain, hf / "draft", "no chat template"),
+        (tmp_path / "none", hf / "draft", "no such directory"),
+        (tmp_path / "file", hf / "draft", "no such directory"),
+        (hf / "target", tmp_path / "empty", "no config.json"),
+        (hf / "target", tmp_path / "odd", "no model_type"),
+    ):
+        shown = inside(tmp_path / "cache", monkeypatch, target, draft)
+        assert (shown.exit_code, shown.stdout) == (1, "")
+        assert reason in shown.stderr and shown.stderr.count("\n") == 1, shown.stderr
+    shown = inside(tmp_path / "cache", monkeypatch, hf / "target", hf / "draft", "--acceptance", "x")
+    assert shown.exit_code == 2
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra(
+    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    shown = inside(tmp_path, monkeypatch, hf / "target", hf / "draft")
+    assert shown.exit_code == 1
+    assert shown.stderr == (
+        "specrun: error: run needs torch, which is not installed: pip install 'specbuild-specrun[build]'\n"
+    ).replace("specrun:", f"{shown.stderr.split(':')[0]}:")
+
+
+def test_a_build_that_fails_leaves_nothing(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(BackendError, match="specbuild convert failed with exit status 2"):
+        engines_of(hf / "target", hf / "draft", BuildSettings(qformat="int3"), lambda _line: None)
+    assert left(tmp_path / "cache") == []
+
+
+def left(cache: Path) -> list[str]:
+    """Pairs, and parts of pairs."""
+    return [path.name for path in (cache / "specrun" / "pairs").iterdir() if path.is_dir()]
+
+
+def test_a_build_that_is_stopped_leaves_nothing(hf: Path, tmp_path: Path) -> None:
+    pairs = tmp_path / "specrun" / "pairs"
+    (pairs / "target-old.part").mkdir(parents=True)
+    with subprocess.Popen(
+        command(hf / "target", hf / "draft"), env=environment(tmp_path), stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stderr
+        assert "is built once" in process.stderr.readline()
+        time.sleep(1)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=60)  # Its end means that specbuild has ended: it has the same stderr.
+    assert process.returncode == 143, said
+    assert left(tmp_path) == ["target-old.part"], "another pair's is another process's"
+
+
+def test_hub_ids_are_found_in_the_hubs_cache(hf: Path, tmp_path: Path) -> None:
+    """Without a network; with one the Hub is asked first."""
+    snapshot = tmp_path / "hub" / "models--us--big" / "snapshots" / "0123"
+    shutil.copytree(hf / "target", snapshot)
+    (tmp_path / "hub" / "models--us--big" / "refs").mkdir()
+    (tmp_path / "hub" / "models--us--big" / "refs" / "main").write_text("0123")
+    code = "import sys; from specrun.pair_cache import find_checkpoint; print(find_checkpoint(sys.argv[1]))"
+    offline = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    offline.pop("HF_HUB_CACHE", None)
+    for name, wanted in (("us/big", str(snapshot)), ("us/none", "the Hub did not deliver it")):
+        said = subprocess.run([sys.executable, "-c", code, name], env=offline, capture_output=True, text=True)
+        assert wanted in (said.stdout if name == "us/big" else said.stderr), said.stderr
+
+
+def test_padded_embeddings_are_no_difference(hf: Path) -> None:
+    check_pair(hf / "target", hf / "padded", None)
+    with pytest.raises(PairError):
+        find_checkpoint("no/such/directory")
+
+
+def test_the_cache_is_where_xdg_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert pair_cache.cache_folder() == Path("/home/someone/.cache/specrun/pairs")
