@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
@@ -20,6 +21,7 @@ from specrun.request_options import RequestOptions
 from specrun.sampling import SamplingParams
 from tests.serve.conftest import Server, running
 
+ROOT = Path(__file__).parents[2]
 GREEDY = {"temperature": 0, "max_tokens": 12}
 CHAT = [{"role": "user", "content": "the cat"}]
 
@@ -179,6 +181,13 @@ def test_metrics_count_what_was_done(open_pair: Callable[[], SpeculativeDecoder]
         assert server.metric("prompt_tokens_total") == sum(answer["usage"]["prompt_tokens"] for answer in answers)
         page = server.get("/metrics").text
         assert 'specrun:request_success_total{finished_reason="length",model_name="target"} 4.0' in page
+
+
+def test_the_dashboard_asks_for_metrics_that_are_there(server: Server) -> None:
+    asked = set(re.findall(r"\$\{prefix\}:(\w+)", (ROOT / "docs" / "grafana.json").read_text()))
+    given = {name.replace("specrun:", "") for name in re.findall(r"^specrun:\w+", server.get("/metrics").text, re.M)}
+    assert len(asked) > 12
+    assert asked - given <= {"spec_decode_num_accepted_tokens_per_pos_total"}, "that one comes with the first draft"
 
 
 def test_models_version_and_texts_of_ids(server: Server, client: Any) -> None:

@@ -120,6 +120,7 @@ def fleet(engines: Path, machines: list[Machine], tmp_path_factory: pytest.TempP
         command = [python, "-m", "sglang_router.launch_router", "--port", port, "--prometheus-port", metrics]
         options = ["--policy", "cache_aware", "--health-check-endpoint", "/health", "--health-check-interval-secs", "1"]
         limits = ["--health-check-timeout-secs", "1", "--request-timeout-secs", "3"]
+        limits += ["--cb-timeout-duration-secs", "1", "--cb-success-threshold", "1"]
         workers = ["--worker-urls", *(url for _, url in servers)]
         process = subprocess.Popen([*command, *options, *limits, *workers], stdout=log, stderr=log)
         try:
@@ -176,6 +177,7 @@ def test_a_machine_whose_cable_is_cut_is_left_out_until_it_is_back(fleet: Fleet,
         assert [answer.status_code for answer in answers] == [200] * 8
     finally:
         machines[1].connect(True)
+    time.sleep(3)  # What was on its way has arrived.
     before, deadline = fleet.prompt_tokens()[1], time.monotonic() + 30
     while fleet.prompt_tokens()[1] == before:
         assert time.monotonic() < deadline, "it gets no work"

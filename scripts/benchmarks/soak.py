@@ -1,0 +1,200 @@
+#!/usr/bin/env python3
+"""Thousands of requests to `specrun serve`, many of which are cut off, while its memory is watched.
+
+The pair is small and random, made here. Requests come from a pool of bodies with seeds, so every answer is asked for
+many times, in ever new company: all of them must be the same text. Ends with status 1 if a text differs, the server
+answers with an error it should not, or requests are left when all clients have gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import httpx
+from transformers import LlamaConfig
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from scripts.benchmarks.engines import build, random_checkpoint, to_onnx
+from specrun.processor import describe_processor
+
+ROOT = Path(__file__).parents[2]
+BODIES = 400
+WORDS = ["try", "with", "the", "statement", "is", "class", "of", "return"]
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+
+
+def make_pair(model: Path, directory: Path) -> None:
+    """Engines of a 2-layer target and a 1-layer draft of the kind of ``model``, for 8 texts at once."""
+    for name, layers, width in (("target", 2, 128), ("draft", 1, 64)):
+        sizes = {"hidden_size": width, "intermediate_size": 2 * width, "head_dim": 32, "num_hidden_layers": layers}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        config = LlamaConfig.from_pretrained(model, dtype="float32", **sizes, **heads)
+        checkpoint = random_checkpoint(config, model, directory / f"{name}-checkpoint")
+        build(to_onnx(checkpoint, directory / f"{name}-onnx"), directory / name, max_batch_size=8)
+
+
+def make_body(number: int) -> dict[str, Any]:
+    """One of the pool. The seed makes its answer known, whatever runs beside it."""
+    draw = random.Random(number)
+    body: dict[str, Any] = {
+        "prompt": " ".join(draw.choices(WORDS, k=draw.randint(1, 60))),
+        "max_tokens": draw.randint(1, 48),
+        "temperature": draw.choice([0, 0.7, 1.2]),
+        "seed": number,
+        "stream": draw.random() < 0.5,
+    }
+    if draw.random() < 0.1:
+        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+    if draw.random() < 0.2:
+        body["n"] = 2
+    if draw.random() < 0.2:
+        body["stop"] = ["a", "the "]
+    if draw.random() < 0.2:
+        body["draft_len"] = 0
+    return body
+
+
+@dataclass
+class Soak:
+    """What was seen."""
+
+    client: httpx.AsyncClient
+    done: Counter[str] = field(default_factory=Counter)
+    texts: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+
+    async def ask(self, draw: random.Random) -> None:
+        """One request: whole, as a stream, given up on the way, or one that must be refused."""
+        number = draw.randrange(BODIES)
+        body = make_body(number)
+        if draw.random() < 0.05:
+            answer = await self.client.post("/v1/completions", json=body | {"top_p": 7})
+            self.count("refused", answer.status_code == 400, f"{number}: {answer.status_code}")
+        elif draw.random() < 0.2:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.texts_of(body, draw.randint(1, 6)), draw.uniform(0, 0.5))
+            self.done["given up"] += 1
+        else:
+            texts = await self.texts_of(body, None)
+            expected = self.texts.setdefault(number, texts)
+            is_right = texts == expected and not texts[0].startswith("{'error'")
+            self.count("answered", is_right, f"{number}: {texts} beside {expected}")
+
+    def count(self, kind: str, is_right: bool, what: str) -> None:
+        """Count a request; note what was wrong with it."""
+        self.done[kind] += 1
+        if not is_right:
+            self.wrong.append(what)
+
+    async def texts_of(self, body: dict[str, Any], events: int | None) -> tuple[str, ...]:
+        """A body's texts. events: leave after so many events of a stream."""
+        texts = [""] * body.get("n", 1)
+        async with self.client.stream("POST", "/v1/completions", json=body) as answer:
+            if not body["stream"] or answer.status_code != 200:
+                data = json.loads(await answer.aread())
+                return tuple(choice["text"] for choice in data["choices"]) if "choices" in data else (str(data),)
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    data = json.loads(line[6:])
+                    if "choices" not in data:
+                        return (str(data),)
+                    for choice in data["choices"]:
+                        texts[choice["index"]] += choice["text"]
+                    if events is not None and (events := events - 1) == 0:
+                        break
+        return tuple(texts)
+
+
+def resources(process: int) -> dict[str, float]:
+    """Resident megabytes, threads and open files of a process."""
+    status = Path(f"/proc/{process}/status").read_text()
+    memory, threads = (int(re.search(rf"{name}:\s+(\d+)", status)[1]) for name in ("VmRSS", "Threads"))  # type: ignore[index]
+    return {
+        "MB": round(memory / 1000, 1),
+        "threads": threads,
+        "files": len(list(Path(f"/proc/{process}/fd").iterdir())),
+    }
+
+
+async def run_clients(url: str, process: int, requests: int, clients: int) -> tuple[Soak, list[dict[str, float]]]:
+    """All requests, some at a time; and the server's resources after each twentieth part of them."""
+    limits = httpx.Limits(max_connections=clients)
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+        soak, seen = Soak(client), []
+        waiting = iter(range(requests))
+
+        async def work(draw: random.Random) -> None:
+            for number in waiting:
+                await soak.ask(draw)
+                if number % max(1, requests // 20) == 0:
+                    seen.append({"requests": number, **resources(process)})
+                    click.echo(str(seen[-1]), err=True)
+
+        await asyncio.gather(*(work(random.Random(seed)) for seed in range(clients)))
+        await asyncio.sleep(2)
+        page = (await client.get("/metrics")).text
+        left = re.findall(r"num_requests_(?:running|waiting)\{[^}]*\} (\S+)", page)
+        soak.count("left", len(left) == 2 and not any(map(float, left)), f"left: {left}")
+        seen.append({"requests": requests, **resources(process)})
+    return soak, seen
+
+
+@click.command()
+@click.option(
+    "--model_dir", type=click.Path(path_type=Path), default=ROOT / "demo" / "hf" / "target", show_default=True
+)
+@click.option("--requests", type=int, default=10_000, show_default=True)
+@click.option("--clients", type=int, default=32, show_default=True)
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
+def main(model_dir: Path, requests: int, clients: int, json_file: Path | None) -> None:
+    """See the module."""
+    with tempfile.TemporaryDirectory() as made:
+        make_pair(model_dir, Path(made))
+        engines = ["--engine_dir", f"{made}/target", "--draft_engine_dir", f"{made}/draft"]
+        command = [sys.executable, "-m", "specrun", "serve", *engines, "--port", "0"]
+        with Path(f"{made}/log").open("w+") as log:
+            server = subprocess.Popen(command, stderr=log, cwd=ROOT)
+            try:
+                while not (found := re.search(r"serving on (http://\S+);", Path(f"{made}/log").read_text())):
+                    if server.poll() is not None:
+                        sys.exit(Path(f"{made}/log").read_text())
+                    time.sleep(0.2)
+                began = time.perf_counter()
+                soak, seen = asyncio.run(run_clients(found[1], server.pid, requests, clients))
+                seconds = time.perf_counter() - began
+            finally:
+                server.terminate()
+                status = server.wait()
+    figures = {
+        "processor": describe_processor(),
+        "date": time.strftime("%Y-%m-%d"),
+        "seconds": round(seconds, 1),
+        "clients": clients,
+        "exit_status": status,
+        "requests": dict(soak.done),
+        "wrong": soak.wrong[:20],
+        "resources": seen,
+    }
+    text = json.dumps(figures, indent=1)
+    click.echo(text)
+    if json_file:
+        json_file.write_text(text + "\n")
+    sys.exit(1 if soak.wrong or status else 0)
+
+
+if __name__ == "__main__":
+    main()
