@@ -91,9 +91,11 @@ class Grammars:
         """Index the tokenizer for all constraints, once: seconds for a large vocabulary. Raises RequestError."""
         with self._loading:
             if self._ll_tokenizer is None:
-                tokenizer = self._load_tokenizer()
-                own = tokenizer.get_vocab_size(with_added_tokens=True)
-                eos_token_ids = [token for token in self._eos_token_ids if token < own] or None
+                tokenizer = Tokenizer.from_str(self._load_tokenizer().to_str())
+                ends = {token: tokenizer.id_to_token(token) for token in self._eos_token_ids}
+                # An end that is an ordinary token could stand within a text as well.
+                tokenizer.add_special_tokens([text for text in ends.values() if text])
+                eos_token_ids = [token for token, text in ends.items() if text] or None
                 try:
                     llguidance = import_package("llguidance")
                     self._ll_tokenizer = llguidance.LLTokenizer(tokenizer.to_str(), eos_token=eos_token_ids)

@@ -310,6 +310,16 @@ def test_the_models_own_end_comes_only_where_the_grammar_allows_it(decoder: Spec
     assert (len(longer.output), longer.output[-1]) == (8, EOS)
 
 
+def test_an_end_that_is_an_ordinary_token_comes_only_where_the_grammar_allows_it(tokenizer: Tokenizer) -> None:
+    letter = tokenizer.token_to_id("a")
+    matcher = Grammars(lambda: tokenizer, [letter]).compile(Constraint("regex", "[ab]{3,}")).start()
+    for _ in range(3):
+        assert letter not in allowed(matcher)
+        matcher.commit(tokenizer.token_to_id("b"))
+    assert letter in allowed(matcher)
+    assert tokenizer.get_added_tokens_decoder().keys().isdisjoint([letter]), "the tokenizer itself is not changed"
+
+
 def test_a_text_that_is_cut_is_the_beginning_of_a_valid_one(decoder: SpeculativeDecoder) -> None:
     (request,) = decoder.generate("the", json_schema=SCHEMA, max_output_len=5)
     assert request.finish_reason == "length"

@@ -6,5 +6,7 @@ MAX_BODY_BYTES = 8 << 20
 MAX_BODY_SECONDS = 30.0
 """In which a body must have come."""
 MAX_HEADER_BYTES = 64 << 10
+MAX_IDLE_SECONDS = 60.0
+"""A connection is closed when no whole request came on it between two looks that far apart."""
 MAX_CONNECTIONS = 4096
 """Beyond which new ones are answered with 503."""

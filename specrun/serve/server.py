@@ -14,6 +14,7 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.errors import BackendError
 from specrun.sampling import SamplingParams
 from specrun.serve.app import make_app
+from specrun.serve.connection import Connection
 from specrun.serve.engine import EngineThread, News
 from specrun.serve.keys import ApiKey
 from specrun.serve.limits import MAX_CONNECTIONS, MAX_HEADER_BYTES
@@ -68,7 +69,7 @@ async def serve(
     service = Service(decoder, engine, Metrics(metrics_prefix, model), model, keys, timeout, log_prompts, defaults)
     config = uvicorn.Config(
         make_app(service),
-        http="h11",  # httptools keeps a header of any size in memory.
+        http=Connection,  # Made of h11: httptools keeps a header of any size in memory.
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         ws="none",
         lifespan="off",

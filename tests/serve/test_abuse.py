@@ -16,6 +16,7 @@ import pytest
 
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import BackendError, RequestError
+from specrun.serve import limits
 from specrun.serve.keys import read_keys
 from specrun.serve.limits import MAX_BODY_BYTES, MAX_HEADER_BYTES
 from tests.serve.conftest import Server, running
@@ -118,6 +119,25 @@ def test_a_body_without_end_and_a_header_of_a_megabyte(server: Server) -> None:
             client.sendall(b"y" * 1024 * (MAX_HEADER_BYTES >> 14))
             time.sleep(0.001)
     assert server.get("/health").status_code == 200
+
+
+def test_a_connection_without_a_whole_request_is_closed(
+    open_pair: Callable[[], SpeculativeDecoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_IDLE_SECONDS", 0.3)
+    with running(open_pair()) as server:
+        health = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+        for sent in (b"", b"GET /health HTTP/1.1\r\nx: ", health + b"GET /"):
+            with connect(server) as client:
+                client.sendall(sent)
+                client.settimeout(10)
+                while client.recv(65536):
+                    pass
+        began = time.monotonic()
+        body = {"prompt": "the cat", "max_tokens": 100, "ignore_eos": True, "stream": True, "n": 64}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+            assert "[DONE]" in answer.read().decode()
+        assert time.monotonic() - began > 0.6, "an answer that takes longer is not cut off"
 
 
 @pytest.mark.parametrize("stream", [False, True])
