@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specrun.bench_results import Result, Split, Spread, shown_draft_len
-from specrun.config import DraftTargetConfig
+from specrun.config import DraftKind, DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir import EngineConfig
 from specrun.errors import RequestError
@@ -49,7 +49,8 @@ class Settings:
     use_logits: bool = False
     shared_thread_pool: bool = False
     bit_exact: bool | None = None
-    """See ``DraftTargetConfig`` for both."""
+    draft: DraftKind | None = None
+    """See ``DraftTargetConfig`` for the last three."""
 
     def __post_init__(self) -> None:
         """Draw the seed that is not given. Raise RequestError for settings that measure nothing."""
@@ -122,7 +123,7 @@ def measure(
 ) -> list[Result]:
     """Measure ``draft_dir`` as the draft of ``target_dir``; a result for every batch size and draft length, in order.
 
-    draft_dir: None for n-grams.
+    draft_dir: may be None where ``settings`` name what drafts without an engine.
     prompts: token ids; every repetition decodes them all, and some again where the last batch is not full.
     report: gets a line for every repetition. Two targets and one draft are loaded at a time.
     Raises what ``SpeculativeDecoder.open`` raises, and RequestError for prompts and batches that do not fit.
@@ -150,8 +151,7 @@ def measure(
                 )
         # Longest first: one that the target was not built for is an error before anything is measured.
         for draft_len in sorted(settings.fixed_draft_lens, key=lambda length: length or 0, reverse=True):
-            draft: Literal["ngram"] | None = "ngram" if draft_dir is None else None
-            config = replace(plain, draft_len=draft_len, use_logits=settings.use_logits, draft=draft)
+            config = replace(plain, draft_len=draft_len, use_logits=settings.use_logits, draft=settings.draft)
             with SpeculativeDecoder.open(target_dir, draft_dir, config, on_warm_up=on_warm_up) as pair:
                 if (most := max(settings.batch_sizes)) > pair.max_batch_size:
                     raise RequestError(f"batch size {most}: the engines were built for at most {pair.max_batch_size}")

@@ -12,6 +12,9 @@ from specrun.errors import RequestError
 AUTO = "auto"
 
 
+DraftKind = Literal["ngram", "suffix"]
+
+
 @dataclass(frozen=True)
 class DraftTargetConfig(arguments.Named):
     """TensorRT-LLM's four, and how GPUs are used."""
@@ -39,8 +42,10 @@ class DraftTargetConfig(arguments.Named):
     bit_exact: bool | None = None
     """Let texts be the target's own to the byte, whatever the draft, the batch and what is cached: passes are padded to
     shapes whose bits agree. None: where that costs at most 3%. True: an error where the engine has no such shapes."""
-    draft: Literal["ngram"] | None = None
-    """What drafts without a draft engine. ngram: what followed the text's last tokens where they came before in it."""
+    draft: DraftKind | None = None
+    """What drafts without a draft engine. ngram: what followed the text's last tokens where they came before in it.
+    suffix: the same for longer ends of the text, and in earlier outputs too; beside a draft engine, each round takes
+    for each text what promises more tokens a second."""
 
     @property
     def fixed_draft_len(self) -> int | None:
@@ -62,8 +67,8 @@ class DraftTargetConfig(arguments.Named):
             found[name] = arguments.flag(name, getattr(self, name))
         if self.bit_exact is not None:
             found["bit_exact"] = arguments.flag("bit_exact", self.bit_exact)
-        if self.draft not in (None, "ngram"):
-            raise RequestError(f"draft {arguments.show(self.draft)}: expected ngram")
+        if self.draft not in (None, "ngram", "suffix"):
+            raise RequestError(f"draft {arguments.show(self.draft)}: expected ngram or suffix")
         for name, value in found.items():
             if name in ("draft_len", "max_tokens_in_kv_cache") and value is not None and value < 0:
                 raise RequestError(f"{name} {value}: expected 0 or more")

@@ -229,8 +229,8 @@ def check_pair(
     if draft_dir is None:
         draft_len = _check_draft_len(target_dir, target.config, config.fixed_draft_len) if config.draft else 0
         return target, None, draft_len
-    if config.draft:
-        raise PairError(f"draft {config.draft} drafts without a draft engine, and {draft_dir} is one")
+    if config.draft == "ngram":
+        raise PairError(f"draft ngram drafts without a draft engine, and {draft_dir} is one")
     draft = _open("draft", draft_dir, config.draft_devices)
     return target, draft, _check_pair(target_dir, target.config, draft_dir, draft.config, config.fixed_draft_len)
 

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
+from specrun.acceptance_rate import AcceptanceRate
 from specrun.round_times import Pace, RoundTimes, TimeTuning
 
 
@@ -69,25 +70,7 @@ def batch_tokens(alphas: Sequence[float], row_limits: Sequence[int], longest: in
     return tokens
 
 
-@dataclass
-class Acceptance:
-    """A running acceptance rate: old tokens lose weight as new ones come."""
-
-    accepted: float = 0.0
-    evaluated: float = 0.0
-
-    def add(self, accepted: int, evaluated: int, window_tokens: float) -> None:
-        """Count a round's draft tokens. window_tokens: after so many tokens, older ones have lost most weight."""
-        keep = 1 - min(1.0, evaluated / window_tokens)
-        self.accepted = self.accepted * keep + accepted
-        self.evaluated = self.evaluated * keep + evaluated
-
-    def rate(self, prior: float, weight: float) -> float:
-        """The estimated rate, for which ``prior`` counts as much as ``weight`` evaluated tokens."""
-        return (self.accepted + prior * weight) / (self.evaluated + weight)
-
-
-_UNKNOWN = Acceptance()
+_UNKNOWN = AcceptanceRate()
 
 
 class DraftLength:
@@ -103,8 +86,8 @@ class DraftLength:
         self._pace = Pace(self.tuning.times)
         self._times: dict[int, RoundTimes] = {}
         """By batch size."""
-        self._overall = Acceptance()
-        self._own: WeakKeyDictionary[object, Acceptance] = WeakKeyDictionary()
+        self._overall = AcceptanceRate()
+        self._own: WeakKeyDictionary[object, AcceptanceRate] = WeakKeyDictionary()
         self._trials = Trials(self.tuning)
         self._since_plain = 0
         """Rounds since the last plain one."""
@@ -175,7 +158,7 @@ class DraftLength:
         self._since_plain = self._since_plain + 1 if draft_len else 0
         window = self.tuning.rate_window_tokens
         for request, (accepted, evaluated) in zip(requests, rows, strict=True):
-            self._own.setdefault(request, Acceptance()).add(accepted, evaluated, window)
+            self._own.setdefault(request, AcceptanceRate()).add(accepted, evaluated, window)
             self._overall.add(accepted, evaluated, window)
         if seconds is None:
             return

@@ -36,6 +36,7 @@ ORDER = [
     "penalties",
     "grammar",
     "acceptance",
+    "acceptance_rate",
     "devices",
     "kernels",
     "kv_cache",

@@ -165,7 +165,7 @@ def test_a_draft_model_on_the_host_beside_a_target_on_a_device(target: Path, tmp
 def test_what_cannot_be_meant(target: Path, engines: Path) -> None:
     with pytest.raises(PairError, match="drafts without a draft engine"):
         SpeculativeDecoder.open(target, target, DraftTargetConfig(draft="ngram"))
-    with pytest.raises(RequestError, match="draft 'tree': expected ngram"):
+    with pytest.raises(RequestError, match="draft 'tree': expected ngram or suffix"):
         DraftTargetConfig(draft="tree")  # type: ignore[arg-type]
     with pytest.raises(PairError, match="built without draft tokens"):
         SpeculativeDecoder.open(engines / "draft", config=DraftTargetConfig(draft="ngram"))
@@ -184,4 +184,4 @@ def test_the_commands(engines: Path) -> None:
         both = run(main, [command, *text, "--draft_engine_dir", str(engines / "draft")])
         assert (both.exit_code, "exclude each other" in both.stderr) == (2, True)
     neither = run(main, ["bench", "--engine_dir", str(engines / "target"), "--input_text", "a"])
-    assert (neither.exit_code, "--draft ngram" in neither.stderr) == (2, True)
+    assert (neither.exit_code, "--draft suffix" in neither.stderr) == (2, True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 
@@ -15,7 +15,7 @@ from specrun.commands.options import (
     require_one_draft,
     require_one_source,
 )
-from specrun.config import AUTO
+from specrun.config import AUTO, DraftKind
 
 
 @click.command()
@@ -37,7 +37,7 @@ from specrun.config import AUTO
 def bench(
     engine_dir: Path,
     draft_engine_dir: Path | None,
-    draft: Literal["ngram"] | None,
+    draft: DraftKind | None,
     tokenizer_dir: Path | None,
     batch_sizes: tuple[int, ...],
     draft_lens: tuple[Any, ...],
@@ -66,7 +66,7 @@ def bench(
 
     note_unused_sampling(sampling)
     params, use_logits = SamplingParams(**sampling), acceptance == "logits"
-    settings = Settings(batch_sizes, draft_lens, output_len, repetitions, params, use_logits, True, bit_exact)
+    settings = Settings(batch_sizes, draft_lens, output_len, repetitions, params, use_logits, True, bit_exact, draft)
     config = open_engine(engine_dir)
     prompts = prompt_ids(tokenizer_dir or engine_dir, input_text, input_file)
     results = measure(engine_dir, draft_engine_dir, prompts, settings, lambda line: click.echo(line, err=True))

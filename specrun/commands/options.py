@@ -103,8 +103,9 @@ engine_dir_option = click.option("--engine_dir", required=True, type=FolderPath,
 tokenizer_dir_option = click.option("--tokenizer_dir", type=FolderPath, help="Default: the tokenizer in engine_dir.")
 draft_option = click.option(
     "--draft",
-    type=click.Choice(["ngram"]),
-    help="Draft without a draft engine. ngram: what followed the last tokens where they came before in the text.",
+    type=click.Choice(["ngram", "suffix"]),
+    help="Draft without a draft engine. ngram: what followed the last tokens where they came before in the text. "
+    "suffix: longer matches, also in earlier outputs; it may stand beside a draft engine.",
 )
 bit_exact_option = click.option(
     "--bit_exact/--no_bit_exact",
@@ -164,11 +165,11 @@ def comparison_options(temperature: float = 0.0) -> Decorator:
 
 
 def require_one_draft(draft: str | None, draft_engine_dir: Path | None, needed: bool = False) -> None:
-    """At most one of --draft and --draft_engine_dir; one at least where it is ``needed``. Raises click's UsageError."""
-    if draft and draft_engine_dir:
-        raise click.UsageError("--draft and --draft_engine_dir exclude each other")
+    """Raise click's UsageError where the two do not go together, or one is ``needed`` and there is none."""
+    if draft == "ngram" and draft_engine_dir:
+        raise click.UsageError("--draft ngram and --draft_engine_dir exclude each other")
     if needed and not (draft or draft_engine_dir):
-        raise click.UsageError("give --draft_engine_dir, or --draft ngram")
+        raise click.UsageError("give --draft_engine_dir, or --draft suffix")
 
 
 generation_config_option = click.option(

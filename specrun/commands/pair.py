@@ -18,6 +18,7 @@ from specrun.commands.options import (
     bit_exact_option,
     draft_option,
     engine_dir_option,
+    require_one_draft,
     together,
     tokenizer_dir_option,
 )
@@ -84,12 +85,11 @@ def pair_config(options: dict[str, Any]) -> DraftTargetConfig:
     )
     own = {name: options[name] for name in memory}
     own["shared_thread_pool"] = True  # A command has its process for itself.
-    if options["draft"] and options["draft_engine_dir"] is not None:
-        raise click.UsageError("--draft and --draft_engine_dir exclude each other")
+    require_one_draft(options["draft"], options["draft_engine_dir"])
     if options["draft_engine_dir"] is None and options["draft"] is None:
         for name in ("draft_target_model_config", "draft_len", "draft_model_device_list", "acceptance"):
             if options[name] is not None:
-                raise click.UsageError(f"--{name} needs a draft; give --draft_engine_dir or --draft ngram")
+                raise click.UsageError(f"--{name} needs a draft; give --draft_engine_dir or --draft suffix")
     if options["draft_target_model_config"] is not None:
         if given:
             raise click.UsageError(f"--draft_target_model_config already sets --{given[0]}; leave out one of them")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 
@@ -20,7 +20,7 @@ from specrun.commands.options import (
     require_one_draft,
     require_one_source,
 )
-from specrun.config import DraftTargetConfig
+from specrun.config import DraftKind, DraftTargetConfig
 
 INCONCLUSIVE = 3
 """Exit status: 2 is wrong usage."""
@@ -35,7 +35,7 @@ INCONCLUSIVE = 3
 def verify(
     engine_dir: Path,
     draft_engine_dir: Path | None,
-    draft: Literal["ngram"] | None,
+    draft: DraftKind | None,
     tokenizer_dir: Path | None,
     bit_exact: bool | None,
     acceptance: str,

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specrun.drafters import Proposal
-from specrun.errors import SpecError
-from specrun.request import Outcome, Request
+from specrun.drafters.lookup import LookupDrafter
+from specrun.request import Request
 
 MAX_NGRAM = 4
 """Tokens of the longest n-gram that is looked up, which is the first."""
@@ -41,7 +41,7 @@ class NgramIndex:
         return []
 
 
-class NgramDrafter:
+class NgramDrafter(LookupDrafter):
     """See ``Drafter``. It proposes nothing for a request whose last token is new to its text."""
 
     def __init__(self) -> None:
@@ -60,37 +60,3 @@ class NgramDrafter:
     def release(self, request: Request, row: int) -> None:
         """See ``Drafter``."""
         self._indices.pop(request, None)
-
-    def missing_bytes(self, requests: Sequence[Request], used: int) -> int:
-        """See ``Drafter``. What an index takes is little beside a cache."""
-        return 0
-
-    def unread(self, requests: Sequence[Request], first: int) -> list[int]:
-        """See ``Drafter``. Nothing is prefilled."""
-        return [0] * len(requests)
-
-    def prefill(self, requests: Sequence[Request], first: int, max_tokens: int) -> None:
-        """See ``Drafter``."""
-
-    def lag(self, requests: Sequence[Request]) -> int:
-        """See ``Drafter``."""
-        return 0
-
-    def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
-        """See ``Drafter``."""
-
-    def cache_prefix(self, request: Request, row: int) -> None:
-        """See ``Drafter``."""
-
-    def swap(self, one: int, other: int) -> None:
-        """See ``Drafter``. Rows mean nothing here."""
-
-    def invalidate(self, row: int) -> None:
-        """See ``Drafter``."""
-
-    def engine_time(self) -> tuple[float, int]:
-        """See ``Drafter``."""
-        return 0.0, 0
-
-    def close(self) -> None:
-        """See ``Drafter``."""

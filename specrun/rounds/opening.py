@@ -16,8 +16,10 @@ from specrun.devices.cuda import CudaDevice
 from specrun.devices.driver import why_no_gpu
 from specrun.drafters import Drafter
 from specrun.drafters.device_model import device_model_drafter
+from specrun.drafters.hybrid import HybridDrafter
 from specrun.drafters.model import ModelDrafter
 from specrun.drafters.ngram import NgramDrafter
+from specrun.drafters.suffix import SuffixDrafter
 from specrun.drafters.uploaded import UploadedDrafter
 from specrun.engine_dir import EngineConfig
 from specrun.errors import BackendError, PairError
@@ -83,8 +85,9 @@ def _host_drafter(
     """The drafter on the host that ``config`` or the draft engine asks for. vocab_size: the target's."""
     if draft:
         backend = open_host_backend(draft.directory, draft.config, blocks, config.shared_thread_pool)
-        return ModelDrafter(ModelRunner(backend), vocab_size, draft_len, config.use_logits)
-    return NgramDrafter() if config.draft == "ngram" else None
+        drafter = ModelDrafter(ModelRunner(backend), vocab_size, draft_len, config.use_logits)
+        return HybridDrafter(drafter, config.use_logits) if config.draft else drafter
+    return {None: None, "ngram": NgramDrafter(), "suffix": SuffixDrafter(config.use_logits)}[config.draft]
 
 
 def _cached_blocks(target: Engine, rows: int, config: DraftTargetConfig) -> int:
@@ -129,6 +132,11 @@ def _open_on_gpus(
                 f"{engine.directory}: an engine of {engine.config.backend.name} for GPU {engine.gpu}: {reason}; "
                 "'specbuild engine --backend onnxruntime' builds one for the CPU"
             )
+    if config.draft and draft and draft in on_gpus:
+        raise BackendError(
+            f"--draft {config.draft} beside the draft engine {draft.directory}, which is for a GPU: leave out one of "
+            "them, or build the draft for the CPU"
+        )
     blocks = _cached_blocks(target, rows, config)
     asked = blocks if config.max_tokens_in_kv_cache is not None else 0
     with ExitStack() as opened:

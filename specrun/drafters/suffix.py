@@ -1,0 +1,178 @@
+"""Suffix matching: what followed the text's end where it came before, in the same text or in earlier outputs.
+
+As in SuffixDecoding (arXiv 2411.04975): the longest match counts, the draft is no longer than the match, and it ends
+where it has become unlikely. How often drafts of short and of long matches are accepted is measured.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from specrun.acceptance_rate import AcceptanceRate
+from specrun.drafters import Proposal
+from specrun.drafters.lookup import LookupDrafter
+from specrun.errors import SpecError
+from specrun.request import Outcome, Request
+
+MATCHED = (8, 4, 2)
+"""Lengths of the n-grams that are looked up, the longest first."""
+MAX_MATCH = 32
+"""Tokens after which a match is not followed further back."""
+MAX_OCCURRENCES = 8
+"""Of one n-gram, the latest."""
+MAX_PAST_TOKENS = 1 << 16
+"""Of earlier outputs. An index takes about 0.7 kB a token."""
+MIN_PROBABILITY = 0.2
+"""Of a draft token to be accepted. A draft ends before it falls below."""
+MIN_RATE = 0.25
+"""The lowest acceptance rate that is believed, so that one token is tried where a match is found."""
+_BETWEEN = -1
+"""Behind each of several texts; no token."""
+
+
+class Index:
+    """Where n-grams of a text, or of several, ended, and what followed them. It grows with the text."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self._ends: dict[int, dict[tuple[int, ...], list[int]]] = {n: {} for n in MATCHED}
+        """n -> n-gram -> positions of the token after its latest occurrences, the earliest first."""
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Append ``tokens``."""
+        for token in tokens:
+            end = len(self.tokens)
+            for n, ends in self._ends.items():
+                if end >= n:
+                    found = ends.setdefault(tuple(self.tokens[end - n :]), [])
+                    found.append(end)
+                    if len(found) > MAX_OCCURRENCES:
+                        del found[0]
+            self.tokens.append(token)
+
+    def matches(self, text: Sequence[int]) -> list[tuple[int, Index, int]]:
+        """Where the end of ``text`` occurs: tokens that match, at most MAX_MATCH; this index; the position behind."""
+        for n, ends in self._ends.items():
+            if found := ends.get(tuple(text[-n:])):
+                return [(self._length(text, n, end), self, end) for end in reversed(found)]
+        return []
+
+    def _length(self, text: Sequence[int], known: int, end: int) -> int:
+        """How many of the last tokens of ``text`` stand before ``end``. ``known``: so many do."""
+        most = min(MAX_MATCH, len(text), end)
+        while known < most and text[-1 - known] == self.tokens[end - 1 - known]:
+            known += 1
+        return known
+
+
+class PastTexts:
+    """The latest outputs of requests that have ended, MAX_PAST_TOKENS at most."""
+
+    def __init__(self) -> None:
+        self.new, self.old = Index(), Index()
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Add a text. Half of what is known is forgotten at once, where there are too many."""
+        tokens = tokens[: MAX_PAST_TOKENS // 2 - 1]
+        if len(self.new.tokens) + len(tokens) >= MAX_PAST_TOKENS // 2:
+            self.old, self.new = self.new, Index()
+        self.new.add([*tokens, _BETWEEN])
+
+
+class Found(NamedTuple):
+    """Draft tokens for one text."""
+
+    tokens: list[int]
+    expected: float
+    """How many of them are likely to be accepted."""
+    match: int
+    """Tokens that matched."""
+
+
+def follow(matches: Sequence[tuple[int, Index, int]], count: int, rate: float) -> tuple[list[int], float]:
+    """The likeliest tokens behind ``matches``, at most ``count``, and how many of them are likely to be accepted.
+
+    rate: of draft tokens on which all matches agree. A token's probability is that of those before it, times ``rate``,
+    times the share of the matches that agree with it.
+    """
+    drafts: list[int] = []
+    probability, expected = 1.0, 0.0
+    alive = [(index.tokens, end) for _, index, end in matches]
+    while len(drafts) < count:
+        following = []
+        for tokens, end in alive:
+            beyond = end + len(drafts) - len(tokens)  # Of a text that repeats itself, the draft is the next part.
+            following.append(drafts[beyond] if beyond >= 0 else tokens[end + len(drafts)])
+        token, votes = Counter(following).most_common(1)[0]
+        probability *= rate * votes / len(alive)
+        if token == _BETWEEN or probability < MIN_PROBABILITY:
+            break
+        drafts.append(token)
+        expected += probability
+        alive = [place for place, next_token in zip(alive, following, strict=True) if next_token == token]
+    return drafts, expected
+
+
+class SuffixDrafter(LookupDrafter):
+    """See ``Drafter``. It proposes nothing for a text whose last tokens are new.
+
+    A request that shares no prefix cache (``Request.reuse_blocks``) neither sees other texts nor is seen. One that uses
+    logits acceptance sees its own text alone: earlier output of the same seed would depend on the noise that is yet to
+    decide.
+    """
+
+    def __init__(self, use_logits: bool) -> None:
+        """use_logits: of requests that do not say."""
+        self._use_logits = use_logits
+        self._own: dict[Request, Index] = {}
+        self._past = PastTexts()
+        self._accepted: dict[int, AcceptanceRate] = {}
+        """By the bits of the match's length."""
+        self._matched: dict[Request, int] = {}
+        """The match from which a request's draft of this round came."""
+
+    def admit(self, requests: Sequence[Request], first: int) -> None:
+        """See ``Drafter``."""
+        self._own.update((request, Index()) for request in requests)
+
+    def find(self, request: Request, count: int) -> Found:
+        """At most ``count`` draft tokens for ``request``."""
+        own, tokens = self._own[request], request.tokens
+        own.add(tokens[len(own.tokens) :])
+        matches = own.matches(tokens)
+        if request.reuse_blocks and not request.accepts_by_logits(self._use_logits):
+            matches += self._past.new.matches(tokens) + self._past.old.matches(tokens)
+        longest = max((length for length, _, _ in matches), default=0)
+        best = [match for match in matches if match[0] == longest]
+        rate = max(MIN_RATE, self._rate(longest).rate(0.7, 4.0))
+        return Found(*follow(best, min(count, longest), rate), longest)
+
+    def take(self, request: Request, found: Found, proposal: Proposal) -> None:
+        """Propose what was found. A proposed token is certain: its probability is 1."""
+        proposal.tokens = found.tokens
+        self._matched[request] = found.match
+
+    def propose(self, requests: Sequence[Request], counts: Sequence[int], proposals: Sequence[Proposal]) -> None:
+        """See ``Drafter``."""
+        for request, count, proposal in zip(requests, counts, proposals, strict=True):
+            if count and not proposal.tokens:
+                self.take(request, self.find(request, count), proposal)
+
+    def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
+        """See ``Drafter``."""
+        for request, outcome in zip(requests, outcomes, strict=True):
+            match = self._matched.pop(request, 0)
+            if match and not isinstance(outcome, SpecError):
+                accepted = len(outcome.accepted)
+                self._rate(match).add(accepted, min(outcome.drafted, accepted + 1), 256.0)
+
+    def release(self, request: Request, row: int) -> None:
+        """See ``Drafter``."""
+        self._matched.pop(request, None)
+        if self._own.pop(request, None) and request.reuse_blocks:
+            self._past.add(request.output)
+
+    def _rate(self, match: int) -> AcceptanceRate:
+        return self._accepted.setdefault(match.bit_length(), AcceptanceRate())
