@@ -14,13 +14,14 @@ from specrun import arguments
 from specrun.engine_dir import EngineConfig
 from specrun.errors import ContextLengthError, RequestError
 from specrun.extras import how_to_install
-from specrun.grammar import Grammar, Grammars
+from specrun.grammar import Constraint, Grammar, Grammars
 from specrun.limits import MAX_LOGPROBS, MAX_STOP_IDS
 from specrun.request import Request
 from specrun.request_options import RequestOptions
 from specrun.sampling import SamplingParams
 from specrun.text import Detokenizer, TextStream
 from specrun.tokenizer import TOKENIZER_NAME, load_tokenizer, raise_unless_fault, tokenizer_files
+from specrun.tools import ExpectedCalls, ToolFormat, Tools, find_format
 
 if TYPE_CHECKING:
     from specrun.chat_template import ChatTemplate
@@ -36,14 +37,23 @@ class RequestFactory:
     """Makes requests for one decoder."""
 
     def __init__(
-        self, target: EngineConfig, draft_len: int, tokenizer_dir: Path | None, chat_template: Path | None = None
+        self,
+        target: EngineConfig,
+        draft_len: int,
+        tokenizer_dir: Path | None,
+        chat_template: Path | None = None,
+        tool_format: ToolFormat | None = None,
     ) -> None:
-        """chat_template: a file with a template to take instead of the tokenizer's."""
+        """chat_template: a file with a template to take instead of the tokenizer's.
+
+        tool_format: how the model writes calls of tools. None: as its template says.
+        """
         self.target = target
         self.draft_len = draft_len
         self._tokenizer_dir = tokenizer_dir
         self._grammars = Grammars(lambda: self.tokenizer, target.eos_token_ids)
         self._template_file = chat_template
+        self._tool_format = tool_format
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -100,8 +110,27 @@ class RequestFactory:
             text = detokenizer.decode(ids)
         params = params.seeded()
         length = self._output_len(ids, options.max_output_len, name)
-        grammar = self._grammars.compile(constraint) if (constraint := options.constraint) else None
+        constraint = options.constraint or self._tool_constraint(options.tools)
+        grammar = self._grammars.compile(constraint) if constraint else None
         return [self._request(ids, params.seeded(number), options, length, text, grammar) for number in range(n)]
+
+    def _tool_constraint(self, tools: Tools | None) -> Constraint | None:
+        """Calls in the model's form, where they are asked for."""
+        if not (tools and tools.must_call):
+            return None
+        added = self._detokenizer.added_tokens if self._detokenizer else ()
+        return Constraint("tools", self._format_of_calls().grammar(tools, added))
+
+    def _format_of_calls(self) -> ToolFormat:
+        """Raises RequestError where the model knows no tools, or nobody knows how it calls them."""
+        source = self._chat_template.tools_source
+        _require(source is not None, "tools: the chat template has none; leave them out, or give another template")
+        found = self._tool_format or find_format(source or "")
+        if found is None:
+            raise RequestError(
+                "tools: the chat template does not show a form of calls that is known; give --tool_call_format"
+            )
+        return found
 
     def _request(
         self,
@@ -113,12 +142,13 @@ class RequestFactory:
         grammar: Grammar | None,
     ) -> Request:
         """One checked request. text: what ``echo`` shows."""
+        form = self._format_of_calls() if options.tools else None
         request = Request(
             ids,
             params,
             length,
             frozenset((*self.target.eos_token_ids, *options.stop_ids)),
-            TextStream(self._detokenizer, ids, arguments.texts("stop", options.stop)) if self._detokenizer else None,
+            self._text_stream(ids, options, form),
             min_output_len=options.min_output_len,
             draft_len=None if options.draft_len == "auto" else options.draft_len,
             use_logits=None if options.acceptance is None else options.acceptance == "logits",
@@ -128,10 +158,18 @@ class RequestFactory:
             echo=text if text and options.echo else "",
             timeout=options.timeout,
             grammar=grammar,
+            expected_calls=ExpectedCalls(form, options.tools.several) if form and options.tools else None,
         )
         self.check(request)
         self._check_options(request)
         return request
+
+    def _text_stream(self, ids: Sequence[int], options: RequestOptions, form: ToolFormat | None) -> TextStream | None:
+        """Some tokenizers count the tags of calls as special tokens, which have no text otherwise."""
+        if self._detokenizer is None:
+            return None
+        shown = (form.tag, form.end) if form else ()
+        return TextStream(self._detokenizer, ids, arguments.texts("stop", options.stop), shown)
 
     def check(self, request: Request) -> None:
         """Raise RequestError, naming the parameter, unless this decoder has room for ``request``, whoever made it."""
@@ -192,7 +230,7 @@ class RequestFactory:
     def _encode(self, prompt: Prompt, options: RequestOptions, name: str) -> tuple[str | None, Sequence[int]]:
         """The prompt's text, None for token ids, and its ids."""
         if isinstance(prompt, str):
-            if not options.chat and options.system is None:
+            if not (options.chat or options.tools) and options.system is None:
                 return prompt, self._ids(prompt, True)
             turns: list[Message] = [{"role": "system", "content": options.system}] if options.system is not None else []
             turns.append({"role": "user", "content": prompt})
@@ -202,12 +240,16 @@ class RequestFactory:
             turns = _messages(prompt, name)
         elif options.chat:
             raise RequestError("chat: goes with a text or messages; token ids are not wrapped in a template")
+        elif options.tools:
+            raise RequestError("tools: go with messages, whose template tells the model of them")
         else:
             try:
                 return None, arguments.wholes("token ids", prompt)
             except RequestError as error:
                 raise RequestError(f"{name}: a prompt is a text, token ids or messages; {error}") from error
-        text = self._chat_template.render(turns)
+        if options.tools:
+            self._format_of_calls()
+        text = self._chat_template.render(turns, options.tools.for_template() if options.tools else None)
         return text, self._ids(text, False)
 
     def _ids(self, text: str, special: bool) -> list[int]:

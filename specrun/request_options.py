@@ -10,6 +10,7 @@ from typing import Any, Literal, TypedDict, get_args
 from specrun import arguments
 from specrun.errors import RequestError
 from specrun.grammar import Constraint, Kind, schema_text
+from specrun.tools import Tools
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class RequestOptions(arguments.Named):
     """The output is one of these texts."""
     grammar: str | None = None
     """The output follows this grammar, in llguidance's form of Lark."""
+    tools: Tools | None = None
+    """Functions that the chat template tells the model of. They go with none of those five."""
 
     def __post_init__(self) -> None:
         """Check every option's type, and write whole numbers and texts in one way."""
@@ -81,6 +84,8 @@ class RequestOptions(arguments.Named):
             found["draft_len"] = arguments.optional_whole("draft_len", self.draft_len)
         if self.acceptance not in (None, "tokens", "logits"):
             raise RequestError(f"acceptance {arguments.show(self.acceptance)}: expected tokens or logits")
+        if not isinstance(self.tools, Tools | None):
+            raise RequestError(f"tools {arguments.show(self.tools)}: expected Tools")
         for name, value in found.items():
             object.__setattr__(self, name, value)
         self._check_constraints()
@@ -94,7 +99,7 @@ class RequestOptions(arguments.Named):
 
     @property
     def constraint(self) -> Constraint | None:
-        """What the output must follow."""
+        """What the output must follow. What ``tools`` ask for depends on the model's form of calls."""
         if self.json_object:
             return Constraint("json_object", "")
         if self.choice:
@@ -124,6 +129,7 @@ class OptionKeywords(TypedDict, total=False):
     regex: str | None
     choice: str | Sequence[str]
     grammar: str | None
+    tools: Tools | None
 
 
 def combine(options: RequestOptions | None, keywords: OptionKeywords) -> RequestOptions:

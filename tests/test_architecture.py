@@ -35,6 +35,7 @@ ORDER = [
     "generation_config",
     "penalties",
     "grammar",
+    "tools",
     "acceptance",
     "devices",
     "kernels",

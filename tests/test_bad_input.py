@@ -951,7 +951,9 @@ def test_prompt_that_fills_max_seq_len(onnx: Path, out: Path) -> None:
     assert build("engine", *flags, "--max_input_len", 7).exit_code == 0
     said = run("generate", "--engine_dir", out / "engine", "--input_text", "abcdefg", "--output_format", "json")
     assert json.loads(said.stdout)["output_tokens"] == 1
-    says(generate_error(out / "engine", "--max_output_len", 6), "the engine's max_seq_len is 8", "give max_output_len 5")
+    says(
+        generate_error(out / "engine", "--max_output_len", 6), "the engine's max_seq_len is 8", "give max_output_len 5"
+    )
 
 
 def test_prompt_of_another_models_tokenizer(engines: Path, tmp_path: Path) -> None:
