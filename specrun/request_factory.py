@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tokenizers import Tokenizer
 
 from specrun import arguments
+from specrun.chat_prompts import ChatPrompts
 from specrun.engine_dir import EngineConfig
 from specrun.errors import ContextLengthError, RequestError
-from specrun.extras import how_to_install
 from specrun.grammar import Constraint, Grammar, Grammars
 from specrun.limits import MAX_LOGPROBS, MAX_STOP_IDS
 from specrun.request import Request
@@ -21,10 +22,7 @@ from specrun.request_options import RequestOptions
 from specrun.sampling import SamplingParams
 from specrun.text import Detokenizer, TextStream
 from specrun.tokenizer import TOKENIZER_NAME, load_tokenizer, raise_unless_fault, tokenizer_files
-from specrun.tools import ExpectedCalls, ToolFormat, Tools, find_format
-
-if TYPE_CHECKING:
-    from specrun.chat_template import ChatTemplate
+from specrun.tools import ExpectedCalls, ToolFormat
 
 DEFAULT_OUTPUT_LEN = 256
 
@@ -52,8 +50,7 @@ class RequestFactory:
         self.draft_len = draft_len
         self._tokenizer_dir = tokenizer_dir
         self._grammars = Grammars(lambda: self.tokenizer, target.eos_token_ids)
-        self._template_file = chat_template
-        self._tool_format = tool_format
+        self._chats = ChatPrompts(tokenizer_dir, chat_template, tool_format)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -73,17 +70,9 @@ class RequestFactory:
         """Do now what the first request with a constraint would wait for. Raises RequestError."""
         self._grammars.prepare()
 
-    @cached_property
-    def _chat_template(self) -> ChatTemplate:
-        try:
-            from specrun.chat_template import ChatTemplate  # Only chats need jinja2.
-        except ImportError as error:
-            raise RequestError(f"chat templates need jinja2, which is missing: {how_to_install('jinja2')}") from error
-        return ChatTemplate.load(self._tokenizer_dir or Path(), self._template_file)
-
     def require_chat_template(self) -> None:
         """Raise RequestError where the tokenizer has none, or one that fails."""
-        self._chat_template.render([{"role": "user", "content": "?"}])
+        self._chats.render([{"role": "user", "content": "?"}], None)
 
     def token_ids(self, prompt: Prompt, options: RequestOptions) -> list[int]:
         """The ids of a prompt. Raises RequestError."""
@@ -110,27 +99,21 @@ class RequestFactory:
             text = detokenizer.decode(ids)
         params = params.seeded()
         length = self._output_len(ids, options.max_output_len, name)
-        constraint = options.constraint or self._tool_constraint(options.tools)
+        constraint = self._tool_constraint(options) or options.constraint
         grammar = self._grammars.compile(constraint) if constraint else None
         return [self._request(ids, params.seeded(number), options, length, text, grammar) for number in range(n)]
 
-    def _tool_constraint(self, tools: Tools | None) -> Constraint | None:
-        """Calls in the model's form, where they are asked for."""
-        if not (tools and tools.must_call):
+    def _tool_constraint(self, options: RequestOptions) -> Constraint | None:
+        """Calls in the model's form, where there must be calls, or calls or JSON of a schema."""
+        tools, answer = options.tools, options.answer_schema
+        if tools is None or not (tools.must_call or answer):
             return None
         added = self._detokenizer.added_tokens if self._detokenizer else ()
-        return Constraint("tools", self._format_of_calls().grammar(tools, added))
-
-    def _format_of_calls(self) -> ToolFormat:
-        """Raises RequestError where the model knows no tools, or nobody knows how it calls them."""
-        source = self._chat_template.tools_source
-        _require(source is not None, "tools: the chat template has none; leave them out, or give another template")
-        found = self._tool_format or find_format(source or "")
-        if found is None:
-            raise RequestError(
-                "tools: the chat template does not show a form of calls that is known; give --tool_call_format"
-            )
-        return found
+        other = None if tools.must_call or answer is None else json.loads(answer)
+        try:
+            return Constraint("tools", self._chats.tool_format().grammar(tools, added, other))
+        except RecursionError as error:
+            raise RequestError("tools: the schemas are nested too deeply") from error
 
     def _request(
         self,
@@ -142,7 +125,7 @@ class RequestFactory:
         grammar: Grammar | None,
     ) -> Request:
         """One checked request. text: what ``echo`` shows."""
-        form = self._format_of_calls() if options.tools else None
+        form = self._chats.tool_format() if options.tools else None
         request = Request(
             ids,
             params,
@@ -247,9 +230,7 @@ class RequestFactory:
                 return None, arguments.wholes("token ids", prompt)
             except RequestError as error:
                 raise RequestError(f"{name}: a prompt is a text, token ids or messages; {error}") from error
-        if options.tools:
-            self._format_of_calls()
-        text = self._chat_template.render(turns, options.tools.for_template() if options.tools else None)
+        text = self._chats.render(turns, options.tools)
         return text, self._ids(text, False)
 
     def _ids(self, text: str, special: bool) -> list[int]:

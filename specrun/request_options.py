@@ -58,7 +58,7 @@ class RequestOptions(arguments.Named):
     grammar: str | None = None
     """The output follows this grammar, in llguidance's form of Lark."""
     tools: Tools | None = None
-    """Functions that the chat template tells the model of. They go with none of those five."""
+    """Functions that the chat template tells the model of. The output is calls of them, or what a schema describes."""
 
     def __post_init__(self) -> None:
         """Check every option's type, and write whole numbers and texts in one way."""
@@ -92,14 +92,21 @@ class RequestOptions(arguments.Named):
 
     def _check_constraints(self) -> None:
         given = [kind for kind in get_args(Kind) if getattr(self, kind) not in (None, False, ())]
-        if len(given) > 1:
+        if len(given) > 1 and not (len(given) == 2 and self.tools and self.answer_schema is not None):
             raise RequestError(f"{given[0]} and {given[1]} exclude each other")
         if "" in self.choice:
             raise RequestError("choice: expected texts that are not empty")
 
     @property
+    def answer_schema(self) -> str | None:
+        """The JSON schema that the output follows where it is no call."""
+        if self.json_object:
+            return '{"type": "object"}'
+        return None if self.json_schema is None else schema_text(self.json_schema)
+
+    @property
     def constraint(self) -> Constraint | None:
-        """What the output must follow. What ``tools`` ask for depends on the model's form of calls."""
+        """What the output must follow, but for calls of ``tools``, whose form is the model's."""
         if self.json_object:
             return Constraint("json_object", "")
         if self.choice:

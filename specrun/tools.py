@@ -54,9 +54,10 @@ class Tools:
         ]
 
     def schemas(self) -> dict[str, Mapping[str, Any]]:
-        """JSON schemas of the arguments of the functions of which one must be called, by name."""
+        """JSON schemas of the arguments of the functions that must, or else may be called, by name."""
         functions = [tool["function"] for tool in self.definitions]
-        return {one["name"]: _schema(one.get("parameters")) for one in functions if one["name"] in self.must_call}
+        names = self.must_call or [function["name"] for function in functions]
+        return {one["name"]: _schema(one.get("parameters")) for one in functions if one["name"] in names}
 
 
 def _check_definition(where: str, definition: Any) -> str:
@@ -89,7 +90,8 @@ def _object(name: str, value: Any) -> Mapping[str, Any]:
 def _schema(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """The schema of a function's arguments, which are an object. A function without parameters has none."""
     schema = {"properties": {}, "additionalProperties": False} if parameters is None else parameters
-    return {"x-guidance": {"whitespace_pattern": WHITESPACE}, **schema, "type": "object"}
+    spaces = {"x-guidance": {"whitespace_pattern": " "}}  # As the templates write calls.
+    return {**spaces, **schema, "type": "object"}
 
 
 @dataclass(frozen=True)
@@ -105,15 +107,19 @@ class ToolFormat:
     is_bare: bool
     """Calls have no tag where they begin the text or follow another call."""
 
-    def grammar(self, tools: Tools, added: Collection[str]) -> str:
+    def grammar(self, tools: Tools, added: Collection[str], answer: Any = None) -> str:
         """The calls that ``tools`` ask for, in llguidance's form of Lark.
 
-        added: the tokenizer's added tokens, which llguidance takes by their names only.
+        added: the tokenizer's added tokens, which llguidance takes by their names only. answer: a JSON schema of what
+        may be written instead of calls.
         """
         tag, end = (one if one in added else json.dumps(one) for one in (self.tag, self.end))
         call = "object" if self.is_bare else f'{tag} "\\n" object "\\n" {end}'
         more = ' ("\\n" call)*' if tools.several and not self.is_bare else ""  # Bare calls: such models make one.
-        rules = [f"start: call{more}", f"call: {call}"]
+        rules = [f"start: call{more}" if answer is None else f"start: call{more} | answer", f"call: {call}"]
+        if answer is not None:
+            spaces = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+            rules.append(f"answer: %json {json.dumps({**spaces, **answer} if isinstance(answer, dict) else answer)}")
         schemas = tools.schemas()
         rules.append("object: " + " | ".join(f"function{number}" for number in range(len(schemas))))
         for number, (name, schema) in enumerate(schemas.items()):

@@ -36,6 +36,7 @@ ORDER = [
     "penalties",
     "grammar",
     "tools",
+    "chat_prompts",
     "acceptance",
     "devices",
     "kernels",

@@ -175,3 +175,24 @@ def test_stop_texts_across_tokens() -> None:
         stream = streamed(tokenizer, [], tokens, stop)
         assert stream.text == expected
         assert stream.stopped == (stop != ["zz"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_have_a_text_only_where_they_are_shown(kind: str) -> None:
+    tokenizer = KINDS[kind]()
+    begin, end = (tokenizer.token_to_id(token) for token in SPECIAL)
+    words = tokenizer.encode("the the", add_special_tokens=False).ids
+    tokens = [begin, *words, end, *words, end]
+    plain, shown = (TextStream(Detokenizer(tokenizer), words, shown=shown) for shown in ((), ("</s>", "<unknown>")))
+    for stream in (plain, shown):
+        told = "".join(stream.push(token) for token in tokens) + stream.finish()
+        assert told == stream.text
+    first, second, last = shown.text.split("</s>")
+    assert first + second == plain.text and first and not last
+
+
+def test_a_character_that_a_shown_token_cuts_off_is_replaced_before_it() -> None:
+    tokenizer = byte_level()
+    half = tokenizer.encode("漢", add_special_tokens=False).ids[:1]
+    stream = TextStream(Detokenizer(tokenizer), [], shown=("</s>",))
+    assert stream.push(half[0]) == "" and stream.push(tokenizer.token_to_id("</s>")) == "\N{REPLACEMENT CHARACTER}</s>"

@@ -14,7 +14,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from specrun.batch_lines import Ask, Defaults, read_question
 from specrun.decoder import SpeculativeDecoder
+from specrun.openai.body import DEFAULTS
+from specrun.request_options import RequestOptions
+from specrun.sampling import SamplingParams
 from specrun.tools import HERMES
 from tests.conftest import make_engine, make_onnx, once
 from tests.families import save_checkpoint
@@ -195,7 +199,7 @@ def test_several_calls_where_the_model_makes_several(opened: Open) -> None:
     with running(opened(QWEN, "special")) as server:
         end = server.decoder.target.eos_token_ids[0]
         body = {**ASK, "tool_choice": "required", "seed": 0, "logit_bias": {str(end): -100}}  # It never stops.
-        (choice,) = client_of(server).chat.completions.create(**body).choices
+        (choice,) = client_of(server).chat.completions.create(**body | {"max_tokens": 600}).choices
         assert choice.finish_reason == "length" and len(choice.message.tool_calls) > 1
         for call in choice.message.tool_calls:
             check(call)
@@ -264,7 +268,7 @@ def test_the_prompt_is_the_one_that_transformers_renders(server: Server) -> None
         *HELLO,
     ]
     tools = json.loads(json.dumps(TOOLS).replace('"strict": true, ', ""))
-    template = (server.decoder._factory._template_file or Path()).read_text()
+    template = (server.decoder._factory._chats._template_file or Path()).read_text()
     theirs = PreTrainedTokenizerFast(tokenizer_object=server.decoder.tokenizer, chat_template=template)
     expected = theirs.apply_chat_template(plain, tools=tools, tokenize=False, add_generation_prompt=True)
     assert "get-time" in expected and '{"city": "Köln"}' in expected
@@ -287,6 +291,21 @@ def test_with_auto_the_text_is_the_models_own(server: Server) -> None:
         assert streamed == choice["message"]["content"]
 
 
+def test_with_a_schema_the_model_calls_or_answers(server: Server) -> None:
+    """Here the form is constrained, and a random model does both."""
+    answer = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    answer["additionalProperties"] = False
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": answer}}
+    body = {**ASK, "parallel_tool_calls": False, "n": 12, "seed": 0, "response_format": wanted}
+    found = client_of(server).chat.completions.create(**body).choices
+    for choice in found:
+        for call in choice.message.tool_calls or ():
+            check(call)
+        if not choice.message.tool_calls:
+            jsonschema.validate(json.loads(choice.message.content), answer)
+    assert {choice.finish_reason for choice in found} == {"stop", "tool_calls"}
+
+
 # --- what is wrong
 
 
@@ -296,7 +315,7 @@ def test_bad_requests_name_their_field(server: Server) -> None:
         ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
         ({"tools": TOOLS * 2}, "tools[2].function.name"),
         ({"tools": hiccup, "tool_choice": "required"}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"guided_regex": "a"}, "guided_regex"),
         ({"tools": None, "tool_choice": "required"}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"messages": [*HELLO, {"role": "tool", "content": "5"}]}, "messages[1].tool_call_id"),
@@ -309,7 +328,7 @@ def test_bad_requests_name_their_field(server: Server) -> None:
     assert server.post("/v1/completions", {"prompt": "a", "tools": TOOLS}).json()["error"]["param"] == "tools"
 
 
-def test_schemas_that_are_too_large_are_refused(opened: Open) -> None:
+def test_schemas_that_are_too_large_or_too_deep_are_refused(opened: Open) -> None:
     names_only = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}<tool_call>"
     properties = {f"parameter_{number}": {"enum": ["a" * 50]} for number in range(1000)}
     large = [{"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}]
@@ -318,6 +337,13 @@ def test_schemas_that_are_too_large_are_refused(opened: Open) -> None:
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
         assert "bytes, expected at most" in answer.json()["error"]["message"]
         assert server.post("/v1/chat/completions", {**ASK, "tools": large, "max_tokens": 3}).status_code == 200
+        for depth in (200, 300, 450, 900):
+            parameters: dict[str, Any] = {"type": "object"}
+            for _ in range(depth):
+                parameters = {"type": "object", "properties": {"a": parameters}}
+            deep = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+            answer = server.post("/v1/chat/completions", {**ASK, "tools": deep, "tool_choice": "required"})
+            assert answer.status_code == 400, (depth, answer.text[:200])
 
 
 def test_a_template_without_tools_refuses_them_and_none_ignores_them(opened: Open) -> None:
@@ -339,6 +365,19 @@ def test_a_form_that_is_not_known_is_refused_unless_it_is_given(opened: Open) ->
     with running(opened(unknown, tool_format=HERMES)) as server:
         (choice,) = client_of(server).chat.completions.create(**body).choices
         check(choice.message.tool_calls[0])
+
+
+def test_batch_files_take_tools_too(opened: Open) -> None:
+    defaults = Defaults(SamplingParams(), RequestOptions(), 1, DEFAULTS, "target")
+    line = {"custom_id": "1", "url": "/v1/chat/completions", "body": {**ASK, "tool_choice": NAMED, "seed": 0}}
+    with opened(QWEN, "special") as decoder:
+        question = read_question(json.dumps(line).encode(), 1, defaults)
+        assert isinstance(question.ask, Ask)
+        found = decoder.generate(question.ask.prompts, question.ask.params, question.ask.options)
+        (choice,) = question.answer(found, None, decoder.token_bytes)["response"]["body"]["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    (call,) = choice["message"]["tool_calls"]
+    jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMAS["get_weather"])
 
 
 def test_the_command_takes_a_form(long_pair: Path, tmp_path: Path) -> None:
