@@ -44,18 +44,31 @@ class ChatTemplate:
         """
         self._special_tokens = dict(special_tokens)
         self._origin = origin
-        self._tools_source = source if tools_source is None else tools_source
-        try:
-            self._template = _environment().from_string(source)
-            self._tools_template = _environment().from_string(tools_source) if tools_source else self._template
-        except Exception as error:  # The compiler raises RecursionError and the like too.
-            raise self._failed(error) from error
+        self._template = self._compile(source)
+        self._source, self._own_tools_source = source, tools_source
 
     @cached_property
     def tools_source(self) -> str | None:
-        """The text of the template that tells a model of tools; None where it does not look at them."""
-        found = jinja2.meta.find_undeclared_variables(_environment().parse(self._tools_source))
-        return self._tools_source if "tools" in found else None
+        """The text of the template that tells a model of tools; None where it does not look at them.
+
+        Raises RequestError where it is no valid jinja.
+        """
+        source = self._own_tools_source or self._source
+        try:
+            found = jinja2.meta.find_undeclared_variables(_environment().parse(source))
+        except Exception as error:
+            raise self._failed(error) from error
+        return source if "tools" in found else None
+
+    @cached_property
+    def _tools_template(self) -> jinja2.Template:
+        return self._compile(self._own_tools_source) if self._own_tools_source else self._template
+
+    def _compile(self, source: str) -> jinja2.Template:
+        try:
+            return _environment().from_string(source)
+        except Exception as error:  # The compiler raises RecursionError and the like too.
+            raise self._failed(error) from error
 
     @classmethod
     def load(cls, directory: Path, file: Path | None = None) -> ChatTemplate:
@@ -79,12 +92,12 @@ class ChatTemplate:
 
         tools: in the form of OpenAI's API.
         """
+        template = self._template if tools is None else self._tools_template
         try:
             turns = [
                 {key: value for key, value in _plain(message).items() if value is not None} for message in messages
             ]
             settings = {"tools": _plain(tools), "documents": None, "add_generation_prompt": True}
-            template = self._template if tools is None else self._tools_template
             return template.render(messages=turns, **settings, **self._special_tokens)
         except Exception as error:  # Templates are programs, and fail like programs.
             raise self._failed(error) from error
