@@ -245,16 +245,14 @@ BAD_COMPLETIONS = [
     ({"prompt": ["a"] * MAX_PROMPTS, "n": MAX_ANSWERS // MAX_PROMPTS + 1}, "n"),
 ]
 F: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
+NOT_ARGUMENTS: list[Any] = ["{", "1", [], "[" * 9999]
 BAD_CALLS: list[tuple[Any, str]] = [
     ("f", ""),
     ([1], "[0]"),
     ([{"type": "custom", "function": {"name": "f"}}], "[0].type"),
     ([{"type": "function"}], "[0].function"),
     ([{"function": {"arguments": "{}"}}], "[0].function.name"),
-    *(
-        ([{"function": {"name": "f", "arguments": bad}}], "[0].function.arguments")
-        for bad in ("{", "1", [], "[" * 9999)
-    ),
+    *(([{"function": {"name": "f", "arguments": bad}}], "[0].function.arguments") for bad in NOT_ARGUMENTS),
 ]
 BAD_CHATS = [
     *BAD_IN_BOTH,

@@ -273,7 +273,8 @@ def test_the_prompt_is_the_one_that_transformers_renders(server: Server) -> None
     expected = theirs.apply_chat_template(plain, tools=tools, tokenize=False, add_generation_prompt=True)
     assert "get-time" in expected and '{"city": "Köln"}' in expected
     assert ids == server.decoder.tokenizer.encode(expected, add_special_tokens=False).ids
-    for without in ({}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}):
+    withouts: list[dict[str, Any]] = [{}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}]
+    for without in withouts:
         assert len(server.post("/tokenize", {"messages": turns, **without}).json()["tokens"]) < len(ids) - 100
 
 
@@ -293,7 +294,7 @@ def test_with_auto_the_text_is_the_models_own(server: Server) -> None:
 
 def test_with_a_schema_the_model_calls_or_answers(server: Server) -> None:
     """Here the form is constrained, and a random model does both."""
-    answer = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    answer: dict[str, Any] = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     answer["additionalProperties"] = False
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": answer}}
     body = {**ASK, "parallel_tool_calls": False, "n": 12, "seed": 0, "response_format": wanted}
