@@ -115,6 +115,8 @@ def test_messages_are_what_templates_know() -> None:
             {"role": "user", "content": parts, "name": "Ann"},
             {"role": "assistant", "content": None, "tool_calls": calls},
             {"role": "tool", "content": "4", "tool_call_id": "1"},
+            {"role": "tool", "content": "5", "tool_call_id": "2", "name": "own"},
+            {"role": "tool", "content": "6", "tool_call_id": "unknown"},
         ]
     ).prompts
     assert messages == [
@@ -128,7 +130,9 @@ def test_messages_are_what_templates_know() -> None:
                 for number, values in enumerate(({"a": [1]}, {}, {"b": 2}))
             ],
         },
-        {"role": "tool", "content": "4", "tool_call_id": "1"},
+        {"role": "tool", "content": "4", "tool_call_id": "1", "name": "f"},
+        {"role": "tool", "content": "5", "tool_call_id": "2", "name": "own"},
+        {"role": "tool", "content": "6", "tool_call_id": "unknown"},
     ]
 
 

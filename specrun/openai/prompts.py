@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specrun.openai.fields import BodyError, as_object, wrong
@@ -40,7 +40,17 @@ def read_messages(name: str, value: Any) -> Sequence[Message]:
     """The messages of a conversation. Raises BodyError."""
     if not isinstance(value, list) or not value:
         raise wrong(name, value, "a list of messages")
-    return [_message(f"{name}[{number}]", message) for number, message in enumerate(value)]
+    messages = [_message(f"{name}[{number}]", message) for number, message in enumerate(value)]
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    names = {call["id"]: call["function"]["name"] for call in calls if isinstance(call.get("id"), str)}
+    return [_with_name(message, names) for message in messages]
+
+
+def _with_name(message: Message, names: Mapping[str, str]) -> Message:
+    """A tool's result with the function's name, which OpenAI's messages leave out and some templates need."""
+    if message["role"] != "tool" or message.get("name") or message["tool_call_id"] not in names:
+        return message
+    return {**message, "name": names[message["tool_call_id"]]}
 
 
 def _message(where: str, message: Any) -> Message:
