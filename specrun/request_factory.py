@@ -22,7 +22,7 @@ from specrun.request_options import RequestOptions
 from specrun.sampling import SamplingParams
 from specrun.text import Detokenizer, TextStream
 from specrun.tokenizer import TOKENIZER_NAME, load_tokenizer, raise_unless_fault, tokenizer_files
-from specrun.tools import ExpectedCalls, ToolFormat
+from specrun.tools import ExpectedCalls, ToolFormat, Tools
 
 DEFAULT_OUTPUT_LEN = 256
 
@@ -125,13 +125,12 @@ class RequestFactory:
         grammar: Grammar | None,
     ) -> Request:
         """One checked request. text: what ``echo`` shows."""
-        form = self._chats.tool_format() if options.tools else None
         request = Request(
             ids,
             params,
             length,
             frozenset((*self.target.eos_token_ids, *options.stop_ids)),
-            self._text_stream(ids, options, form),
+            self._text_stream(ids, options),
             min_output_len=options.min_output_len,
             draft_len=None if options.draft_len == "auto" else options.draft_len,
             use_logits=None if options.acceptance is None else options.acceptance == "logits",
@@ -141,16 +140,20 @@ class RequestFactory:
             echo=text if text and options.echo else "",
             timeout=options.timeout,
             grammar=grammar,
-            expected_calls=ExpectedCalls(form, options.tools.several) if form and options.tools else None,
+            expected_calls=self._expected_calls(options.tools),
         )
         self.check(request)
         self._check_options(request)
         return request
 
-    def _text_stream(self, ids: Sequence[int], options: RequestOptions, form: ToolFormat | None) -> TextStream | None:
+    def _expected_calls(self, tools: Tools | None) -> ExpectedCalls | None:
+        return ExpectedCalls(self._chats.tool_format(), tools.several, bool(tools.must_call)) if tools else None
+
+    def _text_stream(self, ids: Sequence[int], options: RequestOptions) -> TextStream | None:
         """Some tokenizers count the tags of calls as special tokens, which have no text otherwise."""
         if self._detokenizer is None:
             return None
+        form = self._chats.tool_format() if options.tools else None
         shown = (form.tag, form.end) if form else ()
         return TextStream(self._detokenizer, ids, arguments.texts("stop", options.stop), shown)
 

@@ -135,6 +135,8 @@ class ExpectedCalls(NamedTuple):
     form: ToolFormat
     several: bool
     """Whether more than the first one counts."""
+    are_certain: bool = False
+    """Whether the text is nothing but calls."""
 
 
 HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", "arguments", is_bare=False)

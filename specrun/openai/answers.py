@@ -73,7 +73,7 @@ class Answer:
     def __post_init__(self) -> None:
         """Look for calls where the model was told of tools."""
         if expected := self.request.expected_calls:
-            self._parser = ToolCallParser(expected, holds=not self.is_streamed)
+            self._parser = ToolCallParser(expected, holds=not (self.is_streamed or expected.are_certain))
 
     def add(self, update: Update) -> Delta:
         """Take what a round has brought."""
