@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.meta
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -25,18 +27,46 @@ from specrun.tokenizer import LEGACY_TEMPLATE_NAME, SETTINGS_NAME, SPECIAL_TOKEN
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The names by which templates know special tokens."""
+_DEFAULT, _FOR_TOOLS = "default", "tool_use"
+"""Names of templates, where a tokenizer has several."""
 _INSTEAD = "give prompts without --chat"
 
 
 class ChatTemplate:
     """A compiled template and the special tokens that it may name. May be rendered from any thread."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], origin: Path) -> None:
-        """origin: named in error messages. Raises RequestError for a template that is not valid jinja."""
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], origin: Path, tools_source: str | None = None
+    ) -> None:
+        """tools_source: a template of its own for conversations with tools. origin: named in error messages.
+
+        Raises RequestError for a template that is not valid jinja.
+        """
         self._special_tokens = dict(special_tokens)
         self._origin = origin
+        self._template = self._compile(source)
+        self._source, self._own_tools_source = source, tools_source
+
+    @cached_property
+    def tools_source(self) -> str | None:
+        """The text of the template that tells a model of tools; None where it does not look at them.
+
+        Raises RequestError where it is no valid jinja.
+        """
+        source = self._own_tools_source or self._source
         try:
-            self._template = _environment().from_string(source)
+            found = jinja2.meta.find_undeclared_variables(_environment().parse(source))
+        except Exception as error:
+            raise self._failed(error) from error
+        return source if "tools" in found else None
+
+    @cached_property
+    def _tools_template(self) -> jinja2.Template:
+        return self._compile(self._own_tools_source) if self._own_tools_source else self._template
+
+    def _compile(self, source: str) -> jinja2.Template:
+        try:
+            return _environment().from_string(source)
         except Exception as error:  # The compiler raises RecursionError and the like too.
             raise self._failed(error) from error
 
@@ -48,23 +78,27 @@ class ChatTemplate:
         """
         try:
             settings = _read_object(directory / SETTINGS_NAME)
-            source = file.read_text(encoding="utf-8") if file else _source(directory, settings)
+            sources = {_DEFAULT: file.read_text(encoding="utf-8")} if file else _sources(directory, settings)
             special_tokens = _special_tokens(directory, settings)
         except (OSError, ValueError, RecursionError) as error:
             what = f"{file}: the chat template" if file else f"{directory}: the tokenizer's settings"
             raise RequestError(f"{what} cannot be read ({error}); {_INSTEAD}") from error
-        if not source:
+        if not (source := sources.get(_DEFAULT)):
             raise RequestError(f"{directory}: the tokenizer has no chat template; give --chat_template, or {_INSTEAD}")
-        return cls(source, special_tokens, file or directory)
+        return cls(source, special_tokens, file or directory, sources.get(_FOR_TOOLS))
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The text of ``messages`` up to the beginning of the answer. Raises RequestError where the template fails."""
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+        """The text of ``messages`` up to the beginning of the answer. Raises RequestError where the template fails.
+
+        tools: in the form of OpenAI's API.
+        """
+        template = self._template if tools is None else self._tools_template
         try:
             turns = [
                 {key: value for key, value in _plain(message).items() if value is not None} for message in messages
             ]
-            settings = {"tools": None, "documents": None, "add_generation_prompt": True}
-            return self._template.render(messages=turns, **settings, **self._special_tokens)
+            settings = {"tools": _plain(tools), "documents": None, "add_generation_prompt": True}
+            return template.render(messages=turns, **settings, **self._special_tokens)
         except Exception as error:  # Templates are programs, and fail like programs.
             raise self._failed(error) from error
 
@@ -72,21 +106,21 @@ class ChatTemplate:
         return RequestError(f"{self._origin}: the chat template failed ({error}); {_INSTEAD}")
 
 
-def _source(directory: Path, settings: Mapping[str, Any]) -> str | None:
-    """The template's text, from the first of the places where checkpoints keep it; None where there is none."""
+def _sources(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """The templates' texts by name, from the first of the places where checkpoints keep them; most have one."""
     if (file := directory / TEMPLATE_NAME).is_file():
-        return file.read_text(encoding="utf-8")
+        return {_DEFAULT: file.read_text(encoding="utf-8")}
     found = settings.get("chat_template")
     if found is None:
         found = _read_object(directory / LEGACY_TEMPLATE_NAME).get("chat_template")
     if isinstance(found, list):  # Of several, under names.
         named = {entry["name"]: entry["template"] for entry in found if _is_named_template(entry)}
-        if found and "default" not in named:
-            raise ValueError(f"chat_template has no template called default, only {sorted(named)}")
-        found = named.get("default")
+        if found and _DEFAULT not in named:
+            raise ValueError(f"chat_template has no template called {_DEFAULT}, only {sorted(named)}")
+        return named
     if not isinstance(found, str | None):
         raise ValueError(f"chat_template is of the type {type(found).__name__}")
-    return found
+    return {_DEFAULT: found} if found else {}
 
 
 def _is_named_template(entry: object) -> bool:

@@ -25,6 +25,7 @@ from specrun.sampling import SamplingParams
 from specrun.scheduler import Event, Scheduler
 from specrun.token_bytes import TokenBytes
 from specrun.tokenizer import require_own_tokenizer, require_same_tokenizer
+from specrun.tools import ToolFormat
 
 
 class SpeculativeDecoder:
@@ -46,8 +47,9 @@ class SpeculativeDecoder:
         max_batch_size: int,
         tokenizer_dir: Path | None = None,
         chat_template: Path | None = None,
+        tool_format: ToolFormat | None = None,
     ) -> None:
-        self._factory = RequestFactory(target, rounds.max_draft_len, tokenizer_dir, chat_template)
+        self._factory = RequestFactory(target, rounds.max_draft_len, tokenizer_dir, chat_template, tool_format)
         self.scheduler = Scheduler(rounds, lengths, max_batch_size, self._factory.check)
         self.target = target
         self.max_batch_size = max_batch_size
@@ -61,10 +63,12 @@ class SpeculativeDecoder:
         tokenizer_dir: str | Path | None = None,
         on_warm_up: Callable[[int, int], None] = lambda _done, _of: None,
         chat_template: str | Path | None = None,
+        tool_format: ToolFormat | None = None,
     ) -> SpeculativeDecoder:
         """Check everything about the pair, then load it. The tokenizer is the target's unless told otherwise.
 
-        ``chat_template`` is a file with a template in jinja's language, instead of the tokenizer's own.
+        ``chat_template`` is a file with a template in jinja's language, instead of the tokenizer's own. ``tool_format``
+        is how the model writes calls of tools, where its template does not show it.
 
         ``on_warm_up`` is told how many steps of the GPUs' warm-up, of how many, are done.
         Raises EngineDirError, PairError, BackendError, and RequestError for arguments of the wrong type; nothing is
@@ -83,7 +87,7 @@ class SpeculativeDecoder:
         rows = min(one.config.build_config.max_batch_size for one in (engine, draft) if one)
         rounds = open_round(engine, draft if draft_len else None, draft_len, rows, config, on_warm_up)
         lengths = DraftLength(draft_len, config.fixed_draft_len if draft_len else 0)
-        return cls(rounds, lengths, engine.config, rows, tokenizer_dir, chat_template)
+        return cls(rounds, lengths, engine.config, rows, tokenizer_dir, chat_template, tool_format)
 
     def close(self) -> None:
         """Give the engines and their memory back. Requests that have not ended fail, and so do calls from then on.

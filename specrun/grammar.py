@@ -25,7 +25,7 @@ from specrun.tokenizer import raise_unless_fault
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "tools"]
 Mask = npt.NDArray[np.uint8]
 """[ceil(V / 8)] bytes. Token i may follow where bit i % 8 of byte i // 8 is set; ids beyond its end may not."""
 
@@ -33,7 +33,7 @@ MAX_CONSTRAINT_BYTES = 1 << 16
 """Of a schema or grammar as UTF-8. The time to compile one grows with its square at worst: a second for this size."""
 _KEPT_GRAMMARS = 64
 """Compiled grammars that are kept for later requests."""
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """Between two tokens of JSON. Without a limit, a model may write nothing else for ever."""
 
 
@@ -43,7 +43,7 @@ class Constraint(NamedTuple):
     kind: Kind
     """The option's name, for messages."""
     text: str
-    """JSON for json_schema and choice, else what the user wrote; json_object has none."""
+    """JSON for json_schema and choice, Lark for tools, else what the user wrote; json_object has none."""
 
 
 def schema_text(schema: Mapping[str, Any] | bool | str) -> str:
@@ -141,7 +141,7 @@ def _source(constraint: Constraint) -> str:
     if kind in ("json_schema", "json_object"):
         schema = json.loads(text)
         own = not isinstance(schema, dict) or "x-guidance" in schema  # llguidance's own way to set such things.
-        return LLMatcher.grammar_from_json_schema(text, defaults=None if own else {"whitespace_pattern": _WHITESPACE})
+        return LLMatcher.grammar_from_json_schema(text, defaults=None if own else {"whitespace_pattern": WHITESPACE})
     if kind == "regex":
         return LLMatcher.grammar_from_regex(text)
     if kind == "choice":  # One terminal: alternatives of a rule take time that grows with the square of their number.

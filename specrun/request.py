@@ -17,6 +17,7 @@ from specrun.penalties import TokenCounts, apply_penalties
 from specrun.sampling import Floats, SamplingParams, TokenLogprob
 from specrun.stats import Stats
 from specrun.text import TextStream
+from specrun.tools import ExpectedCalls
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
@@ -81,6 +82,8 @@ class Request:
     """Seconds after which the request ends as it is."""
     grammar: Grammar | None = None
     """What the output must follow. It ends when nothing more may follow."""
+    expected_calls: ExpectedCalls | None = None
+    """Calls of tools that the text may hold; whoever answers reads them."""
     has_logits_processors: bool = field(init=False)
     """Whether its logits are changed before they become a distribution."""
     matcher: Matcher | None = field(init=False)

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tokenizers import Tokenizer
 
 from specrun import arguments
+from specrun.chat_prompts import ChatPrompts
 from specrun.engine_dir import EngineConfig
 from specrun.errors import ContextLengthError, RequestError
-from specrun.extras import how_to_install
-from specrun.grammar import Grammar, Grammars
+from specrun.grammar import Constraint, Grammar, Grammars
 from specrun.limits import MAX_LOGPROBS, MAX_STOP_IDS
 from specrun.request import Request
 from specrun.request_options import RequestOptions
 from specrun.sampling import SamplingParams
 from specrun.text import Detokenizer, TextStream
 from specrun.tokenizer import TOKENIZER_NAME, load_tokenizer, raise_unless_fault, tokenizer_files
-
-if TYPE_CHECKING:
-    from specrun.chat_template import ChatTemplate
+from specrun.tools import ExpectedCalls, ToolFormat, Tools
 
 DEFAULT_OUTPUT_LEN = 256
 
@@ -36,14 +35,22 @@ class RequestFactory:
     """Makes requests for one decoder."""
 
     def __init__(
-        self, target: EngineConfig, draft_len: int, tokenizer_dir: Path | None, chat_template: Path | None = None
+        self,
+        target: EngineConfig,
+        draft_len: int,
+        tokenizer_dir: Path | None,
+        chat_template: Path | None = None,
+        tool_format: ToolFormat | None = None,
     ) -> None:
-        """chat_template: a file with a template to take instead of the tokenizer's."""
+        """chat_template: a file with a template to take instead of the tokenizer's.
+
+        tool_format: how the model writes calls of tools. None: as its template says.
+        """
         self.target = target
         self.draft_len = draft_len
         self._tokenizer_dir = tokenizer_dir
         self._grammars = Grammars(lambda: self.tokenizer, target.eos_token_ids)
-        self._template_file = chat_template
+        self._chats = ChatPrompts(tokenizer_dir, chat_template, tool_format)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -63,17 +70,9 @@ class RequestFactory:
         """Do now what the first request with a constraint would wait for. Raises RequestError."""
         self._grammars.prepare()
 
-    @cached_property
-    def _chat_template(self) -> ChatTemplate:
-        try:
-            from specrun.chat_template import ChatTemplate  # Only chats need jinja2.
-        except ImportError as error:
-            raise RequestError(f"chat templates need jinja2, which is missing: {how_to_install('jinja2')}") from error
-        return ChatTemplate.load(self._tokenizer_dir or Path(), self._template_file)
-
     def require_chat_template(self) -> None:
         """Raise RequestError where the tokenizer has none, or one that fails."""
-        self._chat_template.render([{"role": "user", "content": "?"}])
+        self._chats.render([{"role": "user", "content": "?"}], None)
 
     def token_ids(self, prompt: Prompt, options: RequestOptions) -> list[int]:
         """The ids of a prompt. Raises RequestError."""
@@ -100,8 +99,21 @@ class RequestFactory:
             text = detokenizer.decode(ids)
         params = params.seeded()
         length = self._output_len(ids, options.max_output_len, name)
-        grammar = self._grammars.compile(constraint) if (constraint := options.constraint) else None
+        constraint = self._tool_constraint(options) or options.constraint
+        grammar = self._grammars.compile(constraint) if constraint else None
         return [self._request(ids, params.seeded(number), options, length, text, grammar) for number in range(n)]
+
+    def _tool_constraint(self, options: RequestOptions) -> Constraint | None:
+        """Calls in the model's form, where there must be calls, or calls or JSON of a schema."""
+        tools, answer = options.tools, options.answer_schema
+        if tools is None or not (tools.must_call or answer):
+            return None
+        added = self._detokenizer.added_tokens if self._detokenizer else ()
+        other = None if tools.must_call or answer is None else json.loads(answer)
+        try:
+            return Constraint("tools", self._chats.tool_format().grammar(tools, added, other))
+        except RecursionError as error:
+            raise RequestError("tools: the schemas are nested too deeply") from error
 
     def _request(
         self,
@@ -118,7 +130,7 @@ class RequestFactory:
             params,
             length,
             frozenset((*self.target.eos_token_ids, *options.stop_ids)),
-            TextStream(self._detokenizer, ids, arguments.texts("stop", options.stop)) if self._detokenizer else None,
+            self._text_stream(ids, options),
             min_output_len=options.min_output_len,
             draft_len=None if options.draft_len == "auto" else options.draft_len,
             use_logits=None if options.acceptance is None else options.acceptance == "logits",
@@ -128,10 +140,22 @@ class RequestFactory:
             echo=text if text and options.echo else "",
             timeout=options.timeout,
             grammar=grammar,
+            expected_calls=self._expected_calls(options.tools),
         )
         self.check(request)
         self._check_options(request)
         return request
+
+    def _expected_calls(self, tools: Tools | None) -> ExpectedCalls | None:
+        return ExpectedCalls(self._chats.tool_format(), tools.several, bool(tools.must_call)) if tools else None
+
+    def _text_stream(self, ids: Sequence[int], options: RequestOptions) -> TextStream | None:
+        """Some tokenizers count the tags of calls as special tokens, which have no text otherwise."""
+        if self._detokenizer is None:
+            return None
+        form = self._chats.tool_format() if options.tools else None
+        shown = (form.tag, form.end) if form else ()
+        return TextStream(self._detokenizer, ids, arguments.texts("stop", options.stop), shown)
 
     def check(self, request: Request) -> None:
         """Raise RequestError, naming the parameter, unless this decoder has room for ``request``, whoever made it."""
@@ -192,7 +216,7 @@ class RequestFactory:
     def _encode(self, prompt: Prompt, options: RequestOptions, name: str) -> tuple[str | None, Sequence[int]]:
         """The prompt's text, None for token ids, and its ids."""
         if isinstance(prompt, str):
-            if not options.chat and options.system is None:
+            if not (options.chat or options.tools) and options.system is None:
                 return prompt, self._ids(prompt, True)
             turns: list[Message] = [{"role": "system", "content": options.system}] if options.system is not None else []
             turns.append({"role": "user", "content": prompt})
@@ -202,12 +226,14 @@ class RequestFactory:
             turns = _messages(prompt, name)
         elif options.chat:
             raise RequestError("chat: goes with a text or messages; token ids are not wrapped in a template")
+        elif options.tools:
+            raise RequestError("tools: go with messages, whose template tells the model of them")
         else:
             try:
                 return None, arguments.wholes("token ids", prompt)
             except RequestError as error:
                 raise RequestError(f"{name}: a prompt is a text, token ids or messages; {error}") from error
-        text = self._chat_template.render(turns)
+        text = self._chats.render(turns, options.tools)
         return text, self._ids(text, False)
 
     def _ids(self, text: str, special: bool) -> list[int]:

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypedDict, get_args
 from specrun import arguments
 from specrun.errors import RequestError
 from specrun.grammar import Constraint, Kind, schema_text
+from specrun.tools import Tools
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class RequestOptions(arguments.Named):
     """The output is one of these texts."""
     grammar: str | None = None
     """The output follows this grammar, in llguidance's form of Lark."""
+    tools: Tools | None = None
+    """Functions that the chat template tells the model of. The output is calls of them, or what a schema describes."""
 
     def __post_init__(self) -> None:
         """Check every option's type, and write whole numbers and texts in one way."""
@@ -81,20 +84,29 @@ class RequestOptions(arguments.Named):
             found["draft_len"] = arguments.optional_whole("draft_len", self.draft_len)
         if self.acceptance not in (None, "tokens", "logits"):
             raise RequestError(f"acceptance {arguments.show(self.acceptance)}: expected tokens or logits")
+        if not isinstance(self.tools, Tools | None):
+            raise RequestError(f"tools {arguments.show(self.tools)}: expected Tools")
         for name, value in found.items():
             object.__setattr__(self, name, value)
         self._check_constraints()
 
     def _check_constraints(self) -> None:
         given = [kind for kind in get_args(Kind) if getattr(self, kind) not in (None, False, ())]
-        if len(given) > 1:
+        if len(given) > 1 and not (len(given) == 2 and self.tools and self.answer_schema is not None):
             raise RequestError(f"{given[0]} and {given[1]} exclude each other")
         if "" in self.choice:
             raise RequestError("choice: expected texts that are not empty")
 
     @property
+    def answer_schema(self) -> str | None:
+        """The JSON schema that the output follows where it is no call."""
+        if self.json_object:
+            return '{"type": "object"}'
+        return None if self.json_schema is None else schema_text(self.json_schema)
+
+    @property
     def constraint(self) -> Constraint | None:
-        """What the output must follow."""
+        """What the output must follow, but for calls of ``tools``, whose form is the model's."""
         if self.json_object:
             return Constraint("json_object", "")
         if self.choice:
@@ -124,6 +136,7 @@ class OptionKeywords(TypedDict, total=False):
     regex: str | None
     choice: str | Sequence[str]
     grammar: str | None
+    tools: Tools | None
 
 
 def combine(options: RequestOptions | None, keywords: OptionKeywords) -> RequestOptions:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import tokenizers
 
@@ -22,7 +22,10 @@ class Detokenizer:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+        added = tokenizer.get_added_tokens_decoder()
+        self.added_tokens: Mapping[str, int] = {one.content: token for token, one in added.items()}
+        """Their ids."""
+        self._special = {token for token, one in added.items() if one.special}
         self._bytes = {tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -52,8 +55,13 @@ class TextStream:
     differently at the start of a text.
     """
 
-    def __init__(self, detokenizer: Detokenizer, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer, prompt: Sequence[int], stop: Sequence[str] = (), shown: Sequence[str] = ()
+    ) -> None:
+        """shown: special tokens that have a text here."""
         self._detokenizer = detokenizer
+        added = detokenizer.added_tokens
+        self._shown_tokens = {added[text]: text for text in shown if text in added}
         self._stop = [text for text in stop if text]
         # The last token that is certain, and those whose text is not certain yet.
         before = (token for token in reversed(prompt) if not self._has_no_own_text(token))
@@ -74,7 +82,9 @@ class TextStream:
     def push(self, token: int) -> str:
         """Add one token; return the text that is now certain. Bytes of an unfinished character wait."""
         if self._detokenizer.is_silent(token):
-            return ""
+            if (own := self._shown_tokens.get(token)) is None:
+                return ""
+            return self._take(len(self._pending), self._decode(self._pending) + own)
         self._pending.append(token)
         if self._detokenizer.is_byte(token):
             return ""

@@ -35,6 +35,8 @@ ORDER = [
     "generation_config",
     "penalties",
     "grammar",
+    "tools",
+    "chat_prompts",
     "acceptance",
     "acceptance_rate",
     "devices",

@@ -128,13 +128,14 @@ def tokenizer_dir(directory: Path, template: str | dict[str, str], **settings: A
     save_tokenizer(directory)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, **settings)
     tokenizer.chat_template = template
+    (directory / "chat_template.jinja").unlink()  # It would come first.
     tokenizer.save_pretrained(directory, save_jinja_files=isinstance(template, str))
     return directory
 
 
-def theirs(directory: Path, messages: Any) -> str:
+def theirs(directory: Path, messages: Any, **more: Any) -> str:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **more))
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -191,6 +192,42 @@ def test_the_default_of_several_is_transformers_too(tmp_path: Path) -> None:
     directory = tokenizer_dir(tmp_path, several)
     assert isinstance(json.loads((directory / "tokenizer_config.json").read_text())["chat_template"], list)
     assert ChatTemplate.load(directory).render(CONVERSATIONS[1]) == theirs(directory, CONVERSATIONS[1])
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+
+
+def test_conversations_with_tools_have_a_template_of_their_own_where_there_is_one(tmp_path: Path) -> None:
+    """As Hermes 2 Pro has."""
+    for number, source in enumerate(("{{ tools | tojson }}{{ messages[0].content }}", "no such thing")):
+        directory = tokenizer_dir(tmp_path / str(number), {"default": CHATML, "tool_use": source})
+        template = ChatTemplate.load(directory)
+        assert template.render(CONVERSATIONS[0]) == theirs(directory, CONVERSATIONS[0])
+        assert template.render(CONVERSATIONS[0], TOOLS) == theirs(directory, CONVERSATIONS[0], tools=TOOLS)
+        assert template.tools_source == (None if number else source)
+    write(tmp_path, "tokenizer_config.json", {"chat_template": [
+        {"name": "default", "template": CHATML}, {"name": "tool_use", "template": "{% for"}
+    ]})  # fmt: skip
+    broken = ChatTemplate.load(tmp_path)
+    assert broken.render(CONVERSATIONS[0])
+    with pytest.raises(RequestError, match="the chat template failed"):
+        broken.render(CONVERSATIONS[0], TOOLS)
+    with pytest.raises(RequestError, match="the chat template failed"):
+        broken.tools_source  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("source", "has_tools"),
+    [
+        ("{% if not tools is defined %}{% set tools = none %}{% endif %}{% if tools %}x{% endif %}", True),
+        ("{% for tool in tools %}{{ tool }}{% endfor %}", True),
+        ("{% for m in messages %}{{ m.tools }} tools {# tools #}{% endfor %}", False),
+        (CHATML, False),
+        (LLAMA3, True),
+    ],
+)
+def test_whether_a_template_looks_at_tools(tmp_path: Path, source: str, has_tools: bool) -> None:
+    assert ChatTemplate(source, {}, tmp_path).tools_source == (source if has_tools else None)
 
 
 def test_a_template_that_transformers_does_not_keep_is_carried_along(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from specrun.openai.body import (
     COMPLETION_MAX_TOKENS,
     MAX_ANSWERS,
     MAX_N,
-    MAX_PROMPTS,
     MAX_STOP_CHARACTERS,
     MAX_STOP_TEXTS,
     OpenAIBody,
@@ -23,8 +22,10 @@ from specrun.openai.body import (
     read_completion,
 )
 from specrun.openai.fields import BodyError
+from specrun.openai.prompts import MAX_PROMPTS
 from specrun.request_options import RequestOptions
 from specrun.sampling import SEEDS, SamplingParams
+from specrun.tools import Tools
 
 HELLO = [{"role": "user", "content": "Hello"}]
 NOT_NUMBERS: list[Any] = ["1", [], {}, True]
@@ -104,21 +105,50 @@ def test_prompts_are_texts_ids_or_lists_of_both(prompt: Any) -> None:
 
 def test_messages_are_what_templates_know() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    calls = [
+        {"id": str(number), "type": "function", "function": {"name": "f", "arguments": text}}
+        for number, text in enumerate(('{"a": [1]}', "", {"b": 2}))
+    ]
     (messages,) = chat(
         messages=[
             {"role": "developer", "content": "be brief"},
             {"role": "user", "content": parts, "name": "Ann"},
             {"role": "assistant", "content": None, "tool_calls": calls},
             {"role": "tool", "content": "4", "tool_call_id": "1"},
+            {"role": "tool", "content": "5", "tool_call_id": "2", "name": "own"},
+            {"role": "tool", "content": "6", "tool_call_id": "unknown"},
         ]
     ).prompts
     assert messages == [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "a\nb", "name": "Ann"},
-        {"role": "assistant", "content": None, "tool_calls": calls},
-        {"role": "tool", "content": "4", "tool_call_id": "1"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": str(number), "type": "function", "function": {"name": "f", "arguments": values}}
+                for number, values in enumerate(({"a": [1]}, {}, {"b": 2}))
+            ],
+        },
+        {"role": "tool", "content": "4", "tool_call_id": "1", "name": "f"},
+        {"role": "tool", "content": "5", "tool_call_id": "2", "name": "own"},
+        {"role": "tool", "content": "6", "tool_call_id": "unknown"},
     ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "must_call", "several"),
+    [
+        ({}, (), True),
+        ({"tool_choice": "auto", "parallel_tool_calls": False}, (), False),
+        ({"tool_choice": "required"}, ["f", "auto"], True),
+        ({"tool_choice": {"type": "function", "function": {"name": "auto"}}}, ("auto",), False),
+    ],
+)
+def test_tools_and_which_of_them_is_called(fields: dict[str, Any], must_call: Any, several: bool) -> None:
+    tools = [F, {"type": "function", "function": {"name": "auto", "parameters": None, "strict": None}}]
+    assert chat(tools=tools, **fields).options.tools == Tools(tools, must_call, several)
+    assert chat(tools=tools, **{**fields, "tool_choice": "none"}).options == RequestOptions()
 
 
 def test_lengths() -> None:
@@ -195,8 +225,6 @@ BAD_IN_BOTH = [
     *each("response_format", 1, "json", [1], {}, {"type": 1}, param="response_format"),
     *each("draft_len", "some", [], True, 1.5, -1),
     *each("acceptance", 1, [], "x", True),
-    *each("tools", [{"type": "function"}], "x"),
-    *each("tool_choice", "required", {"type": "function"}),
     *each("functions", [{"name": "f"}]),
     *each("function_call", "auto"),
     *each("audio", {"voice": "alloy"}),
@@ -211,6 +239,8 @@ BAD_IN_BOTH = [
 ]
 BAD_COMPLETIONS = [
     *BAD_IN_BOTH,
+    *each("tools", [{"type": "function"}], "x"),
+    *each("tool_choice", "required", {"type": "function"}),
     *each("prompt", None, 1, True, {}, "", [], [[]], [""], ["a", 1], [1, "a"], [1.5], [True], [[1], [None]], [-1]),
     *each("prompt", ["a"] * (MAX_PROMPTS + 1), [{"role": "user", "content": "a"}]),
     *each("logprobs", *NOT_WHOLE, -1, MAX_LOGPROBS + 1),
@@ -218,8 +248,36 @@ BAD_COMPLETIONS = [
     *each("add_special_tokens", False),
     ({"prompt": ["a"] * MAX_PROMPTS, "n": MAX_ANSWERS // MAX_PROMPTS + 1}, "n"),
 ]
+F: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
+NOT_ARGUMENTS: list[Any] = ["{", "1", [], "[" * 9999]
+BAD_CALLS: list[tuple[Any, str]] = [
+    ("f", ""),
+    ([1], "[0]"),
+    ([{"type": "custom", "function": {"name": "f"}}], "[0].type"),
+    ([{"type": "function"}], "[0].function"),
+    ([{"function": {"arguments": "{}"}}], "[0].function.name"),
+    *(([{"function": {"name": "f", "arguments": bad}}], "[0].function.arguments") for bad in NOT_ARGUMENTS),
+]
 BAD_CHATS = [
     *BAD_IN_BOTH,
+    *each("tools", "x", {}, 1, [F] * 129),
+    *each("tools", [1], param="tools[0]"),
+    *each("tools", [{"type": "function"}], param="tools[0].function"),
+    *each("tools", [F, F], param="tools[1].function.name"),
+    *each("tool_choice", "required", "some", 1, [], {"type": "allowed_tools"}, {"type": "custom"}),
+    *each("tool_choice", {"type": "function"}, param="tool_choice.function"),
+    *each("tool_choice", F),
+    *each("parallel_tool_calls", *NOT_FLAGS),
+    ({"tools": [F], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+    ({"tools": [F], "tool_choice": {"type": "function", "function": {}}}, "tool_choice"),
+    *(
+        ({"messages": [{"role": "assistant", "tool_calls": calls}]}, f"messages[0].tool_calls{place}")
+        for calls, place in BAD_CALLS
+    ),
+    *each("messages", [{"role": "user", "content": "a", "tool_calls": [F]}], param="messages[0].tool_calls"),
+    *each("messages", [{"role": "assistant", "tool_calls": []}], param="messages[0].content"),
+    *each("messages", [{"role": "tool", "content": "4"}], param="messages[0].tool_call_id"),
+    *each("messages", [{"role": "tool", "content": "4", "tool_call_id": 4}], param="messages[0].tool_call_id"),
     *each("messages", None, 1, "Hello", {}, [], True),
     *each("messages", ["a"], [1], [None], param="messages[0]"),
     *each("messages", *map(message, ["", "bot", 1, None, []]), param="messages[0].role"),
@@ -232,7 +290,7 @@ BAD_CHATS = [
         [{"role": "user", "content": [{"text": "a"}]}],
         param="messages[0].content[0].type",
     ),
-    *each("messages", [{"role": "user", "content": [{"type": "text", "text": 1}]}]),
+    *each("messages", message("user", [{"type": "text", "text": 1}]), param="messages[0].content[0].text"),
     *each("logprobs", 1, "true", []),
     *each("top_logprobs", 1),
     ({"logprobs": True, "top_logprobs": MAX_LOGPROBS + 1}, "top_logprobs"),

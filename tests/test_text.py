@@ -175,3 +175,24 @@ def test_stop_texts_across_tokens() -> None:
         stream = streamed(tokenizer, [], tokens, stop)
         assert stream.text == expected
         assert stream.stopped == (stop != ["zz"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_have_a_text_only_where_they_are_shown(kind: str) -> None:
+    tokenizer = KINDS[kind]()
+    words = tokenizer.encode("the the", add_special_tokens=False).ids
+    begin, end = (tokenizer.encode(token, add_special_tokens=False).ids[-1] for token in SPECIAL)
+    tokens = [begin, *words, end, *words, end]
+    plain, shown = (TextStream(Detokenizer(tokenizer), words, shown=shown) for shown in ((), ("</s>", "<unknown>")))
+    for stream in (plain, shown):
+        told = "".join(stream.push(token) for token in tokens) + stream.finish()
+        assert told == stream.text
+    first, second, last = shown.text.split("</s>")
+    assert first + second == plain.text and first and not last
+
+
+def test_a_character_that_a_shown_token_cuts_off_is_replaced_before_it() -> None:
+    tokenizer = byte_level()
+    half, *_, end = tokenizer.encode("漢</s>", add_special_tokens=False).ids
+    stream = TextStream(Detokenizer(tokenizer), [], shown=("</s>",))
+    assert stream.push(half) == "" and stream.push(end) == "\N{REPLACEMENT CHARACTER}</s>"

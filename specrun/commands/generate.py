@@ -24,7 +24,7 @@ from specrun.commands.options import (
 from specrun.commands.pair import open_pair, pair_config, pair_options
 from specrun.errors import RequestError
 
-NOT_OF_A_REQUEST = ("draft_len", "acceptance", "prompt_logprobs")
+NOT_OF_A_REQUEST = ("draft_len", "acceptance", "prompt_logprobs", "tools")
 """Options of a request that are options of the pair here, or not to be had."""
 
 

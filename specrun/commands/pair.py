@@ -26,6 +26,7 @@ from specrun.config import DraftTargetConfig, parse_draft_target_config
 
 if TYPE_CHECKING:
     from specrun.decoder import SpeculativeDecoder
+    from specrun.tools import ToolFormat
 
 pair_options = together(
     engine_dir_option,
@@ -104,14 +105,16 @@ def pair_config(options: dict[str, Any]) -> DraftTargetConfig:
     )
 
 
-def open_pair(options: dict[str, Any], config: DraftTargetConfig) -> SpeculativeDecoder:
-    """The decoder that a command's ``options`` describe, closed when the command ends."""
+def open_pair(
+    options: dict[str, Any], config: DraftTargetConfig, tool_format: ToolFormat | None = None
+) -> SpeculativeDecoder:
+    """The decoder that a command's ``options`` describe, closed when the command ends. The rest as there."""
     from specrun.decoder import SpeculativeDecoder
 
     target, draft, tokenizer = (options[name] for name in ("engine_dir", "draft_engine_dir", "tokenizer_dir"))
     engines = " and ".join(str(directory) for directory in (target, draft) if directory)
     with _opening_shown(engines) as show:
-        decoder = SpeculativeDecoder.open(target, draft, config, tokenizer, show, options["chat_template"])
+        decoder = SpeculativeDecoder.open(target, draft, config, tokenizer, show, options["chat_template"], tool_format)
     if note := decoder.exactness.note:
         click.echo(f"note: {note}", err=True)
     return click.get_current_context().with_resource(decoder)

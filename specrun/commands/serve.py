@@ -26,6 +26,13 @@ from specrun.commands.pair import open_pair, pair_config, pair_options
     "--drain_seconds", type=click.IntRange(1), default=30, show_default=True, help="For answers, when stopped."
 )
 @generation_config_option
+@click.option(
+    "--tool_call_format",
+    type=click.Choice(["auto", "hermes", "llama3"]),
+    default="auto",
+    show_default=True,
+    help="How the model writes calls of tools; auto: as its chat template says.",
+)
 @click.option("--metrics_prefix", default="specrun", show_default=True, help="Of the names in /metrics, as in vllm:..")
 @click.option("--log_prompts", is_flag=True, help="Write prompts to the log.")
 def serve(
@@ -37,6 +44,7 @@ def serve(
     request_timeout: float | None,
     drain_seconds: int,
     generation_config: str,
+    tool_call_format: str,
     metrics_prefix: str,
     log_prompts: bool,
     **options: Any,
@@ -53,13 +61,14 @@ def serve(
     from specrun.serve.log import set_up
     from specrun.serve.server import is_local, listen
     from specrun.serve.server import serve as run
+    from specrun.tools import FORMATS
 
     keys = read_keys(api_key_file)
     listener = listen(host, port)
     if not keys and not is_local(host):
         click.echo(f"WARNING: everybody who reaches {host} may use this server; give --api_key_file", err=True)
     recommended = recommended_sampling(options["engine_dir"]) if generation_config == "auto" else {}
-    decoder = open_pair(options, config)
+    decoder = open_pair(options, config, FORMATS.get(tool_call_format))
     show_recommended_sampling(recommended)
     set_up()
     bound, number = listener.getsockname()[:2]

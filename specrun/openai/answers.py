@@ -6,10 +6,12 @@ The fields are those of OpenAI's API reference for completions and chat completi
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from specrun.openai.tool_calls import CallDelta, Seen, ToolCallParser
 from specrun.request import Request
 from specrun.sampling import TokenLogprob
 from specrun.token_bytes import TokenBytes
@@ -33,6 +35,18 @@ class Delta(NamedTuple):
     scores: Sequence[Scored]
     offset: int
     """Characters of the tokens' texts before those of ``scores``."""
+    calls: Sequence[CallDelta] = ()
+    """What is new of calls of tools. ``text`` has nothing of them."""
+
+
+@dataclass
+class ToolCall:
+    """A call, as far as it has come."""
+
+    name: str
+    arguments: str = ""
+    """JSON text."""
+    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
 
 
 @dataclass
@@ -40,10 +54,13 @@ class Answer:
     """One choice of an answer, as far as it has come."""
 
     request: Request
-    """Only what it was asked for is read here: its prompt, ``echo`` and ``logprobs``."""
+    """Only what it was asked for is read here: its prompt, ``echo``, ``logprobs`` and the calls that it may hold."""
     names: TokenBytes | None
     drops_output: bool = False
     """Whether no output is wanted (``max_tokens`` 0)."""
+    is_streamed: bool = False
+    """Whether arguments of calls are given as they arrive."""
+    calls: list[ToolCall] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     scores: list[Scored] = field(default_factory=list)
     num_output_tokens: int = 0
@@ -51,6 +68,12 @@ class Answer:
     ended: Ended | None = None
     _offset: int = 0
     _begun: bool = False
+    _parser: ToolCallParser | None = None
+
+    def __post_init__(self) -> None:
+        """Look for calls where the model was told of tools."""
+        if expected := self.request.expected_calls:
+            self._parser = ToolCallParser(expected, holds=not (self.is_streamed or expected.are_certain))
 
     def add(self, update: Update) -> Delta:
         """Take what a round has brought."""
@@ -68,12 +91,22 @@ class Answer:
             if self.request.logprobs is not None:
                 scores += [Scored(output.token, output.logprob) for output in update.token_outputs]
         self.ended = update.ended
-        delta = Delta("".join(texts), scores, self._offset)
+        seen = Seen("".join(texts), ())
+        if self._parser:
+            seen = self._parser.push(seen.content, ended=update.ended is not None)
+            self._add_calls(seen.calls)
+        delta = Delta(seen.content, scores, self._offset, seen.calls)
         if self.names:
             self._offset += sum(len(self.names.text(token)) for token, _ in scores)
         self.texts.append(delta.text)
         self.scores += scores
         return delta
+
+    def _add_calls(self, deltas: Sequence[CallDelta]) -> None:
+        for delta in deltas:
+            if delta.name is not None:
+                self.calls.append(ToolCall(delta.name))
+            self.calls[delta.index].arguments += delta.arguments
 
     @classmethod
     def of(cls, request: Request, names: TokenBytes | None, drops_output: bool) -> Answer:
@@ -98,6 +131,8 @@ class Answer:
         """OpenAI's; None before the end."""
         if self.ended is None:
             return None
+        if self.calls and self.ended.reason == "stop":
+            return "tool_calls"
         return "length" if self.drops_output else _REASONS.get(self.ended.reason, "length")
 
     @property

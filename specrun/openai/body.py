@@ -17,14 +17,14 @@ from specrun.errors import RequestError
 from specrun.limits import MAX_LOGPROBS
 from specrun.openai.constraints import read_constraint
 from specrun.openai.fields import BodyError, Fields, as_object, wrong
-from specrun.request_factory import Message, Prompt
+from specrun.openai.prompts import are_ids, read_messages, read_prompts
+from specrun.openai.tools import read_tools
+from specrun.request_factory import Prompt
 from specrun.request_options import RequestOptions
 from specrun.sampling import SEEDS, SamplingParams
 
 MAX_N = 128
 """Answers to one prompt."""
-MAX_PROMPTS = 256
-"""Prompts in one body."""
 MAX_ANSWERS = 1024
 """Answers to one body: prompts times ``n``."""
 MAX_STOP_TEXTS = 16
@@ -51,10 +51,7 @@ _DECODER_NAMES = {
 } - {"chat", "system", "timeout"}
 """What an error of the decoder may begin with that a body has set."""
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 _REFUSED: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none",),
     "audio": (),
@@ -70,7 +67,11 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
 }
 """Known fields that are not supported, with the values that ask for nothing."""
-_REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = _REFUSED | {"add_special_tokens": (True,)}
+_REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = _REFUSED | {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "add_special_tokens": (True,),
+}
 _REFUSED_IN_CHATS: dict[str, tuple[Any, ...]] = _REFUSED | {
     "echo": (False,),
     "add_special_tokens": (False,),
@@ -81,8 +82,6 @@ _REFUSED_IN_CHATS: dict[str, tuple[Any, ...]] = _REFUSED | {
     "documents": ([],),
 }
 
-_LARGEST_ID = 1 << 63
-"""Token ids are numbers of 64 bits; what the model has is the decoder's to check."""
 _T = TypeVar("_T")
 
 
@@ -145,7 +144,7 @@ def _read(body: object, defaults: SamplingParams, chat: bool) -> OpenAIBody:
         raise BodyError(f"the body is {arguments.show(body)}, expected a JSON object")
     fields = Fields(body)
     fields.refuse(_REFUSED_IN_CHATS if chat else _REFUSED_IN_COMPLETIONS)
-    prompts = fields.required("messages", _conversation) if chat else fields.required("prompt", _prompts)
+    prompts = [fields.required("messages", read_messages)] if chat else fields.required("prompt", read_prompts)
     n = fields.whole("n", 1, MAX_N) or 1
     if fields.whole("best_of", 1) not in (None, n):
         raise BodyError(f"best_of: not supported unless it is n, {n}; leave it out", "best_of")
@@ -169,56 +168,6 @@ def _read(body: object, defaults: SamplingParams, chat: bool) -> OpenAIBody:
         user=fields.take("user", arguments.text),
         ignored=(*fields.left, *(f"stream_options.{name}" for name in stream_options.left)),
     )
-
-
-# ------------------------------------------------------------------------------------------------------ prompts
-
-
-def _prompts(name: str, value: Any) -> Sequence[Prompt]:
-    """A text, token ids, or several of both."""
-    several = isinstance(value, list) and bool(value) and isinstance(value[0], str | list)
-    prompts = value if several else [value]
-    if len(prompts) > MAX_PROMPTS:
-        raise BodyError(f"{name}: {len(prompts)} prompts, expected at most {MAX_PROMPTS}", name)
-    for number, prompt in enumerate(prompts):
-        where = f"{name}[{number}]" if several else name
-        if not isinstance(prompt, str) and not _are_ids(prompt):
-            raise wrong(where, prompt, "a text, token ids, or a list of both", name)
-        if not prompt:
-            raise BodyError(f"{where}: empty; a text needs at least one token to follow", name)
-    return prompts
-
-
-def _are_ids(value: object) -> bool:
-    """JSON's true is no token id, though Python's True is a number."""
-    return isinstance(value, list) and all(type(item) is int and 0 <= item < _LARGEST_ID for item in value)
-
-
-def _conversation(name: str, value: Any) -> Sequence[Prompt]:
-    """The messages, as the only prompt."""
-    if not isinstance(value, list) or not value:
-        raise wrong(name, value, "a list of messages")
-    return [[_message(f"{name}[{number}]", message) for number, message in enumerate(value)]]
-
-
-def _message(where: str, message: Any) -> Message:
-    """A message with its content as one text. Developers' messages are the system's, which templates know."""
-    role, content = as_object(where, message).get("role"), message.get("content")
-    if role not in ROLES:
-        raise wrong(f"{where}.role", role, f"one of {', '.join(ROLES)}")
-    if isinstance(content, list):
-        content = "\n".join(_text_part(f"{where}.content[{number}]", part) for number, part in enumerate(content))
-    calls = role == "assistant" and content is None and message.get("tool_calls")
-    if not isinstance(content, str) and not calls:
-        raise wrong(f"{where}.content", content, "a text, or a list of parts of type text")
-    return {**message, "role": "system" if role == "developer" else role, "content": content}
-
-
-def _text_part(where: str, part: Any) -> str:
-    kind = as_object(where, part).get("type")
-    if kind != "text":
-        raise wrong(f"{where}.type", kind, "text, the only type that is supported")
-    return arguments.text(f"{where}.text", part.get("text"))
 
 
 # --------------------------------------------------------------------------------------------- sampling and options
@@ -250,6 +199,7 @@ def _options(fields: Fields, chat: bool) -> tuple[RequestOptions, bool]:
         "draft_len": fields.take("draft_len", _draft_len),
         "acceptance": fields.take("acceptance", arguments.text),
         **read_constraint(fields),
+        "tools": read_tools(fields) if chat else None,
     }
     if found["echo"]:
         found["prompt_logprobs"] = found["logprobs"]
@@ -296,7 +246,7 @@ def _stop_texts(name: str, value: Any) -> Sequence[str]:
 
 
 def _token_ids(name: str, value: Any) -> Sequence[int]:
-    if not _are_ids(value):
+    if not are_ids(value):
         raise wrong(name, value, "a list of token ids")
     ids: Sequence[int] = value
     return ids

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from specrun.openai.answers import Answer, Delta, chat_logprobs, completion_logprobs, speculation, usage
+from specrun.openai.answers import Answer, Delta, ToolCall, chat_logprobs, completion_logprobs, speculation, usage
 from specrun.openai.body import OpenAIBody, read_chat, read_completion
 from specrun.sampling import SamplingParams
 
@@ -26,8 +26,8 @@ class Shape(Protocol):
     def openings(self, index: int) -> list[dict[str, Any]]:
         """Chunks of a choice before its first token."""
 
-    def chunk(self, index: int, answer: Answer, delta: Delta) -> dict[str, Any]:
-        """What an update adds to a choice."""
+    def chunks(self, index: int, answer: Answer, delta: Delta) -> list[dict[str, Any]]:
+        """What an update adds to a choice, in any number of chunks."""
 
 
 def whole_answer(
@@ -64,14 +64,17 @@ class CompletionShape:
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
         """See ``Shape``."""
-        return self.chunk(index, answer, answer.whole)
+        return self._choice(index, answer, answer.whole)
 
     def openings(self, index: int) -> list[dict[str, Any]]:
         """See ``Shape``."""
         return []
 
-    def chunk(self, index: int, answer: Answer, delta: Delta) -> dict[str, Any]:
+    def chunks(self, index: int, answer: Answer, delta: Delta) -> list[dict[str, Any]]:
         """See ``Shape``."""
+        return [self._choice(index, answer, delta)] if delta.text or delta.scores or answer.ended else []
+
+    def _choice(self, index: int, answer: Answer, delta: Delta) -> dict[str, Any]:
         wanted = answer.wants_logprobs and answer.names
         logprobs = completion_logprobs(delta, answer.names) if wanted and answer.names else None
         return {"index": index, "text": delta.text, "logprobs": logprobs, **_end(answer)}
@@ -88,7 +91,10 @@ class ChatShape:
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
         """See ``Shape``."""
-        message = {"role": "assistant", "content": answer.whole.text, "refusal": None}
+        whole = answer.whole.text
+        message: dict[str, Any] = {"role": "assistant", "content": whole, "refusal": None}
+        if answer.calls:
+            message |= {"content": whole or None, "tool_calls": [_call(one, one.arguments) for one in answer.calls]}
         return {"index": index, "message": message, "logprobs": _chat_logprobs(answer, answer.whole), **_end(answer)}
 
     def openings(self, index: int) -> list[dict[str, Any]]:
@@ -96,10 +102,24 @@ class ChatShape:
         delta = {"role": "assistant", "content": "", "refusal": None}
         return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
 
-    def chunk(self, index: int, answer: Answer, delta: Delta) -> dict[str, Any]:
+    def chunks(self, index: int, answer: Answer, delta: Delta) -> list[dict[str, Any]]:
         """See ``Shape``."""
-        content = {"content": delta.text} if delta.text or delta.scores else {}
-        return {"index": index, "delta": content, "logprobs": _chat_logprobs(answer, delta), **_end(answer)}
+        deltas: list[dict[str, Any]] = [{"content": delta.text}] if delta.text else []
+        for new in delta.calls:
+            call = answer.calls[new.index]
+            shown = {"function": {"arguments": new.arguments}} if new.name is None else _call(call, new.arguments)
+            deltas.append({"tool_calls": [{"index": new.index, **shown}]})
+        if not deltas and (delta.scores or answer.ended):
+            deltas = [{}]
+        chunks = [{"index": index, "delta": one, "logprobs": None, "finish_reason": None} for one in deltas]
+        if chunks:
+            chunks[0]["logprobs"] = _chat_logprobs(answer, delta)
+            chunks[-1] |= _end(answer)
+        return chunks
+
+
+def _call(call: ToolCall, arguments: str) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
 def _chat_logprobs(answer: Answer, delta: Delta) -> dict[str, Any] | None:

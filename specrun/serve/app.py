@@ -136,7 +136,7 @@ async def _tokenize(service: Service, request: Request) -> Response:
     service.require_model(ask.model)
     if len(ask.prompts) != 1:
         raise ApiError(400, "prompt: expected one text", "prompt")
-    ids = await run_in_threadpool(service.decoder.token_ids, ask.prompts[0])
+    ids = await run_in_threadpool(service.decoder.token_ids, ask.prompts[0], ask.options)
     return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": service.max_seq_len})
 
 

@@ -79,8 +79,8 @@ class _Exchange:
             if update.ended and update.ended.error:
                 await send(json.dumps(as_api_error(update.ended.error).body))
                 return
-            if delta.text or delta.scores or update.ended:
-                await send(self._chunk([self._shape.chunk(number, answer, delta)]))
+            for choice in self._shape.chunks(number, answer, delta):
+                await send(self._chunk([choice]))
         if self._body.include_usage:
             more = {"usage": usage(self._answers, self._body.n), "speculation": speculation(self._answers)}
             await send(self._chunk([], more))

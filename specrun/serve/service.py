@@ -60,7 +60,8 @@ class Service:
                 raise request.error
             if options.max_output_len is None:
                 request.max_output_len = self.max_seq_len - len(request.prompt)
-        return [Answer(request, self.decoder.token_bytes, body.drops_output) for request in requests]
+        names = self.decoder.token_bytes
+        return [Answer(request, names, body.drops_output, is_streamed=body.stream) for request in requests]
 
 
 def requests_of(answers: Sequence[Answer]) -> list[Request]:
