@@ -333,10 +333,11 @@ def test_a_shape_is_not_captured_before_it_has_run(pair: Path, monkeypatch: pyte
 
 def test_a_wait_that_is_removed_shows(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host reads what the round before wrote."""
-    from specrun.rounds.device import DeviceRound
+    from specrun.rounds.device_records import QueuedRound
 
     expected = generate(pair)
-    monkeypatch.setattr(DeviceRound, "_wait", lambda self, devices: None)
+    monkeypatch.setattr(QueuedRound, "wait", lambda self: None)
+    monkeypatch.setattr(QueuedRound, "seconds", 0.0)  # Of an event that was not reached there is no time.
     assert generate(pair) != expected
 
 

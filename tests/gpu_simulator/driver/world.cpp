@@ -48,6 +48,7 @@ void drain_all(const Device* device) {
 Result queue(Stream* stream, const char* what, std::function<void()> run) {
   if (stream->captured) stream->captured->nodes->push_back({what, std::move(run)});
   else stream->waiting.push_back({what, std::move(run)});
+  if (world().eager && !stream->captured && !stream->running) drain(stream);
   return SUCCESS;
 }
 
@@ -79,6 +80,8 @@ void gpu_open(int devices, const char* (*load)(const char* ptx)) {
   for (int number = 0; number < devices; number++) world().devices.push_back(std::make_unique<Device>(Device{number, 0, {}, SUCCESS}));
   world().load = load;
 }
+
+void gpu_run_eagerly(int yes) { world().eager = yes; }
 
 void gpu_run_backwards(int yes) { world().backwards = yes; }
 
