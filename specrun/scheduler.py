@@ -253,7 +253,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Give free rows to waiting requests, until one must wait (``_must_wait``)."""
-        if not self._somebody_may_join() or self.round.next_is_queued:
+        if not self._queue or len(self._rows) == self.max_rows or self.round.next_is_queued:
             return
         self._joining = joining = list[Request]()
         try:
@@ -272,9 +272,6 @@ class Scheduler:
             self._rows += joining
         finally:
             self._joining = []
-
-    def _somebody_may_join(self) -> bool:
-        return len(self._queue) > 0 and len(self._rows) < self.max_rows
 
     def _must_wait(self, joining: list[Request]) -> bool:
         """Whether the last of ``joining`` must wait for a prefix that is being prefilled, or for memory.
@@ -316,9 +313,8 @@ class Scheduler:
             # A request that sets its own draft length gets it, whatever is best for the others.
             own = [count for request, count in zip(requests, counts, strict=True) if request.draft_len is not None]
             draft_len = max(self.lengths.choose(requests, counts, draft_lag), *own, 0)
-        may_queue_next = self._ready == len(self._rows) and not self._somebody_may_join()
         with _Failing(self, requests):
-            outcomes = self.round.step(requests, draft_len, may_queue_next)
+            outcomes = self.round.step(requests, draft_len, self._nobody_is_about_to_join(draft_len))
             seconds = self.round.seconds if self.round.is_steady_state else None
             evaluated = [(0, 0) if isinstance(outcome, SpecError) else outcome.evaluated for outcome in outcomes]
             # A drafter may have proposed fewer tokens.
@@ -333,6 +329,13 @@ class Scheduler:
                     request.commit(outcome)
                 except Exception as error:  # An error of one text, in its tokenizer say, fails no other.
                     request.fail(as_spec_error(error))
+
+    def _nobody_is_about_to_join(self, draft_len: int) -> bool:
+        """Whether the round behind one of ``draft_len`` is likely to have the same rows."""
+        if self._ready < len(self._rows):
+            return False
+        may_end = any(request.remaining <= draft_len + 1 for request in self._rows)
+        return not self._queue or (len(self._rows) == self.max_rows and not may_end)
 
 
 class _Failing:

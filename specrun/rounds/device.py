@@ -7,10 +7,10 @@ device captures its own work.
 The next round is queued before the last one is read where the host has nothing to say in between. Then the device does
 not wait for the host. That is so when
 
-- the scheduler allows it, because nobody joins: the requests keep their rows;
+- the scheduler allows it, because nobody is about to join: the requests keep their rows;
 - no row is constrained and no draft comes from the host: masks and those drafts depend on the text;
 - both rounds before had the same draft length, so the draft has nothing to catch up on;
-- no request can reach its length in the round before. (That it meets a stop id there cannot be known.)
+- some request cannot reach its length in the round before. (Which meet a stop id there cannot be known.)
 
 The device knows lengths, stop ids, token counts and failed drafts itself. A row that ended drafts and commits nothing
 more there. What the host alone knows (stop texts, cancelling, timeouts, errors) ends a request whose row goes on in the
@@ -182,7 +182,8 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
         return (
             not drafts_on_host
             and all(before.draft_len == draft_len for before in self._queued)
-            and all(request.matcher is None and request.remaining > draft_len + 1 for request in requests)
+            and all(request.matcher is None for request in requests)
+            and any(request.remaining > draft_len + 1 for request in requests)
         )
 
     def _start(self, requests: Sequence[Request], draft_len: int, is_prepared: bool = False) -> QueuedRound:

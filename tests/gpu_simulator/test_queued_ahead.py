@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
+from specrun.draft_length import DraftLength
 from specrun.request import Request
 from specrun.rounds.device import DeviceRound
 from specrun.rounds.device_records import QueuedRound
@@ -126,15 +127,38 @@ def test_texts_are_the_cpus(
     assert sum(ahead) > len(ahead) / 4
 
 
+class Changing(DraftLength):
+    """Lengths that stay for some rounds, plain ones among them."""
+
+    def choose(self, requests: Sequence[object], row_limits: Sequence[int], draft_lag: int = 0) -> int:
+        self.rounds = getattr(self, "rounds", -1) + 1
+        return (3, 3, 3, 3, 0, 0, 0, 0, 1, 3, 0, 2)[self.rounds % 12]
+
+
 @pytest.mark.parametrize("place", ["one GPU", "apart"])
 def test_lengths_that_change(tables: Path, place: str, when: None, ahead: list[bool]) -> None:
-    """With ``auto`` the lengths depend on the clock. The texts do not."""
-    requests = some(12, by_logits=False)
-    expected = on_the_cpu(tables, None, some(12))
+    """A draft that did not hear of plain rounds would draft behind another text."""
+    expected, found = some(8, by_logits=False), some(8, by_logits=False)
+    with SpeculativeDecoder.open(tables / "target", tables / "good", DraftTargetConfig(DRAFT_LEN)) as decoder:
+        decode(decoder, expected)
+    with on_gpus(tables, place=place) as decoder:
+        decoder.scheduler.lengths = Changing(DRAFT_LEN, None)
+        decode(decoder, found)
+    assert [request.output for request in found] == [request.output for request in expected]
+    rates = [
+        sum(request.stats.accepted for request in some) / sum(request.stats.evaluated for request in some)
+        for some in (found, expected)
+    ]
+    assert rates[0] == pytest.approx(rates[1], abs=0.1)
+    assert 10 < sum(ahead) < len(ahead) - 10
+
+
+def test_auto(tables: Path, when: None, ahead: list[bool]) -> None:
+    """Its lengths depend on the clock. The texts do not."""
+    expected, found = on_the_cpu(tables, None, some(12, by_logits=False)), some(12, by_logits=False)
     plans = tables / "plans"
-    settings = replace(config(place), draft_len=None)
-    with SpeculativeDecoder.open(plans / "target", plans / "good", settings) as decoder:
-        assert decode(decoder, requests) == expected
+    with SpeculativeDecoder.open(plans / "target", plans / "good", DraftTargetConfig()) as decoder:
+        assert decode(decoder, found) == expected
     assert any(ahead)
 
 
