@@ -19,11 +19,8 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 
 from specbuild.config import plan_profiles
-from specbuild.graph import pin_cache_length
-from specbuild.quantisation.kv_cache_graph import leave_writing_to_caller
 from specrun.contract import INPUT_IDS, LOGITS_INDICES, WRITE_INDICES
 from specrun.engine_dir import CONFIG_NAME, GRAPH_NAME, PLAN_NAME, Profile, Tensor, describe_file, open_engine
 from tests.gpu_simulator import collectives, gpus
@@ -46,11 +43,7 @@ def as_plan(source: Path, output: Path, checkpoint: Path | None = None) -> Path:
     graph = next(name for name in config.files if name.endswith(".onnx"))
     io, path = config.io, source / graph
     if checkpoint:
-        model = ir.load(checkpoint / GRAPH_NAME)
-        pin_cache_length(model, build.cache_length)
-        leave_writing_to_caller(model, build.cache_length)
-        path = output / "plan.onnx"
-        ir.save(model, path, external_data="plan.onnx.data")
+        path = _leave_writing_to_caller(checkpoint, output / "plan.onnx", build.cache_length)
         io = [_new_positions(tensor) if tensor.aliases else tensor for tensor in io]
     plan = {
         "graph": str(path.resolve()),
@@ -74,6 +67,20 @@ def as_plan(source: Path, output: Path, checkpoint: Path | None = None) -> Path:
     }
     (output / CONFIG_NAME).write_text(config.model_copy(update=changed).model_dump_json(indent=2) + "\n")
     return output
+
+
+def _leave_writing_to_caller(checkpoint: Path, path: Path, cache_length: int) -> Path:
+    """Save the graph of a checkpoint with an int8 cache as TensorRT's compiler would change it."""
+    import onnx_ir as ir  # It takes seconds to import, and some tests start processes that have no use for it.
+
+    from specbuild.graph import pin_cache_length
+    from specbuild.quantisation.kv_cache_graph import leave_writing_to_caller
+
+    model = ir.load(checkpoint / GRAPH_NAME)
+    pin_cache_length(model, cache_length)
+    leave_writing_to_caller(model, cache_length)
+    ir.save(model, path, external_data=f"{path.name}.data")
+    return path
 
 
 def _new_positions(tensor: Tensor) -> Tensor:

@@ -15,7 +15,10 @@ from specrun.kernels import calls
 from specrun.request import Request
 from specrun.sampling import SamplingParams
 from tests.gpu_simulator.tensorrt import as_plan
+from tests.gpu_simulator.test_rounds import narrow
 from tests.tables import decode
+
+__all__ = ["narrow"]
 
 LENGTH = 12
 SETTINGS = (
@@ -52,7 +55,7 @@ def expected(kv_caches: Path) -> list[list[int]]:
     return written(kv_caches / "engines" / "int8", None)
 
 
-@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.usefixtures("nothing_left", "narrow")
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "pieces"])
 @pytest.mark.parametrize("positions", [2048, 32], ids=["whole prompts", "chunks"])
 def test_ids_are_the_cpus(
@@ -67,7 +70,7 @@ def test_ids_are_the_cpus(
     assert written(plans / "int8", None, cuda_graph=graph) == expected
 
 
-@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.usefixtures("nothing_left", "narrow")
 @pytest.mark.parametrize("wrong", ["nothing", "shorter rows", "one position fewer"])
 def test_keys_that_are_written_elsewhere_are_seen(
     plans: Path, expected: list[list[int]], wrong: str, monkeypatch: pytest.MonkeyPatch
