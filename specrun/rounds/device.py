@@ -10,14 +10,13 @@ not wait for the host. That is so when
 - the scheduler allows it, because nobody is about to join: the requests keep their rows;
 - no row is constrained and no draft comes from the host: masks and those drafts depend on the text;
 - both rounds before had the same draft length, so the draft has nothing to catch up on;
-- some request cannot reach its length in the round before. (Which meet a stop id there cannot be known.)
+- no request has ended, so that its row need not be freed; and one at least cannot reach its length in the round before.
 
 The device knows lengths, stop ids, token counts and failed drafts itself. A row that ended drafts and commits nothing
 more there. What the host alone knows (stop texts, cancelling, timeouts, errors) ends a request whose row goes on in the
 queued round; its tokens of that round are dropped. A row's cache then holds more than the text, of which only the
-text's own length counts. Rows do not move before the queued round is read: where a request has ended, nothing is queued
-behind it. So at most one round is queued ahead. After an error in a step nobody reads the queued round; its requests
-have failed, and later work stands behind it in the stream.
+text's own length counts. Rows do not move before the queued round is read. After an error in a step nobody reads it:
+its requests have failed, and later work stands behind it in the stream.
 """
 
 from __future__ import annotations
@@ -182,7 +181,7 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
         return (
             not drafts_on_host
             and all(before.draft_len == draft_len for before in self._queued)
-            and all(request.matcher is None for request in requests)
+            and all(request.matcher is None and request.finish_reason is None for request in requests)
             and any(request.remaining > draft_len + 1 for request in requests)
         )
 

@@ -235,6 +235,21 @@ def test_a_stream_that_is_closed_frees_its_row(tables: Path, when: None) -> None
         assert again.stats.cached >= 16
 
 
+def test_a_row_is_freed_after_the_queued_round(tables: Path, when: None) -> None:
+    """Though the other request goes on, and nobody waits for the row."""
+    short, long = Request([1, 2], SamplingParams(), 24), Request([3, 4], SamplingParams(), 200)
+    with on_gpus(tables) as decoder:
+        decoder.scheduler.add(short, long)
+        while not short.finish_reason:
+            decoder.scheduler.step()
+        assert decoder.scheduler.round.next_is_queued
+        decoder.scheduler.step()
+        assert (decoder.scheduler.num_running, decoder.scheduler.round.next_is_queued) == (2, False)
+        decoder.scheduler.step()
+        assert decoder.scheduler.num_running == 1
+        assert long.stats.rounds == short.stats.rounds + 2
+
+
 def test_who_comes_gets_a_row_after_the_queued_round(tables: Path, when: None) -> None:
     first, second = some(2)
     with on_gpus(tables) as decoder:
