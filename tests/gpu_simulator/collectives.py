@@ -2,7 +2,8 @@
 
 From NVIDIA's pages on the operator DistCollective and on ``IExecutionContext::setCommunicator``. A plan that has such
 layers is an ONNX graph with nodes DistCollective of the domain tensorrt; it is run in pieces, with the collectives
-between them. Two operations are known: ALL_REDUCE with SUM, and ALL_GATHER along the first dimension.
+between them. Two operations are known: ALL_REDUCE with SUM, and ALL_GATHER along the first dimension. Ranks meet when
+one of them is waited for, so not where work runs as soon as it is queued (``gpus.eager``).
 """
 
 from __future__ import annotations
