@@ -8,7 +8,6 @@ ends, the last row takes its place.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
@@ -104,6 +103,7 @@ class Scheduler:
     def step(self) -> None:
         """Free the rows of ended requests, admit waiting ones, prefill prompts, run one round, commit its tokens.
 
+        Where the round is queued already, no row may change before it, so the step only ends it and commits its tokens.
         If another thread is in a step, this waits for the end of that step instead. An error in a step fails every
         request that it worked on, because their cache contents are unknown, and is raised again.
         """
@@ -200,7 +200,14 @@ class Scheduler:
     def _free_cancelled(self, own: Container[Request]) -> None:
         """Free the rows of cancelled requests, unless a step was interrupted. own: see ``_guard``."""
         if not self._in_step:
-            self._guard(self._release, own)
+            self._guard(self._release_now, own)
+
+    def _release_now(self) -> None:
+        """Free the rows of ended requests, and end a round first that works on them."""
+        self._release()
+        if self.round.next_is_queued and any(request.finish_reason for request in self._rows):
+            self._decode(self._rows[: self._ready])
+            self._release()
 
     def _end_all(self) -> None:
         """Fail all requests that have not ended, and close the engines."""
@@ -216,10 +223,13 @@ class Scheduler:
         self.round.close()
 
     def _release(self) -> None:
-        """Free the rows of requests that have ended, were cancelled or timed out. Waiting ones leave the queue."""
+        """End requests that were cancelled or timed out. Those in the queue leave it, and rows of ended ones are freed.
+
+        A round that is queued already works on these rows, so they are freed after it.
+        """
         self._queue.expire()
         for row in reversed(range(len(self._rows))):
-            if self._rows[row].expire():
+            if self._rows[row].expire() and not self.round.next_is_queued:
                 self._free(row)
 
     def _free(self, row: int) -> None:
@@ -243,7 +253,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Give free rows to waiting requests, until one must wait (``_must_wait``)."""
-        if not self._queue or len(self._rows) == self.max_rows:
+        if not self._queue or len(self._rows) == self.max_rows or self.round.next_is_queued:
             return
         self._joining = joining = list[Request]()
         try:
@@ -292,7 +302,10 @@ class Scheduler:
                     self._ready += 1
 
     def _decode(self, requests: list[Request]) -> None:
-        """Run a round of ``requests``, which are in rows 0, 1, .., and commit its tokens."""
+        """Run a round of ``requests``, which are in rows 0, 1, .., and commit its tokens.
+
+        The next one may be queued with it where nobody is about to join them. It then works on the same rows.
+        """
         draft_lag = self.round.draft_lag(requests)
         counts = [request.num_draft_tokens(self.round.max_draft_len) for request in requests]
         draft_len = 0
@@ -300,10 +313,9 @@ class Scheduler:
             # A request that sets its own draft length gets it, whatever is best for the others.
             own = [count for request, count in zip(requests, counts, strict=True) if request.draft_len is not None]
             draft_len = max(self.lengths.choose(requests, counts, draft_lag), *own, 0)
-        before = time.perf_counter()
         with _Failing(self, requests):
-            outcomes = self.round.step(requests, draft_len)
-            seconds = time.perf_counter() - before if self.round.is_steady_state else None
+            outcomes = self.round.step(requests, draft_len, self._nobody_is_about_to_join(draft_len))
+            seconds = self.round.seconds if self.round.is_steady_state else None
             evaluated = [(0, 0) if isinstance(outcome, SpecError) else outcome.evaluated for outcome in outcomes]
             # A drafter may have proposed fewer tokens.
             drafted = (o.drafted - o.forced for o in outcomes if not isinstance(o, SpecError))
@@ -317,6 +329,13 @@ class Scheduler:
                     request.commit(outcome)
                 except Exception as error:  # An error of one text, in its tokenizer say, fails no other.
                     request.fail(as_spec_error(error))
+
+    def _nobody_is_about_to_join(self, draft_len: int) -> bool:
+        """Whether the round behind one of ``draft_len`` is likely to have the same rows."""
+        if self._ready < len(self._rows):
+            return False
+        may_end = any(request.remaining <= draft_len + 1 for request in self._rows)
+        return not self._queue or (len(self._rows) == self.max_rows and not may_end)
 
 
 class _Failing:

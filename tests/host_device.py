@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specrun import kernels
-from specrun.devices import Device, DeviceArray, Grid
+from specrun.devices import Device, DeviceArray, Event, Grid
 from specrun.kernels import calls
 from specrun.kernels.layout import BARRIER
 
@@ -98,6 +98,22 @@ def fetched(device: Device, array: DeviceArray) -> npt.NDArray[Any]:
     device.copy_to_host(array, mirror)
     device.wait()
     return mirror
+
+
+class HostEvent:
+    """See ``Event``."""
+
+    when = 0.0
+
+    def record(self) -> None:
+        self.when = time.perf_counter()
+
+    def wait(self) -> None:
+        pass
+
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, HostEvent)
+        return self.when - earlier.when
 
 
 class HostDevice:
@@ -191,6 +207,9 @@ class HostDevice:
                 step()
 
         return play
+
+    def event(self) -> Event:
+        return HostEvent()
 
     def seconds(self, work: Callable[[], object]) -> float:
         began = time.perf_counter()

@@ -314,9 +314,9 @@ def test_the_batch_stays_full_and_little_is_read_ahead(
 
     plain = decoder.scheduler.round.step
 
-    def step(requests: Any, draft_len: int) -> Any:
+    def step(requests: Any, *settings: Any) -> Any:
         sizes.append(len(requests))
-        return plain(requests, draft_len)
+        return plain(requests, *settings)
 
     monkeypatch.setattr(decoder.scheduler.round, "step", step)
     held = 0

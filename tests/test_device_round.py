@@ -16,7 +16,7 @@ from specrun.backends import Feed
 from specrun.backends.ort import OrtDeviceBackend
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.devices import Device, DeviceArray
+from specrun.devices import DeviceArray
 from specrun.draft_length import DraftLength
 from specrun.drafters.device_model import device_model_drafter
 from specrun.engine_dir import open_engine
@@ -24,6 +24,7 @@ from specrun.errors import BackendError
 from specrun.grammar import Constraint, Grammar, Grammars, fill_masks
 from specrun.request import Request
 from specrun.rounds.device import DeviceRound
+from specrun.rounds.device_records import QueuedRound
 from specrun.sampling import SamplingParams
 from specrun.scheduler import Scheduler
 from tests.conftest import make_engine
@@ -227,14 +228,13 @@ def test_a_round_that_is_interrupted_ends_its_requests(
 ) -> None:
     """The device has gone on by then, and the host does not know how far."""
     round_, expected = device_round(*tables, 4, blocks=50), on_host(*tables, 4, False, batch(EVERY))
-    wait, requests = round_._wait, batch(EVERY)
+    requests = batch(EVERY)
 
-    def interrupted(devices: Sequence[Device]) -> None:
+    def interrupted(self: QueuedRound) -> None:
         if requests[0].token_outputs:
             raise KeyboardInterrupt
-        wait(devices)
 
-    monkeypatch.setattr(round_, "_wait", interrupted)
+    monkeypatch.setattr(QueuedRound, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         on_device(round_, requests)
     assert {request.finish_reason for request in requests} == {"error"}

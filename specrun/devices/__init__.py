@@ -38,6 +38,19 @@ Grid = tuple[int, int, int]
 """How many blocks a kernel is started with, in three dimensions."""
 
 
+class Event(Protocol):
+    """A point in a device's work. It may be recorded again; what is said of it holds for the last time."""
+
+    def record(self) -> None:
+        """Queue it: the device reaches it when everything that was queued before is done."""
+
+    def wait(self) -> None:
+        """Return when the device has reached it. Work that is queued behind it may still run."""
+
+    def seconds_since(self, earlier: Event) -> float:
+        """The device's time from ``earlier`` to here. Both were waited for."""
+
+
 class Device(Protocol):
     """One GPU and one stream of work on it. Everything but ``zeros``, ``write`` and ``wait`` only queues work.
 
@@ -81,6 +94,9 @@ class Device(Protocol):
 
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
         """What ``work`` queues as one piece, to be queued again and again. It is not run now."""
+
+    def event(self) -> Event:
+        """A new event, which lives as long as the device is open."""
 
     def seconds(self, work: Callable[[], object]) -> float:
         """Run what ``work`` queues, and return how long the device took for it."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specrun.devices import Device, DeviceArray, Grid
+from specrun.devices import Device, DeviceArray, Event, Grid
 from specrun.devices.driver import why_no_gpu
 from specrun.errors import BackendError
 from specrun.extras import how_to_install
@@ -60,6 +60,8 @@ class CudaDevice:
         self._kernels: dict[str, tuple[Any, int, bool]] = {}
         self._memory: list[int] = []
         self._pinned: list[Any] = []
+        self._events: list[CudaEvent] = []
+        self._timer: tuple[Event, Event] | None = None
         self._done: Any = None
         """The event that others wait for. One is enough: a wait is for what was recorded last before it."""
 
@@ -170,23 +172,24 @@ class CudaDevice:
 
         return replay
 
-    def seconds(self, work: Callable[[], object]) -> float:
-        """See ``Device.seconds``: between two events, which the GPU reaches before and after it."""
-        driver, events = self._driver, []
-        with self._errors("cannot time its work"):
+    def event(self) -> Event:
+        """See ``Device.event``."""
+        with self._errors("refused an event"):
             self.activate()
-            try:
-                for _ in range(2):
-                    events.append(self._check(driver.cuEventCreate(0)))
-                self._stream.sync()
-                self._check(driver.cuEventRecord(events[0], self.stream))
-                work()
-                self._check(driver.cuEventRecord(events[1], self.stream))
-                self._stream.sync()
-                return float(self._check(driver.cuEventElapsedTime(*events))) / 1e3
-            finally:
-                for event in events:
-                    driver.cuEventDestroy(event)
+            event = CudaEvent(self, self._device.create_event(self._core.EventOptions(timing_enabled=True)))
+        self._events.append(event)
+        return event
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """See ``Device.seconds``."""
+        with self._errors("cannot time its work"):
+            before, after = self._timer = self._timer or (self.event(), self.event())
+            self._stream.sync()
+            before.record()
+            work()
+            after.record()
+            after.wait()
+            return after.seconds_since(before)
 
     def wait_for(self, other: Device) -> None:
         """See ``Device.wait_for``."""
@@ -220,6 +223,8 @@ class CudaDevice:
             self._driver.cuMemFree(address)
         self._memory.clear()
         self._pinned.clear()
+        for event in self._events:
+            event.event.close()
         if self._done is not None:
             self._done.close()
             self._done = None
@@ -242,6 +247,33 @@ class CudaDevice:
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise BackendError(f"GPU {self.number} {what}: {reason}") from error
+
+
+class CudaEvent:
+    """See ``Event``. Made by ``CudaDevice.event``."""
+
+    def __init__(self, device: CudaDevice, event: Any) -> None:
+        self._device = device
+        self.event = event
+
+    def record(self) -> None:
+        """See ``Event.record``."""
+        with self._device._errors("refused an event"):
+            self._device.activate()
+            self._device._stream.record(self.event)
+
+    def wait(self) -> None:
+        """See ``Event.wait``."""
+        with self._device._errors("failed in a round"):
+            self._device.activate()
+            self.event.sync()
+
+    def seconds_since(self, earlier: Event) -> float:
+        """See ``Event.seconds_since``."""
+        if not isinstance(earlier, CudaEvent):
+            raise ValueError("an event of another kind of device")
+        with self._device._errors("does not tell a time"):
+            return float(self.event - earlier.event) / 1e3
 
 
 def _close_quietly(builder: Any) -> None:

@@ -103,11 +103,14 @@ class DraftProbs:
 class DeviceDrafter(RowDrafter, Protocol):
     """Proposes for a round on a device: draft tokens are written behind the committed tokens of the round's rows.
 
-    A round of ``batch`` rows and ``draft_len`` calls ``prepare``, ``queue_ahead``, ``queue``, ``queue_behind``.
+    A round of ``batch`` rows and ``draft_len`` calls ``prepare``, ``queue_ahead``, ``queue``, ``queue_behind``. Where
+    ``needs_host`` is false, a round behind one of the same length that is not read yet leaves ``prepare`` out.
     """
 
     devices: Sequence[Device]
     """The devices on which it queues work."""
+    needs_host: bool
+    """Whether the host proposes, so that it must have read the round before."""
     captured: Sequence[DeviceBackend]
     """Engines whose work is part of the round's capture."""
     probs: DraftProbs

@@ -25,14 +25,14 @@ from specrun.sampling import NON_FINITE_LOGITS
 class DeviceModelDrafter(CachedDraft[DeviceRunner]):
     """See ``DeviceDrafter``. On the target's device, drafting is captured together with the round."""
 
+    needs_host = False
+
     def __init__(self, backend: DeviceBackend, rows: DeviceRows) -> None:
         """rows: the round's, to which the draft tokens are written."""
         super().__init__(DeviceRunner(backend, rows.max_rows, FIRST_DRAFT_STEP_LEN, 1, rows.max_draft_len))
         self.devices: Sequence[Device] = [backend.device]
         self.captured: Sequence[DeviceBackend] = [backend]
         self._rows = rows
-        self._all_rows = [rows]
-        """The rows on every device that a round works on."""
         distributions = backend.device.zeros((rows.max_rows, rows.max_draft_len), DISTRIBUTION)
         vocab = min(self.runner.vocab, rows.vocab)  # Ids beyond the target's are never proposed.
         self._drawn = DraftProbs(distributions, self.runner.logits, self.runner.step_stride, self.runner.vocab, vocab)
@@ -85,9 +85,7 @@ class DeviceModelDrafter(CachedDraft[DeviceRunner]):
             # The last draft token was not fed.
             self.runner.rows.lengths[row] = len(request.tokens) + max(0, num_accepted(outcome) - 1)
             if isinstance(outcome, Outcome) and outcome.drafted < request.num_draft_tokens(draft_len):
-                request.stop_drafting(BackendError(NON_FINITE_LOGITS))
-                for rows in self._all_rows:
-                    rows.write_sampling(row, [request])
+                request.stop_drafting(BackendError(NON_FINITE_LOGITS))  # The device knows it already.
 
     def close(self) -> None:
         """See ``DeviceDrafter``."""
@@ -119,7 +117,6 @@ class RemoteModelDrafter(DeviceModelDrafter):
         super().__init__(backend, rows.on(there))
         self.captured = []
         self._target_rows = rows
-        self._all_rows = [self._rows, rows]
         drawn, (max_rows, length) = self._drawn, self._drawn.distributions.shape
         distributions, logits = (here.zeros(array.shape, array.dtype) for array in (drawn.distributions, drawn.logits))
         self.probs = replace(drawn, distributions=distributions, logits=logits)
@@ -143,9 +140,10 @@ class RemoteModelDrafter(DeviceModelDrafter):
 
     def queue_ahead(self, batch: int, draft_len: int, sends_logits: bool) -> bool:
         """See ``DeviceDrafter``."""
-        if not draft_len:
-            return True
         here, there = self._target_rows.device, self._rows.device
+        if not draft_len:
+            here.wait_for(there)  # It may be copying the records of the round before.
+            return True
         steady = self._captures.queue(there, (batch, draft_len), lambda: self._draft_and_pack(batch, draft_len))
         here.wait_for(there)
         here.copy(*(array.part(0, (batch, draft_len)) for array in (self._received, self._packed)))

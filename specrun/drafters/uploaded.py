@@ -23,6 +23,8 @@ class UploadedDrafter:
     replaces it comes from p without it. A draft model's own probabilities would accept more, but are not uploaded.
     """
 
+    needs_host = True
+
     def __init__(self, drafter: Drafter, rows: DeviceRows) -> None:
         """rows: the round's, to which the draft tokens are written."""
         self.drafter = drafter

@@ -417,11 +417,13 @@ FUNCTION Verdict compare_logits(
 FUNCTION int record_len(int draft_len) { return Record::DRAFTS + draft_len; }
 
 // Append a round's tokens up to a stop id or the row's end, count them where there are counts, and write down what
-// happened: record [record_len].
+// happened: record [record_len]. A row whose draft has failed, so that fewer than `asked` tokens were drafted, drafts no
+// more: its next round may be queued before the host knows of it.
 FUNCTION void commit(
-    Progress* progress, i64* tokens, const i64* stop_ids, int stops, u32* counts, int drafted, const Verdict& verdict,
-    i64* record) {
+    Progress* progress, Sampling* sampling, i64* tokens, const i64* stop_ids, u32* counts, int asked, int drafted,
+    const Verdict& verdict, i64* record) {
   Progress p = *progress;
+  if (drafted < asked) sampling->draft_len = 0;
   record[Record::DRAFTED] = drafted;
   record[Record::ACCEPTED] = verdict.accepted;
   record[Record::NEXT_TOKEN] = verdict.next_token;
@@ -432,7 +434,7 @@ FUNCTION void commit(
     i64 token = tokens[p.length++];
     p.remaining--;
     if (counts) counts[token]++;
-    for (int stop = 0; stop < stops; stop++)
+    for (int stop = 0; stop < sampling->stops; stop++)
       if (token == stop_ids[stop]) p.remaining = 0;
   }
   *progress = p;
@@ -598,7 +600,7 @@ ROW_KERNEL void sample_target(
 // p and chosen [B, draft_len + 1]; counts [B, vocab], of rows with penalties; records [B, record_len].
 // Where the draft failed, the tokens that it drew before are its whole proposal.
 ROW_KERNEL void accept(
-    i64* tokens, int token_stride, Progress* progress, int draft_len, const Sampling* sampling, const Distribution* q,
+    i64* tokens, int token_stride, Progress* progress, int draft_len, Sampling* sampling, const Distribution* q,
     const float* draft_logits, int step_stride, int draft_stride, int draft_vocab, const Distribution* p,
     const int* chosen, const float* target_logits, const float* adjusted, int vocab, const i64* stop_ids, u32* counts,
     i64* records, Barrier* barriers) {
@@ -625,8 +627,9 @@ ROW_KERNEL void accept(
   group.sync();  // Only now may thread 0 change what all threads have read.
   if (group.rank() == 0)
     commit(
-        progress + row, own, stop_ids + row * MAX_STOP_IDS, s.stops,
-        has_penalties(s) ? counts + (i64)row * vocab : nullptr, count, verdict, records + row * record_len(draft_len));
+        progress + row, sampling + row, own, stop_ids + row * MAX_STOP_IDS,
+        has_penalties(s) ? counts + (i64)row * vocab : nullptr, asked, count, verdict,
+        records + row * record_len(draft_len));
 }
 
 // The log-probabilities of what `accept` wrote down, by the target's unchanged logits [B, draft_len + 1, vocab]:
@@ -682,15 +685,16 @@ KERNEL void move_drafts(
 // And the records [B, record_len] of `accept`: the GPU that drafted commits what the other one did.
 // counts [B, vocab]. One thread per row.
 KERNEL void commit_records(
-    i64* tokens, int token_stride, Progress* progress, int draft_len, const Sampling* sampling, const i64* stop_ids,
+    i64* tokens, int token_stride, Progress* progress, int draft_len, Sampling* sampling, const i64* stop_ids,
     u32* counts, int vocab, i64* records) {
   int row = blockIdx.x;
   const Sampling& s = sampling[row];
   i64* record = records + row * record_len(draft_len);
   Verdict verdict = {(int)record[Record::ACCEPTED], (int)record[Record::NEXT_TOKEN]};
   commit(
-      progress + row, tokens + (i64)row * token_stride, stop_ids + row * MAX_STOP_IDS, s.stops,
-      has_penalties(s) ? counts + (i64)row * vocab : nullptr, (int)record[Record::DRAFTED], verdict, record);
+      progress + row, sampling + row, tokens + (i64)row * token_stride, stop_ids + row * MAX_STOP_IDS,
+      has_penalties(s) ? counts + (i64)row * vocab : nullptr, draft_count(progress[row], s, draft_len),
+      (int)record[Record::DRAFTED], verdict, record);
 }
 
 // do(unit, count): this thread's share of `bytes`, in units of 16 bytes where all addresses are multiples of them.

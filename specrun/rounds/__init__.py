@@ -34,12 +34,19 @@ class Round(Protocol):
     is_steady_state: bool
     """Whether the last round took the time that later rounds of its kind will take."""
 
+    seconds: float
+    """The time of the last round. A device measures it, as several rounds may be queued."""
+
     exactness: Exactness
     """Whether texts are the target's own to the bit."""
 
     @property
     def host_target(self) -> ModelRunner | None:
         """The target's runner where the target runs on the host; else None."""
+
+    @property
+    def next_is_queued(self) -> bool:
+        """Whether the round of the next ``step`` is queued already. Before that step no row may change."""
 
     def engine_times(self) -> EngineTimes | None:
         """The engines' times so far; None on a device, where they are not measured."""
@@ -66,11 +73,17 @@ class Round(Protocol):
         requests: those in rows 0, 1, ..
         """
 
-    def step(self, requests: Sequence[Request], draft_len: int) -> list[Outcome | SpecError]:
-        """Run one round over the requests in rows 0, 1, .. It commits nothing.
+    def step(
+        self, requests: Sequence[Request], draft_len: int, may_queue_next: bool = False
+    ) -> list[Outcome | SpecError]:
+        """Run one round over the requests in rows 0, 1, .., or end the one that is queued. It commits nothing.
 
-        draft_len: the most draft tokens of a row. Returns for each request what to commit. For a request that failed,
-        for example because the target's logits are not finite, it returns the error, and the others go on.
+        draft_len: the most draft tokens of a row, in the round that this queues. may_queue_next: whether the next step
+        will have the same requests in the same rows, so that its round may be queued before this one is read.
+
+        Returns for each request what to commit. For a request that failed, for example because the target's logits are
+        not finite, it returns the error, and the others go on. So it does for one that has ended since its round was
+        queued: what that round decided for it is dropped.
         """
 
     def cache_prefix(self, request: Request, row: int) -> None:

@@ -3,11 +3,26 @@
 All rounds of one batch size and draft length queue the same work, with the same addresses and shapes. Lengths, ids and
 sampling parameters are contents of device memory. So a round is captured once and then replayed. A drafter on another
 device captures its own work.
+
+The next round is queued before the last one is read where the host has nothing to say in between. Then the device does
+not wait for the host. That is so when
+
+- the scheduler allows it, because nobody is about to join: the requests keep their rows;
+- no row is constrained and no draft comes from the host: masks and those drafts depend on the text;
+- both rounds before had the same draft length, so the draft has nothing to catch up on;
+- no request has ended, so that its row need not be freed; and one at least cannot reach its length in the round before.
+
+The device knows lengths, stop ids, token counts and failed drafts itself. A row that ended drafts and commits nothing
+more there. What the host alone knows (stop texts, cancelling, timeouts, errors) ends a request whose row goes on in the
+queued round; its tokens of that round are dropped. A row's cache then holds more than the text, of which only the
+text's own length counts. Rows do not move before the queued round is read. After an error in a step nobody reads it:
+its requests have failed, and later work stands behind it in the stream.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -23,7 +38,7 @@ from specrun.kernels import calls
 from specrun.kernels.layout import DISTRIBUTION
 from specrun.request import Outcome, Request, num_accepted
 from specrun.rounds.cached import CachedRound, Rows
-from specrun.rounds.device_records import DeviceRecords
+from specrun.rounds.device_records import DeviceRecords, QueuedRound
 from specrun.runners.capture import Captures
 from specrun.runners.device import DeviceRunner
 from specrun.runners.device_batch import DeviceRows
@@ -62,6 +77,10 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
         self._target_distributions = self.device.zeros(positions, DISTRIBUTION)
         self._adjusted = self.device.zeros(runner.logits.shape, np.float32)
         self._records = DeviceRecords(self.device, max_rows, max_draft_len)
+        self._queued = deque(QueuedRound(self._records) for _ in range(2))
+        """The last two rounds; the later one stands behind."""
+        self._next: QueuedRound | None = None
+        """The round that is queued ahead."""
         self._masks = self.device.zeros((*positions, -(-runner.vocab // 32)), np.uint32)
         self._drafts = self.device.zeros((max_rows * max(1, max_draft_len),), np.int64)
         self._pinned_drafts = self.device.pinned_like(self._drafts)
@@ -70,7 +89,12 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
         self._draft_probs = self.drafter.probs if self.drafter else nothing
         self._devices = list(dict.fromkeys((self.device, *(self.drafter.devices if self.drafter else ()))))
         self._captures = Captures(captures, [target, *(self.drafter.captured if self.drafter else ())])
-        self.is_steady_state = False
+        self.is_steady_state, self.seconds = False, 0.0
+
+    @property
+    def next_is_queued(self) -> bool:
+        """See ``Round``."""
+        return self._next is not None
 
     @property
     def host_target(self) -> None:
@@ -121,22 +145,22 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
         self._wait(self._devices)  # So that prefilling is not part of the next round's time.
         return done
 
-    def step(self, requests: Sequence[Request], draft_len: int) -> list[Outcome | SpecError]:
+    def step(
+        self, requests: Sequence[Request], draft_len: int, may_queue_next: bool = False
+    ) -> list[Outcome | SpecError]:
         """See ``Round``."""
-        counts = [request.num_draft_tokens(draft_len) for request in requests]  # A draft may fail from here on.
-        draft_len = self.drafter.prepare(requests, draft_len) if self.drafter else 0
-        sends_logits = any(request.accepts_by_logits(self.use_logits) for request in requests)
-        batch = self.rows.batch_size(len(requests))
-        if any(request.matcher for request in requests):
-            self.is_steady_state = self._queue_with_masks(requests, counts, batch, draft_len, sends_logits)
-        else:
-            self.is_steady_state = self._queue(batch, draft_len, sends_logits)
-        self._wait([self.device])
-        outcomes = [self._outcome(row, request, draft_len) for row, request in enumerate(requests)]
+        this, self._next = self._next or self._start(requests, draft_len), None
+        following = None
+        if may_queue_next and self._can_follow(requests, draft_len):
+            following = self._start(requests, draft_len, is_prepared=True)
+        this.wait()
+        outcomes = [self._outcome(this, row, request) for row, request in enumerate(requests)]
         for row, (request, outcome) in enumerate(zip(requests, outcomes, strict=True)):
             self.target.rows.lengths[row] = len(request.tokens) + num_accepted(outcome)
         if self.drafter:
-            self.drafter.observe(requests, outcomes, draft_len)
+            self.drafter.observe(requests, outcomes, this.draft_len)
+        self.is_steady_state, self.seconds = this.is_steady_state, this.seconds
+        self._next = following
         return outcomes
 
     def close(self) -> None:
@@ -150,6 +174,33 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
             self.drafter.close()
         for device in self._devices:
             device.close()
+
+    def _can_follow(self, requests: Sequence[Request], draft_len: int) -> bool:
+        """Whether a round of ``draft_len`` may be queued before the one before it is read."""
+        drafts_on_host = draft_len and self.drafter and self.drafter.needs_host
+        return (
+            not drafts_on_host
+            and all(before.draft_len == draft_len for before in self._queued)
+            and all(request.matcher is None and request.finish_reason is None for request in requests)
+            and any(request.remaining > draft_len + 1 for request in requests)
+        )
+
+    def _start(self, requests: Sequence[Request], draft_len: int, is_prepared: bool = False) -> QueuedRound:
+        """Queue a round. is_prepared: the drafter is prepared for it by the round before."""
+        self._queued.rotate(-1)
+        this = self._queued[-1]
+        this.begin()
+        counts = [request.num_draft_tokens(draft_len) for request in requests]  # A draft may fail from here on.
+        if not is_prepared:
+            draft_len = self.drafter.prepare(requests, draft_len) if self.drafter else 0
+        sends_logits = any(request.accepts_by_logits(self.use_logits) for request in requests)
+        batch = self.rows.batch_size(len(requests))
+        if any(request.matcher for request in requests):
+            steady = self._queue_with_masks(requests, counts, batch, draft_len, sends_logits)
+        else:
+            steady = self._queue(batch, draft_len, sends_logits)
+        this.end(batch, draft_len, steady)
+        return this
 
     def _queue(self, batch: int, draft_len: int, sends_logits: bool) -> bool:
         """Queue a round. Returns whether it takes the time that later rounds of its kind will take.
@@ -192,13 +243,13 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
             drafter.queue_behind(batch, draft_len, self._records.of(batch, draft_len)[0])
         return steady
 
-    def _outcome(self, row: int, request: Request, draft_len: int) -> Outcome | SpecError:
+    def _outcome(self, this: QueuedRound, row: int, request: Request) -> Outcome | SpecError:
         try:
             if request.matcher:
                 request.matcher.require_no_error()
         except SpecError as error:
             return error
-        return self._records.outcome(row, request, draft_len)
+        return this.outcome(row, request)
 
     def _draft(self, batch: int, draft_len: int) -> None:
         """Queue what drafts on this device, and a copy of the draft tokens for the host."""
@@ -214,7 +265,7 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
         self._verify(batch, draft_len)
 
     def _verify(self, batch: int, draft_len: int, masked: bool = False) -> None:
-        """Queue the verify pass, acceptance, the commit, and the records for the host. masked: some rows have masks."""
+        """Queue the verify pass, acceptance and the commit. masked: some rows have masks."""
         target, rows, draft = self.target, self.rows, self._draft_probs
         p, chosen = self._target_distributions, self._chosen
         records, logprobs = self._records.of(batch, draft_len)
@@ -239,7 +290,6 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
             records=records,
         )
         calls.log_probabilities(rows, logits=logits, records=records, found=logprobs)
-        self._records.copy_to_host(batch, draft_len)
 
     def _row_holders(self) -> Sequence[Rows]:
         return [*super()._row_holders(), self.rows]

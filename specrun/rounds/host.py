@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Sequence
 
 from specrun.acceptance import accept_logits, accept_tokens, certain
@@ -29,11 +30,12 @@ from specrun.sampling import (
 class HostRound(CachedRound[ModelRunner, Drafter]):
     """See ``Round``."""
 
+    next_is_queued = False
     prefill_chunk_size = 64  # On a CPU, every further token of a call takes nearly as long as the first.
 
     def __init__(self, target: ModelRunner, drafter: Drafter | None, max_draft_len: int, use_logits: bool) -> None:
         super().__init__(target, drafter if max_draft_len else None, ScoredTexts(target))
-        self.is_steady_state = False
+        self.is_steady_state, self.seconds = False, 0.0
         self._seen: set[tuple[int, int]] = set()
         self.max_draft_len = max_draft_len
         self.use_logits = use_logits
@@ -53,8 +55,11 @@ class HostRound(CachedRound[ModelRunner, Drafter]):
         self.target.reserve(first + len(requests), longest(requests, self.max_draft_len), first)
         super().admit(requests, first)
 
-    def step(self, requests: Sequence[Request], draft_len: int) -> list[Outcome | SpecError]:
+    def step(
+        self, requests: Sequence[Request], draft_len: int, may_queue_next: bool = False
+    ) -> list[Outcome | SpecError]:
         """See ``Round``. Rounds after a prompt, a rejection or full acceptance are all the same."""
+        began = time.perf_counter()
         proposals = self._propose(requests, draft_len)
         drafts = [proposal.tokens for proposal in proposals]
         shape = (len(requests), max(map(len, drafts)))
@@ -71,6 +76,7 @@ class HostRound(CachedRound[ModelRunner, Drafter]):
         ]
         if self.drafter:
             self.drafter.observe(requests, outcomes, draft_len)
+        self.seconds = time.perf_counter() - began
         return outcomes
 
     def close(self) -> None:

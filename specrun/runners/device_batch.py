@@ -68,17 +68,13 @@ class DeviceRows:
             tokens[row, : len(request.tokens)] = request.tokens
             progress[row] = (len(request.tokens), 0)
             stop_ids[row, : len(request.stop_ids)] = sorted(request.stop_ids)
-        for array, values in (self.tokens, tokens), (self.progress, progress), (self.stop_ids, stop_ids):
+        sampling = np.array([_sampling(request, self.max_draft_len, self.use_logits) for request in requests], SAMPLING)
+        own = (self.tokens, tokens), (self.progress, progress), (self.stop_ids, stop_ids), (self.sampling, sampling)
+        for array, values in own:
             self._write(array, first, values)
-        self.write_sampling(first, requests)
         for row, request in enumerate(requests, first):
             if request.has_logits_processors:
                 self._write_penalties(row, request)
-
-    def write_sampling(self, first: int, requests: Sequence[Request]) -> None:
-        """Write how the rows from ``first`` on choose their tokens. A row whose draft has failed drafts none."""
-        values = [_sampling(request, self.max_draft_len, self.use_logits) for request in requests]
-        self._write(self.sampling, first, np.array(values, SAMPLING))
 
     def wake(self, row: int, request: Request) -> None:
         """Let rounds work on ``row``, because its prompt is prefilled."""
@@ -107,9 +103,7 @@ class DeviceRows:
 def _sampling(request: Request, draft_len: int, use_logits: bool) -> tuple[float, ...]:
     """The SAMPLING struct of a request. draft_len, use_logits: for requests that do not set them."""
     params = request.params
-    if request.draft_error:
-        draft_len = 0
-    elif request.draft_len is not None:
+    if request.draft_len is not None:
         draft_len = min(request.draft_len, draft_len)
     temperature = (
         0 if params.greedy else min(max(params.temperature, 1e-37), 1e38)

@@ -100,6 +100,16 @@ def backwards() -> Iterator[None]:
         library().gpu_run_backwards(0)
 
 
+@contextmanager
+def eager() -> Iterator[None]:
+    """Run work when it is queued, the earliest that CUDA allows. Otherwise it runs when somebody waits, the latest."""
+    library().gpu_run_eagerly(1)
+    try:
+        yield
+    finally:
+        library().gpu_run_eagerly(0)
+
+
 def calls(function: str) -> int:
     """How often a function of the driver was called, or ran in a stream."""
     return int(library().gpu_calls(function.encode()))

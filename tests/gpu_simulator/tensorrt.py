@@ -13,20 +13,17 @@ import math
 import weakref
 from collections.abc import Callable
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 
 from specbuild.config import plan_profiles
-from specbuild.graph import pin_cache_length
-from specbuild.quantisation.kv_cache_graph import leave_writing_to_caller
-from specrun.backends.ort import session_options
 from specrun.contract import INPUT_IDS, LOGITS_INDICES, WRITE_INDICES
 from specrun.engine_dir import CONFIG_NAME, GRAPH_NAME, PLAN_NAME, Profile, Tensor, describe_file, open_engine
-from tests.gpu_simulator import gpus
+from tests.gpu_simulator import collectives, gpus
 
 __version__ = "11.99.simulated"
 _ALIGNMENT = 256
@@ -46,11 +43,7 @@ def as_plan(source: Path, output: Path, checkpoint: Path | None = None) -> Path:
     graph = next(name for name in config.files if name.endswith(".onnx"))
     io, path = config.io, source / graph
     if checkpoint:
-        model = ir.load(checkpoint / GRAPH_NAME)
-        pin_cache_length(model, build.cache_length)
-        leave_writing_to_caller(model, build.cache_length)
-        path = output / "plan.onnx"
-        ir.save(model, path, external_data="plan.onnx.data")
+        path = _leave_writing_to_caller(checkpoint, output / "plan.onnx", build.cache_length)
         io = [_new_positions(tensor) if tensor.aliases else tensor for tensor in io]
     plan = {
         "graph": str(path.resolve()),
@@ -74,6 +67,20 @@ def as_plan(source: Path, output: Path, checkpoint: Path | None = None) -> Path:
     }
     (output / CONFIG_NAME).write_text(config.model_copy(update=changed).model_dump_json(indent=2) + "\n")
     return output
+
+
+def _leave_writing_to_caller(checkpoint: Path, path: Path, cache_length: int) -> Path:
+    """Save the graph of a checkpoint with an int8 cache as TensorRT's compiler would change it."""
+    import onnx_ir as ir  # It takes seconds to import, and some tests start processes that have no use for it.
+
+    from specbuild.graph import pin_cache_length
+    from specbuild.quantisation.kv_cache_graph import leave_writing_to_caller
+
+    model = ir.load(checkpoint / GRAPH_NAME)
+    pin_cache_length(model, cache_length)
+    leave_writing_to_caller(model, cache_length)
+    ir.save(model, path, external_data=f"{path.name}.data")
+    return path
 
 
 def _new_positions(tensor: Tensor) -> Tensor:
@@ -164,8 +171,7 @@ class CudaEngine:
         self.profiles = [Profile.model_validate(profile) for profile in plan["profiles"]]
         self.cache_length = int(plan["cache_length"])
         self.log = log
-        ort, options = session_options()
-        self.session = ort.InferenceSession(plan["graph"], options, providers=["CPUExecutionProvider"])
+        self.pieces = list(collectives.cut(plan["graph"]))
         self.nodes = list(onnx.load(plan["graph"], load_external_data=False).graph.node)
         self.workspaces: dict[int, int] = {}
         """The stream that each workspace is used on."""
@@ -217,9 +223,16 @@ class ExecutionContext:
         self._addresses: dict[str, int] = {}
         self._warm: dict[str, tuple[int, ...]] | None = None
         """The shapes of the last call outside of a capture."""
+        self._communicator: collectives.Communicator | None = None
 
     def set_device_memory(self, memory: int, size: int) -> None:
         self._workspace = (memory, size)
+
+    def set_communicator(self, communicator: object) -> bool:
+        self._communicator = collectives.join(communicator)
+        if self._communicator is None:
+            return self._refuse("a communicator that the other ranks did not set at the same time")
+        return True
 
     def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
         if gpus.library().gpu_is_captured(ctypes.c_void_p(stream)):
@@ -262,8 +275,12 @@ class ExecutionContext:
         }
         if not captured:
             self._warm = dict(self._shapes)
-        running = weakref.ref(engine)
-        _queue(stream, lambda: _run(running(), arrays))
+        values: dict[str, collectives.Array] = {}
+        for number, piece in enumerate(engine.pieces):
+            _queue(stream, partial(_run, self._engine, number, arrays, values))
+            if piece.collective and self._communicator:
+                self._communicator.stream = stream
+                _queue(stream, partial(self._communicator.meet, piece.collective, values))
         return True
 
     def _why_not(self, engine: CudaEngine, stream: int, captured: bool) -> str | None:
@@ -271,6 +288,8 @@ class ExecutionContext:
         device = int(gpus.library().gpu_stream_device(ctypes.c_void_p(stream)))
         if device != engine.device or int(gpus.library().gpu_current_device()) != engine.device:
             return "a call while another GPU is current, or on its stream"
+        if len(engine.pieces) > 1 and self._communicator is None:
+            return "a call of an engine with collectives without a communicator"
         if not self._switched.value:
             return "a call before the switch of profiles was waited for"
         if captured and self._warm != self._shapes:
@@ -370,8 +389,17 @@ def _queue(stream: int, work: Callable[[], None]) -> None:
     gpus.library().gpu_queue_engine(ctypes.c_void_p(stream), _queued[-1])
 
 
-def _run(engine: CudaEngine | None, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
-    """One forward pass. TensorRT does not look at the contents of its inputs; the graph contract does."""
+def _run(
+    running: weakref.ref[CudaEngine],
+    number: int,
+    arrays: dict[str, collectives.Array],
+    values: dict[str, collectives.Array],
+) -> None:
+    """A piece of a forward pass, nearly always the whole. arrays: the engine's tensors; values: all that is computed.
+
+    TensorRT does not look at the contents of its inputs; the graph contract does.
+    """
+    engine = running()
     if engine is None:
         gpus.violate("enqueueV3", "the engine went before its work ran")
         return
@@ -383,7 +411,11 @@ def _run(engine: CudaEngine | None, arrays: dict[str, np.ndarray[Any, Any]]) -> 
         if not _room(address, engine.device):
             gpus.violate("enqueueV3", "a tensor's memory was freed before the work ran")
             return
-    names = [output.name for output in engine.session.get_outputs()]
-    inputs = {given.name: arrays[given.name] for given in engine.session.get_inputs()}
-    for name, value in zip(names, engine.session.run(names, inputs), strict=True):
-        arrays[name][...] = value
+    if number == 0:
+        values.update(arrays)
+    engine.pieces[number].run(values)
+    if number == len(engine.pieces) - 1:
+        for name, tensor in engine.tensors.items():
+            if tensor.kind == "output":
+                arrays[name][...] = values[name]
+        values.clear()

@@ -15,7 +15,10 @@ from specrun.kernels import calls
 from specrun.request import Request
 from specrun.sampling import SamplingParams
 from tests.gpu_simulator.tensorrt import as_plan
+from tests.gpu_simulator.test_rounds import narrow
 from tests.tables import decode
+
+__all__ = ["narrow"]
 
 LENGTH = 12
 SETTINGS = (
@@ -52,22 +55,27 @@ def expected(kv_caches: Path) -> list[list[int]]:
     return written(kv_caches / "engines" / "int8", None)
 
 
-@pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("graph", [True, False], ids=["graph", "pieces"])
-@pytest.mark.parametrize("positions", [2048, 32], ids=["whole prompts", "chunks"])
+@pytest.mark.usefixtures("nothing_left", "narrow")
+@pytest.mark.parametrize(
+    "positions, graph, draft", [(2048, True, "draft"), (2048, False, None), (32, True, None), (32, False, "draft")]
+)
 def test_ids_are_the_cpus(
-    plans: Path, expected: list[list[int]], graph: bool, positions: int, monkeypatch: pytest.MonkeyPatch
+    plans: Path,
+    expected: list[list[int]],
+    positions: int,
+    graph: bool,
+    draft: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also where prompts are longer than the memory for new keys and values."""
     monkeypatch.setattr(engine_dir, "_NEW_POSITIONS", positions)
     config = open_engine(plans / "int8")
     assert not config.writes_cache
     assert config.max_query_len == min(48, positions // 4)
-    assert written(plans / "int8", plans / "draft", cuda_graph=graph) == expected
-    assert written(plans / "int8", None, cuda_graph=graph) == expected
+    assert written(plans / "int8", plans / draft if draft else None, cuda_graph=graph) == expected
 
 
-@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.usefixtures("nothing_left", "narrow")
 @pytest.mark.parametrize("wrong", ["nothing", "shorter rows", "one position fewer"])
 def test_keys_that_are_written_elsewhere_are_seen(
     plans: Path, expected: list[list[int]], wrong: str, monkeypatch: pytest.MonkeyPatch

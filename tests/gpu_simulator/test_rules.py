@@ -153,6 +153,38 @@ def test_work_waits_until_it_is_waited_for(device: CudaDevice) -> None:
     assert mirror.tolist() == [0] * 4
 
 
+def test_an_event_is_waited_for_and_nothing_behind_it(device: CudaDevice) -> None:
+    """But work may run earlier, at any time after it was queued."""
+    array, event = device.zeros((4,), np.int32), device.event()
+    mirrors = [device.pinned_like(array) for _ in range(2)]
+    device.wait()
+
+    def copied() -> list[bool]:
+        for mirror in mirrors:
+            mirror[:] = 5
+        device.copy_to_host(array, mirrors[0])
+        event.record()
+        device.copy_to_host(array, mirrors[1])
+        event.wait()
+        return [not mirror.any() for mirror in mirrors]
+
+    assert copied() == [True, False]
+    with gpus.eager():
+        assert copied() == [True, True]
+
+
+def test_times_of_events_that_take_none(device: CudaDevice) -> None:
+    driver, flag = device._driver, device._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
+    events = [device._check(driver.cuEventCreate(flag)) for _ in range(2)]
+    for event in events:
+        device._check(driver.cuEventRecord(event, device.stream))
+    device.wait()
+    assert int(driver.cuEventElapsedTime(*events)[0]) != 0
+    breaks("an event that takes no times")
+    for event in events:
+        driver.cuEventDestroy(event)
+
+
 def test_memory_that_is_not_pinned_or_not_there(device: CudaDevice) -> None:
     array = device.zeros((4,), np.int32)
     with pytest.raises(BackendError, match="refused a copy"):
@@ -333,10 +365,11 @@ def test_a_shape_is_not_captured_before_it_has_run(pair: Path, monkeypatch: pyte
 
 def test_a_wait_that_is_removed_shows(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host reads what the round before wrote."""
-    from specrun.rounds.device import DeviceRound
+    from specrun.rounds.device_records import QueuedRound
 
     expected = generate(pair)
-    monkeypatch.setattr(DeviceRound, "_wait", lambda self, devices: None)
+    monkeypatch.setattr(QueuedRound, "wait", lambda self: None)
+    monkeypatch.setattr(QueuedRound, "seconds", 0.0)  # Of an event that was not reached there is no time.
     assert generate(pair) != expected
 
 

@@ -83,11 +83,7 @@ int cuGraphLaunch(Graph* executable, Stream* stream) {
   NEEDS_STREAM(stream);
   REQUIRE(world().executables.count(executable), INVALID_HANDLE, "no such executable graph, or it was destroyed");
   return queue(stream, __func__, [stream, nodes = executable->nodes] {
-    for (const Operation& node : *nodes) {
-      if (stream->device->broken) return;
-      world().call = node.what;
-      node.run();
-    }
+    stream->waiting.insert(stream->waiting.begin(), nodes->begin(), nodes->end());
   });
 }
 

@@ -99,6 +99,7 @@ struct Stream {
 struct Event {
   Device* device;
   std::shared_ptr<Marker> marker;
+  bool timed;
 };
 
 struct Module {
@@ -119,6 +120,7 @@ struct World {
   std::vector<std::string> violations;
   const char* call = "";  // The driver's function that is running.
   bool in_host_function = false;
+  bool eager = false;      // Work runs as soon as it is queued.
   bool backwards = false;  // Threads and blocks run in reverse order.
   const char* (*load)(const char* ptx) = nullptr;  // The path of the library of a module's kernels; null: not simulated.
 };

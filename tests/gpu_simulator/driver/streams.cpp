@@ -92,10 +92,11 @@ int cuStreamWaitEvent(Stream* stream, Event* event, unsigned) {
   return queue(stream, __func__, [marker = event->marker] { reached(marker); });
 }
 
-int cuEventCreate(Event** event, unsigned) {
+int cuEventCreate(Event** event, unsigned flags) {
   BEGIN;
   NEEDS_CONTEXT;
-  *event = new Event{world().current, nullptr};
+  constexpr unsigned DISABLE_TIMING = 2;
+  *event = new Event{world().current, nullptr, !(flags & DISABLE_TIMING)};
   world().events.insert(*event);
   return SUCCESS;
 }
@@ -132,6 +133,7 @@ int cuEventQuery(Event* event) {
 int cuEventElapsedTime_v2(float* milliseconds, Event* first, Event* last) {
   BEGIN;
   REQUIRE(first->marker && last->marker, INVALID_HANDLE, "an event that was not recorded");
+  REQUIRE(first->timed && last->timed, INVALID_HANDLE, "an event that takes no times");
   if (!first->marker->reached || !last->marker->reached) return NOT_READY;
   *milliseconds = std::chrono::duration<float, std::milli>(last->marker->when - first->marker->when).count();
   return SUCCESS;

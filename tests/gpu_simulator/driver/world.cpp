@@ -24,19 +24,24 @@ const Allocation* holds(Address first, size_t size) {
   return found.alive && first + size <= found.first + found.size ? &found : nullptr;
 }
 
+// Run the next piece of a stream's work; false where nothing waits.
+static bool advance(Stream* stream) {
+  if (stream->waiting.empty()) return false;
+  Operation next = std::move(stream->waiting.front());
+  stream->waiting.pop_front();
+  if (stream->device->broken) return true;
+  world().call = next.what;
+  next.run();
+  return true;
+}
+
 void drain(Stream* stream, const Marker* until) {
   if (stream->running) {
     broken(NOT_PERMITTED, "streams wait for each other in a circle");
     return;
   }
   stream->running = true;
-  while (!stream->waiting.empty() && !(until && until->reached)) {
-    Operation next = std::move(stream->waiting.front());
-    stream->waiting.pop_front();
-    if (stream->device->broken) continue;
-    world().call = next.what;
-    next.run();
-  }
+  while (!(until && until->reached) && advance(stream)) {}
   stream->running = false;
 }
 
@@ -48,6 +53,7 @@ void drain_all(const Device* device) {
 Result queue(Stream* stream, const char* what, std::function<void()> run) {
   if (stream->captured) stream->captured->nodes->push_back({what, std::move(run)});
   else stream->waiting.push_back({what, std::move(run)});
+  if (world().eager && !stream->captured && !stream->running) drain(stream);
   return SUCCESS;
 }
 
@@ -79,6 +85,8 @@ void gpu_open(int devices, const char* (*load)(const char* ptx)) {
   for (int number = 0; number < devices; number++) world().devices.push_back(std::make_unique<Device>(Device{number, 0, {}, SUCCESS}));
   world().load = load;
 }
+
+void gpu_run_eagerly(int yes) { world().eager = yes; }
 
 void gpu_run_backwards(int yes) { world().backwards = yes; }
 
@@ -113,10 +121,19 @@ uint64_t gpu_room(uint64_t address, int device) {
 void gpu_queue_engine(Stream* stream, void (*function)(void*)) {
   queue(stream, "enqueueV3", [=] {
     world().calls["enqueueV3"]++;
-    world().in_host_function = true;
+    bool outer = std::exchange(world().in_host_function, true);
     function(nullptr);
-    world().in_host_function = false;
+    world().in_host_function = outer;
   });
+}
+
+// Run the next piece of a stream's work, while another stream waits for it; 0 where none can run.
+int gpu_advance(Stream* stream) {
+  if (!world().streams.count(stream) || stream->running) return 0;
+  stream->running = true;
+  bool ran = advance(stream);
+  stream->running = false;
+  return ran;
 }
 
 int gpu_current_device() { return world().current ? world().current->number : -1; }
