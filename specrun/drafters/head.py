@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from specrun.drafters.device_model import DeviceModelDrafter
 from specrun.drafters.model import ModelDrafter
 from specrun.errors import SpecError
 from specrun.kv_cache.rows import CacheRows
@@ -46,6 +47,21 @@ class HeadDrafter(ModelDrafter):
                 if step >= len(tokens):
                     logits[row] = before[row, :1]
         return logits
+
+
+class DeviceHeadDrafter(DeviceModelDrafter):
+    """See ``DeviceDrafter``. It is on the target's device. The first step of a round reads all that it may lack."""
+
+    def admit(self, requests: Sequence[Request], first: int) -> None:
+        """See ``DeviceDrafter``."""
+        super().admit(requests, first)
+        _keep_to_target(self.runner.rows, requests, first)
+
+    def _first_step_len(self, draft_len: int) -> int:
+        return draft_len + 1
+
+    def _num_read(self, outcome: Outcome | SpecError) -> int:
+        return 0
 
 
 def _keep_to_target(rows: CacheRows, requests: Sequence[Request], first: int) -> None:

@@ -16,7 +16,7 @@ from specrun.devices.cuda import CudaDevice
 from specrun.devices.driver import why_no_gpu
 from specrun.drafters import Drafter
 from specrun.drafters.device_model import device_model_drafter
-from specrun.drafters.head import HeadDrafter
+from specrun.drafters.head import DeviceHeadDrafter, HeadDrafter
 from specrun.drafters.model import ModelDrafter
 from specrun.drafters.ngram import NgramDrafter
 from specrun.drafters.uploaded import UploadedDrafter
@@ -159,6 +159,8 @@ def _open_on_gpus(
         make_drafter: MakeDrafter | None = None
         if draft and draft in on_gpus:
             make_drafter = partial(device_model_drafter, backends["draft"], config.cuda_graph)
+            if draft.config.graph.is_head:
+                make_drafter = partial(DeviceHeadDrafter, backends["draft"])
         else:
             on_host = _cached_blocks_on_host([draft], rows, config) if draft else 0
             vocab_size = target.config.graph.vocab_size

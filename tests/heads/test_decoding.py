@@ -11,14 +11,21 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from specrun.backends.ort import OrtDeviceBackend
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.drafters.head import HeadDrafter
+from specrun.draft_length import DraftLength
+from specrun.drafters.head import DeviceHeadDrafter, HeadDrafter
 from specrun.drafters.model import ModelDrafter
+from specrun.engine_dir import open_engine
 from specrun.grammar import Constraint, Grammars
 from specrun.request import Request
+from specrun.rounds.device import DeviceRound
 from specrun.sampling import SamplingParams
+from specrun.scheduler import Scheduler
 from tests.heads.trained import PROMPTS
+from tests.host_device import HostDevice
+from tests.test_device_round import Recordable
 from tests.test_scheduler import run_staggered
 
 LENGTH = 30
@@ -138,3 +145,34 @@ def test_forced_tokens_are_read_one_by_one(pair: Path) -> None:
             requests.append(Request(PROMPTS[2], GREEDY, LENGTH))
             outputs.append(decode_all(decoder, requests))
     assert outputs[0] == outputs[1]
+
+
+# -------------------------------------------------------------------------------------- the round on a device
+
+
+def device_round(
+    pair: Path, draft_len: int, use_logits: bool, kind: type[OrtDeviceBackend] = Recordable
+) -> DeviceRound:
+    device = HostDevice()
+    target = kind(pair / "target", open_engine(pair / "target"), device)
+    head = kind(pair / "head", open_engine(pair / "head"), device, target)
+    round_ = DeviceRound(target, lambda rows: DeviceHeadDrafter(head, rows), draft_len, use_logits, 4)
+    round_.allocate_pools(12)
+    return round_
+
+
+@pytest.mark.parametrize("use_logits", [False, True])
+@pytest.mark.parametrize("draft_len", [1, 3, 6])
+def test_the_round_on_a_device(pair: Path, draft_len: int, use_logits: bool) -> None:
+    """Ids and counts are those of the round on the host, recorded too."""
+    batch = [Request(prompt, params, LENGTH) for prompt in PROMPTS for params in MANNERS.values()]
+    expected, found, again = ([replace(request) for request in batch] for _ in range(3))
+    with open_pair(pair, head=True, draft_len=draft_len, use_logits=use_logits) as decoder:
+        ids = decode_all(decoder, expected)
+    round_ = device_round(pair, draft_len, use_logits)
+    for requests in (found, again):
+        for _ in Scheduler(round_, DraftLength(draft_len, draft_len), 4).run(requests):
+            pass
+        assert [request.output for request in requests] == ids
+    assert sum(request.stats.accepted for request in found) == sum(request.stats.accepted for request in expected)
+    assert sum(request.stats.accepted for request in found) > len(found)
