@@ -33,6 +33,7 @@ _FIXED = {
     "use_last_layernorm": True,
     "use_mtp_layernorm": False,
     "parallel_drafting": False,
+    "use_sliding_window": False,
 }
 """Fields that must have these values where they are given: others are other formulae."""
 _NOT_READ = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
@@ -62,21 +63,14 @@ class Head:
     """By the names of SpecForge: ``fc.weight``, ``layers.0.hidden_norm.weight``, ..."""
     nbytes: int
     """Of its weight files."""
+    num_layers: int
+    epsilon: float
+    """Of its RMS norms."""
 
     @property
     def config_file(self) -> Path:
         """For messages."""
         return self.directory / CONFIG_NAME
-
-    @property
-    def num_layers(self) -> int:
-        """How many layers it has."""
-        return int(self.layer.get("num_hidden_layers", 1))
-
-    @property
-    def epsilon(self) -> float:
-        """Of its RMS norms."""
-        return float(self.layer.get("rms_norm_eps", 1e-6))
 
     def aux_layers_of(self, num_layers: int, hidden_size: int) -> tuple[int, ...]:
         """The layers of a target with ``num_layers`` layers whose inputs are fused; ``num_layers``: the last's output.
@@ -134,10 +128,10 @@ def read_head(directory: Path, allow_pickle: bool = False) -> Head:
     kind = _kind(path, data, tensors)
     eagle = _mapping(path, data, "eagle_config")
     flags = {**eagle, **data}
-    for name, value in _FIXED.items():
-        if name in flags and flags[name] != value:
-            raise UnsupportedModelError(f"{path}: {name} {flags[name]!r}: specbuild reads heads with {value} only")
     layer = _mapping(path, data, "transformer_layer_config") or data
+    for name, value in _FIXED.items():
+        if (given := {**layer, **flags}.get(name)) not in (None, value):
+            raise UnsupportedModelError(f"{path}: {name} {given!r}: specbuild reads heads with {value} only")
     if layer.get("model_type") not in LAYER_TYPES:
         raise UnsupportedModelError(
             f"{path}: model_type {layer.get('model_type')!r}: layers of heads are {' or '.join(LAYER_TYPES)} here"
@@ -146,6 +140,12 @@ def read_head(directory: Path, allow_pickle: bool = False) -> Head:
     draft_vocab = data.get("draft_vocab_size") or vocab_size
     if not isinstance(draft_vocab, int):
         raise CheckpointError(f"{path}: draft_vocab_size {draft_vocab!r}: expected a number")
+    num_layers = _whole(path, {"num_hidden_layers": 1, **layer}, "num_hidden_layers")
+    if num_layers > len(tensors):  # Making them could take hours.
+        raise CheckpointError(f"{path}: num_hidden_layers {num_layers}, and there are {len(tensors)} tensors in all")
+    epsilon = layer.get("rms_norm_eps", 1e-6)
+    if not isinstance(epsilon, int | float) or not 0 <= epsilon < 1:
+        raise CheckpointError(f"{path}: rms_norm_eps {epsilon!r}: expected a small number")
     fields = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     return Head(
         directory=directory,
@@ -157,6 +157,8 @@ def read_head(directory: Path, allow_pickle: bool = False) -> Head:
         aux_layers=_aux_layers(path, data, eagle),
         tensors=tensors,
         nbytes=nbytes,
+        num_layers=num_layers,
+        epsilon=float(epsilon),
         **{name: _flag(path, flags, name) for name in fields},
     )
 

@@ -40,6 +40,8 @@ CONFIGS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("speculators", {"speculators_model_type": "dflash"}, ["speculators_model_type 'dflash'"]),
     ("eagle", {"model_type": "deepseek_v3"}, ["model_type 'deepseek_v3'", "llama or qwen3"]),
     ("eagle", {"hidden_size": None}, ["hidden_size None"]),
+    ("eagle", {"num_hidden_layers": 10**9}, ["num_hidden_layers 1000000000"]),
+    ("eagle", {"rms_norm_eps": "small"}, ["rms_norm_eps 'small'"]),
     ("eagle", {"norm_output": "yes"}, ["norm_output 'yes'"]),
     ("eagle", {"quantization_config": {"quant_method": "fp8"}}, ["quantization_config"]),
     ("eagle", {IDS: [1, 2, 5]}, [IDS, "layer 5", "4 layers"]),
@@ -47,6 +49,7 @@ CONFIGS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("specforge", {"eagle_config": {IDS: [0, 4, 3]}}, [IDS, "layer 5", "4 layers"]),
     ("specforge", {"eagle_config": {IDS: [0, 3]}}, ["fc.weight", "64 x 192", "64 x 128"]),
     ("specforge", {"eagle_config": {"use_aux_hidden_state": False}}, ["use_aux_hidden_state False"]),
+    ("speculators", {"transformer_layer_config": {"use_sliding_window": True}}, ["use_sliding_window True"]),
     ("modelopt", {"eagle_config": {"use_mtp_layernorm": True}}, ["use_mtp_layernorm True"]),
     ("specforge", {"fc_norm": True}, ["fc_norm.0.weight is missing"]),
 ]
