@@ -47,7 +47,8 @@ class ModelDrafter(CachedDraft[ModelRunner]):
                 rows = zip(proposals, ends, strict=True)
                 logits = self.runner.extend([p.tokens[-1] if len(p.tokens) == end else None for p, end in rows])
             for row, request in enumerate(requests):
-                if len(begun[row]) + step < counts[row] and not request.draft_error:
+                drafted = len(begun[row]) + step
+                if len(proposals[row].tokens) == drafted < counts[row] and not request.draft_error:
                     self._draw(logits[row, 0], request, proposals[row])
 
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
