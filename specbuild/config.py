@@ -165,6 +165,10 @@ def plan_build(options: EngineOptions, checkpoint: CheckpointConfig) -> tuple[Bu
     """
     notes = []
     draft_len = options.max_draft_len or 0
+    if checkpoint.graph.is_head and not draft_len:
+        raise BuildConfigError(
+            f"{options.checkpoint_dir}: is a draft head, which is built as its target is: give the same --max_draft_len"
+        )
     limit = checkpoint.max_seq_len
     seq_len = options.max_seq_len or min(DEFAULT_SEQ_LEN, limit)
     if seq_len > limit:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbuild.checkpoint import CheckpointConfig, provenance
 from specbuild.files import require_space
+from specbuild.heads.checkpoint import Head, read_head, refuse_head
 from specbuild.huggingface import eos_token_ids, locate, read_model_config, save_generation_config, save_tokenizer
 from specbuild.json_file import read_json
 from specbuild.progress import Stages, human_bytes, peak_memory
@@ -56,6 +58,12 @@ class ConvertOptions:
     """What scales are calibrated on: of 8-bit caches, and in formats whose inputs have fixed ones."""
     dequantize: bool = False
     """Take quantised weights as dense ones."""
+    head: str | None = None
+    """A draft head that the model is to give its features to."""
+    head_of: str | None = None
+    """The model is a draft head; this is its target."""
+    allow_pickle: bool = False
+    """Read a head's weights from a pickle, where there are no others."""
     verify: bool = True
     force: bool = False
 
@@ -76,6 +84,8 @@ class _Source:
     """What keys and values are to be stored in."""
     texts: Texts | None
     """What is calibrated on; None: nothing is to be calibrated."""
+    head: Head | None
+    """Whose features the model is to write."""
 
 
 def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
@@ -84,12 +94,20 @@ def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
     require_packages("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_ir", *verifying)
     output_dir = Path(options.output_dir)
     require_free(output_dir, options.force)
-    with stages.stage("check checkpoint"):
-        source = _read_source(options, stages)
+    if options.head_of is None:
+        with stages.stage("check checkpoint"):
+            source = _read_source(options, stages)
+        write, weight_bytes = partial(_write, source, options), source.files.nbytes
+    else:
+        from specbuild.heads.convert import convert_head, read_pair
+
+        with stages.stage("check the head and its target"):
+            head, target = read_pair(options, options.head_of)
+        write, weight_bytes = partial(convert_head, head, target, options), head.nbytes
     with new_directory(output_dir, options.force) as work:
-        config = _write(source, options, work, stages)
+        config = write(work, stages)
         (work / CONFIG_NAME).write_text(config.model_dump_json(indent=2) + "\n")
-    _summarise(config, source.files.nbytes, output_dir, stages)
+    _summarise(config, weight_bytes, output_dir, stages)
     return config
 
 
@@ -107,7 +125,11 @@ def _read_source(options: ConvertOptions, stages: Stages) -> _Source:
 
     recipe = make_recipe(options.qformat, options.group_size, options.exclude)
     kv_cache = cache_code(options.kv_cache_dtype)
+    head = read_head(locate(options.head, None, "--head"), options.allow_pickle) if options.head else None
+    if head and kv_cache:
+        raise BuildConfigError("--kv_cache_dtype cannot stand beside --head: features are not stored in 8 bits")
     directory = locate(options.model, options.revision)
+    refuse_head(directory)
     hf_config = read_model_config(directory, options.trust_remote_code)
     scheme = read_scheme(directory, read_json(directory / CONFIG_NAME))
     if scheme and recipe and not options.dequantize:
@@ -117,7 +139,7 @@ def _read_source(options: ConvertOptions, stages: Stages) -> _Source:
         )
     files = check_weights(directory)
     require_layers(directory, hf_config, files)
-    max_seq_len = _max_seq_len(directory, hf_config, options.max_seq_len)
+    max_seq_len = choose_max_seq_len(directory, hf_config, options.max_seq_len)
     texts = None
     needs_text = (recipe is not None and recipe.calibrated) or (kv_cache and not has_cache_scales(scheme, kv_cache))
     if not needs_text:
@@ -126,7 +148,7 @@ def _read_source(options: ConvertOptions, stages: Stages) -> _Source:
         from specbuild.quantisation.calibration import texts_of
 
         texts = texts_of(options.texts, directory, positions_of(hf_config), options.trust_remote_code)
-    return _Source(directory, hf_config, files, scheme, max_seq_len, recipe, kv_cache, texts)
+    return _Source(directory, hf_config, files, scheme, max_seq_len, recipe, kv_cache, texts, head)
 
 
 def _write(source: _Source, options: ConvertOptions, work: Path, stages: Stages) -> CheckpointConfig:
@@ -136,6 +158,7 @@ def _write(source: _Source, options: ConvertOptions, work: Path, stages: Stages)
     from specbuild.export.exporter import PREFIX, cache_shapes, export_onnx
     from specbuild.export.rope import pin_rope
     from specbuild.export.skeleton import load_skeleton
+    from specbuild.heads.fusion import Fusion, describe_features
     from specbuild.quantisation.attach import attach
     from specbuild.quantisation.calibration import calibrate_on, quantise_dense
     from specbuild.quantisation.checkpoints.cache_scales import stored_rounding
@@ -178,14 +201,20 @@ def _write(source: _Source, options: ConvertOptions, work: Path, stages: Stages)
         packed = packed_products(model, scheme, weights, notes)
     require_space({Path(options.output_dir).absolute().parent: _output_bytes(model, packed)})
     use_dequantised(model, packed, directory)
+    fusion = Fusion(source.head, model) if source.head else None
+    features = None
+    if source.head and fusion:
+        features = describe_features(source.head, fusion.layers, source.files, "target")
+        notes.append(f"features for {source.head.directory}: {fusion.describe()}")
     eos, pretrained = eos_token_ids(model), model.config.to_dict()
     references = []
     info = GraphInfo(
-        vocab_size=_vocab_size(model),
-        dtype=_dtype_name(model),
+        vocab_size=vocab_size_of(model),
+        dtype=dtype_name(model),
         kv_cache_dtype=source.kv_cache,
         caches=caches,
         quantised=_quantised(options, scheme, packed),
+        features=features,
     )
     far = None
     if options.verify:
@@ -196,12 +225,12 @@ def _write(source: _Source, options: ConvertOptions, work: Path, stages: Stages)
         stages.say(f"note: {note}")
     if options.verify:
         with stages.stage("run the model for reference"):
-            references = [reference_logits(model, info.vocab_size, max_seq_len), *([far] if far else [])]
+            references = [reference_logits(model, info.vocab_size, max_seq_len, fusion), *([far] if far else [])]
     with stages.stage("export graph"):
-        graph = export_onnx(model, caches, max_seq_len, rounding)
+        graph = export_onnx(model, caches, max_seq_len, rounding, fusion)
         graphs.share_tied_weights(graph)
         attach(graph, packed, PREFIX)
-        bind(graph, weights, PREFIX)
+        bind(graph, {**weights, **(fusion.weights if fusion else {})}, PREFIX)
         graphs.tidy(graph)
     total = sum(value.const_value.nbytes for value in graph.graph.initializers.values() if value.const_value)
     with stages.stage("write weights", total) as advance:
@@ -212,7 +241,7 @@ def _write(source: _Source, options: ConvertOptions, work: Path, stages: Stages)
             difference = compare(work / GRAPH_NAME, info, references, rounding)
         behind = f", also behind {far.start} tokens" if far else ""
         stages.say(f"verified: largest logit difference {difference:.3g}{behind}")
-    _check_opset(work)
+    check_opset(work)
     return CheckpointConfig(
         graph=info,
         max_seq_len=max_seq_len,
@@ -220,7 +249,7 @@ def _write(source: _Source, options: ConvertOptions, work: Path, stages: Stages)
         eos_token_ids=eos,
         tokenizer=describe_tokenizer(work),
         max_logit_difference=difference,
-        pretrained_config=_plain(pretrained),
+        pretrained_config=plain(pretrained),
         provenance=provenance("specbuild convert", options.model, notes, "torch", "transformers", "onnx", "onnxscript"),
         files={name: describe_file(work / name) for name in (GRAPH_NAME, WEIGHTS_NAME, *tokenizer_files(work))},
     )
@@ -259,7 +288,7 @@ def positions_of(config: PreTrainedConfig) -> int | None:
     return None if trained is None else int(trained)
 
 
-def _max_seq_len(source: Path, config: PreTrainedConfig, wanted: int | None) -> int:
+def choose_max_seq_len(source: Path, config: PreTrainedConfig, wanted: int | None) -> int:
     """Positions the graph serves: what was asked for, else what the model was trained for."""
     trained = positions_of(config)
     if wanted is None:
@@ -276,21 +305,23 @@ def _max_seq_len(source: Path, config: PreTrainedConfig, wanted: int | None) -> 
     return wanted
 
 
-def _vocab_size(model: PreTrainedModel) -> int:
+def vocab_size_of(model: PreTrainedModel) -> int:
+    """How many logits it has. Raises UnsupportedModelError."""
     head = model.get_output_embeddings()
     if head is None:
         raise UnsupportedModelError(f"{model.name_or_path}: {type(model).__name__} has no output embeddings (lm_head)")
     return int(head.weight.shape[0])
 
 
-def _dtype_name(model: PreTrainedModel) -> Any:
+def dtype_name(model: PreTrainedModel) -> Any:
+    """What it computes in. Raises UnsupportedModelError."""
     name = str(model.dtype).removeprefix("torch.")
     if name not in FLOAT_NAMES:
         raise UnsupportedModelError(f"{model.name_or_path}: weights are {name}; give --dtype {'|'.join(FLOAT_NAMES)}")
     return name
 
 
-def _check_opset(work: Path) -> None:
+def check_opset(work: Path) -> None:
     """Only standard operators may stand in a checkpoint, so that every backend compiles the same graph."""
     import onnx
 
@@ -299,12 +330,12 @@ def _check_opset(work: Path) -> None:
         raise UnsupportedModelError(f"the exported graph needs operators outside standard ONNX: {', '.join(foreign)}")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Config values as JSON can hold them."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 

@@ -76,7 +76,7 @@ def build_engine(options: EngineOptions, force: bool, advance: Advance = lambda 
     build, _ = plan_build(options, checkpoint)
     with new_directory(options.output_dir, force) as work:
         config = _compile(options, checkpoint, build, work, advance)
-        if config.backend.device == "cpu":
+        if config.backend.device == "cpu" and not config.graph.is_head:  # Only the target's bits are the text's.
             config = config.model_copy(update={"bit_exact": _probe(work, config)})
         # Written last: a directory without it does not load.
         (work / CONFIG_NAME).write_text(config.model_dump_json(indent=2) + "\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from onnx_ir.passes.common import (
 )
 from onnxscript import optimizer
 
-from specrun.contract import INPUT_IDS, LOGITS_INDICES, past_names, present_names
+from specrun.contract import INPUT_IDS, LOGITS_INDICES
 
 BATCH, SEQUENCE, KEPT, CACHE = "batch", "sequence", "logits", "cache_length"
 
@@ -63,28 +62,23 @@ def name_dimensions(model: ir.Model) -> None:
     """Give the exporter's symbols (s16, s70, ...) the contract's names, and forget shapes inside the graph."""
     for value in _inner_values(model):
         value.shape = None
-    layers = cache_layers(model)
     names = {INPUT_IDS: (BATCH, SEQUENCE), "write_indices": (BATCH,), LOGITS_INDICES: (BATCH, KEPT)}
     for value in (*model.graph.inputs, *model.graph.outputs):
         if value.name in names:
             value.shape = ir.Shape(names[value.name])
-    for name, value in _caches(model, layers):
+    for value in _caches(model):
         heads, width = value.shape[1], value.shape[3]  # type: ignore[index]
         if not isinstance(heads, int) or not isinstance(width, int):
-            raise ValueError(f"{name}: heads and width must be numbers, found {value.shape}")
+            raise ValueError(f"{value.name}: heads and width must be numbers, found {value.shape}")
         value.shape = ir.Shape([BATCH, heads, CACHE, width])
     logits = model.graph.outputs[0]
     logits.shape = ir.Shape([BATCH, KEPT, logits.shape[2]])  # type: ignore[index]
 
 
-def cache_layers(model: ir.Model) -> int:
-    """How many layers keep a cache, counted from the graph's inputs."""
-    return sum(1 for value in model.graph.inputs if (value.name or "").endswith(".key"))
-
-
-def _caches(model: ir.Model, layers: int) -> Iterable[tuple[str, ir.Value]]:
-    by_name = {value.name: value for value in (*model.graph.inputs, *model.graph.outputs)}
-    return [(name, by_name[name]) for name in (*past_names(layers), *present_names(layers))]
+def _caches(model: ir.Model) -> list[ir.Value]:
+    """Every cache tensor among the graph's inputs and outputs."""
+    values = (*model.graph.inputs, *model.graph.outputs)
+    return [value for value in values if str(value.name).startswith(("past_key_values.", "present."))]
 
 
 def _inner_values(model: ir.Model) -> list[ir.Value]:
@@ -132,7 +126,7 @@ def fold_transposes(model: ir.Model) -> None:
 
 def pin_cache_length(model: ir.Model, cache_length: int) -> None:
     """Make S_max a number: TensorRT's in-place cache update needs a static length."""
-    for _, value in _caches(model, cache_layers(model)):
+    for value in _caches(model):
         value.shape = ir.Shape([cache_length if dim == CACHE else dim for dim in value.shape])  # type: ignore[union-attr]
 
 

@@ -51,6 +51,7 @@ def _checkpoint(config: CheckpointConfig) -> str:
         "dtype": config.graph.dtype,
         **_weights(config.graph),
         "KV cache": config.graph.cache_element.name,
+        **_features(config.graph),
         "max_seq_len": str(config.max_seq_len),
         "verified": verified,
     }
@@ -62,6 +63,15 @@ def _weights(graph: GraphInfo) -> dict[str, str]:
         return {}
     forms = ", ".join(f"{count} {form}" for form, count in graph.quantised.forms.items())
     return {"weights": f"{forms} ({graph.quantised.source}); the others {graph.dtype}"}
+
+
+def _features(graph: GraphInfo) -> dict[str, str]:
+    if graph.features is None:
+        return {}
+    layers = ", ".join(map(str, graph.features.layers))
+    of = f"what goes into layers {layers}" if layers else "the last states"
+    what = "a draft head, for features" if graph.is_head else "features"
+    return {"head": f"{what} of {graph.features.width} channels, of {of}"}
 
 
 _ANY = {"tensorrt_rtx": "any RTX GPU", "onnxruntime": "any NVIDIA GPU"}
@@ -77,6 +87,7 @@ def _engine(config: EngineConfig) -> str:
         "backend": f"{backend.name} {backend.version} ({backend.machine if backend.device == 'cpu' else where})",
         "dtype": config.graph.dtype,
         **_weights(config.graph),
+        **_features(config.graph),
         "speculative_decoding_mode": build.speculative_decoding_mode,
         "max_draft_len": str(build.max_draft_len),
         "max_batch_size": str(build.max_batch_size),

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache, DynamicLayer
 
 from specbuild.export.skeleton import placeholder
+from specbuild.heads.fusion import Fusion, watched
 from specbuild.tensors import Weight, parts
 from specrun.contract import past_names
 from specrun.engine_dir import GraphInfo
@@ -62,19 +63,25 @@ class Reference:
     """Positions before the first token, whose keys and values are made up: see ``made_up_cache``."""
     windows: tuple[int, ...] = ()
     """How far back layers look, where not at everything."""
+    features: Floats | None = None
+    """[B, S, width] for a head; None: not looked at."""
 
 
-def reference_logits(model: PreTrainedModel, vocab_size: int, max_seq_len: int) -> Reference:
+def reference_logits(
+    model: PreTrainedModel, vocab_size: int, max_seq_len: int, fusion: Fusion | None = None
+) -> Reference:
     """Run the HF model once over both rows, whole and without a cache; causal rows hold the logits of every prefix.
 
+    fusion: of the features that a head wants.
     Raises VerificationError where they are not finite.
     """
     steps = _steps_within(max_seq_len)
     generator = np.random.default_rng(0)
     tokens = generator.integers(0, vocab_size, (2, sum(max(step) for step in steps)), dtype=np.int64)
-    with torch.no_grad(), Float32():
+    with torch.no_grad(), Float32(), watched(model, fusion) as fused:
         output = model(input_ids=torch.from_numpy(tokens), use_cache=False)
-    return Reference(tokens, finite(output.logits.float().numpy(), "the model's own logits"), steps)
+        features = finite(fused().numpy(), "the features for the head") if fusion else None
+    return Reference(tokens, finite(output.logits.float().numpy(), "the model's own logits"), steps, features=features)
 
 
 def far_reference(model: PreTrainedModel, info: GraphInfo, max_seq_len: int) -> Reference | None:

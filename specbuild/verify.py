@@ -24,7 +24,7 @@ from specbuild.quantisation.kv_cache import CacheRounding
 from specbuild.quantisation.kv_cache_graph import drop_cache_rounding
 from specbuild.reference import SLICE, Floats, Reference, finite, made_up_cache
 from specrun.backends.ort import session_options
-from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
+from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES
 from specrun.dtypes import DTYPES
 from specrun.engine_dir import GraphInfo
 from specrun.errors import VerificationError
@@ -47,7 +47,7 @@ def compare(
     widen_to_float32(model)
     walks = [_Walk(info, reference, rounding) for reference in references]
     for piece in cut(model, _PIECE):
-        session = _session(piece, graph)
+        session = open_piece(piece, graph)
         for walk in walks:
             walk.run(piece, session)
         del session  # And with it, the weights.
@@ -55,16 +55,20 @@ def compare(
 
 
 def _judge(walk: _Walk, info: GraphInfo) -> float:
-    difference, scale = walk.difference()
     tolerance = DTYPES[info.dtype].tolerance
-    if not difference <= tolerance * scale:
-        where = f" behind {walk.reference.start} tokens" if walk.reference.start else ""
-        raise VerificationError(
-            f"the exported graph and the model disagree{where}: largest {LOGITS} difference {difference:.3g}, "
-            f"expected at most {tolerance * scale:.3g} ({tolerance:g} of the largest logit); "
-            "please report the model, --no-verify skips the check"
-        )
-    return difference
+    where = f" behind {walk.reference.start} tokens" if walk.reference.start else ""
+    found = {
+        LOGITS: walk.difference(),
+        **({"features": walk.feature_difference()} if walk.features is not None else {}),
+    }
+    for what, (difference, scale) in found.items():
+        if not difference <= tolerance * scale:
+            raise VerificationError(
+                f"the exported graph and the model disagree{where}: largest {what} difference {difference:.3g}, "
+                f"expected at most {tolerance * scale:.3g} ({tolerance:g} of the largest); "
+                "please report the model, --no-verify skips the check"
+            )
+    return found[LOGITS][0]
 
 
 class _Walk:
@@ -76,6 +80,8 @@ class _Walk:
         """Of each step: what pieces that ran have left for the others."""
         self.starts: list[npt.NDArray[np.int64]] = []
         """Of each step: how many of each row's tokens were read before."""
+        self.features: Floats | None = None
+        """[B, 1, length, width]: what the steps have written, where it is to be compared."""
         done = np.zeros(len(reference.tokens), np.int64)
         for step in reference.steps:
             ids = np.zeros((len(step), max(step)), np.int64)
@@ -88,9 +94,9 @@ class _Walk:
 
     def run(self, piece: Piece, session: Any) -> None:
         """Run every step through one piece. The piece's layers' cache goes from step to step."""
-        layers = self.info.layers
-        cache = {name: self._cache(name) for name in past_names(layers) if name in piece.inputs}
-        pasts = dict(zip(present_names(layers), past_names(layers), strict=True))
+        names = self.info.past_names
+        cache = {name: self._cache(name) for name in names if name in piece.inputs}
+        pasts = dict(zip(self.info.present_names, names, strict=True))
         for values in self.values:
             feeds = {name: cache[name] if name in cache else values[name] for name in piece.inputs}
             found = dict(zip(piece.outputs, session.run(piece.outputs, feeds), strict=True))
@@ -98,15 +104,17 @@ class _Walk:
             values |= found
             for name in values.keys() - piece.later - {LOGITS}:
                 del values[name]
+        if self.reference.features is not None:
+            self.features = cache.get(names[-1], self.features)
 
     def _cache(self, name: str) -> Floats:
         rows, total = self.reference.tokens.shape
         length = self.reference.start + total + 16
-        number = past_names(self.info.layers).index(name)
-        if self.reference.start:
+        number = self.info.past_names.index(name)
+        if self.reference.start and number < len(self.info.caches):
             made = made_up_cache(self.info, self.reference, name, length)
             return made / self.rounding.tensors[number].factors[:, None] if self.rounding else made
-        shape = self.info.caches[number]
+        shape = self.info.cache_tensors[number]
         # Junk where nothing was written yet: whatever the mask lets through shows up in the logits.
         return np.full((rows, shape.heads, length, shape.head_dim), 1e3, np.float32)
 
@@ -121,6 +129,17 @@ class _Walk:
                 scale = max(scale, float(np.abs(expected).max()))
         return worst, scale
 
+    def feature_difference(self) -> tuple[float, float]:
+        """The same of features. Raises VerificationError."""
+        expected, worst, scale = self.reference.features, 0.0, 0.0
+        if expected is None or self.features is None:
+            raise RuntimeError("there are no features to compare")
+        for row, total in enumerate(np.sum(self.reference.steps, axis=0)):
+            found = finite(self.features[row, 0, :total], "the exported graph's features")
+            worst = max(worst, float(np.abs(found - expected[row, :total]).max()))
+            scale = max(scale, float(np.abs(expected[row, :total]).max()))
+        return worst, scale
+
 
 def _recode_float4(model: onnx.ModelProto, folder: Path) -> None:
     """Let weights in float4, which ONNX Runtime cannot dequantise on a processor, be the same numbers in float8."""
@@ -131,7 +150,8 @@ def _recode_float4(model: onnx.ModelProto, folder: Path) -> None:
             tensor.CopyFrom(ir.serde.serialize_tensor(ir.Tensor(codes, name=tensor.name)))
 
 
-def _session(piece: Piece, graph: Path) -> Any:
+def open_piece(piece: Piece, graph: Path) -> Any:
+    """A session on a piece, whose weights lie in ``graph``'s file. Raises VerificationError."""
     _recode_float4(piece.model, graph.parent)
     ort, options = session_options()
     # Weights stay mapped from the file: no optimised copies, no packed copies, no arena that keeps temporaries.

@@ -6,10 +6,16 @@
 | write_indices                  | [B] int64              | tokens already in the row's cache                 |
 | logits_indices                 | [B, K] int64           | positions (0..S-1) whose logits are wanted        |
 | past_key_values.{i}.key/.value | [B, H_kv, S_max, D]    | cache, bound in place                             |
+| past_key_values.features       | [B, 1, S_max, W]       | only of targets with a head, and of heads         |
 | logits                         | [B, K, V] float32      |                                                   |
 | present.{i}.key/.value         | as past                | the same memory as past                           |
+| present.features               | as past                | the same memory as past                           |
 
 In TensorRT's plans with 8-bit caches ``present`` is [B, H_kv, S, D]: new positions, which the caller writes.
+
+A target with features writes its fused hidden states there, for every token that it reads. Its head reads the feature
+of the position before each token. It writes its own feature of the first position of ``logits_indices``, so that it can
+go on from there; where that is -1, nothing is wanted and nothing is written. Both share one tensor.
 
 ``write_index + S <= S_max`` must hold for every row: padded positions write beyond the row's length.
 """
@@ -26,11 +32,20 @@ FIRST_DRAFT_STEP_LEN = 2
 """Tokens of a round's first draft step. The draft's cache lacks two after a round in which every draft was accepted."""
 
 
-def past_names(layers: int) -> list[str]:
-    """[key_0, value_0, key_1, ...] of the cache inputs."""
-    return [f"past_key_values.{i}.{part}" for i in range(layers) for part in ("key", "value")]
+NOTHING_WANTED = -1
+"""In ``logits_indices`` of a head: no logits, and no feature."""
 
 
-def present_names(layers: int) -> list[str]:
-    """[key_0, value_0, key_1, ...] of the cache outputs."""
-    return [f"present.{i}.{part}" for i in range(layers) for part in ("key", "value")]
+def past_names(layers: int, features: bool = False) -> list[str]:
+    """[key_0, value_0, key_1, ...] of the cache inputs; ``features`` behind them, where the graph has them."""
+    return _cache_names("past_key_values", layers, features)
+
+
+def present_names(layers: int, features: bool = False) -> list[str]:
+    """[key_0, value_0, key_1, ...] of the cache outputs; ``features`` behind them, where the graph has them."""
+    return _cache_names("present", layers, features)
+
+
+def _cache_names(prefix: str, layers: int, features: bool) -> list[str]:
+    names = [f"{prefix}.{i}.{part}" for i in range(layers) for part in ("key", "value")]
+    return [*names, f"{prefix}.features"] if features else names

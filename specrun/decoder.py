@@ -15,6 +15,7 @@ from specrun.config import DraftTargetConfig
 from specrun.draft_length import DraftLength
 from specrun.engine_dir import EngineConfig, open_engine
 from specrun.errors import BackendError, EngineDirError, PairError, RequestError
+from specrun.pair_checks import check_draft_len, check_fit, check_head
 from specrun.request import Request, TokenOutput
 from specrun.request_factory import Prompt, RequestFactory, as_prompts
 from specrun.request_options import OptionKeywords, RequestOptions, combine
@@ -24,7 +25,7 @@ from specrun.rounds.opening import Engine, open_round
 from specrun.sampling import SamplingParams
 from specrun.scheduler import Event, Scheduler
 from specrun.token_bytes import TokenBytes
-from specrun.tokenizer import require_own_tokenizer, require_same_tokenizer
+from specrun.tokenizer import require_own_tokenizer
 from specrun.tools import ToolFormat
 
 
@@ -230,13 +231,17 @@ def check_pair(
     Nothing is loaded. Raises EngineDirError, PairError and BackendError.
     """
     target = _open("target", target_dir, config.target_devices)
+    if target.config.graph.is_head:
+        raise PairError(f"{target_dir}: is a draft head; give it with --draft_engine_dir, beside its target")
     if draft_dir is None:
-        draft_len = _check_draft_len(target_dir, target.config, config.fixed_draft_len) if config.draft else 0
+        draft_len = check_draft_len(target_dir, target.config, config.fixed_draft_len) if config.draft else 0
         return target, None, draft_len
     if config.draft == "ngram":
         raise PairError(f"draft ngram drafts without a draft engine, and {draft_dir} is one")
     draft = _open("draft", draft_dir, config.draft_devices)
-    return target, draft, _check_pair(target_dir, target.config, draft_dir, draft.config, config.fixed_draft_len)
+    if draft.config.graph.is_head:
+        check_head(target, draft)
+    return target, draft, check_fit(target_dir, target.config, draft_dir, draft.config, config.fixed_draft_len)
 
 
 def _params(params: SamplingParams | None) -> SamplingParams:
@@ -267,40 +272,3 @@ def _open(role: str, directory: Path, devices: tuple[int, ...]) -> Engine:
             "device 0"
         )
     return Engine(role, directory, config, devices[0])
-
-
-def _check_pair(
-    target_dir: Path, target: EngineConfig, draft_dir: Path, draft: EngineConfig, draft_len: int | None
-) -> int:
-    """The most draft tokens of a round. Raises PairError where the two engines do not fit."""
-    draft_len = _check_draft_len(target_dir, target, draft_len)
-    have, need = draft.build_config.max_seq_len, target.build_config.max_seq_len
-    if have < need:
-        raise PairError(
-            f"{draft_dir}: max_seq_len {have} is shorter than the target's {need}; "
-            f"build the draft with --max_seq_len {need}, or the target with {have}"
-        )
-    if target.tokenizer and draft.tokenizer:
-        if target.tokenizer.fingerprint != draft.tokenizer.fingerprint:
-            require_same_tokenizer(target_dir, draft_dir)
-    elif target.graph.vocab_size != draft.graph.vocab_size:
-        raise PairError(
-            f"{target_dir} has {target.graph.vocab_size} logits and {draft_dir} {draft.graph.vocab_size}, and without "
-            "a tokenizer in both nothing shows that their vocabularies agree"
-        )
-    return draft_len
-
-
-def _check_draft_len(target_dir: Path, target: EngineConfig, draft_len: int | None) -> int:
-    """The most draft tokens of a round: ``draft_len``, or what the engine allows. Raises PairError beyond that."""
-    most = target.build_config.max_draft_len
-    if most == 0 and draft_len != 0:
-        raise PairError(
-            f"{target_dir}: built without draft tokens; build it with --max_draft_len to use it as a target"
-        )
-    if draft_len is not None and draft_len > most:
-        raise PairError(
-            f"draft_len {draft_len}: {target_dir} was built with max_draft_len {most}; "
-            f"give at most {most}, or build it with --max_draft_len {draft_len}"
-        )
-    return most if draft_len is None else draft_len

@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from specrun.bit_exact import BitExact
-from specrun.contract import FIRST_DRAFT_STEP_LEN, present_names
+from specrun.contract import FIRST_DRAFT_STEP_LEN, NOTHING_WANTED, past_names, present_names
 from specrun.dtypes import DTYPES, CacheName, ElementType, FloatName
 from specrun.errors import EngineDirError, SpecError
 from specrun.processor import has_vnni
@@ -97,6 +97,21 @@ class QuantisedWeights(Strict):
     """How many weights there are in each form, such as ``int4 in groups of 128``."""
 
 
+class Features(Strict):
+    """Fused hidden states of a target, a cache tensor [B, 1, S_max, width] that it shares with its head."""
+
+    width: int = Field(ge=1, le=1 << 16)
+    of: Literal["target", "head"]
+    """Whose graph this is. The memory is the target's."""
+    fingerprint: str
+    """The same where a head was made for these features: of the target, the layers, and how they are fused."""
+    layers: list[int]
+    """Whose inputs are fused, counted from 0; the number of layers stands for the last one's output.
+
+    None: the last one's output behind the model's final norm.
+    """
+
+
 class GraphInfo(Strict):
     """What a graph computes with. ``caches`` is [key_0, value_0, key_1, ...]."""
 
@@ -107,6 +122,38 @@ class GraphInfo(Strict):
     """What keys and values are stored in; None: what is computed in."""
     quantised: QuantisedWeights | None = None
     caches: list[CacheTensor] = Field(max_length=1 << 16)
+    features: Features | None = None
+    """None: the graph has none."""
+
+    @property
+    def is_head(self) -> bool:
+        """Whether it drafts from a target's features."""
+        return self.features is not None and self.features.of == "head"
+
+    @property
+    def nothing_wanted(self) -> int:
+        """What stands in ``logits_indices`` where no logits are wanted. A target's are computed and not looked at."""
+        return NOTHING_WANTED if self.is_head else 0
+
+    @property
+    def cache_tensors(self) -> list[CacheTensor]:
+        """All tensors of the cache, in the order of their names: keys, values, and features where there are some."""
+        return [*self.caches, CacheTensor(heads=1, head_dim=self.features.width)] if self.features else self.caches
+
+    @property
+    def own_tensors(self) -> list[CacheTensor]:
+        """Those that the engine has memory for. A head's features are in its target's."""
+        return self.caches if self.is_head else self.cache_tensors
+
+    @property
+    def past_names(self) -> list[str]:
+        """The names of the cache inputs."""
+        return past_names(self.layers, self.features is not None)
+
+    @property
+    def present_names(self) -> list[str]:
+        """The names of the cache outputs."""
+        return present_names(self.layers, self.features is not None)
 
     @property
     def layers(self) -> int:
@@ -120,7 +167,7 @@ class GraphInfo(Strict):
 
     def cache_bytes(self, rows: int, length: int) -> int:
         """Bytes of a whole key-value cache for ``rows`` rows of ``length`` positions."""
-        elements = sum(cache.heads * cache.head_dim for cache in self.caches) * rows * length
+        elements = sum(cache.heads * cache.head_dim for cache in self.own_tensors) * rows * length
         return elements * self.cache_element.nbytes
 
 
@@ -207,7 +254,7 @@ class EngineConfig(Strict):
     @property
     def writes_cache(self) -> bool:
         """Whether the engine writes new keys and values into the cache. Otherwise they are outputs of their own."""
-        return all(tensor.aliases for tensor in self.io if tensor.name in present_names(self.graph.layers))
+        return all(tensor.aliases for tensor in self.io if tensor.name in self.graph.present_names)
 
     @property
     def max_query_len(self) -> int:

@@ -33,6 +33,8 @@ from specrun.tokenizer import TOKENIZER_NAME, require_same_tokenizer
 _FILES = ("*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja")
 """Of a checkpoint, what an engine depends on."""
 _BUILDERS = ("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_ir", "onnxruntime")
+_HEAD_FIELDS = {"speculators_model_type", "eagle_config", "draft_vocab_size"}
+"""Of configurations that only draft heads have."""
 MAX_SEQ_LEN = 4096
 """Of engines, where the models have more positions."""
 
@@ -77,20 +79,26 @@ def find_checkpoint(name: str) -> Path:
 
 def check_pair(target: Path, draft: Path, chat_template: Path | None) -> None:
     """Raise PairError or RequestError for what would fail after the engines are built, as far as it shows before."""
+    if _HEAD_FIELDS & _config(draft).keys():
+        raise PairError(
+            f"{draft}: is a draft head; build the pair with 'specbuild convert --head' and '--head_of', and "
+            "'specbuild engine'"
+        )
     for directory in (target, draft):
-        if _model_type(directory) is None:
+        if _config(directory).get("model_type") is None:
             raise PairError(f"{directory / CONFIG_NAME}: no model_type; expected a Hugging Face checkpoint")
     if all((directory / TOKENIZER_NAME).is_file() for directory in (target, draft)):
         require_same_tokenizer(target, draft)
     ChatTemplate.load(target, chat_template).render([{"role": "user", "content": "?"}])
 
 
-def _model_type(directory: Path) -> Any:
+def _config(directory: Path) -> dict[str, Any]:
+    """A checkpoint's configuration; an empty one where it cannot be read."""
     try:
         config = json.loads((directory / CONFIG_NAME).read_bytes())
     except (OSError, ValueError, RecursionError):
-        return None
-    return config.get("model_type") if isinstance(config, dict) else None
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def engines_of(target: Path, draft: Path, settings: BuildSettings, say: Callable[[str], None]) -> Path:

@@ -202,7 +202,8 @@ def _feed(backend: Backend, shapes: ShapeClass, way: _Way, length: int, nudge: i
         step.run()
         logits |= {start + chunk - count + i: step.logits[row, i].copy() for i in range(count)}
         start += chunk
-    return _Bits(logits, [tensor[row, :, length : length + start].copy() for tensor in backend.cache.part(0, batch)])
+    tensors = backend.cache.part(0, batch)[: len(backend.config.graph.caches)]  # Features are not read again.
+    return _Bits(logits, [tensor[row, :, length : length + start].copy() for tensor in tensors])
 
 
 def _stored(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:

@@ -85,7 +85,7 @@ class TableBackend:
         """See ``DeviceBackend.allocate_cache``."""
         build = self.config.build_config
         size = (build.max_batch_size, build.cache_length)
-        self.cache = DeviceKVCache(self.device, self.config.graph.caches, np.float32, *size)
+        self.cache = DeviceKVCache(self.device, self.config.graph.own_tensors, np.float32, *size)
 
     def enqueue(self, feed: Feed, logits: DeviceArray, first: int, fixed: bool) -> None:
         """See ``DeviceBackend.enqueue``."""

@@ -61,6 +61,7 @@ ORDER = [
     "request_factory",
     "updates",
     "openai",
+    "pair_checks",
     "decoder",
     "serve",
     "pair_cache",

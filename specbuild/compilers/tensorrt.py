@@ -18,7 +18,7 @@ from specbuild.compilers import Compiled, machine
 from specbuild.compilers.trt_forms import move_zero_points, narrow_float4_scales, round_float4_inputs
 from specbuild.compilers.trt_progress import interruptible, progress_monitor
 from specbuild.quantisation.kv_cache_graph import leave_writing_to_caller
-from specrun.contract import INPUT_IDS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
+from specrun.contract import INPUT_IDS, LOGITS_INDICES, WRITE_INDICES
 from specrun.devices.driver import compute_capability, use_gpu, why_no_gpu
 from specrun.dtypes import DTYPES
 from specrun.engine_dir import GRAPH_NAME, PLAN_NAME, BackendInfo, BuildConfig, GraphInfo, Profile, Tensor
@@ -210,7 +210,7 @@ def _check_network(trt: Any, network: Any, graph: GraphInfo) -> list[Tensor]:
         layer = network.get_layer(index)
         if layer.type == trt.LayerType.KV_CACHE_UPDATE:
             aliases[layer.get_output(0).name] = layer.get_input(0).name
-    past, present = past_names(graph.layers), present_names(graph.layers)
+    past, present = graph.past_names, graph.present_names
     in_place = dict(zip(present, past, strict=True)) if graph.kv_cache_dtype is None else {}
     if aliases != in_place:
         raise BuildError(

@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from specbuild.export.fused import fused_operators
-from specbuild.export.hooks import EXPERTS, IMPLEMENTATION, ScatterCache, register
+from specbuild.export.hooks import EXPERTS, IMPLEMENTATION, ScatterCache, register, scatter
+from specbuild.heads.fusion import Fusion, watched
 from specbuild.quantisation.kv_cache import CODE_TYPES, CacheRounding
 from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, OPSET, WRITE_INDICES, past_names, present_names
 from specrun.engine_dir import CacheTensor
@@ -27,10 +28,13 @@ from specrun.errors import UnsupportedModelError
 class ContractModule(nn.Module):
     """The HF model behind the contract's inputs and outputs."""
 
-    def __init__(self, model: PreTrainedModel, max_seq_len: int, rounding: CacheRounding | None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, max_seq_len: int, rounding: CacheRounding | None, fusion: Fusion | None
+    ) -> None:
         super().__init__()
         self.model = model
         self.rounding = rounding
+        self.fusion = fusion
         self.last_position = max_seq_len - 1
 
     def forward(
@@ -40,18 +44,21 @@ class ContractModule(nn.Module):
         logits_indices: torch.Tensor,
         past: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        cache = ScatterCache(past, write_indices, self.rounding)
+        keys_and_values = past[:-1] if self.fusion else past
+        cache = ScatterCache(keys_and_values, write_indices, self.rounding)
         positions = write_indices[:, None] + torch.arange(input_ids.shape[1])[None, :]
         # Padding may lie beyond the last position; a table of learned positions has no row for it.
         positions = positions.clamp(max=self.last_position)
-        output = self.model(
-            input_ids=input_ids,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=logits_indices,
-        )
-        return (output.logits.float(), *cache.present())
+        with watched(self.model, self.fusion) as fused:
+            output = self.model(
+                input_ids=input_ids,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=logits_indices,
+            )
+        features = [scatter(past[-1], fused()[:, None], write_indices)] if self.fusion else []
+        return (output.logits.float(), *cache.present(), *features)
 
 
 PREFIX = "model."
@@ -99,16 +106,34 @@ def cache_shapes(model: PreTrainedModel) -> list[CacheTensor]:
 
 
 def export_onnx(
-    model: PreTrainedModel, shapes: list[CacheTensor], max_seq_len: int, rounding: CacheRounding | None = None
+    model: PreTrainedModel,
+    shapes: list[CacheTensor],
+    max_seq_len: int,
+    rounding: CacheRounding | None = None,
+    fusion: Fusion | None = None,
 ) -> ir.Model:
     """Export ``model`` as it stands in memory; weights are referenced, not copied. Their names follow ``PREFIX``.
 
-    rounding: of the cache; None: it is as the model computes.
-    Dimensions are symbolic: batch B, tokens S, logits K, cache length S_max.
-    Raises UnsupportedModelError with the exporter's reason where the model cannot be traced.
+    rounding: of the cache; None: it is as the model computes. fusion: of features, whose weights' names follow
+    ``fusion.``. Raises UnsupportedModelError with the exporter's reason where the model cannot be traced.
     """
     register(rounding)
     dtype = CODE_TYPES[rounding.dtype] if rounding else model.dtype
+    module = ContractModule(model, max_seq_len, rounding, fusion)
+    features = [CacheTensor(heads=1, head_dim=fusion.width)] if fusion else []
+    name = f"{model.name_or_path}: {type(model).__name__}"
+    with _implementation(model):
+        return export_module(module, [*shapes, *features], bool(fusion), dtype, name)
+
+
+def export_module(
+    module: nn.Module, shapes: list[CacheTensor], features: bool, dtype: torch.dtype, name: str
+) -> ir.Model:
+    """Export a module that has the contract's inputs and outputs. name: of what it is, for errors.
+
+    shapes: of all cache tensors, which are ``dtype``; features: whether the last one holds features.
+    Dimensions are symbolic: batch B, tokens S, logits K, cache length S_max. Raises UnsupportedModelError.
+    """
     rows, tokens, kept, room = 2, 3, 4, 16  # Distinct, so that no two dimensions are taken for the same one.
     past = [torch.zeros(rows, shape.heads, room, shape.head_dim, dtype=dtype) for shape in shapes]
     arguments = (
@@ -119,13 +144,11 @@ def export_onnx(
     )
     batch, sequence, logits, length = (Dim(name, min=1) for name in ("batch", "sequence", "logits", "cache_length"))
     dynamic = ({0: batch, 1: sequence}, {0: batch}, {0: batch, 1: logits}, [{0: batch, 2: length} for _ in past])
-    inputs = [INPUT_IDS, WRITE_INDICES, LOGITS_INDICES, *past_names(len(shapes) // 2)]
-    outputs = [LOGITS, *present_names(len(shapes) // 2)]
-    with _implementation(model), fused_operators(model), _quiet(), torch.no_grad():
+    inputs = [INPUT_IDS, WRITE_INDICES, LOGITS_INDICES, *past_names(len(shapes) // 2, features)]
+    outputs = [LOGITS, *present_names(len(shapes) // 2, features)]
+    with fused_operators(module), _quiet(), torch.no_grad():
         try:
-            program = torch.export.export(
-                ContractModule(model, max_seq_len, rounding), arguments, dynamic_shapes=dynamic, strict=False
-            )
+            program = torch.export.export(module, arguments, dynamic_shapes=dynamic, strict=False)
             exported = torch.onnx.export(
                 program,
                 (),
@@ -138,13 +161,9 @@ def export_onnx(
         except Exception as error:
             if "KeyboardInterrupt" in str(error):  # Torch's C++ code wraps one that comes while it runs.
                 raise KeyboardInterrupt from error
-            raise UnsupportedModelError(
-                f"{model.name_or_path}: {type(model).__name__} cannot be exported: {_first_line(error)}"
-            ) from error
+            raise UnsupportedModelError(f"{name} cannot be exported: {_first_line(error)}") from error
     if exported is None:
-        raise UnsupportedModelError(
-            f"{model.name_or_path}: {type(model).__name__} cannot be exported: the exporter returned nothing"
-        )
+        raise UnsupportedModelError(f"{name} cannot be exported: the exporter returned nothing")
     return exported.model
 
 

@@ -112,15 +112,16 @@ def _epsilon(norm: Any) -> float:
 
 def _plain_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """RMSNormalization-23: fp32 inside, scaled by the weight in the model's dtype (Llama and its kin)."""
-    return _rms(hidden_states, self.weight, _epsilon(self))
+    return rms_norm(hidden_states, self.weight, _epsilon(self))
 
 
 def _one_plus_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """The same with a weight of (1 + w) and fp32 throughout (Gemma)."""
-    return _rms(hidden_states.float(), 1.0 + self.weight.float(), _epsilon(self)).to(hidden_states.dtype)
+    return rms_norm(hidden_states.float(), 1.0 + self.weight.float(), _epsilon(self)).to(hidden_states.dtype)
 
 
-def _rms(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """RMS norm of the last axis, as one ONNX operator where it is exported."""
     if torch.compiler.is_exporting():
         attributes: dict[str, Any] = {"axis": -1, "epsilon": epsilon, "stash_type": 1}
         return symbolic("RMSNormalization", (x, weight), attributes, dtype=x.dtype, shape=x.shape, version=23)

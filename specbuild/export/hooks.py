@@ -27,6 +27,13 @@ EXPERTS = "specbuild_dense"
 """The name under which the dense mixture-of-experts function is registered."""
 
 
+def scatter(past: torch.Tensor, new: torch.Tensor, write_indices: torch.Tensor) -> torch.Tensor:
+    """``past`` [B, H, S_max, D] with ``new`` [B, H, S, D] from position ``write_indices`` [B] on, in place."""
+    attributes: dict[str, Any] = {"axis": -2, "mode": "linear"}
+    inputs = (past, new.to(past.dtype), write_indices)
+    return symbolic("TensorScatter", inputs, attributes, dtype=past.dtype, shape=past.shape, version=24)
+
+
 class ScatterLayer(CacheLayerMixin):
     """One layer's cache: a static tensor [B, H_kv, S_max, D] that ``TensorScatter`` updates in place.
 
@@ -69,15 +76,7 @@ class ScatterLayer(CacheLayerMixin):
         )
 
     def _scatter(self, past: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        attributes: dict[str, Any] = {"axis": -2, "mode": "linear"}
-        return symbolic(
-            "TensorScatter",
-            (past, new.to(past.dtype), self.write_indices),
-            attributes,
-            dtype=past.dtype,
-            shape=past.shape,
-            version=24,
-        )
+        return scatter(past, new, self.write_indices)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.keys.shape[-2], 0

@@ -40,6 +40,8 @@ class Backend(Protocol):
 
     config: EngineConfig
     cache: HostKVCache
+    lender: Backend | None
+    """Of a head: the target whose features it shares, and whose rows and positions its own cache must have."""
 
     def resize(self, rows: int, length: int, used: int) -> None:
         """Have a cache of ``rows`` rows of ``length`` positions, keeping what the first ``used`` rows hold."""
@@ -99,6 +101,12 @@ class DeviceBackend(Protocol):
         """Let go of the engine."""
 
 
+def bound_tensors(cache: DeviceKVCache, lender: DeviceBackend | None, first: int, rows: int) -> list[DeviceArray]:
+    """Rows ``first .. first + rows`` of all tensors of a cache, those that a target lends included."""
+    lent = lender.cache.part(first, rows)[-1:] if lender else []
+    return [*cache.part(first, rows), *lent]
+
+
 def why_no_gpu_backend(name: BackendName) -> str | None:
     """Why engines of backend ``name`` cannot run on a GPU here, or None when they can."""
     if reason := why_no_gpu():
@@ -112,22 +120,29 @@ def why_no_gpu_backend(name: BackendName) -> str | None:
     return None
 
 
-def open_host_backend(directory: Path, config: EngineConfig, blocks: int, shared_pool: bool = False) -> Backend:
+def open_host_backend(
+    directory: Path, config: EngineConfig, blocks: int, shared_pool: bool = False, lender: Backend | None = None
+) -> Backend:
     """Load an engine for the CPU, with ``blocks`` prefix cache blocks; shared_pool: of threads.
 
-    Raises EngineDirError, and BackendError when its runtime is not installed.
+    lender: of a head, its target. Raises EngineDirError, and BackendError when its runtime is not installed.
     """
     from specrun.backends.ort import OrtBackend
 
-    return OrtBackend(directory, config, blocks, shared_pool)
+    return OrtBackend(directory, config, blocks, shared_pool, lender)
 
 
-def open_device_backend(directory: Path, config: EngineConfig, device: Device) -> DeviceBackend:
-    """Load an engine onto a GPU. Raises EngineDirError, and BackendError when its runtime is not installed."""
+def open_device_backend(
+    directory: Path, config: EngineConfig, device: Device, lender: DeviceBackend | None = None
+) -> DeviceBackend:
+    """Load an engine onto a GPU. lender: of a head, its target on the same GPU.
+
+    Raises EngineDirError, and BackendError when its runtime is not installed.
+    """
     if config.backend.name == "onnxruntime":
         from specrun.backends.ort import OrtDeviceBackend
 
-        return OrtDeviceBackend(directory, config, device)
+        return OrtDeviceBackend(directory, config, device, lender)
     from specrun.backends.trt import TrtBackend
 
-    return TrtBackend(directory, config, device, compute_capability(device.number))
+    return TrtBackend(directory, config, device, compute_capability(device.number), lender)

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specrun.backends import Feed
+from specrun.backends import Backend, DeviceBackend, Feed, bound_tensors
 from specrun.backends.ort_session import import_ort, keep_in_children
 from specrun.backends.ort_session import session_options as session_options
-from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
+from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES
 from specrun.devices import Device, DeviceArray
 from specrun.dtypes import DTYPES, ElementType
 from specrun.engine_dir import GRAPH_NAME, EngineConfig
@@ -34,13 +34,21 @@ _MAX_ROUND_LEN = 16
 class OrtBackend:
     """See ``Backend``. Inputs, outputs and cache are bound by address, so nothing is copied."""
 
-    def __init__(self, directory: Path, config: EngineConfig, blocks: int, shared_pool: bool = False) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        config: EngineConfig,
+        blocks: int,
+        shared_pool: bool = False,
+        lender: Backend | None = None,
+    ) -> None:
         self.config = config
+        self.lender = lender
         self._session = _open(
             directory, config, "CPUExecutionProvider", {}, shared_pool
         )  # It knows whether the sizes are true.
-        self.cache = HostKVCache(config.graph.caches, config.graph.cache_element.storage, blocks)
-        self._passes: dict[tuple[int, int, int, int], OrtPass] = {}
+        self.cache = HostKVCache(config.graph.own_tensors, config.graph.cache_element.storage, blocks)
+        self._passes: dict[tuple[int, ...], OrtPass] = {}
         self._logits = np.empty(0, np.float32)
 
     def resize(self, rows: int, length: int, used: int) -> None:
@@ -50,17 +58,29 @@ class OrtBackend:
 
     def bind(self, first: int, num_rows: int, query_len: int, num_logits: int) -> OrtPass:
         """See ``Backend``. Passes share the memory of their logits."""
-        key = (first, num_rows, query_len, num_logits)
+        cache = self.cache.part(first, num_rows)
+        if self.lender:
+            cache = [*cache, self._features(self.lender)[first : first + num_rows]]
+        # Memory that a target lends may be another after its cache has grown.
+        key = (first, num_rows, query_len, num_logits, cache[-1].ctypes.data if self.lender else 0)
         if known := self._passes.get(key):
             return known
         shape = (num_rows, num_logits, self.config.graph.vocab_size)
         if (size := math.prod(shape)) > self._logits.size:
             self._passes.clear()
             self._logits = np.empty(size, np.float32)
-        made = OrtPass(self._session, self.cache.part(first, num_rows), query_len, self._logits[:size].reshape(shape))
+        names = (self.config.graph.past_names, self.config.graph.present_names)
+        bound = list(zip(*names, cache, strict=True))
+        made = OrtPass(self._session, bound, query_len, self._logits[:size].reshape(shape))
         if first == 0 and query_len <= _MAX_ROUND_LEN:  # Prompts are read anywhere, in any length.
             self._passes[key] = made
         return made
+
+    def _features(self, lender: Backend) -> npt.NDArray[Any]:
+        """The lender's features [rows, 1, length, width]. Raises RuntimeError where its cache has another size."""
+        if (lender.cache.rows, lender.cache.length) != (self.cache.rows, self.cache.length):
+            raise RuntimeError("a head's cache must be resized together with its target's")
+        return lender.cache.part(0, lender.cache.rows)[-1]
 
     def close(self) -> None:
         """See ``Backend``."""
@@ -76,10 +96,11 @@ class OrtPass:
     def __init__(
         self,
         session: Any,
-        cache: Sequence[npt.NDArray[Any]],
+        cache: Sequence[tuple[str, str, npt.NDArray[Any]]],
         query_len: int,
         logits: npt.NDArray[np.float32],
     ) -> None:
+        """cache: names and memory of every tensor."""
         num_rows, num_logits, _ = logits.shape
         self.logits = logits
         self.input_ids = np.zeros((num_rows, query_len), np.int64)
@@ -90,8 +111,7 @@ class OrtPass:
         self._bind(binding.bind_input, WRITE_INDICES, self.write_indices)
         self._bind(binding.bind_input, LOGITS_INDICES, self.logits_indices)
         self._bind(binding.bind_output, LOGITS, logits)
-        layers = len(cache) // 2
-        for past, present, memory in zip(past_names(layers), present_names(layers), cache, strict=True):
+        for past, present, memory in cache:
             self._bind(binding.bind_input, past, memory)
             self._bind(binding.bind_output, present, memory)
         self.run = functools.partial(session.run_with_iobinding, binding)
@@ -104,9 +124,12 @@ class OrtPass:
 class OrtDeviceBackend:
     """See ``DeviceBackend``. The same graph on device memory: CUDA's, or for tests the host's."""
 
-    def __init__(self, directory: Path, config: EngineConfig, device: Device) -> None:
+    def __init__(
+        self, directory: Path, config: EngineConfig, device: Device, lender: DeviceBackend | None = None
+    ) -> None:
         self.config = config
         self.device = device
+        self._lender = lender
         provider, options = "CPUExecutionProvider", {}
         if device.kind == "cuda":
             _load_cuda_libraries()
@@ -137,7 +160,7 @@ class OrtDeviceBackend:
         graph, build = self.config.graph, self.config.build_config
         storage = graph.cache_element.storage
         size = (build.max_batch_size, build.cache_length)
-        self.cache = DeviceKVCache(self.device, graph.caches, storage, *size)
+        self.cache = DeviceKVCache(self.device, graph.own_tensors, storage, *size)
 
     def enqueue(self, feed: Feed, logits: DeviceArray, first: int, fixed: bool) -> None:
         """See ``DeviceBackend.enqueue``."""
@@ -152,10 +175,10 @@ class OrtDeviceBackend:
         self._session.run_with_iobinding(binding, self._options)
 
     def _bind_cache(self, first: int, rows: int) -> Any:
-        binding, layers = self._session.io_binding(), self.config.graph.layers
-        element = self.config.graph.cache_element.onnx
-        names, cache = (past_names(layers), present_names(layers)), self.cache.part(first, rows)
-        for past, present, memory in zip(*names, cache, strict=True):
+        binding, graph = self._session.io_binding(), self.config.graph
+        element = graph.cache_element.onnx
+        cache = bound_tensors(self.cache, self._lender, first, rows)
+        for past, present, memory in zip(graph.past_names, graph.present_names, cache, strict=True):
             self._bind(binding.bind_input, past, memory, element)
             self._bind(binding.bind_output, present, memory, element)
         return binding
@@ -223,12 +246,11 @@ def require_release(version: str) -> None:
 
 def _check_contract(directory: Path, config: EngineConfig, session: Any) -> None:
     """Raise EngineDirError unless the graph is what config.json says: memory is bound by these sizes."""
-    layers = config.graph.layers
-    caches = [[shape.heads, shape.head_dim] for shape in config.graph.caches]
+    caches = [[shape.heads, shape.head_dim] for shape in config.graph.cache_tensors]
     tokens: tuple[str, list[int]] = (_tensor_of(DTYPES["int64"]), [])
     expected = dict.fromkeys((INPUT_IDS, WRITE_INDICES, LOGITS_INDICES), tokens)
     kind = _tensor_of(config.graph.cache_element)
-    for names in (past_names(layers), present_names(layers)):
+    for names in (config.graph.past_names, config.graph.present_names):
         expected |= {name: (kind, sizes) for name, sizes in zip(names, caches, strict=True)}
     expected[LOGITS] = (_tensor_of(DTYPES["float32"]), [config.graph.vocab_size])
     found = {

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specrun.backends import Feed
+from specrun.backends import DeviceBackend, Feed, bound_tensors
 from specrun.backends.rtx_kernels import KernelCache
-from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
+from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES
 from specrun.devices import Device, DeviceArray
 from specrun.engine_dir import PLAN_NAME, EngineConfig, Profile
 from specrun.errors import BackendError, EngineDirError
@@ -60,7 +60,7 @@ def input_shapes(config: EngineConfig, call: Call) -> dict[str, tuple[int, ...]]
         WRITE_INDICES: (call.batch,),
         LOGITS_INDICES: (call.batch, call.logits),
     }
-    for name, cache in zip(past_names(config.graph.layers), config.graph.caches, strict=True):
+    for name, cache in zip(config.graph.past_names, config.graph.cache_tensors, strict=True):
         shapes[name] = (call.batch, cache.heads, length, cache.head_dim)
     return shapes
 
@@ -109,14 +109,24 @@ class _Context:
 class TrtBackend:
     """See ``DeviceBackend``."""
 
-    def __init__(self, directory: Path, config: EngineConfig, device: Device, capability: str) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        config: EngineConfig,
+        device: Device,
+        capability: str,
+        lender: DeviceBackend | None = None,
+    ) -> None:
         """Load the plan onto ``device``, whose compute capability is ``capability``, such as 9.0.
+
+        lender: of a head, its target on the same device.
 
         Raises EngineDirError where the plan does not fit the device or the contract, and BackendError where TensorRT is
         not installed.
         """
         self.config = config
         self.device = device
+        self._lender = lender
         try:
             self._trt = import_package(config.backend.name)
         except ImportError as error:
@@ -155,7 +165,7 @@ class TrtBackend:
         build = self.config.build_config
         self._workspace = self.device.zeros((self.workspace_bytes,), np.uint8)
         kind, size = self.config.graph.cache_element.storage, (build.max_batch_size, build.cache_length)
-        self.cache = DeviceKVCache(self.device, self.config.graph.caches, kind, *size, self.config.new_positions)
+        self.cache = DeviceKVCache(self.device, self.config.graph.own_tensors, kind, *size, self.config.new_positions)
 
     def enqueue(self, feed: Feed, logits: DeviceArray, first: int, fixed: bool) -> None:
         """See ``DeviceBackend.enqueue``.
@@ -219,10 +229,9 @@ class TrtBackend:
 
     def _bind_cache(self, context: Any, first: int) -> None:
         """Bind the cache's rows from ``first`` on. Past and present have the same memory, unless those are new."""
-        layers = self.config.graph.layers
-        cache = self.cache.part(first, 1)
+        cache = bound_tensors(self.cache, self._lender, first, 1)
         written = cache if self.config.writes_cache else self.cache.new()
-        names = (*past_names(layers), *present_names(layers))
+        names = (*self.config.graph.past_names, *self.config.graph.present_names)
         for name, memory in zip(names, (*cache, *written), strict=True):
             self._require(context.set_tensor_address(name, memory.address), f"the address of {name}")
 
@@ -234,12 +243,12 @@ class TrtBackend:
 
 def _check_engine(directory: Path, config: EngineConfig, engine: Any) -> None:
     """Raise EngineDirError unless the plan has the contract's tensors and updates its caches as config.json says."""
-    layers, length = config.graph.layers, config.build_config.cache_length
-    for cache in config.graph.caches:
+    length = config.build_config.cache_length
+    for cache in config.graph.cache_tensors:
         # Prompts are prefilled in rows behind those that decode. TensorRT needs addresses that are multiples of 256.
         if cache.heads * length * cache.head_dim * config.graph.cache_element.nbytes % 256:
             raise EngineDirError(f"{directory}: its rows of {length} positions are not aligned; build the engine again")
-    past, present = past_names(layers), present_names(layers)
+    past, present = config.graph.past_names, config.graph.present_names
     expected = {INPUT_IDS, WRITE_INDICES, LOGITS_INDICES, LOGITS, *past, *present}
     found = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
     if different := sorted(found ^ expected):

@@ -29,7 +29,9 @@ class DeviceModelDrafter(CachedDraft[DeviceRunner]):
 
     def __init__(self, backend: DeviceBackend, rows: DeviceRows) -> None:
         """rows: the round's, to which the draft tokens are written."""
-        super().__init__(DeviceRunner(backend, rows.max_rows, FIRST_DRAFT_STEP_LEN, 1, rows.max_draft_len))
+        first_step_len = self._first_step_len(rows.max_draft_len)
+        super().__init__(DeviceRunner(backend, rows.max_rows, first_step_len, 1, rows.max_draft_len))
+        self.first_step_len = first_step_len
         self.devices: Sequence[Device] = [backend.device]
         self.captured: Sequence[DeviceBackend] = [backend]
         self._rows = rows
@@ -60,7 +62,7 @@ class DeviceModelDrafter(CachedDraft[DeviceRunner]):
     def prepare(self, requests: Sequence[Request], draft_len: int) -> int:
         """See ``DeviceDrafter``. The draft reads what it has missed, up to what the first step feeds."""
         if draft_len:
-            texts = [request.tokens[:-FIRST_DRAFT_STEP_LEN] for request in requests]
+            texts = [request.tokens[: -self._first_step_len(draft_len)] for request in requests]
             longest = max(map(len, texts))
             for row, text in enumerate(texts):
                 self.runner.rows.rewind(row, len(text))
@@ -82,8 +84,7 @@ class DeviceModelDrafter(CachedDraft[DeviceRunner]):
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
         """See ``DeviceDrafter``. A row drafts fewer tokens than asked for only where the draft failed."""
         for row, (request, outcome) in enumerate(zip(requests, outcomes, strict=True) if draft_len else ()):
-            # The last draft token was not fed.
-            self.runner.rows.lengths[row] = len(request.tokens) + max(0, num_accepted(outcome) - 1)
+            self.runner.rows.lengths[row] = len(request.tokens) + self._num_read(outcome)
             if isinstance(outcome, Outcome) and outcome.drafted < request.num_draft_tokens(draft_len):
                 request.stop_drafting(BackendError(NON_FINITE_LOGITS))  # The device knows it already.
 
@@ -91,12 +92,20 @@ class DeviceModelDrafter(CachedDraft[DeviceRunner]):
         """See ``DeviceDrafter``."""
         self.runner.backend.close()
 
+    def _first_step_len(self, draft_len: int) -> int:
+        """Tokens of the first step of a round of ``draft_len``."""
+        return FIRST_DRAFT_STEP_LEN
+
+    def _num_read(self, outcome: Outcome | SpecError) -> int:
+        """How many of a round's accepted draft tokens the cache holds. The last draft token was not fed."""
+        return max(0, num_accepted(outcome) - 1)
+
     def _draft(self, batch: int, draft_len: int) -> None:
         """Draft ``draft_len`` tokens of rows 0 .. batch, one step after the other."""
-        rows, drawn = self._rows, self._drawn
+        rows, drawn, first = self._rows, self._drawn, self._first_step_len(draft_len)
         for step in range(draft_len):
             # The first step feeds as many tokens always: feeding one again changes nothing, and shapes stay the same.
-            offset, count = (-FIRST_DRAFT_STEP_LEN, FIRST_DRAFT_STEP_LEN) if step == 0 else (step - 1, 1)
+            offset, count = (-first, first) if step == 0 else (step - 1, 1)
             logits = self.runner.forward(batch, rows, offset, count, step - 1, 1, step)
             vocab = drawn.vocab
             calls.apply_penalties(rows, logits=logits, vocab=vocab, first=step, draft_len=draft_len, adjusted=logits)

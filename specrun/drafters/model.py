@@ -41,13 +41,14 @@ class ModelDrafter(CachedDraft[ModelRunner]):
         begun = [list(proposal.tokens) for proposal in proposals]
         for step in range(max(count - len(tokens) for count, tokens in zip(counts, begun, strict=True))):
             if step == 0:
-                logits = self.runner.forward([request.tokens for request in requests], [1] * len(requests), begun)
+                logits = self._read(requests, begun)
             else:
                 ends = [len(tokens) + step for tokens in begun]
                 rows = zip(proposals, ends, strict=True)
                 logits = self.runner.extend([p.tokens[-1] if len(p.tokens) == end else None for p, end in rows])
             for row, request in enumerate(requests):
-                if len(begun[row]) + step < counts[row] and not request.draft_error:
+                drafted = len(begun[row]) + step
+                if len(proposals[row].tokens) == drafted < counts[row] and not request.draft_error:
                     self._draw(logits[row, 0], request, proposals[row])
 
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
@@ -62,6 +63,13 @@ class ModelDrafter(CachedDraft[ModelRunner]):
     def close(self) -> None:
         """See ``Drafter``."""
         self.runner.backend.close()
+
+    def _read(self, requests: Sequence[Request], begun: Sequence[Sequence[int]]) -> Floats:
+        """Feed what the cache lacks of the requests' texts, and the tokens behind them that are drafted already.
+
+        Returns the logits of the last ones, [B, 1 or more, V].
+        """
+        return self.runner.forward([request.tokens for request in requests], [1] * len(requests), begun)
 
     def _draw(self, logits: Floats, request: Request, proposal: Proposal) -> None:
         """Add the token that follows the request's and those of ``proposal``. An error stops the request's drafting."""

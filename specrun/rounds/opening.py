@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from specrun.backends import DeviceBackend, open_device_backend, open_host_backend
+from specrun.backends import Backend, DeviceBackend, open_device_backend, open_host_backend
 from specrun.config import DraftTargetConfig
 from specrun.device_memory import Need, blocks_that_fit, need, require_room
 from specrun.devices.cuda import CudaDevice
 from specrun.devices.driver import why_no_gpu
 from specrun.drafters import Drafter
 from specrun.drafters.device_model import device_model_drafter
+from specrun.drafters.head import DeviceHeadDrafter, HeadDrafter
 from specrun.drafters.hybrid import HybridDrafter
 from specrun.drafters.model import ModelDrafter
 from specrun.drafters.ngram import NgramDrafter
@@ -73,19 +74,30 @@ def open_round(
     backend = open_host_backend(target.directory, target.config, blocks, config.shared_thread_pool)
     exactness = choose_exactness(target.directory, backend, config.bit_exact)
     runner = ModelRunner(backend, exactness.shapes)
-    drafter = _host_drafter(draft, draft_len, blocks, runner.vocab_size, config)
+    drafter = _host_drafter(draft, draft_len, blocks, runner.vocab_size, config, backend)
     rounds = HostRound(runner, drafter, draft_len, config.use_logits)
     rounds.exactness = exactness
     return rounds
 
 
 def _host_drafter(
-    draft: Engine | None, draft_len: int, blocks: int, vocab_size: int, config: DraftTargetConfig
+    draft: Engine | None,
+    draft_len: int,
+    blocks: int,
+    vocab_size: int,
+    config: DraftTargetConfig,
+    target: Backend | None = None,
 ) -> Drafter | None:
-    """The drafter on the host that ``config`` or the draft engine asks for. vocab_size: the target's."""
+    """The drafter on the host that ``config`` or the draft engine asks for. vocab_size: the target's.
+
+    target: where it is on the host, too.
+    """
     if draft:
-        backend = open_host_backend(draft.directory, draft.config, blocks, config.shared_thread_pool)
-        drafter = ModelDrafter(ModelRunner(backend), vocab_size, draft_len, config.use_logits)
+        is_head = draft.config.graph.is_head
+        lender = target if is_head else None
+        backend = open_host_backend(draft.directory, draft.config, blocks, config.shared_thread_pool, lender)
+        kind = HeadDrafter if is_head else ModelDrafter
+        drafter = kind(ModelRunner(backend), vocab_size, draft_len, config.use_logits)
         return HybridDrafter(drafter, config.use_logits) if config.draft else drafter
     return {None: None, "ngram": NgramDrafter(), "suffix": SuffixDrafter(config.use_logits)}[config.draft]
 
@@ -145,7 +157,8 @@ def _open_on_gpus(
         _require_room(on_gpus, needs, devices, config)
         backends: dict[str, DeviceBackend] = {}
         for engine in on_gpus:
-            backend = open_device_backend(engine.directory, engine.config, devices[engine.gpu])
+            lender = backends["target"] if engine.config.graph.is_head else None
+            backend = open_device_backend(engine.directory, engine.config, devices[engine.gpu], lender)
             backends[engine.role] = backend
             opened.callback(backend.close)
             # Its weights are allocated now, so they are no longer part of what must fit.
@@ -154,6 +167,8 @@ def _open_on_gpus(
         make_drafter: MakeDrafter | None = None
         if draft and draft in on_gpus:
             make_drafter = partial(device_model_drafter, backends["draft"], config.cuda_graph)
+            if draft.config.graph.is_head:
+                make_drafter = partial(DeviceHeadDrafter, backends["draft"])
         else:
             on_host = _cached_blocks_on_host([draft], rows, config) if draft else 0
             vocab_size = target.config.graph.vocab_size

@@ -82,9 +82,12 @@ class CachedTexts(Generic[AnyRunner]):
 class CachedDraft(CachedTexts[AnyRunner]):
     """What a draft model's cache holds."""
 
+    first_step_len = FIRST_DRAFT_STEP_LEN
+    """The most tokens that its cache lacks after a round."""
+
     def lag(self, requests: Sequence[Request]) -> int:
         """The most tokens that a row must read before the first draft step, which feeds the last ones itself."""
-        return max(0, max(self.runner.rows.num_uncached([r.tokens for r in requests], 0)) - FIRST_DRAFT_STEP_LEN)
+        return max(0, max(self.runner.rows.num_uncached([r.tokens for r in requests], 0)) - self.first_step_len)
 
     def _failed(self, request: Request) -> bool:
         return request.draft_error is not None or super()._failed(request)

@@ -64,7 +64,13 @@ class DeviceRunner:
             own = slice(first, first + len(token_ids))
             num_logits, capacity = [0] * len(token_ids), self.backend.cache.length
             values = build_inputs(
-                chunk, [()] * len(token_ids), self.rows.lengths[own], num_logits, capacity, self.vocab
+                chunk,
+                [()] * len(token_ids),
+                self.rows.lengths[own],
+                num_logits,
+                capacity,
+                self.vocab,
+                nothing_wanted=self.backend.config.graph.nothing_wanted,
             )
             feed = self._feed(len(token_ids), len(values.input_ids[0]), 1)
             for array, content in zip(feed, values, strict=True):

@@ -31,12 +31,13 @@ def build_inputs(
     capacity: int,
     vocab_size: int,
     shapes: ShapeClass = ANY_SHAPE,
+    nothing_wanted: int = 0,
 ) -> HostFeed:
     """The inputs that feed each row's tokens and draft tokens that the cache lacks, right-padded.
 
     lengths: tokens of each row that are in the cache. num_logits: the logits of so many last tokens of each row are
     wanted. capacity: positions of a row in the cache. vocab_size: ids that the model knows. shapes: the pass is padded
-    into this class.
+    into this class. nothing_wanted: stands in ``logits_indices`` where a row wants fewer logits than others.
     """
     # Texts may be long and not in the processor's caches, so only the tokens that are fed are touched.
     ends = [len(tokens) + len(more) for tokens, more in zip(token_ids, drafts, strict=True)]
@@ -52,7 +53,7 @@ def build_inputs(
         new = [min(token, last_id) for token in (*token_ids[row][start:], *drafts[row])]
         feed.input_ids.append(new + [0] * (query_len - end))
         feed.write_indices.append(start)
-        feed.logits_indices.append([*range(end - count, end), *[0] * (max_logits - count)])
+        feed.logits_indices.append([*range(end - count, end), *[nothing_wanted] * (max_logits - count)])
     return feed
 
 
@@ -82,9 +83,12 @@ class ModelRunner:
         """Make the cache large enough for ``num_rows`` rows of ``length`` tokens, drafts included.
 
         The first ``used`` rows keep their contents. Attention takes time for every position of a row, so the rows are
-        only as long as the texts need. They grow in steps, because every growth unbinds all passes.
+        only as long as the texts need. They grow in steps, because every growth unbinds all passes. A head's rows are
+        those of its target, which must be reserved first.
         """
         cache, (num_rows, length) = self.backend.cache, self._size(num_rows, length, used)
+        if lender := self.backend.lender:
+            num_rows, length = lender.cache.rows, lender.cache.length
         held = self.rows.lengths[:used]
         if (num_rows, length) != (cache.rows, cache.length):
             self.rows.lengths = [0] * num_rows  # If resizing fails, the rows count as empty and are prefilled again.
@@ -151,6 +155,7 @@ class ModelRunner:
         for row, token in enumerate(tokens):
             # A row with None writes behind its text, where nothing is valid.
             step.write_indices[row] = lengths[row]
+            step.logits_indices[row, 0] = 0
             if token is not None:
                 step.input_ids[row, 0] = min(token, last_id)
                 lengths[row] += 1
@@ -169,6 +174,7 @@ class ModelRunner:
             self.backend.cache.length,
             self.vocab_size,
             self.shapes,
+            self.backend.config.graph.nothing_wanted,
         )
         step = self.backend.bind(first, len(token_ids), len(feed.input_ids[0]), len(feed.logits_indices[0]))
         step.input_ids[...], step.write_indices[...], step.logits_indices[...] = feed

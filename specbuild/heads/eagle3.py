@@ -1,0 +1,45 @@
+"""What an EAGLE-3 head computes.
+
+At position p it reads the token x_p and h, the feature of position p - 1 (arXiv 2503.01840; SpecForge's code)::
+
+    r = hidden_norm(h) if norm_before_residual else h
+    y = r + attention([input_layernorm(E[x_p]), hidden_norm(h)])
+    y = y + mlp(post_attention_layernorm(y)), then further layers as in any model
+    logits = lm_head(norm(y)), for the token at position p + 1
+
+Its own feature of position p is y, or norm(y) with ``norm_output``. Positions are those of the tokens: a constant shift
+changes nothing under rotary embeddings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from specbuild.heads.module import HeadModule
+
+
+class Eagle3(HeadModule):
+    """See above."""
+
+    def add_parts(self, first: Any, make_norm: Callable[[], nn.Module]) -> None:
+        """See ``HeadModule``. Attention of the first layer takes two vectors side by side."""
+        self.norm, first.hidden_norm = make_norm(), make_norm()
+        for name in ("q_proj", "k_proj", "v_proj"):
+            plain = getattr(first.self_attn, name)
+            wide = nn.Linear(2 * self.head.hidden_size, plain.out_features, bias=plain.bias is not None)
+            setattr(first.self_attn, name, wide)
+
+    def run_first(
+        self, layer: Any, embedded: torch.Tensor, hidden: torch.Tensor, how: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """See ``HeadModule``."""
+        normed = layer.hidden_norm(hidden)
+        both = torch.cat([layer.input_layernorm(embedded), normed], dim=-1)
+        attended, _ = layer.self_attn(hidden_states=both, **how)
+        middle = (normed if self.head.norm_before_residual else hidden) + attended
+        y: torch.Tensor = middle + layer.mlp(layer.post_attention_layernorm(middle))
+        return y

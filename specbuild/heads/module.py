@@ -1,0 +1,224 @@
+"""A draft head as a torch module, and behind the graph contract; its formula is in ``eagle3.py`` or ``eagle1.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import nn
+from transformers import AutoConfig
+from transformers.models.llama import modeling_llama
+from transformers.models.qwen3 import modeling_qwen3
+
+from specbuild.export.exporter import export_module
+from specbuild.export.hooks import (
+    IMPLEMENTATION,
+    ScatterCache,
+    contract_mask,
+    gather_logits_positions,
+    register,
+    scatter,
+)
+from specbuild.export.skeleton import placeholder
+from specbuild.heads.checkpoint import Head
+from specbuild.heads.fusion import is_fused
+from specbuild.huggingface import first_line
+from specbuild.tensors import Weight
+from specrun.engine_dir import CacheTensor
+from specrun.errors import CheckpointError, UnsupportedModelError
+
+_CLASSES: dict[str, tuple[Any, Any, Any]] = {
+    "llama": (modeling_llama.LlamaDecoderLayer, modeling_llama.LlamaRMSNorm, modeling_llama.LlamaRotaryEmbedding),
+    "qwen3": (modeling_qwen3.Qwen3DecoderLayer, modeling_qwen3.Qwen3RMSNorm, modeling_qwen3.Qwen3RotaryEmbedding),
+}
+"""Of each type of layers: the layer, its norm and its rotary embedding."""
+
+
+class HeadModule(nn.Module):
+    """A head of some kind. Its matrices are placeholders; ``weights`` says where they are read."""
+
+    norm: nn.Module
+    """In front of ``lm_head``."""
+
+    def __init__(self, head: Head, dtype: torch.dtype, lent: Mapping[str, Weight], vocab_size: int) -> None:
+        """lent: the target's embedding and output layer, by a head's names for them. vocab_size: the target's.
+
+        Raises CheckpointError where a tensor is missing, of another shape, or of no use.
+        """
+        super().__init__()
+        self.head, self.dtype, self.vocab_size = head, dtype, vocab_size
+        self.config = _layer_config(head)
+        slots = self._find_slots()
+        make_layer, make_norm, make_rotary = _CLASSES[self.config.model_type]
+        with torch.device("meta"):
+            self.embed_tokens = nn.Embedding(head.vocab_size, head.hidden_size)
+            self.layers = nn.ModuleList(make_layer(self.config, number) for number in range(head.num_layers))
+            self.lm_head = nn.Linear(head.hidden_size, head.draft_vocab_size, bias=False)
+            self.add_parts(self.layers[0], lambda: make_norm(head.hidden_size, eps=head.epsilon))
+        self.rotary = make_rotary(self.config)
+        self.weights = self._load(lent)
+        """By their names here."""
+        self.slots: torch.Tensor | None
+        self.register_buffer("slots", slots, persistent=False)
+        self.eval()
+
+    def add_parts(self, first: Any, make_norm: Callable[[], nn.Module]) -> None:
+        """Make ``norm``, and what the kind has beside layers, embeddings and ``lm_head``. first: the first layer."""
+        raise NotImplementedError
+
+    def forward(
+        self, input_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: Any
+    ) -> torch.Tensor:
+        """input_ids and positions [B, S], hidden [B, S, H]: features of the positions before -> y [B, S, H].
+
+        mask: as the attention of ``config`` wants it; cache: None, or one of transformers.
+        """
+        how = {
+            "position_embeddings": self.rotary(hidden, positions),
+            "attention_mask": mask,
+            "past_key_values": cache,
+        }
+        first, *others = self.layers
+        y = self.run_first(first, self.embed_tokens(input_ids), hidden, how)
+        for layer in others:
+            y = layer(y, **how)
+        return y
+
+    def run_first(
+        self, layer: Any, embedded: torch.Tensor, hidden: torch.Tensor, how: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """The first layer, on embedded tokens [B, S, H] and features [B, S, H]. how: what every layer gets."""
+        raise NotImplementedError
+
+    def feature(self, y: torch.Tensor) -> torch.Tensor:
+        """What the next step reads."""
+        normed: torch.Tensor = self.norm(y) if self.head.norm_output else y
+        return normed
+
+    def logits(self, y: torch.Tensor) -> torch.Tensor:
+        """float32 logits of the target's vocabulary; -inf for tokens that the head does not draft."""
+        found: torch.Tensor = self.lm_head(self.norm(y)).float()
+        if self.slots is None:
+            return found
+        nothing = torch.full((*found.shape[:-1], 1), float("-inf"))
+        return torch.cat([found, nothing], dim=-1).index_select(-1, self.slots)
+
+    @property
+    def caches(self) -> list[CacheTensor]:
+        """[key_0, value_0, key_1, ...]"""
+        attention: Any = self.layers[0].self_attn
+        tensor = CacheTensor(heads=self.config.num_key_value_heads, head_dim=attention.head_dim)
+        return [tensor] * (2 * len(self.layers))
+
+    def _load(self, lent: Mapping[str, Weight]) -> dict[str, Weight]:
+        """Put placeholders in the parameters' places. See ``__init__``."""
+        head, found = self.head, {}
+        names = dict(self.named_parameters())
+        unused = [name for name in head.tensors if name not in {*names, "d2t"} and not is_fused(head, name)]
+        if unused:
+            raise UnsupportedModelError(
+                f"{head.directory}: the tensor {unused[0]} is not part of a head as its config.json describes it"
+            )
+        for name, parameter in names.items():
+            if name in head.tensors:
+                weight = Weight(name, self.dtype, head.tensors[name], head.directory)
+            elif name in lent:
+                weight = lent[name]
+            else:
+                raise CheckpointError(f"{head.directory}: the tensor {name} is missing; download the head again")
+            if weight.shape != tuple(parameter.shape) and name in head.tensors:
+                raise CheckpointError(
+                    f"{head.directory}: {name} is {list(weight.shape)}, config.json says {list(parameter.shape)}"
+                )
+            if weight.shape != tuple(parameter.shape):
+                raise CheckpointError(
+                    f"{head.directory}: has no {name}, and its target's is {list(weight.shape)} in place of "
+                    f"{list(parameter.shape)}: it is the head of another target"
+                )
+            owner, _, last = name.rpartition(".")
+            self.get_submodule(owner).register_parameter(last, placeholder(weight))
+            found[name] = weight
+        return found
+
+    def _find_slots(self) -> torch.Tensor | None:
+        """Of each of the target's tokens: its place among the head's logits, or the one behind them.
+
+        None where both vocabularies are the same. Raises CheckpointError.
+        """
+        head = self.head
+        if head.vocab_size != self.vocab_size:
+            raise CheckpointError(
+                f"{head.config_file}: vocab_size {head.vocab_size}, and the target has {self.vocab_size} logits: it is "
+                "the head of another target"
+            )
+        if head.draft_vocab_size == self.vocab_size:
+            return None
+        if head.shape("d2t", 1) != (head.draft_vocab_size,):
+            raise CheckpointError(f"{head.directory}: d2t has {head.shape('d2t', 1)[0]} numbers, not draft_vocab_size")
+        shifts = head.tensors["d2t"].read((slice(None),), torch.int64)
+        tokens = torch.arange(head.draft_vocab_size) + shifts
+        inside = bool(((tokens >= 0) & (tokens < self.vocab_size)).all())
+        if not inside or len(torch.unique(tokens)) < len(tokens):
+            raise CheckpointError(f"{head.directory}: d2t names a token twice, or one that the target does not have")
+        slots = torch.full((self.vocab_size,), head.draft_vocab_size)
+        slots[tokens] = torch.arange(head.draft_vocab_size)
+        return slots
+
+
+def _layer_config(head: Head) -> Any:
+    """transformers' configuration of the layers. Raises CheckpointError."""
+    unlike = ("architectures", "model_type", "auto_map", "torch_dtype", "dtype", "transformers_version")
+    fields = {name: value for name, value in head.layer.items() if name not in unlike}
+    try:
+        config = AutoConfig.for_model(head.layer["model_type"], **{**fields, "num_hidden_layers": head.num_layers})
+        config._attn_implementation = "eager"
+    except Exception as error:  # transformers' validation raises many types.
+        raise CheckpointError(f"{head.config_file}: transformers cannot read it ({first_line(error)})") from error
+    return config
+
+
+class _Contract(nn.Module):
+    """A head behind the contract's inputs and outputs."""
+
+    def __init__(self, model: HeadModule) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        write_indices: torch.Tensor,
+        logits_indices: torch.Tensor,
+        past: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        features = past[-1]
+        (batch, count), length = input_ids.shape, features.shape[-2]
+        positions = write_indices[:, None] + torch.arange(count)[None, :]
+        hidden = gather_logits_positions(features[:, 0], (positions - 1).clamp(min=0))
+        mask = contract_mask(batch, count, length, write_indices, head_mask)
+        cache = ScatterCache(past[:-1], write_indices)
+        y = self.model(input_ids, hidden, positions, mask, cache)
+        wanted = gather_logits_positions(y, logits_indices.clamp(min=0))
+        first = logits_indices[:, 0]
+        # No later token reads the feature of the last position, so that is where unwanted ones go.
+        place = torch.where(first < 0, length - 1, write_indices + first)
+        own = scatter(features, self.model.feature(wanted[:, :1])[:, None], place)
+        return (self.model.logits(wanted), *cache.present(), own)
+
+
+def head_mask(_row: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Position 0 has no feature before it and is not seen; only its own query sees it, as one must see something."""
+    return (key <= query) & ((key >= 1) | (query < 1))
+
+
+def export_head(model: HeadModule) -> ir.Model:
+    """The head's graph, whose initializers are named as ``model.weights``, behind ``PREFIX``. See ``export_onnx``."""
+    register()
+    shapes = [*model.caches, CacheTensor(heads=1, head_dim=model.head.hidden_size)]
+    model.config._attn_implementation = IMPLEMENTATION
+    try:
+        return export_module(_Contract(model), shapes, True, model.dtype, f"{model.head.directory}: the head")
+    finally:
+        model.config._attn_implementation = "eager"

@@ -1,0 +1,107 @@
+"""Parity of a head: its graph in ONNX Runtime beside the torch module, along a chain of drafts.
+
+Two rows of different lengths read their texts in two pieces, over a cache full of junk, and go on by themselves: each
+step reads the feature that the one before has written.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from specbuild.graph import widen_to_float32
+from specbuild.heads.module import HeadModule
+from specbuild.pieces import cut
+from specbuild.reference import Float32, Floats, finite
+from specbuild.verify import open_piece
+from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, NOTHING_WANTED, WRITE_INDICES
+from specrun.dtypes import DTYPES
+from specrun.engine_dir import GraphInfo
+from specrun.errors import VerificationError
+
+_ROWS = (9, 5)
+"""Tokens of each text."""
+_FIRST = (4, 2)
+"""So many of them are read first."""
+_STEPS = 3
+"""Drafts behind the last token of each text."""
+_LENGTH = 16
+
+
+def verify_head(graph: Path, info: GraphInfo, model: HeadModule) -> float:
+    """Largest absolute difference of logits. Raises VerificationError where it exceeds the dtype's tolerance."""
+    generator = np.random.default_rng(0)
+    tokens = generator.integers(0, info.vocab_size, (len(_ROWS), _LENGTH))
+    features = generator.standard_normal((len(_ROWS), _LENGTH, model.head.hidden_size)).astype(np.float32)
+    found = run_chain(graph, info, tokens, features)
+    worst = scale = 0.0
+    for row, length in enumerate(_ROWS):
+        expected = reference_chain(model, tokens[row], features[row], length)
+        drafted = np.isfinite(expected)
+        if (np.isneginf(found[row]) != ~drafted).any():
+            raise VerificationError(f"{graph}: the graph drafts other tokens than the head has")
+        finite(found[row][drafted], "the exported head's logits")
+        worst = max(worst, float(np.abs(found[row][drafted] - expected[drafted]).max()))
+        scale = max(scale, float(np.abs(expected[drafted]).max()))
+    tolerance = DTYPES[info.dtype].tolerance
+    if not worst <= tolerance * scale:
+        raise VerificationError(
+            f"the exported graph and the head disagree: largest {LOGITS} difference {worst:.3g}, expected at most "
+            f"{tolerance * scale:.3g}; please report the head, --no-verify skips the check"
+        )
+    return worst
+
+
+def reference_chain(model: HeadModule, tokens: np.ndarray, features: Floats, length: int) -> Floats:
+    """Logits [1 + _STEPS, V] behind a text of ``length`` tokens and behind each draft, the next of ``tokens``.
+
+    features: the target's, of which those before the text's last token count. Each step is computed from the beginning.
+    """
+    hidden = torch.from_numpy(features[: length - 1])
+    logits = []
+    with torch.no_grad(), Float32():
+        for end in range(length, length + _STEPS + 1):
+            ids = torch.from_numpy(tokens[1:end])
+            hidden_mask = torch.full((end - 1, end - 1), float("-inf")).triu(1)
+            y = model(ids[None], hidden[None], torch.arange(1, end)[None], hidden_mask[None, None], None)
+            logits.append(model.logits(y[:, -1:])[0, 0].numpy())
+            hidden = torch.cat([hidden, model.feature(y[:, -1:])[0]])
+    return np.stack(logits)
+
+
+def run_chain(graph: Path, info: GraphInfo, tokens: np.ndarray, features: Floats) -> list[Floats]:
+    """The same of all rows by the graph, in float32."""
+    whole = ir.load(graph)
+    widen_to_float32(whole)
+    (piece,) = cut(whole, 1 << 62)
+    session = open_piece(piece, graph)
+    rows = len(_ROWS)
+    cache = {
+        name: np.full((rows, tensor.heads, _LENGTH, tensor.head_dim), 1e3, np.float32)
+        for name, tensor in zip(info.past_names, info.cache_tensors, strict=True)
+    }
+    shared = cache[info.past_names[-1]]
+    for row, length in enumerate(_ROWS):
+        shared[row, 0, : length - 1] = features[row, : length - 1]
+
+    def run(starts: list[int], ends: list[int], wanted: list[int]) -> Floats:
+        ids = np.zeros((rows, max(end - start for start, end in zip(starts, ends, strict=True))), np.int64)
+        for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            ids[row, : end - start] = tokens[row, start:end]
+        feeds = {INPUT_IDS: ids, WRITE_INDICES: np.array(starts), LOGITS_INDICES: np.array(wanted)[:, None], **cache}
+        names = [LOGITS, *info.present_names]
+        logits, *present = session.run(names, feeds)
+        cache.update(zip(info.past_names, present, strict=True))
+        return np.asarray(logits)[:, 0]
+
+    run([0] * rows, list(_FIRST), [NOTHING_WANTED] * rows)
+    ends = list(_ROWS)
+    counts = [end - start - 1 for start, end in zip(_FIRST, ends, strict=True)]
+    steps = [run(list(_FIRST), ends, counts)]
+    for _ in range(_STEPS):
+        steps.append(run(ends, [end + 1 for end in ends], [0] * rows))
+        ends = [end + 1 for end in ends]
+    return [np.stack([step[row] for step in steps]) for row in range(rows)]

@@ -1,0 +1,79 @@
+"""Whether two engines fit each other, as far as their descriptions tell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from specrun.engine_dir import EngineConfig
+from specrun.errors import PairError
+from specrun.rounds.opening import Engine
+from specrun.tokenizer import require_same_tokenizer
+
+
+def check_fit(
+    target_dir: Path, target: EngineConfig, draft_dir: Path, draft: EngineConfig, draft_len: int | None
+) -> int:
+    """The most draft tokens of a round. Raises PairError where the two engines do not fit."""
+    draft_len = check_draft_len(target_dir, target, draft_len)
+    have, need = draft.build_config.max_seq_len, target.build_config.max_seq_len
+    if have < need:
+        raise PairError(
+            f"{draft_dir}: max_seq_len {have} is shorter than the target's {need}; "
+            f"build the draft with --max_seq_len {need}, or the target with {have}"
+        )
+    if target.tokenizer and draft.tokenizer:
+        if target.tokenizer.fingerprint != draft.tokenizer.fingerprint:
+            require_same_tokenizer(target_dir, draft_dir)
+    elif target.graph.vocab_size != draft.graph.vocab_size:
+        raise PairError(
+            f"{target_dir} has {target.graph.vocab_size} logits and {draft_dir} {draft.graph.vocab_size}, and without "
+            "a tokenizer in both nothing shows that their vocabularies agree"
+        )
+    return draft_len
+
+
+def check_draft_len(target_dir: Path, target: EngineConfig, draft_len: int | None) -> int:
+    """The most draft tokens of a round: ``draft_len``, or what the engine allows. Raises PairError beyond that."""
+    most = target.build_config.max_draft_len
+    if most == 0 and draft_len != 0:
+        raise PairError(
+            f"{target_dir}: built without draft tokens; build it with --max_draft_len to use it as a target"
+        )
+    if draft_len is not None and draft_len > most:
+        raise PairError(
+            f"draft_len {draft_len}: {target_dir} was built with max_draft_len {most}; "
+            f"give at most {most}, or build it with --max_draft_len {draft_len}"
+        )
+    return most if draft_len is None else draft_len
+
+
+def check_head(target: Engine, head: Engine) -> None:
+    """Raise PairError unless ``head`` was made for the features of ``target``, and they can share them."""
+    features, wanted = target.config.graph.features, head.config.graph.features
+    if features is None:
+        raise PairError(
+            f"{head.directory}: is a draft head, and {target.directory} has no features for it; convert the target "
+            "with --head"
+        )
+    if wanted is None or features.fingerprint != wanted.fingerprint:
+        raise PairError(
+            f"{head.directory}: is the head of another target than {target.directory}, or of other features; convert "
+            "both from the same two checkpoints, with --head and --head_of"
+        )
+    if target.config.backend.device != head.config.backend.device or target.gpu != head.gpu:
+        raise PairError(
+            f"{head.directory}: a head shares memory with its target, so both run on one device; build both for it, "
+            "and give both the same number"
+        )
+    here, there = target.config.build_config, head.config.build_config
+    for name in ("max_seq_len", "max_draft_len", "max_input_len"):
+        if getattr(here, name) != getattr(there, name):
+            raise PairError(
+                f"{head.directory}: {name} {getattr(there, name)}, and its target has {getattr(here, name)}; a head "
+                f"shares memory with its target: build both with the same --{name}"
+            )
+    if target.config.graph.cache_element != head.config.graph.cache_element:
+        raise PairError(
+            f"{head.directory}: computes in {head.config.graph.dtype}, and {target.directory} in "
+            f"{target.config.graph.dtype}; convert both with the same --dtype"
+        )

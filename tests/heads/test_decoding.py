@@ -1,0 +1,179 @@
+"""With a head a text is the target's own: greedy and seeded, in batches, with and without reuse, at every length."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from specrun.backends.ort import OrtDeviceBackend
+from specrun.config import DraftTargetConfig
+from specrun.decoder import SpeculativeDecoder
+from specrun.draft_length import DraftLength
+from specrun.drafters.head import DeviceHeadDrafter, HeadDrafter
+from specrun.drafters.model import ModelDrafter
+from specrun.engine_dir import open_engine
+from specrun.grammar import Constraint, Grammars
+from specrun.request import Request
+from specrun.rounds.device import DeviceRound
+from specrun.sampling import SamplingParams
+from specrun.scheduler import Scheduler
+from tests.heads.trained import PROMPTS
+from tests.host_device import HostDevice
+from tests.test_device_round import Recordable
+from tests.test_scheduler import run_staggered
+
+LENGTH = 30
+GREEDY = SamplingParams()
+MANNERS = {
+    "greedy": GREEDY,
+    "sampled": SamplingParams(temperature=0.9, top_k=60, top_p=0.95, seed=11),
+    "penalties": SamplingParams(temperature=0.7, repetition_penalty=1.2, seed=3),
+}
+LONG = [*range(100, 148)]
+"""Three blocks of the prefix cache."""
+
+
+def open_pair(pair: Path, head: bool, **config: Any) -> SpeculativeDecoder:
+    return SpeculativeDecoder.open(pair / "target", pair / "head" if head else None, DraftTargetConfig(**config))
+
+
+def decode(
+    decoder: SpeculativeDecoder, prompts: Sequence[Sequence[int]], params: SamplingParams, **options: Any
+) -> list[Request]:
+    requests = [Request(prompt, params, LENGTH, **options) for prompt in prompts]
+    for _ in decoder.run(requests):
+        pass
+    return requests
+
+
+@pytest.fixture(scope="module")
+def alone(pair: Path) -> dict[str, list[list[int]]]:
+    """What the target says on its own, one prompt at a time."""
+    with open_pair(pair, head=False) as decoder:
+        return {name: [decode(decoder, [one], params)[0].output for one in PROMPTS] for name, params in MANNERS.items()}
+
+
+@pytest.mark.parametrize("mode", MANNERS)
+@pytest.mark.parametrize("draft_len", [1, 3, 6, None])
+def test_same_ids_as_the_target_alone(
+    pair: Path, alone: dict[str, list[list[int]]], draft_len: int | None, mode: str
+) -> None:
+    with open_pair(pair, head=True, draft_len=draft_len) as decoder:
+        for batch in range(1, 4):
+            found = decode(decoder, PROMPTS[:batch], MANNERS[mode])
+            assert [request.output for request in found] == alone[mode][:batch]
+
+
+def test_a_trained_heads_drafts_are_accepted(pair: Path) -> None:
+    """A chain that is fed from a wrong place is lossless too; only this sees it. The head was taught these texts."""
+    with open_pair(pair, head=True, draft_len=3) as decoder:
+        found = decode(decoder, PROMPTS, GREEDY)
+    accepted, evaluated = (sum(getattr(request.stats, name) for request in found) for name in ("accepted", "evaluated"))
+    assert accepted / evaluated > 0.75, f"{accepted} of {evaluated}"
+    rounds = sum(request.stats.rounds for request in found)
+    assert sum(len(request.output) for request in found) / rounds > 2
+
+
+def test_draft_tokens_are_read_again_with_the_targets_features(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what a head keeps of accepted drafts is a guess, and more of its later drafts are wrong."""
+
+    def accepted() -> int:
+        with open_pair(pair, head=True, draft_len=6) as decoder:
+            return sum(request.stats.accepted for request in decode(decoder, PROMPTS, GREEDY))
+
+    right = accepted()
+    monkeypatch.setattr(HeadDrafter, "observe", ModelDrafter.observe)
+    assert accepted() != right
+
+
+def test_prefixes_are_reused(pair: Path, alone: dict[str, list[list[int]]]) -> None:
+    """Ids and accepted tokens are those without reuse, also where the head finds more than its target does."""
+    prompts = [[*LONG, 3], [*LONG, 4, 5]]
+    with open_pair(pair, head=True, draft_len=3) as decoder:
+        plain = [decode(decoder, [one], GREEDY, reuse_blocks=False)[0] for one in prompts]
+        decode(decoder, prompts[:1], GREEDY)
+        again = decode(decoder, prompts, GREEDY)
+        assert [request.stats.cached for request in again] == [48, 48]
+        scored = decode(decoder, prompts[1:], GREEDY, prompt_logprobs=0)[0]  # Its target reads the whole prompt.
+        assert scored.stats.cached == 0
+    assert [request.output for request in again] == [request.output for request in plain]
+    assert [request.stats.accepted for request in again] == [request.stats.accepted for request in plain]
+    assert (scored.output, scored.stats.accepted) == (plain[1].output, plain[1].stats.accepted)
+
+
+def coming(count: int, drafts: bool) -> list[Request]:
+    manners = list(MANNERS.values())
+    prompts = [*PROMPTS, [*LONG, 7], [*LONG, 8, 9]]
+    return [
+        Request(
+            prompts[n % 6], replace(manners[n % 3], seed=n), 5 + n, draft_len=[None, 0, 2][n % 3] if drafts else None
+        )
+        for n in range(count)
+    ]
+
+
+def test_requests_that_come_and_go(pair: Path) -> None:
+    """Rows are exchanged, caches grow, and drafts rest in some rows."""
+    with open_pair(pair, head=False) as decoder:
+        expected = [decode_all(decoder, [request])[0] for request in coming(12, drafts=False)]
+    with open_pair(pair, head=True) as decoder:
+        requests = coming(12, drafts=True)
+        run_staggered(decoder, requests, 1)
+        assert [request.output for request in requests] == expected
+
+
+def decode_all(decoder: SpeculativeDecoder, requests: Sequence[Request]) -> list[list[int]]:
+    for _ in decoder.run(requests):
+        pass
+    return [request.output for request in requests]
+
+
+def test_forced_tokens_are_read_one_by_one(pair: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(pair / "target" / "tokenizer.json"))
+    choices = json.dumps(["the quick brown fox jumps", "the lazy dog sleeps"])
+    grammar = Grammars(lambda: tokenizer, [0]).compile(Constraint("choice", choices))
+    outputs = []
+    for head in (False, True):
+        with open_pair(pair, head=head, draft_len=4 if head else None) as decoder:
+            requests = [Request(prompt, GREEDY, LENGTH, grammar=grammar) for prompt in PROMPTS[:2]]
+            requests.append(Request(PROMPTS[2], GREEDY, LENGTH))
+            outputs.append(decode_all(decoder, requests))
+            assert not any(request.draft_error for request in requests), "a reduced vocabulary is no failure"
+    assert outputs[0] == outputs[1]
+
+
+# -------------------------------------------------------------------------------------- the round on a device
+
+
+def device_round(
+    pair: Path, draft_len: int, use_logits: bool, kind: type[OrtDeviceBackend] = Recordable
+) -> DeviceRound:
+    device = HostDevice()
+    target = kind(pair / "target", open_engine(pair / "target"), device)
+    head = kind(pair / "head", open_engine(pair / "head"), device, target)
+    round_ = DeviceRound(target, lambda rows: DeviceHeadDrafter(head, rows), draft_len, use_logits, 4)
+    round_.allocate_pools(12)
+    return round_
+
+
+@pytest.mark.parametrize("use_logits", [False, True])
+@pytest.mark.parametrize("draft_len", [1, 3, 6])
+def test_the_round_on_a_device(pair: Path, draft_len: int, use_logits: bool) -> None:
+    """Ids and counts are those of the round on the host, recorded too."""
+    batch = [Request(prompt, params, LENGTH) for prompt in PROMPTS for params in MANNERS.values()]
+    expected, found, again = ([replace(request) for request in batch] for _ in range(3))
+    with open_pair(pair, head=True, draft_len=draft_len, use_logits=use_logits) as decoder:
+        ids = decode_all(decoder, expected)
+    round_ = device_round(pair, draft_len, use_logits)
+    for requests in (found, again):
+        for _ in Scheduler(round_, DraftLength(draft_len, draft_len), 4).run(requests):
+            pass
+        assert [request.output for request in requests] == ids
+    assert sum(request.stats.accepted for request in found) == sum(request.stats.accepted for request in expected)
+    assert sum(request.stats.accepted for request in found) > len(found)

@@ -1,0 +1,101 @@
+"""Every dialect's head drafts what its formula says, from the features that its target's engine has written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from specrun.backends import open_host_backend
+from specrun.engine_dir import open_engine
+from specrun.runners.host import ModelRunner
+from tests.families import VOCAB
+from tests.heads.made import (
+    DIALECTS,
+    LAYERS,
+    Dialect,
+    head_tensors,
+    make_pair,
+    save_head,
+    states_of,
+    target_matrix,
+)
+from tests.heads.reference import chain, fused
+
+TEXTS = [[5, 9, 200, 31, 7, 7, 120, 64, 2], [300, 4, 81, 17]]
+DRAFTS = [[44, 260, 9], [12, 13, 310]]
+TOLERANCE = 2e-4
+"""Of the largest logit."""
+
+
+@pytest.fixture(scope="module", params=DIALECTS)
+def made(request: pytest.FixtureRequest, target: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A dialect, and engines of its head and of the target."""
+    name: str = request.param
+    root = tmp_path_factory.mktemp("heads")
+    head = save_head(root / "hf", name)
+    return name, make_pair(target, head, root / "pair", verify=True)
+
+
+def expected(target: Path, dialect: Dialect, name: str, row: int, shift: int = 0) -> torch.Tensor:
+    """What the head says to a text and its drafts. shift: of the features, by positions."""
+    text, tensors = TEXTS[row], head_tensors(name)
+    if "lm_head.weight" not in tensors:
+        tensors = {**tensors, "lm_head.weight": target_matrix(target, "lm_head")}
+    embedding = tensors["embed_tokens.weight"] if dialect.embeds else target_matrix(target, "embed_tokens")
+    features = fused(dialect, tensors, states_of(target, torch.tensor([text])))[0].roll(shift, 0)
+    return chain(dialect, tensors, embedding, features, [*text, *DRAFTS[row]], len(text))
+
+
+def found(pair: Path) -> list[torch.Tensor]:
+    """The same from engines: both rows at once, texts in pieces, caches full of junk."""
+    target = ModelRunner(open_host_backend(pair / "target", open_engine(pair / "target"), 0))
+    backend = open_host_backend(pair / "head", open_engine(pair / "head"), 0, lender=target.backend)
+    head = ModelRunner(backend)
+    for runner in (target, head):
+        runner.reserve(2, 64)
+        for tensor in runner.backend.cache.part(0, 2):
+            tensor[...] = 1e3
+    texts = [text[:-1] for text in TEXTS]
+    for _ in range(3):
+        target.prefill(texts, 0, 3)
+        head.prefill(texts, 0, 3)
+    steps = [head.forward(TEXTS, [1, 1])[:, 0].copy()]
+    steps += [head.extend(list(tokens))[:, 0].copy() for tokens in zip(*DRAFTS, strict=True)]
+    return [torch.from_numpy(np.stack([step[row] for step in steps])) for row in range(2)]
+
+
+def difference(expected: torch.Tensor, found: torch.Tensor) -> float:
+    """The largest, as a share of the largest logit."""
+    drafted = expected.isfinite()
+    assert (found.isneginf() == ~drafted).all()
+    return float((found[drafted] - expected[drafted]).abs().max() / expected[drafted].abs().max())
+
+
+def test_logits_along_a_chain(made: tuple[str, Path], target: Path) -> None:
+    """And the check sees another layer, another place of the norm, and features of other positions."""
+    name, pair = made
+    dialect, rows = DIALECTS[name], found(pair)
+    assert len(rows) == len(TEXTS)
+    for row, logits in enumerate(rows):
+        assert logits.shape == (1 + len(DRAFTS[row]), VOCAB)
+        assert difference(expected(target, dialect, name, row), logits) < TOLERANCE
+    for wrong in wrong_readings(dialect):
+        assert difference(expected(target, wrong, name, 0), rows[0]) > 100 * TOLERANCE, wrong
+    assert difference(expected(target, dialect, name, 0, shift=1), rows[0]) > 100 * TOLERANCE
+
+
+def wrong_readings(dialect: Dialect) -> Iterator[Dialect]:
+    """What the configuration might be mistaken for."""
+    if "eagle1" in dialect.flags:
+        return
+    yield replace(dialect, reads=tuple((layer + 1) % (LAYERS + 1) for layer in dialect.reads))
+    for flag in ("norm_before_residual", "norm_output"):
+        yield replace(dialect, flags=dialect.flags ^ {flag})
+    for flag in dialect.flags & {"fc_norm", "norm_before_fc", "qk_norm"}:
+        yield replace(dialect, flags=dialect.flags - {flag})
+    yield replace(dialect, theta=dialect.theta * 10)

@@ -1,0 +1,34 @@
+"""Targets with features and heads in float16: compared with torch, and compiled by TensorRT-RTX."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specbuild.checkpoint import open_checkpoint
+from specbuild.inspect import describe
+from specrun.engine_dir import open_engine
+from tests.heads.made import DIALECTS, SMALL, make_pair, save_head
+
+
+@pytest.mark.parametrize("name", ["specforge, 3.1", "speculators"])
+def test_plans_update_features_in_place(name: str, target: Path, tmp_path: Path) -> None:
+    head = save_head(tmp_path / "hf", name)
+    made = make_pair(target, head, tmp_path, verify=True, dtype="float16", backend="tensorrt_rtx")
+    for role in ("target", "head"):
+        difference = open_checkpoint(made / "onnx" / role).max_logit_difference
+        assert difference is not None
+        assert difference < 2e-2
+        config = open_engine(made / role)
+        assert config.graph.features is not None
+        assert config.graph.features.of == role
+        assert "features of 64 channels, of what goes into layers" in describe(made / role, as_json=False)
+        assert config.graph.features.layers == list(DIALECTS[name].reads)
+        assert not any("fused" in note for note in config.provenance.notes)
+        tensors = {tensor.name: tensor for tensor in config.io}
+        assert tensors["present.features"].aliases == "past_key_values.features"
+        assert tensors["present.features"].shape == ["batch", 1, config.build_config.cache_length, 64]
+        assert tensors["present.features"].dtype == "float16"
+        generation = config.build_config.profiles[1]
+        assert generation.sequence == (1, SMALL["max_draft_len"] + 1, SMALL["max_draft_len"] + 1)
