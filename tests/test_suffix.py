@@ -41,7 +41,8 @@ def matched(known: Sequence[int], text: Sequence[int]) -> list[tuple[int, int]]:
 def test_the_longest_matches_are_found(vocab_size: int) -> None:
     generator = random.Random(vocab_size)
     for _ in range(20):
-        index, known, text = Index(), [], [generator.randrange(vocab_size) for _ in range(3)]
+        known: list[int] = []
+        index, text = Index(), [generator.randrange(vocab_size) for _ in range(3)]
         while len(known) < 150:
             new = [generator.randrange(vocab_size) for _ in range(generator.randint(1, 9))]
             index.add(new)

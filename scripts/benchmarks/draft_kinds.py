@@ -67,6 +67,11 @@ def run_workloads(decoder: SpeculativeDecoder, output_len: int) -> dict[str, dic
     return found
 
 
+def share(turn: dict[str, Any], kind: str, workload: str) -> float:
+    """Tokens/s of one kind of draft, as a share of the target alone."""
+    return float(turn[kind][workload]["tokens_per_second"] / turn["none"][workload]["tokens_per_second"])
+
+
 @click.command()
 @click.option("--engines_dir", type=click.Path(path_type=Path), default=Path("demo/engines"), show_default=True)
 @click.option("--output_len", type=int, default=96, show_default=True)
@@ -82,18 +87,10 @@ def main(engines_dir: Path, output_len: int, repetitions: int, json_file: Path |
             draft_dir = engines_dir / "draft" if has_engine else None
             with SpeculativeDecoder.open(engines_dir / "target", draft_dir, config) as decoder:
                 turn[kind] = run_workloads(decoder, output_len)
-            shares = [
-                turn[kind][name]["tokens_per_second"] / turn["none"][name]["tokens_per_second"] for name in WORKLOADS
-            ]
-            click.echo(f"{kind}: {' '.join(f'{share:.2f}' for share in shares)}", err=True)
+            click.echo(f"{kind}: {' '.join(f'{share(turn, kind, name):.2f}' for name in WORKLOADS)}", err=True)
         turns.append(turn)
     shares = {
-        kind: {
-            name: statistics.median(
-                turn[kind][name]["tokens_per_second"] / turn["none"][name]["tokens_per_second"] for turn in turns
-            )
-            for name in WORKLOADS
-        }
+        kind: {name: statistics.median(share(turn, kind, name) for turn in turns) for name in WORKLOADS}
         for kind in KINDS
     }
     found = {

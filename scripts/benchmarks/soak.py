@@ -40,9 +40,14 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required"
 def make_pair(model: Path, directory: Path) -> None:
     """Engines of a 2-layer target and a 1-layer draft of the kind of ``model``, for 8 texts at once."""
     for name, layers, width in (("target", 2, 128), ("draft", 1, 64)):
-        sizes = {"hidden_size": width, "intermediate_size": 2 * width, "head_dim": 32, "num_hidden_layers": layers}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-        config = LlamaConfig.from_pretrained(model, dtype="float32", **sizes, **heads)
+        sizes: dict[str, Any] = {
+            "hidden_size": width,
+            "intermediate_size": 2 * width,
+            "head_dim": 32,
+            "num_hidden_layers": layers,
+        }
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "dtype": "float32"}
+        config = LlamaConfig.from_pretrained(model, **sizes)
         checkpoint = random_checkpoint(config, model, directory / f"{name}-checkpoint")
         build(to_onnx(checkpoint, directory / f"{name}-onnx"), directory / name, max_batch_size=8)
 
