@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Every kind of draft on texts that are new, that were asked for before, and that repeat their own prompt.
+"""Every kind of draft on texts that are new, that were asked for before, and that resemble their own prompt.
 
 All kinds take turns in one run, with --draft_len auto, one text at a time; speeds are shares of the target alone in the
 same repetition. Each turn opens its decoder anew, so that nothing is known from the turn before. Needs what
@@ -35,7 +35,12 @@ KINDS: dict[str, tuple[bool, DraftKind | None]] = {
     "hybrid": (True, "suffix"),
 }
 """Whether there is a draft engine, and --draft."""
-WORKLOADS = ("new", "again", "edit")
+WORKLOADS = {
+    "new": "greedy texts",
+    "again": "the same once more",
+    "similar": "the same prompts, drawn at temperature 0.3",
+    "edit": "greedy texts of prompt, text and prompt again",
+}
 
 
 def rate(decoder: SpeculativeDecoder, requests: Sequence[Request]) -> dict[str, float]:
@@ -56,12 +61,13 @@ def rate(decoder: SpeculativeDecoder, requests: Sequence[Request]) -> dict[str, 
 
 
 def run_workloads(decoder: SpeculativeDecoder, output_len: int) -> dict[str, dict[str, float]]:
-    """new: greedy texts. again: the same prompts, drawn at 0.3. edit: prompt, its text, and the prompt again."""
+    """See ``WORKLOADS``."""
     prompts = [decoder.tokenizer.encode(text).ids for text in PROMPTS]
     first = [Request(prompt, SamplingParams(), output_len) for prompt in prompts]
     found = {"new": rate(decoder, first)}
-    again = [Request(prompt, SamplingParams(0.3, seed=seed), output_len) for seed, prompt in enumerate(prompts)]
-    found["again"] = rate(decoder, again)
+    found["again"] = rate(decoder, [Request(prompt, SamplingParams(), output_len) for prompt in prompts])
+    similar = [Request(prompt, SamplingParams(0.3, seed=seed), output_len) for seed, prompt in enumerate(prompts)]
+    found["similar"] = rate(decoder, similar)
     edits = [Request([*request.tokens, *request.prompt], SamplingParams(), output_len) for request in first]
     found["edit"] = rate(decoder, edits)
     return found
@@ -97,6 +103,7 @@ def main(engines_dir: Path, output_len: int, repetitions: int, json_file: Path |
         "processor": describe_processor(),
         "date": time.strftime("%Y-%m-%d"),
         "output_len": output_len,
+        "workloads": WORKLOADS,
         "shares": shares,
         "turns": turns,
     }

@@ -28,6 +28,8 @@ from tests.heads.reference import chain, fused
 
 TEXTS = [[5, 9, 200, 31, 7, 7, 120, 64, 2], [300, 4, 81, 17]]
 DRAFTS = [[44, 260, 9], [12, 13, 310]]
+VERIFIED = ("eagle", "eagle, version 1", "speculators, two layers")
+"""Dialects whose conversion is compared with torch by ``convert`` as well."""
 TOLERANCE = 2e-4
 """Of the largest logit."""
 
@@ -38,7 +40,7 @@ def made(request: pytest.FixtureRequest, target: Path, tmp_path_factory: pytest.
     name: str = request.param
     root = tmp_path_factory.mktemp("heads")
     head = save_head(root / "hf", name)
-    return name, make_pair(target, head, root / "pair", verify=True)
+    return name, make_pair(target, head, root / "pair", verify=name in VERIFIED)
 
 
 def expected(target: Path, dialect: Dialect, name: str, row: int, shift: int = 0) -> torch.Tensor:
