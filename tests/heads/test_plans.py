@@ -9,7 +9,6 @@ from specbuild.inspect import describe
 from specrun.engine_dir import open_engine
 from tests.heads.made import DIALECTS, SMALL, make_pair, save_head
 
-
 NAME = "speculators"
 
 
