@@ -124,7 +124,7 @@ def test_a_body_without_end_and_a_header_of_a_megabyte(server: Server) -> None:
 def test_a_connection_without_a_whole_request_is_closed(
     open_pair: Callable[[], SpeculativeDecoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "MAX_IDLE_SECONDS", 0.3)
+    monkeypatch.setattr(limits, "MAX_IDLE_SECONDS", 0.2)
     with running(open_pair()) as server:
         health = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
         for sent in (b"", b"GET /health HTTP/1.1\r\nx: ", health + b"GET /"):
@@ -137,7 +137,7 @@ def test_a_connection_without_a_whole_request_is_closed(
         body = {"prompt": "the cat", "max_tokens": 100, "ignore_eos": True, "stream": True, "n": 64}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
             assert "[DONE]" in answer.read().decode()
-        assert time.monotonic() - began > 0.6, "an answer that takes longer is not cut off"
+        assert time.monotonic() - began > 2 * limits.MAX_IDLE_SECONDS, "it shows that long answers are not cut off"
 
 
 @pytest.mark.parametrize("stream", [False, True])
