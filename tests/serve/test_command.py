@@ -11,8 +11,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import httpx
 import pytest
@@ -22,39 +24,47 @@ from tests.conftest import redescribe
 LONG = {"prompt": "the cat", "max_tokens": 70, "temperature": 0, "stream": True}
 
 
+@dataclass(frozen=True)
+class Server:
+    """``specrun serve`` in a process of its own."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+    """What it wrote to standard error: a file, because a server waits when nobody reads its pipe."""
+
+
 @contextmanager
-def serving(engines: Path, *options: str, within: Sequence[str] = ()) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process and its address. ``within`` is a command that runs it."""
+def serving(engines: Path, *options: str, within: Sequence[str] = ()) -> Iterator[Server]:
+    """``within`` is a command that runs it."""
     arguments = ["--engine_dir", str(engines / "target"), "--draft_engine_dir", str(engines / "draft"), "--port", "0"]
     command = [*within, sys.executable, "-m", "specrun", "serve", *arguments, *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr
-        for line in process.stderr:
-            if found := re.search(r"serving on (http://\S+);", line):
-                break
-        else:
-            raise AssertionError(f"it ended: {process.wait()}")
-        for _ in range(200):
-            try:
-                assert httpx.get(f"{found[1]}/health").status_code == 200
-                break
-            except httpx.TransportError:
+    with NamedTemporaryFile() as log:
+        process = subprocess.Popen(command, stderr=log)
+        path = Path(log.name)
+        try:
+            while not (found := re.search(r"serving on (http://\S+);", path.read_text())):
+                assert process.poll() is None, path.read_text()
                 time.sleep(0.05)
-        yield process, found[1]
-    finally:
-        process.kill()
-        process.wait()
+            for _ in range(200):
+                with suppress(httpx.TransportError):
+                    assert httpx.get(f"{found[1]}/health").status_code == 200
+                    break
+                time.sleep(0.05)
+            yield Server(process, found[1], path)
+        finally:
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_answers_end(engines: Path, number: signal.Signals) -> None:
-    with serving(engines, "--log_prompts") as (process, url):
+    with serving(engines, "--log_prompts") as server:
         texts: list[str] = []
         begun = threading.Event()
 
         def read() -> None:
-            with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=60) as answer:
+            with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=60) as answer:
                 for line in answer.iter_lines():
                     begun.set()
                     texts.append(line)
@@ -62,26 +72,24 @@ def test_a_signal_lets_answers_end(engines: Path, number: signal.Signals) -> Non
         reader = threading.Thread(target=read)
         reader.start()
         assert begun.wait(30)
-        process.send_signal(number)
+        server.process.send_signal(number)
         reader.join(30)
         assert texts[-2] == "data: [DONE]" and '"finish_reason":"length"' in texts[-4]
-        assert process.wait(30) == 0
-        assert process.stderr
-        lines = [json.loads(line) for line in process.stderr if line.startswith("{")]
+        assert server.process.wait(30) == 0
+        lines = [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith("{")]
         (line,) = [line for line in lines if line["event"] == "request"]
         assert line["status"] == 200 and line["completion_tokens"] == 70 and line["prompts"] == ["the cat"]
 
 
 def test_a_second_signal_does_not_wait(engines: Path) -> None:
     body = {**LONG, "n": 64}
-    with serving(engines) as (process, url), httpx.stream("POST", f"{url}/v1/completions", json=body) as answer:
+    with serving(engines) as server, httpx.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
         lines = answer.iter_lines()  # Without it the connection is closed.
         next(lines)
-        process.send_signal(signal.SIGINT)
+        server.process.send_signal(signal.SIGINT)
         time.sleep(0.3)
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=20)
-        assert process.returncode == 0, said
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(20) == 0, server.log.read_text()
 
 
 def test_what_is_wrong_is_said_in_one_line_before_anything_is_loaded(engines: Path, tmp_path: Path) -> None:
@@ -114,6 +122,6 @@ def test_sampling_that_a_body_does_not_name_is_the_checkpoints_own(engines: Path
     redescribe(greedy / "target")
     body = {"prompt": "the cat", "max_tokens": 12}
     for option, distinct in (("auto", 1), ("none", 4)):
-        with serving(greedy, "--generation_config", option) as (_, url):
-            answers = [httpx.post(f"{url}/v1/completions", json=body, timeout=60).json() for _ in range(4)]
+        with serving(greedy, "--generation_config", option) as server:
+            answers = [httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json() for _ in range(4)]
         assert len({answer["choices"][0]["text"] for answer in answers}) == distinct

@@ -403,8 +403,8 @@ def test_the_command_takes_a_form(long_pair: Path, tmp_path: Path) -> None:
     options = ["--chat_template", str(tmp_path / "own.jinja"), "--tool_call_format"]
     body = {**ASK, "tool_choice": NAMED, "seed": 0}
     for form, status in (("auto", 400), ("llama3", 200)):
-        with serving(long_pair, *options, form) as (_, url):
-            answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+        with serving(long_pair, *options, form) as server:
+            answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
         assert answer.status_code == status
     (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
     jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMAS["get_weather"])
