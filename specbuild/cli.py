@@ -124,9 +124,35 @@ def engine(config_file: Path | None, workers: int, force: bool, **flags: Any) ->
 
 @main.command()
 @click.argument("directory", type=FolderPath)
+@click.option("--all", "show_all", is_flag=True, help="Also list the cache's tensors.")
 @click.option("--json", "as_json", is_flag=True, help="For scripts.")
-def inspect(directory: Path, as_json: bool) -> None:
+def inspect(directory: Path, show_all: bool, as_json: bool) -> None:
     """Show what a checkpoint or engine directory holds."""
     from specbuild.inspect import describe
 
-    click.echo(describe(directory, as_json))
+    click.echo(describe(directory, as_json, show_all))
+
+
+@main.command()
+@click.argument("model_dir", metavar="DIR|HUB_ID")
+@click.argument("draft_dir", metavar="[DRAFT_DIR|HUB_ID]", required=False)
+def check(model_dir: str, draft_dir: str | None) -> None:
+    """Say whether a Hugging Face checkpoint converts, what it takes, and whether a draft fits it."""
+    from specbuild.check import check_model, compare
+    from specbuild.inspect import facts_table
+    from specbuild.progress import Stages
+
+    checked = [check_model(name, Stages()) for name in (model_dir, draft_dir) if name is not None]
+    for one in checked:
+        click.echo(facts_table({"checkpoint": str(one.directory), **one.facts()}))
+    for sentence in compare(*checked) if len(checked) == 2 else ():
+        click.echo(f"pair: {sentence}")
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+def families(as_json: bool) -> None:
+    """List the families of models that convert, and why the others do not."""
+    from specbuild.families import TABLE, describe_families
+
+    click.echo(TABLE.read_text().rstrip() if as_json else describe_families())

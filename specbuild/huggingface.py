@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 import sys
@@ -105,6 +106,11 @@ def read_model_config(directory: Path, trust_remote_code: bool) -> PreTrainedCon
         raise UnsupportedModelError(
             f"{path}: {model_type} cannot be converted: its attention does not go through transformers' attention "
             "interface"
+        )
+    if model_class is not None and "position_ids" not in inspect.signature(model_class.forward).parameters:
+        raise UnsupportedModelError(
+            f"{path}: {model_type} cannot be converted: it takes no position_ids, so all texts of a batch would have "
+            "to be equally long"
         )
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # transformers would call the method's own library; we read the tensors.

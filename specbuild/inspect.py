@@ -11,19 +11,22 @@ from rich.table import Table
 
 from specbuild.checkpoint import CheckpointConfig, open_checkpoint
 from specbuild.progress import human_bytes
+from specrun.contract import past_names, present_names
 from specrun.engine_dir import CONFIG_NAME, EngineConfig, GraphInfo, check_files, read_config
 from specrun.errors import EngineDirError
 
 
-def describe(directory: Path, as_json: bool) -> str:
+def describe(directory: Path, as_json: bool, show_all: bool = False) -> str:
     """The directory's description, for people or as JSON. Raises SpecError when it would not load.
+
+    show_all: the tensors of the cache are listed, too.
 
     An engine for other hardware can be inspected; only files are checked, not the machine.
     """
     config = _open(directory)
     if as_json:
         return config.model_dump_json(indent=2)
-    return _engine(config) if isinstance(config, EngineConfig) else _checkpoint(config)
+    return _engine(config, show_all) if isinstance(config, EngineConfig) else _checkpoint(config)
 
 
 def _open(directory: Path) -> EngineConfig | CheckpointConfig:
@@ -77,7 +80,7 @@ def _features(graph: GraphInfo) -> dict[str, str]:
 _ANY = {"tensorrt_rtx": "any RTX GPU", "onnxruntime": "any NVIDIA GPU"}
 
 
-def _engine(config: EngineConfig) -> str:
+def _engine(config: EngineConfig, show_all: bool) -> str:
     build, backend = config.build_config, config.backend
     cache = config.graph.cache_bytes(build.max_batch_size, build.cache_length)
     where = ", ".join(backend.compute_capabilities) or _ANY.get(backend.name, "this GPU")
@@ -101,8 +104,13 @@ def _engine(config: EngineConfig) -> str:
     for profile in build.profiles:
         tables[0].add_row(profile.name, *(_range(r) for r in (profile.batch, profile.sequence, profile.logits)))
     tensors = _table("tensors", ["name", "kind", "dtype", "shape", "memory of"])
+    caches = {*past_names(config.graph.layers), *present_names(config.graph.layers)}
     for tensor in config.io:
+        if tensor.name in caches and not show_all:
+            continue
         tensors.add_row(tensor.name, tensor.kind, tensor.dtype, str(tensor.shape), tensor.aliases or "")
+    if not show_all:
+        rows["cache tensors"] = f"{len(caches)}; --all lists them"
     return _render(rows, config, [*tables, tensors])
 
 
@@ -115,7 +123,6 @@ def _table(title: str, columns: list[str]) -> Table:
 
 
 def _render(rows: dict[str, str], config: EngineConfig | CheckpointConfig, tables: list[Table]) -> str:
-    facts = Table(box=None, show_header=False, pad_edge=False)
     source = config.provenance
     versions = ", ".join(f"{name} {version}" for name, version in source.versions.items())
     tokenizer = f"{config.tokenizer.vocab_size} tokens" if config.tokenizer else "none"
@@ -127,9 +134,19 @@ def _render(rows: dict[str, str], config: EngineConfig | CheckpointConfig, table
         **{f"note {number}": note for number, note in enumerate(source.notes, 1)},
         **{name: human_bytes(info.bytes) for name, info in config.files.items()},
     }
-    for name, value in {**rows, **rest}.items():
-        facts.add_row(name, value)
+    return "\n".join([facts_table({**rows, **rest}), *map(_printed, tables)])
+
+
+def facts_table(facts: dict[str, str]) -> str:
+    """Names and values, a line each."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in facts.items():
+        table.add_row(name, value)
+    return _printed(table)
+
+
+def _printed(table: Table) -> str:
     console = Console(file=io.StringIO(), width=160)
-    for table in (facts, *tables):
-        console.print(table, markup=False)
-    return console.file.getvalue().rstrip()  # type: ignore[attr-defined, no-any-return]
+    console.print(table, markup=False)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in text.rstrip().splitlines())

@@ -11,11 +11,7 @@ from specrun.errors import CheckpointError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_COMPLEX = "its rotary embedding uses complex numbers, which ONNX does not have"
 REASONS = {
-    "llama4": _COMPLEX,
-    "llama4_text": _COMPLEX,
-    "deepseek_v2": _COMPLEX,
     "falcon_mamba": "it is a state-space model: it keeps one state instead of keys and values for every position",
     "minimax": "it keeps a cache of its own kind, with states of linear attention, beside keys and values",
 }

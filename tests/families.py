@@ -95,6 +95,33 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "gpt_neox": lambda: transformers.GPTNeoXConfig(
         **{key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
     ),
+    # Multi-head latent attention, experts, and a rotary embedding in complex numbers.
+    "deepseek_v2": lambda: transformers.DeepseekV2Config(
+        **EVERY_HEAD,
+        kv_lora_rank=32,
+        q_lora_rank=None,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=16,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        first_k_dense_replace=1,
+        topk_method="greedy",
+    ),
+    # One layer has complex numbers in chunks, the other no rotary embedding and queries that grow with the text.
+    "llama4": lambda: transformers.Llama4TextConfig(
+        **SIZES,
+        head_dim=16,
+        intermediate_size_mlp=96,
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        attention_chunk_size=16,
+        no_rope_layers=[1, 0],
+        floor_scale=4,
+        attn_scale=0.5,
+    ),
 }
 
 TEXT = "the quick brown fox jumps over the lazy dog, and draft tokens are checked by the target in one pass. " * 3

@@ -51,7 +51,7 @@ def pair() -> Path:
 
 @pytest.fixture(scope="module")
 def built(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Engines of the pair, built by the commands from a YAML file, two at a time."""
+    """Engines of the pair, built by the commands from a YAML file."""
     root = tmp_path_factory.mktemp("demo")
     ok("specbuild", "convert", "--model_dir", pair / "target", "--output_dir", root / "onnx" / "target")
     make_onnx(pair / "draft", root / "onnx" / "draft")
@@ -60,7 +60,7 @@ def built(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "  - {checkpoint_dir: onnx/target, output_dir: engines/target, max_draft_len: 10}\n"
         "  - {checkpoint_dir: onnx/draft, output_dir: engines/draft}\n"
     )
-    ok("specbuild", "engine", "--config", "engines.yaml", "--workers", "2", "--max_batch_size", "2", cwd=root)
+    ok("specbuild", "engine", "--config", "engines.yaml", "--max_batch_size", "2", cwd=root)
     return root / "engines"
 
 
@@ -149,21 +149,21 @@ def test_stop_texts_end_before_themselves(built: Path) -> None:
     assert result["finish_reason"] == "stop"
 
 
+def grow(*options: str | Path) -> Result:
+    """grow_checkpoint in this process, where torch is loaded."""
+    return CliRunner().invoke(grow_checkpoint, [str(option) for option in options], prog_name="grow_checkpoint.py")
+
+
 def test_grown_checkpoints_compute_the_same(pair: Path, tmp_path: Path) -> None:
     """grow_checkpoint to another width, depth and number of heads: the same greedy ids."""
     grown = tmp_path / "grown"
-    ok(sys.executable, ROOT / "scripts" / "grow_checkpoint.py", "--input_dir", pair / "draft", "--output_dir", grown,
-       "--parameters", "20M")  # fmt: skip
+    done = grow("--input_dir", pair / "draft", "--output_dir", grown, "--parameters", "20M")
+    assert done.exit_code == 0, done.stderr
     small, large = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (pair / "draft", grown))
     assert sum(p.numel() for p in large.parameters()) > 15e6
     ids = torch.tensor([AutoTokenizer.from_pretrained(grown)(PROMPT).input_ids])
     outputs = [model.generate(ids, max_new_tokens=24, do_sample=False).tolist() for model in (small, large)]
     assert outputs[0] == outputs[1]
-
-
-def grow(*options: str | Path) -> Result:
-    """grow_checkpoint in this process, where torch is loaded."""
-    return CliRunner().invoke(grow_checkpoint, [str(option) for option in options], prog_name="grow_checkpoint.py")
 
 
 def test_a_grown_vocabulary_is_never_chosen(pair: Path, tmp_path: Path) -> None:
@@ -187,14 +187,14 @@ def test_a_grown_vocabulary_is_never_chosen(pair: Path, tmp_path: Path) -> None:
 
 
 def test_gpu_check_makes_its_models(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU, as for a host that has one; once. The target by processes, the draft by the same commands here."""
+    """Without a GPU, as for a host that has one; once. The target's graph by a process, the rest by commands here."""
     apart = models._run
 
     def run(program: str, *arguments: object) -> None:
-        if tmp_path / "work" / "onnx" / "draft" in arguments:
-            done = CliRunner().invoke(specbuild, [str(part) for part in arguments[1:]])
-        elif Path(program).name == "grow_checkpoint.py" and pair / "draft" in arguments:
+        if Path(program).name == "grow_checkpoint.py":
             done = grow(*map(str, arguments))
+        elif tmp_path / "work" / "onnx" / "draft" in arguments:
+            done = CliRunner().invoke(specbuild, [str(part) for part in arguments[1:]])
         else:
             apart(program, *arguments)
             return

@@ -61,11 +61,6 @@ class Build:
         return self.log.read_text()
 
 
-def said(text: str) -> Moment:
-    """A stage has ended; the next one is running."""
-    return lambda build: text in build.stderr
-
-
 def importing_torch(build: Build) -> bool:
     return "libtorch_cpu" in Path(f"/proc/{build.process.pid}/maps").read_text()
 
@@ -75,15 +70,9 @@ def writing(folder: Path) -> Moment:
     return lambda build: any(folder.glob(".*.tmp"))
 
 
-def exporting(folder: Path) -> Moment:
-    started: list[float] = []
-
-    def moment(build: Build) -> bool:
-        if "lay out the model" in build.stderr and not started:
-            started.append(time.monotonic())
-        return bool(started) and time.monotonic() > started[0] + 0.5
-
-    return moment
+def exporting(build: Build) -> bool:
+    """The stage before has ended."""
+    return "lay out the model: " in build.stderr
 
 
 @pytest.fixture
@@ -110,18 +99,10 @@ def test_interrupt_convert_before_it_writes(hf: Path, out: Path, tmp_path: Path)
     assert list(out.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("moment", "how"),
-    [
-        (lambda out: said("check checkpoint: "), signal.SIGINT),
-        (exporting, signal.SIGINT),
-        (exporting, signal.SIGTERM),
-    ],
-    ids=["load", "export", "SIGTERM"],
-)
-def test_interrupt_convert(hf: Path, out: Path, tmp_path: Path, moment: Callable[[Path], Moment], how: int) -> None:
+@SIGNALS
+def test_interrupt_convert(hf: Path, out: Path, tmp_path: Path, how: int) -> None:
     flags = ("--model_dir", hf / "draft", "--output_dir", out / "onnx")
-    interrupted(Build(tmp_path / "log", "convert", *flags), moment(out), how)
+    interrupted(Build(tmp_path / "log", "convert", *flags), exporting, how)
     assert list(out.iterdir()) == []
 
 
@@ -172,26 +153,17 @@ def test_interrupt_workers(onnx: Path, out: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("tensorrt_rtx"), reason="tensorrt_rtx is not installed")
-@SIGNALS
-def test_interrupt_workers_when_one_is_idle(onnx: Path, out: Path, tmp_path: Path, how: int) -> None:
+def test_interrupt_workers_when_one_is_idle(onnx: Path, out: Path, tmp_path: Path) -> None:
     file = settings(onnx, out, tmp_path / "two.yaml", "tensorrt_rtx", "onnxruntime")
     build = Build(tmp_path / "log", "engine", "--config", file, "--workers", 2)
     build.until(lambda _: (out / "draft").exists())
-    interrupted(build, writing(out), how)
+    interrupted(build, writing(out), signal.SIGTERM)
     assert [path.name for path in out.iterdir()] == ["draft"]  # What was finished stays.
     open_engine(out / "draft")
 
 
 def loads(folder: Path) -> bool:
     return CliRunner().invoke(main, ["inspect", str(folder)]).exit_code == 0
-
-
-def test_kill_convert(hf: Path, out: Path, tmp_path: Path) -> None:
-    build = Build(tmp_path / "log", "convert", "--model_dir", hf / "draft", "--output_dir", out / "onnx")
-    build.until(exporting(out))
-    assert build.end(signal.SIGKILL) == -signal.SIGKILL
-    assert not (out / "onnx").exists()
-    assert not any(loads(folder) for folder in out.rglob("*"))
 
 
 def test_kill_engine(onnx: Path, out: Path, tmp_path: Path) -> None:
@@ -382,7 +354,7 @@ def test_parent_that_cannot_be_written(onnx: Path, out: Path) -> None:
     assert list(out.iterdir()) == []
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.005, 0.01, 0.02, 0.03])
+@pytest.mark.parametrize("delay", [0.0, 0.01, 0.03])
 def test_interrupt_an_engine_while_it_imports(onnx: Path, out: Path, tmp_path: Path, delay: float) -> None:
     """C++ modules that are interrupted while they are imported say that they cannot be imported."""
     flags = ("--checkpoint_dir", onnx / "draft", "--output_dir", out / "engine", "--backend", "onnxruntime")

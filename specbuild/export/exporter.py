@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from specbuild.export.fused import fused_operators
 from specbuild.export.hooks import EXPERTS, IMPLEMENTATION, ScatterCache, register, scatter
+from specbuild.export.query_scales import by_position
 from specbuild.heads.fusion import Fusion, watched
 from specbuild.quantisation.kv_cache import CODE_TYPES, CacheRounding
 from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, OPSET, WRITE_INDICES, past_names, present_names
@@ -122,7 +123,7 @@ def export_onnx(
     module = ContractModule(model, max_seq_len, rounding, fusion)
     features = [CacheTensor(heads=1, head_dim=fusion.width)] if fusion else []
     name = f"{model.name_or_path}: {type(model).__name__}"
-    with _implementation(model):
+    with _implementation(model), by_position(model):
         return export_module(module, [*shapes, *features], bool(fusion), dtype, name)
 
 

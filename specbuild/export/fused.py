@@ -16,13 +16,16 @@ import torch
 from torch import nn
 from torch.onnx.ops import rotary_embedding, symbolic
 
+from specbuild.export.complex_rope import complex_rope_swaps
 from specbuild.export.hooks import gather_logits_positions
 
 
 @contextmanager
 def fused_operators(model: nn.Module) -> Iterator[list[str]]:
     """While active, ``model`` computes RoPE and RMSNorm through ONNX operators. Yields what was replaced."""
-    swaps = [*_rope_swaps(model), *_norm_swaps(model), *_logits_swaps(model)]
+    files = _modeling_files(model)
+    rope = [*_rope_swaps(files), *complex_rope_swaps(model, files)]
+    swaps = [*rope, *_norm_swaps(model), *_logits_swaps(files)]
     with ExitStack() as undo:
         for owner, name, replacement in swaps:
             undo.callback(setattr, owner, name, getattr(owner, name))
@@ -40,15 +43,17 @@ def _modeling_files(model: nn.Module) -> list[Any]:
     return [sys.modules[name] for name in sorted(names) if not name.startswith("torch.")]
 
 
-def _logits_swaps(model: nn.Module) -> list[Swap]:
+def _logits_swaps(files: list[Any]) -> list[Swap]:
     name = "slice_logits_to_keep"
-    return [(file, name, gather_logits_positions) for file in _modeling_files(model) if hasattr(file, name)]
+    return [(file, name, gather_logits_positions) for file in files if hasattr(file, name)]
 
 
 # RoPE
 
+QK = ["q", "k", "cos", "sin"]
 
-def _rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *_args: Any) -> Any:
+
+def _rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
     """RotaryEmbedding-23 on q, k [B, H, S, D] with cos, sin [B, S, R] whose two halves are the same, R <= D."""
     width = cos.shape[-1]
     cos, sin = cos[..., : width // 2], sin[..., : width // 2]
@@ -56,24 +61,37 @@ def _rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     return tuple(rotary_embedding(x.to(cos.dtype), cos, sin, rotary_embedding_dim=partial) for x in (q, k))
 
 
-def _rope_in_dtype_of_q(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *_args: Any) -> Any:
+def _rope_in_dtype_of_q(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
     """The same, cast back: for models whose cos and sin are float32 whatever the model's dtype (OLMo 2)."""
     return tuple(rotated.to(x.dtype) for x, rotated in zip((q, k), _rope(q, k, cos, sin), strict=True))
 
 
-def _rope_swaps(model: nn.Module) -> list[Swap]:
+def _rope_swaps(files: list[Any]) -> list[Swap]:
     name = "apply_rotary_pos_emb"
     swaps: list[Swap] = []
-    for file in _modeling_files(model):
+    for file in files:
         original: Any = getattr(file, name, None)
         if _takes_qk(original):
             fits = [rope for rope in (_rope, _rope_in_dtype_of_q) if _same_rope(original, rope)]
-            swaps += [(file, name, rope) for rope in fits[:1]]
+            swaps += [(file, name, _where_heads_come_first(original, rope)) for rope in fits[:1]]
     return swaps
 
 
+def _where_heads_come_first(original: Callable[..., Any], rope: Callable[..., Any]) -> Callable[..., Any]:
+    """``rope`` for q, k [B, H, S, D]; calls that say that heads stand elsewhere are the model's own."""
+    signature = inspect.signature(original)
+
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        if given.get("unsqueeze_dim", 1) != 1:
+            return original(*args, **kwargs)
+        return rope(*(given[name] for name in QK))
+
+    return chosen
+
+
 def _takes_qk(function: Any) -> bool:
-    return function is not None and list(inspect.signature(function).parameters)[:4] == ["q", "k", "cos", "sin"]
+    return function is not None and list(inspect.signature(function).parameters)[:4] == QK
 
 
 def _same_rope(original: Callable[..., Any], rope: Callable[..., Any]) -> bool:
@@ -95,15 +113,24 @@ def _same_rope(original: Callable[..., Any], rope: Callable[..., Any]) -> bool:
 def _norm_swaps(model: nn.Module) -> list[Swap]:
     samples: dict[type[nn.Module], nn.Module] = {}
     for part in model.modules():
-        if type(part).__name__.endswith("RMSNorm"):
+        if type(part).__name__.endswith("RMSNorm") and getattr(part, "weight", None) is not None:
             samples.setdefault(type(part), part)
     swaps: list[Swap] = []
     for cls, sample in samples.items():
         for forward in (_plain_norm, _one_plus_norm):
             if _same_norm(sample, forward):
-                swaps.append((cls, "forward", forward))
+                swaps.append((cls, "forward", _where_weighted(cls.forward, forward)))
                 break
     return swaps
+
+
+def _where_weighted(original: Callable[..., Any], forward: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """``forward`` for norms that have a weight; others of the class (Gemma 4's of values) are the model's own."""
+
+    def chosen(self: Any, hidden_states: torch.Tensor) -> Any:
+        return original(self, hidden_states) if getattr(self, "weight", None) is None else forward(self, hidden_states)
+
+    return chosen
 
 
 def _epsilon(norm: Any) -> float:
@@ -131,8 +158,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 
 
 def _same_norm(sample: Any, forward: Callable[..., torch.Tensor]) -> bool:
-    if getattr(sample, "weight", None) is None or not hasattr(sample, "forward"):
-        return False
     x = torch.randn(2, 3, sample.weight.shape[-1], generator=torch.Generator().manual_seed(0))
     x = x.to(sample.weight.dtype)
     try:

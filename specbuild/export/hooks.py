@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
 
+from specbuild.export.query_scales import scaled
 from specbuild.quantisation.kv_cache import CacheRounding, TensorRounding
 
 IMPLEMENTATION = "specbuild_onnx"
@@ -168,14 +169,15 @@ def contract_attention(
     """Attention over the whole cache under an explicit boolean mask.
 
     query [B, H, S, D], key and value [B, H_kv, S_max, D], mask bool [B, 1, S, S_max] -> [B, S, H, D].
-    One ONNX ``Attention`` node; soft-capped scores and attention sinks, which TensorRT's parser refuses, are
-    spelled out. ``rounding``: of the cache.
+    One ONNX ``Attention`` node; soft-capped scores, attention sinks, and keys wider than values (multi-head latent
+    attention), which TensorRT refuses, are spelled out. ``rounding``: of the cache.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query = scaled(module, query)
     own = rounding.layer(int(getattr(module, "layer_idx"))) if rounding else None  # noqa: B009 (not in Module)
     if own:
         query = _times_factors(query, own[0])
-    if softcap is not None or s_aux is not None:
+    if softcap is not None or s_aux is not None or key.shape[-1] != value.shape[-1]:
         output = _plain_attention(query, key, value, attention_mask, scale, softcap, s_aux)
     else:
         output = symbolic(
@@ -188,7 +190,7 @@ def contract_attention(
         )
     if own:
         output = _times_factors(output, own[1])
-    return output.transpose(1, 2), None
+    return output.transpose(1, 2).contiguous(), None
 
 
 def _plain_attention(

@@ -1,0 +1,125 @@
+"""``specbuild check``: whether a checkpoint converts, and what it will take, before anything is written."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from specbuild.convert import choose_max_seq_len, locate, require_packages
+from specbuild.families import refused_family
+from specbuild.heads.checkpoint import refuse_head
+from specbuild.huggingface import read_model_config
+from specbuild.json_file import read_json
+from specbuild.progress import Stages, human_bytes
+from specbuild.quantisation.checkpoints.schemes import read_scheme
+from specbuild.tokenizer_check import check_tokenizer
+from specbuild.weights import Weights, check_weights, require_layers
+from specrun.chat_template import ChatTemplate
+from specrun.engine_dir import CONFIG_NAME
+from specrun.errors import RequestError, UnsupportedModelError
+from specrun.tokenizer import TOKENIZER_NAME, TokenizerInfo, describe_tokenizer
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What is known of one checkpoint."""
+
+    directory: Path
+    family: str
+    weights: Weights
+    form: str
+    """Of its weights."""
+    parameters: int
+    vocab_size: int
+    positions: int
+    cache_bytes: int
+    """Of the keys and values of one token, in the model's dtype."""
+    tokenizer: TokenizerInfo | None
+    has_template: bool
+
+    def facts(self) -> dict[str, str]:
+        """For people."""
+        tokens = f"{self.tokenizer.vocab_size} tokens" if self.tokenizer else "none"
+        chat = "with a chat template" if self.has_template else "without a chat template"
+        return {
+            "model": f"{self.family}, {self.parameters / 1e6:.1f}M parameters",
+            "weights": f"{self.form}, {human_bytes(self.weights.nbytes)}",
+            "positions": str(self.positions),
+            "KV cache": f"{human_bytes(self.cache_bytes)} a token",
+            "vocabulary": f"{self.vocab_size} logits, tokenizer {tokens}, {chat}",
+            "disk": f"{human_bytes(self.weights.nbytes)} for the ONNX checkpoint, and as much for each engine",
+        }
+
+
+def check_model(name: str, stages: Stages) -> Checked:
+    """Everything that ``convert`` would refuse before its export. Raises CheckpointError, UnsupportedModelError."""
+    require_packages("torch", "transformers")
+    with stages.stage(f"check {name}"):
+        return _check(locate(name))
+
+
+def _check(directory: Path) -> Checked:
+    refuse_head(directory)
+    config = read_model_config(directory, trust_remote_code=False)
+    if reason := refused_family(config.model_type):
+        raise UnsupportedModelError(f"{directory / CONFIG_NAME}: {config.model_type} cannot be converted: {reason}")
+    scheme = read_scheme(directory, read_json(directory / CONFIG_NAME))
+    weights = check_weights(directory)
+    require_layers(directory, config, weights)
+    from specbuild.convert import vocab_size_of
+    from specbuild.export.exporter import cache_shapes
+    from specbuild.export.skeleton import load_skeleton
+    from specbuild.quantisation.checkpoints.loading import with_packed
+    from specbuild.tensors import Reader, StoredTensor
+
+    tensors: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in weights.entries.items()}
+    model, _ = load_skeleton(directory, config, "auto", False, with_packed(scheme, tensors) if scheme else tensors)
+    dtypes = sorted({entry.dtype for entry in weights.entries.values()})
+    if (directory / TOKENIZER_NAME).is_file():
+        check_tokenizer(directory)
+    return Checked(
+        directory=directory,
+        family=config.model_type,
+        weights=weights,
+        form=f"{scheme.method} ({', '.join(dtypes)})" if scheme else ", ".join(dtypes),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        vocab_size=vocab_size_of(model),
+        positions=choose_max_seq_len(directory, config, None),
+        cache_bytes=sum(shape.heads * shape.head_dim for shape in cache_shapes(model)) * model.dtype.itemsize,
+        tokenizer=describe_tokenizer(directory),
+        has_template=_has_template(directory),
+    )
+
+
+def _has_template(directory: Path) -> bool:
+    try:
+        ChatTemplate.load(directory, None)
+    except RequestError:
+        return False
+    return True
+
+
+def compare(target: Checked, draft: Checked) -> list[str]:
+    """What is to be known of the two as a pair: one sentence each."""
+    found = []
+    share = draft.weights.nbytes / target.weights.nbytes
+    said = "small enough to pay off" if share < 0.2 else "few drafts of this size pay off; a tenth is usual"
+    found.append(f"the draft's weights have {share:.0%} of the target's bytes: {said}")
+    if target.tokenizer is None or draft.tokenizer is None:
+        found.append("one has no tokenizer, so it cannot be said whether they read the same tokens")
+    elif target.tokenizer == draft.tokenizer:
+        found.append("the tokenizers are the same")
+    else:
+        found.append(
+            f"the tokenizers differ ({target.tokenizer.vocab_size} and {draft.tokenizer.vocab_size} tokens); a draft "
+            "of the target's own family usually has its tokenizer"
+        )
+    if draft.positions < target.positions:
+        found.append(
+            f"the draft was trained for {draft.positions} positions and the target for {target.positions}: convert "
+            f"both with --max_seq_len {draft.positions}"
+        )
+    if draft.vocab_size != target.vocab_size and not math.isclose(draft.vocab_size, target.vocab_size, rel_tol=0.05):
+        found.append(f"their logits have {target.vocab_size} and {draft.vocab_size} entries")
+    return found

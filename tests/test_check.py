@@ -1,0 +1,72 @@
+"""``specbuild check`` and ``specbuild families``: what is known before anything is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import transformers
+from click.testing import CliRunner, Result
+from transformers import LlamaConfig, MambaConfig
+
+from specbuild.cli import main
+from specbuild.families import table
+from specbuild.progress import human_bytes
+from tests.families import FAMILIES, save_checkpoint
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(part) for part in arguments], prog_name="specbuild")
+
+
+def test_a_checkpoint_and_its_draft(hf: Path) -> None:
+    said = run("check", hf / "target", hf / "draft")
+    assert said.exit_code == 0, said.stderr
+    facts = said.stdout.splitlines()
+    config = LlamaConfig.from_pretrained(hf / "target")
+    kept = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    assert any(line.startswith("KV cache") and line.endswith(f" {human_bytes(kept)} a token") for line in facts), facts
+    assert any(line.startswith("model") and "llama" in line for line in facts)
+    assert "pair: the tokenizers are the same" in facts
+
+
+def test_nothing_is_written(hf: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(hf / "draft", tmp_path / "draft")
+    before = {path: path.stat().st_mtime_ns for path in copy.rglob("*")}
+    assert run("check", copy).exit_code == 0
+    assert {path: path.stat().st_mtime_ns for path in copy.rglob("*")} == before
+
+
+def test_pairs_that_do_not_fit(hf: Path, tmp_path: Path) -> None:
+    other = save_checkpoint(tmp_path / "other", "llama2", max_position_embeddings=64)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    tokenizer["model"]["merges"].pop()
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    said = run("check", hf / "target", other).stdout
+    assert "pair: the tokenizers differ" in said
+    assert "convert both with --max_seq_len 64" in said
+
+
+def test_the_true_reason_is_said(hf: Path, tmp_path: Path) -> None:
+    (tmp_path / "mamba").mkdir()
+    MambaConfig(num_hidden_layers=2).save_pretrained(tmp_path / "mamba")
+    said = run("check", tmp_path / "mamba")
+    assert said.exit_code == 1
+    assert "mamba cannot be converted: " in said.stderr and "recurrent state" in said.stderr
+    truncated = shutil.copytree(hf / "draft", tmp_path / "truncated")
+    with (truncated / "model.safetensors").open("rb+") as file:
+        file.truncate(1000)
+    said = run("check", truncated)
+    assert said.exit_code == 1 and "download it again" in said.stderr
+    said = run("check", tmp_path / "nothing")
+    assert said.exit_code == 1 and "no such directory" in said.stderr
+
+
+def test_the_table_is_of_the_installed_transformers_and_knows_the_tests_families() -> None:
+    assert table()["transformers"] == transformers.__version__, "run scripts/make_families.py again"
+    names = {config().model_type for config in FAMILIES.values()}
+    assert [name for name in names if table()["families"][name]["outcome"] != "converts"] == []
+    said = run("families").stdout
+    assert " convert and were verified: " in said
+    assert json.loads(run("families", "--json").stdout) == table()
