@@ -16,7 +16,7 @@ import re
 import resource
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,8 @@ def small_config(model_type: str) -> PreTrainedConfig:
 
 def small_of(default: PreTrainedConfig, special: dict[str, Any]) -> PreTrainedConfig:
     """The same of a configuration; of a model with a text model inside, that is made small."""
-    config_class, known = type(default), default.to_dict()
+    config_class: Callable[..., PreTrainedConfig] = type(default)
+    known = default.to_dict()
     if isinstance(inside := getattr(default, "text_config", None), PreTrainedConfig):
         return config_class(text_config=small_of(inside, special).to_dict())
     given = {name: value for name, value in SMALL.items() if known.get(name) is not None}
@@ -116,7 +117,7 @@ def small_of(default: PreTrainedConfig, special: dict[str, Any]) -> PreTrainedCo
         given["head_dim"] = 16
     if isinstance(known.get("layer_types"), list):
         given["layer_types"] = shortened(known["layer_types"])
-    return config_class(**given, **{name: value for name, value in special.items() if name not in given})
+    return config_class(**(special | given))
 
 
 def shortened(kinds: Sequence[str]) -> list[str]:

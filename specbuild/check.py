@@ -6,19 +6,19 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from specbuild.convert import choose_max_seq_len, locate, require_packages
+from specbuild.convert import choose_max_seq_len, require_packages
 from specbuild.families import refused_family
 from specbuild.heads.checkpoint import refuse_head
-from specbuild.huggingface import read_model_config
+from specbuild.huggingface import locate, read_model_config
 from specbuild.json_file import read_json
 from specbuild.progress import Stages, human_bytes
 from specbuild.quantisation.checkpoints.schemes import read_scheme
 from specbuild.tokenizer_check import check_tokenizer
 from specbuild.weights import Weights, check_weights, require_layers
 from specrun.chat_template import ChatTemplate
-from specrun.engine_dir import CONFIG_NAME
+from specrun.engine_dir import CONFIG_NAME, TokenizerInfo
 from specrun.errors import RequestError, UnsupportedModelError
-from specrun.tokenizer import TOKENIZER_NAME, TokenizerInfo, describe_tokenizer
+from specrun.tokenizer import TOKENIZER_NAME, describe_tokenizer
 
 
 @dataclass(frozen=True)

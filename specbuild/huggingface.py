@@ -99,7 +99,7 @@ def read_model_config(directory: Path, trust_remote_code: bool) -> PreTrainedCon
         raise UnsupportedModelError(
             f"{path}: {model_type} is an encoder-decoder; specbuild converts decoder-only text models"
         )
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if reason := other_memory(config, model_class):
         raise UnsupportedModelError(f"{path}: {model_type} cannot be converted: {reason}")
     if model_class is not None and not hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS"):

@@ -27,7 +27,7 @@ def rotate(heads_at: int, xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.T
 
     def rotated(x: torch.Tensor) -> torch.Tensor:
         heads_first = x.float() if heads_at == 1 else x.float().transpose(1, 2)
-        turned = rotary_embedding(heads_first, cos, sin, interleaved=True)
+        turned: torch.Tensor = rotary_embedding(heads_first, cos, sin, interleaved=True)
         return (turned if heads_at == 1 else turned.transpose(1, 2)).type_as(x)
 
     return rotated(xq), rotated(xk)
@@ -35,8 +35,8 @@ def rotate(heads_at: int, xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.T
 
 def angles(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
     """Cosines and sines of position_ids [B, S]: float32 [B, S, D/2, 2]."""
-    turns = position_ids[..., None].float() * self.inv_freq.float()
-    return torch.stack([torch.cos(turns), torch.sin(turns)], dim=-1) * self.attention_scaling
+    turns: torch.Tensor = position_ids[..., None].float() * self.inv_freq.float()
+    return torch.stack([torch.cos(turns), torch.sin(turns)], dim=-1) * float(self.attention_scaling)
 
 
 def complex_rope_swaps(model: nn.Module, files: Sequence[Any]) -> list[tuple[Any, str, Callable[..., Any]]]:
