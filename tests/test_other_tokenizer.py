@@ -45,7 +45,7 @@ WHOLE = ["bytes", "fewer bytes", "pieces"]
 PAIRS = [("pieces", "bytes"), ("bytes", "fewer bytes"), ("fewer bytes", "pieces"), ("word pieces", "pieces")]
 PAIRS += [("bytes", "word pieces"), ("pieces", "fewer bytes")]
 MIXED = "Once, the target's draft; crème brûlée 委员会 🎉!\n\n  if width:\n    return 17\nEnd"
-LENGTH = 30
+LENGTH = 24
 
 
 @pytest.fixture(scope="module")
