@@ -156,7 +156,7 @@ def measure(
                 if (most := max(settings.batch_sizes)) > pair.max_batch_size:
                     raise RequestError(f"batch size {most}: the engines were built for at most {pair.max_batch_size}")
                 for size in settings.batch_sizes:
-                    if not results and (note := alone.exactness.note):
+                    for note in () if results else pair.notes:
                         report(f"note: {note}")
                     report(f"batch {size}, draft_len {shown_draft_len(draft_len)}")
                     passes = _interleave(alone, pair, _batches(prompts, size, settings), settings.repetitions, report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Unpack
@@ -15,7 +16,7 @@ from specrun.config import DraftTargetConfig
 from specrun.draft_length import DraftLength
 from specrun.engine_dir import EngineConfig, open_engine
 from specrun.errors import BackendError, EngineDirError, PairError, RequestError
-from specrun.pair_checks import check_draft_len, check_fit, check_head
+from specrun.pair_checks import check_draft_len, check_fit, check_head, find_translator
 from specrun.request import Request, TokenOutput
 from specrun.request_factory import Prompt, RequestFactory, as_prompts
 from specrun.request_options import OptionKeywords, RequestOptions, combine
@@ -27,6 +28,7 @@ from specrun.scheduler import Event, Scheduler
 from specrun.token_bytes import TokenBytes
 from specrun.tokenizer import require_own_tokenizer
 from specrun.tools import ToolFormat
+from specrun.translation import Translator
 
 
 class SpeculativeDecoder:
@@ -49,11 +51,14 @@ class SpeculativeDecoder:
         tokenizer_dir: Path | None = None,
         chat_template: Path | None = None,
         tool_format: ToolFormat | None = None,
+        translator: Translator | None = None,
     ) -> None:
+        """translator: of a draft whose tokenizer is not the target's."""
         self._factory = RequestFactory(target, rounds.max_draft_len, tokenizer_dir, chat_template, tool_format)
         self.scheduler = Scheduler(rounds, lengths, max_batch_size, self._factory.check)
         self.target = target
         self.max_batch_size = max_batch_size
+        self._translator = translator
 
     @classmethod
     def open(
@@ -88,7 +93,8 @@ class SpeculativeDecoder:
         rows = min(one.config.build_config.max_batch_size for one in (engine, draft) if one)
         rounds = open_round(engine, draft if draft_len else None, draft_len, rows, config, on_warm_up)
         lengths = DraftLength(draft_len, config.fixed_draft_len if draft_len else 0)
-        return cls(rounds, lengths, engine.config, rows, tokenizer_dir, chat_template, tool_format)
+        translator = draft.translator if draft else None
+        return cls(rounds, lengths, engine.config, rows, tokenizer_dir, chat_template, tool_format, translator)
 
     def close(self) -> None:
         """Give the engines and their memory back. Requests that have not ended fail, and so do calls from then on.
@@ -107,6 +113,12 @@ class SpeculativeDecoder:
     def exactness(self) -> Exactness:
         """Whether a text is the target's own to the byte, and why not."""
         return self.scheduler.round.exactness
+
+    @property
+    def notes(self) -> list[str]:
+        """What people should know of the pair, a line each: how exact its texts are, what its draft can propose."""
+        draft = f"the draft has another tokenizer; it {self._translator.description}" if self._translator else ""
+        return [note for note in (self.exactness.note, draft) if note]
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -241,7 +253,8 @@ def check_pair(
     draft = _open("draft", draft_dir, config.draft_devices)
     if draft.config.graph.is_head:
         check_head(target, draft)
-    return target, draft, check_fit(target_dir, target.config, draft_dir, draft.config, config.fixed_draft_len)
+    draft_len = check_fit(target_dir, target.config, draft_dir, draft.config, config.fixed_draft_len)
+    return target, replace(draft, translator=find_translator(target, draft)), draft_len
 
 
 def _params(params: SamplingParams | None) -> SamplingParams:

@@ -28,7 +28,8 @@ from specrun.chat_template import ChatTemplate
 from specrun.engine_dir import CONFIG_NAME, FORMAT_VERSION, describe_file
 from specrun.errors import BackendError, PairError
 from specrun.extras import how_to_install
-from specrun.tokenizer import TOKENIZER_NAME, require_same_tokenizer
+from specrun.tokenizer import describe_tokenizer
+from specrun.translation import open_translator
 
 _FILES = ("*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja")
 """Of a checkpoint, what an engine depends on."""
@@ -87,8 +88,9 @@ def check_pair(target: Path, draft: Path, chat_template: Path | None) -> None:
     for directory in (target, draft):
         if _config(directory).get("model_type") is None:
             raise PairError(f"{directory / CONFIG_NAME}: no model_type; expected a Hugging Face checkpoint")
-    if all((directory / TOKENIZER_NAME).is_file() for directory in (target, draft)):
-        require_same_tokenizer(target, draft)
+    ours, theirs = (describe_tokenizer(directory, PairError) for directory in (target, draft))
+    if ours and theirs and ours.fingerprint != theirs.fingerprint:
+        open_translator(target, draft)
     ChatTemplate.load(target, chat_template).render([{"role": "user", "content": "?"}])
 
 

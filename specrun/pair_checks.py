@@ -8,6 +8,7 @@ from specrun.engine_dir import EngineConfig
 from specrun.errors import PairError
 from specrun.rounds.opening import Engine
 from specrun.tokenizer import require_same_tokenizer
+from specrun.translation import Translator, open_translator
 
 
 def check_fit(
@@ -21,15 +22,30 @@ def check_fit(
             f"{draft_dir}: max_seq_len {have} is shorter than the target's {need}; "
             f"build the draft with --max_seq_len {need}, or the target with {have}"
         )
-    if target.tokenizer and draft.tokenizer:
-        if target.tokenizer.fingerprint != draft.tokenizer.fingerprint:
-            require_same_tokenizer(target_dir, draft_dir)
-    elif target.graph.vocab_size != draft.graph.vocab_size:
-        raise PairError(
-            f"{target_dir} has {target.graph.vocab_size} logits and {draft_dir} {draft.graph.vocab_size}, and without "
-            "a tokenizer in both nothing shows that their vocabularies agree"
-        )
     return draft_len
+
+
+def find_translator(target: Engine, draft: Engine) -> Translator | None:
+    """What translates the target's ids to the draft's; None where both have one tokenizer.
+
+    Raises PairError where they differ and the draft is a head or on a GPU, where they have no token in common, and
+    where a tokenizer is missing and the numbers of ids differ.
+    """
+    here, there = target.config, draft.config
+    if here.tokenizer and there.tokenizer:
+        if here.tokenizer.fingerprint == there.tokenizer.fingerprint:
+            return None
+        if there.graph.is_head or there.backend.device != "cpu":
+            require_same_tokenizer(target.directory, draft.directory)
+            return None
+        sizes = here.graph.vocab_size, there.graph.vocab_size
+        return open_translator(target.directory, draft.directory, *sizes)
+    if here.graph.vocab_size != there.graph.vocab_size:
+        raise PairError(
+            f"{target.directory} has {here.graph.vocab_size} logits and {draft.directory} {there.graph.vocab_size}, "
+            "and without a tokenizer in both nothing shows that their vocabularies agree"
+        )
+    return None
 
 
 def check_draft_len(target_dir: Path, target: EngineConfig, draft_len: int | None) -> int:

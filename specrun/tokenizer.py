@@ -1,4 +1,4 @@
-"""Tokenizers: one per pair (the target's), and the proof that the draft's is the same."""
+"""Tokenizers in directories: what they are, and whether two are the same."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def require_same_tokenizer(target: Path, draft: Path) -> None:
             raise PairError(
                 f"draft and target have different vocabularies: token {index} is {_show(a.get(index))} in {target} "
                 f"({len(a)} tokens) and {_show(b.get(index))} in {draft} ({len(b)} tokens); "
-                "use a draft with the target's tokenizer"
+                "use a draft with the target's tokenizer, or an engine of this one for the CPU"
             )
     rules_a, rules_b = _rules(ours), _rules(theirs)
     for section, rule in rules_a.items():
@@ -144,7 +144,7 @@ def require_same_tokenizer(target: Path, draft: Path) -> None:
             raise PairError(
                 f"draft and target have different tokenizers: the vocabularies agree, but {section!r} in "
                 f"{target / TOKENIZER_NAME} and {draft / TOKENIZER_NAME} differ; use a draft with the target's "
-                "tokenizer"
+                "tokenizer, or an engine of this one for the CPU"
             )
 
 

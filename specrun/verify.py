@@ -166,7 +166,7 @@ def verify_pair(
         rounds = decoder.scheduler.round
         if rounds.host_target is None:
             raise BackendError("verify reads all of the target's logits on the host: for now it needs CPU engines")
-        if note := decoder.exactness.note:
+        for note in decoder.notes:
             report(f"note: {note}")
         check = _Check(decoder, rounds.host_target, prompts)
         if options and options.constraint:

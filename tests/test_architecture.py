@@ -32,6 +32,8 @@ ORDER = [
     "chat_template",
     "stats",
     "sampling",
+    "intersection",
+    "translation",
     "generation_config",
     "penalties",
     "grammar",

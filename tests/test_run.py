@@ -119,14 +119,14 @@ def test_what_is_wrong_is_said_before_anything_is_built(
     (plain / "chat_template.jinja").unlink()
     other = shutil.copytree(hf / "draft", tmp_path / "other")
     tokenizer = json.loads((other / "tokenizer.json").read_text())
-    tokenizer["model"]["merges"] = tokenizer["model"]["merges"][:-1]
+    tokenizer |= {"added_tokens": [], "model": {"type": "WordLevel", "vocab": {"zyxw": 0}, "unk_token": "zyxw"}}
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     (tmp_path / "empty").mkdir()
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "config.json").write_text("[]")
     (tmp_path / "file").touch()
     for target, draft, reason in (
-        (hf / "target", other, "different tokenizers"),
+        (hf / "target", other, "no token in common"),
         (plain, hf / "draft", "no chat template"),
         (tmp_path / "none", hf / "draft", "no such directory"),
         (tmp_path / "file", hf / "draft", "no such directory"),

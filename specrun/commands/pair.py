@@ -115,7 +115,7 @@ def open_pair(
     engines = " and ".join(str(directory) for directory in (target, draft) if directory)
     with _opening_shown(engines) as show:
         decoder = SpeculativeDecoder.open(target, draft, config, tokenizer, show, options["chat_template"], tool_format)
-    if note := decoder.exactness.note:
+    for note in decoder.notes:
         click.echo(f"note: {note}", err=True)
     return click.get_current_context().with_resource(decoder)
 

@@ -27,17 +27,17 @@ class ModelDrafter(CachedDraft[ModelRunner]):
 
     def missing_bytes(self, requests: Sequence[Request], used: int) -> int:
         """See ``Drafter``."""
-        return self.runner.missing_bytes(len(requests), longest(requests[used:], self._max_draft_len), used)
+        return self.runner.missing_bytes(len(requests), self._longest(requests[used:]), used)
 
     def admit(self, requests: Sequence[Request], first: int) -> None:
         """See ``Drafter``."""
-        self.runner.reserve(first + len(requests), longest(requests, self._max_draft_len), first)
+        self.runner.reserve(first + len(requests), self._longest(requests), first)
         super().admit(requests, first)
 
     def propose(self, requests: Sequence[Request], counts: Sequence[int], proposals: Sequence[Proposal]) -> None:
         """See ``Drafter``. What follows a prompt, a rejection or full acceptance takes the same path."""
         for row, request in enumerate(requests):
-            self.runner.rows.rewind(row, len(request.tokens) - 1)  # The last token's logits start the round.
+            self.runner.rows.rewind(row, len(self.ids(request)) - 1)  # The last token's logits start the round.
         begun = [list(proposal.tokens) for proposal in proposals]
         for step in range(max(count - len(tokens) for count, tokens in zip(counts, begun, strict=True))):
             if step == 0:
@@ -45,7 +45,8 @@ class ModelDrafter(CachedDraft[ModelRunner]):
             else:
                 ends = [len(tokens) + step for tokens in begun]
                 rows = zip(proposals, ends, strict=True)
-                logits = self.runner.extend([p.tokens[-1] if len(p.tokens) == end else None for p, end in rows])
+                last = [p.tokens[-1] if len(p.tokens) == end else None for p, end in rows]
+                logits = self.runner.extend([None if token is None else self._own_id(token) for token in last])
             for row, request in enumerate(requests):
                 drafted = len(begun[row]) + step
                 if len(proposals[row].tokens) == drafted < counts[row] and not request.draft_error:
@@ -69,7 +70,15 @@ class ModelDrafter(CachedDraft[ModelRunner]):
 
         Returns the logits of the last ones, [B, 1 or more, V].
         """
-        return self.runner.forward([request.tokens for request in requests], [1] * len(requests), begun)
+        return self.runner.forward([self.ids(request) for request in requests], [1] * len(requests), begun)
+
+    def _own_id(self, token: int) -> int:
+        """The model's own id of a token that it has proposed."""
+        return token
+
+    def _longest(self, requests: Sequence[Request]) -> int:
+        """Positions of a row that the longest of ``requests`` may need, drafts included."""
+        return longest(requests, self._max_draft_len)
 
     def _draw(self, logits: Floats, request: Request, proposal: Proposal) -> None:
         """Add the token that follows the request's and those of ``proposal``. An error stops the request's drafting."""

@@ -21,6 +21,7 @@ from specrun.drafters.hybrid import HybridDrafter
 from specrun.drafters.model import ModelDrafter
 from specrun.drafters.ngram import NgramDrafter
 from specrun.drafters.suffix import SuffixDrafter
+from specrun.drafters.translated import TranslatedDrafter
 from specrun.drafters.uploaded import UploadedDrafter
 from specrun.engine_dir import EngineConfig
 from specrun.errors import BackendError, PairError
@@ -32,6 +33,7 @@ from specrun.rounds.device import DeviceRound, MakeDrafter
 from specrun.rounds.exactness import choose_exactness
 from specrun.rounds.host import HostRound
 from specrun.runners.host import ModelRunner
+from specrun.translation import Translator
 
 _PREFIX_CACHE_SHARE = 0.25
 """On the CPU, the prefix cache takes at most this share of the memory beside the weights, by default."""
@@ -45,6 +47,8 @@ class Engine:
     directory: Path
     config: EngineConfig
     gpu: int
+    translator: Translator | None = None
+    """Of a draft whose tokenizer is not the target's."""
 
 
 def open_round(
@@ -96,8 +100,12 @@ def _host_drafter(
         is_head = draft.config.graph.is_head
         lender = target if is_head else None
         backend = open_host_backend(draft.directory, draft.config, blocks, config.shared_thread_pool, lender)
-        kind = HeadDrafter if is_head else ModelDrafter
-        drafter = kind(ModelRunner(backend), vocab_size, draft_len, config.use_logits)
+        runner, settings = ModelRunner(backend), (vocab_size, draft_len, config.use_logits)
+        drafter: ModelDrafter
+        if draft.translator:
+            drafter = TranslatedDrafter(runner, draft.translator, *settings)
+        else:
+            drafter = HeadDrafter(runner, *settings) if is_head else ModelDrafter(runner, *settings)
         return HybridDrafter(drafter, config.use_logits) if config.draft else drafter
     return {None: None, "ngram": NgramDrafter(), "suffix": SuffixDrafter(config.use_logits)}[config.draft]
 

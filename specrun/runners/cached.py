@@ -31,10 +31,14 @@ class CachedTexts(Generic[AnyRunner]):
     def __init__(self, runner: AnyRunner) -> None:
         self.runner = runner
 
+    def ids(self, request: Request) -> Sequence[int]:
+        """The request's text in the model's own ids."""
+        return request.tokens
+
     def admit(self, requests: Sequence[Request], first: int) -> None:
         """Give ``requests`` the rows from ``first`` on, with their cached prefixes."""
         for row, request in enumerate(requests, first):
-            self.runner.rows.admit(row, request.tokens[:-1] if self._loads_prefix(request) else ())
+            self.runner.rows.admit(row, self.ids(request)[:-1] if self._loads_prefix(request) else ())
 
     def should_wait_for_prefix(self, request: Request, others: Sequence[Request]) -> bool:
         """Whether more of the prompt will be cached once the prompts of ``others`` are prefilled."""
@@ -43,16 +47,16 @@ class CachedTexts(Generic[AnyRunner]):
 
     def unread(self, requests: Sequence[Request], first: int) -> list[int]:
         """How many tokens of each prompt are still to be prefilled, in the rows from ``first`` on."""
-        return self.runner.rows.num_uncached([request.tokens[:-1] for request in requests], first)
+        return self.runner.rows.num_uncached([self.ids(request)[:-1] for request in requests], first)
 
     def prefill(self, requests: Sequence[Request], first: int, max_tokens: int) -> None:
         """Prefill at most ``max_tokens`` more tokens of each prompt."""
-        self.runner.prefill([request.tokens[:-1] for request in requests], first, max_tokens)
+        self.runner.prefill([self.ids(request)[:-1] for request in requests], first, max_tokens)
 
     def cache_prefix(self, request: Request, row: int) -> None:
         """Copy the request's text from its ``row`` to the prefix cache, unless it wants to be alone."""
         if request.reuse_blocks:
-            self.runner.rows.cache_prefix(row, request.tokens[:-1])
+            self.runner.rows.cache_prefix(row, self.ids(request)[:-1])
 
     def swap(self, one: int, other: int) -> None:
         """Exchange two rows."""

@@ -51,7 +51,7 @@ class TritonPythonModel:
             DraftTargetConfig(**settings, shared_thread_pool=True),  # The process is the model's own.
             tokenizer if tokenizer.exists() else None,
         )
-        if note := self.decoder.exactness.note:
+        for note in self.decoder.notes:
             log.warning(note)
         self.metrics = Metrics(args["model_name"])
         self.responses = ResponseThread()

@@ -1,0 +1,31 @@
+"""A draft with another tokenizer, on the CPU beside a target on a simulated GPU; on a GPU it is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specrun.config import DraftTargetConfig
+from specrun.decoder import SpeculativeDecoder
+from specrun.errors import PairError
+from tests.gpu_simulator.tensorrt import as_plan
+from tests.other_tokenizers import KINDS, save_reader
+from tests.tables import decode
+from tests.test_other_tokenizer import some
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_ids_are_the_targets_own(tmp_path: Path) -> None:
+    for name in ("pieces", "bytes"):
+        as_plan(save_reader(tmp_path / name, KINDS[name]()), tmp_path / "plans" / name)
+    with SpeculativeDecoder.open(tmp_path / "pieces") as decoder:
+        expected = [decode(decoder, [request])[0] for request in some(decoder)]
+    with SpeculativeDecoder.open(tmp_path / "plans" / "pieces", tmp_path / "bytes", DraftTargetConfig(3)) as pair:
+        requests = some(pair)
+        assert decode(pair, requests) == expected
+    assert sum(request.stats.accepted for request in requests) > 20
+    with pytest.raises(
+        PairError, match="use a draft with the target's tokenizer, or an engine of this one for the CPU"
+    ):
+        SpeculativeDecoder.open(tmp_path / "plans" / "pieces", tmp_path / "plans" / "bytes")
