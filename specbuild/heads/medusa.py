@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.onnx.ops import symbolic
 
 from specbuild.export.exporter import export_module
-from specbuild.export.hooks import gather_logits_positions, scatter
+from specbuild.export.hooks import gather_features, scatter
 from specbuild.heads.medusa_checkpoint import MedusaHead
 from specbuild.heads.module import load_parameters, require_vocab
 from specrun.engine_dir import CacheTensor
@@ -84,7 +84,7 @@ class _Contract(nn.Module):
         place = (write_indices + logits_indices[:, 0] - 1).clamp(min=0)
         # Tokens mean nothing here, and none is negative. But TensorRT drops an input whose values are not used.
         place = torch.where(input_ids[:, 0] < 0, 0, place)
-        states = gather_logits_positions(features[:, 0], place[:, None].expand(-1, wanted))
+        states = gather_features(features, place[:, None].expand(-1, wanted))
         logits = [head(_slot(states, number)).float() for number, head in enumerate(self.model)]
         shape = (batch, wanted, self.model.vocab_size)
         drafted = symbolic("Concat", tuple(logits), {"axis": 1}, dtype=torch.float32, shape=shape, version=13)

@@ -18,6 +18,7 @@ from specbuild.export.hooks import (
     IMPLEMENTATION,
     ScatterCache,
     contract_mask,
+    gather_features,
     gather_logits_positions,
     register,
     scatter,
@@ -221,7 +222,7 @@ class _Contract(nn.Module):
         features = past[-1]
         (batch, count), length = input_ids.shape, features.shape[-2]
         positions = write_indices[:, None] + torch.arange(count)[None, :]
-        hidden = gather_logits_positions(features[:, 0], (positions - 1).clamp(min=0))
+        hidden = gather_features(features, (positions - 1).clamp(min=0))
         mask = contract_mask(batch, count, length, write_indices, head_mask)
         cache = ScatterCache(past[:-1], write_indices)
         y = self.model(input_ids, hidden, positions, mask, cache)
