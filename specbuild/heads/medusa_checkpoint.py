@@ -47,7 +47,10 @@ class MedusaHead(Head):
             own, other = self.base[name], StoredTensor(weights.entries[name])
             narrower = min(own.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
             rows = (slice(_COMPARED_ROWS), *[slice(None)] * (len(own.shape) - 1))
-            if own.shape != other.shape or (own.read(rows, narrower) != other.read(rows, narrower)).any():
+            if (
+                own.shape != other.shape
+                or (own.read(rows, narrower).float() != other.read(rows, narrower).float()).any()
+            ):
                 raise CheckpointError(
                     f"{self.directory}: its {name} is not that of {target}: these heads were trained together with the "
                     "model in their own directory (Medusa-2), so that is their target"

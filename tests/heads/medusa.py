@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
+from tests.conftest import make_engine, make_onnx
 from tests.families import VOCAB
-from tests.heads.made import SMALL, TARGET_WIDTH, Tensors, make_engine, make_onnx, states_of, target_matrix
+from tests.heads.made import SMALL, TARGET_WIDTH, Tensors, states_of, target_matrix
 from tests.heads.trained import continued
 
 HEADS, LAYERS = 4, 2

@@ -17,6 +17,7 @@ from specbuild.weights import check_weights
 from specrun.backends import open_host_backend
 from specrun.backends.ort import OrtDeviceBackend
 from specrun.draft_length import DraftLength
+from specrun.drafters import Proposal
 from specrun.drafters.parallel import DeviceParallelDrafter, ParallelDrafter
 from specrun.engine_dir import open_engine
 from specrun.request import Request
@@ -24,8 +25,9 @@ from specrun.rounds.device import DeviceRound
 from specrun.runners.host import ModelRunner
 from specrun.sampling import Floats, SamplingParams, probabilities
 from specrun.scheduler import Scheduler
+from tests.conftest import make_engine, make_onnx
 from tests.families import VOCAB
-from tests.heads.made import SMALL, make_engine, make_onnx, save_head, states_of
+from tests.heads.made import SMALL, save_head, states_of
 from tests.heads.medusa import DIALECTS, HEADS, logits_of, make_head_engine, random_heads, save_medusa
 from tests.heads.test_decoding import GREEDY, LENGTH, LONG, MANNERS, coming, decode, decode_all, open_pair
 from tests.heads.test_dialects import TEXTS, TOLERANCE, difference
@@ -203,9 +205,9 @@ def test_acceptance_by_logits_keeps_the_distribution(medusa: Path, monkeypatch: 
     assert misfit(drawn(medusa), expected) < 60, "chi-squared with 26 degrees of freedom"
     right = ParallelDrafter._draw
 
-    def wrong(self: ParallelDrafter, logits: Floats, request: Request, proposal: object) -> None:
-        right(self, logits, request, proposal)  # type: ignore[arg-type]
-        proposal.probs[-1] = np.full(VOCAB, 1 / VOCAB)  # type: ignore[attr-defined]
+    def wrong(self: ParallelDrafter, logits: Floats, request: Request, proposal: Proposal) -> None:
+        right(self, logits, request, proposal)
+        proposal.probs[-1] = np.full(VOCAB, 1 / VOCAB)
 
     monkeypatch.setattr(ParallelDrafter, "_draw", wrong)
     assert misfit(drawn(medusa), expected) > 120
