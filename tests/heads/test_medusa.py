@@ -225,7 +225,7 @@ def exact(pair: Path) -> dict[tuple[int, ...], float]:
     target.reserve(1, 64)
     known: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
-        longer = {}
+        longer: dict[tuple[int, ...], float] = {}
         for ids, so_far in known.items():
             target.rows.rewind(0, len(TEXT) - 1)
             p = probabilities(target.forward([[*TEXT, *ids]], [1])[0, 0], WARM)
