@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from specbuild.checkpoint import CheckpointConfig, provenance
 from specbuild.files import require_space
-from specbuild.heads.checkpoint import Head, read_head, refuse_head
+from specbuild.heads.checkpoint import Head
+from specbuild.heads.reading import read_head, refuse_head
 from specbuild.huggingface import eos_token_ids, locate, read_model_config, save_generation_config, save_tokenizer
 from specbuild.json_file import read_json
 from specbuild.progress import Stages, human_bytes, peak_memory
@@ -139,6 +140,8 @@ def _read_source(options: ConvertOptions, stages: Stages) -> _Source:
         )
     files = check_weights(directory)
     require_layers(directory, hf_config, files)
+    if head:
+        head.check_target(directory, files)
     max_seq_len = choose_max_seq_len(directory, hf_config, options.max_seq_len)
     texts = None
     needs_text = (recipe is not None and recipe.calibrated) or (kv_cache and not has_cache_scales(scheme, kv_cache))

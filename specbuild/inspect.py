@@ -73,7 +73,8 @@ def _features(graph: GraphInfo) -> dict[str, str]:
         return {}
     layers = ", ".join(map(str, graph.features.layers))
     of = f"what goes into layers {layers}" if layers else "the last states"
-    what = "a draft head, for features" if graph.is_head else "features"
+    drafts = f" of {graph.parallel_drafts} tokens a pass" if graph.parallel_drafts else ""
+    what = f"a draft head{drafts}, for features" if graph.is_head else "features"
     return {"head": f"{what} of {graph.features.width} channels, of {of}"}
 
 

@@ -61,10 +61,8 @@ def check_weights(directory: Path) -> Weights:
         raise CheckpointError(
             f"{directory}: no model.safetensors and no model.safetensors.index.json; the checkpoint has no weights"
         )
-    entries: dict[str, Entry] = {}
-    for shard in shards:
-        entries |= _check_shard(shard)
-    return Weights(sum(shard.stat().st_size for shard in shards), entries)
+    found = [check_file(shard) for shard in shards]
+    return Weights(sum(one.nbytes for one in found), {k: v for one in found for k, v in one.entries.items()})
 
 
 def require_layers(source: Path, config: PreTrainedConfig, weights: Weights) -> None:
@@ -77,8 +75,8 @@ def require_layers(source: Path, config: PreTrainedConfig, weights: Weights) -> 
         )
 
 
-def _check_shard(path: Path) -> dict[str, Entry]:
-    """The safetensors header promises how long the file is; hold it to that. Returns its tensors."""
+def check_file(path: Path) -> Weights:
+    """The safetensors header promises how long the file is; hold it to that. Raises CheckpointError."""
     if not path.is_file():
         raise CheckpointError(
             f"{path}: missing, though model.safetensors.index.json lists it; download the checkpoint again"
@@ -108,4 +106,4 @@ def _check_shard(path: Path) -> dict[str, Entry]:
         raise CheckpointError(
             f"{path}: {size} bytes, its header says {expected}; it is truncated or altered: download it again"
         )
-    return entries
+    return Weights(size, entries)

@@ -17,6 +17,10 @@ A target with features writes its fused hidden states there, for every token tha
 of the position before each token. It writes its own feature of the first position of ``logits_indices``, so that it can
 go on from there; where that is -1, nothing is wanted and nothing is written. Both share one tensor.
 
+A head that drafts in one pass (``GraphInfo.parallel_drafts``) gives logits [B, K, V] of K draft tokens one after the
+other: the first stands behind the first position of ``logits_indices``. It leaves features as they are. One that has no
+cache of its own reads no texts, only the feature in front of that position.
+
 ``write_index + S <= S_max`` must hold for every row: padded positions write beyond the row's length.
 """
 

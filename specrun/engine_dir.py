@@ -124,6 +124,8 @@ class GraphInfo(Strict):
     caches: list[CacheTensor] = Field(max_length=1 << 16)
     features: Features | None = None
     """None: the graph has none."""
+    parallel_drafts: int | None = Field(default=None, ge=1, le=1 << 16)
+    """The most draft tokens that one pass of a head gives logits of; None: one, and the next pass goes on from it."""
 
     @property
     def is_head(self) -> bool:

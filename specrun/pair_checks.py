@@ -15,7 +15,11 @@ def check_fit(
     target_dir: Path, target: EngineConfig, draft_dir: Path, draft: EngineConfig, draft_len: int | None
 ) -> int:
     """The most draft tokens of a round. Raises PairError where the two engines do not fit."""
-    draft_len = check_draft_len(target_dir, target, draft_len)
+    asked, draft_len = draft_len, check_draft_len(target_dir, target, draft_len)
+    if (most := draft.graph.parallel_drafts) is not None:
+        if asked is not None and asked > most:
+            raise PairError(f"draft_len {asked}: {draft_dir} drafts at most {most} tokens a round; give at most {most}")
+        draft_len = min(draft_len, most)
     have, need = draft.build_config.max_seq_len, target.build_config.max_seq_len
     if have < need:
         raise PairError(

@@ -258,3 +258,9 @@ def gather_logits_positions(hidden_states: torch.Tensor, logits_to_keep: torch.T
     """``hidden_states`` [B, S, H] at ``logits_to_keep`` [B, K] -> [B, K, H]; HF's own version fixes the batch size."""
     index = logits_to_keep[:, :, None].expand(-1, -1, hidden_states.shape[-1])
     return torch.gather(hidden_states, 1, index)
+
+
+def gather_features(features: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """``features`` [B, 1, S_max, W] at ``positions`` [B, K] -> [B, K, W]. Nothing else of them is touched."""
+    index = positions[:, None, :, None].expand(-1, -1, -1, features.shape[-1])
+    return torch.gather(features, 2, index)[:, 0]

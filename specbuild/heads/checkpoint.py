@@ -1,4 +1,4 @@
-"""EAGLE heads as they are published: one form for the dialects of their trainers.
+"""EAGLE heads as they are published: one form for the dialects of their trainers. ``Head`` is what all kinds have.
 
 Known are the files of SafeAILab's EAGLE (as safetensors), SpecForge, AngelSlim, NVIDIA's ModelOpt, and of vLLM's
 speculators. They hold the same tensors under slightly different names; their configurations differ more. What is not
@@ -12,21 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from specbuild.json_file import read_json
 from specbuild.weights import check_weights
 from specrun.engine_dir import CONFIG_NAME
 from specrun.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from specbuild.tensors import Reader
+    from specbuild.weights import Weights
 
 ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator")
-Kind = Literal["eagle1", "eagle3"]
+Kind = Literal["eagle1", "eagle3", "medusa"]
 LAYER_TYPES = ("llama", "qwen3")
 """The ``model_type`` of layers that heads may have."""
 _IDS = "eagle_aux_hidden_state_layer_ids"
-_MARKS = ("speculators_model_type", "speculators_config", "eagle_config", "draft_vocab_size")
-"""Fields that only heads have."""
+MARKS = ("speculators_model_type", "speculators_config", "eagle_config", "draft_vocab_size")
+"""Fields that only EAGLE heads have."""
 _FIXED = {
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
@@ -40,32 +40,22 @@ _NOT_READ = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 """Tensors that say what others say too, or that only training needs."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Head:
-    """A head's configuration, and where its tensors lie."""
+    """A head's configuration, and where its tensors lie. It reads the target's last state, if not said otherwise."""
 
     directory: Path
     kind: Kind
-    layer: Mapping[str, Any]
-    """The configuration of its layers, as transformers has it for ``layer["model_type"]``."""
     hidden_size: int
     vocab_size: int
     """Of its target."""
-    draft_vocab_size: int
-    """Tokens that it may draft: ``d2t`` says which."""
-    aux_layers: tuple[int, ...] | None
-    """The layers of the target whose inputs it fuses, from 0; None: it does not say, see ``aux_layers_of``."""
-    norm_before_residual: bool
-    norm_before_fc: bool
-    fc_norm: bool
-    norm_output: bool
     tensors: Mapping[str, Reader]
-    """By the names of SpecForge: ``fc.weight``, ``layers.0.hidden_norm.weight``, ..."""
+    """By names that every dialect's are brought to."""
     nbytes: int
     """Of its weight files."""
     num_layers: int
-    epsilon: float
-    """Of its RMS norms."""
+    epsilon: float = 0.0
+    """Of its RMS norms, where it has some."""
 
     @property
     def config_file(self) -> Path:
@@ -75,25 +65,22 @@ class Head:
     def aux_layers_of(self, num_layers: int, hidden_size: int) -> tuple[int, ...]:
         """The layers of a target with ``num_layers`` layers whose inputs are fused; ``num_layers``: the last's output.
 
-        Where a head does not say, they are EAGLE's own; EAGLE-1's have none. Raises CheckpointError where the target
-        has no such layers.
+        None for the last state behind the target's final norm. Raises CheckpointError where the target has no such
+        layers, or is wider or narrower.
         """
-        if self.kind == "eagle1":
-            self._require_fc(self.hidden_size, 2 * hidden_size)
-            return ()
-        layers = (2, num_layers // 2, num_layers - 3) if self.aux_layers is None else self.aux_layers
-        if bad := [layer for layer in layers if not 0 <= layer <= num_layers]:
-            said = f"{_IDS}: layer {bad[0]}" if self.aux_layers else f"no {_IDS}; by default layer {bad[0]}"
-            raise CheckpointError(f"{self.config_file}: {said} of a target with {num_layers} layers: out of range")
-        self._require_fc(self.hidden_size, len(layers) * hidden_size)
-        return layers
-
-    def _require_fc(self, rows: int, columns: int) -> None:
-        if (found := self.shape("fc.weight", 2)) != (rows, columns):
+        if hidden_size != self.hidden_size:
             raise CheckpointError(
-                f"{self.directory}: fc.weight is {found[0]} x {found[1]}; for this target and the layers that "
-                f"config.json names it is {rows} x {columns}: it is the head of another target"
+                f"{self.directory}: reads states of {self.hidden_size} channels, and the target's have {hidden_size}: "
+                "it is the head of another target"
             )
+        return ()
+
+    def fused_names(self, num_states: int) -> list[str]:
+        """Its tensors that its target's graph has. num_states: how many layers' inputs are fused."""
+        return []
+
+    def check_target(self, target: Path, weights: Weights) -> None:
+        """Raise CheckpointError where the head says of itself that it was trained with other ``weights``."""
 
     def shape(self, name: str, axes: int) -> tuple[int, ...]:
         """Of a tensor. Raises CheckpointError where it is missing or has another number of axes."""
@@ -105,30 +92,58 @@ class Head:
         return shape
 
 
-def refuse_head(directory: Path) -> None:
-    """Raise CheckpointError where ``directory`` holds a head, and a whole model is expected."""
+@dataclass(frozen=True, kw_only=True)
+class EagleHead(Head):
+    """See ``Head``. Tensors have the names of SpecForge: ``fc.weight``, ``layers.0.hidden_norm.weight``, ..."""
+
+    layer: Mapping[str, Any]
+    """The configuration of its layers, as transformers has it for ``layer["model_type"]``."""
+    draft_vocab_size: int
+    """Tokens that it may draft: ``d2t`` says which."""
+    aux_layers: tuple[int, ...] | None
+    """The layers of the target whose inputs it fuses, from 0; None: it does not say, see ``aux_layers_of``."""
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
+
+    def aux_layers_of(self, num_layers: int, hidden_size: int) -> tuple[int, ...]:
+        """See ``Head``. Where a head does not say, they are EAGLE's own; EAGLE-1's have none."""
+        if self.kind == "eagle1":
+            self._require_fc(self.hidden_size, 2 * hidden_size)
+            return ()
+        layers = (2, num_layers // 2, num_layers - 3) if self.aux_layers is None else self.aux_layers
+        if bad := [layer for layer in layers if not 0 <= layer <= num_layers]:
+            said = f"{_IDS}: layer {bad[0]}" if self.aux_layers else f"no {_IDS}; by default layer {bad[0]}"
+            raise CheckpointError(f"{self.config_file}: {said} of a target with {num_layers} layers: out of range")
+        self._require_fc(self.hidden_size, len(layers) * hidden_size)
+        return layers
+
+    def fused_names(self, num_states: int) -> list[str]:
+        """See ``Head``: ``fc.weight`` first. EAGLE-1's has none."""
+        if self.kind == "eagle1":
+            return []
+        each = [f"fc_norm.{number}.weight" for number in range(num_states)] if self.fc_norm else []
+        return ["fc.weight", *each, *(["input_norm.weight"] if self.norm_before_fc else [])]
+
+    def _require_fc(self, rows: int, columns: int) -> None:
+        if (found := self.shape("fc.weight", 2)) != (rows, columns):
+            raise CheckpointError(
+                f"{self.directory}: fc.weight is {found[0]} x {found[1]}; for this target and the layers that "
+                f"config.json names it is {rows} x {columns}: it is the head of another target"
+            )
+
+
+def read_eagle(directory: Path, data: Mapping[str, Any], allow_pickle: bool) -> EagleHead:
+    """Read a head's configuration ``data`` and its weight files' headers. See ``read_head``."""
     path = directory / CONFIG_NAME
-    config = read_json(path) if path.is_file() else {}
-    if any(mark in config for mark in _MARKS) or any("Eagle" in str(name) for name in _architectures(config)):
-        raise CheckpointError(f"{directory}: holds a draft head, not a whole model; give its target with --head_of")
-
-
-def read_head(directory: Path, allow_pickle: bool = False) -> Head:
-    """Read a head's configuration and its weight files' headers. Raises CheckpointError, UnsupportedModelError.
-
-    allow_pickle: weights may be pickled, where there are none as safetensors.
-    """
-    path = directory / CONFIG_NAME
-    if not path.is_file():
-        raise CheckpointError(f"{directory}: no {CONFIG_NAME}; expected the directory of a draft head")
-    data = read_json(path)
     stored, nbytes = _read_tensors(directory, allow_pickle)
     tensors = {_canonical(name): tensor for name, tensor in stored.items()}
     tensors = {name: tensor for name, tensor in tensors.items() if name not in _NOT_READ and "rotary_emb" not in name}
     kind = _kind(path, data, tensors)
-    eagle = _mapping(path, data, "eagle_config")
+    eagle = mapping(path, data, "eagle_config")
     flags = {**eagle, **data}
-    layer = _mapping(path, data, "transformer_layer_config") or data
+    layer = mapping(path, data, "transformer_layer_config") or data
     for name, value in _FIXED.items():
         if (given := {**layer, **flags}.get(name)) not in (None, value):
             raise UnsupportedModelError(f"{path}: {name} {given!r}: specbuild reads heads with {value} only")
@@ -136,18 +151,18 @@ def read_head(directory: Path, allow_pickle: bool = False) -> Head:
         raise UnsupportedModelError(
             f"{path}: model_type {layer.get('model_type')!r}: layers of heads are {' or '.join(LAYER_TYPES)} here"
         )
-    hidden_size, vocab_size = (_whole(path, layer, name) for name in ("hidden_size", "vocab_size"))
+    hidden_size, vocab_size = (whole(path, layer, name) for name in ("hidden_size", "vocab_size"))
     draft_vocab = data.get("draft_vocab_size") or vocab_size
     if not isinstance(draft_vocab, int):
         raise CheckpointError(f"{path}: draft_vocab_size {draft_vocab!r}: expected a number")
-    num_layers = _whole(path, {"num_hidden_layers": 1, **layer}, "num_hidden_layers")
+    num_layers = whole(path, {"num_hidden_layers": 1, **layer}, "num_hidden_layers")
     if num_layers > len(tensors):  # Making them could take hours.
         raise CheckpointError(f"{path}: num_hidden_layers {num_layers}, and there are {len(tensors)} tensors in all")
     epsilon = layer.get("rms_norm_eps", 1e-6)
     if not isinstance(epsilon, int | float) or not 0 <= epsilon < 1:
         raise CheckpointError(f"{path}: rms_norm_eps {epsilon!r}: expected a small number")
     fields = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    return Head(
+    return EagleHead(
         directory=directory,
         kind=kind,
         layer={**layer, "hidden_size": hidden_size},
@@ -170,11 +185,7 @@ def _read_tensors(directory: Path, allow_pickle: bool) -> tuple[dict[str, Reader
 
     pickled = directory / PICKLE_NAME
     if pickled.is_file() and not any(directory.glob("*.safetensors")):
-        if not allow_pickle:
-            raise CheckpointError(
-                f"{directory}: only pickled weights ({PICKLE_NAME}); --allow_pickle reads them, as tensors alone"
-            )
-        return read_pickle(pickled), pickled.stat().st_size
+        return read_pickle(pickled, allow_pickle), pickled.stat().st_size
     files = check_weights(directory)
     return {name: StoredTensor(entry) for name, entry in files.entries.items()}, files.nbytes
 
@@ -183,7 +194,8 @@ def _canonical(name: str) -> str:
     return name.removeprefix("model.").replace("midlayer.", "layers.0.")
 
 
-def _architectures(config: Mapping[str, Any]) -> list[Any]:
+def architectures(config: Mapping[str, Any]) -> list[Any]:
+    """Those that a configuration names."""
     found = config.get("architectures")
     return found if isinstance(found, list) else []
 
@@ -193,7 +205,7 @@ def _kind(path: Path, data: Mapping[str, Any], tensors: Mapping[str, Reader]) ->
     kind = data.get("speculators_model_type", "eagle3")
     if kind != "eagle3":
         raise UnsupportedModelError(f"{path}: speculators_model_type {kind!r}: specbuild reads eagle3 heads only")
-    for name in _architectures(data):
+    for name in architectures(data):
         if name not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
             raise UnsupportedModelError(f"{path}: architectures {name!r}: an unknown kind of head; known are {known}")
@@ -204,14 +216,16 @@ def _kind(path: Path, data: Mapping[str, Any], tensors: Mapping[str, Reader]) ->
     return "eagle3" if {"layers.0.hidden_norm.weight", "norm.weight"} & tensors.keys() else "eagle1"
 
 
-def _mapping(path: Path, data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def mapping(path: Path, data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A field of a configuration that holds fields; {} where it is missing. Raises CheckpointError."""
     found = data.get(name) or {}
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: {name}: expected an object")
     return found
 
 
-def _whole(path: Path, data: Mapping[str, Any], name: str) -> int:
+def whole(path: Path, data: Mapping[str, Any], name: str) -> int:
+    """A field that is a number of 1 or more. Raises CheckpointError."""
     value = data.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise CheckpointError(f"{path}: {name} {value!r}: expected a number of 1 or more")

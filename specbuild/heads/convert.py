@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 from specbuild.checkpoint import CheckpointConfig, provenance
 from specbuild.convert import ConvertOptions, check_opset, choose_max_seq_len, dtype_name, plain, vocab_size_of
 from specbuild.files import require_space
-from specbuild.heads.checkpoint import Head, read_head
+from specbuild.heads.checkpoint import EagleHead, Head
+from specbuild.heads.medusa_checkpoint import MedusaHead
+from specbuild.heads.reading import read_head
 from specbuild.huggingface import eos_token_ids, locate, read_model_config, save_tokenizer
 from specbuild.json_file import read_json
 from specbuild.progress import Stages
@@ -18,6 +20,10 @@ from specrun.errors import BuildConfigError
 from specrun.tokenizer import describe_tokenizer, tokenizer_files
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from specbuild.heads.medusa import Medusa
+    from specbuild.heads.module import HeadModule
     from specbuild.tensors import Weight
 
 
@@ -36,10 +42,7 @@ def convert_head(head: Head, directory: Path, options: ConvertOptions, work: Pat
     from specbuild.export.exporter import PREFIX
     from specbuild.export.rope import pin_rope
     from specbuild.export.skeleton import load_skeleton
-    from specbuild.heads.eagle1 import Eagle1
-    from specbuild.heads.eagle3 import Eagle3
     from specbuild.heads.fusion import Fusion, describe_features
-    from specbuild.heads.module import export_head
     from specbuild.heads.verify import verify_head
     from specbuild.quantisation.checkpoints.loading import with_packed
     from specbuild.quantisation.checkpoints.schemes import read_scheme
@@ -49,6 +52,7 @@ def convert_head(head: Head, directory: Path, options: ConvertOptions, work: Pat
     hf_config = read_model_config(directory, options.trust_remote_code)
     files = check_weights(directory)
     require_layers(directory, hf_config, files)
+    head.check_target(directory, files)
     max_seq_len = choose_max_seq_len(directory, hf_config, options.max_seq_len)
     with stages.stage("lay out the head"):
         tensors: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in files.entries.items()}
@@ -56,8 +60,7 @@ def convert_head(head: Head, directory: Path, options: ConvertOptions, work: Pat
         stored = with_packed(scheme, tensors) if scheme else tensors
         owner, weights = load_skeleton(directory, hf_config, options.dtype, options.trust_remote_code, stored)
         fusion = Fusion(head, owner)  # It checks that the head is one of this target.
-        make = Eagle1 if head.kind == "eagle1" else Eagle3
-        model = make(head, owner.dtype, _lent(owner, weights), vocab_size_of(owner))
+        model = _make(head, owner, weights)
     require_space({Path(options.output_dir).absolute().parent: sum(p.nbytes for p in model.parameters())})
     notes = [f"reads {fusion.describe()} of {directory}"]
     notes += pin_rope(model, max_seq_len)
@@ -70,9 +73,10 @@ def convert_head(head: Head, directory: Path, options: ConvertOptions, work: Pat
         dtype=dtype_name(owner),
         caches=model.caches,
         features=describe_features(head, fusion.layers, files, "head"),
+        parallel_drafts=head.num_heads if isinstance(head, MedusaHead) else None,
     )
     with stages.stage("export graph"):
-        graph = export_head(model)
+        graph = model.export()
         graphs.share_tied_weights(graph)
         bind(graph, model.weights, PREFIX)
         graphs.tidy(graph)
@@ -83,7 +87,8 @@ def convert_head(head: Head, directory: Path, options: ConvertOptions, work: Pat
     if options.verify:
         with stages.stage("verify in ONNX Runtime"):
             difference = verify_head(work / GRAPH_NAME, info, model)
-        stages.say(f"verified: largest logit difference {difference:.3g}, along a chain of drafts")
+        drafts = "of all drafts of a pass" if info.parallel_drafts else "along a chain of drafts"
+        stages.say(f"verified: largest logit difference {difference:.3g}, {drafts}")
     check_opset(work)
     return CheckpointConfig(
         graph=info,
@@ -98,12 +103,22 @@ def convert_head(head: Head, directory: Path, options: ConvertOptions, work: Pat
     )
 
 
-def _lent(owner: object, weights: dict[str, Weight]) -> dict[str, Weight]:
-    """A target's embedding and output layer, by a head's names for them."""
-    from transformers import PreTrainedModel
+def _make(head: Head, owner: PreTrainedModel, weights: dict[str, Weight]) -> HeadModule | Medusa:
+    """The head as a torch module. weights: those of ``owner``, its target."""
+    from specbuild.heads.eagle1 import Eagle1
+    from specbuild.heads.eagle3 import Eagle3
+    from specbuild.heads.medusa import Medusa
 
-    if not isinstance(owner, PreTrainedModel):
-        raise TypeError(type(owner))
+    if isinstance(head, MedusaHead):
+        return Medusa(head, owner.dtype, vocab_size_of(owner))
+    if not isinstance(head, EagleHead):
+        raise TypeError(type(head))
+    make = Eagle1 if head.kind == "eagle1" else Eagle3
+    return make(head, owner.dtype, _lent(owner, weights), vocab_size_of(owner))
+
+
+def _lent(owner: PreTrainedModel, weights: dict[str, Weight]) -> dict[str, Weight]:
+    """A target's embedding and output layer, by a head's names for them."""
     modules = {"embed_tokens.weight": owner.get_input_embeddings(), "lm_head.weight": owner.get_output_embeddings()}
     names = {id(module): name for name, module in owner.named_modules(remove_duplicate=False)}
     found = {own: weights.get(f"{names.get(id(module))}.weight") for own, module in modules.items()}

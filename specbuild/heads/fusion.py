@@ -36,7 +36,7 @@ class Fusion(nn.Module):
         hidden_size = int(target.config.get_text_config().hidden_size)
         self.layers = head.aux_layers_of(len(decoder_layers(target)), hidden_size)
         self.width, self.epsilon = head.hidden_size, head.epsilon
-        self.names = fusion_names(head, len(self.layers))
+        self.names = head.fused_names(len(self.layers))
         sizes = {"input_norm.weight": len(self.layers) * hidden_size}
         for name in self.names[1:]:
             size = sizes.get(name, hidden_size)
@@ -76,14 +76,6 @@ class Fusion(nn.Module):
         return self.get_parameter(name)
 
 
-def fusion_names(head: Head, num_states: int) -> list[str]:
-    """The head's tensors that its target's graph has: ``fc.weight`` first. EAGLE-1's has none."""
-    if head.kind == "eagle1":
-        return []
-    each = [f"fc_norm.{number}.weight" for number in range(num_states)] if head.fc_norm else []
-    return ["fc.weight", *each, *(["input_norm.weight"] if head.norm_before_fc else [])]
-
-
 def is_fused(head: Head, name: str) -> bool:
     """Whether a head's tensor is on the target's side."""
     return head.kind == "eagle3" and (name == "fc.weight" or name.startswith(("fc_norm.", "input_norm.")))
@@ -94,8 +86,9 @@ def describe_features(head: Head, layers: tuple[int, ...], target: Weights, of: 
 
     target: its weight files, of which the vectors count: every trained model has its own norms.
     """
-    digest = hashlib.sha256(json.dumps([layers, head.epsilon, head.hidden_size]).encode())
-    own = {name: head.tensors[name] for name in fusion_names(head, len(layers))}
+    own = {name: head.tensors[name] for name in head.fused_names(len(layers))}
+    epsilon = head.epsilon if len(own) > 1 else 0.0  # Behind ``fc`` there are norms only.
+    digest = hashlib.sha256(json.dumps([layers, epsilon, head.hidden_size]).encode())
     vectors = {name: StoredTensor(entry) for name, entry in sorted(target.entries.items()) if len(entry.shape) == 1}
     for name, tensor in {**own, **vectors}.items():
         digest.update(f"{name} {tensor.shape} {tensor.dtype}".encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import onnx_ir as ir
@@ -17,12 +18,13 @@ from specbuild.export.hooks import (
     IMPLEMENTATION,
     ScatterCache,
     contract_mask,
+    gather_features,
     gather_logits_positions,
     register,
     scatter,
 )
 from specbuild.export.skeleton import placeholder
-from specbuild.heads.checkpoint import Head
+from specbuild.heads.checkpoint import EagleHead, Head
 from specbuild.heads.fusion import is_fused
 from specbuild.huggingface import first_line
 from specbuild.tensors import Weight
@@ -42,7 +44,7 @@ class HeadModule(nn.Module):
     norm: nn.Module
     """In front of ``lm_head``."""
 
-    def __init__(self, head: Head, dtype: torch.dtype, lent: Mapping[str, Weight], vocab_size: int) -> None:
+    def __init__(self, head: EagleHead, dtype: torch.dtype, lent: Mapping[str, Weight], vocab_size: int) -> None:
         """lent: the target's embedding and output layer, by a head's names for them. vocab_size: the target's.
 
         Raises CheckpointError where a tensor is missing, of another shape, or of no use.
@@ -58,7 +60,7 @@ class HeadModule(nn.Module):
             self.lm_head = nn.Linear(head.hidden_size, head.draft_vocab_size, bias=False)
             self.add_parts(self.layers[0], lambda: make_norm(head.hidden_size, eps=head.epsilon))
         self.rotary = make_rotary(self.config)
-        self.weights = self._load(lent)
+        self.weights = load_parameters(self, head, dtype, lent, lambda name: name == "d2t" or is_fused(head, name))
         """By their names here."""
         self.slots: torch.Tensor | None
         self.register_buffer("slots", slots, persistent=False)
@@ -105,6 +107,16 @@ class HeadModule(nn.Module):
         nothing = torch.full((*found.shape[:-1], 1), float("-inf"))
         return torch.cat([found, nothing], dim=-1).index_select(-1, self.slots)
 
+    def export(self) -> ir.Model:
+        """Its graph, whose initializers are named as ``weights``, behind ``PREFIX``. See ``export_onnx``."""
+        register()
+        shapes = [*self.caches, CacheTensor(heads=1, head_dim=self.head.hidden_size)]
+        self.config._attn_implementation = IMPLEMENTATION
+        try:
+            return export_module(_Contract(self), shapes, True, self.dtype, f"{self.head.directory}: the head")
+        finally:
+            self.config._attn_implementation = "eager"
+
     @property
     def caches(self) -> list[CacheTensor]:
         """[key_0, value_0, key_1, ...]"""
@@ -112,47 +124,13 @@ class HeadModule(nn.Module):
         tensor = CacheTensor(heads=self.config.num_key_value_heads, head_dim=attention.head_dim)
         return [tensor] * (2 * len(self.layers))
 
-    def _load(self, lent: Mapping[str, Weight]) -> dict[str, Weight]:
-        """Put placeholders in the parameters' places. See ``__init__``."""
-        head, found = self.head, {}
-        names = dict(self.named_parameters())
-        unused = [name for name in head.tensors if name not in {*names, "d2t"} and not is_fused(head, name)]
-        if unused:
-            raise UnsupportedModelError(
-                f"{head.directory}: the tensor {unused[0]} is not part of a head as its config.json describes it"
-            )
-        for name, parameter in names.items():
-            if name in head.tensors:
-                weight = Weight(name, self.dtype, head.tensors[name], head.directory)
-            elif name in lent:
-                weight = lent[name]
-            else:
-                raise CheckpointError(f"{head.directory}: the tensor {name} is missing; download the head again")
-            if weight.shape != tuple(parameter.shape) and name in head.tensors:
-                raise CheckpointError(
-                    f"{head.directory}: {name} is {list(weight.shape)}, config.json says {list(parameter.shape)}"
-                )
-            if weight.shape != tuple(parameter.shape):
-                raise CheckpointError(
-                    f"{head.directory}: has no {name}, and its target's is {list(weight.shape)} in place of "
-                    f"{list(parameter.shape)}: it is the head of another target"
-                )
-            owner, _, last = name.rpartition(".")
-            self.get_submodule(owner).register_parameter(last, placeholder(weight))
-            found[name] = weight
-        return found
-
     def _find_slots(self) -> torch.Tensor | None:
         """Of each of the target's tokens: its place among the head's logits, or the one behind them.
 
         None where both vocabularies are the same. Raises CheckpointError.
         """
         head = self.head
-        if head.vocab_size != self.vocab_size:
-            raise CheckpointError(
-                f"{head.config_file}: vocab_size {head.vocab_size}, and the target has {self.vocab_size} logits: it is "
-                "the head of another target"
-            )
+        require_vocab(head, self.vocab_size)
         if head.draft_vocab_size == self.vocab_size:
             return None
         if head.shape("d2t", 1) != (head.draft_vocab_size,):
@@ -167,7 +145,55 @@ class HeadModule(nn.Module):
         return slots
 
 
-def _layer_config(head: Head) -> Any:
+def require_vocab(head: Head, vocab_size: int) -> None:
+    """Raise CheckpointError unless the target, which has ``vocab_size`` logits, has the head's vocabulary."""
+    if head.vocab_size != vocab_size:
+        raise CheckpointError(
+            f"{head.config_file}: vocab_size {head.vocab_size}, and the target has {vocab_size} logits: it is the "
+            "head of another target"
+        )
+
+
+def load_parameters(
+    module: nn.Module,
+    head: Head,
+    dtype: torch.dtype,
+    lent: Mapping[str, Weight] = MappingProxyType({}),
+    is_elsewhere: Callable[[str], bool] = lambda _name: False,
+) -> dict[str, Weight]:
+    """Put placeholders in the places of a head's parameters, named as its tensors. Returns what they stand for.
+
+    lent: the target's, in place of tensors that the head lacks. is_elsewhere: whether a tensor has its place elsewhere.
+    Raises CheckpointError where a tensor is missing or of another shape, UnsupportedModelError where it is of no use.
+    """
+    found, names = {}, dict(module.named_parameters())
+    if unused := [name for name in head.tensors if name not in names and not is_elsewhere(name)]:
+        raise UnsupportedModelError(
+            f"{head.directory}: the tensor {unused[0]} is not part of a head as its config.json describes it"
+        )
+    for name, parameter in names.items():
+        if name in head.tensors:
+            weight = Weight(name, dtype, head.tensors[name], head.directory)
+        elif name in lent:
+            weight = lent[name]
+        else:
+            raise CheckpointError(f"{head.directory}: the tensor {name} is missing; download the head again")
+        if weight.shape != tuple(parameter.shape) and name in head.tensors:
+            raise CheckpointError(
+                f"{head.directory}: {name} is {list(weight.shape)}, config.json says {list(parameter.shape)}"
+            )
+        if weight.shape != tuple(parameter.shape):
+            raise CheckpointError(
+                f"{head.directory}: has no {name}, and its target's is {list(weight.shape)} in place of "
+                f"{list(parameter.shape)}: it is the head of another target"
+            )
+        owner, _, last = name.rpartition(".")
+        module.get_submodule(owner).register_parameter(last, placeholder(weight))
+        found[name] = weight
+    return found
+
+
+def _layer_config(head: EagleHead) -> Any:
     """transformers' configuration of the layers. Raises CheckpointError."""
     unlike = ("architectures", "model_type", "auto_map", "torch_dtype", "dtype", "transformers_version")
     fields = {name: value for name, value in head.layer.items() if name not in unlike}
@@ -196,7 +222,7 @@ class _Contract(nn.Module):
         features = past[-1]
         (batch, count), length = input_ids.shape, features.shape[-2]
         positions = write_indices[:, None] + torch.arange(count)[None, :]
-        hidden = gather_logits_positions(features[:, 0], (positions - 1).clamp(min=0))
+        hidden = gather_features(features, (positions - 1).clamp(min=0))
         mask = contract_mask(batch, count, length, write_indices, head_mask)
         cache = ScatterCache(past[:-1], write_indices)
         y = self.model(input_ids, hidden, positions, mask, cache)
@@ -211,14 +237,3 @@ class _Contract(nn.Module):
 def head_mask(_row: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Position 0 has no feature before it and is not seen; only its own query sees it, as one must see something."""
     return (key <= query) & ((key >= 1) | (query < 1))
-
-
-def export_head(model: HeadModule) -> ir.Model:
-    """The head's graph, whose initializers are named as ``model.weights``, behind ``PREFIX``. See ``export_onnx``."""
-    register()
-    shapes = [*model.caches, CacheTensor(heads=1, head_dim=model.head.hidden_size)]
-    model.config._attn_implementation = IMPLEMENTATION
-    try:
-        return export_module(_Contract(model), shapes, True, model.dtype, f"{model.head.directory}: the head")
-    finally:
-        model.config._attn_implementation = "eager"

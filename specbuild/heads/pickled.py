@@ -36,11 +36,15 @@ class LoadedTensor:
         return self.tensor[index].to(dtype, copy=True)
 
 
-def read_pickle(path: Path) -> dict[str, Reader]:
+def read_pickle(path: Path, allowed: bool) -> dict[str, Reader]:
     """The tensors of a file that ``torch.save`` wrote, by name; nothing but tensors is made of it.
 
-    Raises CheckpointError.
+    allowed: whether that was asked for. Raises CheckpointError.
     """
+    if not allowed:
+        raise CheckpointError(
+            f"{path.parent}: only pickled weights ({path.name}); --allow_pickle reads them, as tensors alone"
+        )
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, OSError, EOFError) as error:

@@ -1,18 +1,21 @@
-"""Parity of a head: its graph in ONNX Runtime beside the torch module, along a chain of drafts.
+"""Parity of a head: its graph in ONNX Runtime beside the torch module.
 
-Two rows of different lengths read their texts in two pieces, over a cache full of junk, and go on by themselves: each
-step reads the feature that the one before has written.
+A head that drafts in a chain: two rows of different lengths read their texts in two pieces, over a cache full of junk,
+and go on by themselves. Each step reads the feature that the one before has written. Heads that draft in one pass: the
+same rows, with all their logits and with one.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import torch
 
 from specbuild.graph import widen_to_float32
+from specbuild.heads.medusa import Medusa
 from specbuild.heads.module import HeadModule
 from specbuild.pieces import cut
 from specbuild.reference import Float32, Floats, finite
@@ -31,21 +34,17 @@ _STEPS = 3
 _LENGTH = 16
 
 
-def verify_head(graph: Path, info: GraphInfo, model: HeadModule) -> float:
+def verify_head(graph: Path, info: GraphInfo, model: HeadModule | Medusa) -> float:
     """Largest absolute difference of logits. Raises VerificationError where it exceeds the dtype's tolerance."""
-    generator = np.random.default_rng(0)
-    tokens = generator.integers(0, info.vocab_size, (len(_ROWS), _LENGTH))
-    features = generator.standard_normal((len(_ROWS), _LENGTH, model.head.hidden_size)).astype(np.float32)
-    found = run_chain(graph, info, tokens, features)
+    found, expected = _one_pass(graph, info, model) if isinstance(model, Medusa) else _chain(graph, info, model)
     worst = scale = 0.0
-    for row, length in enumerate(_ROWS):
-        expected = reference_chain(model, tokens[row], features[row], length)
-        drafted = np.isfinite(expected)
-        if (np.isneginf(found[row]) != ~drafted).any():
+    for own, other in zip(found, expected, strict=True):
+        drafted = np.isfinite(other)
+        if own.shape != other.shape or (np.isneginf(own) != ~drafted).any():
             raise VerificationError(f"{graph}: the graph drafts other tokens than the head has")
-        finite(found[row][drafted], "the exported head's logits")
-        worst = max(worst, float(np.abs(found[row][drafted] - expected[drafted]).max()))
-        scale = max(scale, float(np.abs(expected[drafted]).max()))
+        finite(own[drafted], "the exported head's logits")
+        worst = max(worst, float(np.abs(own[drafted] - other[drafted]).max()))
+        scale = max(scale, float(np.abs(other[drafted]).max()))
     tolerance = DTYPES[info.dtype].tolerance
     if not worst <= tolerance * scale:
         raise VerificationError(
@@ -53,6 +52,33 @@ def verify_head(graph: Path, info: GraphInfo, model: HeadModule) -> float:
             f"{tolerance * scale:.3g}; please report the head, --no-verify skips the check"
         )
     return worst
+
+
+def _chain(graph: Path, info: GraphInfo, model: HeadModule) -> tuple[list[Floats], list[Floats]]:
+    """Logits [drafts, V] of every row: the graph's and torch's."""
+    generator = np.random.default_rng(0)
+    tokens = generator.integers(0, info.vocab_size, (len(_ROWS), _LENGTH))
+    features = generator.standard_normal((len(_ROWS), _LENGTH, model.head.hidden_size)).astype(np.float32)
+    expected = [reference_chain(model, tokens[row], features[row], length) for row, length in enumerate(_ROWS)]
+    return run_chain(graph, info, tokens, features), expected
+
+
+def _one_pass(graph: Path, info: GraphInfo, model: Medusa) -> tuple[list[Floats], list[Floats]]:
+    """As ``_chain``, of all heads and of the first one alone."""
+    shape = (len(_ROWS), 1, _LENGTH, model.head.hidden_size)
+    features = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    session, found = _open(graph), []
+    with torch.no_grad(), Float32():
+        states = [torch.from_numpy(features[row, 0, length - 2]) for row, length in enumerate(_ROWS)]
+        expected = [np.stack([head(state).numpy() for head in model]) for state in states]
+    for wanted in (len(model), 1):
+        indices = np.tile(np.arange(wanted), (len(_ROWS), 1))
+        feeds = {INPUT_IDS: indices, WRITE_INDICES: np.array(_ROWS) - 1, LOGITS_INDICES: indices}
+        logits, present = session.run([LOGITS, *info.present_names], {**feeds, info.past_names[0]: features})
+        if (present != features).any():
+            raise VerificationError(f"{graph}: the graph changes the target's features")
+        found += list(logits)
+    return found, [*expected, *(row[:1] for row in expected)]
 
 
 def reference_chain(model: HeadModule, tokens: np.ndarray, features: Floats, length: int) -> Floats:
@@ -74,11 +100,7 @@ def reference_chain(model: HeadModule, tokens: np.ndarray, features: Floats, len
 
 def run_chain(graph: Path, info: GraphInfo, tokens: np.ndarray, features: Floats) -> list[Floats]:
     """The same of all rows by the graph, in float32."""
-    whole = ir.load(graph)
-    widen_to_float32(whole)
-    (piece,) = cut(whole, 1 << 62)
-    session = open_piece(piece, graph)
-    rows = len(_ROWS)
+    session, rows = _open(graph), len(_ROWS)
     cache = {
         name: np.full((rows, tensor.heads, _LENGTH, tensor.head_dim), 1e3, np.float32)
         for name, tensor in zip(info.past_names, info.cache_tensors, strict=True)
@@ -105,3 +127,11 @@ def run_chain(graph: Path, info: GraphInfo, tokens: np.ndarray, features: Floats
         steps.append(run(ends, [end + 1 for end in ends], [0] * rows))
         ends = [end + 1 for end in ends]
     return [np.stack([step[row] for step in steps]) for row in range(rows)]
+
+
+def _open(graph: Path) -> Any:
+    """A session on the graph in float32."""
+    whole = ir.load(graph)
+    widen_to_float32(whole)
+    (piece,) = cut(whole, 1 << 62)
+    return open_piece(piece, graph)

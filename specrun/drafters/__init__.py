@@ -113,7 +113,9 @@ class DeviceDrafter(RowDrafter, Protocol):
     """Whether the host proposes, so that it must have read the round before."""
     captured: Sequence[DeviceBackend]
     """Engines whose work is part of the round's capture."""
-    probs: DraftProbs
+
+    def probs(self, draft_len: int) -> DraftProbs:
+        """What the draft tokens of a round of ``draft_len`` are drawn from."""
 
     def warm_up(self) -> None:
         """Queue prompts of every batch size. Called before any request."""

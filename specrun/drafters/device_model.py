@@ -30,7 +30,7 @@ class DeviceModelDrafter(CachedDraft[DeviceRunner]):
     def __init__(self, backend: DeviceBackend, rows: DeviceRows) -> None:
         """rows: the round's, to which the draft tokens are written."""
         first_step_len = self._first_step_len(rows.max_draft_len)
-        super().__init__(DeviceRunner(backend, rows.max_rows, first_step_len, 1, rows.max_draft_len))
+        super().__init__(DeviceRunner(backend, rows.max_rows, first_step_len, *self._passes(rows.max_draft_len)))
         self.first_step_len = first_step_len
         self.devices: Sequence[Device] = [backend.device]
         self.captured: Sequence[DeviceBackend] = [backend]
@@ -38,7 +38,10 @@ class DeviceModelDrafter(CachedDraft[DeviceRunner]):
         distributions = backend.device.zeros((rows.max_rows, rows.max_draft_len), DISTRIBUTION)
         vocab = min(self.runner.vocab, rows.vocab)  # Ids beyond the target's are never proposed.
         self._drawn = DraftProbs(distributions, self.runner.logits, self.runner.step_stride, self.runner.vocab, vocab)
-        self.probs = self._drawn
+
+    def probs(self, draft_len: int) -> DraftProbs:
+        """See ``DeviceDrafter``."""
+        return self._drawn
 
     def warm_up(self) -> None:
         """See ``DeviceDrafter``."""
@@ -92,6 +95,10 @@ class DeviceModelDrafter(CachedDraft[DeviceRunner]):
         """See ``DeviceDrafter``."""
         self.runner.backend.close()
 
+    def _passes(self, draft_len: int) -> tuple[int, int]:
+        """How many draft tokens of a row one pass gives logits of, and how many passes a round of ``draft_len`` has."""
+        return 1, draft_len
+
     def _first_step_len(self, draft_len: int) -> int:
         """Tokens of the first step of a round of ``draft_len``."""
         return FIRST_DRAFT_STEP_LEN
@@ -102,16 +109,20 @@ class DeviceModelDrafter(CachedDraft[DeviceRunner]):
 
     def _draft(self, batch: int, draft_len: int) -> None:
         """Draft ``draft_len`` tokens of rows 0 .. batch, one step after the other."""
-        rows, drawn, first = self._rows, self._drawn, self._first_step_len(draft_len)
+        rows, first = self._rows, self._first_step_len(draft_len)
         for step in range(draft_len):
             # The first step feeds as many tokens always: feeding one again changes nothing, and shapes stay the same.
             offset, count = (-first, first) if step == 0 else (step - 1, 1)
-            logits = self.runner.forward(batch, rows, offset, count, step - 1, 1, step)
-            vocab = drawn.vocab
-            calls.apply_penalties(rows, logits=logits, vocab=vocab, first=step, draft_len=draft_len, adjusted=logits)
-            calls.sample_draft(
-                rows, logits=logits, vocab=vocab, draft_len=draft_len, step=step, distributions=drawn.distributions
-            )
+            self._sample(self.runner.forward(batch, rows, offset, count, step - 1, 1, step), step, draft_len)
+
+    def _sample(self, logits: DeviceArray, step: int, draft_len: int) -> None:
+        """Sample draft token ``step`` of each row from ``logits`` [batch, 1, stride]."""
+        rows, drawn = self._rows, self._drawn
+        vocab = drawn.vocab
+        calls.apply_penalties(rows, logits=logits, vocab=vocab, first=step, draft_len=draft_len, adjusted=logits)
+        calls.sample_draft(
+            rows, logits=logits, vocab=vocab, draft_len=draft_len, step=step, distributions=drawn.distributions
+        )
 
 
 class RemoteModelDrafter(DeviceModelDrafter):
@@ -128,10 +139,14 @@ class RemoteModelDrafter(DeviceModelDrafter):
         self._target_rows = rows
         drawn, (max_rows, length) = self._drawn, self._drawn.distributions.shape
         distributions, logits = (here.zeros(array.shape, array.dtype) for array in (drawn.distributions, drawn.logits))
-        self.probs = replace(drawn, distributions=distributions, logits=logits)
+        self._sent = replace(drawn, distributions=distributions, logits=logits)
         self._packed, self._received = (device.zeros((max_rows * length,), np.int64) for device in (there, here))
         self._records = there.zeros((max_rows * record_len(length),), np.int64)
         self._captures = Captures(captures, [backend])
+
+    def probs(self, draft_len: int) -> DraftProbs:
+        """See ``DeviceDrafter``. They are sent to the target's device."""
+        return self._sent
 
     def admit(self, requests: Sequence[Request], first: int) -> None:
         """See ``DeviceDrafter``."""
@@ -157,8 +172,8 @@ class RemoteModelDrafter(DeviceModelDrafter):
         here.wait_for(there)
         here.copy(*(array.part(0, (batch, draft_len)) for array in (self._received, self._packed)))
         if sends_logits:
-            here.copy(self.probs.distributions, self._drawn.distributions)
-            here.copy(self.probs.logits, self._drawn.logits)
+            here.copy(self._sent.distributions, self._drawn.distributions)
+            here.copy(self._sent.logits, self._drawn.logits)
         return steady
 
     def queue(self, batch: int, draft_len: int) -> None:

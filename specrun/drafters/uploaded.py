@@ -33,8 +33,12 @@ class UploadedDrafter:
         self._rows = rows
         distributions = rows.device.zeros((rows.max_rows, rows.max_draft_len), DISTRIBUTION)
         nothing = rows.device.zeros((1,), np.float32)  # Logits of tokens that are certain are not looked at.
-        self.probs = DraftProbs(distributions, nothing, 0, 0, rows.vocab)
+        self._probs = DraftProbs(distributions, nothing, 0, 0, rows.vocab)
         self._uploads = rows.device.zeros((rows.max_rows, 1 + rows.max_draft_len), np.int64)
+
+    def probs(self, draft_len: int) -> DraftProbs:
+        """See ``DeviceDrafter``."""
+        return self._probs
 
     def prepare(self, requests: Sequence[Request], draft_len: int) -> int:
         """See ``DeviceDrafter``."""
@@ -59,7 +63,7 @@ class UploadedDrafter:
     def queue(self, batch: int, draft_len: int) -> None:
         """See ``DeviceDrafter``."""
         uploads = self._uploads.part(0, (batch, 1 + draft_len))
-        calls.place_drafts(self._rows, uploads=uploads, q=self.probs.distributions)
+        calls.place_drafts(self._rows, uploads=uploads, q=self._probs.distributions)
 
     def queue_behind(self, batch: int, draft_len: int, records: DeviceArray) -> None:
         """See ``DeviceDrafter``."""

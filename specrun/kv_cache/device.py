@@ -52,8 +52,8 @@ class DeviceKVCache:
             self._new = [device.zeros(size, storage) for size in sizes]
             self._new_table = device.zeros((len(shapes),), CACHE_TENSOR)
             self._write_table(self._new_table, [new.address for new in self._new])
-        self._max_heads = max(shape.heads for shape in shapes)
-        self._max_position_bytes = max(shape.head_dim for shape in shapes) * self._storage.itemsize
+        self._max_heads = max((shape.heads for shape in shapes), default=0)
+        self._max_position_bytes = max((shape.head_dim for shape in shapes), default=0) * self._storage.itemsize
 
     def allocate_pool(self, blocks: int) -> None:
         """Allocate a pool of ``blocks`` blocks. Raises RuntimeError the second time."""

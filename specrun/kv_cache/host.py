@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -26,16 +27,15 @@ class HostKVCache:
         self.rows = 0
         self.length = 0
         self._shapes = shapes
-        # The elements of one position lie tensor by tensor; these are the tensors' ends among them.
-        self._position_ends = np.cumsum([shape.heads * shape.head_dim for shape in shapes])
+        # The elements of one position lie tensor by tensor; these are where the tensors begin, and where the last ends.
+        self._bounds = [0, *accumulate(shape.heads * shape.head_dim for shape in shapes)]
         self._memory = np.empty(0, storage)
         self._tensors = self._divide(0, 0)
         # Block after block: the operating system provides no memory for blocks that were never written.
-        pool = np.split(
-            np.empty((blocks, BLOCK * self._position_ends[-1]), storage), BLOCK * self._position_ends[:-1], axis=1
-        )
+        pool = np.empty((blocks, BLOCK * self._bounds[-1]), storage)
         self._pool = [
-            part.reshape(blocks, shape.heads, BLOCK, shape.head_dim) for part, shape in zip(pool, shapes, strict=True)
+            pool[:, BLOCK * begin : BLOCK * end].reshape(blocks, shape.heads, BLOCK, shape.head_dim)
+            for (begin, end), shape in zip(pairwise(self._bounds), shapes, strict=True)
         ]
 
     def resize(self, rows: int, length: int, used: int) -> None:
@@ -46,7 +46,7 @@ class HostKVCache:
         """
         if used and (rows < self.rows or length < self.length):
             raise ValueError(f"{self.rows} rows of {self.length} positions must not shrink while {used} are used")
-        old, old_length, size = self._tensors, self.length, rows * length * self._position_ends[-1]
+        old, old_length, size = self._tensors, self.length, rows * length * self._bounds[-1]
         if size > self._memory.size:
             self._memory = np.zeros(size, self._memory.dtype)  # Pages that are never written take no memory.
         self._tensors = self._divide(rows, length)
@@ -105,9 +105,7 @@ class HostKVCache:
 
     def _divide(self, rows: int, length: int) -> list[Cache]:
         """The tensors [rows, heads, length, head_dim], which lie in the memory one after the other."""
-        ends = rows * length * self._position_ends
-        parts = np.split(self._memory[: ends[-1]], ends[:-1])
         return [
-            part.reshape(rows, shape.heads, length, shape.head_dim)
-            for part, shape in zip(parts, self._shapes, strict=True)
+            self._memory[rows * length * begin : rows * length * end].reshape(rows, shape.heads, length, shape.head_dim)
+            for (begin, end), shape in zip(pairwise(self._bounds), self._shapes, strict=True)
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from specrun.engine_dir import CacheTensor
 from specrun.kv_cache import BLOCK
 from specrun.kv_cache.prefixes import PrefixCache
 
@@ -85,3 +86,31 @@ class CacheRows:
         """How many tokens of each text the cache lacks. token_ids: the texts of the rows from ``first`` on."""
         lengths = self.lengths[first : first + len(token_ids)]
         return [max(0, len(tokens) - length) for tokens, length in zip(token_ids, lengths, strict=True)]
+
+
+class NoCacheRows(CacheRows):
+    """Of a model that keeps nothing of texts, so that it lacks nothing: its lengths are wherever a round begins."""
+
+    def admit(self, row: int, tokens: Sequence[int]) -> int:
+        """See ``CacheRows``."""
+        self.lengths[row] = 0
+        return 0
+
+    def cache_prefix(self, row: int, tokens: Sequence[int]) -> None:
+        """See ``CacheRows``."""
+
+    def swap(self, one: int, other: int) -> None:
+        """See ``CacheRows``."""
+
+    def rewind(self, row: int, length: int) -> None:
+        """Begin behind ``length`` tokens, read or not."""
+        self.lengths[row] = length
+
+    def num_uncached(self, token_ids: Sequence[Sequence[int]], first: int) -> list[int]:
+        """See ``CacheRows``."""
+        return [0] * len(token_ids)
+
+
+def rows_of(cache: KVCache, tensors: Sequence[CacheTensor]) -> CacheRows:
+    """The rows of a cache that consists of ``tensors``, which may be none."""
+    return (CacheRows if tensors else NoCacheRows)(cache)

@@ -85,8 +85,7 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
         self._drafts = self.device.zeros((max_rows * max(1, max_draft_len),), np.int64)
         self._pinned_drafts = self.device.pinned_like(self._drafts)
         # Without a drafter, the kernel ``accept`` does not read it.
-        nothing = DraftProbs(self._target_distributions, runner.logits, 0, 0, runner.vocab)
-        self._draft_probs = self.drafter.probs if self.drafter else nothing
+        self._no_probs = DraftProbs(self._target_distributions, runner.logits, 0, 0, runner.vocab)
         self._devices = list(dict.fromkeys((self.device, *(self.drafter.devices if self.drafter else ()))))
         self._captures = Captures(captures, [target, *(self.drafter.captured if self.drafter else ())])
         self.is_steady_state, self.seconds = False, 0.0
@@ -266,7 +265,8 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
 
     def _verify(self, batch: int, draft_len: int, masked: bool = False) -> None:
         """Queue the verify pass, acceptance and the commit. masked: some rows have masks."""
-        target, rows, draft = self.target, self.rows, self._draft_probs
+        target, rows = self.target, self.rows
+        draft = self.drafter.probs(draft_len) if self.drafter else self._no_probs
         p, chosen = self._target_distributions, self._chosen
         records, logprobs = self._records.of(batch, draft_len)
         logits = target.forward(batch, rows, -1, draft_len + 1, -1, draft_len + 1)

@@ -20,6 +20,7 @@ from specrun.drafters.head import DeviceHeadDrafter, HeadDrafter
 from specrun.drafters.hybrid import HybridDrafter
 from specrun.drafters.model import ModelDrafter
 from specrun.drafters.ngram import NgramDrafter
+from specrun.drafters.parallel import DeviceParallelDrafter, ParallelDrafter
 from specrun.drafters.suffix import SuffixDrafter
 from specrun.drafters.translated import TranslatedDrafter
 from specrun.drafters.uploaded import UploadedDrafter
@@ -97,15 +98,16 @@ def _host_drafter(
     target: where it is on the host, too.
     """
     if draft:
-        is_head = draft.config.graph.is_head
-        lender = target if is_head else None
+        graph = draft.config.graph
+        lender = target if graph.is_head else None
         backend = open_host_backend(draft.directory, draft.config, blocks, config.shared_thread_pool, lender)
         runner, settings = ModelRunner(backend), (vocab_size, draft_len, config.use_logits)
         drafter: ModelDrafter
         if draft.translator:
             drafter = TranslatedDrafter(runner, draft.translator, *settings)
         else:
-            drafter = HeadDrafter(runner, *settings) if is_head else ModelDrafter(runner, *settings)
+            of_head = ParallelDrafter if graph.parallel_drafts else HeadDrafter
+            drafter = (of_head if graph.is_head else ModelDrafter)(runner, *settings)
         return HybridDrafter(drafter, config.use_logits) if config.draft else drafter
     return {None: None, "ngram": NgramDrafter(), "suffix": SuffixDrafter(config.use_logits)}[config.draft]
 
@@ -176,7 +178,8 @@ def _open_on_gpus(
         if draft and draft in on_gpus:
             make_drafter = partial(device_model_drafter, backends["draft"], config.cuda_graph)
             if draft.config.graph.is_head:
-                make_drafter = partial(DeviceHeadDrafter, backends["draft"])
+                of_head = DeviceParallelDrafter if draft.config.graph.parallel_drafts else DeviceHeadDrafter
+                make_drafter = partial(of_head, backends["draft"])
         else:
             on_host = _cached_blocks_on_host([draft], rows, config) if draft else 0
             vocab_size = target.config.graph.vocab_size

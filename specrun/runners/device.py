@@ -11,7 +11,7 @@ from specrun.devices import DeviceArray
 from specrun.errors import BackendError
 from specrun.kernels import calls
 from specrun.kernels.layout import MAX_VOCAB
-from specrun.kv_cache.rows import CacheRows
+from specrun.kv_cache.rows import rows_of
 from specrun.runners.device_batch import DeviceRows
 from specrun.runners.host import build_inputs
 
@@ -32,7 +32,7 @@ class DeviceRunner:
         if self.vocab > MAX_VOCAB:
             raise BackendError(f"a vocabulary of {self.vocab} ids: the kernels support at most {MAX_VOCAB}")
         backend.allocate_cache()
-        self.rows = CacheRows(backend.cache)
+        self.rows = rows_of(backend.cache, backend.config.graph.own_tensors)
         self.input_ids = self.device.zeros((rows, max(query_len, build.max_input_len)), np.int64)
         self.write_indices = self.device.zeros((rows,), np.int64)
         self.logits_indices = self.device.zeros((rows, num_logits), np.int64)
@@ -43,7 +43,7 @@ class DeviceRunner:
     def allocate_pool(self, blocks: int) -> None:
         """Give the prefix cache ``blocks`` blocks, before any request."""
         self.backend.cache.allocate_pool(blocks)
-        self.rows = CacheRows(self.backend.cache)
+        self.rows = rows_of(self.backend.cache, self.backend.config.graph.own_tensors)
 
     def warm_up(self, rows: int) -> None:
         """Queue prompts of every batch size up to ``rows``. Admitting a request clears its row afterwards.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from specrun.backends import Backend, Pass
 from specrun.bit_exact import ANY_SHAPE, ShapeClass
-from specrun.kv_cache.rows import CacheRows
+from specrun.kv_cache.rows import rows_of
 from specrun.sampling import Floats
 
 _LENGTH_STEP = 64
@@ -69,7 +69,7 @@ class ModelRunner:
         self.backend = backend
         self.shapes = shapes
         """Passes stay in this class, but for those of ``extend``."""
-        self.rows = CacheRows(backend.cache)
+        self.rows = rows_of(backend.cache, backend.config.graph.own_tensors)
         self.seconds = 0.0
         """Time spent in the engine so far."""
         self.calls = 0

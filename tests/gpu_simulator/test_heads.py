@@ -13,10 +13,10 @@ from specrun.errors import PairError
 from specrun.request import Request
 from specrun.sampling import SamplingParams
 from tests.gpu_simulator.tensorrt import as_plan
-from tests.heads.conftest import pair, target
+from tests.heads.conftest import medusa, pair, target
 from tests.heads.trained import PROMPTS
 
-__all__ = ["pair", "target"]
+__all__ = ["medusa", "pair", "target"]
 
 MANNERS = [SamplingParams(), SamplingParams(temperature=0.9, top_k=40, seed=4)]
 
@@ -35,12 +35,15 @@ def written(engines: Path, **settings: object) -> tuple[list[list[int]], int]:
     return [request.output for request in requests], sum(request.stats.accepted for request in requests)
 
 
-@pytest.fixture(scope="module")
-def plans(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("plans")
+def as_plans(pair: Path, root: Path) -> Path:
     for name in ("target", "head"):
         as_plan(pair / name, root / name)
     return root
+
+
+@pytest.fixture(scope="module")
+def plans(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return as_plans(pair, tmp_path_factory.mktemp("plans"))
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -48,6 +51,13 @@ def plans(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_ids_are_the_cpus(pair: Path, plans: Path, graph: bool) -> None:
     ids, accepted = written(pair)
     assert written(plans, cuda_graph=graph, warm_up=graph) == (ids, accepted)
+    assert accepted > 5
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_heads_that_draft_in_one_pass(medusa: Path, tmp_path: Path) -> None:
+    ids, accepted = written(medusa)
+    assert written(as_plans(medusa, tmp_path), warm_up=True) == (ids, accepted)
     assert accepted > 5
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.conftest import once
 from tests.heads.made import make_pair, save_head, save_target
+from tests.heads.medusa import save_medusa, trained_heads
 from tests.heads.trained import train
 
 TRAINED = "specforge"
@@ -29,3 +30,14 @@ def pair(shared: Path, target: Path) -> Path:
         make_pair(target, head, root)
 
     return once(shared / "heads_pair", make)
+
+
+@pytest.fixture(scope="session")
+def medusa(shared: Path, target: Path) -> Path:
+    """As ``pair``, with Medusa heads."""
+
+    def make(root: Path) -> None:
+        head = save_medusa(root / "hf", "safetensors", trained_heads(target), target)
+        make_pair(target, head, root)
+
+    return once(shared / "medusa_pair", make)

@@ -1,0 +1,98 @@
+"""What Medusa heads compute: every head drafts one token, from the same state of the target (arXiv 2401.10774).
+
+A feature is the target's last state behind its final norm. From h, the feature of position p, head i draws::
+
+    x = h;  x = x + silu(linear_j(x)) for each of its residual blocks j
+    logits = linear(x), for the token at position p + 2 + i
+
+The target itself knows the token at p + 1. So before a round p is the position in front of the last committed token,
+and all of a round's draft tokens come from one pass.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.onnx.ops import symbolic
+
+from specbuild.export.exporter import export_module
+from specbuild.export.hooks import gather_features, scatter
+from specbuild.heads.medusa_checkpoint import MedusaHead
+from specbuild.heads.module import load_parameters, require_vocab
+from specrun.engine_dir import CacheTensor
+
+
+class ResBlock(nn.Module):
+    """x + silu(linear(x))"""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[.., H] -> [.., H]"""
+        return x + functional.silu(self.linear(x))
+
+
+class Medusa(nn.ModuleList):
+    """All heads; parameters are named as in the files. Matrices are placeholders; ``weights`` says where they are."""
+
+    def __init__(self, head: MedusaHead, dtype: torch.dtype, vocab_size: int) -> None:
+        """vocab_size: the target's. Raises CheckpointError and UnsupportedModelError, see ``load_parameters``."""
+        require_vocab(head, vocab_size)
+        width = head.hidden_size
+        with torch.device("meta"):
+            super().__init__(
+                nn.Sequential(
+                    *(ResBlock(width) for _ in range(head.num_layers)), nn.Linear(width, vocab_size, bias=False)
+                )
+                for _ in range(head.num_heads)
+            )
+        self.head, self.dtype, self.vocab_size = head, dtype, vocab_size
+        self.weights = load_parameters(self, head, dtype)
+        """By their names here."""
+        self.eval()
+
+    @property
+    def caches(self) -> list[CacheTensor]:
+        """It keeps nothing of texts."""
+        return []
+
+    def export(self) -> ir.Model:
+        """Their graph, whose initializers are named as ``weights``, behind ``PREFIX``. See ``export_onnx``."""
+        shapes = [CacheTensor(heads=1, head_dim=self.head.hidden_size)]
+        return export_module(_Contract(self), shapes, True, self.dtype, f"{self.head.directory}: the heads")
+
+
+class _Contract(nn.Module):
+    """Medusa heads behind the contract's inputs and outputs."""
+
+    def __init__(self, model: Medusa) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        write_indices: torch.Tensor,
+        logits_indices: torch.Tensor,
+        past: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        (features,), (batch, wanted) = past, logits_indices.shape
+        place = (write_indices + logits_indices[:, 0] - 1).clamp(min=0)
+        # Tokens mean nothing here, and none is negative. But TensorRT drops an input whose values are not used.
+        place = torch.where(input_ids[:, 0] < 0, 0, place)
+        states = gather_features(features, place[:, None].expand(-1, wanted))
+        logits = [head(_slot(states, number)).float() for number, head in enumerate(self.model)]
+        shape = (batch, wanted, self.model.vocab_size)
+        drafted = symbolic("Concat", tuple(logits), {"axis": 1}, dtype=torch.float32, shape=shape, version=13)
+        return drafted, scatter(features, states[:, :1][:, None], place)
+
+
+def _slot(states: torch.Tensor, number: int) -> torch.Tensor:
+    """One of ``states`` [B, K, H], or none where there are no more: a head whose logits nobody wants costs nothing."""
+    bounds = tuple(torch.tensor([value]) for value in (number, number + 1, 1))
+    shape = (states.shape[0], 1, states.shape[2])
+    return symbolic("Slice", (states, *bounds), dtype=states.dtype, shape=shape, version=13)

@@ -1,0 +1,32 @@
+"""Which kind of head a directory holds, if it holds one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from specbuild.heads.checkpoint import MARKS, Head, architectures, read_eagle
+from specbuild.heads.medusa_checkpoint import is_medusa, read_medusa
+from specbuild.json_file import read_json
+from specrun.engine_dir import CONFIG_NAME
+from specrun.errors import CheckpointError
+
+
+def read_head(directory: Path, allow_pickle: bool = False) -> Head:
+    """Read a head's configuration and its weight files' headers. Raises CheckpointError, UnsupportedModelError.
+
+    allow_pickle: weights may be pickled, where there are none as safetensors.
+    """
+    path = directory / CONFIG_NAME
+    if not path.is_file():
+        raise CheckpointError(f"{directory}: no {CONFIG_NAME}; expected the directory of a draft head")
+    data = read_json(path)
+    return (read_medusa if is_medusa(data) else read_eagle)(directory, data, allow_pickle)
+
+
+def refuse_head(directory: Path) -> None:
+    """Raise CheckpointError where ``directory`` holds a head, and a whole model is expected."""
+    path = directory / CONFIG_NAME
+    config = read_json(path) if path.is_file() else {}
+    is_eagle = any(mark in config for mark in MARKS) or any("Eagle" in str(name) for name in architectures(config))
+    if is_eagle or (is_medusa(config) and not any(directory.glob("model*.safetensors"))):
+        raise CheckpointError(f"{directory}: holds a draft head, not a whole model; give its target with --head_of")

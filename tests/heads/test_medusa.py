@@ -1,0 +1,257 @@
+"""Medusa heads draft what their formula says, all in one pass, and texts stay the target's own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from specbuild.heads.fusion import describe_features
+from specbuild.heads.reading import read_head
+from specbuild.weights import check_weights
+from specrun.backends import open_host_backend
+from specrun.backends.ort import OrtDeviceBackend
+from specrun.draft_length import DraftLength
+from specrun.drafters import Proposal
+from specrun.drafters.parallel import DeviceParallelDrafter, ParallelDrafter
+from specrun.engine_dir import open_engine
+from specrun.request import Request
+from specrun.rounds.device import DeviceRound
+from specrun.runners.host import ModelRunner
+from specrun.sampling import Floats, SamplingParams, probabilities
+from specrun.scheduler import Scheduler
+from tests.conftest import make_engine, make_onnx
+from tests.families import VOCAB
+from tests.heads.made import SMALL, save_head, states_of
+from tests.heads.medusa import DIALECTS, HEADS, logits_of, make_head_engine, random_heads, save_medusa
+from tests.heads.test_decoding import GREEDY, LENGTH, LONG, MANNERS, coming, decode, decode_all, open_pair
+from tests.heads.test_dialects import TEXTS, TOLERANCE, difference
+from tests.heads.trained import PROMPTS
+from tests.host_device import HostDevice
+from tests.test_device_round import Recordable
+from tests.test_scheduler import run_staggered
+
+WANTED = [HEADS, 2]
+"""Of each of ``TEXTS``."""
+
+
+# -------------------------------------------------------------------------------------- what heads compute
+
+
+def found(target: Path, head: Path) -> list[Floats]:
+    """Logits [wanted, V] of each text: both rows at once, caches full of junk."""
+    reader = ModelRunner(open_host_backend(target, open_engine(target), 0))
+    drafter = ModelRunner(open_host_backend(head, open_engine(head), 0, lender=reader.backend))
+    for runner in (reader, drafter):
+        runner.reserve(2, 64)
+    for tensor in reader.backend.cache.part(0, 2):
+        tensor[...] = 1e3
+    reader.prefill([text[:-1] for text in TEXTS], 0, 64)
+    before = reader.backend.cache.part(0, 2)[-1].copy()
+    for row, text in enumerate(TEXTS):
+        drafter.rows.rewind(row, len(text) - 1)
+    logits = drafter.forward(TEXTS, WANTED, [[0] * (count - 1) for count in WANTED])
+    assert (reader.backend.cache.part(0, 2)[-1] == before).all(), "features are the target's"
+    return [logits[row, :count].copy() for row, count in enumerate(WANTED)]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_logits_of_all_heads(medusa: Path, target: Path, tmp_path: Path, dialect: str) -> None:
+    """And the check sees another state, another position and another head."""
+    tensors = random_heads()
+    head = save_medusa(tmp_path / "hf", dialect, tensors, target)
+    pickled = dialect == "fasterdecoding"
+    rows = found(medusa / "target", make_head_engine(target, head, tmp_path / "head", True, allow_pickle=pickled))
+    for row, text in enumerate(TEXTS):
+        states = [state[0] for state in states_of(target, torch.tensor([text]))]
+
+        def expected(
+            number: int, states: Sequence[torch.Tensor] = states, layer: int = -1, place: int = -2
+        ) -> torch.Tensor:
+            return logits_of(tensors, number, states[layer][place])
+
+        for number in range(WANTED[row]):
+            own = torch.from_numpy(rows[row][number])
+            assert difference(expected(number), own) < TOLERANCE
+            for wrong in (expected(number, layer=-2), expected(number, place=-1), expected((number + 1) % HEADS)):
+                assert difference(wrong, own) > 100 * TOLERANCE
+
+
+def test_features_are_those_of_eagle_1(target: Path, tmp_path: Path) -> None:
+    """One target serves both kinds of heads."""
+    weights = check_weights(target)
+    heads = [
+        save_medusa(tmp_path / "medusa", "safetensors", random_heads(), target),
+        save_head(tmp_path / "eagle1", "eagle, version 1", rms_norm_eps=1e-3),
+    ]
+    one, other = (describe_features(read_head(head), (), weights, "head") for head in heads)
+    assert one == other
+    assert one.fingerprint != describe_features(read_head(heads[1]), (2,), weights, "head").fingerprint
+
+
+# -------------------------------------------------------------------------------------- rounds
+
+
+@pytest.fixture(scope="module")
+def alone(medusa: Path) -> dict[str, list[list[int]]]:
+    """What the target says on its own, one prompt at a time."""
+    with open_pair(medusa, head=False) as decoder:
+        return {name: [decode(decoder, [one], params)[0].output for one in PROMPTS] for name, params in MANNERS.items()}
+
+
+@pytest.mark.parametrize("mode", MANNERS)
+@pytest.mark.parametrize("draft_len", [1, HEADS, None])
+def test_same_ids_as_the_target_alone(
+    medusa: Path, alone: dict[str, list[list[int]]], draft_len: int | None, mode: str
+) -> None:
+    with open_pair(medusa, head=True, draft_len=draft_len) as decoder:
+        for batch in range(1, 5):
+            requests = decode(decoder, PROMPTS[:batch], MANNERS[mode])
+            assert [request.output for request in requests] == alone[mode][:batch]
+
+
+def test_trained_heads_drafts_are_accepted(medusa: Path, target: Path, tmp_path: Path) -> None:
+    """Heads that were taught these texts, and the same in each other's places: only this sees a shift."""
+
+    def tokens_a_round(pair: Path) -> float:
+        with open_pair(pair, head=True, draft_len=HEADS - 1) as decoder:
+            requests = decode(decoder, PROMPTS, GREEDY)
+            assert decoder.scheduler.round.engine_times().draft_calls <= sum(  # type: ignore[union-attr]
+                request.stats.rounds for request in requests
+            ), "one pass a round, and none for prompts"
+        rounds = sum(request.stats.rounds for request in requests)
+        return sum(len(request.output) for request in requests) / rounds
+
+    right = tokens_a_round(medusa)
+    assert right > 3
+    shifted = tmp_path / "shifted"
+    tensors = {f"{(int(name[0]) + 1) % HEADS}{name[1:]}": one for name, one in read_tensors(medusa / "hf").items()}
+    make_head_engine(target, save_medusa(shifted / "hf", "safetensors", tensors, target), shifted / "head")
+    (shifted / "target").symlink_to(medusa / "target")
+    assert tokens_a_round(shifted) < 0.75 * right  # These texts repeat themselves, so a part is right nevertheless.
+
+
+def read_tensors(head: Path) -> dict[str, torch.Tensor]:
+    tensors = read_head(head).tensors
+    return {name: one.read((slice(None),) * len(one.shape), torch.float32) for name, one in tensors.items()}
+
+
+def test_prefixes_are_reused(medusa: Path) -> None:
+    """Ids and accepted tokens are those without reuse: features come with the target's blocks."""
+    prompts = [[*LONG, 3], [*LONG, 4, 5]]
+    with open_pair(medusa, head=True, draft_len=HEADS) as decoder:
+        plain = [decode(decoder, [one], GREEDY, reuse_blocks=False)[0] for one in prompts]
+        decode(decoder, prompts[:1], GREEDY)
+        again = decode(decoder, prompts, GREEDY)
+    assert [request.stats.cached for request in again] == [48, 48]
+    assert [request.output for request in again] == [request.output for request in plain]
+    assert [request.stats.accepted for request in again] == [request.stats.accepted for request in plain]
+
+
+def test_requests_that_come_and_go(medusa: Path) -> None:
+    """Rows are exchanged, caches grow, and drafts rest in some rows."""
+    with open_pair(medusa, head=False) as decoder:
+        expected = [decode_all(decoder, [request])[0] for request in coming(12, drafts=False)]
+    with open_pair(medusa, head=True, draft_len=HEADS) as decoder:
+        requests = coming(12, drafts=True)
+        run_staggered(decoder, requests, 1)
+        assert [request.output for request in requests] == expected
+
+
+@pytest.mark.parametrize("use_logits", [False, True])
+@pytest.mark.parametrize("draft_len", [1, 3, HEADS])
+def test_the_round_on_a_device(medusa: Path, draft_len: int, use_logits: bool) -> None:
+    """Ids and counts are those of the round on the host, recorded too."""
+    batch = [Request(prompt, params, LENGTH) for prompt in PROMPTS for params in MANNERS.values()]
+    expected, here, again = ([replace(request) for request in batch] for _ in range(3))
+    with open_pair(medusa, head=True, draft_len=draft_len, use_logits=use_logits) as decoder:
+        ids = decode_all(decoder, expected)
+    round_ = device_round(medusa, draft_len, use_logits)
+    for requests in (here, again):
+        for _ in Scheduler(round_, DraftLength(HEADS, draft_len), 4).run(requests):
+            pass
+        assert [request.output for request in requests] == ids
+    assert sum(request.stats.accepted for request in here) == sum(request.stats.accepted for request in expected)
+    assert sum(request.stats.accepted for request in here) > len(here)
+
+
+def device_round(
+    pair: Path, draft_len: int, use_logits: bool, kind: type[OrtDeviceBackend] = Recordable
+) -> DeviceRound:
+    """Of the longest draft length, whose memory shorter rounds use in part."""
+    device = HostDevice()
+    target = kind(pair / "target", open_engine(pair / "target"), device)
+    head = kind(pair / "head", open_engine(pair / "head"), device, target)
+    round_ = DeviceRound(target, lambda rows: DeviceParallelDrafter(head, rows), HEADS, use_logits, 4)
+    round_.allocate_pools(12)
+    return round_
+
+
+# -------------------------------------------------------------------------------------- by logits
+
+WARM = SamplingParams(1.2, top_k=3, seed=1)
+TEXT = [5, 9, 200]
+DRAWS = 600
+
+
+def test_acceptance_by_logits_keeps_the_distribution(medusa: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three tokens. And it is seen where acceptance takes a draft for drawn from something else."""
+    expected = exact(medusa)
+    assert misfit(drawn(medusa), expected) < 60, "chi-squared with 26 degrees of freedom"
+    right = ParallelDrafter._draw
+
+    def wrong(self: ParallelDrafter, logits: Floats, request: Request, proposal: Proposal) -> None:
+        right(self, logits, request, proposal)
+        proposal.probs[-1] = np.full(VOCAB, 1 / VOCAB)
+
+    monkeypatch.setattr(ParallelDrafter, "_draw", wrong)
+    assert misfit(drawn(medusa), expected) > 120
+
+
+def drawn(pair: Path) -> Counter[tuple[int, ...]]:
+    requests = [Request(TEXT, replace(WARM, seed=seed), 3) for seed in range(DRAWS)]
+    with open_pair(pair, head=True, draft_len=2, use_logits=True) as decoder:
+        return Counter(tuple(ids) for ids in decode_all(decoder, requests))
+
+
+def exact(pair: Path) -> dict[tuple[int, ...], float]:
+    """The probability of every three tokens that may follow ``TEXT``."""
+    target = ModelRunner(open_host_backend(pair / "target", open_engine(pair / "target"), 0))
+    target.reserve(1, 64)
+    known: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        longer: dict[tuple[int, ...], float] = {}
+        for ids, so_far in known.items():
+            target.rows.rewind(0, len(TEXT) - 1)
+            p = probabilities(target.forward([[*TEXT, *ids]], [1])[0, 0], WARM)
+            longer |= {(*ids, int(token)): so_far * float(p[token]) for token in np.flatnonzero(p)}
+        known = longer
+    return known
+
+
+def misfit(seen: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
+    """The chi-squared statistic; infinite where something impossible was seen."""
+    assert seen.total() == DRAWS
+    if seen.keys() - expected.keys():
+        return float("inf")
+    return sum((seen[ids] - DRAWS * p) ** 2 / (DRAWS * p) for ids, p in expected.items())
+
+
+# -------------------------------------------------------------------------------------- TensorRT
+
+
+def test_plans_write_back_what_they_read(target: Path, tmp_path: Path) -> None:
+    """In float16, compiled by TensorRT-RTX: no input is dropped, and features are updated in place."""
+    head = save_medusa(tmp_path / "hf", "safetensors", random_heads(), target)
+    make_onnx(head, tmp_path / "onnx", head_of=str(target), dtype="float16")
+    made = make_engine(tmp_path / "onnx", tmp_path / "plan", **SMALL, backend="tensorrt_rtx")
+    config = open_engine(made)
+    assert config.graph.parallel_drafts == HEADS
+    tensors = {tensor.name: tensor for tensor in config.io}
+    assert tensors["present.features"].aliases == "past_key_values.features"
+    assert tensors["logits"].shape[-1] == VOCAB
