@@ -11,6 +11,7 @@ from specbuild import __version__
 from specbuild.config import Backend
 from specbuild.quantisation.recipe import KV_CACHE_DTYPES, QFORMATS
 from specbuild.quantisation.texts import BUILTIN, TextOptions
+from specbuild.training.options import DTYPES, KINDS, TrainOptions
 from specrun.command_line import CONTEXT, FolderPath, OneLineErrors
 from specrun.dtypes import FLOAT_NAMES
 from specrun.engine_dir import SpeculativeMode
@@ -120,6 +121,60 @@ def engine(config_file: Path | None, workers: int, force: bool, **flags: Any) ->
 
     given = {name: value for name, value in flags.items() if value is not None}
     build_engines(engine_options(given, config_file), workers, force, Stages())
+
+
+@main.command("prepare_data")
+@click.option("--prompts", required=True, type=FolderPath, metavar="FILE", help="JSON lines, or a user's turn a line.")
+@click.option("--output_file", required=True, type=FolderPath, help="Gets a line of JSON for every answer.")
+@click.option("--engine_dir", type=FolderPath, help="The target's engine, which answers.")
+@click.option("--draft_engine_dir", type=FolderPath, help="A draft for it.")
+@click.option("--server", metavar="URL", help="A server of the target with OpenAI's API, in place of an engine.")
+@click.option("--model", help="The target's name on the server. Default: its first.")
+@click.option("--concurrency", type=int, default=16, show_default=True, help="Prompts that a server has at a time.")
+@click.option("--max_output_len", type=int, default=512, show_default=True, help="Most tokens of an answer.")
+@click.option("--temperature", type=float, default=0.7, show_default=True, help="0: greedy.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Each prompt's is this plus its line.")
+@click.option("--resume", is_flag=True, help="Answer what output_file has no answer to yet.")
+def prepare_data(**options: Any) -> None:
+    """Prompts -> conversations with the target's own answers, for train_draft."""
+    from specbuild.progress import Stages
+    from specbuild.training.prepare import PrepareOptions
+    from specbuild.training.prepare import prepare_data as run
+
+    run(PrepareOptions(**options), Stages())
+
+
+@main.command("train_draft")
+@click.option("--model_dir", required=True, metavar="DIR|HUB_ID", help="The target: a checkpoint, or its Hub ID.")
+@click.option("--output_dir", required=True, type=FolderPath, help="Where the draft goes.")
+@click.option("--kind", required=True, type=click.Choice(KINDS), help="model: an ordinary draft model.")
+@click.option("--data", type=FolderPath, metavar="FILE", help="JSON lines: conversations, or a 'text'.")
+@click.option("--prompts", type=FolderPath, metavar="FILE", help="Prompts that the target answers first.")
+@click.option("--draft_vocab_size", type=int, help="eagle3: so many tokens, the data's commonest. Default: all.")
+@click.option("--num_layers", type=int, help="model: layers of the target's to keep. Default: half.")
+@click.option("--hidden_size", type=int, help="model: another width, from scratch.")
+@click.option("--draft_len", type=int, help="Drafts of a chain, or heads. Default: 7 for eagle3, else 5.")
+@click.option("--max_length", type=int, default=2048, show_default=True, help="Tokens of a text; the rest is cut off.")
+@click.option("--batch_size", type=int, default=8, show_default=True, help="Texts of a step.")
+@click.option("--epochs", type=int, default=3, show_default=True, help="How often each text is read.")
+@click.option("--steps", type=int, help="In place of epochs.")
+@click.option("--learning_rate", type=float, help="Default: 0.4 / the target's width.")
+@click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="What is computed in.")
+@click.option("--device", metavar="cpu|cuda|cuda:N", help="Default: a GPU where PyTorch finds one.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of new weights and the texts' order.")
+@click.option(
+    "--save_steps", type=int, default=200, show_default=True, help="Steps between comparisons and checkpoints."
+)
+@click.option("--resume", is_flag=True, help="Go on with a run that has stopped.")
+@click.option("--revision", help="Branch, tag or commit, for a Hub ID.")
+@click.option("--trust_remote_code", is_flag=True, help="Run Python code that comes with the checkpoint.")
+@click.option("--force", is_flag=True, help="Replace output_dir, and what a stopped run has left.")
+def train_draft(model_dir: str, **options: Any) -> None:
+    """A target and conversations -> a draft head or a draft model for it."""
+    from specbuild.progress import Stages
+    from specbuild.training.train import train_draft as run
+
+    run(TrainOptions(model=model_dir, **options), Stages())
 
 
 @main.command()

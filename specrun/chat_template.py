@@ -87,17 +87,22 @@ class ChatTemplate:
             raise RequestError(f"{directory}: the tokenizer has no chat template; give --chat_template, or {_INSTEAD}")
         return cls(source, special_tokens, file or directory, sources.get(_FOR_TOOLS))
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
         """The text of ``messages`` up to the beginning of the answer. Raises RequestError where the template fails.
 
-        tools: in the form of OpenAI's API.
+        tools: in the form of OpenAI's API. add_generation_prompt: False ends the text with the last message.
         """
         template = self._template if tools is None else self._tools_template
         try:
             turns = [
                 {key: value for key, value in _plain(message).items() if value is not None} for message in messages
             ]
-            settings = {"tools": _plain(tools), "documents": None, "add_generation_prompt": True}
+            settings = {"tools": _plain(tools), "documents": None, "add_generation_prompt": add_generation_prompt}
             return template.render(messages=turns, **settings, **self._special_tokens)
         except Exception as error:  # Templates are programs, and fail like programs.
             raise self._failed(error) from error

@@ -18,6 +18,8 @@ from specrun.errors import OutputExistsError
 
 QUALITY_NAME = "quality.json"
 """What ``specbuild quantize`` says of its result, beside it."""
+TRAINING_NAME = "training.json"
+"""What ``specbuild train_draft`` says of a draft, beside it."""
 TRITON_KIND = "triton_repository"
 """The ``kind`` of a model repository for Triton."""
 _SCRATCH_END = ".tmp"
@@ -44,6 +46,7 @@ def _ours(directory: Path) -> bool:
     kinds = (
         (CONFIG_NAME, "kind", ("engine", "checkpoint", TRITON_KIND)),
         (QUALITY_NAME, "tool", ("specbuild quantize",)),
+        (TRAINING_NAME, "tool", ("specbuild train_draft",)),
     )
     for name, key, values in kinds:
         try:

@@ -13,7 +13,7 @@ DISTRIBUTION = "specbuild-specrun"
 
 _EXTRAS = {
     **dict.fromkeys(("torch", "transformers", "huggingface_hub", "safetensors"), "build"),
-    **dict.fromkeys(("onnx", "onnxscript", "onnx_ir"), "build"),
+    **dict.fromkeys(("onnx", "onnxscript", "onnx_ir", "httpx"), "build"),
     **dict.fromkeys(("onnxruntime", "jinja2"), "run"),
     **dict.fromkeys(("starlette", "uvicorn", "prometheus_client"), "serve"),
     "llguidance": "json",

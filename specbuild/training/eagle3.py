@@ -1,0 +1,190 @@
+"""EAGLE-3 heads, trained as they draft (arXiv 2503.01840) and written in SpecForge's form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from specbuild.convert import plain, vocab_size_of
+from specbuild.heads.checkpoint import Head, read_head
+from specbuild.heads.eagle3 import Eagle3
+from specbuild.heads.fusion import Fusion, decoder_layers
+from specbuild.heads.pickled import LoadedTensor
+from specbuild.json_file import read_json
+from specbuild.tensors import Reader, Weight
+from specbuild.training.attention import NAME, ChainKeys
+from specbuild.training.student import Student
+from specrun.engine_dir import CONFIG_NAME
+
+WEIGHTS = "model.safetensors"
+_SCALE = 0.02
+"""Standard deviation of new matrices."""
+_FILE_LAYER, _OWN_LAYER = "midlayer.", "layers.0."
+"""The layer's name in files of SpecForge, and here."""
+
+
+class Eagle3Student(Student):
+    """A head in a directory in the form of any trainer, as ``specbuild convert`` would read it."""
+
+    def __init__(self, directory: Path, target: PreTrainedModel, trained_drafts: int) -> None:
+        super().__init__()
+        self.trained_drafts = trained_drafts
+        self.source = read_json(directory / CONFIG_NAME)
+        self.head: Head = read_head(directory)
+        embedding = target.get_input_embeddings().weight
+        assert isinstance(embedding, nn.Parameter)
+        lent = LoadedTensor(torch.empty_like(embedding, device="meta"))
+        self._fusion = Fusion(self.head, target)
+        self.module = Eagle3(
+            self.head,
+            torch.float32,
+            {"embed_tokens.weight": Weight("embed_tokens.weight", torch.float32, lent, directory)},
+            vocab_size_of(target),
+        )
+        self.module.config._attn_implementation = NAME
+        for name in self._fusion.names:
+            _materialise(self._fusion, name, self.head.tensors[name])
+        for name in self.module.weights.keys() & self.head.tensors.keys():
+            _materialise(self.module, name, self.head.tensors[name])
+        self.module.embed_tokens.weight = embedding
+        self.vocabulary = None
+        if self.module.slots is not None:
+            shifts = self.head.tensors["d2t"].read((slice(None),), torch.int64)
+            self.vocabulary = (torch.arange(len(shifts)) + shifts).to(target.device)
+        self.to(target.device)
+
+    @property
+    def fusion(self) -> Fusion:
+        """See Student."""
+        return self._fusion
+
+    def drafts(
+        self, ids: torch.Tensor, mask: torch.Tensor, features: torch.Tensor, count: int
+    ) -> Iterator[torch.Tensor]:
+        """See Student. A draft reads the state of the one before, as when it runs."""
+        keys, hidden = ChainKeys(), features
+        for draft in range(count):
+            origins = ids.shape[1] - 2 - draft
+            places = torch.arange(1 + draft, 1 + draft + origins, device=ids.device)
+            positions = places[None].expand(len(ids), -1)
+            hidden = self.module(ids[:, places], hidden[:, :origins], positions, None, keys)
+            yield hidden
+            hidden = self.module.feature(hidden)
+
+    def logits(self, states: torch.Tensor, draft: int) -> torch.Tensor:
+        """See Student."""
+        found: torch.Tensor = self.module.lm_head(self.module.norm(states))
+        return found
+
+    def save(self, directory: Path, dtype: torch.dtype) -> None:
+        """See Student. In SpecForge's form, without the target's embeddings."""
+        own = {**dict(self._fusion.named_parameters()), **dict(self.module.named_parameters())}
+        tensors = {
+            name.replace(_OWN_LAYER, _FILE_LAYER): parameter.detach().to("cpu", dtype).contiguous()
+            for name, parameter in own.items()
+            if name != "embed_tokens.weight"
+        }
+        config = {**self.source, "torch_dtype": str(dtype).removeprefix("torch.")}
+        write_head(directory, config, tensors, self.vocabulary, self.head.vocab_size)
+
+
+def _materialise(owner: nn.Module, name: str, reader: Reader) -> None:
+    """Put a float32 parameter in the place of a placeholder."""
+    module, _, last = name.rpartition(".")
+    whole = reader.read((slice(None),) * len(reader.shape), torch.float32)
+    owner.get_submodule(module).register_parameter(last, nn.Parameter(whole))
+
+
+def write_new_head(directory: Path, target: PreTrainedModel, vocabulary: torch.Tensor | None, seed: int) -> None:
+    """A head that has learnt nothing: random but for its output layer, which is the target's.
+
+    vocabulary: [V_draft] int64, ascending, the tokens that it is to draft; None: all.
+    """
+    config = _new_config(target, vocabulary)
+    generator = torch.Generator().manual_seed(seed)
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator) * _SCALE
+
+    width, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    output = target.get_output_embeddings()
+    assert output is not None
+    rows = output.weight.detach().cpu().float()
+    ones = torch.ones(width)
+    tensors = {
+        "fc.weight": matrix(width, 3 * width),
+        f"{_FILE_LAYER}self_attn.q_proj.weight": matrix(heads * size, 2 * width),
+        f"{_FILE_LAYER}self_attn.k_proj.weight": matrix(kv_heads * size, 2 * width),
+        f"{_FILE_LAYER}self_attn.v_proj.weight": matrix(kv_heads * size, 2 * width),
+        f"{_FILE_LAYER}self_attn.o_proj.weight": matrix(width, heads * size),
+        f"{_FILE_LAYER}mlp.gate_proj.weight": matrix(inner, width),
+        f"{_FILE_LAYER}mlp.up_proj.weight": matrix(inner, width),
+        f"{_FILE_LAYER}mlp.down_proj.weight": matrix(width, inner),
+        **{
+            f"{_FILE_LAYER}{name}.weight": ones.clone()
+            for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+        },
+        "norm.weight": ones.clone(),
+        "lm_head.weight": (rows if vocabulary is None else rows[vocabulary]).contiguous(),
+    }
+    write_head(directory, config, tensors, vocabulary, vocab_size_of(target))
+
+
+def write_head(
+    directory: Path,
+    config: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    vocabulary: torch.Tensor | None,
+    vocab_size: int,
+) -> None:
+    """Write a head's two files."""
+    chosen = torch.arange(vocab_size) if vocabulary is None else vocabulary.cpu()
+    maps = {
+        "d2t": chosen - torch.arange(len(chosen)),
+        "t2d": torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, chosen, True),
+    }
+    save_file({**tensors, **maps}, directory / WEIGHTS, metadata={"format": "pt"})
+    (directory / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _new_config(target: PreTrainedModel, vocabulary: torch.Tensor | None) -> dict[str, Any]:
+    """``config.json`` of a head with one Llama layer of the target's sizes, as SpecForge writes it."""
+    own = target.config.get_text_config()
+    heads = own.num_attention_heads
+    layers = len(decoder_layers(target))
+    rope = getattr(own, "rope_parameters", None) or {}
+    vocab_size = vocab_size_of(target)
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": own.hidden_size,
+        "intermediate_size": getattr(own, "intermediate_size", None) or 4 * own.hidden_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(own, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(own, "head_dim", None) or own.hidden_size // heads,
+        "hidden_act": "silu",
+        "rms_norm_eps": getattr(own, "rms_norm_eps", None) or 1e-6,
+        "rope_theta": rope.get("rope_theta", 10000.0),
+        "max_position_embeddings": getattr(own, "max_position_embeddings", None) or 2048,
+        "vocab_size": vocab_size,
+        "draft_vocab_size": vocab_size if vocabulary is None else len(vocabulary),
+        "bos_token_id": own.bos_token_id,
+        "eos_token_id": own.eos_token_id,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    }
+    if layers < 3:
+        # Outputs of layers. Elsewhere the heads' common default holds, which all engines read alike; ids they do not.
+        outputs = [min(1, layers - 1), layers // 2, 0]
+        config["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": outputs}
+    read: dict[str, Any] = plain(config)
+    return read

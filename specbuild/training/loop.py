@@ -1,0 +1,127 @@
+"""The training loop: steps, comparison on held-out text, and ends that can be resumed."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from specbuild.heads.fusion import watched
+from specbuild.training.losses import Score, compare
+from specbuild.training.rows import Batch, Data
+from specbuild.training.student import Student
+
+WARM_UP = 0.05
+"""Share of the steps in which the learning rate rises; then it falls to nothing, along a line."""
+_LARGEST_GRADIENT = 1.0
+_BETAS = (0.9, 0.95)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long, and how fast."""
+
+    steps: int
+    batch_size: int
+    learning_rate: float
+    seed: int
+    save_steps: int
+    """So many steps lie between comparisons, each with a checkpoint."""
+    num_drafts: int
+    """Compared on held-out text."""
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, from 0."""
+        rising = (step + 1) / max(1.0, WARM_UP * self.steps)
+        return self.learning_rate * min(rising, 1.0, (1 - step / self.steps) / (1 - WARM_UP))
+
+
+class Trainer:
+    """A draft on its way from step ``step``. What a step does follows from its number and the state alone."""
+
+    def __init__(self, student: Student, target: PreTrainedModel, data: Data, plan: Plan, dtype: torch.dtype) -> None:
+        """dtype: products are computed in it. The parameters are float32."""
+        self.student, self.target, self.data, self.plan = student, target, data, plan
+        self._dtype = dtype
+        self.step = 0
+        self.optimiser = torch.optim.AdamW(student.trained.values(), betas=_BETAS, weight_decay=0.0)
+
+    def run(self, advance: Callable[[], None], at_pause: Callable[[float, bool], None]) -> None:
+        """Train to the end. at_pause: called every ``save_steps`` and at the end, with the loss since and False.
+
+        Ctrl-C and SIGTERM take effect when the step has ended and ``at_pause`` was called with True.
+        """
+        losses: list[float] = []
+        with deferred_signals() as stopped:
+            while self.step < self.plan.steps:
+                losses.append(self._train(self.data.batch(self.step, self.plan.batch_size, self.plan.seed)))
+                self.step += 1
+                advance()
+                if stopped():
+                    at_pause(sum(losses) / len(losses), True)
+                    return
+                if self.step % self.plan.save_steps == 0 or self.step == self.plan.steps:
+                    at_pause(sum(losses) / len(losses), False)
+                    losses.clear()
+
+    def _train(self, batch: Batch) -> float:
+        for group in self.optimiser.param_groups:
+            group["lr"] = self.plan.rate(self.step)
+        loss, _ = self._compare(batch, self.student.trained_drafts)
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(self.student.trained.values(), _LARGEST_GRADIENT)
+        self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    def compare_held_out(self) -> Score:
+        """The draft beside the target on held-out text."""
+        total = Score()
+        with torch.no_grad():
+            for batch in self.data.held_out_batches(self.plan.batch_size):
+                total.add(self._compare(batch, self.plan.num_drafts)[1])
+        return total
+
+    def _compare(self, batch: Batch, count: int) -> tuple[torch.Tensor, Score]:
+        batch = batch.to(self.target.device)
+        mixed = self._dtype != torch.float32
+        with (
+            torch.autocast(self.target.device.type, self._dtype, enabled=mixed),
+            watched(self.target, self.student.fusion) as features,
+        ):
+            with torch.no_grad():
+                output = self.target(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False)
+            return compare(self.student, batch, features(), output.logits, count)
+
+
+@contextmanager
+def deferred_signals() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C and SIGTERM wait until the block has ended; yields whether one has come. A second one does not wait."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def note(number: int, _frame: object) -> None:
+        received.append(number)
+        restore()
+
+    for number, handler in before.items():
+        if callable(handler):  # Not where it is ignored, as in the background of a shell.
+            signal.signal(number, note)
+    try:
+        yield lambda: bool(received)
+    finally:
+        restore()
+    if received:
+        signal.raise_signal(received[0])

@@ -1,0 +1,71 @@
+"""Runs that have not ended: the draft, its optimiser's state and what the run was asked for, in one directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from specbuild.training.loop import Trainer
+from specrun.directories import TRAINING_NAME, new_directory
+from specrun.errors import BuildConfigError, CheckpointError
+
+OPTIMISER_NAME = "optimizer.safetensors"
+TOOL = "specbuild train_draft"
+
+
+def save_run(directory: Path, trainer: Trainer, settings: dict[str, Any], history: list[dict[str, Any]]) -> None:
+    """Write a run, whole or not at all; the one before it is replaced."""
+    names = {id(parameter): name for name, parameter in trainer.student.trained.items()}
+    states = {
+        f"{names[id(parameter)]}.{key}": value.cpu().contiguous()
+        for parameter, state in trainer.optimiser.state.items()
+        for key, value in state.items()
+    }
+    with new_directory(directory, force=True) as work:
+        trainer.student.save(work, torch.float32)
+        save_file(states, work / OPTIMISER_NAME)
+        write_record(work, {"step": trainer.step, "settings": settings, "history": history})
+
+
+def write_record(directory: Path, record: dict[str, Any]) -> None:
+    """Say beside a draft how it was made."""
+    text = json.dumps({"tool": TOOL, **record}, indent=2, ensure_ascii=False)
+    (directory / TRAINING_NAME).write_text(text + "\n", encoding="utf-8")
+
+
+def read_run(directory: Path, settings: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
+    """How far a run is, and its history. Raises CheckpointError; BuildConfigError where other things were asked for."""
+    try:
+        record = json.loads((directory / TRAINING_NAME).read_bytes())
+        began, step, history = record["settings"], record["step"], record["history"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{directory}: no run that can be resumed ({error}); give --force to begin anew"
+        ) from error
+    for name, value in settings.items():
+        if began.get(name) != value:
+            was = "another file" if name == "data" else began.get(name)
+            raise BuildConfigError(
+                f"--{name}: the run in {directory} began with {was}; give the same, or --force to begin anew"
+            )
+    return step, history
+
+
+def load_optimiser(directory: Path, trainer: Trainer) -> None:
+    """Let the optimiser go on where it was. Raises CheckpointError."""
+    try:
+        stored = load_file(directory / OPTIMISER_NAME)
+        for name, parameter in trainer.student.trained.items():
+            state = {key: stored[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+            trainer.optimiser.state[parameter] = {
+                key: value if key == "step" else value.to(parameter.device) for key, value in state.items()
+            }
+    except (OSError, KeyError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{directory / OPTIMISER_NAME}: cannot be read ({error}); give --force to begin anew"
+        ) from error
