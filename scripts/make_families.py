@@ -91,7 +91,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "lfm2_moe": CONVOLUTIONS,
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]], "num_layers": LAYERS},
     # These do not compute it from the model's width.
-    **{name: {"head_dim": 16} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "nemotron")},
+    **{name: {"head_dim": 16} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
+    "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
 }
 SIZES = {"layers": LAYERS, "width": 64, "heads": 4, "kv_heads": 2, "positions": 128}
 
