@@ -8,7 +8,7 @@ from pathlib import Path
 
 from specbuild.convert import choose_max_seq_len, require_packages
 from specbuild.families import refused_family
-from specbuild.heads.checkpoint import refuse_head
+from specbuild.heads.reading import refuse_head
 from specbuild.huggingface import locate, read_model_config
 from specbuild.json_file import read_json
 from specbuild.progress import Stages, human_bytes

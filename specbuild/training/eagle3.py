@@ -13,10 +13,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specbuild.convert import plain, vocab_size_of
-from specbuild.heads.checkpoint import Head, read_head
+from specbuild.heads.checkpoint import EagleHead
 from specbuild.heads.eagle3 import Eagle3
 from specbuild.heads.fusion import Fusion, decoder_layers
 from specbuild.heads.pickled import LoadedTensor
+from specbuild.heads.reading import read_head
 from specbuild.json_file import read_json
 from specbuild.tensors import Reader, Weight
 from specbuild.training.attention import NAME, ChainKeys
@@ -37,7 +38,9 @@ class Eagle3Student(Student):
         super().__init__()
         self.trained_drafts = trained_drafts
         self.source = read_json(directory / CONFIG_NAME)
-        self.head: Head = read_head(directory)
+        head = read_head(directory)
+        assert isinstance(head, EagleHead)
+        self.head = head
         embedding = target.get_input_embeddings().weight
         assert isinstance(embedding, nn.Parameter)
         lent = LoadedTensor(torch.empty_like(embedding, device="meta"))

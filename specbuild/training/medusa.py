@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from specbuild.heads.fusion import Fusion
+from specbuild.heads.medusa import ResBlock
 from specbuild.json_file import read_json
 from specbuild.training.student import Student
 from specrun.engine_dir import CONFIG_NAME
@@ -33,17 +33,6 @@ class FinalState(Fusion):
         self.layers, self.names = (), []
 
 
-class _Residual(nn.Module):
-    """x + SiLU(linear(x))"""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + functional.silu(self.linear(x))
-
-
 class MedusaStudent(Student):
     """The heads in a directory that ``save`` or ``write_new_heads`` has written."""
 
@@ -55,7 +44,7 @@ class MedusaStudent(Student):
         vocab_size, width = tensors[f"0.{layers}.weight"].shape
         with torch.device("meta"):
             self.heads = nn.ModuleList(
-                nn.Sequential(*(_Residual(width) for _ in range(layers)), nn.Linear(width, vocab_size, bias=False))
+                nn.Sequential(*(ResBlock(width) for _ in range(layers)), nn.Linear(width, vocab_size, bias=False))
                 for _ in range(self.trained_drafts)
             )
         self.heads.load_state_dict({name: tensor.float().clone() for name, tensor in tensors.items()}, assign=True)

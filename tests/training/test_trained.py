@@ -21,6 +21,7 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.request import Request
 from specrun.sampling import SamplingParams
 from tests.conftest import make_engine, make_onnx
+from tests.heads.made import make_pair
 from tests.training.conftest import SMALL
 from tests.training.made import LENGTH, PROMPTS, train
 
@@ -103,7 +104,7 @@ def test_a_draft_model_is_distilled(target: Path, answered: Path, tmp_path: Path
 
 
 def test_medusa_heads_learn(target: Path, answered: Path, tmp_path: Path) -> None:
-    """Their files have FasterDecoding's names, and their loss falls; heads that copy the output layer draft nothing."""
+    """Their files have FasterDecoding's names, their loss falls, and their drafts are accepted."""
     options = {"draft_len": 3, "learning_rate": 6e-3, "save_steps": 1}
     before = train(target, tmp_path / "before", "medusa", answered / "data.jsonl", steps=1, **options)["history"][-1]
     options["save_steps"] = 60
@@ -123,3 +124,8 @@ def test_medusa_heads_learn(target: Path, answered: Path, tmp_path: Path) -> Non
     config = json.loads((tmp_path / "after" / "config.json").read_text())
     assert (config["medusa_num_heads"], config["medusa_num_layers"]) == (3, 1)
     assert config["base_model_name_or_path"] == str(target)
+    make_pair(target, tmp_path / "after", tmp_path / "pair")
+    alone = decode(answered / "engine", None, SEEDED)
+    found = decode(tmp_path / "pair" / "target", tmp_path / "pair" / "head", SEEDED)
+    assert [request.output for request in found] == [request.output for request in alone]
+    assert acceptance(decode(tmp_path / "pair" / "target", tmp_path / "pair" / "head", GREEDY)) > 0.5
