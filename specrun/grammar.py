@@ -11,6 +11,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -215,6 +216,11 @@ class Matcher:
             self._masks[count] = mask
         return mask
 
+    def length_within(self, drafts: Sequence[int]) -> int | None:
+        """After how many of ``drafts`` nothing may follow the text; None where it goes on."""
+        count = self._advance_to(drafts)
+        return next((length for length in range(count + 1) if self._complete[length]), None)
+
     def at_text(self) -> LLMatcher:
         """The library's matcher behind the committed text."""
         self._rewind(0)
@@ -280,10 +286,13 @@ def fill_masks(
     if drafted := [one for one in asked if one[2]]:
         fill_next_token_bitmask_par_with_draft_tokens(_executor(), drafted, found)
     masks = np.full((len(matchers), positions, -(-vocab_size // 32)), 2**32 - 1, np.uint32)
-    for number, (row, _) in enumerate(rows):
+    for number, (row, matcher) in enumerate(rows):
         masks[row] = 0  # The model may have more ids than the tokenizer.
         own = found[number * positions : (number + 1) * positions, : masks.shape[2]]
         masks[row, :, : own.shape[1]] = own.view(np.uint32)
+        with suppress(RequestError):  # ``require_no_error`` raises it again.
+            if (end := matcher.length_within(drafts[row])) is not None:
+                masks[row, end:] = 2**32 - 1  # The library lets the end of text follow, which may be forbidden.
     return masks
 
 

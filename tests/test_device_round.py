@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -364,6 +365,19 @@ def test_control_masks_that_do_not_know_the_drafts_are_seen(
     ids = on_host(tables[0], None, 0, False, expected)
     monkeypatch.setattr("specrun.rounds.device.fill_masks", committed_only)
     assert on_device(device_round(*tables, 4), found) != ids
+
+
+def test_drafts_that_complete_a_text_whose_end_is_forbidden(
+    tables: tuple[Path, Path], letters: list[Grammar], tmp_path: Path
+) -> None:
+    """Behind them nothing may follow, the end-of-text id included; the round's own token there is of no account."""
+    save_tokenizer(tmp_path)
+    ids = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).get_vocab()
+    params = SamplingParams(logit_bias={0: -math.inf, **{ids[letter]: 50.0 for letter in "abcdef"}})
+    expected, found = ([Request([3], params, 24, grammar=letters[0])] for _ in range(2))
+    target = tables[0]
+    assert on_device(device_round(target, target, 4), found) == on_host(target, None, 0, False, expected)
+    assert found[0].stats.accepted > 0 and found[0].finish_reason == "stop"
 
 
 @pytest.mark.parametrize("apart", [False, True])
