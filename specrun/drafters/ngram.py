@@ -6,6 +6,7 @@ As in https://github.com/apoorvumang/prompt-lookup-decoding.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 from specrun.drafters import Proposal
 from specrun.drafters.lookup import LookupDrafter
@@ -45,7 +46,7 @@ class NgramDrafter(LookupDrafter):
     """See ``Drafter``. It proposes nothing for a request whose last token is new to its text."""
 
     def __init__(self) -> None:
-        self._indices: dict[Request, NgramIndex] = {}
+        self._indices: WeakKeyDictionary[Request, NgramIndex] = WeakKeyDictionary()
 
     def admit(self, requests: Sequence[Request], first: int) -> None:
         """See ``Drafter``."""

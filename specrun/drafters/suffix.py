@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from specrun.acceptance_rate import AcceptanceRate
 from specrun.drafters import Proposal
@@ -126,11 +127,11 @@ class SuffixDrafter(LookupDrafter):
     def __init__(self, use_logits: bool) -> None:
         """use_logits: of requests that do not say."""
         self._use_logits = use_logits
-        self._own: dict[Request, Index] = {}
+        self._own: WeakKeyDictionary[Request, Index] = WeakKeyDictionary()
         self._past = PastTexts()
         self._accepted: dict[int, AcceptanceRate] = {}
         """By the bits of the match's length."""
-        self._matched: dict[Request, int] = {}
+        self._matched: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         """The match from which a request's draft of this round came."""
 
     def admit(self, requests: Sequence[Request], first: int) -> None:
