@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,10 @@ FOR_COMPILERS = "specbuild."
 FLOAT4_INPUT = f"{FOR_COMPILERS}float4_input_scale"
 """Metadata of a product whose input TensorRT may round to float4, which has no standard ONNX form: the scale that is
 multiplied by those of every 16 values."""
+EXPERTS = f"{FOR_COMPILERS}experts"
+"""Metadata of nodes in a mixture of experts, with one of these values."""
+EXPERTS_PART, EXPERTS_SUM = "part", "sum"
+"""The second input has a part for each expert on its first axis; the node adds up the experts' results."""
 _RECODED = "recoded.onnx"
 """A checkpoint's graph with weights in other codes, while it is compiled."""
 _DEQUANTISE = {"DequantizeLinear"}
@@ -93,6 +99,20 @@ def initializer(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Val
         value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=shape, const_value=tensor)
         graph.register_initializer(value)
     return graph.initializers[name]
+
+
+def part_of(tensor: ir.ExternalTensor, first: int, shape: Sequence[int], name: str) -> ir.ExternalTensor:
+    """Elements of ``tensor`` from number ``first`` on, as a tensor of ``shape`` that lies in the same file."""
+    start, length = (int(count * tensor.dtype.itemsize) for count in (first, math.prod(shape)))
+    return ir.ExternalTensor(
+        tensor.location,
+        (tensor.offset or 0) + start,
+        length,
+        tensor.dtype,
+        shape=ir.Shape(shape),
+        name=name,
+        base_dir=tensor.base_dir,
+    )
 
 
 def share_tied_weights(model: ir.Model) -> None:

@@ -10,6 +10,8 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from specbuild import graph as graphs
+
 
 class Piece(NamedTuple):
     """Some nodes of a graph as a model of their own; its weights stay in the whole model's file."""
@@ -89,19 +91,11 @@ def split_products(model: ir.Model, elements: int) -> None:
 def _slices(tensor: ir.ExternalTensor, elements: int, expert: int = 0) -> Iterator[tuple[int, ir.Value]]:
     """Rows of a matrix, or of one expert's, as weights of their own, with their first row's number."""
     rows, columns = (int(size) for size in tensor.shape.numpy()[-2:])
-    row = int(columns * tensor.dtype.itemsize)
     step = max(1, elements // columns)
     for start in range(0, rows, step):
-        count = min(step, rows - start)
-        part = ir.ExternalTensor(
-            tensor.location,
-            (tensor.offset or 0) + (expert * rows + start) * row,
-            count * row,
-            tensor.dtype,
-            shape=ir.Shape([count, columns]),
-            name=f"{tensor.name}.{expert}.rows.{start}",
-            base_dir=tensor.base_dir,
-        )
+        shape = [min(step, rows - start), columns]
+        name = f"{tensor.name}.{expert}.rows.{start}"
+        part = graphs.part_of(tensor, (expert * rows + start) * columns, shape, name)
         yield start, ir.Value(name=part.name, shape=part.shape, type=ir.TensorType(part.dtype), const_value=part)
 
 

@@ -123,6 +123,13 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         attn_scale=0.5,
     ),
 }
+OTHERS: dict[str, Callable[[], PreTrainedConfig]] = {
+    # Experts with biases, kept [E, in, out], whose gate and up columns take turns; attention sinks.
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **SIZES, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8
+    ),
+}
+"""Those of single tests."""
 
 TEXT = "the quick brown fox jumps over the lazy dog, and draft tokens are checked by the target in one pass. " * 3
 
@@ -154,7 +161,7 @@ def save_checkpoint(
 ) -> Path:
     """A random checkpoint of ``family`` with a tokenizer, at a scale that makes its logits differ clearly."""
     torch.manual_seed(seed)
-    config = FAMILIES[family]()
+    config = {**FAMILIES, **OTHERS}[family]()
     for name, value in changes.items():
         setattr(config, name, value)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

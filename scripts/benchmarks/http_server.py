@@ -2,6 +2,7 @@
 """What `specrun serve` costs: tokens a second of many streams over HTTP, beside the same requests in `decoder.run`.
 
 Both decode the same prompts with the same seeds on the same decoder, in turns; ratios are formed within a repetition.
+The draft length is fixed: ``auto`` tries other lengths in every run, which costs more or less than a server.
 The clients are one process of their own with plain sockets. They read every event, and take their time from the same
 cores, so their processor time is reported too. Needs what scripts/demo leaves in demo/, with a target that was built
 for as many rows (--max_batch_size).
@@ -79,6 +80,7 @@ def run_directly(decoder: SpeculativeDecoder, streams: int, output_len: int) -> 
 @click.command()
 @click.option("--engine_dir", type=click.Path(path_type=Path), required=True)
 @click.option("--draft_engine_dir", type=click.Path(path_type=Path))
+@click.option("--draft_len", type=int, default=2, show_default=True)
 @click.option("--streams", type=int, default=64, show_default=True)
 @click.option("--output_len", type=int, default=64, show_default=True)
 @click.option("--repetitions", type=int, default=5, show_default=True)
@@ -87,6 +89,7 @@ def run_directly(decoder: SpeculativeDecoder, streams: int, output_len: int) -> 
 def main(
     engine_dir: Path,
     draft_engine_dir: Path | None,
+    draft_len: int,
     streams: int,
     output_len: int,
     repetitions: int,
@@ -97,7 +100,8 @@ def main(
     if client:
         run_clients(client, streams, output_len)
         return
-    config = DraftTargetConfig(reuse_blocks=False, shared_thread_pool=True)
+    settings = {"draft_len": draft_len} if draft_engine_dir else {}
+    config = DraftTargetConfig(**settings, reuse_blocks=False, shared_thread_pool=True)
     decoder, listener = SpeculativeDecoder.open(engine_dir, draft_engine_dir, config), listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
     server = serve(
@@ -136,6 +140,7 @@ def main(
         "processor": describe_processor(),
         "date": time.strftime("%Y-%m-%d"),
         "streams": streams,
+        "draft_len": draft_len,
         "output_len": output_len,
         "target": str(engine_dir),
         "draft": str(draft_engine_dir) if draft_engine_dir else None,

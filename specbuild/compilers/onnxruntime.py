@@ -18,6 +18,7 @@ from specbuild.causal import drop_causal_masks
 from specbuild.compilers import Compiled, cpu_forms, machine
 from specbuild.quantisation.kv_cache_graph import cache_updates, store_float8_as_int8
 from specbuild.single_queries import pad_single_queries
+from specbuild.used_experts import skip_unused_experts
 from specrun.backends.ort import session_options
 from specrun.dtypes import DTYPES
 from specrun.engine_dir import GRAPH_NAME, WEIGHTS_NAME, BackendInfo, BuildConfig, GraphInfo, Tensor
@@ -46,6 +47,8 @@ def compile_graph(
         model = graphs.write_recoded(model, output)
     harmful = cpu_forms.HARMFUL if any(node.op_type == "DequantizeLinear" for node in model.graph) else []
     harmful = [*harmful, *(cpu_forms.HARMFUL_TO_CACHES if cache_updates(model) else [])]
+    if mixtures := skip_unused_experts(model):
+        notes.append(f"{mixtures} layers read only the experts that a pass uses")
     pad_single_queries(model)
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.optimized_model_filepath = str(output / GRAPH_NAME)

@@ -16,8 +16,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from specbuild.export import experts
 from specbuild.export.fused import fused_operators
-from specbuild.export.hooks import EXPERTS, IMPLEMENTATION, ScatterCache, register, scatter
+from specbuild.export.hooks import IMPLEMENTATION, ScatterCache, register, scatter
 from specbuild.export.query_scales import by_position
 from specbuild.heads.fusion import Fusion, watched
 from specbuild.quantisation.kv_cache import CODE_TYPES, CacheRounding
@@ -176,14 +177,14 @@ def _first_line(error: Exception) -> str:
 def _implementation(model: PreTrainedModel) -> Iterator[None]:
     """Select our attention and experts, and put back what was there."""
     config: Any = model.config
-    attention, experts = config._attn_implementation, config._experts_implementation
+    before = config._attn_implementation, config._experts_implementation
     model.set_attn_implementation(IMPLEMENTATION)
-    model.set_experts_implementation(EXPERTS)
+    model.set_experts_implementation(experts.IMPLEMENTATION)
     try:
         yield
     finally:
-        model.set_attn_implementation(attention)
-        model.set_experts_implementation(experts)
+        model.set_attn_implementation(before[0])
+        model.set_experts_implementation(before[1])
 
 
 @contextmanager

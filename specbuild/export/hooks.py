@@ -18,14 +18,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
 
+from specbuild.export import experts
 from specbuild.export.query_scales import scaled
 from specbuild.quantisation.kv_cache import CacheRounding, TensorRounding
 
 IMPLEMENTATION = "specbuild_onnx"
 """The name under which attention and mask are registered with transformers."""
-
-EXPERTS = "specbuild_dense"
-"""The name under which the dense mixture-of-experts function is registered."""
 
 
 def scatter(past: torch.Tensor, new: torch.Tensor, write_indices: torch.Tensor) -> torch.Tensor:
@@ -220,38 +218,11 @@ def _plain_attention(
     return output.reshape(batch, heads, length, value.shape[-1])
 
 
-def dense_experts(
-    self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    """Every expert on every token, weighted by the router: no data-dependent shapes, so it exports.
-
-    hidden_states [T, H], top_k_index and top_k_weights [T, k] -> [T, H]. transformers' experts modules keep
-    their weights as [E, out, in], or [E, in, out] where ``is_transposed``.
-    """
-    experts: Any = self
-    routing = torch.zeros(hidden_states.shape[0], experts.num_experts, dtype=top_k_weights.dtype)
-    routing = routing.scatter(1, top_k_index, top_k_weights)
-
-    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
-        weight = getattr(experts, name)
-        y = torch.matmul(x, weight if experts.is_transposed else weight.transpose(1, 2))
-        return y + getattr(experts, f"{name}_bias")[:, None, :] if experts.has_bias else y
-
-    states = hidden_states[None].expand(experts.num_experts, -1, -1)
-    if experts.has_gate:
-        inner = experts._apply_gate(linear(states, "gate_up_proj"))
-    else:
-        inner = experts.act_fn(linear(states, "up_proj"))
-    outputs = linear(inner, "down_proj")
-    weighted = outputs * routing.transpose(0, 1)[:, :, None].to(outputs.dtype)
-    return weighted.sum(dim=0).to(hidden_states.dtype)
-
-
 def register(rounding: CacheRounding | None = None) -> None:
     """Make the functions above selectable by name, for models whose cache has this ``rounding``."""
     AttentionInterface.register(IMPLEMENTATION, partial(contract_attention, rounding))
     AttentionMaskInterface.register(IMPLEMENTATION, contract_mask)
-    ALL_EXPERTS_FUNCTIONS.register(EXPERTS, dense_experts)
+    ALL_EXPERTS_FUNCTIONS.register(experts.IMPLEMENTATION, experts.dense_experts)
 
 
 def gather_logits_positions(hidden_states: torch.Tensor, logits_to_keep: torch.Tensor) -> torch.Tensor:
