@@ -259,17 +259,15 @@ def _write(source: _Source, options: ConvertOptions, work: Path, stages: Stages)
 
 
 def _quantised(options: ConvertOptions, scheme: Scheme | None, packed: PackedModel) -> QuantisedWeights | None:
-    if not packed.products:
+    if not (packed.products or packed.experts):
         return None
     return QuantisedWeights(source=scheme.method if scheme else options.qformat, forms=packed.forms())
 
 
 def _output_bytes(model: PreTrainedModel, packed: PackedModel) -> int:
     """How large the ONNX checkpoint will be, less its small parts."""
-    names = dict(model.named_parameters())
-    dense = sum(p.nbytes for name, p in names.items() if name not in packed.products and name not in packed.tables)
-    stored = {id(weight): weight.nbytes for weight in (*packed.products.values(), *packed.tables.values())}
-    return dense + sum(stored.values())
+    dense = sum(parameter.nbytes for name, parameter in model.named_parameters() if name not in packed)
+    return dense + sum(weight.nbytes for weight in packed.weights())
 
 
 def _far_reference(model: PreTrainedModel, info: GraphInfo, max_seq_len: int, stages: Stages) -> Reference | None:

@@ -28,8 +28,9 @@ FLOAT4_INPUT = f"{FOR_COMPILERS}float4_input_scale"
 multiplied by those of every 16 values."""
 EXPERTS = f"{FOR_COMPILERS}experts"
 """Metadata of nodes in a mixture of experts, with one of these values."""
-EXPERTS_PART, EXPERTS_SUM = "part", "sum"
-"""The second input has a part for each expert on its first axis; the node adds up the experts' results."""
+EXPERTS_FIRST, EXPERTS_PART, EXPERTS_SUM = "first", "part", "sum"
+"""Two whose second input has a part for each expert on its first axis: the first input is the same for all experts, or
+has parts too. And one that adds up what experts give."""
 _RECODED = "recoded.onnx"
 """A checkpoint's graph with weights in other codes, while it is compiled."""
 _DEQUANTISE = {"DequantizeLinear"}
@@ -184,11 +185,23 @@ def widen_to_float32(model: ir.Model) -> None:
             _cast_uses(graph, weight)
 
 
+def all_nodes(model: ir.Model) -> list[ir.Node]:
+    """The nodes of the graph and of branches in it."""
+    return list(ir.traversal.RecursiveGraphIterator(model.graph))
+
+
+def graph_of(node: ir.Node) -> ir.Graph:
+    """The graph or branch that ``node`` is in."""
+    if not isinstance(node.graph, ir.Graph):
+        raise ValueError(f"{node.name}: is in no graph")
+    return node.graph
+
+
 def rounded_activations(model: ir.Model) -> list[ir.Node]:
     """Where inputs of products become codes; those of a cache are stored and not among them."""
     return [
         node
-        for node in model.graph
+        for node in all_nodes(model)
         if node.op_type == "QuantizeLinear" and {use.node.op_type for use in node.outputs[0].uses()} <= _DEQUANTISE
     ]
 
@@ -204,8 +217,8 @@ def drop_activation_rounding(model: ir.Model, codes: ir.DataType | None = None) 
             continue
         for use in list(quantise.outputs[0].uses()):
             use.node.outputs[0].replace_all_uses_with(x)
-            model.graph.remove(use.node, safe=True)
-        model.graph.remove(quantise, safe=True)
+            graph_of(use.node).remove(use.node, safe=True)
+        graph_of(quantise).remove(quantise, safe=True)
 
 
 def _cast_uses(graph: ir.Graph, weight: ir.Value) -> None:

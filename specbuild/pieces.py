@@ -126,8 +126,11 @@ def _by_expert(product: ir.Node, tensor: ir.ExternalTensor, elements: int) -> li
     nodes: list[ir.Node] = []
     results = []
     for expert in range(int(tensor.shape.numpy()[0])):
-        nodes += _range_of(product.inputs[0], expert, expert + 1, axis=0)
-        nodes += _by_row(nodes[-1].outputs[0], _slices(tensor, elements, expert))
+        x = product.inputs[0]
+        if product.metadata_props.get(graphs.EXPERTS) != graphs.EXPERTS_FIRST:
+            nodes += _range_of(x, expert, expert + 1, axis=0)
+            x = nodes[-1].outputs[0]
+        nodes += _by_row(x, _slices(tensor, elements, expert))
         results.append(nodes[-1].outputs[0])
     return [*nodes, ir.node("Concat", results, {"axis": 0})]
 

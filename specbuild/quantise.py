@@ -63,7 +63,7 @@ def quantise(options: QuantiseOptions, stages: Stages) -> dict[str, Any]:
         options = replace(options, qformat=AUTO)
     recipe = make_recipe(options.qformat, options.group_size, options.exclude)
     assert recipe is not None
-    recipe = replace(recipe, head=options.lm_head, embeddings=False)
+    recipe = replace(recipe, head=options.lm_head, embeddings=False, experts=False)
     if options.draft_dir is not None and not options.quality:
         raise BuildConfigError("--draft_dir is for the comparison with the original: leave out --no-quality")
     kv_cache = cache_code(options.kv_cache_dtype)

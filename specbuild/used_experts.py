@@ -40,7 +40,7 @@ class _Mixture:
 
 
 def skip_unused_experts(model: ir.Model) -> int:
-    """Let ``model``, whose weights lie in a file, read only the experts that a pass uses, in place.
+    """Let ``model``, in float32 and with its weights in a file, read only the experts that a pass uses, in place.
 
     Returns how many mixtures there are.
     """
@@ -81,9 +81,9 @@ def _skip_unused(graph: ir.Graph, mixture: _Mixture) -> None:
     """Replace one mixture by a branch for each expert, which adds what the expert gives to the experts' before it."""
     made = _Tape(f"{mixture.sum.name}.experts")
     parts = {node: _input(node, 1) for node in mixture.nodes if graphs.EXPERTS in node.metadata_props}
-    weights = {node: weight for node, value in parts.items() if (weight := _stored(value)) is not None}
-    number = int(next(iter(weights.values())).shape.numpy()[0])
-    split = {node: made.split(value, number) for node, value in parts.items() if node not in weights}
+    stored = {node for node, value in parts.items() if _is_stored(value)}
+    number = _shape(parts[mixture.nodes[0]])[0]
+    split = {node: made.split(value, number) for node, value in parts.items() if node not in stored}
     axes = made.op("Constant", value=ir.tensor([1, 2], ir.DataType.INT64))
     is_chosen = made.op("Cast", mixture.routing, to=int(ir.DataType.BOOL))
     is_used = made.split(made.op("ReduceMax", is_chosen, axes, keepdims=1), number)
@@ -93,8 +93,9 @@ def _skip_unused(graph: ir.Graph, mixture: _Mixture) -> None:
         results: dict[ir.Value | None, ir.Value] = {}
         for node in mixture.nodes:
             inputs = [results.get(value, value) for value in node.inputs]
-            if node in weights:
-                inputs[1] = _part(graph, made, parts[node], weights[node], expert)
+            if node in stored:
+                inputs[0] = _beside_product(inputs[0], used)
+                inputs[1] = _part(parts[node], expert, made, used)
             elif node in split:
                 inputs[1] = split[node][expert]
             results.update(zip(node.outputs, used.copy(node, inputs), strict=True))
@@ -102,8 +103,22 @@ def _skip_unused(graph: ir.Graph, mixture: _Mixture) -> None:
         unused.op("Identity", total)
         total = made.op("If", is_used[expert], then_branch=used.graph(), else_branch=unused.graph())
     total = made.op("Squeeze", total, made.op("Constant", value=ir.tensor([0], ir.DataType.INT64)))
+    for weight in made.weights:
+        graph.register_initializer(weight)
     old, output = [*mixture.nodes, mixture.sum], mixture.sum.outputs[0]
     ir.convenience.replace_nodes_and_values(graph, mixture.sum, old, made.nodes, [output], [total])
+
+
+def _beside_product(x: ir.Value | None, branch: _Tape) -> ir.Value | None:
+    """The input of a product; where it is in 8 bits, its numbers are made of codes in the branch, to be fused."""
+    node = x.producer() if x is not None else None
+    return branch.copy(node, node.inputs)[0] if node is not None and node.op_type == "DequantizeLinear" else x
+
+
+def _is_used(made: _Tape, mixture: _Mixture) -> ir.Value:
+    """bool [E, 1, 1]: whether a token has chosen the expert."""
+    axes = made.op("Constant", value=ir.tensor([1, 2], ir.DataType.INT64))
+    return made.op("ReduceMax", made.op("Cast", mixture.routing, to=int(ir.DataType.BOOL)), axes, keepdims=1)
 
 
 class _Tape:
@@ -112,6 +127,8 @@ class _Tape:
     def __init__(self, name: str) -> None:
         self.name = name
         self.nodes: list[ir.Node] = []
+        self.weights: list[ir.Value] = []
+        """Initializers that belong to the nodes."""
 
     def op(self, op_type: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
         """One node with one output."""
@@ -126,9 +143,20 @@ class _Tape:
         attributes = list(node.attributes.values())
         return self._add(ir.Node(node.domain, node.op_type, inputs, attributes, num_outputs=len(node.outputs)))
 
+    def part(self, value: ir.Value, expert: int, row: bool) -> ir.Value:
+        """One expert's entry of an initializer, as an initializer; see ``_part``."""
+        stored = value.const_value
+        assert isinstance(stored, ir.ExternalTensor)
+        _, *shape = _shape(value)
+        first, shape = expert * math.prod(shape), shape[1:] if row else shape
+        tensor = graphs.part_of(stored, first, shape, f"{self.name}.{expert}.{stored.name}")
+        made = ir.Value(name=tensor.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+        self.weights.append(made)
+        return made
+
     def graph(self) -> ir.Graph:
         """The nodes as a branch, which gives the last one's output."""
-        return ir.Graph([], self.nodes[-1].outputs, nodes=self.nodes, name=self.name)
+        return ir.Graph([], self.nodes[-1].outputs, nodes=self.nodes, initializers=self.weights, name=self.name)
 
     def _add(self, node: ir.Node) -> Sequence[ir.Value]:
         node.name = f"{self.name}.{len(self.nodes)}"
@@ -138,21 +166,48 @@ class _Tape:
         return node.outputs
 
 
-def _stored(value: ir.Value) -> ir.ExternalTensor | None:
-    """The tensor of a weight in a file, of which one expert's part can be taken; it may be cast."""
-    producer = value.producer()
-    if producer is not None and producer.op_type == "Cast":
-        return _stored(_input(producer, 0))
-    return value.const_value if isinstance(value.const_value, ir.ExternalTensor) else None
+_READS = ("Cast", "DequantizeLinear")
+"""What stands between a stored weight and its product."""
 
 
-def _part(graph: ir.Graph, made: _Tape, value: ir.Value, stored: ir.ExternalTensor, expert: int) -> ir.Value:
-    """One expert's [K, N] of a weight [E, K, N]."""
-    _, *shape = stored.shape.numpy()
-    part = graphs.part_of(stored, expert * math.prod(shape), shape, f"{stored.name}.{expert}")
-    own = graphs.initializer(graph, str(part.name), part)
-    cast = value.producer()
-    return own if cast is None else made.copy(cast, [own])[0]
+def _is_stored(value: ir.Value) -> bool:
+    """Whether ``value`` is a weight in a file, or its numbers, of which one expert's part can be taken."""
+    node = value.producer()
+    if node is not None:
+        return node.op_type in _READS and all(other is not None and _is_stored(other) for other in node.inputs)
+    return isinstance(value.const_value, ir.ExternalTensor)
+
+
+def _shape(value: ir.Value) -> tuple[int, ...]:
+    """Of a stored weight, [E, ..]."""
+    while (node := value.producer()) is not None:
+        value = _input(node, 0)
+    assert value.const_value is not None
+    return tuple(int(size) for size in value.const_value.shape.numpy())
+
+
+def _part(value: ir.Value, expert: int, outside: _Tape, branch: _Tape, row: bool = False) -> ir.Value:
+    """One expert's part of a stored weight. Codes, and what makes numbers of them, are in the branch, to be fused.
+
+    row: of [E, 1, N] take [N], not [1, N].
+    """
+    node = value.producer()
+    if node is None:
+        return outside.part(value, expert, row)
+    if node.op_type == "Cast":
+        return outside.copy(node, [_part(_input(node, 0), expert, outside, outside, row)])[0]
+    groups = _shape(_input(node, 1))[1:-1]  # None where scales are [E], else that of [E, groups, N].
+    rows = (row, *[row or groups == (1,)] * (len(node.inputs) - 1))
+    inputs = [_part(_input(node, index), expert, branch, branch, row) for index, row in enumerate(rows)]
+    output = branch.copy(node, inputs)[0]
+    attributes = branch.nodes[-1].attributes
+    if not groups:
+        del attributes["axis"]
+    elif groups == (1,):  # A scale for each channel: the axis is the channels'.
+        del attributes["block_size"]
+    else:
+        attributes["axis"] = ir.AttrInt64("axis", 0)
+    return output
 
 
 def _input(node: ir.Node, index: int) -> ir.Value:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from specbuild import graph as graphs
+from specbuild.checkpoint import open_checkpoint
 from specbuild.used_experts import skip_unused_experts
 from specrun.backends import Backend, open_host_backend
+from specrun.backends.ort_session import session_options
 from specrun.engine_dir import GRAPH_NAME, open_engine
 from specrun.sampling import Floats
 from tests.conftest import make_engine, make_onnx
@@ -72,6 +80,123 @@ def test_unused_experts_are_not_read(tmp_path: Path) -> None:
             np.testing.assert_array_equal(found, logits(whole, tokens))
         outcomes.add((len(tokens), uses_broken))
     assert len(outcomes) == 4
+
+
+def checkpoint_logits(onnx_dir: Path, tokens: list[int]) -> Floats:
+    """Of the graph as it was converted, in which every expert is computed."""
+    ort, options = session_options()
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(onnx_dir))
+    model = ir.load(onnx_dir / GRAPH_NAME)
+    graphs.widen_to_float32(model)
+    session = ort.InferenceSession(graphs.to_bytes(model), options)
+    feeds = {
+        value.name: np.zeros((1, value.shape[1], 16, value.shape[3]), np.float32)
+        for value in session.get_inputs()
+        if value.name.startswith("past_key_values.")
+    }
+    feeds |= {"input_ids": np.array([tokens]), "write_indices": np.zeros(1, np.int64)}
+    feeds["logits_indices"] = np.arange(len(tokens))[None]
+    found: Floats = session.run(["logits"], feeds)[0]
+    return found
+
+
+TOKENS = [5, 17, 200, 31, 8]
+
+
+def operators(engine: Path) -> Counter[str]:
+    """Of the graph and its branches."""
+    return Counter(node.op_type for node in graphs.all_nodes(ir.load(engine / GRAPH_NAME)))
+
+
+@pytest.mark.parametrize(
+    ("qformat", "operator", "tolerance"),
+    [("int8", "MatMulIntegerToFloat", 2e-2), ("int8_wo", "MatMulNBits", 2e-2), ("int4", "MatMulNBits", 2e-2)],
+)
+def test_quantised_experts(qformat: str, operator: str, tolerance: float, tmp_path: Path) -> None:
+    """Every product of a branch is the fast operator, and the weights take few bits in the engine too."""
+    checkpoint = save_checkpoint(tmp_path / "hf", "mixtral", intermediate_size=128)
+    onnx_dir = make_onnx(checkpoint, tmp_path / "onnx", qformat=qformat)
+    engine = make_engine(onnx_dir, tmp_path / "engine")
+    counted = operators(engine)
+    assert counted["If"] == 8
+    assert counted[operator] == 8 * 2 + 2 * 4 + 1  # Experts, attention, and the head.
+    dense = make_engine(make_onnx(checkpoint, tmp_path / "dense-onnx"), tmp_path / "dense")
+    bits = 4 if qformat == "int4" else 8
+    assert open_engine(engine).weight_bytes < open_engine(dense).weight_bytes * (bits + 4) / 32
+    expected = checkpoint_logits(onnx_dir, TOKENS)
+    found = logits(opened(engine), TOKENS)
+    assert np.abs(found - expected).max() < tolerance * np.abs(expected).max()
+    assert np.abs(logits(opened(dense), TOKENS) - expected).max() > 1e-3 * np.abs(expected).max()
+
+
+def test_a_plan_with_quantised_experts(tmp_path: Path) -> None:
+    """TensorRT-RTX takes stacked codes, and they stay packed in its plan."""
+    checkpoint = save_checkpoint(
+        tmp_path / "hf", "mixtral", dtype=torch.bfloat16, hidden_size=256, intermediate_size=1024, num_hidden_layers=1
+    )
+    sizes = {}
+    for qformat in ("auto", "int4"):
+        onnx_dir = make_onnx(checkpoint, tmp_path / f"{qformat}-onnx", qformat=qformat, verify=False)
+        plan = make_engine(onnx_dir, tmp_path / qformat, backend="tensorrt_rtx", max_draft_len=4)
+        sizes[qformat] = (plan / "rank0.engine").stat().st_size
+    assert sizes["int4"] < sizes["auto"] - 4_000_000  # 3.1 million weights of the experts.
+
+
+def mxfp4(directory: Path) -> None:
+    """Let a checkpoint of gpt-oss hold its experts in MXFP4, as OpenAI stores them."""
+    tensors, rng = load_file(directory / "model.safetensors"), np.random.default_rng(0)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        shape = (experts, outputs, inputs // 32)
+        tensors[f"{name}_blocks"] = torch.from_numpy(rng.integers(0, 256, (*shape, 16), dtype=np.uint8))
+        tensors[f"{name}_scales"] = torch.from_numpy(rng.integers(122, 126, shape, dtype=np.uint8))
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    say_quantised(directory, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+
+
+def int8_channels(directory: Path) -> None:
+    """Let a checkpoint of Mixtral hold its experts in 8 bits, each matrix by itself, as compressed-tensors has it."""
+    tensors = load_file(directory / "model.safetensors")
+    for name in [name for name in tensors if ".experts." in name]:
+        weight = tensors[name].float()
+        scale = weight.abs().amax(dim=1, keepdim=True) / 127
+        tensors[name] = (weight / scale).round().to(torch.int8)
+        tensors[f"{name}_scale"] = scale.bfloat16()
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+    group = {"targets": ["re:.*experts.*"], "weights": weights, "input_activations": None, "output_activations": None}
+    config = {"quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed"}
+    say_quantised(directory, {**config, "config_groups": {"group_0": group}, "ignore": ["lm_head"]})
+
+
+def say_quantised(directory: Path, section: dict[str, Any]) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": section}))
+
+
+@pytest.mark.parametrize(
+    ("family", "store", "form"),
+    [("gpt_oss", mxfp4, "float4 in groups of 32"), ("mixtral", int8_channels, "int8")],
+)
+def test_checkpoints_with_quantised_experts(
+    family: str, store: Callable[[Path], None], form: str, tmp_path: Path
+) -> None:
+    """Their codes are taken over, and reach the engine."""
+    checkpoint = save_checkpoint(tmp_path / "hf", family, dtype=torch.bfloat16)
+    store(checkpoint)
+    onnx_dir = make_onnx(checkpoint, tmp_path / "onnx", dtype="float32")  # Verified beside the dequantised model.
+    config = open_checkpoint(onnx_dir)
+    assert config.graph.quantised is not None
+    assert config.graph.quantised.forms == {form: 2 * 2 * 4}
+    assert not any("dequantised" in note for note in config.provenance.notes)
+    engine = make_engine(onnx_dir, tmp_path / "engine")
+    assert operators(engine)["MatMulNBits"] == 2 * 2 * 4
+    dense = make_onnx(checkpoint, tmp_path / "dense", dtype="float32", dequantize=True)
+    expected = checkpoint_logits(dense, TOKENS)
+    assert np.abs(logits(opened(engine), TOKENS) - expected).max() < 2e-2 * np.abs(expected).max()
+    bfloat16 = make_onnx(checkpoint, tmp_path / "bfloat16", verify=False)
+    plan = make_engine(bfloat16, tmp_path / "plan", backend="tensorrt_rtx", max_draft_len=4)
+    assert open_engine(plan).backend.name == "tensorrt_rtx"
 
 
 def test_a_model_without_experts_stays_as_it_is(tmp_path: Path) -> None:

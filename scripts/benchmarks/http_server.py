@@ -1,16 +1,18 @@
 #!/usr/bin/env python3
-"""What `specrun serve` costs: tokens a second of many streams over HTTP, beside the same requests in `decoder.run`.
+"""What `specrun serve` costs: tokens a second of many streams over HTTP, beside the same requests without a server.
 
 Both decode the same prompts with the same seeds on the same decoder, in turns; ratios are formed within a repetition.
 The draft length is fixed: ``auto`` tries other lengths in every run, which costs more or less than a server.
-The clients are one process of their own with plain sockets. They read every event, and take their time from the same
-cores, so their processor time is reported too. Needs what scripts/demo leaves in demo/, with a target that was built
-for as many rows (--max_batch_size).
+On a machine whose speed changes, the median time from one round to the next, with all rows taken, says more than the
+whole run; it leaves out that clients come one after the other. The clients are one process of their own with plain
+sockets. They read every event, and take their time from the same cores; so their processor time is reported too,
+beside that of the server's event loop. Needs a target that was built for as many rows (--max_batch_size).
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import statistics
 import subprocess
@@ -72,9 +74,29 @@ def run_directly(decoder: SpeculativeDecoder, streams: int, output_len: int) -> 
     options = RequestOptions(max_output_len=output_len, min_output_len=output_len)
     began = time.perf_counter()
     requests = decoder.requests(prompts, SamplingParams(), options)
-    for _ in decoder.run(requests):
-        pass
+    decoder.scheduler.add(*requests)
+    while not all(request.finish_reason for request in requests):
+        decoder.scheduler.step()
     return {"tokens": sum(len(request.output) for request in requests), "seconds": time.perf_counter() - began}
+
+
+class Rounds:
+    """When the rounds of a decoder begin in which all rows are taken."""
+
+    def __init__(self, decoder: SpeculativeDecoder, rows: int) -> None:
+        self._step, self._scheduler, self._rows = decoder.scheduler.step, decoder.scheduler, rows
+        self._times: list[float] = []
+        decoder.scheduler.step = self._watched  # type: ignore[method-assign]
+
+    def _watched(self) -> None:
+        if self._scheduler.num_running == self._rows:
+            self._times.append(time.perf_counter())
+        self._step()
+
+    def milliseconds(self) -> float:
+        """The median from one to the next since the last call."""
+        times, self._times = self._times, []
+        return 1e3 * statistics.median(later - earlier for earlier, later in itertools.pairwise(times))
 
 
 @click.command()
@@ -100,8 +122,8 @@ def main(
     if client:
         run_clients(client, streams, output_len)
         return
-    settings = {"draft_len": draft_len} if draft_engine_dir else {}
-    config = DraftTargetConfig(**settings, reuse_blocks=False, shared_thread_pool=True)
+    fixed = draft_len if draft_engine_dir else None
+    config = DraftTargetConfig(draft_len=fixed, reuse_blocks=False, shared_thread_pool=True)
     decoder, listener = SpeculativeDecoder.open(engine_dir, draft_engine_dir, config), listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
     server = serve(
@@ -120,19 +142,27 @@ def main(
     task = loop.create_task(server)
     thread = threading.Thread(target=loop.run_until_complete, args=(asyncio.wait([task]),))
     thread.start()
+    rounds = Rounds(decoder, streams)
     command = [sys.executable, __file__, "--engine_dir", str(engine_dir), "--client", str(port)]
     command += ["--streams", str(streams), "--output_len", str(output_len)]
+    clock = time.pthread_getcpuclockid(thread.ident or 0)
     turns: list[dict[str, Any]] = []
     try:
         for number in range(repetitions + 1):
             direct = run_directly(decoder, streams, output_len)
+            direct["round_ms"] = rounds.milliseconds()
+            worked = time.clock_gettime(clock)
             ended = subprocess.run(command, capture_output=True, text=True, check=True)
-            over_http = json.loads(ended.stdout)
+            over_http = {**json.loads(ended.stdout), "round_ms": rounds.milliseconds()}
+            over_http["server_cpu"] = time.clock_gettime(clock) - worked
             if number:  # The first turn warms up.
-                turns.append({"direct": direct, "http": over_http, "ratio": rate(over_http) / rate(direct)})
-                click.echo(
-                    f"{rate(direct):.1f} tok/s, over HTTP {rate(over_http):.1f}: {turns[-1]['ratio']:.3f}", err=True
-                )
+                ratios = {
+                    "ratio": rate(over_http) / rate(direct),
+                    "round_ratio": direct["round_ms"] / over_http["round_ms"],
+                }
+                turns.append({"direct": direct, "http": over_http, **ratios})
+                rates = f"{rate(direct):.1f} tok/s, over HTTP {rate(over_http):.1f}"
+                click.echo(f"{rates}: {ratios['ratio']:.3f}, rounds {ratios['round_ratio']:.3f}", err=True)
     finally:
         loop.call_soon_threadsafe(task.cancel)
         thread.join()
@@ -145,6 +175,8 @@ def main(
         "target": str(engine_dir),
         "draft": str(draft_engine_dir) if draft_engine_dir else None,
         "ratio": statistics.median(turn["ratio"] for turn in turns),
+        "round_ratio": statistics.median(turn["round_ratio"] for turn in turns),
+        "server_cpu_share": statistics.median(turn["http"]["server_cpu"] / turn["http"]["seconds"] for turn in turns),
         "client_cpu_share": statistics.median(turn["http"]["cpu"] / turn["http"]["seconds"] for turn in turns),
         "turns": turns,
     }

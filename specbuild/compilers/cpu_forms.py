@@ -48,16 +48,16 @@ def prepare(model: ir.Model, vnni: bool = True) -> list[str]:
     graphs.drop_activation_rounding(model, ir.DataType.FLOAT8E4M3FN)  # It has no fast products.
     for node in graphs.rounded_activations(model):
         _prepare_activation(model.graph, node)
-    for node in list(model.graph):
+    for node in graphs.all_nodes(model):
         if node.op_type == "DequantizeLinear" and (weight := node.inputs[0]) is not None and weight.is_initializer():
             if any(use.node.op_type == "DequantizeLinear" for use in node.outputs[0].uses()):
                 continue  # The scales of another.
             if weight.dtype == ir.DataType.INT8 and not vnni and _has_rounded_input(node):
                 recoded["int8"] += 1
-                _make_unsigned(model.graph, node)
+                _make_unsigned(node)
             if weight.dtype in _FLOATS:
                 recoded[weight.dtype.name.lower()] += 1
-                _replace_codes(model.graph, node, read)
+                _replace_codes(node, read)
             for reader in [use.node for use in node.outputs[0].uses() if use.node.op_type == "Gather"]:
                 _look_up_codes(model.graph, node, reader)
     RemoveUnusedNodesPass()(model)
@@ -69,13 +69,13 @@ def prepare(model: ir.Model, vnni: bool = True) -> list[str]:
 
 def _prepare_activation(graph: ir.Graph, quantise: ir.Node) -> None:
     """int8 with zero 0 becomes uint8 with zero 128, which is the same and has fast products."""
-    (use,) = quantise.outputs[0].uses()
+    readers = [use.node for use in quantise.outputs[0].uses()]
     zero = quantise.inputs[2]
     if zero is None or zero.const_value is None:
         raise ValueError(f"{quantise.name}: without a zero point")
     if zero.dtype == ir.DataType.INT8:
         middle = graphs.initializer(graph, "quantisation.zero_uint8", ir.Tensor(np.array(128, np.uint8)))
-        for node in (quantise, use.node):
+        for node in (quantise, *readers):
             node.replace_input_with(2, middle)
         quantise.outputs[0].dtype = ir.DataType.UINT8
 
@@ -87,7 +87,7 @@ def _has_rounded_input(node: ir.Node) -> bool:
     return any(producer is not None and producer.op_type == "DequantizeLinear" for producer in producers)
 
 
-def _make_unsigned(graph: ir.Graph, node: ir.Node) -> None:
+def _make_unsigned(node: ir.Node) -> None:
     """int8 with zero 0 as uint8 with zero 128: the same numbers, in products that do not overflow."""
     codes = node.inputs[0]
     if codes is None or codes.const_value is None:
@@ -101,8 +101,8 @@ def _make_unsigned(graph: ir.Graph, node: ir.Node) -> None:
     zeros = ir.tensor(np.full(list(scales.shape.numpy()) if scales is not None and scales.shape else [], 128, np.uint8))
     lazy = ir.LazyTensor(shifted, ir.DataType.UINT8, shape)
     node.resize_inputs(3)
-    node.replace_input_with(0, graphs.initializer(graph, f"{codes.name}.unsigned.codes", lazy))
-    node.replace_input_with(2, graphs.initializer(graph, f"{codes.name}.unsigned.zeros", zeros))
+    node.replace_input_with(0, graphs.initializer(graphs.graph_of(node), f"{codes.name}.unsigned.codes", lazy))
+    node.replace_input_with(2, graphs.initializer(graphs.graph_of(node), f"{codes.name}.unsigned.zeros", zeros))
 
 
 class _Weight(NamedTuple):
@@ -123,7 +123,7 @@ _Recoded = tuple[npt.NDArray[np.int8], Floats]
 """Codes [K, N] and scales [K / block, N]."""
 
 
-def _replace_codes(graph: ir.Graph, node: ir.Node, read: Callable[[_Weight], _Recoded]) -> None:
+def _replace_codes(node: ir.Node, read: Callable[[_Weight], _Recoded]) -> None:
     """Let ``node`` dequantise int8 blocks instead of float8 or float4. They are computed when they are written."""
     codes, scales = node.inputs[0], node.inputs[1]
     if codes is None or scales is None or codes.const_value is None:
@@ -140,7 +140,7 @@ def _replace_codes(graph: ir.Graph, node: ir.Node, read: Callable[[_Weight], _Re
 
         name = f"{codes.name}.{role}"
         lazy = ir.LazyTensor(part, dtype, ir.Shape([length, columns]), name=name)
-        node.replace_input_with(index, graphs.initializer(graph, name, lazy))
+        node.replace_input_with(index, graphs.initializer(graphs.graph_of(node), name, lazy))
     node.attributes["axis"] = ir.AttrInt64("axis", 0)
     node.attributes["block_size"] = ir.AttrInt64("block_size", block)
 

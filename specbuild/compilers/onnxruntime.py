@@ -33,22 +33,22 @@ def compile_graph(
     ort, options = session_options()
     notes = []
     model = ir.load(checkpoint / GRAPH_NAME)
+    # Processors have no 16-bit arithmetic that ONNX Runtime uses: computing in float32 is exact and faster.
+    graphs.widen_to_float32(model)
     if graph.dtype != "float32":
-        # Processors have no 16-bit arithmetic that ONNX Runtime uses: computing in float32 is exact and faster.
-        graphs.widen_to_float32(model)
         notes.append(f"{graph.dtype} checkpoint: computed in float32 on the CPU")
         graph = graph.model_copy(update={"dtype": "float32"})
     if store_float8_as_int8(model):
         graph = graph.model_copy(update={"kv_cache_dtype": "int8"})
         notes.append("float8 cache: stored in int8 on the CPU, where ONNX Runtime updates no other 8-bit cache")
+    if mixtures := skip_unused_experts(model):
+        notes.append(f"{mixtures} layers read only the experts that a pass uses")
     vnni = has_vnni()
     if recoded := cpu_forms.prepare(model, vnni):
         notes += recoded
         model = graphs.write_recoded(model, output)
-    harmful = cpu_forms.HARMFUL if any(node.op_type == "DequantizeLinear" for node in model.graph) else []
+    harmful = cpu_forms.HARMFUL if any(node.op_type == "DequantizeLinear" for node in graphs.all_nodes(model)) else []
     harmful = [*harmful, *(cpu_forms.HARMFUL_TO_CACHES if cache_updates(model) else [])]
-    if mixtures := skip_unused_experts(model):
-        notes.append(f"{mixtures} layers read only the experts that a pass uses")
     pad_single_queries(model)
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.optimized_model_filepath = str(output / GRAPH_NAME)

@@ -109,7 +109,7 @@ def _move(graph: ir.Graph, node: ir.Node) -> None:
         raise BuildError(f"{node.name}: TensorRT takes zero points of products only, not of {readers[0].op_type}")
     stored, steps, middle = codes.const_value, scales.const_value, _MIDDLE[codes.const_value.dtype]
     kind = _SIGNED[stored.dtype]
-    rows, columns = (int(size) for size in stored.shape.numpy())
+    *experts, rows, columns = (int(size) for size in stored.shape.numpy())
     block = node.attributes["block_size"].as_int() if "block_size" in node.attributes else rows
 
     def signed() -> ir.TensorProtocol:
@@ -118,11 +118,11 @@ def _move(graph: ir.Graph, node: ir.Node) -> None:
 
     def offsets() -> ir.TensorProtocol:
         found = (middle - as_float32(zeros)) * as_float32(steps)
-        return ir.Tensor(found.reshape(-1, columns).astype(steps.dtype.numpy()))
+        return ir.Tensor(found.reshape(*experts, -1, columns).astype(steps.dtype.numpy()))
 
-    shape = ir.Shape([rows, columns])
+    shape = ir.Shape([*experts, rows, columns])
     value = graphs.initializer(graph, f"{codes.name}.signed", ir.LazyTensor(signed, kind, shape))
-    small = ir.Shape([-(-rows // block), columns])
+    small = ir.Shape([*experts, -(-rows // block), columns])
     moved = graphs.initializer(graph, f"{codes.name}.offsets", ir.LazyTensor(offsets, steps.dtype, small))
     adder = _block_sums(graph, rows, block, steps.dtype)
     node.replace_input_with(0, value)

@@ -28,18 +28,18 @@ def dense_experts(
     routing = torch.zeros(hidden_states.shape[0], experts.num_experts, dtype=top_k_weights.dtype)
     routing = routing.scatter(1, top_k_index, top_k_weights)
 
-    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+    def linear(x: torch.Tensor, name: str, mark: str) -> torch.Tensor:
         weight = getattr(experts, name)
         weight = weight if experts.is_transposed else weight.transpose(1, 2)
-        y = _marked("MatMul", (x, weight), (weight.shape[0], x.shape[1], weight.shape[2]))
+        y = _marked("MatMul", (x, weight), (weight.shape[0], x.shape[1], weight.shape[2]), mark)
         return _marked("Add", (y, getattr(experts, f"{name}_bias")[:, None, :]), y.shape) if experts.has_bias else y
 
     states = hidden_states[None]
     if experts.has_gate:
-        inner = experts._apply_gate(linear(states, "gate_up_proj"))
+        inner = experts._apply_gate(linear(states, "gate_up_proj", graphs.EXPERTS_FIRST))
     else:
-        inner = experts.act_fn(linear(states, "up_proj"))
-    outputs = linear(inner, "down_proj")
+        inner = experts.act_fn(linear(states, "up_proj", graphs.EXPERTS_FIRST))
+    outputs = linear(inner, "down_proj", graphs.EXPERTS_PART)
     weighted = _marked("Mul", (outputs, routing.transpose(0, 1)[:, :, None].to(outputs.dtype)), outputs.shape)
     total = _marked("ReduceSum", (weighted, torch.tensor([0])), outputs.shape[1:], graphs.EXPERTS_SUM, keepdims=0)
     return total.to(hidden_states.dtype)

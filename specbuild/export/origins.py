@@ -45,7 +45,7 @@ def find_origins(model: PreTrainedModel, mapping: list[Any], stored: dict[str, R
             conversion.sources.append((pattern, stored[name]))
     for conversion in conversions.values():
         shapes = conversion.convert([torch.empty(source.shape, device="meta") for _, source in conversion.sources])
-        found |= {name: _Converted(conversion, name, tuple(shape.shape)) for name, shape in shapes.items()}
+        found |= {name: Converted(conversion, name, tuple(shape.shape)) for name, shape in shapes.items()}
     return found
 
 
@@ -83,7 +83,7 @@ class _Conversion:
         return [list(sources) for sources in zip(*lists.values(), strict=True)] if equal else []
 
 
-class _Converted(NamedTuple):
+class Converted(NamedTuple):
     """One of the weights that a conversion makes."""
 
     conversion: _Conversion
@@ -97,9 +97,13 @@ class _Converted(NamedTuple):
 
     def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
         """A part in ``dtype``."""
-        if experts := self.conversion.experts(len(self.shape)):
+        if experts := self.experts():
             return join([self._read_expert(sources, index, dtype) for sources in experts[index[0]]])
         return _convert_all(self.conversion, dtype)[self.name][index]
+
+    def experts(self) -> list[list[Reader]]:
+        """What each expert is made of, one behind the other along the second axis; nothing where it is no stack."""
+        return self.conversion.experts(len(self.shape))
 
     def _read_expert(self, sources: list[Reader], index: Index, dtype: torch.dtype) -> torch.Tensor:
         """Of each source only what is wanted. Sources follow each other along the second axis."""

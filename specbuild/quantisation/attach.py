@@ -5,13 +5,14 @@ This is the form that ONNX Runtime makes MatMulNBits and MatMulIntegerToFloat of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
 from specbuild import graph as graphs
-from specbuild.quantisation.packed import Activation, Packed, block_sums
+from specbuild.quantisation.packed import Activation, Packed, Stack, block_sums, of_channels
 from specbuild.quantisation.packed_model import PackedModel
 from specbuild.quantisation.rounding import FLOAT8_MAX
 from specrun.errors import UnsupportedModelError
@@ -29,8 +30,8 @@ class Product(NamedTuple):
     """The weight is [N, K], as torch's Linear keeps it, not [K, N]."""
 
 
-def products(model: ir.Model) -> list[Product]:
-    """The products whose weight is an initializer with two dimensions, in the order of the graph."""
+def products(model: ir.Model, axes: int = 2) -> list[Product]:
+    """The products whose weight is an initializer with so many dimensions, in the order of the graph."""
     found = []
     for node in model.graph:
         if node.op_type not in ("MatMul", "Gemm"):
@@ -39,7 +40,7 @@ def products(model: ir.Model) -> list[Product]:
         producer = factor.producer() if factor is not None else None
         transpose = producer if producer is not None and producer.op_type == "Transpose" else None
         weight = transpose.inputs[0] if transpose is not None else factor
-        if weight is not None and weight.is_initializer() and weight.shape is not None and len(weight.shape) == 2:
+        if weight is not None and weight.is_initializer() and weight.shape is not None and len(weight.shape) == axes:
             transposed = transpose is not None or bool(_attribute(node, "transB"))
             found.append(Product(node, weight, transposed))
     return found
@@ -55,6 +56,9 @@ def attach(model: ir.Model, packed: PackedModel, prefix: str) -> None:
     for product in products(model):
         if weight := packed.products.get(str(product.weight.name).removeprefix(prefix)):
             quantise_product(model, product, weight)
+    for product in products(model, axes=3):
+        if experts := packed.experts.get(str(product.weight.name).removeprefix(prefix)):
+            quantise_experts(model, product, experts)
     for node in lookups:
         table = node.inputs[0]
         if table is not None and (rows := packed.tables.get(str(table.name).removeprefix(prefix))):
@@ -67,25 +71,41 @@ def quantise_product(model: ir.Model, product: Product, packed: Packed) -> None:
     if dtype is None or node.inputs[0] is None:
         raise ValueError(f"{node.name}: without an input or a dtype")
     build = _Builder(model.graph, node, str(product.weight.name), dtype)
-    x, factor = node.inputs[0], None
+    x = node.inputs[0]
     if packed.input_factors is not None:
         x = build.node("Mul", x, build.constant("input_factors", packed.input_factors))
     if packed.channel_order is not None:
         x = build.node("Gather", x, build.constant("channel_order", packed.channel_order), axis=-1)
-    kept = packed.activation is not None and packed.activation.form == "float4"
-    if packed.activation is not None and not kept:
-        x, factor = _round_activation(build, x, packed.activation)
-    y = build.node("MatMul", x, build.dequantised(packed))
-    if packed.activation is not None and kept:
-        build.nodes[-1].metadata_props[graphs.FLOAT4_INPUT] = repr(packed.activation.scale)
-    if packed.offsets is not None:
-        y = build.node("Add", y, _times_offsets(build, x, packed))
-    if factor is not None:
-        y = build.node("Mul", y, factor)
+    y = _product(build, x, build.dequantised(packed), packed)
     if node.op_type == "Gemm" and len(node.inputs) > 2 and node.inputs[2] is not None:
         y = build.node("Add", y, node.inputs[2])
     build.replace(y)
     _drop_unused(model.graph, product.weight)
+
+
+def quantise_experts(model: ir.Model, product: Product, experts: Sequence[Packed]) -> None:
+    """Let ``product``, whose weight [E, K, N] or [E, N, K] holds stacked experts, multiply by ``experts``."""
+    node, dtype = product.node, product.weight.dtype
+    if dtype is None or node.inputs[0] is None:
+        raise ValueError(f"{node.name}: without an input or a dtype")
+    build = _Builder(model.graph, node, str(product.weight.name), dtype)
+    build.replace(_product(build, node.inputs[0], build.dequantised_experts(experts), experts[0]))
+    _drop_unused(model.graph, product.weight)
+
+
+def _product(build: _Builder, x: ir.Value, weight: ir.Value, packed: Packed) -> ir.Value:
+    """``x`` times ``weight``, with the input rounded as ``packed`` says, and its offsets."""
+    factor = None
+    kept = packed.activation is not None and packed.activation.form == "float4"
+    if packed.activation is not None and not kept:
+        x, factor = _round_activation(build, x, packed.activation)
+    y = build.node("MatMul", x, weight)
+    build.nodes[-1].metadata_props.update(build.old.metadata_props)
+    if packed.activation is not None and kept:
+        build.nodes[-1].metadata_props[graphs.FLOAT4_INPUT] = repr(packed.activation.scale)
+    if packed.offsets is not None:
+        y = build.node("Add", y, _times_offsets(build, x, packed))
+    return y if factor is None else build.node("Mul", y, factor)
 
 
 def quantise_embedding(model: ir.Model, gather: ir.Node, packed: Packed) -> None:
@@ -164,6 +184,27 @@ class _Builder:
         if scales.dtype != self.dtype:
             attributes["output_dtype"] = int(self.dtype)
         return self.node("DequantizeLinear", *inputs, **attributes)
+
+    def dequantised_experts(self, experts: Sequence[Packed]) -> ir.Value:
+        """Stacked experts [E, K, N] of one form behind DequantizeLinear, blocks along K, in the graph's dtype."""
+        first, (inputs, channels) = experts[0], experts[0].shape
+        block = first.block or inputs
+        groups = [-(-inputs // block), channels]
+
+        def stacked(role: str, tensors: Sequence[ir.TensorProtocol], shape: Sequence[int]) -> ir.Value:
+            return self.own(role, Stack(tensors, shape))
+
+        scales = stacked("scales", [of_channels(one, one.scales) for one in experts], groups)
+        if units := [one.global_scale for one in experts if one.global_scale is not None]:
+            unit = stacked("global_scale", units, [])
+            scales = self.node("DequantizeLinear", scales, unit, dtype=unit.dtype, axis=0)
+        values = [stacked("codes", [one.codes for one in experts], [inputs, channels]), scales]
+        if zeros := [of_channels(one, one.zero_points) for one in experts if one.zero_points is not None]:
+            values.append(stacked("zero_points", zeros, groups))
+        attributes: dict[str, Any] = {"axis": 1, "block_size": block}
+        if scales.dtype != self.dtype:
+            attributes["output_dtype"] = int(self.dtype)
+        return self.node("DequantizeLinear", *values, **attributes)
 
     def own(self, role: str, tensor: ir.TensorProtocol) -> ir.Value:
         """An initializer of this weight."""

@@ -34,7 +34,7 @@ def pack_model(
 ) -> PackedModel:
     """Quantise the weights of a transformers model.
 
-    weights: by the parameters' names, tensors or what is sliced like them; they are read when codes are. An embedding
+    weights: by the parameters' names; they are read when codes are. An embedding
     and a head that are tied get codes of their own. largest: inputs, as ``calibrate`` found them, for recipes
     that need it.
 
@@ -43,7 +43,7 @@ def pack_model(
     rounded: Any = functools.lru_cache(maxsize=1)(round_weight)  # Codes and scales are written one after the other.
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     names = parameter_names(model)
-    packed = PackedModel({}, {})
+    packed = PackedModel()
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear | Conv1D | nn.Embedding) or (own := names.get(id(module.weight))) is None:
             continue
@@ -56,7 +56,23 @@ def pack_model(
         if storage := recipe.product(name, rows.shape[1], module is head):
             storage = _calibrated(storage, name, (largest or {}).get(own[0]))
             packed.products.update(dict.fromkeys(own, _pack(rows, storage, rounded)))
+    for name, module in model.named_modules() if recipe.experts else ():
+        for parameter in stacked_weights(module):
+            stacked, weight = f"{name}.{parameter}", weights[f"{name}.{parameter}"]
+            parts = [weight.row(expert) for expert in range(weight.shape[0])]
+            parts = [_Columns(part) for part in parts] if module.is_transposed else parts
+            if storage := recipe.product(stacked, parts[0].shape[1], is_head=False):
+                storage = _calibrated(storage, stacked, (largest or {}).get(stacked))
+                packed.experts[stacked] = tuple(_pack(part, storage, rounded) for part in parts)
     return packed
+
+
+def stacked_weights(module: Any) -> list[str]:
+    """The parameters of a module of transformers that holds stacked experts; of another module none."""
+    names = ("gate_up_proj", "up_proj", "down_proj") if hasattr(module, "is_transposed") else ()
+    return [
+        name for name in names if isinstance(weight := getattr(module, name, None), nn.Parameter) and weight.ndim == 3
+    ]
 
 
 def unmatched(model: Any, recipe: Recipe) -> list[str]:
@@ -97,12 +113,15 @@ def _pack(weight: Any, storage: Storage, rounded: _Rounding, by_row: bool = Fals
     block = storage.block or inputs
     codes_type, scale_type = _CODES[storage.form], from_torch_dtype(weight.dtype)
 
+    kept: list[Any] = []  # Scales of codes that were written: those of all experts follow the codes of all.
+
     def codes() -> ir.TensorProtocol:
-        found = rounded(weight, storage.form, block).codes
-        return ir.Tensor(np.ascontiguousarray(found.T if by_row else found), dtype=codes_type)
+        found = rounded(weight, storage.form, block)
+        kept[:] = [found.scales]
+        return ir.Tensor(np.ascontiguousarray(found.codes.T if by_row else found.codes), dtype=codes_type)
 
     def scales() -> ir.TensorProtocol:
-        found = rounded(weight, storage.form, block).scales
+        found = kept.pop() if kept else rounded(weight, storage.form, block).scales
         return ir.Tensor(found if storage.block else found[0])
 
     def unit() -> ir.TensorProtocol:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -72,7 +72,7 @@ def batches(model: Any, rows: Rows, every_logit: bool) -> Iterator[Rows]:
 def rounding(model: Any, packed: PackedModel) -> SeeInput:
     """Rounds the inputs of a model's products as their formats say."""
     names = parameter_names(model)
-    by_name: Mapping[str, Activation | None] = {name: weight.activation for name, weight in packed.products.items()}
+    by_name = packed.activations()
     activations = {own: by_name.get(all_names[0]) for own, all_names in names.items()}
 
     def see(weight: nn.Parameter, x: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,70 @@ class Packed:
         if self.block is not None:
             return np.repeat(values, min(self.block, self.shape[0]), axis=0)[: self.shape[0]]
         return values[:, None] if self.axis == 0 else values
+
+
+def side_by_side(parts: Sequence[Packed]) -> Packed | None:
+    """Weights of the same input as one weight, channels behind channels; None where their forms have no common one."""
+    first, *others = parts
+    if not others:
+        return first
+    alike = all(
+        one.codes.dtype == first.codes.dtype
+        and one.scales.dtype == first.scales.dtype
+        and (one.zero_points is None) == (first.zero_points is None)
+        and (one.block, one.axis, one.activation) == (first.block, 1, first.activation)
+        and all(own is None for own in (one.global_scale, one.channel_order, one.input_factors, one.offsets))
+        for one in parts
+    )
+    if not alike:
+        return None
+    zero_points = [of_channels(one, one.zero_points) for one in parts if one.zero_points is not None]
+    return replace(
+        first,
+        codes=_joined([one.codes for one in parts]),
+        scales=_joined([of_channels(one, one.scales) for one in parts]),
+        zero_points=_joined(zero_points) if zero_points else None,
+    )
+
+
+def of_channels(packed: Packed, tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    """Scales or the like with an entry for each output channel: a single one is repeated."""
+    if _shape(tensor):
+        return tensor
+    channels = packed.shape[1]
+
+    def repeat() -> ir.TensorProtocol:
+        return ir.Tensor(np.full(channels, np.asarray(tensor.numpy())), dtype=tensor.dtype)
+
+    return ir.LazyTensor(repeat, tensor.dtype, ir.Shape([channels]))
+
+
+def _joined(parts: Sequence[ir.TensorProtocol]) -> ir.LazyTensor:
+    """Tensors behind each other along the last axis."""
+
+    def join() -> ir.TensorProtocol:
+        return ir.Tensor(np.concatenate([np.asarray(part.numpy()) for part in parts], axis=-1), dtype=parts[0].dtype)
+
+    *shape, _ = _shape(parts[0])
+    return ir.LazyTensor(join, parts[0].dtype, ir.Shape([*shape, sum(_shape(part)[-1] for part in parts)]))
+
+
+class Stack(ir.LazyTensor):
+    """Tensors of one shape as the rows of one tensor; they are written one at a time."""
+
+    def __init__(self, rows: Sequence[ir.TensorProtocol], shape: Sequence[int]) -> None:
+        """shape: of each row in the stack; it has as many elements as the rows have."""
+        self._rows = rows
+        super().__init__(self._stacked, rows[0].dtype, ir.Shape([len(rows), *shape]))
+
+    def _stacked(self) -> ir.TensorProtocol:
+        rows = np.stack([np.asarray(row.numpy()) for row in self._rows])
+        return ir.Tensor(rows.reshape(_shape(self)), dtype=self.dtype)
+
+    def tofile(self, file: Any) -> None:
+        """Write all bytes."""
+        for row in self._rows:
+            file.write(row.tobytes())
 
 
 def _shape(tensor: ir.TensorProtocol) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from specbuild.quantisation.packed import Packed
+from specbuild.quantisation.packed import Activation, Packed
 from specbuild.tensors import Index, Weight
 
 
@@ -24,11 +24,26 @@ class PackedModel:
     """Of Linear and the like: codes [K, N]."""
     tables: dict[str, Packed] = field(default_factory=dict)
     """Of the embedding: codes [V, H], a scale a row."""
+    experts: dict[str, tuple[Packed, ...]] = field(default_factory=dict)
+    """Of stacked experts: codes [K, N] of each."""
+
+    def __contains__(self, name: object) -> bool:
+        return any(name in weights for weights in (self.products, self.tables, self.experts))
+
+    def weights(self) -> list[Packed]:
+        """Each once."""
+        stacked = [packed for experts in self.experts.values() for packed in experts]
+        every = (*self.products.values(), *self.tables.values(), *stacked)
+        return list({id(packed): packed for packed in every}.values())
 
     def forms(self) -> dict[str, int]:
         """How many weights are stored in each form, as people call it."""
-        different = {id(packed): packed for packed in (*self.products.values(), *self.tables.values())}
-        return dict(Counter(describe(packed) for packed in different.values()))
+        return dict(Counter(describe(packed) for packed in self.weights()))
+
+    def activations(self) -> dict[str, Activation | None]:
+        """How the inputs of products are rounded, by the names of their weights; None: not at all."""
+        stacked = {name: experts[0].activation for name, experts in self.experts.items()}
+        return {name: packed.activation for name, packed in self.products.items()} | stacked
 
 
 def describe(packed: Packed) -> str:
@@ -52,10 +67,14 @@ def parameter_names(model: Any) -> dict[int, list[str]]:
 def use_dequantised(model: Any, packed: PackedModel, directory: Path) -> None:
     """Let a skeleton compute with dequantised weights when it is run (``reference.py``)."""
     transposed = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}
+    columns = {name for name, module in model.named_modules() if getattr(module, "is_transposed", False)}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if weight := packed.products.get(name):
             reader = _Dequantised(tuple(parameter.shape), weight, name in transposed)
             parameter.source = Weight(name, torch.float32, reader, directory)
+        if experts := packed.experts.get(name):
+            stacked = StackedReader(experts, name.rpartition(".")[0] not in columns)
+            parameter.source = Weight(name, torch.float32, stacked, directory)
         if table := packed.tables.get(name):
             parameter.lookup = Weight(name, torch.float32, _Dequantised(table.shape, table, False), directory)
 
@@ -72,6 +91,33 @@ def dequantised(model: Any, packed: PackedModel, directory: Path) -> Iterator[No
         for parameter, attributes in zip(parameters, before, strict=True):
             vars(parameter).clear()
             vars(parameter).update(attributes)
+
+
+class StackedReader(NamedTuple):
+    """Experts in few bits; see ``tensors.Reader``."""
+
+    experts: tuple[Packed, ...]
+    by_channel: bool
+    """They are kept as [E, N, K], not as [E, K, N]."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As a module keeps them."""
+        own = self.experts[0].shape
+        return len(self.experts), *(reversed(own) if self.by_channel else own)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What they were trained in, mostly."""
+        return torch.bfloat16
+
+    def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
+        """A part in ``dtype``, dequantised."""
+        chosen, *rest = index
+        shape = self.shape[1:]
+        return torch.stack(
+            [_Dequantised(shape, one, not self.by_channel).read(tuple(rest), dtype) for one in self.experts[chosen]]
+        )
 
 
 class _Dequantised(NamedTuple):

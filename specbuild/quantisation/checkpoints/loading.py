@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from specbuild.export.origins import Converted
 from specbuild.quantisation.checkpoints.from_torch import FromTorch
 from specbuild.quantisation.checkpoints.scheme import Scheme
-from specbuild.quantisation.packed import Packed
-from specbuild.quantisation.packed_model import PackedModel
+from specbuild.quantisation.packed import Packed, side_by_side
+from specbuild.quantisation.packed_model import PackedModel, StackedReader
 from specbuild.tensors import Index, Reader, StoredTensor, Weight
 from specrun.errors import CheckpointError, UnsupportedModelError
 
@@ -43,28 +44,6 @@ class PackedReader(NamedTuple):
         return torch.from_numpy(self.packed.dequantise(index[0])).T[:, index[1]].to(dtype)
 
 
-class ExpertsReader(NamedTuple):
-    """Stacked experts [E, K, N] in few bits."""
-
-    experts: tuple[Packed, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """As gpt-oss keeps them."""
-        return len(self.experts), *self.experts[0].shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What they were trained in."""
-        return torch.bfloat16
-
-    def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
-        """A part in ``dtype``, dequantised."""
-        experts, inputs, channels = index
-        parts = [torch.from_numpy(packed.dequantise(channels))[inputs] for packed in self.experts[experts]]
-        return torch.stack(parts).to(dtype)
-
-
 def with_packed(scheme: Scheme, stored: Mapping[str, Reader]) -> dict[str, Reader]:
     """The tensors of a checkpoint, where codes, scales and so on of a module are one ``weight``.
 
@@ -83,7 +62,7 @@ def with_packed(scheme: Scheme, stored: Mapping[str, Reader]) -> dict[str, Reade
         for suffixed in own.values():
             del readers[suffixed.name]
         if "blocks" in tensors:
-            readers[module] = ExpertsReader(scheme.experts(module, tensors))
+            readers[module] = StackedReader(scheme.experts(module, tensors), by_channel=False)
         elif packed := scheme.packed(module, tensors):
             readers[f"{module}.weight"] = PackedReader(packed)
     return readers
@@ -92,7 +71,7 @@ def with_packed(scheme: Scheme, stored: Mapping[str, Reader]) -> dict[str, Reade
 def packed_products(model: Any, scheme: Scheme, weights: Mapping[str, Weight], notes: list[str]) -> PackedModel:
     """The products of ``model`` whose weights the checkpoint holds in few bits.
 
-    ``notes`` gets sentences for people. What else is quantised (experts, embeddings) is dequantised when it is written.
+    ``notes`` gets sentences for people. What else is quantised (embeddings, say) is dequantised when it is written.
     """
     found = PackedModel()
     for name, module in model.named_modules():
@@ -107,10 +86,37 @@ def packed_products(model: Any, scheme: Scheme, weights: Mapping[str, Weight], n
         if isinstance(module, Conv1D):
             raise UnsupportedModelError(f"{scheme.path}: {name}: quantised weights of Conv1D modules are not read")
         found.products[f"{name}.weight"] = _attachable(weight.reader.packed, notes)
+    for name, weight in weights.items():
+        if experts := _experts(weight.reader, notes):
+            found.experts[name] = experts
     notes += scheme.notes
-    if any(isinstance(weight.reader, ExpertsReader) for weight in weights.values()):
-        notes.append("experts are dequantised: no backend multiplies by experts in few bits here")
     return found
+
+
+def _experts(reader: Reader, notes: list[str]) -> tuple[Packed, ...]:
+    """The weights of stacked experts, whose forms must be one; nothing where they stay dense."""
+    if isinstance(reader, StackedReader):
+        return reader.experts
+    sources = reader.experts() if isinstance(reader, Converted) else []
+    parts = [[own.packed for own in one if isinstance(own, PackedReader)] for one in sources]
+    if not any(parts):
+        return ()
+    found = [side_by_side(own) if len(own) == len(one) else None for own, one in zip(parts, sources, strict=True)]
+    experts = tuple(_without_fixed_scale(_attachable(one, notes)) for one in found if one is not None)
+    forms = {(one.codes.dtype, one.scales.dtype, one.block, one.axis, one.zero_points is None) for one in experts}
+    moved = any(one.channel_order is not None or one.input_factors is not None or one.offsets for one in experts)
+    if len(experts) == len(sources) and len(forms) == 1 and not moved:
+        return experts
+    note = "experts are dequantised: their codes do not fit into one tensor"
+    if note not in notes:
+        notes.append(note)
+    return ()
+
+
+def _without_fixed_scale(packed: Packed) -> Packed:
+    """Experts read one input, and each has another scale for it: it keeps its precision, which is no less exact."""
+    fixed = packed.activation is not None and packed.activation.scale is not None
+    return replace(packed, activation=None) if fixed else packed
 
 
 def _attachable(packed: Packed, notes: list[str]) -> Packed:
