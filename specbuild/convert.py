@@ -120,9 +120,6 @@ def require_packages(*names: str) -> None:
 
 def _read_source(options: ConvertOptions, stages: Stages) -> _Source:
     """Find and check the checkpoint, without its weights' values."""
-    from specbuild.quantisation.checkpoints.scheme import has_cache_scales
-    from specbuild.quantisation.checkpoints.schemes import read_scheme
-
     recipe = make_recipe(options.qformat, options.group_size, options.exclude)
     kv_cache = cache_code(options.kv_cache_dtype)
     if options.head and kv_cache:
@@ -131,6 +128,9 @@ def _read_source(options: ConvertOptions, stages: Stages) -> _Source:
     head_dir = locate(options.head, None, "--head", head=True, pickles=options.allow_pickle) if options.head else None
     directory = locate(options.model, options.revision, code=options.trust_remote_code)
     with stages.stage("check checkpoint"):
+        from specbuild.quantisation.checkpoints.scheme import has_cache_scales
+        from specbuild.quantisation.checkpoints.schemes import read_scheme
+
         head = read_head(head_dir, options.allow_pickle) if head_dir else None
         refuse_head(directory)
         hf_config = read_model_config(directory, options.trust_remote_code)

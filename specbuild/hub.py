@@ -67,8 +67,8 @@ class Repository:
             if not head:
                 refuse_head(self.directory, self.sizes)
             if INDEX_NAME in self.sizes:
-                listed = read_json(self.directory / INDEX_NAME).get("weight_map")
-                listed = listed.values() if isinstance(listed, dict) else ()
+                index = read_json(self.directory / INDEX_NAME).get("weight_map")
+                listed = {str(name) for name in index.values()} if isinstance(index, dict) else set()
                 return [name for name in plain if name in listed]  # What is wrong with the index is said later.
             if SINGLE_NAME in self.sizes:
                 return [SINGLE_NAME]
@@ -197,7 +197,7 @@ def _explained(model: str, revision: str | None, is_download: bool = False) -> I
         raise CheckpointError(f"{model}: {_reason(error, model, revision, is_download)}") from error
 
 
-def _reason(error: BaseException, model: str, revision: str | None, is_download: bool) -> str:
+def _reason(error: Exception, model: str, revision: str | None, is_download: bool) -> str:
     """What went wrong, and what to do about it."""
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import (
@@ -210,8 +210,10 @@ def _reason(error: BaseException, model: str, revision: str | None, is_download:
         RevisionResolutionError,
     )
 
-    while isinstance(error, LocalEntryNotFoundError | RevisionResolutionError) and error.__cause__ is not None:
-        error = error.__cause__
+    while isinstance(error, LocalEntryNotFoundError | RevisionResolutionError) and isinstance(
+        cause := error.__cause__, Exception
+    ):
+        error = cause
     page, log_in = f"{constants.ENDPOINT}/{model}", "set HF_TOKEN or log in with 'hf auth login'"
     if isinstance(error, GatedRepoError):
         if get_token():
