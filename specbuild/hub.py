@@ -210,14 +210,14 @@ def _reason(error: Exception, model: str, revision: str | None, is_download: boo
         RevisionResolutionError,
     )
 
-    while isinstance(error, LocalEntryNotFoundError | RevisionResolutionError) and isinstance(
-        cause := error.__cause__, Exception
-    ):
+    wrappers = (LocalEntryNotFoundError, RevisionResolutionError)
+    while isinstance(error, wrappers) and isinstance(cause := error.__cause__, Exception):
         error = cause
     page, log_in = f"{constants.ENDPOINT}/{model}", "set HF_TOKEN or log in with 'hf auth login'"
     if isinstance(error, GatedRepoError):
         if get_token():
-            return f"is gated, and the account of the token that was sent has no access; ask for it at {page}"
+            said = error.server_message or "it is not in the authorized list"
+            return f"is gated, and the token that was sent gives no access ({said.rstrip('.')}); ask for it at {page}"
         return f"is gated; accept its licence at {page}, then {log_in}"
     if isinstance(error, RepositoryNotFoundError):
         private = "one that the token that was sent may not read" if get_token() else f"a private one: then {log_in}"

@@ -167,7 +167,7 @@ def test_a_gated_repository(hub: Hub, hf: Path, monkeypatch: pytest.MonkeyPatch)
     page = f"{hub.endpoint}/{ID}"
     refused(ID, "is gated", f"accept its licence at {page}", "HF_TOKEN", "hf auth login")
     monkeypatch.setenv("HF_TOKEN", "hf_of_a_stranger")
-    refused(ID, "is gated", "has no access", f"ask for it at {page}")
+    refused(ID, "is gated", "gives no access", "not in the authorized list", f"ask for it at {page}")
     monkeypatch.setenv("HF_TOKEN", SECRET)
     assert (locate(ID) / "model.safetensors").is_file()
 
