@@ -343,23 +343,22 @@ def test_check_names_the_repository(hub: Hub, hf: Path) -> None:
 
 
 def test_the_environment_is_the_clients(hub: Hub, hf: Path, tmp_path: Path) -> None:
-    """In a process of its own, with nothing but variables."""
+    """In processes of their own, with nothing but variables."""
     hub.add(ID, hf / "draft", gated=True)
-    code = "import sys; from specbuild.hub import locate; print(locate(sys.argv[1]))"
-    own = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home")}
+    home = tmp_path / "home"
+    own = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home)}
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE"):
         own.pop(name, None)
 
     def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, *command], env={**own, **variables}, capture_output=True, text=True)
 
-    convert = ("-m", "specbuild", "convert", "--model_dir", ID, "--output_dir", str(tmp_path / "onnx"))
-    said = run(*convert)
-    assert said.returncode == 1
-    assert said.stderr.startswith(f"specbuild: error: {ID}: is gated; accept its licence at {hub.endpoint}/{ID}")
-    assert len(said.stderr.splitlines()) == 1 and said.stdout == ""
-    said = run("-c", code, ID, HF_TOKEN=SECRET)
+    command = ("-m", "specbuild", "convert", "--model_dir", ID, "--output_dir", str(tmp_path / "onnx"))
+    said = run(*command, HF_HUB_OFFLINE="1")
+    assert said.returncode == 1 and said.stdout == ""
+    assert said.stderr.startswith(f"specbuild: error: {ID}: no such directory, and it is not in the cache ({home}/hub)")
+    assert len(said.stderr.splitlines()) == 1 and hub.log == []
+    said = run("-c", f"from specbuild.hub import locate; print(locate('{ID}'))", HF_TOKEN=SECRET)
     place = Path(said.stdout.strip())
-    assert place.is_relative_to(tmp_path / "home" / "hub") and (place / "model.safetensors").is_file()
+    assert place.is_relative_to(home / "hub") and (place / "model.safetensors").is_file(), said.stderr
     assert said.stderr == "", "no bars where nobody looks"
-    assert run("-c", code, ID, HF_HUB_OFFLINE="1").stdout == said.stdout
