@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specbuild.convert import choose_max_seq_len, require_packages
 from specbuild.families import refused_family
 from specbuild.heads.reading import refuse_head
-from specbuild.huggingface import locate, read_model_config
+from specbuild.hub import local_directory, open_repository
+from specbuild.hub_headers import without_weights
+from specbuild.huggingface import read_model_config
 from specbuild.json_file import read_json
 from specbuild.progress import Stages, human_bytes
 from specbuild.quantisation.checkpoints.schemes import read_scheme
@@ -25,7 +27,6 @@ from specrun.tokenizer import TOKENIZER_NAME, describe_tokenizer
 class Checked:
     """What is known of one checkpoint."""
 
-    directory: Path
     family: str
     weights: Weights
     form: str
@@ -37,6 +38,8 @@ class Checked:
     """Of the keys and values of one token, in the model's dtype."""
     tokenizer: TokenizerInfo | None
     has_template: bool
+    download: int = 0
+    """Bytes that ``convert`` would download."""
 
     def facts(self) -> dict[str, str]:
         """For people."""
@@ -48,6 +51,7 @@ class Checked:
             "positions": str(self.positions),
             "KV cache": f"{human_bytes(self.cache_bytes)} a token",
             "vocabulary": f"{self.vocab_size} logits, tokenizer {tokens}, {chat}",
+            **({"download": human_bytes(self.download)} if self.download else {}),
             "disk": f"{human_bytes(self.weights.nbytes)} for the ONNX checkpoint, and as much for each engine",
         }
 
@@ -55,8 +59,12 @@ class Checked:
 def check_model(name: str, stages: Stages) -> Checked:
     """Everything that ``convert`` would refuse before its export. Raises CheckpointError, UnsupportedModelError."""
     require_packages("torch", "transformers")
-    with stages.stage(f"check {name}"):
-        return _check(locate(name))
+    if (directory := local_directory(name, "check")) is not None:
+        with stages.stage(f"check {name}"):
+            return _check(directory)
+    repository = open_repository(name)  # Outside the stage, which has a bar: the Hub's client has bars of its own.
+    with stages.stage(f"check {name}"), without_weights(repository) as (directory, download):
+        return replace(_check(directory), download=download)
 
 
 def _check(directory: Path) -> Checked:
@@ -79,7 +87,6 @@ def _check(directory: Path) -> Checked:
     if (directory / TOKENIZER_NAME).is_file():
         check_tokenizer(directory)
     return Checked(
-        directory=directory,
         family=config.model_type,
         weights=weights,
         form=f"{scheme.method} ({', '.join(dtypes)})" if scheme else ", ".join(dtypes),

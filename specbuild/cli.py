@@ -197,9 +197,10 @@ def check(model_dir: str, draft_dir: str | None) -> None:
     from specbuild.inspect import facts_table
     from specbuild.progress import Stages
 
-    checked = [check_model(name, Stages()) for name in (model_dir, draft_dir) if name is not None]
-    for one in checked:
-        click.echo(facts_table({"checkpoint": str(one.directory), **one.facts()}))
+    names = [name for name in (model_dir, draft_dir) if name is not None]
+    checked = [check_model(name, Stages()) for name in names]
+    for name, one in zip(names, checked, strict=True):
+        click.echo(facts_table({"checkpoint": name, **one.facts()}))
     for sentence in compare(*checked) if len(checked) == 2 else ():
         click.echo(f"pair: {sentence}")
 

@@ -12,7 +12,8 @@ from specbuild.checkpoint import CheckpointConfig, provenance
 from specbuild.files import require_space
 from specbuild.heads.checkpoint import Head
 from specbuild.heads.reading import read_head, refuse_head
-from specbuild.huggingface import eos_token_ids, locate, read_model_config, save_generation_config, save_tokenizer
+from specbuild.hub import locate
+from specbuild.huggingface import eos_token_ids, read_model_config, save_generation_config, save_tokenizer
 from specbuild.json_file import read_json
 from specbuild.progress import Stages, human_bytes, peak_memory
 from specbuild.quantisation.recipe import CacheCode, Recipe, cache_code, make_recipe
@@ -96,14 +97,12 @@ def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
     output_dir = Path(options.output_dir)
     require_free(output_dir, options.force)
     if options.head_of is None:
-        with stages.stage("check checkpoint"):
-            source = _read_source(options, stages)
+        source = _read_source(options, stages)
         write, weight_bytes = partial(_write, source, options), source.files.nbytes
     else:
         from specbuild.heads.convert import convert_head, read_pair
 
-        with stages.stage("check the head and its target"):
-            head, target = read_pair(options, options.head_of)
+        head, target = read_pair(options, options.head_of, stages)
         write, weight_bytes = partial(convert_head, head, target, options), head.nbytes
     with new_directory(output_dir, options.force) as work:
         config = write(work, stages)
@@ -121,37 +120,40 @@ def require_packages(*names: str) -> None:
 
 def _read_source(options: ConvertOptions, stages: Stages) -> _Source:
     """Find and check the checkpoint, without its weights' values."""
-    from specbuild.quantisation.checkpoints.scheme import has_cache_scales
-    from specbuild.quantisation.checkpoints.schemes import read_scheme
-
     recipe = make_recipe(options.qformat, options.group_size, options.exclude)
     kv_cache = cache_code(options.kv_cache_dtype)
-    head = read_head(locate(options.head, None, "--head"), options.allow_pickle) if options.head else None
-    if head and kv_cache:
+    if options.head and kv_cache:
         raise BuildConfigError("--kv_cache_dtype cannot stand beside --head: features are not stored in 8 bits")
-    directory = locate(options.model, options.revision)
-    refuse_head(directory)
-    hf_config = read_model_config(directory, options.trust_remote_code)
-    scheme = read_scheme(directory, read_json(directory / CONFIG_NAME))
-    if scheme and recipe and not options.dequantize:
-        raise BuildConfigError(
-            f"--qformat {options.qformat}: {directory} is quantised already ({scheme.method}); leave --qformat out, "
-            "or give --dequantize to round it once more"
-        )
-    files = check_weights(directory)
-    require_layers(directory, hf_config, files)
-    if head:
-        head.check_target(directory, files)
-    max_seq_len = choose_max_seq_len(directory, hf_config, options.max_seq_len)
-    texts = None
-    needs_text = (recipe is not None and recipe.calibrated) or (kv_cache and not has_cache_scales(scheme, kv_cache))
-    if not needs_text:
-        options.texts.say_if_unused(f"--qformat {options.qformat} needs no calibration", stages)
-    else:
-        from specbuild.quantisation.calibration import texts_of
+    # Outside the stage, which has a bar: the Hub's client has bars of its own.
+    head_dir = locate(options.head, None, "--head", head=True, pickles=options.allow_pickle) if options.head else None
+    directory = locate(options.model, options.revision, code=options.trust_remote_code)
+    with stages.stage("check checkpoint"):
+        from specbuild.quantisation.checkpoints.scheme import has_cache_scales
+        from specbuild.quantisation.checkpoints.schemes import read_scheme
 
-        texts = texts_of(options.texts, directory, positions_of(hf_config), options.trust_remote_code)
-    return _Source(directory, hf_config, files, scheme, max_seq_len, recipe, kv_cache, texts, head)
+        head = read_head(head_dir, options.allow_pickle) if head_dir else None
+        refuse_head(directory)
+        hf_config = read_model_config(directory, options.trust_remote_code)
+        scheme = read_scheme(directory, read_json(directory / CONFIG_NAME))
+        if scheme and recipe and not options.dequantize:
+            raise BuildConfigError(
+                f"--qformat {options.qformat}: {directory} is quantised already ({scheme.method}); leave --qformat "
+                "out, or give --dequantize to round it once more"
+            )
+        files = check_weights(directory)
+        require_layers(directory, hf_config, files)
+        if head:
+            head.check_target(directory, files)
+        max_seq_len = choose_max_seq_len(directory, hf_config, options.max_seq_len)
+        texts = None
+        needs_text = (recipe is not None and recipe.calibrated) or (kv_cache and not has_cache_scales(scheme, kv_cache))
+        if not needs_text:
+            options.texts.say_if_unused(f"--qformat {options.qformat} needs no calibration", stages)
+        else:
+            from specbuild.quantisation.calibration import texts_of
+
+            texts = texts_of(options.texts, directory, positions_of(hf_config), options.trust_remote_code)
+        return _Source(directory, hf_config, files, scheme, max_seq_len, recipe, kv_cache, texts, head)
 
 
 def _write(source: _Source, options: ConvertOptions, work: Path, stages: Stages) -> CheckpointConfig:

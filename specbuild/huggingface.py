@@ -12,39 +12,12 @@ from typing import TYPE_CHECKING, Any
 from specbuild.json_file import read_json
 from specbuild.refusals import LAYERS, MOST_LAYERS, REASONS, other_memory, refuse_other_formats
 from specbuild.tokenizer_check import check_tokenizer
+from specbuild.weights import file_names
 from specrun.errors import CheckpointError, UnsupportedModelError
 from specrun.tokenizer import GENERATION_NAME, LEGACY_TEMPLATE_NAME
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
-
-
-_WANTED = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "*.model", "*.jinja", "*.py"]
-
-
-def locate(model: str, revision: str | None = None, option: str = "--model_dir") -> Path:
-    """The local directory of ``model``, a directory or a Hub ID (which is downloaded; weights as safetensors only).
-
-    option: what it was given with. Raises CheckpointError.
-    """
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise CheckpointError(f"{model}: is a file; {option} wants the directory that holds config.json")
-    if model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise CheckpointError(
-            f"{model}: no such directory; {option} wants a checkpoint directory or a Hub ID (owner/name)"
-        )
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=_WANTED))
-    except Exception as error:  # The hub client raises a dozen unrelated types.
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(
-            f"{model}: no such directory, and the Hub did not deliver it ({reason}); download it and give its directory"
-        ) from error
 
 
 def read_model_config(directory: Path, trust_remote_code: bool) -> PreTrainedConfig:
@@ -59,7 +32,7 @@ def read_model_config(directory: Path, trust_remote_code: bool) -> PreTrainedCon
     transformers_logging.set_verbosity_error()  # Its warnings are for training; ours name the file and what to do.
     transformers_logging.disable_progress_bar()
     path = directory / "config.json"
-    refuse_other_formats(directory)
+    refuse_other_formats(directory, file_names(directory))
     if not path.is_file():
         raise CheckpointError(f"{directory}: no config.json; expected a Hugging Face checkpoint directory")
     data = read_json(path)

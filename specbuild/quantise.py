@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from specbuild.convert import positions_of, require_packages
 from specbuild.files import require_space
-from specbuild.huggingface import locate, read_model_config
+from specbuild.hub import locate
+from specbuild.huggingface import read_model_config
 from specbuild.json_file import read_json
 from specbuild.progress import Stages, human_bytes, peak_memory
 from specbuild.quantisation.recipe import cache_code, make_recipe
@@ -88,13 +89,17 @@ def quantise(options: QuantiseOptions, stages: Stages) -> dict[str, Any]:
     )
     from specbuild.tensors import Reader, StoredTensor
 
+    # Outside the stage, which has a bar: the Hub's client has bars of its own.
+    source = locate(options.model, options.revision, code=options.trust_remote_code)
+    draft_dir = None
+    if options.draft_dir:
+        draft_dir = locate(options.draft_dir, option="--draft_dir", code=options.trust_remote_code)
     with stages.stage("check checkpoint"):
-        source = locate(options.model, options.revision)
         _require_dense(source)
         hf_config = read_model_config(source, options.trust_remote_code)
         files = check_weights(source)
         require_layers(source, hf_config, files)
-        draft = load_draft(options.draft_dir, source, options.trust_remote_code) if options.draft_dir else None
+        draft = load_draft(draft_dir, source, options.trust_remote_code) if draft_dir else None
         texts = None
         if recipe.calibrated or kv_cache or options.quality:
             limits = (positions_of(hf_config), draft.positions if draft else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,16 +28,19 @@ MOST_LAYERS = 10_000
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
-def refuse_other_formats(directory: Path) -> None:
-    """Say what the directory holds where that is no checkpoint; an adapter would be dropped without a word."""
+def refuse_other_formats(directory: Path, names: Collection[str]) -> None:
+    """Say what the directory holds where that is no checkpoint; an adapter would be dropped without a word.
+
+    names: of its files, some of which may not have been downloaded yet.
+    """
     if (adapter := directory / "adapter_config.json").is_file():
         base = read_json(adapter).get("base_model_name_or_path") or "its base model"
         raise CheckpointError(
             f"{directory}: holds an adapter ({adapter.name}) for {base}, not a whole model; merge the two first: "
             "PeftModel.from_pretrained(base_model, DIR).merge_and_unload().save_pretrained(NEW_DIR)"
         )
-    files = sorted(path.name for path in directory.glob("*.gguf"))
-    if files and not any(directory.glob("*.safetensors")):
+    files = sorted(name for name in names if name.endswith(".gguf"))
+    if files and not any(name.endswith(".safetensors") for name in names):
         raise CheckpointError(
             f"{directory}: holds GGUF weights ({files[0]}), which specbuild does not read; give the safetensors "
             "checkpoint that they were made from"

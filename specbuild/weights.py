@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import operator
+from collections.abc import Iterable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,8 +15,9 @@ from specrun.errors import CheckpointError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_LONGEST_HEADER = 100_000_000
+LONGEST_HEADER = 100_000_000
 """Bytes of a safetensors header; the library's own limit."""
 
 
@@ -39,8 +42,7 @@ class Weights(NamedTuple):
 
 def check_weights(directory: Path) -> Weights:
     """Check that all weight files are safetensors, present and whole. Raises CheckpointError."""
-    index = directory / "model.safetensors.index.json"
-    single = directory / "model.safetensors"
+    index, single = directory / INDEX_NAME, directory / SINGLE_NAME
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -51,18 +53,25 @@ def check_weights(directory: Path) -> Weights:
     elif single.is_file():
         shards = [single]
     else:
-        pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
-        if pickles:
-            raise CheckpointError(
-                f"{directory}: only pickled weights ({pickles[0]}), which can run code when read; convert them "
-                "where you trust them: "
-                "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR) writes safetensors"
-            )
-        raise CheckpointError(
-            f"{directory}: no model.safetensors and no model.safetensors.index.json; the checkpoint has no weights"
-        )
+        raise no_weights(directory, file_names(directory))
     found = [check_file(shard) for shard in shards]
     return Weights(sum(one.nbytes for one in found), {k: v for one in found for k, v in one.entries.items()})
+
+
+def no_weights(directory: Path, names: Iterable[str]) -> CheckpointError:
+    """For a checkpoint whose files are called ``names``: none of them are weights that are read."""
+    pickles = sorted(name for name in names if any(fnmatch(name, pattern) for pattern in _PICKLES))
+    if pickles:
+        return CheckpointError(
+            f"{directory}: only pickled weights ({pickles[0]}), which can run code when read; convert them where you "
+            "trust them: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR) writes safetensors"
+        )
+    return CheckpointError(f"{directory}: no {SINGLE_NAME} and no {INDEX_NAME}; the checkpoint has no weights")
+
+
+def file_names(directory: Path) -> list[str]:
+    """Names of the files in a directory, in order."""
+    return sorted(path.name for path in directory.iterdir() if path.is_file())
 
 
 def require_layers(source: Path, config: PreTrainedConfig, weights: Weights) -> None:
@@ -90,7 +99,7 @@ def check_file(path: Path) -> Weights:
                 "it again"
             )
         try:
-            if length > _LONGEST_HEADER:
+            if length > LONGEST_HEADER:
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)

@@ -72,7 +72,7 @@ def find_checkpoint(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=[*_FILES, "*.py"]))
+        return Path(snapshot_download(name, allow_patterns=[*_FILES], ignore_patterns=["*/*", "consolidated*"]))
     except Exception as error:  # The hub client raises a dozen unrelated types.
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise PairError(f"{name}: no such directory, and the Hub did not deliver it ({reason})") from error

@@ -166,7 +166,7 @@ def test_model_dir_is_missing_or_a_file(hf: Path, out: Path) -> None:
 def test_hub_that_does_not_deliver(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     line = convert_error("nobody/no-such-model", out)
-    says(line, "nobody/no-such-model: no such directory", "the Hub did not deliver it", "give its directory")
+    says(line, "nobody/no-such-model: no such directory", "not in the cache", "HF_HUB_OFFLINE is set; unset it")
 
 
 def test_checkpoint_without_config(out: Path, tmp_path: Path) -> None:

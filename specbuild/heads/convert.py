@@ -11,7 +11,8 @@ from specbuild.files import require_space
 from specbuild.heads.checkpoint import EagleHead, Head
 from specbuild.heads.medusa_checkpoint import MedusaHead
 from specbuild.heads.reading import read_head
-from specbuild.huggingface import eos_token_ids, locate, read_model_config, save_tokenizer
+from specbuild.hub import locate
+from specbuild.huggingface import eos_token_ids, read_model_config, save_tokenizer
 from specbuild.json_file import read_json
 from specbuild.progress import Stages
 from specbuild.weights import check_weights, require_layers
@@ -27,10 +28,13 @@ if TYPE_CHECKING:
     from specbuild.tensors import Weight
 
 
-def read_pair(options: ConvertOptions, target: str) -> tuple[Head, Path]:
+def read_pair(options: ConvertOptions, target: str, stages: Stages) -> tuple[Head, Path]:
     """The head and the directory of its target. Raises CheckpointError, UnsupportedModelError, BuildConfigError."""
     _refuse_options(options)
-    return read_head(locate(options.model, options.revision), options.allow_pickle), locate(target, None, "--head_of")
+    directory = locate(options.model, options.revision, head=True, pickles=options.allow_pickle)
+    target_dir = locate(target, None, "--head_of", code=options.trust_remote_code)
+    with stages.stage("check the head and its target"):
+        return read_head(directory, options.allow_pickle), target_dir
 
 
 def convert_head(head: Head, directory: Path, options: ConvertOptions, work: Path, stages: Stages) -> CheckpointConfig:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from fnmatch import fnmatch
 from pathlib import Path
 
 from specbuild.heads.checkpoint import MARKS, Head, architectures, read_eagle
 from specbuild.heads.medusa_checkpoint import is_medusa, read_medusa
 from specbuild.json_file import read_json
+from specbuild.weights import file_names
 from specrun.engine_dir import CONFIG_NAME
 from specrun.errors import CheckpointError
 
@@ -23,10 +26,14 @@ def read_head(directory: Path, allow_pickle: bool = False) -> Head:
     return (read_medusa if is_medusa(data) else read_eagle)(directory, data, allow_pickle)
 
 
-def refuse_head(directory: Path) -> None:
-    """Raise CheckpointError where ``directory`` holds a head, and a whole model is expected."""
+def refuse_head(directory: Path, names: Collection[str] | None = None) -> None:
+    """Raise CheckpointError where ``directory`` holds a head, and a whole model is expected.
+
+    names: of its files, where some of them have not been downloaded yet.
+    """
+    names = file_names(directory) if names is None else names
     path = directory / CONFIG_NAME
     config = read_json(path) if path.is_file() else {}
     is_eagle = any(mark in config for mark in MARKS) or any("Eagle" in str(name) for name in architectures(config))
-    if is_eagle or (is_medusa(config) and not any(directory.glob("model*.safetensors"))):
+    if is_eagle or (is_medusa(config) and not any(fnmatch(name, "model*.safetensors") for name in names)):
         raise CheckpointError(f"{directory}: holds a draft head, not a whole model; give its target with --head_of")

@@ -11,7 +11,7 @@ import torch
 
 from specbuild.convert import positions_of
 from specbuild.export.skeleton import load_skeleton
-from specbuild.huggingface import locate, read_model_config, save_tokenizer
+from specbuild.huggingface import read_model_config, save_tokenizer
 from specbuild.json_file import read_json
 from specbuild.quantisation.checkpoints.loading import packed_products, require_claimed, with_packed
 from specbuild.quantisation.checkpoints.schemes import read_scheme
@@ -57,18 +57,19 @@ class Draft:
         return torch.as_tensor(logits.argmax(dim=-1))
 
 
-def load_draft(name: str, target: Path, trust_remote_code: bool) -> Draft:
-    """The checkpoint ``name``, dense or quantised, as a draft for the one at ``target``.
+def load_draft(directory: Path, target: Path, trust_remote_code: bool) -> Draft:
+    """The checkpoint in ``directory``, dense or quantised, as a draft for the one at ``target``.
 
     Raises CheckpointError, UnsupportedModelError; BuildConfigError where the two have different tokenizers.
     """
-    directory = locate(name, option="--draft_dir")
     config = read_model_config(directory, trust_remote_code)
     files = check_weights(directory)
     require_layers(directory, config, files)
     own, wanted = (_fingerprint(path, trust_remote_code) for path in (directory, target))
     if own != wanted:
-        raise BuildConfigError(f"--draft_dir {name}: has another tokenizer than {target}; a pair needs the same one")
+        raise BuildConfigError(
+            f"--draft_dir {directory}: has another tokenizer than {target}; a pair needs the same one"
+        )
     scheme = read_scheme(directory, read_json(directory / "config.json"))
     stored: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in files.entries.items()}
     model, weights = load_skeleton(

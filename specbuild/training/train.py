@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from specbuild.convert import positions_of, require_packages, vocab_size_of
 from specbuild.files import require_space
-from specbuild.huggingface import first_line, locate, read_model_config, save_generation_config, save_tokenizer
+from specbuild.hub import locate
+from specbuild.huggingface import first_line, read_model_config, save_generation_config, save_tokenizer
 from specbuild.json_file import read_json
 from specbuild.progress import Stages, human_bytes, peak_memory
 from specbuild.training.options import TrainOptions
@@ -46,8 +47,9 @@ def train_draft(options: TrainOptions, stages: Stages) -> dict[str, Any]:
         raise OutputExistsError(
             f"{options.checkpoint}: a run has stopped there; give --resume to go on with it, or --force to begin anew"
         )
+    # Outside the stage, which has a bar: the Hub's client has bars of its own.
+    directory = locate(options.model, options.revision, code=options.trust_remote_code)
     with stages.stage("check checkpoint"):
-        directory = locate(options.model, options.revision)
         config = read_model_config(directory, options.trust_remote_code)
         _require_dense(directory)
         require_layers(directory, config, check_weights(directory))
