@@ -112,15 +112,26 @@ def _texts(options: dict[str, Any]) -> TextOptions:
 @click.option("--gather_generation_logits", is_flag=True, default=None, help="Allow the logits of every position.")
 @click.option("--compute_capabilities", metavar="86,89,..", help="GPUs of a TensorRT-RTX plan. Default: all that can.")
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Engines built side by side.")
-@click.option("--force", is_flag=True, help="Replace output directories that exist.")
-def engine(config_file: Path | None, workers: int, force: bool, **flags: Any) -> None:
+@click.option("--cache_dir", type=FolderPath, help="Engines that were built before, by what they were made of.")
+@click.option("--dry_run", is_flag=True, help="Say what would be built and what it takes, and build nothing.")
+@click.option("--force", is_flag=True, help="Build engines that are there, too; replace what exists.")
+def engine(
+    config_file: Path | None, workers: int, cache_dir: Path | None, dry_run: bool, force: bool, **flags: Any
+) -> None:
     """ONNX checkpoint directory -> engine directory."""
     from specbuild.config import engine_options
-    from specbuild.engine import build_engines
+    from specbuild.engine import build_engines, plan_engines
     from specbuild.progress import Stages
 
     given = {name: value for name, value in flags.items() if value is not None}
-    build_engines(engine_options(given, config_file), workers, force, Stages())
+    engines = engine_options(given, config_file)
+    if not dry_run:
+        build_engines(engines, workers, force, Stages(), cache_dir)
+        return
+    from specbuild.dry_run import describe_plan
+
+    plans = plan_engines(engines, force, Stages(), cache_dir)
+    click.echo("\n\n".join(describe_plan(plan, cache_dir) for plan in plans))
 
 
 @main.command("prepare_data")

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass, field
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbuild.checkpoint import CheckpointConfig, provenance
+from specbuild.checkpoint import CheckpointConfig
 from specbuild.files import require_space
 from specbuild.heads.checkpoint import Head
 from specbuild.heads.reading import read_head, refuse_head
 from specbuild.huggingface import eos_token_ids, locate, read_model_config, save_generation_config, save_tokenizer
+from specbuild.inputs import describe_inputs
 from specbuild.json_file import read_json
 from specbuild.progress import Stages, human_bytes, peak_memory
+from specbuild.provenance import made_before, provenance, releases, require_same
 from specbuild.quantisation.recipe import CacheCode, Recipe, cache_code, make_recipe
-from specbuild.quantisation.texts import TextOptions, Texts
+from specbuild.quantisation.texts import BUILTIN, TextOptions, Texts
 from specbuild.weights import Weights, check_weights, require_layers
 from specrun.directories import new_directory, require_free
 from specrun.dtypes import FLOAT_NAMES
@@ -25,6 +29,7 @@ from specrun.engine_dir import (
     GRAPH_NAME,
     WEIGHTS_NAME,
     GraphInfo,
+    Provenance,
     QuantisedWeights,
     describe_file,
 )
@@ -90,26 +95,69 @@ class _Source:
 
 
 def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
-    """Convert one checkpoint; see the stages below. Raises SpecError, and ImportError where a package is missing."""
+    """Convert one checkpoint; see the stages below. What is there already and would be the same is left as it is.
+
+    Raises SpecError, and ImportError where a package is missing.
+    """
     verifying = ("onnxruntime",) if options.verify else ()
     require_packages("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_ir", *verifying)
     output_dir = Path(options.output_dir)
+    if not options.force and (found := made_before(output_dir, CheckpointConfig)):
+        with stages.stage("compare with what is there"):
+            require_same(output_dir, found, _provenance(options, _locate_all(options), found.provenance))
+        stages.say(f"{output_dir} is up to date")
+        return found
     require_free(output_dir, options.force)
     if options.head_of is None:
         with stages.stage("check checkpoint"):
             source = _read_source(options, stages)
+        directories = {"model_dir": source.directory, **({"head": source.head.directory} if source.head else {})}
         write, weight_bytes = partial(_write, source, options), source.files.nbytes
     else:
         from specbuild.heads.convert import convert_head, read_pair
 
         with stages.stage("check the head and its target"):
             head, target = read_pair(options, options.head_of)
+        directories = {"model_dir": head.directory, "head_of": target}
         write, weight_bytes = partial(convert_head, head, target, options), head.nbytes
+    with stages.stage("checksums of the checkpoint"):
+        made = _provenance(options, directories)
     with new_directory(output_dir, options.force) as work:
-        config = write(work, stages)
+        config = write(made, work, stages)
         (work / CONFIG_NAME).write_text(config.model_dump_json(indent=2) + "\n")
     _summarise(config, weight_bytes, output_dir, stages)
     return config
+
+
+def _locate_all(options: ConvertOptions) -> dict[str, Path]:
+    """The directories that are read, by the options that name them."""
+    named = {"head": options.head, "head_of": options.head_of}
+    others = {option: locate(name, None, f"--{option}") for option, name in named.items() if name}
+    return {"model_dir": locate(options.model, options.revision), **others}
+
+
+_NOT_IN_FILES = {"model", "output_dir", "revision", "head", "head_of", "texts", "force"}
+"""Options that name inputs, which count by their content, and those that change nothing in the result."""
+_MAKERS = ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "safetensors", "tokenizers", "numpy")
+
+
+def _provenance(
+    options: ConvertOptions, directories: Mapping[str, Path], known: Provenance | None = None
+) -> Provenance:
+    """Of what a conversion of ``directories`` makes. known: of an earlier one, for checksums of the same files."""
+    texts = options.texts
+    sources = dict(directories)
+    if texts.dataset != BUILTIN:
+        sources["calib_dataset"] = Path(texts.dataset).expanduser()
+    given = {name: value for name, value in asdict(options).items() if name not in _NOT_IN_FILES}
+    calibration = {"calib_size": texts.size, "calib_max_seq_length": texts.length}
+    return provenance(
+        "specbuild convert",
+        options.model,
+        {**releases(*_MAKERS), "python": platform.python_version()},
+        options={**given, "exclude": list(options.exclude), **calibration},
+        **describe_inputs(sources, known)._asdict(),
+    )
 
 
 def require_packages(*names: str) -> None:
@@ -154,7 +202,7 @@ def _read_source(options: ConvertOptions, stages: Stages) -> _Source:
     return _Source(directory, hf_config, files, scheme, max_seq_len, recipe, kv_cache, texts, head)
 
 
-def _write(source: _Source, options: ConvertOptions, work: Path, stages: Stages) -> CheckpointConfig:
+def _write(source: _Source, options: ConvertOptions, made: Provenance, work: Path, stages: Stages) -> CheckpointConfig:
     """Load and export the model into ``work``, verify it, and return the config that describes the result."""
     # torch and onnx are imported here, so that --help and bad input cost no seconds.
     from specbuild import graph as graphs
@@ -253,7 +301,7 @@ def _write(source: _Source, options: ConvertOptions, work: Path, stages: Stages)
         tokenizer=describe_tokenizer(work),
         max_logit_difference=difference,
         pretrained_config=plain(pretrained),
-        provenance=provenance("specbuild convert", options.model, notes, "torch", "transformers", "onnx", "onnxscript"),
+        provenance=made.model_copy(update={"notes": notes}),
         files={name: describe_file(work / name) for name in (GRAPH_NAME, WEIGHTS_NAME, *tokenizer_files(work))},
     )
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from specbuild.checkpoint import CheckpointConfig, open_checkpoint
 from specbuild.progress import human_bytes
 from specrun.contract import past_names, present_names
-from specrun.engine_dir import CONFIG_NAME, EngineConfig, GraphInfo, check_files, read_config
+from specrun.engine_dir import CONFIG_NAME, EngineConfig, GraphInfo, Profile, check_files, read_config
 from specrun.errors import EngineDirError
 
 
@@ -113,6 +113,11 @@ def _engine(config: EngineConfig, show_all: bool) -> str:
     if not show_all:
         rows["cache tensors"] = f"{len(caches)}; --all lists them"
     return _render(rows, config, [*tables, tensors])
+
+
+def sizes(profile: Profile) -> str:
+    """What a profile covers, in a line."""
+    return ", ".join(f"{name} {_range(getattr(profile, name))}" for name in ("batch", "sequence", "logits"))
 
 
 def _range(sizes: tuple[int, int, int]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specbuild.checkpoint import CheckpointConfig, provenance
+from specbuild.checkpoint import CheckpointConfig
 from specbuild.convert import ConvertOptions, check_opset, choose_max_seq_len, dtype_name, plain, vocab_size_of
 from specbuild.files import require_space
 from specbuild.heads.checkpoint import EagleHead, Head
@@ -15,7 +15,7 @@ from specbuild.huggingface import eos_token_ids, locate, read_model_config, save
 from specbuild.json_file import read_json
 from specbuild.progress import Stages
 from specbuild.weights import check_weights, require_layers
-from specrun.engine_dir import CONFIG_NAME, GRAPH_NAME, WEIGHTS_NAME, GraphInfo, describe_file
+from specrun.engine_dir import CONFIG_NAME, GRAPH_NAME, WEIGHTS_NAME, GraphInfo, Provenance, describe_file
 from specrun.errors import BuildConfigError
 from specrun.tokenizer import describe_tokenizer, tokenizer_files
 
@@ -33,7 +33,9 @@ def read_pair(options: ConvertOptions, target: str) -> tuple[Head, Path]:
     return read_head(locate(options.model, options.revision), options.allow_pickle), locate(target, None, "--head_of")
 
 
-def convert_head(head: Head, directory: Path, options: ConvertOptions, work: Path, stages: Stages) -> CheckpointConfig:
+def convert_head(
+    head: Head, directory: Path, options: ConvertOptions, made: Provenance, work: Path, stages: Stages
+) -> CheckpointConfig:
     """Write a head of the target in ``directory`` into ``work``; returns what describes it. Raises SpecError.
 
     Its tokenizer, its end-of-text ids and its dtype are the target's.
@@ -98,7 +100,7 @@ def convert_head(head: Head, directory: Path, options: ConvertOptions, work: Pat
         tokenizer=describe_tokenizer(work),
         max_logit_difference=difference,
         pretrained_config=plain(read_json(head.config_file)),
-        provenance=provenance("specbuild convert", options.model, notes, "torch", "transformers", "onnx", "onnxscript"),
+        provenance=made.model_copy(update={"notes": notes}),
         files={name: describe_file(work / name) for name in (GRAPH_NAME, WEIGHTS_NAME, *tokenizer_files(work))},
     )
 
