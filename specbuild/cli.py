@@ -52,6 +52,7 @@ def main(debug: bool) -> None:
 @click.option("--max_seq_len", type=int, help="Positions to serve; default: what the model was trained for.")
 @click.option("--revision", help="Branch, tag or commit, for a Hub ID.")
 @click.option("--trust_remote_code", is_flag=True, help="Run Python code that comes with the checkpoint.")
+@click.option("--text_model", is_flag=True, help="Take the language model inside a multimodal model.")
 @click.option("--head", metavar="DIR|HUB_ID", help="A draft head: the graph gets the features that it reads.")
 @click.option("--head_of", metavar="DIR|HUB_ID", help="The model is a draft head; this is its target.")
 @click.option("--allow_pickle", is_flag=True, help="Read a head's weights from a pickle, as tensors alone.")

@@ -64,6 +64,8 @@ class ConvertOptions:
     """What scales are calibrated on: of 8-bit caches, and in formats whose inputs have fixed ones."""
     dequantize: bool = False
     """Take quantised weights as dense ones."""
+    text_model: bool = False
+    """Take the language model inside a multimodal one."""
     head: str | None = None
     """A draft head that the model is to give its features to."""
     head_of: str | None = None
@@ -177,10 +179,14 @@ def _read_source(options: ConvertOptions, stages: Stages) -> _Source:
     head = read_head(locate(options.head, None, "--head"), options.allow_pickle) if options.head else None
     if head and kv_cache:
         raise BuildConfigError("--kv_cache_dtype cannot stand beside --head: features are not stored in 8 bits")
+    if head and options.text_model:
+        raise BuildConfigError("--text_model cannot stand beside --head: heads read features of whole models")
     directory = locate(options.model, options.revision)
     refuse_head(directory)
-    hf_config = read_model_config(directory, options.trust_remote_code)
+    hf_config = read_model_config(directory, options.trust_remote_code, options.text_model)
     scheme = read_scheme(directory, read_json(directory / CONFIG_NAME))
+    if scheme and options.text_model:
+        raise BuildConfigError(f"--text_model: {directory} is quantised ({scheme.method}); give the dense checkpoint")
     if scheme and recipe and not options.dequantize:
         raise BuildConfigError(
             f"--qformat {options.qformat}: {directory} is quantised already ({scheme.method}); leave --qformat out, "
@@ -226,6 +232,10 @@ def _write(source: _Source, options: ConvertOptions, made: Provenance, work: Pat
     with stages.stage("lay out the model"):
         tensors: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in source.files.entries.items()}
         stored = with_packed(scheme, tensors) if scheme else tensors
+        if options.text_model:
+            from specbuild.text_model import text_tensors
+
+            stored = text_tensors(directory, source.hf_config, tensors)
         model, weights = load_skeleton(directory, source.hf_config, options.dtype, options.trust_remote_code, stored)
         require_claimed(directory, weights)
     save_generation_config(directory, work)

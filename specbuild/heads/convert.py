@@ -133,6 +133,7 @@ def _refuse_options(options: ConvertOptions) -> None:
         "--head": options.head is not None,
         "--qformat": options.qformat != "auto",
         "--kv_cache_dtype": options.kv_cache_dtype != "auto",
+        "--text_model": options.text_model,
     }
     for name, is_given in given.items():
         if is_given:
