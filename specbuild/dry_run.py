@@ -24,7 +24,8 @@ _COMPILES = {
 def describe_plan(plan: EnginePlan, cache_dir: Path | None) -> str:
     """A page for people. Nothing is written."""
     build, options = plan.build, plan.options
-    free = free_memory()
+    memory = free_memory()
+    free = "" if memory is None else f"; {human_bytes(memory)} are free"
     facts = {
         "engine": str(options.output_dir),
         "would be": _what_would_be_done(plan, cache_dir),
@@ -37,9 +38,9 @@ def describe_plan(plan: EnginePlan, cache_dir: Path | None) -> str:
         "S_max": f"{build.cache_length} positions of a row in the cache",
         **{f"{profile.name} profile": sizes(profile) for profile in build.profiles if plan.backend != "onnxruntime"},
         "disk": f"about {human_bytes(disk_bytes(plan))}; {human_bytes(_free_disk(options.output_dir))} are free",
-        "memory to build": build_memory(plan) + (f"; {human_bytes(free)} are free" if free is not None else ""),
+        "memory to build": f"up to about {human_bytes(build_memory(plan))}{free}",
         "memory to run": f"{human_bytes(weight_bytes(plan))} weights, {human_bytes(cache_bytes(plan))} KV cache for "
-        f"{build.max_batch_size} rows at their longest; as much again for the prefix cache, and what is computed in",
+        f"{build.max_batch_size} rows at their longest; beside it the prefix cache and what is computed in",
         "time": f"not known before it was tried; it goes into {_COMPILES[plan.backend]}",
         **{f"note {number}": note for number, note in enumerate(plan.notes, 1)},
     }

@@ -8,6 +8,11 @@ from specbuild import graph as graphs
 from specbuild.engine_plan import EnginePlan
 from specrun.engine_dir import GRAPH_NAME, WEIGHTS_NAME
 
+_OF_A_GRAPH = 120_000_000
+"""Bytes that ONNX Runtime takes beside weights."""
+_OF_TENSORRT = 3
+"""TensorRT's builder has the weights in memory, and so is the plan."""
+
 
 def weight_bytes(plan: EnginePlan) -> int:
     """About how large the engine's weights are. On the CPU those of 16 bits become float32."""
@@ -33,6 +38,14 @@ def cache_bytes(plan: EnginePlan) -> int:
     return graph.cache_bytes(plan.build.max_batch_size, plan.build.cache_length)
 
 
-def build_memory(plan: EnginePlan) -> str:
-    """What building takes at least."""
-    return "at least the weights"
+def build_memory(plan: EnginePlan) -> int:
+    """At most about how much memory building takes beyond Python and the compiler, by docs/benchmarks.md.
+
+    For a CPU: that of running the engine for short texts. Kernels lay out quantised weights anew, in 8 bits at most.
+    """
+    if plan.backend != "onnxruntime":
+        return _OF_TENSORRT * weight_bytes(plan)
+    if plan.device == "cuda":  # Files are copied.
+        return _OF_A_GRAPH
+    laid_out = plan.checkpoint.parameters if plan.checkpoint.graph.quantised else 0
+    return weight_bytes(plan) + laid_out + _OF_A_GRAPH

@@ -36,13 +36,13 @@ MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 
 
 
 def llava() -> PreTrainedConfig:
-    images = transformers.CLIPVisionConfig(**IMAGES)
-    return transformers.LlavaConfig(images, transformers.LlamaConfig(**SIZES), image_token_index=5)
+    text, images = transformers.LlamaConfig(**SIZES), transformers.CLIPVisionConfig(**IMAGES)
+    return transformers.LlavaConfig(text_config=text, vision_config=images, image_token_index=5)
 
 
 def llava_next() -> PreTrainedConfig:
-    text = transformers.MixtralConfig(**SIZES, num_local_experts=4)
-    return transformers.LlavaNextConfig(transformers.CLIPVisionConfig(**IMAGES), text, image_token_index=5)
+    text, images = transformers.MixtralConfig(**SIZES, num_local_experts=4), transformers.CLIPVisionConfig(**IMAGES)
+    return transformers.LlavaNextConfig(text_config=text, vision_config=images, image_token_index=5)
 
 
 def mistral3() -> PreTrainedConfig:
