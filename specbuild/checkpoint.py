@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,14 +56,3 @@ def open_checkpoint(directory: Path) -> CheckpointConfig:
         if name != WEIGHTS_NAME and describe_file(path).sha256 != info.sha256:
             raise CheckpointError(f"{path}: wrong sha256 checksum, the file was altered; convert again")
     return config
-
-
-def provenance(tool: str, source: str, notes: list[str], *packages: str) -> Provenance:
-    """Who made a directory, when, from what, with which versions."""
-    return Provenance(
-        tool=tool,
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        source=source,
-        versions={package: metadata.version(package) for package in packages},
-        notes=notes,
-    )

@@ -52,6 +52,7 @@ def main(debug: bool) -> None:
 @click.option("--max_seq_len", type=int, help="Positions to serve; default: what the model was trained for.")
 @click.option("--revision", help="Branch, tag or commit, for a Hub ID.")
 @click.option("--trust_remote_code", is_flag=True, help="Run Python code that comes with the checkpoint.")
+@click.option("--text_model", is_flag=True, help="Take the language model inside a multimodal model.")
 @click.option("--head", metavar="DIR|HUB_ID", help="A draft head: the graph gets the features that it reads.")
 @click.option("--head_of", metavar="DIR|HUB_ID", help="The model is a draft head; this is its target.")
 @click.option("--allow_pickle", is_flag=True, help="Read a head's weights from a pickle, as tensors alone.")
@@ -112,15 +113,26 @@ def _texts(options: dict[str, Any]) -> TextOptions:
 @click.option("--gather_generation_logits", is_flag=True, default=None, help="Allow the logits of every position.")
 @click.option("--compute_capabilities", metavar="86,89,..", help="GPUs of a TensorRT-RTX plan. Default: all that can.")
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Engines built side by side.")
-@click.option("--force", is_flag=True, help="Replace output directories that exist.")
-def engine(config_file: Path | None, workers: int, force: bool, **flags: Any) -> None:
+@click.option("--cache_dir", type=FolderPath, help="Engines that were built before, by what they were made of.")
+@click.option("--dry_run", is_flag=True, help="Say what would be built and what it takes, and build nothing.")
+@click.option("--force", is_flag=True, help="Build engines that are there, too; replace what exists.")
+def engine(
+    config_file: Path | None, workers: int, cache_dir: Path | None, dry_run: bool, force: bool, **flags: Any
+) -> None:
     """ONNX checkpoint directory -> engine directory."""
     from specbuild.config import engine_options
-    from specbuild.engine import build_engines
+    from specbuild.engine import build_engines, plan_engines
     from specbuild.progress import Stages
 
     given = {name: value for name, value in flags.items() if value is not None}
-    build_engines(engine_options(given, config_file), workers, force, Stages())
+    engines = engine_options(given, config_file)
+    if not dry_run:
+        build_engines(engines, workers, force, Stages(), cache_dir)
+        return
+    from specbuild.dry_run import describe_plan
+
+    plans = plan_engines(engines, force, Stages(), cache_dir)
+    click.echo("\n\n".join(describe_plan(plan, cache_dir) for plan in plans))
 
 
 @main.command("prepare_data")

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbuild.checkpoint import CheckpointConfig, provenance
+from specbuild.checkpoint import CheckpointConfig
+from specbuild.convert_inputs import conversion_provenance, locate_inputs
 from specbuild.files import require_space
 from specbuild.heads.checkpoint import Head
 from specbuild.heads.reading import read_head, refuse_head
-from specbuild.hub import locate
 from specbuild.huggingface import eos_token_ids, read_model_config, save_generation_config, save_tokenizer
 from specbuild.json_file import read_json
 from specbuild.progress import Stages, human_bytes, peak_memory
+from specbuild.provenance import made_before, require_same
 from specbuild.quantisation.recipe import CacheCode, Recipe, cache_code, make_recipe
 from specbuild.quantisation.texts import TextOptions, Texts
 from specbuild.weights import Weights, check_weights, require_layers
@@ -26,6 +28,7 @@ from specrun.engine_dir import (
     GRAPH_NAME,
     WEIGHTS_NAME,
     GraphInfo,
+    Provenance,
     QuantisedWeights,
     describe_file,
 )
@@ -60,6 +63,8 @@ class ConvertOptions:
     """What scales are calibrated on: of 8-bit caches, and in formats whose inputs have fixed ones."""
     dequantize: bool = False
     """Take quantised weights as dense ones."""
+    text_model: bool = False
+    """Take the language model inside a multimodal one."""
     head: str | None = None
     """A draft head that the model is to give its features to."""
     head_of: str | None = None
@@ -91,24 +96,53 @@ class _Source:
 
 
 def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
-    """Convert one checkpoint; see the stages below. Raises SpecError, and ImportError where a package is missing."""
+    """Convert one checkpoint; see the stages below. What is there already and would be the same is left as it is.
+
+    Raises SpecError, and ImportError where a package is missing.
+    """
     verifying = ("onnxruntime",) if options.verify else ()
     require_packages("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_ir", *verifying)
     output_dir = Path(options.output_dir)
-    require_free(output_dir, options.force)
+    _check_options(options)
+    found = None if options.force else made_before(output_dir, CheckpointConfig)
+    if found is None:
+        require_free(output_dir, options.force)
+    directories = locate_inputs(options)  # Outside a stage, which has a bar: the Hub's client has bars of its own.
+    if found is not None:
+        with stages.stage("compare with what is there"):
+            require_same(output_dir, found, conversion_provenance(options, directories, found.provenance))
+        stages.say(f"{output_dir} is up to date")
+        return found
     if options.head_of is None:
-        source = _read_source(options, stages)
+        with stages.stage("check checkpoint"):
+            source = _read_source(options, directories, stages)
         write, weight_bytes = partial(_write, source, options), source.files.nbytes
     else:
-        from specbuild.heads.convert import convert_head, read_pair
+        from specbuild.heads.convert import convert_head
 
-        head, target = read_pair(options, options.head_of, stages)
-        write, weight_bytes = partial(convert_head, head, target, options), head.nbytes
+        with stages.stage("check the head"):
+            head = read_head(directories["model_dir"], options.allow_pickle)
+        write, weight_bytes = partial(convert_head, head, directories["head_of"], options), head.nbytes
+    with stages.stage("checksums of the checkpoint"):
+        made = conversion_provenance(options, directories)
     with new_directory(output_dir, options.force) as work:
-        config = write(work, stages)
+        config = write(made, work, stages)
         (work / CONFIG_NAME).write_text(config.model_dump_json(indent=2) + "\n")
     _summarise(config, weight_bytes, output_dir, stages)
     return config
+
+
+def _check_options(options: ConvertOptions) -> None:
+    """Raise BuildConfigError where options cannot stand beside each other."""
+    make_recipe(options.qformat, options.group_size, options.exclude)
+    if options.head_of is not None:
+        from specbuild.heads.convert import refuse_options
+
+        refuse_options(options)
+    if options.head is not None and cache_code(options.kv_cache_dtype):
+        raise BuildConfigError("--kv_cache_dtype cannot stand beside --head: features are not stored in 8 bits")
+    if options.head is not None and options.text_model:
+        raise BuildConfigError("--text_model cannot stand beside --head: heads read features of whole models")
 
 
 def require_packages(*names: str) -> None:
@@ -118,45 +152,42 @@ def require_packages(*names: str) -> None:
             raise ModuleNotFoundError(f"no module named {package}", name=package)
 
 
-def _read_source(options: ConvertOptions, stages: Stages) -> _Source:
-    """Find and check the checkpoint, without its weights' values."""
+def _read_source(options: ConvertOptions, directories: Mapping[str, Path], stages: Stages) -> _Source:
+    """Check the checkpoint, without its weights' values."""
+    from specbuild.quantisation.checkpoints.scheme import has_cache_scales
+    from specbuild.quantisation.checkpoints.schemes import read_scheme
+
     recipe = make_recipe(options.qformat, options.group_size, options.exclude)
     kv_cache = cache_code(options.kv_cache_dtype)
-    if options.head and kv_cache:
-        raise BuildConfigError("--kv_cache_dtype cannot stand beside --head: features are not stored in 8 bits")
-    # Outside the stage, which has a bar: the Hub's client has bars of its own.
-    head_dir = locate(options.head, None, "--head", head=True, pickles=options.allow_pickle) if options.head else None
-    directory = locate(options.model, options.revision, code=options.trust_remote_code)
-    with stages.stage("check checkpoint"):
-        from specbuild.quantisation.checkpoints.scheme import has_cache_scales
-        from specbuild.quantisation.checkpoints.schemes import read_scheme
+    directory = directories["model_dir"]
+    head = read_head(directories["head"], options.allow_pickle) if options.head else None
+    refuse_head(directory)
+    hf_config = read_model_config(directory, options.trust_remote_code, options.text_model)
+    scheme = read_scheme(directory, read_json(directory / CONFIG_NAME))
+    if scheme and options.text_model:
+        raise BuildConfigError(f"--text_model: {directory} is quantised ({scheme.method}); give the dense checkpoint")
+    if scheme and recipe and not options.dequantize:
+        raise BuildConfigError(
+            f"--qformat {options.qformat}: {directory} is quantised already ({scheme.method}); leave --qformat out, "
+            "or give --dequantize to round it once more"
+        )
+    files = check_weights(directory)
+    require_layers(directory, hf_config, files)
+    if head:
+        head.check_target(directory, files)
+    max_seq_len = choose_max_seq_len(directory, hf_config, options.max_seq_len)
+    texts = None
+    needs_text = (recipe is not None and recipe.calibrated) or (kv_cache and not has_cache_scales(scheme, kv_cache))
+    if not needs_text:
+        options.texts.say_if_unused(f"--qformat {options.qformat} needs no calibration", stages)
+    else:
+        from specbuild.quantisation.calibration import texts_of
 
-        head = read_head(head_dir, options.allow_pickle) if head_dir else None
-        refuse_head(directory)
-        hf_config = read_model_config(directory, options.trust_remote_code)
-        scheme = read_scheme(directory, read_json(directory / CONFIG_NAME))
-        if scheme and recipe and not options.dequantize:
-            raise BuildConfigError(
-                f"--qformat {options.qformat}: {directory} is quantised already ({scheme.method}); leave --qformat "
-                "out, or give --dequantize to round it once more"
-            )
-        files = check_weights(directory)
-        require_layers(directory, hf_config, files)
-        if head:
-            head.check_target(directory, files)
-        max_seq_len = choose_max_seq_len(directory, hf_config, options.max_seq_len)
-        texts = None
-        needs_text = (recipe is not None and recipe.calibrated) or (kv_cache and not has_cache_scales(scheme, kv_cache))
-        if not needs_text:
-            options.texts.say_if_unused(f"--qformat {options.qformat} needs no calibration", stages)
-        else:
-            from specbuild.quantisation.calibration import texts_of
-
-            texts = texts_of(options.texts, directory, positions_of(hf_config), options.trust_remote_code)
-        return _Source(directory, hf_config, files, scheme, max_seq_len, recipe, kv_cache, texts, head)
+        texts = texts_of(options.texts, directory, positions_of(hf_config), options.trust_remote_code)
+    return _Source(directory, hf_config, files, scheme, max_seq_len, recipe, kv_cache, texts, head)
 
 
-def _write(source: _Source, options: ConvertOptions, work: Path, stages: Stages) -> CheckpointConfig:
+def _write(source: _Source, options: ConvertOptions, made: Provenance, work: Path, stages: Stages) -> CheckpointConfig:
     """Load and export the model into ``work``, verify it, and return the config that describes the result."""
     # torch and onnx are imported here, so that --help and bad input cost no seconds.
     from specbuild import graph as graphs
@@ -180,6 +211,10 @@ def _write(source: _Source, options: ConvertOptions, work: Path, stages: Stages)
     with stages.stage("lay out the model"):
         tensors: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in source.files.entries.items()}
         stored = with_packed(scheme, tensors) if scheme else tensors
+        if options.text_model:
+            from specbuild.text_model import text_tensors
+
+            stored = text_tensors(directory, source.hf_config, tensors)
         model, weights = load_skeleton(directory, source.hf_config, options.dtype, options.trust_remote_code, stored)
         require_claimed(directory, weights)
     save_generation_config(directory, work)
@@ -255,7 +290,7 @@ def _write(source: _Source, options: ConvertOptions, work: Path, stages: Stages)
         tokenizer=describe_tokenizer(work),
         max_logit_difference=difference,
         pretrained_config=plain(pretrained),
-        provenance=provenance("specbuild convert", options.model, notes, "torch", "transformers", "onnx", "onnxscript"),
+        provenance=made.model_copy(update={"notes": notes}),
         files={name: describe_file(work / name) for name in (GRAPH_NAME, WEIGHTS_NAME, *tokenizer_files(work))},
     )
 

@@ -20,11 +20,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
-def read_model_config(directory: Path, trust_remote_code: bool) -> PreTrainedConfig:
-    """The checkpoint's configuration. Raises CheckpointError; UnsupportedModelError names why a model is refused."""
+def read_model_config(directory: Path, trust_remote_code: bool, text_model: bool = False) -> PreTrainedConfig:
+    """The checkpoint's configuration. Raises CheckpointError; UnsupportedModelError names why a model is refused.
+
+    text_model: that of the language model inside a multimodal one.
+    """
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
     from transformers.utils import logging as transformers_logging
 
     from specbuild.quantisation.checkpoints.schemes import read_scheme
@@ -57,7 +64,12 @@ def read_model_config(directory: Path, trust_remote_code: bool) -> PreTrainedCon
                 f"{path}: unknown architecture {model_type!r}; transformers {transformers.__version__} has no "
                 "such model"
             )
-        if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        if model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and "text_config" in data:
+            if not text_model and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+                raise UnsupportedModelError(
+                    f"{path}: {model_type} is a multimodal model; --text_model converts the language model inside"
+                )
+        elif model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
             raise UnsupportedModelError(
                 f"{path}: {model_type} is not a causal language model; specbuild converts decoder-only text models"
             )
@@ -68,6 +80,10 @@ def read_model_config(directory: Path, trust_remote_code: bool) -> PreTrainedCon
         )
     except Exception as error:
         raise CheckpointError(f"{path}: transformers cannot read it ({first_line(error)})") from error
+    if text_model:
+        from specbuild.text_model import text_config
+
+        config = text_config(path, config)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"{path}: {model_type} is an encoder-decoder; specbuild converts decoder-only text models"

@@ -12,7 +12,7 @@ from rich.table import Table
 from specbuild.checkpoint import CheckpointConfig, open_checkpoint
 from specbuild.progress import human_bytes
 from specrun.contract import past_names, present_names
-from specrun.engine_dir import CONFIG_NAME, EngineConfig, GraphInfo, check_files, read_config
+from specrun.engine_dir import CONFIG_NAME, EngineConfig, GraphInfo, Profile, check_files, read_config
 from specrun.errors import EngineDirError
 
 
@@ -115,6 +115,11 @@ def _engine(config: EngineConfig, show_all: bool) -> str:
     return _render(rows, config, [*tables, tensors])
 
 
+def sizes(profile: Profile) -> str:
+    """What a profile covers, in a line."""
+    return ", ".join(f"{name} {_range(getattr(profile, name))}" for name in ("batch", "sequence", "logits"))
+
+
 def _range(sizes: tuple[int, int, int]) -> str:
     return f"{sizes[0]} .. {sizes[2]} (tuned for {sizes[1]})"
 
@@ -139,11 +144,9 @@ def _render(rows: dict[str, str], config: EngineConfig | CheckpointConfig, table
 
 
 def facts_table(facts: dict[str, str]) -> str:
-    """Names and values, a line each."""
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in facts.items():
-        table.add_row(name, value)
-    return _printed(table)
+    """Names and values, a line each; never wrapped, so that it can be searched."""
+    width = max(map(len, facts))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in facts.items())
 
 
 def _printed(table: Table) -> str:

@@ -19,6 +19,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    JsonValue,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -227,12 +228,21 @@ class BackendInfo(Strict):
 
 
 class Provenance(Strict):
-    """Where the directory came from, for people."""
+    """Where the directory came from. Where all but ``created``, ``source`` and ``notes`` are equal, the files are."""
 
     tool: str
     created: str
     source: str
     versions: dict[str, str]
+    """Of the packages that made it."""
+    machine: str = ""
+    """What it was made for."""
+    options: dict[str, JsonValue] | None = None
+    """Those that decide what is in the files. None: nobody noted them down, as in earlier releases."""
+    inputs: dict[str, str] = {}
+    """The sha256 of everything that was read, by name."""
+    input_states: dict[str, list[int]] = {}
+    """By which an input is known to be the same without reading it: see ``specbuild.inputs``."""
     notes: list[str] = []
 
 

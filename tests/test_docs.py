@@ -17,7 +17,7 @@ import specrun.cli
 from specbuild.checkpoint import CheckpointConfig
 from specrun import DraftTargetConfig, Request, RequestError, RequestOptions, SamplingParams
 from specrun.bench_results import Result, Split
-from specrun.engine_dir import BuildConfig, EngineConfig, Features
+from specrun.engine_dir import BuildConfig, EngineConfig, Features, Provenance
 from specrun.output import as_json
 from specrun.verify import Part, Verdict
 
@@ -156,6 +156,7 @@ def test_the_engine_directorys_fields_are_described() -> None:
     assert fields_of(page, "field of an engine") == list(EngineConfig.model_fields)
     assert fields_of(page, "field of `build_config`") == list(BuildConfig.model_fields)
     assert fields_of(page, "field of `features`") == list(Features.model_fields)
+    assert fields_of(page, "field of `provenance`") == list(Provenance.model_fields)
     assert fields_of(page, "field of a checkpoint") == list(CheckpointConfig.model_fields)
 
 

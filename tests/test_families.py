@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,12 +38,14 @@ def forward(backend: Backend, ids: npt.NDArray[np.int64], starts: npt.ArrayLike,
     return step.logits
 
 
-def largest_difference(checkpoint: Path, engine: Path, dtype: torch.dtype, steps: list[tuple[int, int]]) -> float:
+def largest_difference(
+    checkpoint: Path, engine: Path, dtype: torch.dtype, steps: list[tuple[int, int]], kind: Any = AutoModelForCausalLM
+) -> float:
     """Largest logit difference between an engine and the HF model computed in float32, relative to the logits.
 
     Rows have different write indices and the cache starts full of junk.
     """
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, attn_implementation="eager").float().eval()
+    model = kind.from_pretrained(checkpoint, dtype=dtype, attn_implementation="eager").float().eval()
     backend = open_host_backend(engine, open_engine(engine), 0)
     assert isinstance(backend, OrtBackend)
     backend.resize(2, POSITIONS, 0)

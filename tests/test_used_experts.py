@@ -20,7 +20,7 @@ from specbuild.checkpoint import open_checkpoint
 from specbuild.used_experts import skip_unused_experts
 from specrun.backends import Backend, open_host_backend
 from specrun.backends.ort_session import session_options
-from specrun.engine_dir import GRAPH_NAME, open_engine
+from specrun.engine_dir import GRAPH_NAME, WEIGHTS_NAME, open_engine
 from specrun.sampling import Floats
 from tests.conftest import make_engine, make_onnx
 from tests.families import POSITIONS, save_checkpoint
@@ -41,15 +41,14 @@ def logits(backend: Backend, tokens: list[int]) -> Floats:
     return forward(backend, np.array([tokens]), [0], np.arange(len(tokens))[None])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("family", "layers"), [("mixtral", 2), ("gpt_oss", 2), ("deepseek_v2", 1)])
-def test_the_logits_are_those_of_transformers(family: str, layers: int, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "dtype"), [("mixtral", torch.float32), ("gpt_oss", torch.bfloat16)])
+def test_the_logits_are_those_of_transformers(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Every mixture is found, and its branches compute what the dense form does."""
     checkpoint = save_checkpoint(tmp_path / "hf", family, dtype=dtype)
     engine = make_engine(make_onnx(checkpoint, tmp_path / "onnx"), tmp_path / "engine")
     branches = [node for node in ir.load(engine / GRAPH_NAME).graph if node.op_type == "If"]
-    assert len(branches) == 4 * layers
-    assert any(f"{layers} layers read only" in note for note in open_engine(engine).provenance.notes)
+    assert len(branches) == 4 * 2
+    assert any("2 layers read only" in note for note in open_engine(engine).provenance.notes)
     assert largest_difference(checkpoint, engine, dtype, STEPS) < (2e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
@@ -109,10 +108,10 @@ def operators(engine: Path) -> Counter[str]:
 
 
 @pytest.mark.parametrize(
-    ("qformat", "operator", "tolerance"),
-    [("int8", "MatMulIntegerToFloat", 2e-2), ("int8_wo", "MatMulNBits", 2e-2), ("int4", "MatMulNBits", 2e-2)],
+    ("qformat", "operator"),
+    [("int8", "MatMulIntegerToFloat"), ("int4", "MatMulNBits")],
 )
-def test_quantised_experts(qformat: str, operator: str, tolerance: float, tmp_path: Path) -> None:
+def test_quantised_experts(qformat: str, operator: str, tmp_path: Path) -> None:
     """Every product of a branch is the fast operator, and the weights take few bits in the engine too."""
     checkpoint = save_checkpoint(tmp_path / "hf", "mixtral", intermediate_size=128)
     onnx_dir = make_onnx(checkpoint, tmp_path / "onnx", qformat=qformat)
@@ -120,13 +119,13 @@ def test_quantised_experts(qformat: str, operator: str, tolerance: float, tmp_pa
     counted = operators(engine)
     assert counted["If"] == 8
     assert counted[operator] == 8 * 2 + 2 * 4 + 1  # Experts, attention, and the head.
-    dense = make_engine(make_onnx(checkpoint, tmp_path / "dense-onnx"), tmp_path / "dense")
+    dense = make_onnx(checkpoint, tmp_path / "dense", verify=False)
     bits = 4 if qformat == "int4" else 8
-    assert open_engine(engine).weight_bytes < open_engine(dense).weight_bytes * (bits + 4) / 32
+    assert open_engine(engine).weight_bytes < open_checkpoint(dense).files[WEIGHTS_NAME].bytes * (bits + 4) / 32
     expected = checkpoint_logits(onnx_dir, TOKENS)
     found = logits(opened(engine), TOKENS)
-    assert np.abs(found - expected).max() < tolerance * np.abs(expected).max()
-    assert np.abs(logits(opened(dense), TOKENS) - expected).max() > 1e-3 * np.abs(expected).max()
+    assert np.abs(found - expected).max() < 2e-2 * np.abs(expected).max()
+    assert np.abs(checkpoint_logits(dense, TOKENS) - expected).max() > 1e-3 * np.abs(expected).max()
 
 
 def test_a_plan_with_quantised_experts(tmp_path: Path) -> None:
@@ -191,12 +190,13 @@ def test_checkpoints_with_quantised_experts(
     assert not any("dequantised" in note for note in config.provenance.notes)
     engine = make_engine(onnx_dir, tmp_path / "engine")
     assert operators(engine)["MatMulNBits"] == 2 * 2 * 4
-    dense = make_onnx(checkpoint, tmp_path / "dense", dtype="float32", dequantize=True)
+    dense = make_onnx(checkpoint, tmp_path / "dense", dtype="float32", dequantize=True, verify=False)
     expected = checkpoint_logits(dense, TOKENS)
     assert np.abs(logits(opened(engine), TOKENS) - expected).max() < 2e-2 * np.abs(expected).max()
-    bfloat16 = make_onnx(checkpoint, tmp_path / "bfloat16", verify=False)
-    plan = make_engine(bfloat16, tmp_path / "plan", backend="tensorrt_rtx", max_draft_len=4)
-    assert open_engine(plan).backend.name == "tensorrt_rtx"
+    if family == "gpt_oss":  # TensorRT dequantises float4 to 16 bits only.
+        bfloat16 = make_onnx(checkpoint, tmp_path / "bfloat16", verify=False)
+        plan = make_engine(bfloat16, tmp_path / "plan", backend="tensorrt_rtx", max_draft_len=4)
+        assert open_engine(plan).backend.name == "tensorrt_rtx"
 
 
 def test_a_model_without_experts_stays_as_it_is(tmp_path: Path) -> None:

@@ -5,18 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specbuild.checkpoint import CheckpointConfig, provenance
+from specbuild.checkpoint import CheckpointConfig
 from specbuild.convert import ConvertOptions, check_opset, choose_max_seq_len, dtype_name, plain, vocab_size_of
 from specbuild.files import require_space
 from specbuild.heads.checkpoint import EagleHead, Head
 from specbuild.heads.medusa_checkpoint import MedusaHead
-from specbuild.heads.reading import read_head
-from specbuild.hub import locate
 from specbuild.huggingface import eos_token_ids, read_model_config, save_tokenizer
 from specbuild.json_file import read_json
 from specbuild.progress import Stages
 from specbuild.weights import check_weights, require_layers
-from specrun.engine_dir import CONFIG_NAME, GRAPH_NAME, WEIGHTS_NAME, GraphInfo, describe_file
+from specrun.engine_dir import CONFIG_NAME, GRAPH_NAME, WEIGHTS_NAME, GraphInfo, Provenance, describe_file
 from specrun.errors import BuildConfigError
 from specrun.tokenizer import describe_tokenizer, tokenizer_files
 
@@ -28,16 +26,9 @@ if TYPE_CHECKING:
     from specbuild.tensors import Weight
 
 
-def read_pair(options: ConvertOptions, target: str, stages: Stages) -> tuple[Head, Path]:
-    """The head and the directory of its target. Raises CheckpointError, UnsupportedModelError, BuildConfigError."""
-    _refuse_options(options)
-    directory = locate(options.model, options.revision, head=True, pickles=options.allow_pickle)
-    target_dir = locate(target, None, "--head_of", code=options.trust_remote_code)
-    with stages.stage("check the head and its target"):
-        return read_head(directory, options.allow_pickle), target_dir
-
-
-def convert_head(head: Head, directory: Path, options: ConvertOptions, work: Path, stages: Stages) -> CheckpointConfig:
+def convert_head(
+    head: Head, directory: Path, options: ConvertOptions, made: Provenance, work: Path, stages: Stages
+) -> CheckpointConfig:
     """Write a head of the target in ``directory`` into ``work``; returns what describes it. Raises SpecError.
 
     Its tokenizer, its end-of-text ids and its dtype are the target's.
@@ -102,7 +93,7 @@ def convert_head(head: Head, directory: Path, options: ConvertOptions, work: Pat
         tokenizer=describe_tokenizer(work),
         max_logit_difference=difference,
         pretrained_config=plain(read_json(head.config_file)),
-        provenance=provenance("specbuild convert", options.model, notes, "torch", "transformers", "onnx", "onnxscript"),
+        provenance=made.model_copy(update={"notes": notes}),
         files={name: describe_file(work / name) for name in (GRAPH_NAME, WEIGHTS_NAME, *tokenizer_files(work))},
     )
 
@@ -129,12 +120,13 @@ def _lent(owner: PreTrainedModel, weights: dict[str, Weight]) -> dict[str, Weigh
     return {own: weight for own, weight in found.items() if weight is not None}
 
 
-def _refuse_options(options: ConvertOptions) -> None:
+def refuse_options(options: ConvertOptions) -> None:
     """Raise BuildConfigError for what heads do not have."""
     given = {
         "--head": options.head is not None,
         "--qformat": options.qformat != "auto",
         "--kv_cache_dtype": options.kv_cache_dtype != "auto",
+        "--text_model": options.text_model,
     }
     for name, is_given in given.items():
         if is_given:

@@ -47,6 +47,15 @@ def compute_capability(number: int) -> str:
     return ".".join(parts)
 
 
+def gpu_name(number: int) -> str:
+    """What a usable GPU is called."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    device, name = ctypes.c_int(0), ctypes.create_string_buffer(256)
+    cuda.cuDeviceGet(ctypes.byref(device), number)
+    cuda.cuDeviceGetName(name, len(name), device)
+    return name.value.decode(errors="replace")
+
+
 def use_gpu(number: int) -> None:
     """Make a usable GPU the calling thread's, for libraries that ask the thread. Raises BackendError."""
     cuda = ctypes.CDLL("libcuda.so.1")

@@ -1,0 +1,60 @@
+"""What a conversion reads, and the record of it that says whether another one would give the same."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specbuild.hub import locate
+from specbuild.inputs import describe_inputs
+from specbuild.provenance import provenance, releases
+from specbuild.quantisation.texts import BUILTIN
+from specrun.engine_dir import Provenance
+
+if TYPE_CHECKING:
+    from specbuild.convert import ConvertOptions
+
+_NOT_IN_FILES = {"model", "output_dir", "revision", "head", "head_of", "texts", "force"}
+"""Options that name inputs, which count by their content, and those that change nothing in the result."""
+_MAKERS = ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "safetensors", "tokenizers", "numpy")
+
+
+def locate_inputs(options: ConvertOptions) -> dict[str, Path]:
+    """The directories that are read, by the options that name them. Those on the Hub are downloaded.
+
+    Raises CheckpointError; OSError for a full disk.
+    """
+    code, pickles = options.trust_remote_code, options.allow_pickle
+    is_head = options.head_of is not None
+    found = {
+        "model_dir": locate(
+            options.model, options.revision, code=code and not is_head, head=is_head, pickles=is_head and pickles
+        )
+    }
+    if options.head is not None:
+        found["head"] = locate(options.head, None, "--head", head=True, pickles=pickles)
+    if options.head_of is not None:
+        found["head_of"] = locate(options.head_of, None, "--head_of", code=code)
+    return found
+
+
+def conversion_provenance(
+    options: ConvertOptions, directories: Mapping[str, Path], known: Provenance | None = None
+) -> Provenance:
+    """Of what a conversion of ``directories`` makes. known: of an earlier one, for checksums of the same files."""
+    texts = options.texts
+    sources = dict(directories)
+    if texts.dataset != BUILTIN:
+        sources["calib_dataset"] = Path(texts.dataset).expanduser()
+    given = {name: value for name, value in asdict(options).items() if name not in _NOT_IN_FILES}
+    calibration = {"calib_size": texts.size, "calib_max_seq_length": texts.length}
+    return provenance(
+        "specbuild convert",
+        options.model,
+        {**releases(*_MAKERS), "python": platform.python_version()},
+        options={**given, "exclude": list(options.exclude), **calibration},
+        **describe_inputs(sources, known)._asdict(),
+    )
