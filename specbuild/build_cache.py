@@ -70,7 +70,7 @@ def _link(source: Path, target: Path) -> None:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        shutil.copyfile(source, target)
+        shutil.copy2(source, target)  # With its time stamp, by which it is known to be unchanged.
 
 
 @contextmanager

@@ -154,4 +154,5 @@ def _compile(plan: EnginePlan, work: Path, advance: Advance) -> EngineConfig:
         pretrained_config=checkpoint.pretrained_config,
         provenance=plan.provenance.model_copy(update={"notes": compiled.notes}),
         files={file: describe_file(work / file) for file in (*compiled.files, *copied)},
+        modified={file: (work / file).stat().st_mtime_ns for file in (*compiled.files, *copied)},
     )

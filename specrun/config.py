@@ -13,6 +13,7 @@ AUTO = "auto"
 
 
 DraftKind = Literal["ngram", "suffix"]
+Check = Literal["quick", "full"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,9 @@ class DraftTargetConfig(arguments.Named):
     bit_exact: bool | None = None
     """Let texts be the target's own to the byte, whatever the draft, the batch and what is cached: passes are padded to
     shapes whose bits agree. None: where that costs at most 3%. True: an error where the engine has no such shapes."""
+    check: Check = "quick"
+    """Which files of an engine are compared with their checksums when it is opened. quick: those that were changed, by
+    their sizes and time stamps, since the checksums were taken. full: all."""
     draft: DraftKind | None = None
     """What drafts without a draft engine. ngram: what followed the text's last tokens where they came before in it.
     suffix: the same for longer ends of the text, and in earlier outputs too; beside a draft engine, each round takes
@@ -69,6 +73,8 @@ class DraftTargetConfig(arguments.Named):
             found["bit_exact"] = arguments.flag("bit_exact", self.bit_exact)
         if self.draft not in (None, "ngram", "suffix"):
             raise RequestError(f"draft {arguments.show(self.draft)}: expected ngram or suffix")
+        if self.check not in ("quick", "full"):
+            raise RequestError(f"check {arguments.show(self.check)}: expected quick or full")
         for name, value in found.items():
             if name in ("draft_len", "max_tokens_in_kv_cache") and value is not None and value < 0:
                 raise RequestError(f"{name} {value}: expected 0 or more")

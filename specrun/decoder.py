@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from specrun import arguments
 from specrun.arguments import path, show
-from specrun.config import DraftTargetConfig
+from specrun.config import Check, DraftTargetConfig
 from specrun.draft_length import DraftLength
 from specrun.engine_dir import EngineConfig, open_engine
 from specrun.errors import BackendError, EngineDirError, PairError, RequestError
@@ -242,7 +242,7 @@ def check_pair(
 
     Nothing is loaded. Raises EngineDirError, PairError and BackendError.
     """
-    target = _open("target", target_dir, config.target_devices)
+    target = _open("target", target_dir, config.target_devices, config.check)
     if target.config.graph.is_head:
         raise PairError(f"{target_dir}: is a draft head; give it with --draft_engine_dir, beside its target")
     if draft_dir is None:
@@ -250,7 +250,7 @@ def check_pair(
         return target, None, draft_len
     if config.draft == "ngram":
         raise PairError(f"draft ngram drafts without a draft engine, and {draft_dir} is one")
-    draft = _open("draft", draft_dir, config.draft_devices)
+    draft = _open("draft", draft_dir, config.draft_devices, config.check)
     if draft.config.graph.is_head:
         check_head(target, draft)
     draft_len = check_fit(target_dir, target.config, draft_dir, draft.config, config.fixed_draft_len)
@@ -273,9 +273,9 @@ def _require_one(requests: list[Request]) -> list[Request]:
     return requests
 
 
-def _open(role: str, directory: Path, devices: tuple[int, ...]) -> Engine:
+def _open(role: str, directory: Path, devices: tuple[int, ...], check: Check) -> Engine:
     """Check an engine directory and the device it is to run on."""
-    config = open_engine(directory)
+    config = open_engine(directory, every_byte=check == "full")
     require_own_tokenizer(directory, config.tokenizer, EngineDirError)
     if len(devices) > 1:
         raise BackendError(f"{role}_model_device_list {list(devices)}: a model runs on one device; give one, like [0]")

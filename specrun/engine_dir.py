@@ -10,7 +10,9 @@ import hashlib
 import json
 import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -262,6 +264,8 @@ class EngineConfig(Strict):
     pretrained_config: dict[str, Any]
     provenance: Provenance
     files: Files = Field(min_length=1)
+    modified: dict[str, int] = {}
+    """When files were last changed as their checksums were taken, in nanoseconds since 1970."""
 
     @property
     def writes_cache(self) -> bool:
@@ -337,29 +341,36 @@ def read_config(directory: Path, model: type[Config], error: type[SpecError], ma
         raise error(f"{path}: {where}: {first['msg']}; make the directory again with '{made_by}'") from problem
 
 
-def open_engine(directory: Path) -> EngineConfig:
-    """Check an engine directory completely (config, files, checksums, hardware) and return its config.
+def open_engine(directory: Path, every_byte: bool = True) -> EngineConfig:
+    """Check an engine directory (config, files, checksums, hardware) and return its config.
 
-    Raises EngineDirError.
+    every_byte: compare the checksums of files, too, that have not been changed since theirs were taken, as far as
+    their sizes and time stamps tell. Raises EngineDirError.
     """
     config = read_config(directory, EngineConfig, EngineDirError, "specbuild engine")
-    check_files(directory, config.files)
+    check_files(directory, config.files, {} if every_byte else config.modified)
     check_hardware(directory, config.backend)
     return config
 
 
-def check_files(directory: Path, files: dict[str, FileInfo]) -> None:
-    """Raise EngineDirError unless every listed file is there with its size and sha256."""
+def check_files(
+    directory: Path, files: dict[str, FileInfo], modified: Mapping[str, int] = MappingProxyType({})
+) -> None:
+    """Raise EngineDirError unless every listed file is there with its size and sha256.
+
+    modified: time stamps; the checksum of a file that has its own is not compared.
+    """
     for name, info in files.items():
         path = directory / name
         if not path.is_file():
             raise EngineDirError(f"{path}: missing, though {CONFIG_NAME} lists it; build the engine again")
-        size = path.stat().st_size
-        if size != info.bytes:
+        stat = path.stat()
+        if stat.st_size != info.bytes:
             raise EngineDirError(
-                f"{path}: {size} bytes, expected {info.bytes}; it is truncated or altered: build the engine again"
+                f"{path}: {stat.st_size} bytes, expected {info.bytes}; it is truncated or altered: build the engine "
+                "again"
             )
-        if describe_file(path).sha256 != info.sha256:
+        if modified.get(name) != stat.st_mtime_ns and describe_file(path).sha256 != info.sha256:
             raise EngineDirError(f"{path}: wrong sha256 checksum, the file was altered; build the engine again")
 
 

@@ -178,7 +178,7 @@ def without_measurements(config: EngineConfig) -> EngineConfig:
     assert config.bit_exact
     made = config.provenance.model_copy(update={"created": "", "source": ""})
     return config.model_copy(
-        update={"provenance": made, "bit_exact": config.bit_exact.model_copy(update={"cost": 0.0})}
+        update={"provenance": made, "modified": {}, "bit_exact": config.bit_exact.model_copy(update={"cost": 0.0})}
     )
 
 
@@ -355,3 +355,20 @@ def test_only_weights_that_are_read_count(tmp_path: Path) -> None:
         (tmp_path / name).write_text(name)
     names = {"model-1.safetensors", "model.safetensors.index.json", "tokenizer.json"}
     assert describe_inputs({"x": tmp_path}).inputs.keys() == {f"x/{name}" for name in names}
+
+
+# --- opening
+
+
+def test_files_that_were_not_changed_are_not_read_again(built: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(built, tmp_path / "engine")
+    weights = copy / "model.onnx.data"
+    before, content = weights.stat(), bytearray(weights.read_bytes())
+    content[100] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(EngineDirError, match="wrong sha256"):
+        open_engine(copy, every_byte=False)
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    open_engine(copy, every_byte=False)
+    with pytest.raises(EngineDirError, match="wrong sha256"):
+        open_engine(copy)

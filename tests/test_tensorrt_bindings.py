@@ -23,8 +23,13 @@ SOURCES = (
 )
 """The modules that hold objects of TensorRT. One that is handed such an object has to be among them."""
 IMPORTING = {"import_module", "import_package", "__import__"}
-ONLY_LOAD_IT = {"specrun/backends/__init__.py", "specrun/extras.py", "scripts/make_families.py"}
-"""They ask whether TensorRT loads, or import what is named elsewhere, and hold no object of it."""
+ONLY_LOAD_IT = {
+    "specrun/backends/__init__.py",
+    "specrun/extras.py",
+    "specbuild/engine_plan.py",
+    "scripts/make_families.py",
+}
+"""They ask whether TensorRT loads, or for its version, or import what is named elsewhere, and hold no object of it."""
 
 
 def sources() -> dict[str, ast.Module]:

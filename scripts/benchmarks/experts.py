@@ -80,7 +80,8 @@ def compare(config: transformers.PreTrainedConfig, tokenizer: Path, work: Path) 
             turns.append({name: seconds(backend, ids) for name, backend in backends.items()})
         times = {name: asdict(Spread.of([1e3 * turn[name] for turn in turns[1:]])) for name in backends}
         ratios = Spread.of([turn["all"] / turn["used"] for turn in turns[1:]])
-        click.echo(f"{tokens:>3} tokens: used {times['used']}, all {times['all']}, {ratios}")
+        medians = {name: f"{spread['median']:.1f} ms" for name, spread in times.items()}
+        click.echo(f"{tokens:>3} tokens: {medians}, {ratios.median:.2f}x")
         found.append({"tokens": tokens, "milliseconds": times, "times_faster": asdict(ratios)})
     return found
 

@@ -52,6 +52,13 @@ pair_options = together(
         help="Share of a GPU's memory that caches may take of what weights leave free.",
     ),
     bit_exact_option,
+    click.option(
+        "--check",
+        type=click.Choice(["quick", "full"]),
+        default="quick",
+        show_default=True,
+        help="Compare with their checksums the files that were changed since, or all.",
+    ),
     click.option("--cuda_graph/--no_cuda_graph", default=True, show_default=True, help="Queue a round as one piece."),
     click.option(
         "--warm_up/--no_warm_up", default=True, show_default=True, help="Prepare GPUs for all rounds when opening."
@@ -78,6 +85,7 @@ def pair_config(options: dict[str, Any]) -> DraftTargetConfig:
     memory = (
         "draft",
         "bit_exact",
+        "check",
         "kv_cache_free_gpu_memory_fraction",
         "cuda_graph",
         "warm_up",
