@@ -8,5 +8,8 @@ MAX_BODY_SECONDS = 30.0
 MAX_HEADER_BYTES = 64 << 10
 MAX_IDLE_SECONDS = 60.0
 """A connection is closed when no whole request came on it between two looks that far apart."""
+KEEP_ALIVE_SECONDS = 75
+"""Longer than clients keep a connection that they do not use: one that the server closes first may get a request just
+then, which fails. With uvicorn's own 5 s, httpx's default too, that happens under load."""
 MAX_CONNECTIONS = 4096
 """Beyond which new ones are answered with 503."""

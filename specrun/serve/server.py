@@ -17,7 +17,7 @@ from specrun.serve.app import make_app
 from specrun.serve.connection import Connection
 from specrun.serve.engine import EngineThread, News
 from specrun.serve.keys import ApiKey
-from specrun.serve.limits import MAX_CONNECTIONS, MAX_HEADER_BYTES
+from specrun.serve.limits import KEEP_ALIVE_SECONDS, MAX_CONNECTIONS, MAX_HEADER_BYTES
 from specrun.serve.metrics import Metrics
 from specrun.serve.service import Service
 
@@ -77,6 +77,7 @@ async def serve(
         access_log=False,
         server_header=False,
         limit_concurrency=MAX_CONNECTIONS,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=int(drain_seconds),
     )
     server = _Server(config)

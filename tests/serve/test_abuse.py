@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import socket
@@ -242,3 +243,14 @@ def test_an_error_in_a_step_is_one_answers_and_many_are_the_engines(
         assert server.get("/health").status_code == 503
         fails = 0
         assert server.post("/v1/completions", LONG).status_code == 200 == server.get("/health").status_code
+
+
+def test_a_connection_outlives_the_time_that_clients_keep_it(server: Server) -> None:
+    """httpx and others keep it for 5 s. A server that closes it then meets their next request."""
+    address = server.url.removeprefix("http://")
+    connection = http.client.HTTPConnection(address, timeout=10)
+    for pause in (0.0, 5.5):
+        time.sleep(pause)
+        connection.request("GET", "/health")
+        assert connection.getresponse().read()
+    connection.close()
