@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from specbuild.convert import ConvertOptions, convert
 from specbuild.progress import Stages
 from specrun.errors import SpecError
+from tests.families import spread_weights
 
 OUTPUT = Path(__file__).parents[1] / "specbuild" / "families.json"
 SECONDS, BYTES, PARAMETERS = 180, 12 << 30, 300e6
@@ -135,12 +136,7 @@ def save_small(config: PreTrainedConfig, directory: Path) -> None:
             raise ValueError(f"the small model has {planned.num_parameters() / 1e6:.0f}M parameters")
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(3.0)
-            else:
-                parameter.add_(torch.randn_like(parameter) * 0.05)
+    spread_weights(model)
     model.save_pretrained(directory)
 
 

@@ -6,7 +6,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-from specbuild.build_cache import look_up, take
+from specbuild.build_cache import place_of, take
 from specbuild.compilers import choose
 from specbuild.config import EngineOptions
 from specbuild.engine_plan import EnginePlan, plan_engine
@@ -84,7 +84,8 @@ def _needed_space(plans: list[EnginePlan], cache_dir: Path | None) -> dict[Path,
         places = [plan.options.output_dir.absolute().parent]
         if cache_dir:
             places = [] if share_a_disk(cache_dir, places[0]) else places  # A link takes no room.
-            places += [] if look_up(cache_dir, plan.provenance) else [cache_dir]
+            # An entry that was altered is removed before it is built again.
+            places += [] if place_of(cache_dir, plan.provenance).is_dir() else [cache_dir]
         for place in places:
             needs[place] = needs.get(place, 0) + disk_bytes(plan)
     return needs

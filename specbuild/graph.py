@@ -27,10 +27,13 @@ FLOAT4_INPUT = f"{FOR_COMPILERS}float4_input_scale"
 """Metadata of a product whose input TensorRT may round to float4, which has no standard ONNX form: the scale that is
 multiplied by those of every 16 values."""
 EXPERTS = f"{FOR_COMPILERS}experts"
-"""Metadata of nodes in a mixture of experts, with one of these values."""
-EXPERTS_FIRST, EXPERTS_PART, EXPERTS_SUM = "first", "part", "sum"
-"""Two whose second input has a part for each expert on its first axis: the first input is the same for all experts, or
-has parts too. And one that adds up what experts give."""
+"""Metadata of nodes in a mixture of experts: one of the three values below."""
+EXPERTS_FIRST = "first"
+"""The second input has a part for each expert on its first axis. The first input is the same for all experts."""
+EXPERTS_PART = "part"
+"""Both inputs have a part for each expert."""
+EXPERTS_SUM = "sum"
+"""Adds up what the experts give."""
 _RECODED = "recoded.onnx"
 """A checkpoint's graph with weights in other codes, while it is compiled."""
 _DEQUANTISE = {"DequantizeLinear"}

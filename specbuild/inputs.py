@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from specbuild.weights import INDEX_NAME, SINGLE_NAME
 from specrun.engine_dir import Provenance, describe_file
 
 _SMALL = ("*.json", "tokenizer*", "*.model", "*.jinja", "*.py")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
-_INDEX = "model.safetensors.index.json"
 
 
 class Inputs(NamedTuple):
@@ -56,13 +56,13 @@ def _files(directory: Path) -> list[Path]:
 
 def _weights(directory: Path) -> Iterator[Path]:
     """The weights of a checkpoint. Beside them some have the same ones in another form, which are not read."""
-    if (index := directory / _INDEX).is_file():
+    if (index := directory / INDEX_NAME).is_file():
         try:
             names = set(json.loads(index.read_bytes())["weight_map"].values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return  # Whoever reads the checkpoint says what is wrong with it.
         yield from (directory / name for name in names if isinstance(name, str) and Path(name).name == name)
-    elif (single := directory / "model.safetensors").is_file():
+    elif (single := directory / SINGLE_NAME).is_file():
         yield single
     else:
         yield from (path for pattern in _WEIGHTS for path in directory.glob(pattern))

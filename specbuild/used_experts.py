@@ -2,8 +2,8 @@
 
 The exported graph multiplies every token by every expert and weighs the results, mostly by zero: nothing in it depends
 on the data, so every compiler takes it. ONNX Runtime can skip nodes while it runs. Here each expert becomes a branch
-(``If``) that is taken where a token of the pass has chosen the expert, and that computes all tokens of the pass. So no
-product's width depends on what other tokens have chosen, and results keep the dense form's bits.
+(``If``) that is taken where a token of the pass has chosen the expert. A branch computes all tokens of the pass, so a
+row's bits do not depend on what other tokens have chosen.
 """
 
 from __future__ import annotations
@@ -84,9 +84,7 @@ def _skip_unused(graph: ir.Graph, mixture: _Mixture) -> None:
     stored = {node for node, value in parts.items() if _is_stored(value)}
     number = _shape(parts[mixture.nodes[0]])[0]
     split = {node: made.split(value, number) for node, value in parts.items() if node not in stored}
-    axes = made.op("Constant", value=ir.tensor([1, 2], ir.DataType.INT64))
-    is_chosen = made.op("Cast", mixture.routing, to=int(ir.DataType.BOOL))
-    is_used = made.split(made.op("ReduceMax", is_chosen, axes, keepdims=1), number)
+    is_used = made.split(_is_used(made, mixture), number)
     total = made.op("ConstantOfShape", made.op("Shape", mixture.states))
     for expert in range(number):
         used, unused = _Tape(f"{made.name}.{expert}.used"), _Tape(f"{made.name}.{expert}.unused")
@@ -196,9 +194,10 @@ def _part(value: ir.Value, expert: int, outside: _Tape, branch: _Tape, row: bool
         return outside.part(value, expert, row)
     if node.op_type == "Cast":
         return outside.copy(node, [_part(_input(node, 0), expert, outside, outside, row)])[0]
-    groups = _shape(_input(node, 1))[1:-1]  # None where scales are [E], else that of [E, groups, N].
-    rows = (row, *[row or groups == (1,)] * (len(node.inputs) - 1))
-    inputs = [_part(_input(node, index), expert, branch, branch, row) for index, row in enumerate(rows)]
+    codes, *scales = (_input(node, index) for index in range(len(node.inputs)))
+    groups = _shape(scales[0])[1:-1]  # Of scales [E] there are none; of [E, G, N] it is (G,).
+    inputs = [_part(codes, expert, branch, branch, row)]
+    inputs += [_part(value, expert, branch, branch, row or groups == (1,)) for value in scales]
     output = branch.copy(node, inputs)[0]
     attributes = branch.nodes[-1].attributes
     if not groups:

@@ -151,6 +151,16 @@ def save_tokenizer(directory: Path, text: str = TEXT) -> None:
     fast.save_pretrained(directory)
 
 
+def spread_weights(model: torch.nn.Module) -> None:
+    """Library defaults make nearly flat logits, norms of exactly 1 and biases of 0, which hide mistakes."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(3.0)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+
+
 def save_checkpoint(
     directory: Path,
     family: str,
@@ -165,12 +175,7 @@ def save_checkpoint(
     for name, value in changes.items():
         setattr(config, name, value)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(3.0)  # Library defaults make nearly flat logits, which hide mistakes.
-            else:
-                parameter.add_(torch.randn_like(parameter) * 0.05)  # And norms of exactly 1, biases of 0.
+    spread_weights(model)
     model.to(dtype).save_pretrained(directory, max_shard_size="100KB" if shards else "5GB")
     save_tokenizer(directory)
     return directory

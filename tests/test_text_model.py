@@ -20,7 +20,7 @@ from specbuild.tensors import Reader, StoredTensor
 from specbuild.text_model import text_tensors
 from specbuild.weights import check_weights
 from tests.conftest import make_engine
-from tests.families import SIZES, VOCAB, save_tokenizer
+from tests.families import SIZES, VOCAB, save_tokenizer, spread_weights
 from tests.test_families import STEPS, largest_difference
 
 IMAGES: dict[str, Any] = {
@@ -73,12 +73,7 @@ WRAPPERS: list[Callable[[], PreTrainedConfig]] = [llava, llava_next, mistral3, g
 def save(directory: Path, make: Callable[[], PreTrainedConfig]) -> Path:
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(make())
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(3.0)
-            else:
-                parameter.add_(torch.randn_like(parameter) * 0.05)
+    spread_weights(model)
     model.save_pretrained(directory)
     save_tokenizer(directory)
     return directory

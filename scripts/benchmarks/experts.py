@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from scripts.benchmarks.engines import build, random_checkpoint, to_onnx
+from scripts.benchmarks.engines import build, fastest, random_checkpoint, to_onnx
 from specbuild.compilers import onnxruntime
 from specrun.backends import Backend, open_host_backend
 from specrun.bench import Settings, as_json
@@ -55,12 +54,7 @@ def seconds(backend: Backend, ids: npt.NDArray[np.int64]) -> float:
     """The fastest of a few passes of one row behind ``POSITIONS`` tokens."""
     step = backend.bind(0, 1, len(ids), 1)
     step.input_ids[...], step.write_indices[...], step.logits_indices[...] = ids, POSITIONS, len(ids) - 1
-    times = []
-    for _ in range(PASSES):
-        began = time.perf_counter()
-        step.run()
-        times.append(time.perf_counter() - began)
-    return min(times)
+    return fastest(step.run, PASSES)
 
 
 def compare(config: transformers.PreTrainedConfig, tokenizer: Path, work: Path) -> list[dict[str, Any]]:

@@ -13,7 +13,6 @@ import json
 import shutil
 import sys
 import tempfile
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from scripts.benchmarks.engines import build, to_onnx
+from scripts.benchmarks.engines import build, fastest, to_onnx
 from scripts.benchmarks.quantise import unseen_text
 from scripts.benchmarks.quantised import log_probs, quality
 from specbuild.export.skeleton import load_skeleton
@@ -80,12 +79,7 @@ def seconds(backend: Backend, batch: int, tokens: int, positions: int) -> float:
     step = backend.bind(0, batch, tokens, tokens)
     step.write_indices[...] = positions - tokens
     step.logits_indices[...] = range(tokens)
-    times = []
-    for _ in range(PASSES):
-        began = time.perf_counter()
-        step.run()
-        times.append(time.perf_counter() - began)
-    return min(times)
+    return fastest(step.run, PASSES)
 
 
 def pass_times(backends: dict[str, Backend]) -> list[dict[str, Any]]:

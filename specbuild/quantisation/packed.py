@@ -69,6 +69,11 @@ class Packed:
         return rows, columns
 
     @property
+    def has_extras(self) -> bool:
+        """Whether its product needs more than codes, scales and zero points."""
+        return any(extra is not None for extra in (self.channel_order, self.input_factors, self.offsets))
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors together."""
         tensors = (self.codes, self.scales, self.zero_points, self.offsets)
@@ -112,7 +117,8 @@ def side_by_side(parts: Sequence[Packed]) -> Packed | None:
         and one.scales.dtype == first.scales.dtype
         and (one.zero_points is None) == (first.zero_points is None)
         and (one.block, one.axis, one.activation) == (first.block, 1, first.activation)
-        and all(own is None for own in (one.global_scale, one.channel_order, one.input_factors, one.offsets))
+        and one.global_scale is None
+        and not one.has_extras
         for one in parts
     )
     if not alike:

@@ -104,8 +104,7 @@ def _experts(reader: Reader, notes: list[str]) -> tuple[Packed, ...]:
     found = [side_by_side(own) if len(own) == len(one) else None for own, one in zip(parts, sources, strict=True)]
     experts = tuple(_without_fixed_scale(_attachable(one, notes)) for one in found if one is not None)
     forms = {(one.codes.dtype, one.scales.dtype, one.block, one.axis, one.zero_points is None) for one in experts}
-    moved = any(one.channel_order is not None or one.input_factors is not None or one.offsets for one in experts)
-    if len(experts) == len(sources) and len(forms) == 1 and not moved:
+    if len(experts) == len(sources) and len(forms) == 1 and not any(one.has_extras for one in experts):
         return experts
     note = "experts are dequantised: their codes do not fit into one tensor"
     if note not in notes:
