@@ -8,14 +8,13 @@ has them. Nothing is ever removed: any entry may be deleted when no build runs.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from specbuild.files import locked
 from specbuild.provenance import key, made_before, what_differs
 from specrun.directories import new_directory
 from specrun.engine_dir import CONFIG_NAME, EngineConfig, Provenance
@@ -48,7 +47,7 @@ def take(cache: Path, made: Provenance, build: Callable[[Path], EngineConfig], o
     """Put the cache's engine into ``output``. ``build`` makes it where the cache has none; others that want it wait."""
     place = place_of(cache, made)
     cache.mkdir(parents=True, exist_ok=True)
-    with _locked(place.with_name(f"{place.name}.lock")):
+    with locked(place):
         found = look_up(cache, made)
         config = found
         if config is None:
@@ -71,11 +70,3 @@ def _link(source: Path, target: Path) -> None:
         if error.errno not in _NO_LINKS:
             raise
         shutil.copy2(source, target)  # With its time stamp, by which it is known to be unchanged.
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """No other process is in the same block meanwhile."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

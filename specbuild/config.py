@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError, field_validator
 from specbuild.checkpoint import CheckpointConfig
 from specrun.arguments import show
 from specrun.contract import FIRST_DRAFT_STEP_LEN
-from specrun.engine_dir import BuildConfig, Profile, SpeculativeMode, Strict
+from specrun.engine_dir import BuildConfig, Profile, Range, SpeculativeMode, Strict
 from specrun.errors import BuildConfigError
 
 Backend = Literal["auto", "onnxruntime", "tensorrt", "tensorrt_rtx"]
@@ -34,8 +34,10 @@ class EngineOptions(Strict):
     speculative_decoding_mode: SpeculativeMode | None = None
     max_draft_len: int | None = Field(None, ge=0)
     gather_generation_logits: bool = False
+    multiple_profiles: bool = False
     compute_capabilities: tuple[int, ...] = ()
     """The GPUs that a plan of TensorRT-RTX is for, as in 89; none: all that take the graph, from 80 on."""
+    timing_cache: Path | None = None
 
     @field_validator("compute_capabilities", mode="before")
     @classmethod
@@ -52,12 +54,12 @@ class EngineOptions(Strict):
             raise ValueError("expected cpu, cuda, or a GPU by its number, like cuda:1")
         return device
 
-    @field_validator("checkpoint_dir", "output_dir")
+    @field_validator("checkpoint_dir", "output_dir", "timing_cache")
     @classmethod
-    def _path(cls, path: Path) -> Path:
+    def _path(cls, path: Path | None) -> Path | None:
         if "\0" in str(path):
             raise ValueError("a path has no NUL character")
-        return path.expanduser()  # A shell has done so; nobody has in a file.
+        return path and path.expanduser()  # A shell has done so; nobody has in a file.
 
 
 def engine_options(flags: dict[str, Any], file: Path | None) -> list[EngineOptions]:
@@ -196,19 +198,47 @@ def plan_build(options: EngineOptions, checkpoint: CheckpointConfig) -> tuple[Bu
         max_draft_len=draft_len,
         speculative_decoding_mode="draft_tokens_external" if draft_len else "none",
         gather_generation_logits=options.gather_generation_logits,
+        multiple_profiles=options.multiple_profiles,
         cache_length=-(-(seq_len + draft_len + 1) // step) * step,
-        profiles=plan_profiles(options.max_batch_size, input_len, draft_len, options.gather_generation_logits),
+        profiles=plan_profiles(
+            options.max_batch_size,
+            input_len,
+            draft_len,
+            options.gather_generation_logits,
+            options.multiple_profiles,
+        ),
     )
     return build, notes
 
 
-def plan_profiles(batch_size: int, input_len: int, draft_len: int, every_logit: bool) -> list[Profile]:
-    """Context: S = 1..input_len. Generation: a verify pass (1..draft_len + 1), or a draft step of 1 or 2 tokens."""
+def plan_profiles(
+    batch_size: int, input_len: int, draft_len: int, every_logit: bool, multiple: bool = False
+) -> list[Profile]:
+    """Context: S = 1..input_len. Generation: a verify pass (1..draft_len + 1), or a draft step of 1 or 2 tokens.
+
+    multiple: generation has profiles of its own for S = 1 and for longer passes, and for each batch size that a round
+    on a GPU is padded to, which is the one that they are tuned for.
+    """
     batch = (1, 1, batch_size)
     step = (1, draft_len + 1, draft_len + 1) if draft_len else (1, 1, FIRST_DRAFT_STEP_LEN)
     context_logits = (1, 1, input_len) if every_logit else (1, 1, min(step[2], input_len))
     usual = min(input_len, max(1, input_len // 2))
-    return [
-        Profile(name="context", batch=batch, sequence=(1, usual, input_len), logits=context_logits),
-        Profile(name="generation", batch=batch, sequence=step, logits=step),
+    context = Profile(name="context", batch=batch, sequence=(1, usual, input_len), logits=context_logits)
+    if not multiple:
+        return [context, Profile(name="generation", batch=batch, sequence=step, logits=step)]
+    longer = (2, max(2, step[1]), step[2])
+    lengths = [((1, 1, 1), (1, 1, 1)), (longer, step)]
+    return [context] + [
+        Profile(name="generation", batch=sizes, sequence=sequence, logits=logits)
+        for sizes in _batch_steps(batch_size)
+        for sequence, logits in lengths
     ]
+
+
+def _batch_steps(batch_size: int) -> list[Range]:
+    """1, 2, 3 and 4, 5 to 8, .., up to ``batch_size``; each step is tuned for its largest."""
+    steps = [(1, 1, 1)]
+    while (last := steps[-1][2]) < batch_size:
+        largest = min(2 * last, batch_size)
+        steps.append((last + 1, largest, largest))
+    return steps

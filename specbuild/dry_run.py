@@ -24,6 +24,7 @@ _COMPILES = {
 def describe_plan(plan: EnginePlan, cache_dir: Path | None) -> str:
     """A page for people. Nothing is written."""
     build, options = plan.build, plan.options
+    profiles = build.profiles if plan.backend != "onnxruntime" else []
     memory = free_memory()
     free = "" if memory is None else f"; {human_bytes(memory)} are free"
     facts = {
@@ -36,7 +37,7 @@ def describe_plan(plan: EnginePlan, cache_dir: Path | None) -> str:
         "max_input_len": str(build.max_input_len),
         "max_seq_len": str(build.max_seq_len),
         "S_max": f"{build.cache_length} positions of a row in the cache",
-        **{f"{profile.name} profile": sizes(profile) for profile in build.profiles if plan.backend != "onnxruntime"},
+        **{f"profile {number}": f"{profile.name}, {sizes(profile)}" for number, profile in enumerate(profiles)},
         "disk": f"about {human_bytes(disk_bytes(plan))}; {human_bytes(_free_disk(options.output_dir))} are free",
         "memory to build": f"up to about {human_bytes(build_memory(plan))}{free}",
         "memory to run": f"{human_bytes(weight_bytes(plan))} weights, {human_bytes(cache_bytes(plan))} KV cache for "

@@ -13,6 +13,7 @@ from specbuild.config import EngineOptions, plan_build
 from specbuild.provenance import provenance, releases
 from specrun.devices.driver import compute_capability, gpu_name
 from specrun.engine_dir import BuildConfig, Provenance
+from specrun.errors import BackendError
 from specrun.extras import import_package
 from specrun.processor import describe_processor
 
@@ -46,7 +47,14 @@ def plan_engine(options: EngineOptions) -> EnginePlan:
     """Read the checkpoint and check the options. Raises SpecError, and ImportError where a package is missing."""
     checkpoint = open_checkpoint(options.checkpoint_dir)
     build, notes = plan_build(options, checkpoint)
-    backend, compiler, reason = choose(options.backend, options.device, options.compute_capabilities)
+    backend, compiler, reason = choose(
+        options.backend, options.device, options.compute_capabilities, options.timing_cache
+    )
+    if options.multiple_profiles and backend == "onnxruntime":
+        raise BackendError(
+            "--multiple_profiles: an engine of onnxruntime has no profiles; leave it out, or give --backend tensorrt "
+            "or tensorrt_rtx"
+        )
     device: Literal["cpu", "cuda"] = "cpu"
     if backend != "onnxruntime" or options.device == "cuda":
         device = "cuda"

@@ -10,6 +10,8 @@ from specrun.engine_dir import GRAPH_NAME, WEIGHTS_NAME
 
 _OF_A_GRAPH = 120_000_000
 """Bytes that ONNX Runtime takes beside weights."""
+_LAYOUTS = 2
+"""TensorRT keeps weights twice where a profile is for one token of one row: see profiles in docs/gpu.md."""
 _OF_TENSORRT = 3
 """TensorRT's builder has the weights in memory, and so is the plan."""
 
@@ -17,6 +19,8 @@ _OF_TENSORRT = 3
 def weight_bytes(plan: EnginePlan) -> int:
     """About how large the engine's weights are. On the CPU those of 16 bits become float32."""
     weights = plan.checkpoint.files[WEIGHTS_NAME].bytes
+    if plan.build.multiple_profiles:
+        weights *= _LAYOUTS
     if plan.device == "cuda" or plan.checkpoint.graph.dtype == "float32":
         return weights
     model = ir.load(plan.options.checkpoint_dir / GRAPH_NAME)

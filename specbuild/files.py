@@ -1,10 +1,13 @@
-"""Room on disks."""
+"""Room on disks, and files that several processes write."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from specbuild.progress import human_bytes
@@ -31,3 +34,18 @@ def share_a_disk(one: Path, other: Path) -> bool:
 def existing(directory: Path) -> Path:
     """The directory, or the closest one above it that exists."""
     return next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """No other process is in the same block for ``path`` meanwhile."""
+    with path.with_name(f"{path.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def write_whole(path: Path, content: bytes | memoryview) -> None:
+    """Write a file that is never seen half written. Only one process may do so at a time, see ``locked``."""
+    temporary = path.with_name(f"{path.name}.part")
+    temporary.write_bytes(content)
+    temporary.replace(path)

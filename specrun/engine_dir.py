@@ -212,6 +212,7 @@ class BuildConfig(Strict):
     max_draft_len: int = Field(ge=0, le=1 << 31)
     speculative_decoding_mode: SpeculativeMode
     gather_generation_logits: bool
+    multiple_profiles: bool = False
     cache_length: Size
     profiles: list[Profile]
 

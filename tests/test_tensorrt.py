@@ -11,7 +11,10 @@ import onnx_ir as ir
 import pytest
 
 from specbuild.compilers import choose
-from specrun.engine_dir import GRAPH_NAME, describe_file, open_engine
+from specbuild.compilers.tensorrt import _log
+from specbuild.compilers.timing_cache import load_timings, save_timings
+from specbuild.inspect import describe
+from specrun.engine_dir import GRAPH_NAME, PLAN_NAME, describe_file, open_engine
 from specrun.errors import BackendError, BuildError
 from tests.conftest import make_engine, make_onnx
 from tests.families import save_checkpoint
@@ -116,3 +119,47 @@ def test_auto_says_which_and_why() -> None:
     name, _, reason = choose("auto")
     assert name == "onnxruntime"
     assert "tensorrt" in reason
+
+
+def test_multiple_profiles(onnx: Path, tmp_path: Path) -> None:
+    """One for each batch size that rounds are padded to, and for one token and several."""
+    sizes = {"max_draft_len": 4, "max_batch_size": 6, "max_input_len": 32}
+    flags = {"backend": "tensorrt_rtx", "compute_capabilities": (89,), **sizes}
+    plan = make_engine(onnx / "target", tmp_path / "plan", multiple_profiles=True, **flags)
+    config = open_engine(plan)
+    assert config.build_config.multiple_profiles
+    rounds = [profile for profile in config.build_config.profiles if profile.name == "generation"]
+    batches = [(1, 1, 1), (2, 2, 2), (3, 4, 4), (5, 6, 6)]
+    assert [(profile.batch, profile.sequence) for profile in rounds] == [
+        (batch, length) for batch in batches for length in ((1, 1, 1), (2, 5, 5))
+    ]
+    lines = describe(plan, as_json=False).splitlines()
+    assert sum(line.startswith("generation ") for line in lines) == len(rounds)
+    fewer = make_engine(onnx / "target", tmp_path / "fewer", **flags)
+    assert len(open_engine(fewer).build_config.profiles) == 2
+    assert (fewer / PLAN_NAME).read_bytes() != (plan / PLAN_NAME).read_bytes()
+
+
+def test_the_cpu_has_no_profiles_and_only_tensorrt_a_timing_cache(onnx: Path, tmp_path: Path) -> None:
+    with pytest.raises(BackendError, match="--multiple_profiles: an engine of onnxruntime has no profiles"):
+        make_engine(onnx / "target", tmp_path / "plan", backend="onnxruntime", multiple_profiles=True)
+    for backend, words in (("onnxruntime", "leave it out"), ("tensorrt_rtx", "are compiled where they run")):
+        with pytest.raises(BackendError, match=f"--timing_cache: {backend} times no kernels when it builds.*{words}"):
+            make_engine(onnx / "target", tmp_path / "plan", backend=backend, timing_cache=tmp_path / "timings")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*Timing cache operations are no-ops:DeprecationWarning")
+def test_a_timing_cache_is_a_file_that_is_not_lost(tmp_path: Path) -> None:
+    """TensorRT-RTX's interface is TensorRT's, whose builder needs a GPU; its cache has no timings."""
+    trt = pytest.importorskip("tensorrt_rtx")
+    log = _log(trt)
+    builder = trt.Builder(log)
+    config = builder.create_builder_config()
+    file = tmp_path / "caches" / "timings"
+    save_timings(config, load_timings(config, file, log), file, log)
+    assert file.stat().st_size > 100
+    file.write_bytes(b"no timings")
+    with pytest.raises(BuildError, match=r"timings: TensorRT does not take it \(.*; give another file"):
+        load_timings(config, file, log)
+    assert file.read_bytes() == b"no timings"

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 SOURCES = (
     *("specrun/backends/trt.py", "specrun/backends/rtx_kernels.py"),
     *("specbuild/compilers/tensorrt.py", "specbuild/compilers/trt_progress.py"),
+    "specbuild/compilers/timing_cache.py",
 )
 """The modules that hold objects of TensorRT. One that is handed such an object has to be among them."""
 IMPORTING = {"import_module", "import_package", "__import__"}

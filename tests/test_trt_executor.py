@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specbuild.config import plan_profiles
 from specrun.backends import Feed
 from specrun.backends import trt as executor
 from specrun.backends.rtx_kernels import KernelCache
@@ -253,6 +254,22 @@ def test_profiles_are_chosen_by_what_they_cover(plan: Path) -> None:
     for call in (Call(4, 1, 1), Call(1, 33, 1), Call(1, 5, 6)):
         with pytest.raises(BackendError, match="no profile"):
             choose_profile(profiles, call, True)
+
+
+@pytest.mark.parametrize("draft_len", [0, 4])
+def test_rounds_get_the_profile_that_is_tuned_for_their_batch(draft_len: int) -> None:
+    """Of those of --multiple_profiles, every one is chosen for something."""
+    profiles = plan_profiles(6, 32, draft_len, False, multiple=True)
+    chosen = set()
+    for batch in (1, 2, 4, 6):
+        for length in range(1, max(2, draft_len + 1) + 1):
+            for logits in {1, length}:
+                number = choose_profile(profiles, Call(batch, length, logits), True)
+                assert profiles[number].batch[1] == batch
+                assert profiles[number].sequence[0] == min(length, 2)
+                chosen.add(number)
+    assert chosen == set(range(1, len(profiles)))
+    assert choose_profile(profiles, Call(6, 1, 1), False) == 0
 
 
 def test_shapes_are_within_the_plans_profiles(plan: Path) -> None:

@@ -35,16 +35,23 @@ class Compiler(Protocol):
 
 
 def choose(
-    backend: str, device: str | None = None, compute_capabilities: tuple[int, ...] = ()
+    backend: str,
+    device: str | None = None,
+    compute_capabilities: tuple[int, ...] = (),
+    timing_cache: Path | None = None,
 ) -> tuple[str, Compiler, str]:
     """The backend's name, its compiler and why it was chosen. Raises BackendError when it is not usable here.
 
     device: ``cpu``, ``cuda``, ``cuda:1`` or None. Only onnxruntime has a choice; None is the CPU there. With ``cuda``
     auto is never the CPU. Only tensorrt's engines are for the GPU that has a number.
     compute_capabilities: the GPUs that a plan of tensorrt_rtx is for, as in 89; only it has a choice.
+    timing_cache: a file of tensorrt's.
     """
     kind, _, number = (device or "").partition(":")
-    found = _choose(backend, kind, int(number or 0), compute_capabilities)
+    found = _choose(backend, kind, int(number or 0), compute_capabilities, timing_cache)
+    if timing_cache and found[0] != "tensorrt":
+        hint = "; its kernels are compiled where they run, and specrun keeps them" if found[0] == "tensorrt_rtx" else ""
+        raise BackendError(f"--timing_cache: {found[0]} times no kernels when it builds{hint}; leave it out")
     if compute_capabilities and found[0] != "tensorrt_rtx":
         raise BackendError(
             f"--compute_capabilities: an engine of {found[0]} has no choice of GPUs; leave it out, or give --backend "
@@ -58,7 +65,9 @@ def choose(
     return found
 
 
-def _choose(backend: str, device: str, gpu: int, capabilities: tuple[int, ...]) -> tuple[str, Compiler, str]:
+def _choose(
+    backend: str, device: str, gpu: int, capabilities: tuple[int, ...], timing_cache: Path | None
+) -> tuple[str, Compiler, str]:
     import_package("onnx")  # Before our modules that import it, so that Ctrl-C does not break it off.
     from specbuild.compilers import onnxruntime, tensorrt
 
@@ -71,7 +80,8 @@ def _choose(backend: str, device: str, gpu: int, capabilities: tuple[int, ...]) 
     if backend == "auto":
         problem = tensorrt.why_unusable("tensorrt", gpu)
         if problem is None:
-            return "tensorrt", tensorrt.Tensorrt("tensorrt", gpu), "a usable NVIDIA GPU and tensorrt are here"
+            compiler = tensorrt.Tensorrt("tensorrt", gpu, (), timing_cache)
+            return "tensorrt", compiler, "a usable NVIDIA GPU and tensorrt are here"
         reason = f"tensorrt is not usable ({problem})"
         if device == "cuda":
             return "onnxruntime", onnxruntime.copy_graph, f"on CUDA, as asked for; {reason}"
@@ -87,7 +97,7 @@ def _choose(backend: str, device: str, gpu: int, capabilities: tuple[int, ...]) 
     if problem is not None:
         hint = "; --backend tensorrt_rtx compiles plans without a GPU" if backend == "tensorrt" else ""
         raise BackendError(f"--backend {backend}: {problem}{hint}")
-    return backend, tensorrt.Tensorrt(backend, gpu, capabilities), "asked for"
+    return backend, tensorrt.Tensorrt(backend, gpu, capabilities, timing_cache), "asked for"
 
 
 def machine() -> str:

@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from specbuild import graph as graphs
 from specbuild.compilers import Compiled, machine
+from specbuild.compilers.timing_cache import load_timings, save_timings
 from specbuild.compilers.trt_forms import move_zero_points, narrow_float4_scales, round_float4_inputs
 from specbuild.compilers.trt_progress import interruptible, progress_monitor
 from specbuild.quantisation.kv_cache_graph import leave_writing_to_caller
@@ -45,11 +46,17 @@ def why_unusable(name: str, gpu: int = 0) -> str | None:
 class Tensorrt:
     """The compiler for import name ``tensorrt`` or ``tensorrt_rtx``."""
 
-    def __init__(self, name: str, gpu: int = 0, capabilities: tuple[int, ...] = ()) -> None:
-        """gpu: the one that TensorRT's plans are for; capabilities: those of TensorRT-RTX's, if not all that can."""
+    def __init__(
+        self, name: str, gpu: int = 0, capabilities: tuple[int, ...] = (), timing_cache: Path | None = None
+    ) -> None:
+        """gpu: the one that TensorRT's plans are for; capabilities: those of TensorRT-RTX's, if not all that can.
+
+        timing_cache: TensorRT's, a file that is read and written.
+        """
         self.name: Any = name
         self.gpu = gpu
         self.capabilities = capabilities
+        self.timing_cache = timing_cache
 
     def __call__(
         self, checkpoint: Path, graph: GraphInfo, build: BuildConfig, output: Path, advance: Callable[[float], None]
@@ -82,10 +89,11 @@ class Tensorrt:
         if graph.dtype == "float32":  # TensorRT has no fused float32 attention.
             graphs.mark_decomposable(model)
         notes = []
-        built = _build(trt, weights, model, graph, build, advance, interrupted, capabilities)
+        given = (trt, weights, model, graph, build, advance, interrupted, capabilities, self.timing_cache)
+        built = _build(*given)
         if built.plan is None and graph.dtype != "float32" and graphs.mark_decomposable(model):
             # A refusal comes early: with TensorRT-RTX 1.7 after 0.3 s of 1.9 s (2 layers), 3.1 s of 8.5 s (16 layers).
-            built = _build(trt, weights, model, graph, build, advance, interrupted, capabilities)
+            built = _build(*given)
             notes = [_not_fused(graph)]
         log = built.log
         if built.plan is None:
@@ -128,6 +136,7 @@ def _build(
     advance: Callable[[float], None],
     interrupted: threading.Event,
     capabilities: list[int],
+    timing_cache: Path | None,
 ) -> _Built:
     """Run the builder on TensorRT's copy of the graph. Raises BuildError where its parser refuses."""
     log = _log(trt)
@@ -149,9 +158,12 @@ def _build(
         config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # Or the plan cannot be part of a CUDA graph.
     if hasattr(trt, "IProgressMonitor"):
         config.progress_monitor = progress_monitor(trt, advance, interrupted)
+    cache = load_timings(config, timing_cache, log) if timing_cache else None
     plan = builder.build_serialized_network(network, config)
     if interrupted.is_set():
         raise KeyboardInterrupt
+    if timing_cache and plan is not None:
+        save_timings(config, cache, timing_cache, log)
     return _Built(plan, log, io)
 
 
@@ -172,12 +184,15 @@ def _log(trt: Any) -> Any:
             trt.ILogger.__init__(self)
             self.errors: list[str] = []
             self.warnings: list[str] = []
+            self.problems: list[str] = []
 
         def log(self, severity: Any, message: str) -> None:
             if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
                 self.errors.append(message)
             elif severity == trt.ILogger.WARNING:
                 self.warnings.append(message)
+            if severity <= trt.ILogger.WARNING:
+                self.problems.append(message)
 
         def reason(self) -> str:
             return self.errors[0] if self.errors else "no reason given"

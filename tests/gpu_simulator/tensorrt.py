@@ -30,7 +30,7 @@ _ALIGNMENT = 256
 _WORKSPACE = 1 << 16
 
 
-def as_plan(source: Path, output: Path, checkpoint: Path | None = None) -> Path:
+def as_plan(source: Path, output: Path, checkpoint: Path | None = None, multiple_profiles: bool = False) -> Path:
     """An engine directory of backend tensorrt, with the graph of an onnxruntime engine directory.
 
     checkpoint: the ONNX checkpoint of an engine with an int8 cache, which TensorRT's compiler leaves to the caller.
@@ -38,7 +38,7 @@ def as_plan(source: Path, output: Path, checkpoint: Path | None = None) -> Path:
     config = open_engine(source)
     build = config.build_config
     sizes = (build.max_batch_size, build.max_input_len, build.max_draft_len, build.gather_generation_logits)
-    profiles = plan_profiles(*sizes)
+    profiles = plan_profiles(*sizes, multiple_profiles)
     output.mkdir(parents=True)
     graph = next(name for name in config.files if name.endswith(".onnx"))
     io, path = config.io, source / graph
@@ -61,7 +61,7 @@ def as_plan(source: Path, output: Path, checkpoint: Path | None = None) -> Path:
         "backend": config.backend.model_copy(
             update={"name": "tensorrt", "version": __version__, "device": "cuda", "compute_capabilities": ["9.0"]}
         ),
-        "build_config": build.model_copy(update={"profiles": profiles}),
+        "build_config": build.model_copy(update={"profiles": profiles, "multiple_profiles": multiple_profiles}),
         "io": io,
         "files": files,
     }

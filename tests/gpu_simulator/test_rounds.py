@@ -19,7 +19,9 @@ from tokenizers import Tokenizer
 from specrun import kernels
 from specrun.cli import main
 from specrun.config import DraftTargetConfig
+from specrun.contract import INPUT_IDS
 from specrun.decoder import SpeculativeDecoder
+from specrun.engine_dir import open_engine
 from specrun.errors import BackendError
 from specrun.grammar import Constraint, Grammars
 from specrun.kernels import calls
@@ -107,6 +109,32 @@ def test_ids_are_the_cpus(
     plans = tables / "plans"
     with SpeculativeDecoder.open(plans / "target", plans / draft, config(place, cuda_graph=graph)) as decoder:
         assert in_batches(decoder) == expected[draft]
+
+
+@pytest.mark.usefixtures("nothing_left", "narrow")
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "pieces"])
+def test_plans_with_a_profile_for_each_size_of_a_round(
+    tables: Path, expected: dict[str, list[list[int]]], graph: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids are the same, every profile for rounds is used, and each pass has the narrowest one that holds it."""
+    target, draft = (as_plan(tables / name, tmp_path / name, None, True) for name in ("target", "good"))
+    used: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
+    run = ExecutionContext.execute_async_v3
+
+    def record(context: ExecutionContext, stream: int) -> bool:
+        profile = context._own().profiles[context._profile]
+        if profile.name == "generation":
+            used.setdefault(context._shapes[INPUT_IDS], set()).add((*profile.batch[::2], *profile.sequence[::2]))
+        return run(context, stream)
+
+    monkeypatch.setattr(ExecutionContext, "execute_async_v3", record)
+    with SpeculativeDecoder.open(target, draft, config("one GPU", cuda_graph=graph)) as decoder:
+        assert in_batches(decoder) == expected["good"]
+    longest = {2, open_engine(target).build_config.max_draft_len + 1}
+    assert used.keys() == {(batch, length) for batch in (1, 2, 4) for length in (1, 2, 3, 4)}
+    for (batch, length), ranges in used.items():
+        rows = {1: (1, 1), 2: (2, 2), 4: (3, 4)}[batch]
+        assert ranges <= ({(*rows, 1, 1)} if length == 1 else {(*rows, 2, most) for most in longest})
 
 
 @pytest.mark.usefixtures("nothing_left", "narrow")
