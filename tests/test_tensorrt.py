@@ -13,6 +13,10 @@ import pytest
 from specbuild.compilers import choose
 from specbuild.compilers.tensorrt import _log
 from specbuild.compilers.timing_cache import load_timings, save_timings
+from specbuild.config import engine_options
+from specbuild.dry_run import describe_plan
+from specbuild.engine_plan import plan_engine
+from specbuild.engine_size import weight_bytes
 from specbuild.inspect import describe
 from specrun.engine_dir import GRAPH_NAME, PLAN_NAME, describe_file, open_engine
 from specrun.errors import BackendError, BuildError
@@ -135,6 +139,10 @@ def test_multiple_profiles(onnx: Path, tmp_path: Path) -> None:
     ]
     lines = describe(plan, as_json=False).splitlines()
     assert sum(line.startswith("generation ") for line in lines) == len(rounds)
+    where = {"checkpoint_dir": onnx / "target", "output_dir": tmp_path / "fewer", **flags}
+    dry = [plan_engine(*engine_options({**where, "multiple_profiles": multiple}, None)) for multiple in (True, False)]
+    assert [describe_plan(one, None).count(" generation, batch ") for one in dry] == [len(rounds), 1]
+    assert weight_bytes(dry[0]) == 2 * weight_bytes(dry[1])
     fewer = make_engine(onnx / "target", tmp_path / "fewer", **flags)
     assert len(open_engine(fewer).build_config.profiles) == 2
     assert (fewer / PLAN_NAME).read_bytes() != (plan / PLAN_NAME).read_bytes()
@@ -157,9 +165,14 @@ def test_a_timing_cache_is_a_file_that_is_not_lost(tmp_path: Path) -> None:
     builder = trt.Builder(log)
     config = builder.create_builder_config()
     file = tmp_path / "caches" / "timings"
-    save_timings(config, load_timings(config, file, log), file, log)
+    cache = load_timings(config, file, log)
+    save_timings(config, cache, file, log)
     assert file.stat().st_size > 100
+    assert not log.warnings
     file.write_bytes(b"no timings")
+    save_timings(config, cache, file, log)
+    assert file.read_bytes() == b"no timings"
+    assert any("timings: not written" in note for note in log.notes())
     with pytest.raises(BuildError, match=r"timings: TensorRT does not take it \(.*; give another file"):
         load_timings(config, file, log)
     assert file.read_bytes() == b"no timings"

@@ -17,33 +17,33 @@ def load_timings(config: Any, file: Path, log: Any) -> Any:
 
     log: the builder's. Returns the cache, which must outlive the build. Raises BuildError where it is not taken.
     """
-    cache = _parse(config, file, log)
-    if not config.set_timing_cache(cache, False):
-        raise _not_taken(file, log)
+    cache = _parse(config, file.read_bytes() if file.is_file() else b"", log)
+    if cache is None or not config.set_timing_cache(cache, False):
+        reason = log.problems[-1] if log.problems else "no reason given"
+        raise BuildError(
+            f"--timing_cache {file}: TensorRT does not take it ({reason}): it is of another version or GPU, or no "
+            "timing cache; give another file"
+        )
     return cache
 
 
 def save_timings(config: Any, cache: Any, file: Path, log: Any) -> None:
-    """Write the timings to ``file``, beside those that other builds have put there meanwhile."""
+    """Write the timings to ``file``, beside those that other builds have put there meanwhile.
+
+    Where the file has become something else since, it is left, with a warning in the log: the plan is worth more.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     with locked(file):
-        if not cache.combine(_parse(config, file, log), False):
-            raise _not_taken(file, log)
+        if file.is_file():
+            others = _parse(config, file.read_bytes(), log)
+            if others is None or not cache.combine(others, False):
+                log.warnings.append(f"--timing_cache {file}: not written, TensorRT does not take what is there now")
+                return
         write_whole(file, memoryview(cache.serialize()))
 
 
-def _parse(config: Any, file: Path, log: Any) -> Any:
-    """TensorRT takes an empty cache for one that it cannot read, and warns: to write that would lose the file."""
+def _parse(config: Any, content: bytes, log: Any) -> Any:
+    """A cache; None where TensorRT cannot read ``content``: it warns then, and gives an empty cache."""
     before = len(log.problems)
-    cache = config.create_timing_cache(file.read_bytes() if file.is_file() else b"")
-    if cache is None or len(log.problems) > before:
-        raise _not_taken(file, log)
-    return cache
-
-
-def _not_taken(file: Path, log: Any) -> BuildError:
-    reason = log.problems[-1] if log.problems else "no reason given"
-    return BuildError(
-        f"--timing_cache {file}: TensorRT does not take it ({reason}): it is of another version or GPU, or no timing "
-        "cache; give another file"
-    )
+    cache = config.create_timing_cache(content)
+    return cache if len(log.problems) == before else None
