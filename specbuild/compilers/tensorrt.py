@@ -89,11 +89,11 @@ class Tensorrt:
         if graph.dtype == "float32":  # TensorRT has no fused float32 attention.
             graphs.mark_decomposable(model)
         notes = []
-        given = (trt, weights, model, graph, build, advance, interrupted, capabilities, self.timing_cache)
-        built = _build(*given)
+        timings = self.timing_cache
+        built = _build(trt, weights, model, graph, build, advance, interrupted, capabilities, timings)
         if built.plan is None and graph.dtype != "float32" and graphs.mark_decomposable(model):
             # A refusal comes early: with TensorRT-RTX 1.7 after 0.3 s of 1.9 s (2 layers), 3.1 s of 8.5 s (16 layers).
-            built = _build(*given)
+            built = _build(trt, weights, model, graph, build, advance, interrupted, capabilities, timings)
             notes = [_not_fused(graph)]
         log = built.log
         if built.plan is None:
