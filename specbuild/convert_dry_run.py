@@ -84,7 +84,9 @@ def _facts(options: ConvertOptions, source: Source, layout: Layout, would_be: st
     disk = output_bytes(model, packed)
     place = Path(options.output_dir).absolute().parent
     if would_be == "converted":
-        require_space({place: disk})
+        from huggingface_hub import constants
+
+        require_space({place: disk, **({Path(constants.HF_HUB_CACHE): download} if download else {})})
     memory = free_memory()
     free = "" if memory is None else f"; {human_bytes(memory)} are free"
     forms = [f"{count} in {form}" for form, count in packed.forms().items()]

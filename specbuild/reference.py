@@ -187,7 +187,8 @@ _DTYPE = getattr(torch.Tensor, "dtype").__get__  # noqa: B009 (mypy takes it for
 
 def part_of(weight: nn.Parameter) -> tuple[nn.Parameter, int | None]:
     """The stacked experts and the number of one, where ``weight`` is one's; else ``weight`` itself."""
-    return getattr(weight, "part_of", (weight, None))
+    found: tuple[nn.Parameter, int | None] = getattr(weight, "part_of", (weight, None))
+    return found
 
 
 class Float32(TorchFunctionMode):

@@ -109,7 +109,7 @@ class Packed:
             *rows, _ = _shape(tensor) or (0,)
             return ir.LazyTensor(read, tensor.dtype, ir.Shape([*rows, last - first])) if _shape(tensor) else tensor
 
-        parts = {
+        parts: dict[str, Any] = {
             name: part(tensor)
             for name in ("codes", "scales", "zero_points", "offsets")
             if (tensor := getattr(self, name)) is not None
@@ -145,7 +145,7 @@ def side_by_side(parts: Sequence[Packed]) -> Packed | None:
         one.codes.dtype == first.codes.dtype
         and one.scales.dtype == first.scales.dtype
         and (one.zero_points is None) == (first.zero_points is None)
-        and (one.block, one.axis) == (first.block, 1)
+        and (one.block, one.axis, one.activation) == (first.block, 1, first.activation)
         and _value(one.global_scale) == _value(first.global_scale)
         and not one.has_extras
         for one in parts
@@ -158,7 +158,6 @@ def side_by_side(parts: Sequence[Packed]) -> Packed | None:
         codes=_joined([one.codes for one in parts]),
         scales=_joined([of_channels(one, one.scales) for one in parts]),
         zero_points=_joined(zero_points) if zero_points else None,
-        activation=shared_activation(parts),
     )
 
 

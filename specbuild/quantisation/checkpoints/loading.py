@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from specbuild.export.origins import Converted
 from specbuild.quantisation.checkpoints.from_torch import FromTorch
 from specbuild.quantisation.checkpoints.scheme import Scheme
-from specbuild.quantisation.packed import Packed, side_by_side
+from specbuild.quantisation.packed import Packed, shared_activation, side_by_side
 from specbuild.quantisation.packed_model import PackedModel
 from specbuild.tensors import Index, Reader, Stacked, StoredTensor, Weight
 from specrun.errors import CheckpointError, UnsupportedModelError
@@ -100,7 +100,8 @@ def _experts(reader: Reader, notes: list[str]) -> tuple[Packed, ...]:
     parts = [[own.packed for own in one if isinstance(own, PackedReader)] for one in sources]
     if not any(parts):
         return ()
-    found = [side_by_side(own) if len(own) == len(one) else None for own, one in zip(parts, sources, strict=True)]
+    alike = [[replace(one, activation=shared_activation(own)) for one in own] for own in parts]
+    found = [side_by_side(own) if len(own) == len(one) else None for own, one in zip(alike, sources, strict=True)]
     experts = tuple(_attachable(one, notes) for one in found if one is not None)
     forms = {(one.codes.dtype, one.scales.dtype, one.block, one.axis, one.zero_points is None) for one in experts}
     if len(experts) == len(sources) and len(forms) == 1 and not any(one.has_extras for one in experts):
