@@ -82,9 +82,9 @@ def test_it_fails_as_a_conversion_would(hf: Path, onnx: Path, tmp_path: Path, mo
         assert line == error_line(build("convert", *where))
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=1000))
-    where = ("--model_dir", hf / "draft", "--output_dir", tmp_path / "out", "--no-verify")
-    says(error_line(build("convert", *where, "--dry_run")), "are needed and 1.0 kB are free")
-    says(error_line(build("convert", *where)), "No space left on device")
+    small = ("--model_dir", hf / "draft", "--output_dir", tmp_path / "out", "--no-verify")
+    says(error_line(build("convert", *small, "--dry_run")), "are needed and 1.0 kB are free")
+    says(error_line(build("convert", *small)), "No space left on device")
     assert files_below(tmp_path) == before
 
 

@@ -245,7 +245,8 @@ def test_verification_dequantises_weights_in_slices(
     family: str, qformat: QFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``convert`` compares the sliced graph with the model: a slice of other rows or scales would be found."""
-    most, largest = 1 << 11, []
+    most = 1 << 11
+    largest: list[int] = []
 
     def split(model: ir.Model, elements: int) -> None:
         split_products(model, elements)
