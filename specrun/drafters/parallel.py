@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from specrun.devices import DeviceArray
 from specrun.drafters import DraftProbs, Proposal
 from specrun.drafters.head import DeviceHeadDrafter, HeadDrafter
 from specrun.request import Request
@@ -41,11 +42,11 @@ class DeviceParallelDrafter(DeviceHeadDrafter):
     def _passes(self, draft_len: int) -> tuple[int, int]:
         return draft_len, 1
 
-    def _draft(self, batch: int, draft_len: int) -> None:
+    def _draft(self, batch: int, draft_len: int, steps: range, masks: DeviceArray | None = None) -> None:
         """See ``DeviceModelDrafter``. What is fed behind the last committed token is of no account."""
         logits = self.runner.forward(batch, self._rows, -1, draft_len, -1, draft_len)
         vocab = self.runner.vocab
-        for step in range(draft_len):
+        for step in steps:
             # A column: a row's logits of this token lie in front of those of the next, and only they are looked at.
             own = replace(logits.part(step * vocab, (1,)), shape=(batch, 1, draft_len * vocab))
             self._sample(own, step, draft_len)
