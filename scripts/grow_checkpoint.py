@@ -87,6 +87,71 @@ class Shape:
         return (self.num_layers * layer_rows + vocabulary_rows + 1) * self.hidden_size
 
 
+WRITERS = ("embed_tokens", "o_proj", "down_proj", "fc", "linear")
+"""Modules that write to the residual stream, or to what a draft head has in its place."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Where the weights of a small model have their places in a large one, or those of a draft head in a large one."""
+
+    old: Shape
+    new: Shape
+    head_dim: int
+
+    @property
+    def norm_scale(self) -> float:
+        """Of the weights of norms; that of their epsilons is its square."""
+        return math.sqrt(self.old.hidden_size / self.new.hidden_size)
+
+    def plant(self, kind: str, weight: Any, original: Any) -> None:
+        """Put ``original`` into the random ``weight`` of the large model, in place.
+
+        kind: the name of its module. original: None for the weights of a new layer.
+        """
+        import torch
+
+        is_norm = kind.endswith("norm")
+        if kind in WRITERS:
+            weight.zero_()
+        elif is_norm:
+            weight.fill_(self.norm_scale)
+        if original is None:
+            return
+        if is_norm:
+            original = original * self.norm_scale
+        if kind in ("k_proj", "v_proj"):
+            copies = copies_of_kv_heads(self.old, self.new)
+            original = original[self._channels(torch.arange(self.old.num_kv_heads).repeat_interleave(copies))]
+        rows = self._channels(self._query_heads()) if kind == "q_proj" else torch.arange(original.shape[0])
+        if original.ndim == 1:
+            weight[rows] = original
+            return
+        if kind == "o_proj":
+            columns = self._channels(self._query_heads())
+        elif kind == "down_proj":
+            columns = torch.arange(original.shape[1])
+        else:  # It reads the residual stream, or in heads several of them side by side.
+            streams = torch.arange(original.shape[1] // self.old.hidden_size)
+            columns = torch.flatten(streams[:, None] * self.new.hidden_size + torch.arange(self.old.hidden_size))
+        weight[rows[:, None], columns] = original
+
+    def _query_heads(self) -> Any:
+        """The places of the small model's query heads."""
+        import torch
+
+        head, copies = torch.arange(self.old.num_heads), copies_of_kv_heads(self.old, self.new)
+        in_group = head % self.old.group
+        return (
+            head // self.old.group * copies + in_group // self.new.group
+        ) * self.new.group + in_group % self.new.group
+
+    def _channels(self, heads: Any) -> Any:
+        import torch
+
+        return torch.flatten(heads[:, None] * self.head_dim + torch.arange(self.head_dim))
+
+
 def copies_of_kv_heads(old: Shape, new: Shape) -> int:
     """How many new key-value heads share the query heads of one old one."""
     return math.ceil(old.group / new.group)
@@ -176,41 +241,15 @@ def grown(model: Any, old: Shape, new: Shape, more: dict[str, int]) -> Any:
     # Through a dictionary, because the derived fields of a copied object would keep the old sizes.
     fields = {**model.config.to_dict(), **new.config_fields(), **more, "head_dim": model.config.head_dim}
     config = type(model.config)(**fields)
-    ratio = old.hidden_size / new.hidden_size
-    config.rms_norm_eps = model.config.rms_norm_eps * ratio
+    growth = Growth(old, new, config.head_dim)
+    config.rms_norm_eps = model.config.rms_norm_eps * growth.norm_scale**2
     torch.manual_seed(0)
     result = AutoModelForCausalLM.from_config(config, dtype=model.dtype).eval()
-
-    dim = config.head_dim
-    copies = copies_of_kv_heads(old, new)
-    kv_source = torch.arange(old.num_kv_heads).repeat_interleave(copies)
-    head = torch.arange(old.num_heads)
-    q_place = (head // old.group * copies + head % old.group // new.group) * new.group + head % old.group % new.group
-
-    def channels(heads: torch.Tensor) -> torch.Tensor:
-        return torch.flatten(heads[:, None] * dim + torch.arange(dim))
 
     originals = dict(model.named_parameters())
     with torch.no_grad():
         for name, weight in result.named_parameters():
-            kind = name.split(".")[-2]
-            if kind in ("embed_tokens", "o_proj", "down_proj"):
-                weight.zero_()  # All that writes to the residual stream.
-            elif kind.endswith("norm"):
-                weight.fill_(math.sqrt(ratio))
-            original = originals.get(name)
-            if original is None:
-                continue  # A new layer.
-            if kind.endswith("norm"):
-                original = original * math.sqrt(ratio)
-            if kind in ("k_proj", "v_proj"):
-                original = original[channels(kv_source)]
-            rows = channels(q_place) if kind == "q_proj" else torch.arange(original.shape[0])
-            if original.ndim == 1:
-                weight[rows] = original
-            else:
-                columns = channels(q_place) if kind == "o_proj" else torch.arange(original.shape[1])
-                weight[rows[:, None], columns] = original
+            growth.plant(name.split(".")[-2], weight, originals.get(name))
     if config.vocab_size > model.config.vocab_size:
         pad_vocabulary(result, model.config.vocab_size, old.hidden_size)
     return result

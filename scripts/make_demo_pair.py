@@ -263,10 +263,14 @@ def recipe_of(directory: Path) -> Any:
 
 @click.command(context_settings={"token_normalize_func": lambda name: name.replace("-", "_")})
 @click.option("--output_dir", required=True, type=click.Path(path_type=Path), help="Gets target/ and draft/.")
+@click.option("--data_file", type=click.Path(path_type=Path), help="Also write the texts, for specbuild train_draft.")
 @click.option("--quick", is_flag=True, help=f"Learn in a fraction of the steps, 1/{QUICK}: a pair for tests.")
 @click.option("--force", is_flag=True, help="Make the pair again if there is one.")
-def main(output_dir: Path, quick: bool, force: bool) -> None:
+def main(output_dir: Path, data_file: Path | None, quick: bool, force: bool) -> None:
     """Train the demo pair, unless it is there already."""
+    if data_file:
+        data_file.parent.mkdir(parents=True, exist_ok=True)
+        data_file.write_text("".join(json.dumps({"text": text}) + "\n" for text in corpus()))
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -14,8 +14,10 @@ import pytest
 from pydantic import TypeAdapter
 from rich.console import Console
 
+from scripts.benchmarks.draft_kinds import Figures, Run
 from specrun.bench import Settings, _batches, _Pass, _split, _summarise, as_json, measure
 from specrun.bench_results import Result, table
+from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir import open_engine
 from specrun.errors import PairError, RequestError
@@ -55,6 +57,22 @@ def test_a_draft_that_is_the_target_is_always_accepted(run: Bench) -> None:
     assert result.tokens_per_round == 5
     assert result.drafted_per_round == 4
     assert result.identical_ids
+
+
+def test_the_table_of_kinds_counts_as_bench_does(run: Bench, tmp_path: Path) -> None:
+    (expected,) = run(CYCLE, HALF, [[0], [2]])
+    runs = [Run(), Run()]
+    for found, draft in zip(runs, (None, tmp_path / "draft"), strict=True):
+        config = DraftTargetConfig(draft_len=4 if draft else None, reuse_blocks=False)
+        with SpeculativeDecoder.open(tmp_path / "target", draft, config) as decoder:
+            for prompt in ([0], [2]):
+                found.decode(decoder, Request(prompt, SamplingParams(), 20))
+    figures = Figures.of(runs[1:], runs[:1])
+    assert figures.acceptance_by_position == expected.acceptance_by_position == [1, 0]
+    assert figures.tokens_per_round == expected.tokens_per_round
+    assert figures.drafted_per_round == pytest.approx(expected.drafted_per_round, abs=0.5)  # Last rounds draft less.
+    assert figures.same_ids
+    assert figures.draft_cost is not None and figures.draft_cost > 0
 
 
 def test_rounds_are_counted_one_by_one_while_another_prompt_is_read(run: Bench) -> None:

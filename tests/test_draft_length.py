@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -54,6 +54,7 @@ def seconds_a_token(
     noise: float = 0.05,
     texts: int = 4,
     time_of: Callable[[int, int], float] | None = None,
+    proposes: Callable[[np.random.Generator, int], int] = lambda _, g: g,
 ) -> float:
     """Simulated decoding: a target step takes 1, a draft step ``cost``, every further token of a verify pass ``width``.
 
@@ -61,6 +62,7 @@ def seconds_a_token(
     much as a target of its cost would. Times are seen with ``noise``, as on a shared machine, and all of them drift up
     and down by about ``drift`` within some 30 rounds: the result is in what the target takes at the time.
     time_of: of a round of so many rows and draft tokens, in place of that line. All rows have ``texts`` texts.
+    proposes: how many draft tokens a row gets that asks for so many.
     """
     generator, pace = np.random.default_rng(seed), 0.0
     elapsed, lengths_of_rows, behind = 0.0, np.zeros(rows), 0
@@ -72,15 +74,18 @@ def seconds_a_token(
             rates = np.array([alpha(int(request * tokens / texts + length)) for length in lengths_of_rows])
             rejected = np.ones((rows, g + 1), np.bool_)
             rejected[:, :g] = generator.random((rows, g)) > rates[:, None]
+            drafted = [proposes(generator, g) if g else 0 for _ in requests]
+            rejected[np.arange(rows), drafted] = True
             accepted = rejected.argmax(1)
             lengths_of_rows += accepted + 1
-            outcomes = [(stood, min(g, stood + 1)) for stood in accepted.tolist()]
+            outcomes = [(stood, min(own, stood + 1)) for stood, own in zip(accepted.tolist(), drafted, strict=True)]
+            asked, g = g, max(drafted)
             time = time_of(rows, g) if time_of else 1 + g * (cost + width)
-            time += behind * width * cost if g else 0
+            time += behind * width * cost if asked else 0
             if drift:
                 pace += drift * np.sqrt(2 / 30) * generator.normal() - pace / 30
             lengths.observe(g, time * generator.lognormal(pace, noise), requests, outcomes, behind)
-            behind = 0 if g else behind + 1
+            behind = 0 if asked else behind + 1
             elapsed += time
     return elapsed / tokens
 
@@ -162,6 +167,47 @@ def test_never_slower_than_the_target_alone(alpha: float, cost: float, width: fl
     """A draft that guesses, one as costly as the target, a machine on which verifying is no cheaper than decoding."""
     assert min(fixed(alpha, cost, width)) > 0.95
     assert seconds_a_token(DraftLength(MOST, None), lambda _: alpha, cost, width, rows) <= 1 / 0.97
+
+
+class Kind(NamedTuple):
+    """A kind of draft, on a machine where each further token of a verify pass takes 0.06."""
+
+    time_of: Callable[[int], float]
+    """What a round of so many draft tokens takes beyond verifying."""
+    cost: float = 0.0
+    """Of a draft step: it has to read what was written while it rested."""
+    proposes: Callable[[np.random.Generator, int], int] = lambda _, g: g
+
+
+def by_match(generator: np.random.Generator, g: int) -> int:
+    """A lookup finds something for a third of the rounds; most matches are short."""
+    return min(g, int(generator.geometric(0.25))) if generator.random() < 1 / 3 else 0
+
+
+KINDS = {
+    "head that reads again": Kind(lambda g: 0.09 * g + 0.006 * g, 0.09),
+    "heads in one pass": Kind(lambda g: 0.06 + 0.01 * g),
+    "lookup": Kind(lambda g: 0.001, proposes=by_match),
+    "another tokenizer": Kind(lambda g: 0.02 + 1.4 * 0.03 * g, 0.03),
+    "lookup beside a model": Kind(lambda g: 0.02 * g, 0.03, lambda generator, g: by_match(generator, g) or g),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_no_kind_of_draft_is_slower_whether_it_is_good_or_useless(kind: Kind, rows: int) -> None:
+    def time_of(batch: int, g: int) -> float:
+        return 1 + 0.06 * g + kind.time_of(g) if g else 1.0
+
+    def seconds(draft_len: int | None, alpha: float) -> float:
+        lengths, run = DraftLength(MOST, draft_len), {"rows": rows, "time_of": time_of, "proposes": kind.proposes}
+        return seconds_a_token(lengths, lambda _: alpha, kind.cost, 0.06, **run)  # type: ignore[arg-type]
+
+    assert seconds(4, 0.0) > 1.03, "a fixed length shows what there is to lose"
+    assert seconds(None, 0.0) <= 1 / 0.97
+    best = min(seconds(g, 0.85) for g in range(0, MOST + 1, 2))
+    assert best < 0.9
+    assert seconds(None, 0.85) <= 1.08 * best
 
 
 @pytest.mark.parametrize("rows", [1, 4])

@@ -1,116 +1,247 @@
 #!/usr/bin/env python3
 """Every kind of draft on texts that are new, that were asked for before, and that resemble their own prompt.
 
-All kinds take turns in one run, with --draft_len auto, one text at a time; speeds are shares of the target alone in the
-same repetition. Each turn opens its decoder anew, so that nothing is known from the turn before. Needs what
-scripts/demo leaves in demo/engines.
+All kinds take turns in one run, with --draft_len auto, one text at a time. Speed-ups are of the target alone in the
+same turn; medians of the turns are shown. Each turn opens its decoder anew, so that nothing is known from the turn
+before. Needs what scripts/demo --kinds leaves in demo/engines; kinds whose engines are missing are left out.
 """
 
 from __future__ import annotations
 
 import json
+import platform
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import click
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from scripts.benchmarks.draft_lengths import PROMPTS
+from scripts.benchmarks.prompts import PROMPTS
+from specrun.bench_results import Spread
 from specrun.config import DraftKind, DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.processor import describe_processor
 from specrun.request import Request
 from specrun.sampling import SamplingParams
 
-KINDS: dict[str, tuple[bool, DraftKind | None]] = {
-    "none": (False, None),
-    "ngram": (False, "ngram"),
-    "suffix": (False, "suffix"),
-    "model": (True, None),
-    "hybrid": (True, "suffix"),
+
+class Kind(NamedTuple):
+    """Names of engines in the demo's directory, and --draft."""
+
+    draft: str | None = None
+    lookup: DraftKind | None = None
+    target: str = "target"
+
+
+ALONE = "none"
+KINDS = {
+    ALONE: Kind(),
+    "n-gram": Kind(lookup="ngram"),
+    "suffix": Kind(lookup="suffix"),
+    "draft model": Kind("draft"),
+    "EAGLE-3": Kind("eagle3", target="eagle3_target"),
+    "Medusa": Kind("medusa", target="medusa_target"),
+    "model + suffix": Kind("draft", "suffix"),
+    "EAGLE-3 + suffix": Kind("eagle3", "suffix", "eagle3_target"),
 }
-"""Whether there is a draft engine, and --draft."""
 WORKLOADS = {
     "new": "greedy texts",
     "again": "the same once more",
     "similar": "the same prompts, drawn at temperature 0.3",
-    "edit": "greedy texts of prompt, text and prompt again",
+    "edit": "prompts with a text that is to be written once more",
 }
 
 
-def rate(decoder: SpeculativeDecoder, requests: Sequence[Request]) -> dict[str, float]:
-    """Tokens/s of the requests, one after the other, and what was drafted for them."""
-    began = time.perf_counter()
-    for request in requests:
+@dataclass
+class Run:
+    """One kind on one workload, in one turn."""
+
+    seconds: float = 0.0
+    """Wall time, prompts included."""
+    later: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(5))
+    """In rounds after first ones: seconds, then ``EngineTimes``."""
+    rounds: list[tuple[int, int, int]] = field(default_factory=list)
+    """Draft tokens of each: drafted, evaluated, accepted."""
+    outputs: list[list[int]] = field(default_factory=list)
+
+    def decode(self, decoder: SpeculativeDecoder, request: Request) -> None:
+        """Add a text."""
+        known, clocks = (0, 0, 0), []
+        began = time.perf_counter()
         for _ in decoder.run([request]):
-            pass
-    seconds = time.perf_counter() - began
-    tokens, stats = sum(len(request.output) for request in requests), [request.stats for request in requests]
-    rounds = sum(one.rounds for one in stats)
-    return {
-        "tokens_per_second": tokens / seconds,
-        "tokens_per_round": tokens / rounds,
-        "drafted_per_round": sum(one.drafted for one in stats) / rounds,
-        "acceptance_rate": sum(one.accepted for one in stats) / max(1, sum(one.evaluated for one in stats)),
-    }
+            clocks.append([time.perf_counter(), *(decoder.scheduler.round.engine_times() or ())])
+            stats = request.stats
+            now = (stats.drafted, stats.evaluated, stats.accepted)
+            self.rounds.append((now[0] - known[0], now[1] - known[1], now[2] - known[2]))
+            known = now
+        self.seconds += time.perf_counter() - began
+        if request.error:
+            raise request.error
+        self.later += np.subtract(clocks[-1], clocks[0])
+        self.outputs.append(request.output)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens over wall time."""
+        return sum(map(len, self.outputs)) / self.seconds
 
 
-def run_workloads(decoder: SpeculativeDecoder, output_len: int) -> dict[str, dict[str, float]]:
-    """See ``WORKLOADS``."""
-    prompts = [decoder.tokenizer.encode(text).ids for text in PROMPTS]
-    first = [Request(prompt, SamplingParams(), output_len) for prompt in prompts]
-    found = {"new": rate(decoder, first)}
-    found["again"] = rate(decoder, [Request(prompt, SamplingParams(), output_len) for prompt in prompts])
-    similar = [Request(prompt, SamplingParams(0.3, seed=seed), output_len) for seed, prompt in enumerate(prompts)]
-    found["similar"] = rate(decoder, similar)
-    edits = [Request([*request.tokens, *request.prompt], SamplingParams(), output_len) for request in first]
-    found["edit"] = rate(decoder, edits)
+@dataclass(frozen=True)
+class Figures:
+    """One kind on one workload, over all turns."""
+
+    tokens_per_second: Spread
+    speedup: Spread
+    """Over the target alone, in the same turn."""
+    same_ids: bool
+    """As the target's alone."""
+    tokens_per_round: float
+    drafted_per_round: float
+    acceptance_by_position: list[float]
+    """accepted / evaluated of a round's first draft token, its second, ..; of those that are reached."""
+    draft_cost: float | None
+    """Seconds in the draft's engine for a draft token, in steps of the target alone; None: nothing was drafted."""
+    host_share: Spread
+    """Of the time: outside all engines."""
+
+    @classmethod
+    def of(cls, runs: Sequence[Run], alone: Sequence[Run]) -> Figures:
+        """runs and alone: of each turn."""
+        pairs = list(zip(runs, alone, strict=True))
+        rounds = [counts for run in runs for counts in run.rounds]
+        longest = max(evaluated for _, evaluated, _ in rounds)
+        reached = [sum(evaluated >= n for _, evaluated, _ in rounds) for n in range(1, longest + 1)]
+        stood = [sum(accepted >= n for _, _, accepted in rounds) for n in range(1, longest + 1)]
+        step = statistics.median(run.later[1] / run.later[2] for run in alone)
+        drafted = [sum(one for one, _, _ in run.rounds) for run in runs]
+        costs = [run.later[3] / count / step for run, count in zip(runs, drafted, strict=True) if count]
+        outside = [1 - (run.later[1] + run.later[3]) / run.later[0] for run in runs]
+        return cls(
+            Spread.of(run.tokens_per_second for run in runs),
+            Spread.of(run.tokens_per_second / plain.tokens_per_second for run, plain in pairs),
+            all(run.outputs == plain.outputs for run, plain in pairs),
+            1 + sum(accepted for _, _, accepted in rounds) / len(rounds),
+            sum(drafted) / len(rounds),
+            [accepted / evaluated for accepted, evaluated in zip(stood, reached, strict=True)],
+            float(statistics.median(costs)) if costs else None,
+            Spread.of(outside),
+        )
+
+
+def run_workloads(
+    decoder: SpeculativeDecoder, prompts: Sequence[Sequence[int]], output_len: int, wanted: Iterable[str]
+) -> dict[str, Run]:
+    """See ``WORKLOADS``; "new" is always among them."""
+
+    def run(requests: Sequence[Request]) -> Run:
+        found = Run()
+        for request in requests:
+            found.decode(decoder, request)
+        return found
+
+    greedy = SamplingParams()
+    first = [Request(prompt, greedy, output_len) for prompt in prompts]
+    found = {"new": run(first)}
+    if "again" in wanted:
+        found["again"] = run([Request(prompt, greedy, output_len) for prompt in prompts])
+    if "similar" in wanted:
+        params = [SamplingParams(0.3, seed=seed) for seed in range(len(prompts))]
+        found["similar"] = run([Request(*each, output_len) for each in zip(prompts, params, strict=True)])
+    if "edit" in wanted:
+        found["edit"] = run([Request([*one.tokens, *one.prompt], greedy, output_len) for one in first])
     return found
 
 
-def share(turn: dict[str, Any], kind: str, workload: str) -> float:
-    """Tokens/s of one kind of draft, as a share of the target alone."""
-    return float(turn[kind][workload]["tokens_per_second"] / turn["none"][workload]["tokens_per_second"])
+def table(figures: Mapping[str, Figures]) -> Table:
+    """One workload, for people."""
+    made = Table(box=None, pad_edge=False)
+    made.add_column("draft")
+    for name in ("tokens/s", "speed-up", "tokens\na round", "accepted %, by position", "cost of\na draft", "same\nids"):
+        made.add_column(name, justify="right")
+    for kind, found in figures.items():
+        speed, cost = found.speedup, found.draft_cost
+        spread = f" ({speed.lowest:.2f}..{speed.highest:.2f})" if speed.lowest != speed.highest else ""
+        made.add_row(
+            kind,
+            f"{found.tokens_per_second.median:.1f}",
+            f"{speed.median:.2f}{spread}",
+            f"{found.tokens_per_round:.2f}",
+            " ".join(f"{100 * rate:.0f}" for rate in found.acceptance_by_position[:8]) or "-",
+            "-" if cost is None else f"{cost:.3f}",
+            "yes" if found.same_ids else "no",
+        )
+    return made
 
 
-@click.command()
+@click.command(context_settings={"token_normalize_func": lambda name: name.replace("-", "_")})
 @click.option("--engines_dir", type=click.Path(path_type=Path), default=Path("demo/engines"), show_default=True)
-@click.option("--output_len", type=int, default=96, show_default=True)
-@click.option("--repetitions", type=int, default=3, show_default=True)
+@click.option("--kind", "kinds", type=click.Choice(list(KINDS)), multiple=True, help="Beside none; default: all.")
+@click.option("--workload", "workloads", type=click.Choice(list(WORKLOADS)), multiple=True, default=tuple(WORKLOADS))
+@click.option("--prompts", "num_prompts", type=click.IntRange(1, len(PROMPTS)), default=4, show_default=True)
+@click.option("--output_len", type=click.IntRange(1), default=96, show_default=True)
+@click.option("--repetitions", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
-def main(engines_dir: Path, output_len: int, repetitions: int, json_file: Path | None) -> None:
+def main(
+    engines_dir: Path,
+    kinds: tuple[str, ...],
+    workloads: tuple[str, ...],
+    num_prompts: int,
+    output_len: int,
+    repetitions: int,
+    json_file: Path | None,
+) -> None:
     """See the module."""
-    turns: list[dict[str, Any]] = []
-    for _ in range(repetitions):
-        turn: dict[str, Any] = {}
-        for kind, (has_engine, draft) in KINDS.items():
-            config = DraftTargetConfig(draft=draft, reuse_blocks=False, shared_thread_pool=True)
-            draft_dir = engines_dir / "draft" if has_engine else None
-            with SpeculativeDecoder.open(engines_dir / "target", draft_dir, config) as decoder:
-                turn[kind] = run_workloads(decoder, output_len)
-            click.echo(f"{kind}: {' '.join(f'{share(turn, kind, name):.2f}' for name in WORKLOADS)}", err=True)
-        turns.append(turn)
-    shares = {
-        kind: {name: statistics.median(share(turn, kind, name) for turn in turns) for name in WORKLOADS}
-        for kind in KINDS
+    chosen = {name: kind for name, kind in KINDS.items() if name == ALONE or not kinds or name in kinds}
+    for name, kind in list(chosen.items()):
+        if missing := [one for one in (kind.target, kind.draft) if one and not (engines_dir / one).is_dir()]:
+            click.echo(f"{name}: left out, as {engines_dir / missing[0]} is missing", err=True)
+            del chosen[name]
+    turns: list[dict[str, dict[str, Run]]] = []
+    for turn in range(repetitions):
+        turns.append({})
+        for name, kind in chosen.items():
+            config = DraftTargetConfig(draft=kind.lookup, reuse_blocks=False, shared_thread_pool=True)
+            draft_dir = engines_dir / kind.draft if kind.draft else None
+            with SpeculativeDecoder.open(engines_dir / kind.target, draft_dir, config) as decoder:
+                prompts = [decoder.tokenizer.encode(text).ids for text in PROMPTS[:num_prompts]]
+                found = turns[-1][name] = run_workloads(decoder, prompts, output_len, workloads)
+            speeds = [f"{workload} {run.tokens_per_second:.1f}" for workload, run in found.items()]
+            click.echo(f"turn {turn + 1} of {repetitions}, {name}, tokens/s: {', '.join(speeds)}", err=True)
+    figures = {
+        workload: {
+            name: Figures.of([turn[name][workload] for turn in turns], [turn[ALONE][workload] for turn in turns])
+            for name in chosen
+        }
+        for workload in turns[0][ALONE]
+        if workload in workloads
     }
-    found = {
-        "processor": describe_processor(),
-        "date": time.strftime("%Y-%m-%d"),
-        "output_len": output_len,
-        "workloads": WORKLOADS,
-        "shares": shares,
-        "turns": turns,
-    }
-    text = json.dumps(found, indent=1)
-    click.echo(text)
+    console = Console(width=120)
+    for workload, found_by_kind in figures.items():
+        console.print(f"\n[bold]{workload}[/bold]: {WORKLOADS[workload]}")
+        console.print(table(found_by_kind))
+    click.echo("\nCost of a draft token: its time in the draft's engine, in steps of the target alone.")
     if json_file:
-        json_file.write_text(text + "\n")
+        machine = {
+            "processor": describe_processor(),
+            "python": platform.python_version(),
+            "onnxruntime": version("onnxruntime"),
+            "date": time.strftime("%Y-%m-%d"),
+        }
+        settings = {"prompts": num_prompts, "output_len": output_len, "repetitions": repetitions}
+        results = {one: {name: asdict(each) for name, each in found.items()} for one, found in figures.items()}
+        said = {"machine": machine, "settings": settings, "workloads": WORKLOADS, "results": results}
+        json_file.write_text(json.dumps(said, indent=1) + "\n")
 
 
 if __name__ == "__main__":

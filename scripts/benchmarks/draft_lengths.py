@@ -20,6 +20,7 @@ import click
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.benchmarks.engines import build, to_onnx
+from scripts.benchmarks.prompts import PROMPTS
 from specrun.bench import Settings, as_json
 from specrun.bench_results import Spread
 from specrun.config import DraftTargetConfig
@@ -28,10 +29,6 @@ from specrun.engine_dir import open_engine
 from specrun.request import Request
 from specrun.sampling import SamplingParams
 
-PROMPTS = (
-    *("The try statement", "A class definition is", "The import statement", "Exceptions are"),
-    *("A function call", "The with statement", "Sequences are", "The return statement"),
-)
 PAIRS = ("demo", "small_draft")
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, None)
 

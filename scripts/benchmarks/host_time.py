@@ -4,8 +4,8 @@
 The bare loop takes the largest logit, writes one number and calls the engine, and does nothing else: no scheduler,
 requests, text ends, sampling or errors. What it takes behind an engine of hundreds of megabytes, whose weights push
 everything else out of the processor's caches, no loop in Python goes below; behind small engines both cost what they
-compute. The third pair has the shape and vocabulary of Qwen2.5-0.5B and random weights: what sampling takes follows the
-vocabulary. Needs what scripts/demo leaves in demo/ and .cache/; engines are built in a temporary directory.
+compute. The wide pair has the shape and vocabulary of Qwen2.5-0.5B and random weights: what sampling takes follows the
+vocabulary. Needs what scripts/demo --kinds leaves in demo/ and .cache/; engines are built in a temporary directory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 from transformers import Qwen2Config
@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from scripts.benchmarks.engines import build, random_checkpoint, to_onnx
 from specrun.bench import Settings, as_json
 from specrun.bench_results import Spread
-from specrun.config import DraftTargetConfig
+from specrun.config import DraftKind, DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.drafters.model import ModelDrafter
 from specrun.engine_dir import open_engine
@@ -50,6 +50,7 @@ WAYS = {
     "top_p 0.9, logits": (NUCLEUS, True),
 }
 
+PAIRS = ("demo pair", "EAGLE-3", "Medusa", "suffix", "small pair", "wide pair")
 
 Times = list[tuple[float, float]]
 """Each round's seconds outside and inside the engines."""
@@ -109,10 +110,12 @@ def ours(decoder: SpeculativeDecoder, prompt: list[int], length: int, params: Sa
     return [(now[0] - then[0], now[1] - then[1]) for then, now in pairwise(clocks[1:])]
 
 
-def measure(target: Path, draft: Path, length: int, repetitions: int) -> dict[str, list[Spread]]:
+def measure(
+    target: Path, draft: Path | None, lookup: DraftKind | None, length: int, repetitions: int
+) -> dict[str, list[Spread]]:
     """Microseconds outside the engines a round, and their share of it: medians of each text's rounds."""
     found: dict[str, list[tuple[float, float]]] = {}
-    plain = DraftTargetConfig(draft_len=DRAFT_LEN, reuse_blocks=False, shared_thread_pool=True)
+    plain = DraftTargetConfig(draft_len=DRAFT_LEN, reuse_blocks=False, shared_thread_pool=True, draft=lookup)
     configs = {use: replace(plain, use_logits=use) for use in (False, True)}
     for use_logits, config in configs.items():
         with SpeculativeDecoder.open(target, draft, config) as decoder:
@@ -120,7 +123,8 @@ def measure(target: Path, draft: Path, length: int, repetitions: int) -> dict[st
             assert isinstance(rounds, HostRound)
             prompt = decoder.tokenizer.encode(PROMPT).ids
             for turn in range(repetitions + 1):  # The first warms up.
-                texts = {} if use_logits else {"bare loop, greedy": bare(rounds, prompt, length)}
+                is_bare = type(rounds.drafter) is ModelDrafter and not use_logits
+                texts = {"bare loop, greedy": bare(rounds, prompt, length)} if is_bare else {}
                 for name, (params, by_logits) in WAYS.items():
                     if by_logits == use_logits:
                         texts[name] = ours(decoder, prompt, length, params)
@@ -156,35 +160,61 @@ def converted(pair: Path, work: Path) -> Path:
     return work
 
 
-def engines(onnx: Path, work: Path) -> dict[str, Path]:
-    """Engines of both checkpoints in ``onnx``."""
-    found = {role: work / role for role in ("target", "draft")}
+class Pair(NamedTuple):
+    """What is measured: ONNX checkpoints, what drafts without one, and how long texts are."""
+
+    target: Path
+    draft: Path | None
+    lookup: DraftKind | None
+    length: int
+
+
+def engines(pair: Pair, work: Path) -> tuple[Path, Path | None]:
+    """Engines of a pair's checkpoints."""
     work.mkdir()
-    for role, directory in found.items():
-        build(onnx / role, directory, max_batch_size=1, max_input_len=64)
-    return found
+    build(pair.target, work / "target", max_batch_size=1, max_input_len=64)
+    if pair.draft is None:
+        return work / "target", None
+    build(pair.draft, work / "draft", max_batch_size=1, max_input_len=64)
+    return work / "target", work / "draft"
 
 
 @click.command()
 @click.option("--demo_dir", type=click.Path(path_type=Path), default=Path("demo"), show_default=True)
 @click.option("--pair_dir", type=click.Path(path_type=Path), default=Path(".cache/pair"), show_default=True)
+@click.option("--pair", "names", type=click.Choice(PAIRS), multiple=True, default=PAIRS, show_default=True)
 @click.option("--output_len", type=int, default=200, show_default=True)
 @click.option("--repetitions", type=int, default=5, show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
-def main(demo_dir: Path, pair_dir: Path, output_len: int, repetitions: int, json_file: Path | None) -> None:
+def main(
+    demo_dir: Path,
+    pair_dir: Path,
+    names: tuple[str, ...],
+    output_len: int,
+    repetitions: int,
+    json_file: Path | None,
+) -> None:
     """Measure the loop's own time."""
     found = {}
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
-        wide = wide_pair(pair_dir / "target", work / "wide")
+        onnx = demo_dir / "onnx"
         pairs = {
-            "demo pair": (demo_dir / "onnx", output_len),
-            "small pair": (converted(pair_dir, work / "small_onnx"), output_len),
-            "wide pair": (converted(wide, work / "wide_onnx"), output_len // 5),
+            "demo pair": Pair(onnx / "target", onnx / "draft", None, output_len),
+            "EAGLE-3": Pair(onnx / "eagle3_target", onnx / "eagle3", None, output_len),
+            "Medusa": Pair(onnx / "medusa_target", onnx / "medusa", None, output_len),
+            "suffix": Pair(onnx / "target", None, "suffix", output_len),
         }
-        for pair, (onnx, length) in pairs.items():
-            directories = engines(onnx, work / pair)
-            results = measure(**directories, length=length, repetitions=repetitions)
+        pairs = {name: pair for name, pair in pairs.items() if name in names}
+        if "small pair" in names:
+            small = converted(pair_dir, work / "small_onnx")
+            pairs["small pair"] = Pair(small / "target", small / "draft", None, output_len)
+        if "wide pair" in names:
+            wide = converted(wide_pair(pair_dir / "target", work / "wide"), work / "wide_onnx")
+            pairs["wide pair"] = Pair(wide / "target", wide / "draft", None, output_len // 5)
+        for pair, each in pairs.items():
+            directories = engines(each, work / pair)
+            results = measure(*directories, each.lookup, length=each.length, repetitions=repetitions)
             for way, (us, share) in results.items():
                 spread = f"{us.median:6.0f} us ({us.lowest:.0f} to {us.highest:.0f})"
                 click.echo(f"{pair:12} {way:20} {spread:24} {share.median:.1%} of a round")
@@ -192,7 +222,7 @@ def main(demo_dir: Path, pair_dir: Path, output_len: int, repetitions: int, json
                 way: {"microseconds": asdict(us), "share": asdict(share)} for way, (us, share) in results.items()
             }
         settings = Settings((1,), (DRAFT_LEN,), output_len, repetitions)
-        machine = json.loads(as_json([], open_engine(directories["target"]), settings))
+        machine = json.loads(as_json([], open_engine(directories[0]), settings))
     if json_file:
         json_file.write_text(json.dumps({**machine, "results": found}, indent=2) + "\n")
 

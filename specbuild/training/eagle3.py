@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from specrun.engine_dir import CONFIG_NAME
 WEIGHTS = "model.safetensors"
 _SCALE = 0.02
 """Standard deviation of new matrices."""
+_LEAST_LAYERS = 7
+"""Of a target, for the common default: of fewer layers it takes one twice, or none of the last ones."""
 _FILE_LAYER, _OWN_LAYER = "midlayer.", "layers.0."
 """The layer's name in files of SpecForge, and here."""
 
@@ -106,7 +108,7 @@ def _materialise(owner: nn.Module, name: str, reader: Reader) -> None:
 
 
 def write_new_head(directory: Path, target: PreTrainedModel, vocabulary: torch.Tensor | None, seed: int) -> None:
-    """A head that has learnt nothing: random but for its output layer, which is the target's.
+    """A head that has learnt nothing: its output layer is the target's, and the rest as near to it as the shapes allow.
 
     vocabulary: [V_draft] int64, ascending, the tokens that it is to draft; None: all.
     """
@@ -138,7 +140,49 @@ def write_new_head(directory: Path, target: PreTrainedModel, vocabulary: torch.T
         "norm.weight": ones.clone(),
         "lm_head.weight": (rows if vocabulary is None else rows[vocabulary]).contiguous(),
     }
+    lent = _lent_layer(target, config)
+    if all(tensors[name].shape == tensor.shape for name, tensor in lent.items()):
+        tensors |= lent
+        tensors["fc.weight"][:, -width:] += torch.eye(width)
     write_head(directory, config, tensors, vocabulary, vocab_size_of(target))
+
+
+def _lent_layer(target: PreTrainedModel, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The target's last layer as a head's, which learns sooner from there; {} where the target has other layers.
+
+    Projections of the embeddings are those of the first layer, which reads embeddings.
+    """
+    layers: Any = decoder_layers(target)
+    model: Any = target.base_model
+    first, last = layers[0], layers[-1]
+    if getattr(target.config.get_text_config(), "hidden_act", None) != config["hidden_act"]:
+        return {}
+
+    def scale(norm: Any) -> torch.Tensor:
+        """The weight of a norm, however it is stored."""
+        one = torch.ones(1, config["hidden_size"], device=target.device, dtype=target.dtype)
+        found: torch.Tensor = norm(one)[0]
+        return found
+
+    try:
+        norms = {
+            "norm": model.norm,
+            f"{_FILE_LAYER}hidden_norm": last.input_layernorm,
+            f"{_FILE_LAYER}input_layernorm": first.input_layernorm,
+            f"{_FILE_LAYER}post_attention_layernorm": last.post_attention_layernorm,
+        }
+        wide = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        own = ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+        with torch.no_grad():
+            found = {f"{name}.weight": scale(norm) for name, norm in norms.items()}
+            for name in wide:
+                halves = [layer.get_submodule(name).weight for layer in (first, last)]
+                found[f"{_FILE_LAYER}{name}.weight"] = torch.cat(halves, dim=1)
+            for name in own:
+                found[f"{_FILE_LAYER}{name}.weight"] = last.get_submodule(name).weight
+    except (AttributeError, RuntimeError):
+        return {}
+    return {name: tensor.detach().cpu().float().contiguous().clone() for name, tensor in found.items()}
 
 
 def write_head(
@@ -185,9 +229,9 @@ def _new_config(target: PreTrainedModel, vocabulary: torch.Tensor | None) -> dic
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
     }
-    if layers < 3:
+    if layers < _LEAST_LAYERS:
         # Outputs of layers. Elsewhere the heads' common default holds, which all engines read alike; ids they do not.
-        outputs = [min(1, layers - 1), layers // 2, 0]
+        outputs = [0, layers // 2, layers - 1]
         config["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": outputs}
     read: dict[str, Any] = plain(config)
     return read

@@ -72,6 +72,44 @@ class Score:
         return f"loss {self.loss:.3f}, accepted {rates}, {self.tokens_a_round:.2f} tokens a round"
 
 
+class Expected:
+    """The target's distributions where drafts are compared with them. They are made once, for all drafts."""
+
+    def __init__(self, logits: torch.Tensor, vocabulary: torch.Tensor | None) -> None:
+        """logits [N, V]. With a ``vocabulary`` [V_draft] they are renormalised on it, as in SpecForge."""
+        self.best = logits.argmax(-1)
+        """[N]: the likeliest token."""
+        self._vocabulary = vocabulary
+        self._counts = torch.ones_like(self.best) if vocabulary is None else torch.isin(self.best, vocabulary)
+        size = logits.shape[-1] if vocabulary is None else len(vocabulary)
+        self._probs = logits.new_empty(len(logits), size)
+        self._entropy = logits.new_empty(len(logits), dtype=torch.float32)
+        step = max(1, memory.KEPT // logits.shape[-1])
+        for start in range(0, len(logits), step):
+            part = slice(start, start + step)
+            own = logits[part] if vocabulary is None else logits[part, vocabulary]
+            logs = own.float().log_softmax(-1)
+            probs = logs.exp()
+            self._entropy[part] = -(probs * logs).sum(-1)
+            self._probs[part] = probs
+
+    @property
+    def width(self) -> int:
+        """Tokens that the draft may draft."""
+        return self._probs.shape[-1]
+
+    def diverge(self, rows: torch.Tensor, found: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each of ``rows`` [n]: KL(target || draft) in float32, and whether both have the same likeliest token.
+
+        found: the draft's logits, [n, V_draft]. Rows whose likeliest token it cannot draft teach nothing (0).
+        """
+        own = found.argmax(-1)
+        if self._vocabulary is not None:
+            own = self._vocabulary[own]
+        crossed = functional.cross_entropy(found.float(), self._probs[rows].float(), reduction="none")
+        return (crossed - self._entropy[rows]) * self._counts[rows], own == self.best[rows]
+
+
 def compare(
     student: Student, batch: Batch, features: torch.Tensor, target_logits: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, Score]:
@@ -83,15 +121,18 @@ def compare(
     score = Score()
     loss = target_logits.new_zeros((), dtype=torch.float32)
     length = batch.ids.shape[1]
-    standing = torch.ones_like(batch.wanted[:, 2:])
+    wanted = batch.wanted[:, 2:]
+    expected = Expected(target_logits[:, 1 : length - 1][wanted], student.vocabulary)
+    rows = torch.zeros_like(wanted, dtype=torch.int64)
+    rows[wanted] = torch.arange(len(expected.best), device=rows.device)
+    standing = torch.ones_like(wanted)
     for draft, states in enumerate(student.drafts(batch.ids, batch.mask, features, min(count, length - 2))):
-        wanted = batch.wanted[:, 2 + draft :]
-        expected = target_logits[:, 1 + draft : length - 1][wanted]
-        divergence, agrees = _diverge_in_parts(student, draft, states[wanted], expected)
+        own = wanted[:, draft:]
+        divergence, agrees = _diverge_in_parts(student, draft, states[own], expected, rows[:, draft:][own])
         loss = loss + DECAY**draft * divergence.sum() / max(1, len(divergence))
-        standing = standing[:, : wanted.shape[1]]
-        score.reached.append(int((standing & wanted).sum()))
-        standing = standing & torch.zeros_like(wanted).masked_scatter(wanted, agrees)
+        standing = standing[:, : own.shape[1]]
+        score.reached.append(int((standing & own).sum()))
+        standing = standing & torch.zeros_like(own).masked_scatter(own, agrees)
         score.accepted.append(int(standing.sum()))
         score.divergence.append(float(divergence.detach().sum()))
         score.positions.append(len(divergence))
@@ -99,33 +140,14 @@ def compare(
 
 
 def _diverge_in_parts(
-    student: Student, draft: int, states: torch.Tensor, expected: torch.Tensor
+    student: Student, draft: int, states: torch.Tensor, expected: Expected, rows: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``diverge`` of a draft's states [n, ..]: never are the logits of all positions kept."""
+    """``Expected.diverge`` of a draft's states [n, ..]: never are the logits of all positions kept."""
 
-    def one(states: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return diverge(expected, student.logits(states, draft), student.vocabulary)
+    def one(states: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return expected.diverge(rows, student.logits(states, draft))
 
-    size = max(1, memory.KEPT // expected.shape[-1])
-    parts = zip(states.split(size), expected.split(size), strict=True)
-    found = [sparing(expected.numel(), one, *part) for part in parts]
+    size = max(1, memory.KEPT // expected.width)
+    parts = zip(states.split(size), rows.split(size), strict=True)
+    found = [sparing(len(part) * expected.width, one, part, own) for part, own in parts]
     return torch.cat([part[0] for part in found]), torch.cat([part[1] for part in found])
-
-
-def diverge(
-    expected: torch.Tensor, found: torch.Tensor, vocabulary: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each position: KL(target || draft) in float32, and whether both have the same likeliest token.
-
-    expected [n, V] and found [n, V_draft] are logits. With a ``vocabulary`` [V_draft] the target's distribution is
-    renormalised on it, and positions whose likeliest token is outside teach nothing (0), as in SpecForge.
-    """
-    best = expected.argmax(-1)
-    own = found.argmax(-1)
-    if vocabulary is not None:
-        expected, own = expected[:, vocabulary], vocabulary[own]
-    wanted, has = expected.float().log_softmax(-1), found.float().log_softmax(-1)
-    divergence = functional.kl_div(has, wanted, reduction="none", log_target=True).sum(-1)
-    if vocabulary is not None:
-        divergence = divergence * torch.isin(best, vocabulary)
-    return divergence, own == best

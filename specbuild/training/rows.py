@@ -19,6 +19,8 @@ from specrun.tokenizer import load_tokenizer
 
 HELD_OUT_EVERY = 20
 """One row of so many is kept for the comparison, and never trained on; one at least."""
+POOL_BATCHES = 16
+"""Rows of so many batches, drawn at random, are sorted by length."""
 LEAST_TOKENS = 4
 """Of a row: two that are known, one that is drafted, and one behind it."""
 
@@ -67,16 +69,25 @@ class Data:
         return -(-len(self.rows) // size)
 
     def batch(self, step: int, size: int, seed: int) -> Batch:
-        """The batch of a step, from 0; every epoch has an order of its own."""
-        epoch, place = divmod(step, self.num_batches(size))
+        """The batch of a step, from 0; every epoch has an order of its own.
+
+        Rows of a batch are about as long as one another, because what fills them up costs as much as text.
+        """
+        count = self.num_batches(size)
+        epoch, place = divmod(step, count)
         generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
         order = torch.randperm(len(self.rows), generator=generator)
-        return join([self.rows[row] for row in order[place * size : (place + 1) * size].tolist()])
+        pools = torch.arange(len(order)) // (size * POOL_BATCHES)
+        lengths = torch.tensor([len(row.ids) for row in self.rows])[order]
+        batches = order[(pools * (int(lengths.max()) + 1) + lengths).argsort(stable=True)].split(size)
+        chosen = int(torch.randperm(count, generator=generator)[place])
+        return join([self.rows[row] for row in batches[chosen].tolist()])
 
     def held_out_batches(self, size: int) -> Iterator[Batch]:
-        """What is compared on, in order."""
-        for start in range(0, len(self.held_out), size):
-            yield join(self.held_out[start : start + size])
+        """What is compared on, by length."""
+        rows = sorted(self.held_out, key=lambda row: len(row.ids))
+        for start in range(0, len(rows), size):
+            yield join(rows[start : start + size])
 
     def commonest(self, count: int, vocab_size: int) -> torch.Tensor:
         """[count] int64, ascending: the tokens that answers have most often; then the first of the vocabulary."""

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from specbuild.heads.fusion import watched
 from specbuild.training import memory
 from specbuild.training.eagle3 import Eagle3Student
-from specbuild.training.losses import DECAY, Score, compare, diverge
+from specbuild.training.losses import DECAY, Expected, Score, compare
 from specbuild.training.rows import Batch
 from specbuild.training.student import Student
 from tests.families import VOCAB
@@ -129,7 +129,7 @@ def test_a_reduced_vocabulary_learns_nothing_where_the_target_is_outside() -> No
     vocabulary = torch.tensor([0, 3])
     expected = torch.tensor([[5.0, 0, 0, 1], [0, 5.0, 0, 1], [0, 0, 0, 5.0]])
     found = torch.tensor([[2.0, 0], [2.0, 0], [2.0, 0]])
-    divergence, agrees = diverge(expected, found, vocabulary)
+    divergence, agrees = Expected(expected, vocabulary).diverge(torch.arange(3), found)
     assert divergence[1] == 0
     assert agrees.tolist() == [True, False, False]
     p, q = expected[0, vocabulary].softmax(-1), found[0].softmax(-1)

@@ -69,11 +69,9 @@ def test_batches(target: Path, tmp_path: Path) -> None:
     assert (len(data.rows), len(data.held_out), data.skipped) == (22, 1, 1)
     epochs = []
     for epoch in range(2):
-        lengths = [
-            int(length)
-            for step in range(epoch * 6, epoch * 6 + 6)
-            for length in data.batch(step, 4, seed=1).mask.sum(1)
-        ]
+        batches = [data.batch(step, 4, seed=1).mask.sum(1).tolist() for step in range(epoch * 6, epoch * 6 + 6)]
+        assert all(max(lengths) - min(lengths) <= 8 for lengths in batches), "little is filled up"
+        lengths = [length for batch in batches for length in batch]
         epochs.append(lengths)
         assert sorted(lengths) == sorted(len(row.ids) for row in data.rows)
     assert data.num_batches(4) == 6

@@ -71,7 +71,7 @@ def test_a_head_that_is_fed_from_other_layers_accepts_less(
     wrong = tmp_path / "hf"
     shutil.copytree(trained / "hf", wrong)
     config = json.loads((wrong / "config.json").read_text())
-    config["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [3, 3, 3]}
+    config["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 1, 1]}
     (wrong / "config.json").write_text(json.dumps(config))
     right, other = (score_of(head, target, answered / "data.jsonl") for head in (trained / "hf", wrong))
     assert min(right.acceptance) > 0.8
