@@ -197,18 +197,31 @@ def plan_build(options: EngineOptions, checkpoint: CheckpointConfig) -> tuple[Bu
         speculative_decoding_mode="draft_tokens_external" if draft_len else "none",
         gather_generation_logits=options.gather_generation_logits,
         cache_length=-(-(seq_len + draft_len + 1) // step) * step,
-        profiles=plan_profiles(options.max_batch_size, input_len, draft_len, options.gather_generation_logits),
+        profiles=plan_profiles(
+            options.max_batch_size,
+            input_len,
+            draft_len,
+            options.gather_generation_logits,
+            checkpoint.graph.round_len(draft_len),
+        ),
     )
     return build, notes
 
 
-def plan_profiles(batch_size: int, input_len: int, draft_len: int, every_logit: bool) -> list[Profile]:
-    """Context: S = 1..input_len. Generation: a verify pass (1..draft_len + 1), or a draft step of 1 or 2 tokens."""
+def plan_profiles(
+    batch_size: int, input_len: int, draft_len: int, every_logit: bool, round_len: int | None = None
+) -> list[Profile]:
+    """Context: S = 1..input_len. Generation: a verify pass (1..draft_len + 1), or a draft step of 1 or 2 tokens.
+
+    round_len: the most tokens of a pass in a round; None: those of a verify pass.
+    """
     batch = (1, 1, batch_size)
     step = (1, draft_len + 1, draft_len + 1) if draft_len else (1, 1, FIRST_DRAFT_STEP_LEN)
+    longest = round_len or draft_len + 1
+    tokens = (1, longest, longest) if draft_len else step
     context_logits = (1, 1, input_len) if every_logit else (1, 1, min(step[2], input_len))
     usual = min(input_len, max(1, input_len // 2))
     return [
         Profile(name="context", batch=batch, sequence=(1, usual, input_len), logits=context_logits),
-        Profile(name="generation", batch=batch, sequence=step, logits=step),
+        Profile(name="generation", batch=batch, sequence=tokens, logits=step),
     ]
