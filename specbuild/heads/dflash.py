@@ -82,7 +82,7 @@ class DFlash(LayerModule):
         """
         places = torch.arange(input_ids.shape[1])[None, :]
         anchors = block.anchors[:, None]
-        tokens = input_ids.gather(1, torch.minimum(anchors, places[:, -1:]))
+        tokens = input_ids.gather(1, torch.minimum(anchors.clamp(min=0), places[:, -1:]))
         y = self.embed_tokens(torch.where(block.offsets == 0, tokens, self.head.mask_token_id))
         everywhere = self.rotary(context, block.write_indices[:, None] + places)
         in_block = self.rotary(y, block.write_indices[:, None] + anchors + block.offsets)
