@@ -3,8 +3,8 @@
 
 Masks: microseconds of one mask, of its application to a row of logits, and of all masks of a round on a device, for a
 tokenizer of 2,048 ids and one of up to 151,643, both trained here on the Python files of this environment. Then the
-demo pair writes JSON of a schema with and without forced tokens, and without a constraint. Needs what scripts/demo
-leaves in demo/.
+demo pair writes JSON of a schema with and without forced tokens, and without a constraint, and with a draft that is not
+masked, as it is on a GPU. Needs what scripts/demo leaves in demo/.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
+from specrun.drafters.model import ModelDrafter
 from specrun.grammar import Constraint, Grammars, apply_mask, fill_masks, schema_text
 from specrun.processor import processor_name
 from specrun.request import Request
@@ -58,6 +60,11 @@ TEXT = (
     '{"name": "John Smith", "age": 31, "tags": ["friendly", "reads"], "address": {"street": "Long St", "number": 12}}'
 )
 ROWS, DRAFT_LEN = 8, 5
+WAYS = {
+    "flexible": RequestOptions(json_schema=SCHEMA),
+    "compact": RequestOptions(json_schema={**SCHEMA, "x-guidance": {"whitespace_flexible": False}}),
+}
+PARAMS, LENGTH, SEEDS = SamplingParams(temperature=0.8, seed=1), 80, 10
 
 
 def train(size: int, megabytes: int) -> Tokenizer:
@@ -132,24 +139,44 @@ def masks(tokenizer: Tokenizer) -> dict[str, float]:
 
 def pair(demo: Path, repeats: int) -> dict[str, Any]:
     """Tokens/s of the demo pair: free, constrained, and constrained without forced tokens; and the target alone."""
-    params, length = SamplingParams(temperature=0.8, seed=1), 80
-    schema = {**SCHEMA, "x-guidance": {"whitespace_flexible": False}}
     found: dict[str, list[float]] = {}
     forced: list[int] = []
-    ways = {"flexible": RequestOptions(json_schema=SCHEMA), "compact": RequestOptions(json_schema=schema)}
     for draft in (None, demo / "draft"):
         config = DraftTargetConfig(4 if draft else None, shared_thread_pool=True)
         with SpeculativeDecoder.open(demo / "target", draft, config) as decoder:
             for _ in range(repeats):
-                for name, options in {"free": RequestOptions(), **ways}.items():
+                for name, options in {"free": RequestOptions(), **WAYS}.items():
                     for force in (True, False) if draft and name != "free" else (True,):
                         with patch.object(Request, "forced", Request.forced if force else lambda *_: []):
-                            (request,) = decoder.generate("def main(", params, options, max_output_len=length)
+                            (request,) = decoder.generate("def main(", PARAMS, options, max_output_len=LENGTH)
                         key = f"{'pair' if draft else 'alone'}, {name}{'' if force else ', not forced'}"
                         found.setdefault(key, []).append(len(request.output) / request.stats.seconds)
                         if force and name == "compact":
                             forced.append(request.stats.forced)
     return {"tokens_per_second": {key: statistics.median(rates) for key, rates in found.items()}, "forced": forced[-1]}
+
+
+def masked_drafts(demo: Path) -> dict[str, float]:
+    """Tokens a round where the draft is masked like the target, and where it is not, as on a GPU."""
+
+    def unmasked(drafter: ModelDrafter, *arguments: Any) -> None:
+        with patch.object(Request, "apply_penalties", lambda _request, logits, _drafts: logits):
+            propose(drafter, *arguments)
+
+    propose = ModelDrafter.propose
+    found = {}
+    config = DraftTargetConfig(4, shared_thread_pool=True)
+    with SpeculativeDecoder.open(demo / "target", demo / "draft", config) as decoder:
+        for name, options in WAYS.items():
+            for way, method in (("masked", propose), ("not masked", unmasked)):
+                tokens = rounds = 0
+                for seed in range(SEEDS):
+                    with patch.object(ModelDrafter, "propose", method):
+                        params = replace(PARAMS, seed=seed)
+                        (request,) = decoder.generate("def main(", params, options, max_output_len=LENGTH)
+                    tokens, rounds = tokens + len(request.output), rounds + request.stats.rounds
+                found[f"{name}, draft {way}"] = tokens / rounds
+    return found
 
 
 @click.command()
@@ -163,7 +190,7 @@ def main(demo_dir: Path, file: Path | None, megabytes: int, repeats: int, output
     large = Tokenizer.from_file(str(file)) if file else train(151_643, megabytes)
     results: dict[str, Any] = {"masks": [masks(train(2048, 20)), masks(large)]}
     if demo_dir.is_dir():
-        results["pair"] = pair(demo_dir, repeats)
+        results["pair"] = pair(demo_dir, repeats) | {"tokens_a_round": masked_drafts(demo_dir)}
     machine = {
         "processor": processor_name(),
         "cores": os.cpu_count(),

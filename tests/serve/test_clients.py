@@ -1,11 +1,11 @@
-"""Programs that others write for servers of this kind: LangChain, and lm-eval's log-likelihoods.
-
-lm-eval's test runs where it is installed (``pip install 'lm_eval[api]'``). It is none of our test's packages: it brings
-scikit-learn, which transformers then imports in every process.
-"""
+"""Programs that others write for servers of this kind: LangChain, and lm-eval's log-likelihoods."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,29 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.serve.conftest import Server
 
+ROOT = Path(__file__).parents[2]
 KEY = SecretStr("none")
+TASK = """\
+task: ours
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: "{data}"}}}}
+test_split: test
+output_type: loglikelihood
+doc_to_text: "{{{{context}}}}"
+doc_to_target: "{{{{continuation}}}}"
+target_delimiter: ""
+metric_list: [{{metric: perplexity, aggregation: perplexity}}]
+"""
+EVALUATE = """\
+import json, pathlib, sys
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
+model, folder, output = sys.argv[1:]
+tasks = TaskManager(include_path=folder, include_defaults=False)
+results = simple_evaluate("local-completions", model_args=model, tasks=["ours"], task_manager=tasks, bootstrap_iters=0)
+answers = [sample["resps"][0][0] for sample in results["samples"]["ours"]]
+pathlib.Path(output).write_text(json.dumps(answers))
+"""
 
 
 def test_langchain(server: Server) -> None:
@@ -34,22 +56,29 @@ def test_langchain(server: Server) -> None:
     assert complete.invoke("the cat") == server.post("/v1/completions", body).json()["choices"][0]["text"]
 
 
-def test_lm_evals_log_likelihoods_are_hugging_faces(server: Server, hf: Path) -> None:
-    instance = pytest.importorskip("lm_eval.api.instance", reason="lm-eval is not installed")
-    completions = pytest.importorskip("lm_eval.models.openai_completions")
+@pytest.fixture(scope="module")
+def lm_eval() -> Path:
+    """A Python that has it, in an environment of its own."""
+    subprocess.run([ROOT / "scripts" / "setup_lm_eval"], env=os.environ | {"PYTHON": sys.executable}, check=True)
+    return ROOT / ".cache" / "lm_eval" / "venv" / "bin" / "python"
+
+
+def test_lm_evals_log_likelihoods_are_hugging_faces(server: Server, hf: Path, lm_eval: Path, tmp_path: Path) -> None:
+    """A task of its own kind. Its command would read thousands of other tasks first."""
     asked = [
         ("the cat sat on", " the mat"),
         ("the quick brown", " fox jumps over the lazy dog"),
         ("draft tokens", " are"),
     ]
-    client = completions.LocalCompletionsAPI(
-        model="target", base_url=f"{server.url}/v1/completions", tokenizer=str(hf / "target"), max_length=64
-    )
-    requests = [
-        instance.Instance(request_type="loglikelihood", doc={}, arguments=arguments, idx=index)
-        for index, arguments in enumerate(asked)
-    ]
-    found = client.loglikelihood(requests)
+    lines = [json.dumps({"context": context, "continuation": continuation}) for context, continuation in asked]
+    (tmp_path / "asked.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "ours.yaml").write_text(TASK.format(data=tmp_path / "asked.jsonl"))
+    model = f"model=target,base_url={server.url}/v1/completions,tokenizer={hf / 'target'},max_length=64"
+    environment = os.environ | {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+    command = [lm_eval, "-c", EVALUATE, model, tmp_path, tmp_path / "answers.json"]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    found = json.loads((tmp_path / "answers.json").read_text())
     tokenizer = AutoTokenizer.from_pretrained(hf / "target")
     model = AutoModelForCausalLM.from_pretrained(hf / "target", dtype=torch.float32)
     for (context, continuation), (likelihood, is_greedy) in zip(asked, found, strict=True):
