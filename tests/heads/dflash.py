@@ -214,7 +214,7 @@ def block_tensors(name: str) -> Tensors:
         tensors["embed_tokens.weight"] = matrix(VOCAB, TARGET_WIDTH) * 3
         tensors["lm_head.weight"] = matrix(drafted, TARGET_WIDTH)
     if dialect.rank:
-        tensors |= {MARKOV[0]: matrix(VOCAB, dialect.rank), MARKOV[1]: matrix(drafted, dialect.rank)}
+        tensors |= {MARKOV[0]: matrix(VOCAB, dialect.rank, 1.0), MARKOV[1]: matrix(drafted, dialect.rank, 1.0)}
     if dialect.confidence:
         tensors[f"{CONFIDENCE}weight"] = matrix(
             1, TARGET_WIDTH + (dialect.rank if dialect.confidence == "markov" else 0)
@@ -318,23 +318,25 @@ def head_logits(
     return torch.full((*own.shape[:-1], VOCAB), float("-inf")).index_copy(-1, ids, own), confidence
 
 
-_STEPS = 120
+_STEPS, _ANCHORS = 200, 12
+"""Of training, and places of a step, each with a block."""
 
 
 def train_blocks(name: str, target: Path) -> Tensors:
-    """Tensors of a dialect, trained on what the target itself writes behind some prompts: blocks at every place."""
+    """Tensors of a dialect, trained on what the target itself writes behind some prompts: blocks at random places."""
     dialect, texts = DIALECTS[name], continued(target)
     tensors = with_targets_matrices({key: tensor.clone() for key, tensor in block_tensors(name).items()}, target)
     trained = [tensor.requires_grad_() for tensor in tensors.values() if tensor.is_floating_point()]
     states = states_of(target, texts)
     masks = 1 - dialect.from_anchor
-    anchors = torch.arange(texts.shape[1] - BLOCK)
-    places = anchors[:, None] + torch.arange(dialect.drafts)[None] + 1
-    before, wanted = texts[:, places - 1], texts[:, places]
-    ids = torch.full((len(texts), len(anchors), BLOCK), MASK)
-    ids[:, :, 0] = texts[:, anchors]
+    ids = torch.full((len(texts), _ANCHORS, BLOCK), MASK)
+    generator = torch.Generator().manual_seed(0)
     optimiser = torch.optim.Adam(trained, lr=3e-3)
     for _ in range(_STEPS):
+        anchors = torch.randperm(texts.shape[1] - BLOCK, generator=generator)[:_ANCHORS]
+        places = anchors[:, None] + torch.arange(dialect.drafts)[None] + 1
+        before, wanted = texts[:, places - 1], texts[:, places]
+        ids[:, :, 0] = texts[:, anchors]
         features = features_of(dialect, tensors, states)
         y = block_states(dialect, tensors, features, anchors, ids)[:, :, masks:]
         logits, confidence = head_logits(dialect, tensors, y, before)
