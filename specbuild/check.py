@@ -6,17 +6,12 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from specbuild.convert import choose_max_seq_len, require_packages
+from specbuild.convert import ConvertOptions, Source, lay_out, read_source, require_packages, vocab_size_of
 from specbuild.families import refused_family
-from specbuild.heads.reading import refuse_head
-from specbuild.hub import local_directory, open_repository
-from specbuild.hub_headers import without_weights
-from specbuild.huggingface import read_model_config
-from specbuild.json_file import read_json
+from specbuild.hub_headers import described
 from specbuild.progress import Stages, human_bytes
-from specbuild.quantisation.checkpoints.schemes import read_scheme
 from specbuild.tokenizer_check import check_tokenizer
-from specbuild.weights import Weights, check_weights, require_layers
+from specbuild.weights import Weights
 from specrun.chat_template import ChatTemplate
 from specrun.engine_dir import CONFIG_NAME, TokenizerInfo
 from specrun.errors import RequestError, UnsupportedModelError
@@ -56,43 +51,41 @@ class Checked:
         }
 
 
-def check_model(name: str, stages: Stages) -> Checked:
-    """Everything that ``convert`` would refuse before its export. Raises CheckpointError, UnsupportedModelError."""
+def check_model(name: str, stages: Stages, revision: str | None = None, text_model: bool = False) -> Checked:
+    """Everything that ``convert`` would refuse before its export, with the options of these names.
+
+    Raises CheckpointError, UnsupportedModelError.
+    """
     require_packages("torch", "transformers")
-    if (directory := local_directory(name, "check")) is not None:
-        with stages.stage(f"check {name}"):
-            return _check(directory)
-    repository = open_repository(name)  # Outside the stage, which has a bar: the Hub's client has bars of its own.
-    with stages.stage(f"check {name}"), without_weights(repository) as (directory, download):
-        return replace(_check(directory), download=download)
+    # Outside the stage, which has a bar: the Hub's client has bars of its own.
+    with described(name, revision, "check") as (directory, download), stages.stage(f"check {name}"):
+        options = ConvertOptions(name, "", text_model=text_model)
+        return replace(_check(read_source(options, {"model_dir": directory}, stages), options), download=download)
 
 
-def _check(directory: Path) -> Checked:
-    refuse_head(directory)
-    config = read_model_config(directory, trust_remote_code=False)
-    if reason := refused_family(config.model_type):
-        raise UnsupportedModelError(f"{directory / CONFIG_NAME}: {config.model_type} cannot be converted: {reason}")
-    scheme = read_scheme(directory, read_json(directory / CONFIG_NAME))
-    weights = check_weights(directory)
-    require_layers(directory, config, weights)
-    from specbuild.convert import vocab_size_of
+def require_family(source: Source) -> None:
+    """Raise UnsupportedModelError where the table of families says that the model's does not convert."""
+    model_type = source.hf_config.model_type
+    if reason := refused_family(model_type):
+        raise UnsupportedModelError(f"{source.directory / CONFIG_NAME}: {model_type} cannot be converted: {reason}")
+
+
+def _check(source: Source, options: ConvertOptions) -> Checked:
+    require_family(source)
     from specbuild.export.exporter import cache_shapes
-    from specbuild.export.skeleton import load_skeleton
-    from specbuild.quantisation.checkpoints.loading import with_packed
-    from specbuild.tensors import Reader, StoredTensor
 
-    tensors: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in weights.entries.items()}
-    model, _ = load_skeleton(directory, config, "auto", False, with_packed(scheme, tensors) if scheme else tensors)
+    directory, weights, scheme = source.directory, source.files, source.scheme
+    model = lay_out(source, options).model
     dtypes = sorted({entry.dtype for entry in weights.entries.values()})
     if (directory / TOKENIZER_NAME).is_file():
         check_tokenizer(directory)
     return Checked(
-        family=config.model_type,
+        family=source.hf_config.model_type,
         weights=weights,
         form=f"{scheme.method} ({', '.join(dtypes)})" if scheme else ", ".join(dtypes),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         vocab_size=vocab_size_of(model),
-        positions=choose_max_seq_len(directory, config, None),
+        positions=source.max_seq_len,
         cache_bytes=sum(shape.heads * shape.head_dim for shape in cache_shapes(model)) * model.dtype.itemsize,
         tokenizer=describe_tokenizer(directory),
         has_template=_has_template(directory),

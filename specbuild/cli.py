@@ -57,14 +57,21 @@ def main(debug: bool) -> None:
 @click.option("--head_of", metavar="DIR|HUB_ID", help="The model is a draft head; this is its target.")
 @click.option("--allow_pickle", is_flag=True, help="Read a head's weights from a pickle, as tensors alone.")
 @click.option("--verify/--no-verify", default=True, show_default=True, help="Compare the graph with the model.")
+@click.option("--dry_run", is_flag=True, help="Say what would be made and what it takes, and write nothing.")
 @click.option("--force", is_flag=True, help="Replace output_dir if it exists.")
-def convert(model_dir: str, output_dir: Path, **options: Any) -> None:
+def convert(model_dir: str, output_dir: Path, dry_run: bool, **options: Any) -> None:
     """Hugging Face checkpoint -> ONNX checkpoint directory."""
     from specbuild.convert import ConvertOptions
     from specbuild.convert import convert as run
     from specbuild.progress import Stages
 
-    run(ConvertOptions(model=model_dir, output_dir=output_dir, texts=_texts(options), **options), Stages())
+    given = ConvertOptions(model=model_dir, output_dir=output_dir, texts=_texts(options), **options)
+    if not dry_run:
+        run(given, Stages())
+        return
+    from specbuild.convert_dry_run import describe_conversion
+
+    click.echo(describe_conversion(given, Stages()))
 
 
 @main.command()
@@ -203,15 +210,18 @@ def inspect(directory: Path, show_all: bool, as_json: bool) -> None:
 @main.command()
 @click.argument("model_dir", metavar="DIR|HUB_ID")
 @click.argument("draft_dir", metavar="[DRAFT_DIR|HUB_ID]", required=False)
-def check(model_dir: str, draft_dir: str | None) -> None:
+@click.option("--revision", help="Branch, tag or commit of the model, for a Hub ID.")
+@click.option("--text_model", is_flag=True, help="Take the language model inside a multimodal model.")
+def check(model_dir: str, draft_dir: str | None, revision: str | None, text_model: bool) -> None:
     """Say whether a Hugging Face checkpoint converts, what it takes, and whether a draft fits it."""
     from specbuild.check import check_model, compare
     from specbuild.inspect import facts_table
     from specbuild.progress import Stages
 
-    names = [name for name in (model_dir, draft_dir) if name is not None]
-    checked = [check_model(name, Stages()) for name in names]
-    for name, one in zip(names, checked, strict=True):
+    checked = [check_model(model_dir, Stages(), revision, text_model)]
+    if draft_dir is not None:
+        checked.append(check_model(draft_dir, Stages()))
+    for name, one in zip((model_dir, draft_dir), checked, strict=False):
         click.echo(facts_table({"checkpoint": name, **one.facts()}))
     for sentence in compare(*checked) if len(checked) == 2 else ():
         click.echo(f"pair: {sentence}")

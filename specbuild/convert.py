@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specbuild.checkpoint import CheckpointConfig
 from specbuild.convert_inputs import conversion_provenance, locate_inputs
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from specbuild.quantisation.checkpoints.scheme import Scheme
     from specbuild.quantisation.packed_model import PackedModel
     from specbuild.reference import Reference
+    from specbuild.tensors import Reader, Weight
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class ConvertOptions:
 
 
 @dataclass(frozen=True)
-class _Source:
+class Source:
     """A checkpoint that was checked, and what is to be made of it."""
 
     directory: Path
@@ -103,10 +104,7 @@ def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
     verifying = ("onnxruntime",) if options.verify else ()
     require_packages("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_ir", *verifying)
     output_dir = Path(options.output_dir)
-    _check_options(options)
-    found = None if options.force else made_before(output_dir, CheckpointConfig)
-    if found is None:
-        require_free(output_dir, options.force)
+    found = require_sound(options)
     directories = locate_inputs(options)  # Outside a stage, which has a bar: the Hub's client has bars of its own.
     if found is not None:
         with stages.stage("compare with what is there"):
@@ -115,7 +113,7 @@ def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
         return found
     if options.head_of is None:
         with stages.stage("check checkpoint"):
-            source = _read_source(options, directories, stages)
+            source = read_source(options, directories, stages)
         write, weight_bytes = partial(_write, source, options), source.files.nbytes
     else:
         from specbuild.heads.convert import convert_head
@@ -132,8 +130,11 @@ def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
     return config
 
 
-def _check_options(options: ConvertOptions) -> None:
-    """Raise BuildConfigError where options cannot stand beside each other."""
+def require_sound(options: ConvertOptions) -> CheckpointConfig | None:
+    """Raise BuildConfigError where options cannot stand beside each other, or something else is in the output's place.
+
+    Returns what an earlier conversion made there, which may be up to date.
+    """
     make_recipe(options.qformat, options.group_size, options.exclude)
     if options.head_of is not None:
         from specbuild.heads.convert import refuse_options
@@ -143,6 +144,11 @@ def _check_options(options: ConvertOptions) -> None:
         raise BuildConfigError("--kv_cache_dtype cannot stand beside --head: features are not stored in 8 bits")
     if options.head is not None and options.text_model:
         raise BuildConfigError("--text_model cannot stand beside --head: heads read features of whole models")
+    output_dir = Path(options.output_dir)
+    found = None if options.force else made_before(output_dir, CheckpointConfig)
+    if found is None:
+        require_free(output_dir, options.force)
+    return found
 
 
 def require_packages(*names: str) -> None:
@@ -152,8 +158,8 @@ def require_packages(*names: str) -> None:
             raise ModuleNotFoundError(f"no module named {package}", name=package)
 
 
-def _read_source(options: ConvertOptions, directories: Mapping[str, Path], stages: Stages) -> _Source:
-    """Check the checkpoint, without its weights' values."""
+def read_source(options: ConvertOptions, directories: Mapping[str, Path], stages: Stages) -> Source:
+    """Check the checkpoint, without its weights' values. Raises SpecError."""
     from specbuild.quantisation.checkpoints.scheme import has_cache_scales
     from specbuild.quantisation.checkpoints.schemes import read_scheme
 
@@ -184,39 +190,58 @@ def _read_source(options: ConvertOptions, directories: Mapping[str, Path], stage
         from specbuild.quantisation.calibration import texts_of
 
         texts = texts_of(options.texts, directory, positions_of(hf_config), options.trust_remote_code)
-    return _Source(directory, hf_config, files, scheme, max_seq_len, recipe, kv_cache, texts, head)
+    return Source(directory, hf_config, files, scheme, max_seq_len, recipe, kv_cache, texts, head)
 
 
-def _write(source: _Source, options: ConvertOptions, made: Provenance, work: Path, stages: Stages) -> CheckpointConfig:
+class Layout(NamedTuple):
+    """A checkpoint's model, without its weights in memory."""
+
+    model: PreTrainedModel
+    weights: dict[str, Weight]
+    tensors: dict[str, Reader]
+    """Of the files, by their names there."""
+
+
+def lay_out(source: Source, options: ConvertOptions) -> Layout:
+    """Lay the model of ``source`` out. Raises CheckpointError, UnsupportedModelError."""
+    from specbuild.export.skeleton import load_skeleton
+    from specbuild.quantisation.checkpoints.loading import require_claimed, with_packed
+    from specbuild.tensors import StoredTensor
+
+    directory = source.directory
+    tensors: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in source.files.entries.items()}
+    stored = with_packed(source.scheme, tensors) if source.scheme else tensors
+    if options.text_model:
+        from specbuild.text_model import text_tensors
+
+        stored = text_tensors(directory, source.hf_config, tensors)
+    model, weights = load_skeleton(directory, source.hf_config, options.dtype, options.trust_remote_code, stored)
+    require_claimed(directory, weights)
+    return Layout(model, weights, tensors)
+
+
+def _write(source: Source, options: ConvertOptions, made: Provenance, work: Path, stages: Stages) -> CheckpointConfig:
     """Load and export the model into ``work``, verify it, and return the config that describes the result."""
     # torch and onnx are imported here, so that --help and bad input cost no seconds.
     from specbuild import graph as graphs
     from specbuild.export.exporter import PREFIX, cache_shapes, export_onnx
     from specbuild.export.rope import pin_rope
-    from specbuild.export.skeleton import load_skeleton
     from specbuild.heads.fusion import Fusion, describe_features
     from specbuild.quantisation.attach import attach
     from specbuild.quantisation.calibration import calibrate_on, quantise_dense
     from specbuild.quantisation.checkpoints.cache_scales import stored_rounding
-    from specbuild.quantisation.checkpoints.loading import packed_products, require_claimed, with_packed
+    from specbuild.quantisation.checkpoints.loading import packed_products
     from specbuild.quantisation.checkpoints.scheme import has_cache_scales
     from specbuild.quantisation.kv_cache import rounding_for
     from specbuild.quantisation.packed_model import PackedModel, use_dequantised
     from specbuild.reference import reference_logits
-    from specbuild.tensors import Reader, StoredTensor, bind, give_back_freed_memory
+    from specbuild.tensors import bind, give_back_freed_memory
     from specbuild.verify import compare
 
     give_back_freed_memory()
     directory, scheme, recipe, max_seq_len = source.directory, source.scheme, source.recipe, source.max_seq_len
     with stages.stage("lay out the model"):
-        tensors: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in source.files.entries.items()}
-        stored = with_packed(scheme, tensors) if scheme else tensors
-        if options.text_model:
-            from specbuild.text_model import text_tensors
-
-            stored = text_tensors(directory, source.hf_config, tensors)
-        model, weights = load_skeleton(directory, source.hf_config, options.dtype, options.trust_remote_code, stored)
-        require_claimed(directory, weights)
+        model, weights, tensors = lay_out(source, options)
     save_generation_config(directory, work)
     if not save_tokenizer(directory, work, options.trust_remote_code):
         stages.say(f"note: {directory} has no tokenizer; specrun will need --tokenizer_dir")
@@ -239,7 +264,7 @@ def _write(source: _Source, options: ConvertOptions, made: Provenance, work: Pat
         packed = quantise_dense(model, weights, recipe, largest, stages)
     elif scheme and not options.dequantize:
         packed = packed_products(model, scheme, weights, notes)
-    require_space({Path(options.output_dir).absolute().parent: _output_bytes(model, packed)})
+    require_space({Path(options.output_dir).absolute().parent: output_bytes(model, packed)})
     use_dequantised(model, packed, directory)
     fusion = Fusion(source.head, model) if source.head else None
     features = None
@@ -301,7 +326,7 @@ def _quantised(options: ConvertOptions, scheme: Scheme | None, packed: PackedMod
     return QuantisedWeights(source=scheme.method if scheme else options.qformat, forms=packed.forms())
 
 
-def _output_bytes(model: PreTrainedModel, packed: PackedModel) -> int:
+def output_bytes(model: PreTrainedModel, packed: PackedModel) -> int:
     """How large the ONNX checkpoint will be, less its small parts."""
     dense = sum(parameter.nbytes for name, parameter in model.named_parameters() if name not in packed)
     return dense + sum(weight.nbytes for weight in packed.weights())

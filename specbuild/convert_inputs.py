@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specbuild.hub import locate
+from specbuild.hub_headers import described
 from specbuild.inputs import describe_inputs
 from specbuild.provenance import provenance, releases
 from specbuild.quantisation.texts import BUILTIN
@@ -39,6 +41,19 @@ def locate_inputs(options: ConvertOptions) -> dict[str, Path]:
     if options.head_of is not None:
         found["head_of"] = locate(options.head_of, None, "--head_of", code=code)
     return found
+
+
+@contextmanager
+def described_inputs(options: ConvertOptions) -> Iterator[tuple[dict[str, Path], int]]:
+    """The same for ``--dry_run``: of a model on the Hub without its weights, whose bytes are the second value.
+
+    Heads are small, and downloaded. Raises CheckpointError.
+    """
+    with described(options.model, options.revision, "--model_dir", options.trust_remote_code) as (directory, download):
+        found = {"model_dir": directory}
+        if options.head is not None:
+            found["head"] = locate(options.head, None, "--head", head=True, pickles=options.allow_pickle)
+        yield found, download
 
 
 def conversion_provenance(

@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from specbuild.hub import Repository, explained, named
+from specbuild.hub import Repository, explained, local_directory, named, open_repository
 from specbuild.weights import LONGEST_HEADER, check_file
 from specrun.errors import CheckpointError
 
@@ -28,14 +28,32 @@ _AT_ONCE = 8
 
 
 @contextmanager
+def described(model: str, revision: str | None, option: str, code: bool = False) -> Iterator[tuple[Path, int]]:
+    """The directory of ``model`` as ``locate`` takes it, and bytes that it would download; see ``without_weights``.
+
+    Raises CheckpointError.
+    """
+    if (directory := local_directory(model, option)) is not None:
+        yield directory, 0
+        return
+    with without_weights(open_repository(model, revision, code)) as found:
+        yield found
+
+
+@contextmanager
 def without_weights(repository: Repository) -> Iterator[tuple[Path, int]]:
     """A directory that is gone after the block, and how many bytes ``locate`` would download.
 
-    It has the repository's small files, weight files with holes, and those that are in the cache as they are.
+    It has the repository's small files, weight files with holes, and those that are in the cache as they are. Where all
+    are, it is the cache's own.
     Raises CheckpointError, and so that messages in the block that name the directory name the repository.
     """
     names = repository.weight_files()
     missing = repository.missing(names)
+    if not missing:
+        with named(repository.name, repository.directory):
+            yield repository.directory, 0
+        return
     with tempfile.TemporaryDirectory(prefix="specbuild-") as name, named(repository.name, Path(name)):
         for present in {*repository.small_files(), *names} - {*missing}:
             (Path(name) / present).symlink_to(repository.directory / present)

@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from specbuild import graph as graphs
+from specbuild.stored_parts import StoredPart, block_size, stored_tensor
 
 
 class Piece(NamedTuple):
@@ -68,69 +69,87 @@ def _nbytes(tensor: onnx.TensorProto) -> int:
 def split_products(model: ir.Model, elements: int) -> None:
     """Multiply by weights of more than ``elements`` in slices, each a weight of its own that lies in the same file.
 
-    So casting or transposing one copies a slice only, and pieces can be cut between them.
+    So casting, transposing or dequantising one copies a slice only, and pieces can be cut between them.
     """
     for product in [node for node in model.graph if node.op_type == "MatMul"]:
         factor = product.inputs[1]
         transpose = factor.producer() if factor is not None else None
         transposed = transpose is not None and transpose.op_type == "Transpose"
         weight = transpose.inputs[0] if transpose is not None and transposed else factor
-        tensor = weight.const_value if weight is not None and weight.is_initializer() else None
-        if not isinstance(tensor, ir.ExternalTensor) or tensor.size <= elements or len(tensor.shape) > 3:
+        tensor = stored_tensor(weight)
+        if weight is None or tensor is None or tensor.size <= elements or len(tensor.shape) > 3:
             continue
         if len(tensor.shape) == 3:
-            nodes = _by_expert(product, tensor, elements)
+            nodes = _by_expert(product, weight, elements)
         elif transposed:
-            nodes = _by_column(product, list(_slices(tensor, elements)))
+            nodes = _by_column(product, list(_slices(weight, elements)))
         else:
-            nodes = _by_row(product.inputs[0], _slices(tensor, elements))
+            nodes = _by_row(product.inputs[0], _slices(weight, elements))
         _replace(model.graph, product, nodes)
     RemoveUnusedNodesPass()(model)
 
 
-def _slices(tensor: ir.ExternalTensor, elements: int, expert: int = 0) -> Iterator[tuple[int, ir.Value]]:
-    """Rows of a matrix, or of one expert's, as weights of their own, with their first row's number."""
+class _Slice(NamedTuple):
+    """Rows of a matrix, or of one expert's."""
+
+    first: int
+    last: int
+    nodes: list[ir.Node]
+    """They make numbers of codes."""
+    weight: ir.Value
+
+
+def _slices(weight: ir.Value, elements: int, expert: int | None = None) -> Iterator[_Slice]:
+    """A stored matrix, or one expert's, in slices of about ``elements``."""
+    tensor = stored_tensor(weight)
+    assert tensor is not None
     rows, columns = (int(size) for size in tensor.shape.numpy()[-2:])
     step = max(1, elements // columns)
-    for start in range(0, rows, step):
-        shape = [min(step, rows - start), columns]
-        name = f"{tensor.name}.{expert}.rows.{start}"
-        part = graphs.part_of(tensor, (expert * rows + start) * columns, shape, name)
-        yield start, ir.Value(name=part.name, shape=part.shape, type=ir.TensorType(part.dtype), const_value=part)
+    if (block := block_size(weight)) and block < rows:  # Blocks of codes stay whole.
+        step = max(block, step // block * block)
+    for first in range(0, rows, step):
+        part = StoredPart(expert, first, min(first + step, rows))
+        nodes: list[ir.Node] = []
+        value = part.of(weight, nodes)
+        yield _Slice(part.first, part.last, nodes, value)
 
 
-def _by_row(x: ir.Value | None, slices: Iterable[tuple[int, ir.Value]]) -> list[ir.Node]:
+def _by_row(x: ir.Value | None, slices: Iterable[_Slice]) -> list[ir.Node]:
     """Sums over parts of the inner axis, one added to the others at a time."""
     nodes: list[ir.Node] = []
     total: ir.Value | None = None
-    for start, part in slices:
-        nodes += _range_of(x, start, start + int(part.shape[0]), axis=-1)  # type: ignore[index, arg-type]
-        nodes.append(ir.node("MatMul", [nodes[-1].outputs[0], part]))
+    for first, last, dequantise, part in slices:
+        own = _range_of(x, first, last, axis=-1)
+        nodes += [*own, *dequantise, ir.node("MatMul", [own[-1].outputs[0], part])]
         if total is not None:
             nodes.append(ir.node("Add", [total, nodes[-1].outputs[0]]))
         total = nodes[-1].outputs[0]
     return nodes
 
 
-def _by_column(product: ir.Node, slices: Iterable[tuple[int, ir.Value]]) -> list[ir.Node]:
+def _by_column(product: ir.Node, slices: Iterable[_Slice]) -> list[ir.Node]:
     """Columns of the result side by side; the weight lies the other way round, so that its rows are the columns."""
     nodes: list[ir.Node] = []
-    for _, part in slices:
-        nodes.append(ir.node("Transpose", [part], {"perm": [1, 0]}))
-        nodes.append(ir.node("MatMul", [product.inputs[0], nodes[-1].outputs[0]]))
-    return [*nodes, ir.node("Concat", [node.outputs[0] for node in nodes[1::2]], {"axis": -1})]
+    results = []
+    for _, _, dequantise, part in slices:
+        turned = ir.node("Transpose", [part], {"perm": [1, 0]})
+        nodes += [*dequantise, turned, ir.node("MatMul", [product.inputs[0], turned.outputs[0]])]
+        results.append(nodes[-1].outputs[0])
+    return [*nodes, ir.node("Concat", results, {"axis": -1})]
 
 
-def _by_expert(product: ir.Node, tensor: ir.ExternalTensor, elements: int) -> list[ir.Node]:
+def _by_expert(product: ir.Node, weight: ir.Value, elements: int) -> list[ir.Node]:
     """Each expert's product by itself."""
     nodes: list[ir.Node] = []
     results = []
+    tensor = stored_tensor(weight)
+    assert tensor is not None
     for expert in range(int(tensor.shape.numpy()[0])):
         x = product.inputs[0]
         if product.metadata_props.get(graphs.EXPERTS) != graphs.EXPERTS_FIRST:
             nodes += _range_of(x, expert, expert + 1, axis=0)
             x = nodes[-1].outputs[0]
-        nodes += _by_row(x, _slices(tensor, elements, expert))
+        nodes += _by_row(x, _slices(weight, elements, expert))
         results.append(nodes[-1].outputs[0])
     return [*nodes, ir.node("Concat", results, {"axis": 0})]
 
@@ -150,7 +169,10 @@ def _replace(graph: ir.Graph, product: ir.Node, nodes: list[ir.Node]) -> None:
         constant = node.op_type == "Constant"
         value.type = ir.TensorType(ir.DataType.INT64) if constant else product.outputs[0].type
     inputs = [value for node in nodes for value in node.inputs if value is not None]
-    for weight in [value for value in inputs if value.const_value is not None and value.graph is None]:
-        graph.register_initializer(weight)
+    for weight in dict.fromkeys(value for value in inputs if value.const_value is not None and value.graph is None):
+        if (same := graph.initializers.get(str(weight.name))) is not None:  # Scales of several slices.
+            weight.replace_all_uses_with(same)
+        else:
+            graph.register_initializer(weight)
     old, new = product.outputs[0], nodes[-1].outputs[0]
     ir.convenience.replace_nodes_and_values(graph, product, [product], nodes, [old], [new])

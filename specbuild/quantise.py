@@ -64,7 +64,7 @@ def quantise(options: QuantiseOptions, stages: Stages) -> dict[str, Any]:
         options = replace(options, qformat=AUTO)
     recipe = make_recipe(options.qformat, options.group_size, options.exclude)
     assert recipe is not None
-    recipe = replace(recipe, head=options.lm_head, embeddings=False, experts=False)
+    recipe = replace(recipe, head=options.lm_head, embeddings=False)
     if options.draft_dir is not None and not options.quality:
         raise BuildConfigError("--draft_dir is for the comparison with the original: leave out --no-quality")
     kv_cache = cache_code(options.kv_cache_dtype)
@@ -73,7 +73,7 @@ def quantise(options: QuantiseOptions, stages: Stages) -> dict[str, Any]:
     import torch
 
     from specbuild.export.skeleton import load_skeleton
-    from specbuild.quantisation.calibration import calibrate_on, quantise_dense, texts_of
+    from specbuild.quantisation.calibration import calibrate_on, quantise_dense, texts_of, unreached_experts
     from specbuild.quantisation.checkpoints.loading import require_claimed
     from specbuild.quantisation.dense import pack_model
     from specbuild.quantisation.kv_cache import coarser, rounding_for
@@ -111,7 +111,7 @@ def quantise(options: QuantiseOptions, stages: Stages) -> dict[str, Any]:
         require_claimed(source, skeleton.weights)
         plan = pack_model(skeleton.model, recipe.without_inputs, skeleton.weights)
         products = stored_products(source, skeleton, plan, files.entries, stages)
-    require_space({output_dir.absolute().parent: output_bytes(files.entries, products)})  # Calibrating takes long.
+    require_space({output_dir.absolute().parent: output_bytes(files.entries, products, plan)})  # Before calibrating.
     largest = None
     if texts is not None and (recipe.calibrated or kv_cache):
         largest = calibrate_on(texts, skeleton.model, kv_cache is not None, stages)
@@ -119,17 +119,17 @@ def quantise(options: QuantiseOptions, stages: Stages) -> dict[str, Any]:
     if kv_cache and largest:
         cache = rounding_for(kv_cache, coarser(kv_cache, largest.cache), torch.float32)
     packed = quantise_dense(skeleton.model, skeleton.weights, recipe, largest, stages)
-    products = {name: replace(own, weight=packed.products[own.parameter]) for name, own in products.items()}
     scales = stored_cache(source, skeleton.model, products, cache)
     with new_directory(output_dir, options.force) as work:
         with stages.stage("write weights", len(files.entries)) as advance:
-            write_weights(source, work, files.entries, products, scales, advance)
-        write_config(source, work, skeleton, files.entries, products, kv_cache)
-        (written, cache), quality = read_back(work, products, cache), None
+            write_weights(source, work, files.entries, products, packed, scales, advance)
+        write_config(source, work, skeleton, files.entries, products, packed, kv_cache)
+        (written, cache), quality = read_back(work, cache, options.trust_remote_code), None
         if options.quality and texts is not None:
             with stages.stage("compare with the original", len(texts.held_out)) as advance:
                 quality = measure(skeleton.model, written, cache, source, texts.held_out, advance, draft)
         report = _report(options, skeleton, files.nbytes, check_weights(work).nbytes, written, quality)
+        report["unreached_experts"] = unreached_experts(packed, largest) if recipe.calibrated and largest else None
         (work / QUALITY_NAME).write_text(json.dumps(report, indent=2) + "\n")
     for line in describe(report):
         stages.say(line)
@@ -200,4 +200,13 @@ def describe(report: dict[str, Any]) -> list[str]:
         *(f"{name:<24}{before:>12}{after:>12}" for name, before, after in rows),
         f"weights: {forms}; embedding {report['embedding']}, lm_head {report['lm_head']}",
         *([f"cache: {report['kv_cache_dtype']}"] if report["kv_cache_dtype"] != "auto" else []),
+        *([_say_unreached(unreached)] if (unreached := report["unreached_experts"]) else []),
     ]
+
+
+def _say_unreached(unreached: dict[str, list[int]]) -> str:
+    count = sum(map(len, unreached.values()))
+    return (
+        f"calibration: no token reached {count} experts in {len(unreached)} layers; their inputs have the largest "
+        f"scale of their layer's ({QUALITY_NAME} names them; more or other --calib_dataset reaches more)"
+    )

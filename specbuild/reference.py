@@ -41,7 +41,7 @@ FAR_STEPS = ((4,), (1,), (1,))
 _FAR_TOKENS = sum(step for (step,) in FAR_STEPS)
 
 SeeInput = Callable[[nn.Parameter, torch.Tensor], torch.Tensor]
-"""Takes a weight and what it is to be multiplied by, [.., K]; gives what it is multiplied by."""
+"""Takes a weight and what it is to be multiplied by, [.., K]; gives what it is multiplied by. See ``part_of``."""
 
 SLICE = 1 << 23
 """Weights that are multiplied by at a time."""
@@ -181,7 +181,14 @@ _SHAPES = {
     *(getattr(torch.Tensor, name).__get__ for name in ("shape", "ndim", "device", "is_meta", "requires_grad")),
 }
 """What may be asked of a weight without reading it."""
+_PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 _DTYPE = getattr(torch.Tensor, "dtype").__get__  # noqa: B009 (mypy takes it for a dtype)
+
+
+def part_of(weight: nn.Parameter) -> tuple[nn.Parameter, int | None]:
+    """The stacked experts and the number of one, where ``weight`` is one's; else ``weight`` itself."""
+    found: tuple[nn.Parameter, int | None] = getattr(weight, "part_of", (weight, None))
+    return found
 
 
 class Float32(TorchFunctionMode):
@@ -203,10 +210,14 @@ class Float32(TorchFunctionMode):
             return _linear(self.see_input(args[1], args[0]), source, *args[2:], **kwargs)
         if func is torch.addmm and hasattr(args[2], "source"):  # transformers' Conv1D.
             args = (args[0], self.see_input(args[2], args[1]), args[2])
+        if func in _PRODUCTS and source:  # Experts that are kept as [E, K, N].
+            args = (self.see_input(args[1], args[0]), args[1])
         if func is functional.embedding and source:
             return _embedding(args[0], getattr(args[1], "lookup", source))
         if func is torch.Tensor.__getitem__ and (source := getattr(args[0], "source", None)) and _is_row(args[1]):
-            return placeholder(source.row(int(args[1])))
+            row = placeholder(source.row(int(args[1])))
+            row.part_of = (args[0], int(args[1]))  # type: ignore[attr-defined]
+            return row
         return func(*_wide(args), **_wide(kwargs))
 
 

@@ -13,7 +13,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 REASONS = {
+    "blt": "it reads bytes in patches that it finds itself, with a cache for each of its three models",
     "falcon_mamba": "it is a state-space model: it keeps one state instead of keys and values for every position",
+    **dict.fromkeys(
+        ("gemma4_assistant", "gemma4_unified_assistant"),
+        "it drafts from the keys and values of its target, which no engine hands over, and has none of its own",
+    ),
     "minimax": "it keeps a cache of its own kind, with states of linear attention, beside keys and values",
 }
 _KEYS_AND_VALUES = {"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp"}

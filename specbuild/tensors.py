@@ -184,6 +184,36 @@ class _Row(NamedTuple):
         return self.reader.read((slice(self.number, self.number + 1), *index), dtype)[0]
 
 
+class Stacked(NamedTuple):
+    """Matrices [N, K] that are read one by one, as one weight: experts."""
+
+    parts: tuple[Reader, ...]
+    is_transposed: bool
+    """The weight is [E, K, N], not [E, N, K]."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As a module keeps them."""
+        own = self.parts[0].shape
+        return len(self.parts), *(reversed(own) if self.is_transposed else own)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of each."""
+        return self.parts[0].dtype
+
+    def experts(self) -> list[list[Reader]]:
+        """What each expert is made of."""
+        return [[part] for part in self.parts]
+
+    def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
+        """A part in ``dtype``."""
+        chosen, *rest = index
+        if not self.is_transposed:
+            return torch.stack([part.read(tuple(rest), dtype) for part in self.parts[chosen]])
+        return torch.stack([part.read(tuple(reversed(rest)), dtype).T for part in self.parts[chosen]])
+
+
 class WeightTensor(ir.LazyTensor):
     """A weight in a graph: read when its numbers are asked for, and written a part at a time."""
 

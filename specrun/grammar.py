@@ -206,9 +206,9 @@ class Matcher:
 
         That is behind the text's end, and behind a draft token that the grammar forbids and acceptance will reject.
         """
-        count = self._advance_to(drafts)
-        if count < len(drafts) or self._complete[count]:
+        if not self._may_follow(drafts):
             return None
+        count = len(drafts)
         if (mask := self._masks[count]) is None:
             self._rewind(count)
             mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
@@ -216,14 +216,11 @@ class Matcher:
             self._masks[count] = mask
         return mask
 
-    def length_within(self, drafts: Sequence[int]) -> int | None:
-        """After how many of ``drafts`` nothing may follow the text; None where it goes on."""
-        count = self._advance_to(drafts)
-        return next((length for length in range(count + 1) if self._complete[length]), None)
-
-    def at_text(self) -> LLMatcher:
-        """The library's matcher behind the committed text."""
-        self._rewind(0)
+    def behind(self, drafts: Sequence[int]) -> LLMatcher | None:
+        """The library's matcher behind the text and ``drafts``; None where nothing follows, as in ``mask``."""
+        if not self._may_follow(drafts):
+            return None
+        self._rewind(len(drafts))
         return self._matcher
 
     def require_no_error(self) -> None:
@@ -232,7 +229,14 @@ class Matcher:
 
     def forced(self) -> list[int]:
         """The tokens that must follow the text, as far as there is no choice."""
-        return [] if self.is_complete else self.at_text().compute_ff_tokens()
+        if self.is_complete:
+            return []
+        self._rewind(0)
+        return self._matcher.compute_ff_tokens()
+
+    def _may_follow(self, drafts: Sequence[int]) -> bool:
+        """Whether anything may follow the text and ``drafts``."""
+        return self._advance_to(drafts) == len(drafts) and not self._complete[len(drafts)]
 
     def _advance_to(self, drafts: Sequence[int]) -> int:
         """Consume ``drafts`` behind the committed text, up to the first that is forbidden. Returns how many."""
@@ -268,31 +272,31 @@ class Matcher:
 
 
 def fill_masks(
-    matchers: Sequence[Matcher | None], drafts: Sequence[Sequence[int]], positions: int, vocab_size: int
+    matchers: Sequence[Matcher | None], drafts: Sequence[Sequence[int]], vocab_size: int
 ) -> npt.NDArray[np.uint32]:
-    """The masks behind each text and each of its draft tokens, for a device: [B, positions, ceil(vocab_size / 32)].
+    """The masks behind each text and its draft tokens, for a device: [B, ceil(vocab_size / 32)].
 
     Bit i % 32 of word i // 32 is set where token i may follow. All bits are set for None, and where nothing follows, as
     in ``Matcher.mask``. All are filled by one call of the library, in threads of its own. It raises nothing: see
     ``Matcher.require_no_error``.
     """
-    from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
+    from llguidance.numpy import fill_next_token_bitmask_par
 
-    rows = [(row, matcher) for row, matcher in enumerate(matchers) if matcher]
-    found = np.full((len(rows) * positions, -(-rows[0][1].grammar.vocab_size // 32)), -1, np.int32)
-    asked = [(matcher.at_text(), number * positions, list(drafts[row])) for number, (row, matcher) in enumerate(rows)]
-    if plain := [(matcher, first) for matcher, first, tokens in asked if not tokens]:
-        fill_next_token_bitmask_par(_executor(), plain, found)
-    if drafted := [one for one in asked if one[2]]:
-        fill_next_token_bitmask_par_with_draft_tokens(_executor(), drafted, found)
-    masks = np.full((len(matchers), positions, -(-vocab_size // 32)), 2**32 - 1, np.uint32)
-    for number, (row, matcher) in enumerate(rows):
-        masks[row] = 0  # The model may have more ids than the tokenizer.
-        own = found[number * positions : (number + 1) * positions, : masks.shape[2]]
-        masks[row, :, : own.shape[1]] = own.view(np.uint32)
+    masks = np.full((len(matchers), -(-vocab_size // 32)), 2**32 - 1, np.uint32)
+    asked: list[tuple[int, LLMatcher]] = []
+    words = 0
+    for row, (matcher, tokens) in enumerate(zip(matchers, drafts, strict=True)):
         with suppress(RequestError):  # ``require_no_error`` raises it again.
-            if (end := matcher.length_within(drafts[row])) is not None:
-                masks[row, end:] = 2**32 - 1  # The library lets the end of text follow, which may be forbidden.
+            if matcher and (at := matcher.behind(tokens)):
+                asked.append((row, at))
+                words = -(-matcher.grammar.vocab_size // 32)
+    if asked:
+        found = np.full((len(asked), words), -1, np.int32)
+        fill_next_token_bitmask_par(_executor(), [(at, number) for number, (_, at) in enumerate(asked)], found)
+        own = found[:, : masks.shape[1]].view(np.uint32)
+        rows = [row for row, _ in asked]
+        masks[rows] = 0  # The model may have more ids than the tokenizer.
+        masks[rows, : own.shape[1]] = own
     return masks
 
 

@@ -29,13 +29,17 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 LONGEST_FIRST = [
     "end_to_end",
     "families",
-    "memory",
-    "run",
-    "server",
-    "draft_length",
-    "lossless_sampling",
     "interrupted",
+    "used_experts",
+    "lossless_sampling",
+    "more_families",
     "parity_check",
+    "draft_length",
+    "run",
+    "hub",
+    "rebuild",
+    "memory",
+    "server",
 ]
 """Files that would keep one process busy when the others have nothing left to do."""
 

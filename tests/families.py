@@ -128,6 +128,9 @@ OTHERS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gpt_oss": lambda: transformers.GptOssConfig(
         **SIZES, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8
     ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **{**SIZES, "head_dim": 16}, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    ),
 }
 """Those of single tests."""
 

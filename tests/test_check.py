@@ -67,6 +67,8 @@ def test_the_table_is_of_the_installed_transformers_and_knows_the_tests_families
     assert table()["transformers"] == transformers.__version__, "run scripts/make_families.py again"
     names = {config().model_type for config in FAMILIES.values()}
     assert [name for name in names if table()["families"][name]["outcome"] != "converts"] == []
+    unknown = [name for name, one in table()["families"].items() if one["outcome"] in ("failed", "not tried")]
+    assert unknown == ["gemma3n"]  # Its tower for images needs packages that are not installed here.
     said = run("families").stdout
     assert " convert and were verified: " in said
     assert json.loads(run("families", "--json").stdout) == table()

@@ -358,8 +358,8 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> list[Grammar]:
 def test_control_masks_that_do_not_know_the_drafts_are_seen(
     tables: tuple[Path, Path], letters: list[Grammar], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def committed_only(matchers: Any, drafts: Any, *sizes: int) -> Any:
-        return fill_masks(matchers, [()] * len(drafts), *sizes)
+    def committed_only(matchers: Any, drafts: Any, vocab_size: int) -> Any:
+        return fill_masks(matchers, [()] * len(drafts), vocab_size)
 
     expected, found = ([Request([3], WARM, 24, grammar=letters[1])] for _ in range(2))
     ids = on_host(tables[0], None, 0, False, expected)
@@ -380,24 +380,37 @@ def test_drafts_that_complete_a_text_whose_end_is_forbidden(
     assert found[0].stats.accepted > 0 and found[0].finish_reason == "stop"
 
 
+def constrained(grammars: list[Grammar]) -> list[Request]:
+    """Every grammar and no grammar with every way of sampling, some with penalties."""
+    made = batch([replace(params, presence_penalty=0.3 * (n % 2)) for n, params in enumerate(EVERY * 4)])
+    for number, request in enumerate(made):
+        request.max_output_len = 24
+        request.grammar = [*grammars, None][number % 4 if number < 4 else (number + number // 4) % 4]
+        request.__post_init__()
+    return made
+
+
+@pytest.mark.parametrize("use_logits", [False, True])
+def test_drafts_are_masked_as_on_the_host(
+    tables: tuple[Path, Path], letters: list[Grammar], use_logits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids and accepted drafts are the host's. Only the host drafts forced tokens for nothing."""
+    monkeypatch.setattr(Request, "forced", lambda *_: [])
+    expected, found = constrained(letters), constrained(letters)
+    ids = on_host(*tables, 4, use_logits, expected)
+    assert on_device(device_round(*tables, 4, use_logits, kind=Recordable), found) == ids
+    counts = [[(r.stats.accepted, r.stats.evaluated) for r in requests] for requests in (found, expected)]
+    assert counts[0] == counts[1]
+
+
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("use_logits", [False, True])
 @pytest.mark.parametrize("draft_len", [0, 1, 4])
 def test_constrained_rows_beside_free_ones(
     tables: tuple[Path, Path], letters: list[Grammar], draft_len: int, use_logits: bool, apart: bool
 ) -> None:
-    """Ids are the host's with the target alone: the draft is masked there and not here."""
-
-    def constrained(draft_len: int | None = None) -> list[Request]:
-        """Every grammar and no grammar with every way of sampling, some with penalties."""
-        made = batch([replace(params, presence_penalty=0.3 * (n % 2)) for n, params in enumerate(EVERY * 4)])
-        for number, request in enumerate(made):
-            request.max_output_len, request.draft_len = 24, draft_len
-            request.grammar = [*letters, None][number % 4 if number < 4 else (number + number // 4) % 4]
-            request.__post_init__()
-        return made
-
-    expected, found = constrained(), constrained()
+    """Ids are the host's with the target alone."""
+    expected, found = constrained(letters), constrained(letters)
     ids = on_host(tables[0], None, 0, False, expected)
     draft = tables[1] if draft_len else None
     round_ = device_round(tables[0], draft, draft_len, False, kind=Recordable, apart=apart)
@@ -406,7 +419,7 @@ def test_constrained_rows_beside_free_ones(
     assert [r.finish_reason for r in found] == [r.finish_reason for r in expected]
     assert {r.finish_reason for r in found if r.grammar} == {"stop", "length"}
     if draft_len and use_logits:  # Its ids depend on the draft; every text follows its grammar.
-        drawn = constrained()
+        drawn = constrained(letters)
         on_device(device_round(tables[0], draft, draft_len, True, kind=Recordable, apart=apart), drawn)
         for request in drawn:
             if request.grammar:

@@ -362,3 +362,26 @@ def test_the_environment_is_the_clients(hub: Hub, hf: Path, tmp_path: Path) -> N
     place = Path(said.stdout.strip())
     assert place.is_relative_to(home / "hub") and (place / "model.safetensors").is_file(), said.stderr
     assert said.stderr == "", "no bars where nobody looks"
+
+
+def test_check_takes_a_revision(hub: Hub, hf: Path) -> None:
+    hub.add(ID, hf / "draft")
+    status, _, error = check(ID, "--revision", "v2")
+    assert status == 1 and "has no revision 'v2'" in error
+    status, _, error = check(ID, "--revision", "v1")
+    assert status == 0, error
+
+
+def test_a_dry_run_of_convert_downloads_no_weights(hub: Hub, hf: Path, tmp_path: Path) -> None:
+    repo = hub.add(ID, hf / "draft")
+
+    def dry_run(model: object) -> dict[str, str]:
+        where = ["convert", "--model_dir", str(model), "--output_dir", str(tmp_path / "onnx"), "--dry_run"]
+        said = CliRunner().invoke(main, where, prog_name="specbuild")
+        assert said.exit_code == 0, said.stderr
+        changing = ("disk", "memory")  # They say what is free.
+        return {name: fact for name, fact in facts(said.stdout).items() if name not in changing}
+
+    local, size = dry_run(hf / "draft"), len(repo.files["model.safetensors"])
+    assert dry_run(ID) == {**local, "checkpoint": ID, "download": human_bytes(size)}
+    assert hub.bytes_of("model.safetensors") < size

@@ -32,6 +32,7 @@ SIZES = {
     "batch": 3,
     "num_logits": 6,
     "rank": 7,
+    "words": 21,
 }
 """What the shapes below say."""
 SHAPES = {
@@ -40,8 +41,8 @@ SHAPES = {
     "input_ids": (2, SIZES["query_len"]),
     "logits_indices": (2, SIZES["num_logits"]),
     "target_logits": (2, SIZES["positions"], SIZES["vocab"]),
-    "adjusted": (2, SIZES["positions"], SIZES["vocab"]),
     "w2": (SIZES["rank"], SIZES["vocab"]),
+    "masks": (2, SIZES["positions"], SIZES["words"]),
     "uploads": (2, 1 + SIZES["draft_len"]),
     "tensors": (7,),
     "blocks": (SIZES["count"],),
@@ -91,7 +92,7 @@ def difference(kernel: str, signature: list[tuple[str, str]], function: Callable
     given: dict[str, Any] = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is parameter.KEYWORD_ONLY:
-            shape = {"logits": logits, **SHAPES}.get(name, (3,))
+            shape = {"logits": logits, "adjusted": logits, **SHAPES}.get(name, (3,))
             array = DeviceArray(next(numbers), shape, np.dtype(np.uint8))
             given[name] = {"DeviceArray": array, "int": next(numbers), "bool": True}[parameter.annotation]
     if "rows" in inspect.signature(function).parameters:

@@ -399,7 +399,7 @@ def test_masked_logits_are_numpys() -> None:
         masks = np.packbits(allowed, axis=-1, bitorder="little").view(np.uint32)
         rows = {"sampling": np.concatenate([sampling_of(SamplingParams(), constrained=flag) for flag in (1, 0, 1)])}
         found = logits.copy()
-        call(calls.apply_masks, rows, masks=masks, adjusted=found)
+        call(calls.apply_masks, rows, masks=masks, vocab=vocab, adjusted=found)
         expected = np.where(allowed[..., :vocab], logits, -np.inf)
         expected[1] = logits[1]
         assert same_bits(found, expected.astype(np.float32))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from copy import deepcopy
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -17,7 +19,10 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from specbuild.tensors import Index, Reader, join
+from specbuild.tensors import Index, Reader, Stacked, join
+
+_NUMBERED = re.compile(r"(.+)\.(\d+)\.(\w+)\.weight")
+"""The name of an expert's matrix where ``specbuild quantize`` took stacked experts apart."""
 
 
 def find_origins(model: PreTrainedModel, mapping: list[Any], stored: dict[str, Reader]) -> dict[str, Reader]:
@@ -25,17 +30,14 @@ def find_origins(model: PreTrainedModel, mapping: list[Any], stored: dict[str, R
 
     ``mapping`` is transformers' for this model. The names are found as in its ``convert_and_load_state_dict_in_model``.
     """
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    name_of = _namer(model, mapping)
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    expected, prefix = model.state_dict(), model.base_model_prefix
     found: dict[str, Reader] = {}
     conversions: dict[str, _Conversion] = {}
     for name in sorted(stored, key=dot_natural_key):
-        renamed, pattern = rename_source_key(name, renamings, converters, prefix, expected)
-        if renamed not in expected and name in expected:  # It should not have been renamed.
-            renamed, pattern = rename_source_key(name, [], [], prefix, expected)
-        if renamed not in expected:
+        renamed, pattern = name_of(name)
+        if renamed is None:
             continue
         if pattern is None:
             found.setdefault(renamed, stored[name])
@@ -47,6 +49,44 @@ def find_origins(model: PreTrainedModel, mapping: list[Any], stored: dict[str, R
         shapes = conversion.convert([torch.empty(source.shape, device="meta") for _, source in conversion.sources])
         found |= {name: Converted(conversion, name, tuple(shape.shape)) for name, shape in shapes.items()}
     return found
+
+
+def _namer(model: PreTrainedModel, mapping: list[Any]) -> Callable[[str], tuple[str | None, str | None]]:
+    """Gives the model's name of a stored tensor, if it has one, and the pattern of the converter that takes it."""
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    expected, prefix = model.state_dict(), model.base_model_prefix
+
+    def name_of(name: str) -> tuple[str | None, str | None]:
+        renamed, pattern = rename_source_key(name, renamings, converters, prefix, expected)
+        if renamed not in expected and name in expected:  # It should not have been renamed.
+            renamed, pattern = rename_source_key(name, [], [], prefix, expected)
+        return (renamed, pattern) if renamed in expected else (None, None)
+
+    return name_of
+
+
+def stack_numbered(model: PreTrainedModel, mapping: list[Any], stored: dict[str, Reader]) -> dict[str, Reader]:
+    """``stored`` with one tensor for experts that stand one by one where the model's own files have them stacked.
+
+    ``a.experts.0.down_proj.weight`` and so on become ``a.experts.down_proj``.
+    """
+    name_of = _namer(model, deepcopy(mapping))  # Renamings remember what they have seen.
+    stacks: dict[str, dict[int, str]] = {}
+    for name in stored:
+        if match := _NUMBERED.fullmatch(name):
+            module, number, weight = match.groups()
+            stacks.setdefault(f"{module}.{weight}", {})[int(number)] = name
+    result = dict(stored)
+    for name, numbered in stacks.items():
+        parameter, pattern = name_of(name)
+        names = [numbered.get(number) for number in range(len(numbered))]
+        if parameter is None or pattern is not None or name_of(next(iter(numbered.values())))[0] is not None:
+            continue
+        parts = tuple(result.pop(own) for own in names if own is not None)
+        owner = model.get_submodule(parameter.rpartition(".")[0])
+        result[name] = Stacked(parts, is_transposed=bool(getattr(owner, "is_transposed", False)))
+    return result
 
 
 class _Conversion:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, modeling_utils
 
-from specbuild.export.origins import find_origins
+from specbuild.export.origins import find_origins, stack_numbered
 from specbuild.huggingface import first_line
 from specbuild.tensors import Reader, Weight, parts
 from specrun.errors import CheckpointError, SpecError
@@ -99,8 +99,9 @@ def _without_numbers(directory: Path, stored: dict[str, Reader]) -> Iterator[dic
 
     def load_without_numbers(model: Any, state_dict: object, load_config: Any, **others: Any) -> Any:
         mapping = deepcopy(load_config.weight_mapping or [])  # They remember what they have seen.
-        origins.update(find_origins(model, mapping, stored))
-        numberless = {name: _Numberless(tensor) for name, tensor in stored.items()}
+        stacked = stack_numbered(model, mapping, stored)
+        origins.update(find_origins(model, mapping, stacked))
+        numberless = {name: _Numberless(tensor) for name, tensor in stacked.items()}
         info, index = load(model=model, state_dict=numberless, load_config=load_config, **others)
         _refuse(directory, "mismatched", info.mismatched_keys)
         return info, index

@@ -6,13 +6,14 @@ This is the form that ONNX Runtime makes MatMulNBits and MatMulIntegerToFloat of
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
 from specbuild import graph as graphs
-from specbuild.quantisation.packed import Activation, Packed, Stack, block_sums, of_channels
+from specbuild.quantisation.packed import Activation, Packed, Stack, block_sums, of_channels, shared_activation
 from specbuild.quantisation.packed_model import PackedModel
 from specbuild.quantisation.rounding import FLOAT8_MAX
 from specrun.errors import UnsupportedModelError
@@ -89,7 +90,8 @@ def quantise_experts(model: ir.Model, product: Product, experts: Sequence[Packed
     if dtype is None or node.inputs[0] is None:
         raise ValueError(f"{node.name}: without an input or a dtype")
     build = _Builder(model.graph, node, str(product.weight.name), dtype)
-    build.replace(_product(build, node.inputs[0], build.dequantised_experts(experts), experts[0]))
+    form = replace(experts[0], activation=shared_activation(experts))
+    build.replace(_product(build, node.inputs[0], build.dequantised_experts(experts), form))
     _drop_unused(model.graph, product.weight)
 
 

@@ -33,6 +33,16 @@ def calibrate_on(texts: Texts, model: Any, kv_cache: bool, stages: Stages) -> La
         return calibrate(model, texts.calibration, advance, kv_cache)
 
 
+def unreached_experts(packed: PackedModel, largest: Largest) -> dict[str, list[int]]:
+    """The numbers of quantised experts that no token of the text has reached, by the names of their modules."""
+    found = {}
+    for name, experts in packed.experts.items():
+        missing = sorted(set(range(len(experts))) - largest.experts.get(name, {}).keys())
+        if missing:
+            found[name.rpartition(".")[0]] = missing
+    return found
+
+
 def quantise_dense(
     model: Any, weights: Mapping[str, Weight], recipe: Recipe, largest: Largest | None, stages: Stages
 ) -> PackedModel:
@@ -42,4 +52,4 @@ def quantise_dense(
     """
     for pattern in unmatched(model, recipe):
         stages.say(f"warning: --exclude {pattern} matches no module with a weight")
-    return pack_model(model, recipe, weights, largest.inputs if recipe.calibrated and largest else None)
+    return pack_model(model, recipe, weights, largest if recipe.calibrated else None)

@@ -6,7 +6,8 @@ quantization/quant_args.py and quant_config.py what the configuration holds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -20,6 +21,12 @@ from specbuild.quantisation.packed import Packed
 from specbuild.quantisation.recipe import CacheCode
 
 Tensors = dict[str, torch.Tensor]
+SUFFIXES = (
+    *("weight", "weight_packed", "weight_scale", "weight_shape", "weight_global_scale"),
+    *("input_scale", "input_global_scale"),
+)
+"""Of all tensors that may stand in place of a module's ``weight``."""
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 _AT_A_TIME = 1 << 22
 """Codes that are put into words at a time."""
@@ -111,7 +118,8 @@ def configuration(modules: Mapping[str, Packed], dense: list[str], kv_cache: Cac
         groups.setdefault(str(group), {**group, "targets": []})["targets"].append(name)
     # The largest group is told by the class of its modules, as readers expect it; names go before classes.
     largest = max(groups.values(), key=lambda group: len(group["targets"]))
-    largest["targets"] = ["Linear"]
+    for group in groups.values():
+        group["targets"] = ["Linear"] if group is largest else targets(group["targets"])
     formats = {group["format"] for group in groups.values()}
     return {
         "quant_method": "compressed-tensors",
@@ -121,6 +129,15 @@ def configuration(modules: Mapping[str, Packed], dense: list[str], kv_cache: Cac
         "ignore": dense,
         "kv_cache_scheme": kv_cache and _cache_scheme(kv_cache),
     }
+
+
+def targets(modules: Iterable[str]) -> list[str]:
+    """``modules`` as configurations name them: experts of a layer, which are stored alike, by one pattern."""
+    found = set()
+    for name in modules:
+        pattern = r"\.experts\.\d+\.".join(re.escape(part) for part in _EXPERT.split(name))
+        found.add(f"re:{pattern}$" if _EXPERT.search(name) else name)
+    return sorted(found, key=lambda name: (name.startswith("re:"), name))
 
 
 def _cache_scheme(kv_cache: CacheCode) -> dict[str, Any]:

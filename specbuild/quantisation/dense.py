@@ -6,7 +6,7 @@ import fnmatch
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
@@ -21,6 +21,9 @@ from specbuild.quantisation.recipe import Recipe, Storage
 from specbuild.quantisation.rounding import FLOAT4_MAX, FLOAT8_MAX, CodeForm, Rounded, Rows, global_scale, round_weight
 from specrun.errors import BuildConfigError
 
+if TYPE_CHECKING:
+    from specbuild.quantisation.inputs import Largest
+
 _CODES: dict[CodeForm, ir.DataType] = {
     "int8": ir.DataType.INT8,
     "int4": ir.DataType.INT4,
@@ -29,14 +32,11 @@ _CODES: dict[CodeForm, ir.DataType] = {
 }
 
 
-def pack_model(
-    model: Any, recipe: Recipe, weights: Mapping[str, Any], largest: Mapping[str, float] | None = None
-) -> PackedModel:
+def pack_model(model: Any, recipe: Recipe, weights: Mapping[str, Any], largest: Largest | None = None) -> PackedModel:
     """Quantise the weights of a transformers model.
 
-    weights: by the parameters' names; they are read when codes are. An embedding
-    and a head that are tied get codes of their own. largest: inputs, as ``calibrate`` found them, for recipes
-    that need it.
+    weights: by the parameters' names; they are read when codes are. An embedding and a head that are tied get codes of
+    their own. largest: inputs, for recipes that need it. An expert that no token reached has the largest of its layer.
 
     Raises BuildConfigError where groups do not divide a weight, or where a weight was not used in calibration.
     """
@@ -54,16 +54,20 @@ def pack_model(
             continue
         rows = _Columns(weight) if isinstance(module, Conv1D) else weight
         if storage := recipe.product(name, rows.shape[1], module is head):
-            storage = _calibrated(storage, name, (largest or {}).get(own[0]))
+            storage = _calibrated(storage, name, largest.inputs.get(own[0]) if largest else None)
             packed.products.update(dict.fromkeys(own, _pack(rows, storage, rounded)))
-    for name, module in model.named_modules() if recipe.experts else ():
+    for name, module in model.named_modules():
         for parameter in stacked_weights(module):
             stacked, weight = f"{name}.{parameter}", weights[f"{name}.{parameter}"]
             parts = [weight.row(expert) for expert in range(weight.shape[0])]
             parts = [_Columns(part) for part in parts] if module.is_transposed else parts
             if storage := recipe.product(stacked, parts[0].shape[1], is_head=False):
-                storage = _calibrated(storage, stacked, (largest or {}).get(stacked))
-                packed.experts[stacked] = tuple(_pack(part, storage, rounded) for part in parts)
+                reached = largest.experts.get(stacked, {}) if largest else {}
+                loudest = max(reached.values(), default=None)
+                packed.experts[stacked] = tuple(
+                    _pack(part, _calibrated(storage, stacked, reached.get(expert, loudest)), rounded)
+                    for expert, part in enumerate(parts)
+                )
     return packed
 
 
@@ -78,6 +82,7 @@ def stacked_weights(module: Any) -> list[str]:
 def unmatched(model: Any, recipe: Recipe) -> list[str]:
     """The patterns of ``--exclude`` that mean no module of the model."""
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D | nn.Embedding)]
+    names += [f"{name}.{own}" for name, module in model.named_modules() for own in stacked_weights(module)]
     return [pattern for pattern in recipe.exclude if not fnmatch.filter(names, pattern)]
 
 

@@ -13,8 +13,8 @@ import torch
 
 _ALIGNMENT = 8
 """Of tensors in a file; readers want every number at a multiple of its size."""
-_HEADER_BYTES = 512
-"""Of a shard's header that a tensor may need."""
+_ENTRY_BYTES = 192
+"""Of a shard's header that a tensor may need beside its name."""
 SHARD_BYTES = 5 << 30
 """A shard ends once it is this long."""
 _SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.py", "*.txt", "tokenizer*", "LICENSE*")
@@ -38,11 +38,12 @@ _TYPES = {
 class ShardWriter:
     """Writes tensors, one after another or in parts, into shards whose number is not known before."""
 
-    def __init__(self, directory: Path, count: int) -> None:
-        """count: at most so many tensors will be written."""
+    def __init__(self, directory: Path, names: Iterable[str]) -> None:
+        """names: of all tensors that may be written."""
         self.directory = directory
         # Of the header only its length must be known; what is left of its room becomes spaces.
-        self._room = count * _HEADER_BYTES
+        room = _ENTRY_BYTES + sum(len(json.dumps(name)) + _ENTRY_BYTES for name in names)
+        self._room = -(-room // _ALIGNMENT) * _ALIGNMENT
         self._shards: list[dict[str, Any]] = []
         self._file: BinaryIO | None = None
         self._odd: list[tuple[str, torch.Tensor]] = []
@@ -95,7 +96,7 @@ class ShardWriter:
         if self._file is None:
             return
         header = json.dumps({"__metadata__": {"format": "pt"}, **self._shards[-1]}, separators=(",", ":")).encode()
-        assert len(header) <= self._room, "names of tensors are too long"
+        assert len(header) <= self._room, "tensors have too many axes"
         self._file.seek(0)
         self._file.write(self._room.to_bytes(8, "little") + header.ljust(self._room))
         self._file.close()

@@ -14,7 +14,7 @@ from specbuild.quantisation.activation import Activation
 from specbuild.quantisation.kv_cache import Floats, ObservedCache
 from specbuild.quantisation.packed_model import PackedModel, parameter_names
 from specbuild.quantisation.rounding import FLOAT4_MAX, FLOAT8_MAX, nearest_float4
-from specbuild.reference import Float32, SeeInput
+from specbuild.reference import Float32, SeeInput, part_of
 from specrun.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ class Largest(NamedTuple):
 
     inputs: dict[str, float]
     """Of each product's inputs, by the names of their parameters."""
+    experts: dict[str, dict[int, float]]
+    """Of the inputs of stacked experts that tokens have reached: by name and number."""
     cache: list[Floats]
     """[heads, head_dim] of keys and values, [key_0, value_0, key_1, ...]; none where nobody asked."""
 
@@ -41,14 +43,20 @@ def calibrate(model: Any, rows: Rows, advance: Callable[[float], None], kv_cache
     """
     cache = ObservedCache() if kv_cache else None
     found: dict[str, float] = {}
+    experts: dict[str, dict[int, float]] = {}
     names = parameter_names(model)
 
     def see(weight: nn.Parameter, x: torch.Tensor) -> torch.Tensor:
-        largest = float(x.abs().max())
-        for name in names.get(id(weight), ()):  # An expert is a part of a weight.
+        whole, expert = part_of(weight)
+        largest = float(x.abs().max()) if x.numel() else 0.0
+        for name in names.get(id(whole), ()):
             if not math.isfinite(largest):
                 raise CheckpointError(f"{name}: its input is not finite (NaN or inf) on the text of --calib_dataset")
-            found[name] = max(largest, found.get(name, 0.0))
+            if expert is None:
+                found[name] = max(largest, found.get(name, 0.0))
+            elif x.numel():
+                own = experts.setdefault(name, {})
+                own[expert] = max(largest, own.get(expert, 0.0))
         return x
 
     # The logits of one token are enough.
@@ -57,7 +65,7 @@ def calibrate(model: Any, rows: Rows, advance: Callable[[float], None], kv_cache
         with torch.no_grad(), Float32(see):
             model(input_ids=torch.from_numpy(batch), past_key_values=cache, use_cache=kv_cache, **few)
         advance(len(batch))
-    return Largest(found, cache.largest() if cache else [])
+    return Largest(found, experts, cache.largest() if cache else [])
 
 
 def batches(model: Any, rows: Rows, every_logit: bool) -> Iterator[Rows]:
@@ -76,7 +84,7 @@ def rounding(model: Any, packed: PackedModel) -> SeeInput:
     activations = {own: by_name.get(all_names[0]) for own, all_names in names.items()}
 
     def see(weight: nn.Parameter, x: torch.Tensor) -> torch.Tensor:
-        activation = activations.get(id(weight))
+        activation = activations.get(id(part_of(weight)[0]))
         return x if activation is None else rounded(x.float(), activation)
 
     return see

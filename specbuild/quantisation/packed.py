@@ -99,12 +99,41 @@ class Packed:
             weight = weight * self.input_factors[:, None]
         return weight
 
+    def channels(self, first: int, last: int) -> Packed:
+        """Some output channels as a weight of their own; of a product, not of a table."""
+
+        def part(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+            def read() -> ir.TensorProtocol:
+                return ir.Tensor(np.asarray(tensor.numpy())[..., first:last], dtype=tensor.dtype)
+
+            *rows, _ = _shape(tensor) or (0,)
+            return ir.LazyTensor(read, tensor.dtype, ir.Shape([*rows, last - first])) if _shape(tensor) else tensor
+
+        parts: dict[str, Any] = {
+            name: part(tensor)
+            for name in ("codes", "scales", "zero_points", "offsets")
+            if (tensor := getattr(self, name)) is not None
+        }
+        return replace(self, **parts)
+
     def _spread(self, tensor: ir.TensorProtocol, channels: slice) -> Floats:
         """Scales or the like of these channels, in a shape that goes with codes."""
         values = as_float32(tensor, channels)
         if self.block is not None:
             return np.repeat(values, min(self.block, self.shape[0]), axis=0)[: self.shape[0]]
         return values[:, None] if self.axis == 0 else values
+
+
+def shared_activation(parts: Sequence[Packed]) -> Activation | None:
+    """How an input that several weights read is rounded; None: not at all, or not by all of them alike.
+
+    Of fixed scales it is the largest, which cuts nothing off. Codes are floats, so it costs next to nothing.
+    """
+    found = [one.activation for one in parts]
+    first, scales = found[0], [one.scale for one in found if one is not None and one.scale is not None]
+    if first is None or any(one is None or one.form != first.form for one in found) or 0 < len(scales) < len(found):
+        return None
+    return replace(first, scale=max(scales, default=None))
 
 
 def side_by_side(parts: Sequence[Packed]) -> Packed | None:
@@ -117,7 +146,7 @@ def side_by_side(parts: Sequence[Packed]) -> Packed | None:
         and one.scales.dtype == first.scales.dtype
         and (one.zero_points is None) == (first.zero_points is None)
         and (one.block, one.axis, one.activation) == (first.block, 1, first.activation)
-        and one.global_scale is None
+        and _value(one.global_scale) == _value(first.global_scale)
         and not one.has_extras
         for one in parts
     )
@@ -130,6 +159,11 @@ def side_by_side(parts: Sequence[Packed]) -> Packed | None:
         scales=_joined([of_channels(one, one.scales) for one in parts]),
         zero_points=_joined(zero_points) if zero_points else None,
     )
+
+
+def _value(tensor: ir.TensorProtocol | None) -> float | None:
+    """Of a tensor without axes."""
+    return None if tensor is None else float(as_float32(tensor))
 
 
 def of_channels(packed: Packed, tensor: ir.TensorProtocol) -> ir.TensorProtocol:

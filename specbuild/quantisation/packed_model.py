@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from specbuild.quantisation.packed import Activation, Packed
-from specbuild.tensors import Index, Weight
+from specbuild.quantisation.packed import Activation, Packed, shared_activation
+from specbuild.tensors import Index, Stacked, Weight
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class PackedModel:
 
     def activations(self) -> dict[str, Activation | None]:
         """How the inputs of products are rounded, by the names of their weights; None: not at all."""
-        stacked = {name: experts[0].activation for name, experts in self.experts.items()}
+        stacked = {name: shared_activation(experts) for name, experts in self.experts.items()}
         return {name: packed.activation for name, packed in self.products.items()} | stacked
 
 
@@ -67,13 +67,14 @@ def parameter_names(model: Any) -> dict[int, list[str]]:
 def use_dequantised(model: Any, packed: PackedModel, directory: Path) -> None:
     """Let a skeleton compute with dequantised weights when it is run (``reference.py``)."""
     transposed = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}
-    columns = {name for name, module in model.named_modules() if getattr(module, "is_transposed", False)}
+    by_input = {name for name, module in model.named_modules() if getattr(module, "is_transposed", False)}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if weight := packed.products.get(name):
             reader = _Dequantised(tuple(parameter.shape), weight, name in transposed)
             parameter.source = Weight(name, torch.float32, reader, directory)
         if experts := packed.experts.get(name):
-            stacked = StackedReader(experts, name.rpartition(".")[0] not in columns)
+            matrices = tuple(_Dequantised(tuple(reversed(one.shape)), one, False) for one in experts)
+            stacked = Stacked(matrices, is_transposed=name.rpartition(".")[0] in by_input)
             parameter.source = Weight(name, torch.float32, stacked, directory)
         if table := packed.tables.get(name):
             parameter.lookup = Weight(name, torch.float32, _Dequantised(table.shape, table, False), directory)
@@ -91,33 +92,6 @@ def dequantised(model: Any, packed: PackedModel, directory: Path) -> Iterator[No
         for parameter, attributes in zip(parameters, before, strict=True):
             vars(parameter).clear()
             vars(parameter).update(attributes)
-
-
-class StackedReader(NamedTuple):
-    """Experts in few bits; see ``tensors.Reader``."""
-
-    experts: tuple[Packed, ...]
-    by_channel: bool
-    """They are kept as [E, N, K], not as [E, K, N]."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """As a module keeps them."""
-        own = self.experts[0].shape
-        return len(self.experts), *(reversed(own) if self.by_channel else own)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What they were trained in, mostly."""
-        return torch.bfloat16
-
-    def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
-        """A part in ``dtype``, dequantised."""
-        chosen, *rest = index
-        shape = self.shape[1:]
-        return torch.stack(
-            [_Dequantised(shape, one, not self.by_channel).read(tuple(rest), dtype) for one in self.experts[chosen]]
-        )
 
 
 class _Dequantised(NamedTuple):

@@ -46,8 +46,6 @@ class Recipe:
     """Whether the product that gives the logits is quantised, in formats that say so."""
     embeddings: bool = True
     """Whether the embedding is."""
-    experts: bool = True
-    """Whether stacked experts are."""
 
     def __post_init__(self) -> None:
         """Raise BuildConfigError where the group is none that the formats have."""

@@ -111,6 +111,8 @@ class DeviceDrafter(RowDrafter, Protocol):
     """The devices on which it queues work."""
     needs_host: bool
     """Whether the host proposes, so that it must have read the round before."""
+    draws_one_by_one: bool
+    """Whether the tokens of a round may be drawn one after the other, each with a mask of its own from the host."""
     captured: Sequence[DeviceBackend]
     """Engines whose work is part of the round's capture."""
 
@@ -139,8 +141,12 @@ class DeviceDrafter(RowDrafter, Protocol):
         logits acceptance, which needs the draft's logits.
         """
 
-    def queue(self, batch: int, draft_len: int) -> None:
-        """Queue the part of drafting that the target's device does. It is captured with the round."""
+    def queue(self, batch: int, draft_len: int, steps: range, masks: DeviceArray | None) -> None:
+        """Queue the part of drafting that the target's device does. It is captured with the round.
+
+        steps: the draft tokens of a round that are drawn; all, unless ``draws_one_by_one``. masks: uint32 [batch, 1,
+        words], which tokens may come; only heeded where ``draws_one_by_one``.
+        """
 
     def queue_behind(self, batch: int, draft_len: int, records: DeviceArray) -> None:
         """Queue what another device must do after the round. records: int64 [batch, record_len], see ``Record``."""

@@ -26,6 +26,7 @@ class DeviceModelDrafter(CachedDraft[DeviceRunner]):
     """See ``DeviceDrafter``. On the target's device, drafting is captured together with the round."""
 
     needs_host = False
+    draws_one_by_one = True
 
     def __init__(self, backend: DeviceBackend, rows: DeviceRows) -> None:
         """rows: the round's, to which the draft tokens are written."""
@@ -78,9 +79,9 @@ class DeviceModelDrafter(CachedDraft[DeviceRunner]):
         """See ``DeviceDrafter``."""
         return True
 
-    def queue(self, batch: int, draft_len: int) -> None:
+    def queue(self, batch: int, draft_len: int, steps: range, masks: DeviceArray | None) -> None:
         """See ``DeviceDrafter``."""
-        self._draft(batch, draft_len)
+        self._draft(batch, draft_len, steps, masks)
 
     def queue_behind(self, batch: int, draft_len: int, records: DeviceArray) -> None:
         """See ``DeviceDrafter``."""
@@ -112,19 +113,22 @@ class DeviceModelDrafter(CachedDraft[DeviceRunner]):
         """How many of a round's accepted draft tokens the cache holds. The last draft token was not fed."""
         return max(0, num_accepted(outcome) - 1)
 
-    def _draft(self, batch: int, draft_len: int) -> None:
-        """Draft ``draft_len`` tokens of rows 0 .. batch, one step after the other."""
+    def _draft(self, batch: int, draft_len: int, steps: range, masks: DeviceArray | None = None) -> None:
+        """Draft tokens ``steps`` of rows 0 .. batch, one step after the other."""
         rows, first = self._rows, self._first_step_len(draft_len)
-        for step in range(draft_len):
+        for step in steps:
             # The first step feeds as many tokens always: feeding one again changes nothing, and shapes stay the same.
             offset, count = (-first, first) if step == 0 else (step - 1, 1)
-            self._sample(self.runner.forward(batch, rows, offset, count, step - 1, 1, step), step, draft_len)
+            logits = self.runner.forward(batch, rows, offset, count, step - 1, 1, step)
+            self._sample(logits, step, draft_len, masks if self.draws_one_by_one else None)
 
-    def _sample(self, logits: DeviceArray, step: int, draft_len: int) -> None:
+    def _sample(self, logits: DeviceArray, step: int, draft_len: int, masks: DeviceArray | None = None) -> None:
         """Sample draft token ``step`` of each row from ``logits`` [batch, 1, stride]."""
         rows, drawn = self._rows, self._drawn
         vocab = drawn.vocab
         calls.apply_penalties(rows, logits=logits, vocab=vocab, first=step, draft_len=draft_len, adjusted=logits)
+        if masks:
+            calls.apply_masks(rows, masks=masks, vocab=vocab, adjusted=logits)
         calls.sample_draft(
             rows, logits=logits, vocab=vocab, draft_len=draft_len, step=step, distributions=drawn.distributions
         )
@@ -135,6 +139,8 @@ class RemoteModelDrafter(DeviceModelDrafter):
 
     Draft tokens go to the target's device before they are verified; what was committed comes back.
     """
+
+    draws_one_by_one = False
 
     def __init__(self, backend: DeviceBackend, rows: DeviceRows, captures: bool) -> None:
         """rows: the round's, on the target's device; captures: whether drafting is captured."""
@@ -181,7 +187,7 @@ class RemoteModelDrafter(DeviceModelDrafter):
             here.copy(self._sent.logits, self._drawn.logits)
         return steady
 
-    def queue(self, batch: int, draft_len: int) -> None:
+    def queue(self, batch: int, draft_len: int, steps: range, masks: DeviceArray | None) -> None:
         """See ``DeviceDrafter``."""
         calls.move_drafts(self._target_rows, batch=batch, draft_len=draft_len, packed=self._received, unpacking=True)
 
@@ -199,7 +205,7 @@ class RemoteModelDrafter(DeviceModelDrafter):
         super().close()
 
     def _draft_and_pack(self, batch: int, draft_len: int) -> None:
-        self._draft(batch, draft_len)
+        self._draft(batch, draft_len, range(draft_len))
         calls.move_drafts(self._rows, batch=batch, draft_len=draft_len, packed=self._packed, unpacking=False)
 
 

@@ -59,7 +59,12 @@ class HeadDrafter(ModelDrafter):
 
 
 class DeviceHeadDrafter(DeviceModelDrafter):
-    """See ``DeviceDrafter``. It is on the target's device. The first step of a round reads all that it may lack."""
+    """See ``DeviceDrafter``. It is on the target's device. The first step of a round reads all that it may lack.
+
+    Its tokens are not masked: of a reduced vocabulary a mask may leave nothing, which would count as a failure.
+    """
+
+    draws_one_by_one = False
 
     def admit(self, requests: Sequence[Request], first: int) -> None:
         """See ``DeviceDrafter``."""

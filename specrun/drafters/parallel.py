@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from specrun.backends import DeviceBackend
+from specrun.devices import DeviceArray
 from specrun.drafters import DraftProbs, Proposal
 from specrun.drafters.head import DeviceHeadDrafter, HeadDrafter
 from specrun.drafters.markov import DeviceMarkov, Markov
@@ -104,13 +105,13 @@ class DeviceParallelDrafter(DeviceHeadDrafter):
         """See ``DeviceModelDrafter``. Nothing of the block stays, which began with the last committed token."""
         return -1
 
-    def _draft(self, batch: int, draft_len: int) -> None:
+    def _draft(self, batch: int, draft_len: int, steps: range, masks: DeviceArray | None = None) -> None:
         """See ``DeviceModelDrafter``. What is fed behind the last committed token is of no account."""
         from_anchor, vocab = self._graph.sample_from_anchor, self.runner.vocab
         offset = -self._first_step_len(draft_len) if self._graph.caches else -1
         query_len = draft_len - from_anchor - offset
         logits = self.runner.forward(batch, self._rows, offset, query_len, -int(from_anchor), draft_len)
-        for step in range(draft_len):
+        for step in steps:
             # A column: a row's logits of this token lie in front of those of the next, and only they are looked at.
             own = replace(logits.part(step * vocab, (1,)), shape=(batch, 1, draft_len * vocab))
             if self._markov:

@@ -24,6 +24,7 @@ class UploadedDrafter:
     """
 
     needs_host = True
+    draws_one_by_one = False
 
     def __init__(self, drafter: Drafter, rows: DeviceRows) -> None:
         """rows: the round's, to which the draft tokens are written."""
@@ -60,8 +61,8 @@ class UploadedDrafter:
         """See ``DeviceDrafter``."""
         return True
 
-    def queue(self, batch: int, draft_len: int) -> None:
-        """See ``DeviceDrafter``."""
+    def queue(self, batch: int, draft_len: int, steps: range, masks: DeviceArray | None) -> None:
+        """See ``DeviceDrafter``. The host's drafter has masked them."""
         uploads = self._uploads.part(0, (batch, 1 + draft_len))
         calls.place_drafts(self._rows, uploads=uploads, q=self._probs.distributions)
 

@@ -80,14 +80,14 @@ def apply_penalties(
     _launch(rows, "apply_penalties", batch, positions, vocab, logits, stride, vocab, positions, first, *state, adjusted)
 
 
-def apply_masks(rows: RowState, *, masks: DeviceArray, adjusted: DeviceArray) -> None:
-    """Forbid tokens of constrained rows in ``adjusted`` [B, positions, vocab].
+def apply_masks(rows: RowState, *, masks: DeviceArray, vocab: int, adjusted: DeviceArray) -> None:
+    """Forbid tokens of constrained rows in ``adjusted`` [B, positions, stride]; ids from ``vocab`` on stay.
 
-    masks: uint32 [B, positions, ceil(vocab / 32)].
+    masks: uint32 [B, positions, ceil(vocab / 32) or more].
     """
-    batch, positions, vocab = adjusted.shape
+    batch, positions, stride = adjusted.shape
     grid = (batch, positions, blocks_for_bytes(vocab * 4))
-    rows.device.launch("apply_masks", grid, masks, rows.sampling, vocab, adjusted)
+    rows.device.launch("apply_masks", grid, masks, masks.shape[2], rows.sampling, stride, vocab, adjusted)
 
 
 def apply_markov(rows: RowState, *, logits: DeviceArray, step: int, w1: DeviceArray, w2: DeviceArray) -> None:

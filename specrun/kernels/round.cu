@@ -544,14 +544,15 @@ ROW_KERNEL void apply_penalties(
       biases + row * MAX_BIASES, stop_ids + row * MAX_STOP_IDS, forbidden, adjusted + place);
 }
 
-// What `apply_penalties` has written for constrained rows, adjusted [B, positions, vocab], becomes impossible where a mask
-// forbids it: bit v % 32 of word v / 32 of masks [B, positions, (vocab + 31) / 32] says whether v may come.
-KERNEL void apply_masks(const u32* masks, const Sampling* sampling, int vocab, float* adjusted) {
+// What `apply_penalties` has written for constrained rows, adjusted [B, positions, stride], becomes impossible where a
+// mask forbids it: bit v % 32 of word v / 32 of masks [B, positions, words] says whether v < vocab may come.
+KERNEL void apply_masks(
+    const u32* masks, int words, const Sampling* sampling, int stride, int vocab, float* adjusted) {
   if (!sampling[blockIdx.x].constrained) return;
   i64 place = (i64)blockIdx.x * gridDim.y + blockIdx.y;
-  masks += place * ((vocab + 31) / 32);
+  masks += place * words;
   for (int v = blockIdx.z * blockDim.x + threadIdx.x; v < vocab; v += gridDim.z * blockDim.x)
-    if (!(masks[v / 32] >> v % 32 & 1)) adjusted[place * vocab + v] = -infinity();
+    if (!(masks[v / 32] >> v % 32 & 1)) adjusted[place * stride + v] = -infinity();
 }
 
 // What the token before draft token `step` adds to its logits [B, stride]: w2 [rank, vocab] times its row of w1 [V, rank].

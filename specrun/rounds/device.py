@@ -28,6 +28,7 @@ from contextlib import suppress
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from specrun.backends import DeviceBackend
 from specrun.devices import Device
@@ -82,6 +83,7 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
         self._next: QueuedRound | None = None
         """The round that is queued ahead."""
         self._masks = self.device.zeros((*positions, -(-runner.vocab // 32)), np.uint32)
+        self._draft_masks = self.device.zeros((max_rows, 1, self._masks.shape[2]), np.uint32)
         self._drafts = self.device.zeros((max_rows * max(1, max_draft_len),), np.int64)
         self._pinned_drafts = self.device.pinned_like(self._drafts)
         # Without a drafter, the kernel ``accept`` does not read it.
@@ -219,22 +221,27 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
     def _queue_with_masks(
         self, requests: Sequence[Request], counts: Sequence[int], batch: int, draft_len: int, sends_logits: bool
     ) -> bool:
-        """``_queue`` in two pieces, where a request is constrained.
+        """``_queue`` in pieces, where a request is constrained.
 
-        Between them the host sees the draft tokens and uploads the target's masks. The draft's logits are not masked,
-        as it would have to wait for the host at every step. A draft token that is forbidden is rejected.
+        Behind each piece the host reads the draft tokens. A drafter with ``draws_one_by_one`` has a piece for each
+        draft token, whose logits are masked. Others have one piece; what they draft against a grammar is rejected.
         """
         drafter, steady = self.drafter, True
+        matchers = [request.matcher for request in requests]
         drafts: list[list[int]] = [[] for _ in requests]
+        columns = [fill_masks(matchers, drafts, self.target.vocab)]
         if drafter and draft_len:
             steady = drafter.queue_ahead(batch, draft_len, sends_logits)
-            work = partial(self._draft, batch, draft_len)
-            steady &= self._captures.queue(self.device, ("draft", batch, draft_len), work)
-            self._wait([self.device])
-            found = self._pinned_drafts[: batch * draft_len].reshape(batch, draft_len).tolist()
-            for row, count in enumerate(counts):  # A row may have fewer; what is behind them is not looked at.
-                drafts[row] = list(itertools.takewhile(lambda token: token >= 0, found[row][:count]))
-        masks = fill_masks([request.matcher for request in requests], drafts, draft_len + 1, self.target.vocab)
+            size = 1 if drafter.draws_one_by_one else draft_len
+            for first in range(0, draft_len, size):
+                steps = range(first, first + size)
+                steady &= self._queue_draft(batch, draft_len, steps, columns[-1])
+                found = self._pinned_drafts[: batch * draft_len].reshape(batch, draft_len)[:, : steps.stop].tolist()
+                for row, count in enumerate(counts):  # A row may have fewer; what is behind them is not looked at.
+                    drafts[row] = list(itertools.takewhile(lambda token: token >= 0, found[row][:count]))
+                for step in steps:
+                    columns.append(fill_masks(matchers, [row[: step + 1] for row in drafts], self.target.vocab))
+        masks = np.stack(columns, axis=1)
         self.device.write(self._masks.part(0, masks.shape), masks)
         work = partial(self._verify, batch, draft_len, masked=True)
         steady &= self._captures.queue(self.device, ("verify", batch, draft_len), work)
@@ -250,17 +257,26 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
             return error
         return this.outcome(row, request)
 
-    def _draft(self, batch: int, draft_len: int) -> None:
+    def _queue_draft(self, batch: int, draft_len: int, steps: range, masks: npt.NDArray[np.uint32]) -> bool:
+        """Draft tokens ``steps`` of each row, and wait for them. masks: uint32 [rows, words], of the first of them."""
+        self.device.write(self._draft_masks.part(0, (len(masks), 1, masks.shape[1])), masks)
+        work = partial(self._draft, batch, draft_len, steps)
+        steady = self._captures.queue(self.device, ("draft", batch, draft_len, steps), work)
+        self._wait([self.device])
+        return steady
+
+    def _draft(self, batch: int, draft_len: int, steps: range) -> None:
         """Queue what drafts on this device, and a copy of the draft tokens for the host."""
         if self.drafter:
-            self.drafter.queue(batch, draft_len)
+            masks = self._draft_masks.part(0, (batch, *self._draft_masks.shape[1:]))
+            self.drafter.queue(batch, draft_len, steps, masks)
         drafts = self._drafts.part(0, (batch * draft_len,))
         calls.move_drafts(self.rows, batch=batch, draft_len=draft_len, packed=drafts, unpacking=False)
         self.device.copy_to_host(drafts, self._pinned_drafts[: batch * draft_len])
 
     def _draft_and_verify(self, batch: int, draft_len: int) -> None:
         if self.drafter and draft_len:
-            self.drafter.queue(batch, draft_len)
+            self.drafter.queue(batch, draft_len, range(draft_len), None)
         self._verify(batch, draft_len)
 
     def _verify(self, batch: int, draft_len: int, masked: bool = False) -> None:
@@ -274,7 +290,7 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
         calls.apply_penalties(rows, logits=logits, vocab=target.vocab, first=0, draft_len=draft_len, adjusted=adjusted)
         if masked:
             masks = self._masks.part(0, (batch, draft_len + 1, self._masks.shape[2]))
-            calls.apply_masks(rows, masks=masks, adjusted=adjusted)
+            calls.apply_masks(rows, masks=masks, vocab=target.vocab, adjusted=adjusted)
         calls.sample_target(rows, logits=logits, adjusted=adjusted, distributions=p, chosen=chosen)
         calls.accept(
             rows,

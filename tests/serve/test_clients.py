@@ -73,9 +73,9 @@ def test_lm_evals_log_likelihoods_are_hugging_faces(server: Server, hf: Path, lm
     lines = [json.dumps({"context": context, "continuation": continuation}) for context, continuation in asked]
     (tmp_path / "asked.jsonl").write_text("\n".join(lines) + "\n")
     (tmp_path / "ours.yaml").write_text(TASK.format(data=tmp_path / "asked.jsonl"))
-    model = f"model=target,base_url={server.url}/v1/completions,tokenizer={hf / 'target'},max_length=64"
+    asks = f"model=target,base_url={server.url}/v1/completions,tokenizer={hf / 'target'},max_length=64"
     environment = os.environ | {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
-    command = [lm_eval, "-c", EVALUATE, model, tmp_path, tmp_path / "answers.json"]
+    command = [lm_eval, "-c", EVALUATE, asks, tmp_path, tmp_path / "answers.json"]
     said = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert said.returncode == 0, said.stderr
     found = json.loads((tmp_path / "answers.json").read_text())

@@ -105,7 +105,7 @@ def _prepare(device: Device, rows: int, vocab: int) -> tuple[DeviceRows, dict[st
         "apply_penalties": call(
             calls.apply_penalties, state, logits=logits, vocab=vocab, first=0, draft_len=g, adjusted=adjusted
         ),
-        "apply_masks": call(calls.apply_masks, state, masks=masks, adjusted=adjusted),
+        "apply_masks": call(calls.apply_masks, state, masks=masks, vocab=vocab, adjusted=adjusted),
     }
 
 

@@ -15,9 +15,9 @@ from transformers.pytorch_utils import Conv1D
 from specbuild.export.origins import Converted
 from specbuild.quantisation.checkpoints.from_torch import FromTorch
 from specbuild.quantisation.checkpoints.scheme import Scheme
-from specbuild.quantisation.packed import Packed, side_by_side
-from specbuild.quantisation.packed_model import PackedModel, StackedReader
-from specbuild.tensors import Index, Reader, StoredTensor, Weight
+from specbuild.quantisation.packed import Packed, shared_activation, side_by_side
+from specbuild.quantisation.packed_model import PackedModel
+from specbuild.tensors import Index, Reader, Stacked, StoredTensor, Weight
 from specrun.errors import CheckpointError, UnsupportedModelError
 
 _SCALES = {ir.DataType.FLOAT16: torch.float16, ir.DataType.FLOAT: torch.float32}
@@ -62,7 +62,8 @@ def with_packed(scheme: Scheme, stored: Mapping[str, Reader]) -> dict[str, Reade
         for suffixed in own.values():
             del readers[suffixed.name]
         if "blocks" in tensors:
-            readers[module] = StackedReader(scheme.experts(module, tensors), by_channel=False)
+            experts = scheme.experts(module, tensors)
+            readers[module] = Stacked(tuple(PackedReader(one) for one in experts), is_transposed=True)
         elif packed := scheme.packed(module, tensors):
             readers[f"{module}.weight"] = PackedReader(packed)
     return readers
@@ -95,14 +96,13 @@ def packed_products(model: Any, scheme: Scheme, weights: Mapping[str, Weight], n
 
 def _experts(reader: Reader, notes: list[str]) -> tuple[Packed, ...]:
     """The weights of stacked experts, whose forms must be one; nothing where they stay dense."""
-    if isinstance(reader, StackedReader):
-        return reader.experts
-    sources = reader.experts() if isinstance(reader, Converted) else []
+    sources = reader.experts() if isinstance(reader, Converted | Stacked) else []
     parts = [[own.packed for own in one if isinstance(own, PackedReader)] for one in sources]
     if not any(parts):
         return ()
-    found = [side_by_side(own) if len(own) == len(one) else None for own, one in zip(parts, sources, strict=True)]
-    experts = tuple(_without_fixed_scale(_attachable(one, notes)) for one in found if one is not None)
+    alike = [[replace(one, activation=shared_activation(own)) for one in own] for own in parts]
+    found = [side_by_side(own) if len(own) == len(one) else None for own, one in zip(alike, sources, strict=True)]
+    experts = tuple(_attachable(one, notes) for one in found if one is not None)
     forms = {(one.codes.dtype, one.scales.dtype, one.block, one.axis, one.zero_points is None) for one in experts}
     if len(experts) == len(sources) and len(forms) == 1 and not any(one.has_extras for one in experts):
         return experts
@@ -110,12 +110,6 @@ def _experts(reader: Reader, notes: list[str]) -> tuple[Packed, ...]:
     if note not in notes:
         notes.append(note)
     return ()
-
-
-def _without_fixed_scale(packed: Packed) -> Packed:
-    """Experts read one input, and each has another scale for it: it keeps its precision, which is no less exact."""
-    fixed = packed.activation is not None and packed.activation.scale is not None
-    return replace(packed, activation=None) if fixed else packed
 
 
 def _attachable(packed: Packed, notes: list[str]) -> Packed:
