@@ -220,12 +220,12 @@ def check(model_dir: str, draft_dir: str | None, revision: str | None, text_mode
     from specbuild.inspect import facts_table
     from specbuild.progress import Stages
 
-    checked = [check_model(model_dir, Stages(), revision, text_model)]
+    checked = {model_dir: check_model(model_dir, Stages(), revision, text_model)}
     if draft_dir is not None:
-        checked.append(check_model(draft_dir, Stages()))
-    for name, one in zip((model_dir, draft_dir), checked, strict=False):
+        checked[draft_dir] = check_model(draft_dir, Stages())
+    for name, one in checked.items():
         click.echo(facts_table({"checkpoint": name, **one.facts()}))
-    for sentence in compare(*checked) if len(checked) == 2 else ():
+    for sentence in compare(*checked.values()) if len(checked) == 2 else ():
         click.echo(f"pair: {sentence}")
 
 

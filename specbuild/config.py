@@ -205,6 +205,7 @@ def plan_build(options: EngineOptions, checkpoint: CheckpointConfig) -> tuple[Bu
             input_len,
             draft_len,
             options.gather_generation_logits,
+            checkpoint.graph.round_len(draft_len),
             options.multiple_profiles,
         ),
     )
@@ -212,21 +213,29 @@ def plan_build(options: EngineOptions, checkpoint: CheckpointConfig) -> tuple[Bu
 
 
 def plan_profiles(
-    batch_size: int, input_len: int, draft_len: int, every_logit: bool, multiple: bool = False
+    batch_size: int,
+    input_len: int,
+    draft_len: int,
+    every_logit: bool,
+    round_len: int | None = None,
+    multiple: bool = False,
 ) -> list[Profile]:
     """Context: S = 1..input_len. Generation: a verify pass (1..draft_len + 1), or a draft step of 1 or 2 tokens.
 
-    multiple: generation has profiles of its own for S = 1 and for longer passes, and for each batch size that a round
-    on a GPU is padded to, which is the one that they are tuned for.
+    round_len: the most tokens of a pass in a round; None: those of a verify pass. multiple: generation has profiles of
+    its own for S = 1 and for longer passes, and for each batch size that a round on a GPU is padded to, which is the
+    one that they are tuned for.
     """
     batch = (1, 1, batch_size)
     step = (1, draft_len + 1, draft_len + 1) if draft_len else (1, 1, FIRST_DRAFT_STEP_LEN)
+    longest = round_len or draft_len + 1
+    tokens = (1, longest, longest) if draft_len else step
     context_logits = (1, 1, input_len) if every_logit else (1, 1, min(step[2], input_len))
     usual = min(input_len, max(1, input_len // 2))
     context = Profile(name="context", batch=batch, sequence=(1, usual, input_len), logits=context_logits)
     if not multiple:
-        return [context, Profile(name="generation", batch=batch, sequence=step, logits=step)]
-    longer = (2, max(2, step[1]), step[2])
+        return [context, Profile(name="generation", batch=batch, sequence=tokens, logits=step)]
+    longer = (2, max(2, tokens[1]), tokens[2])
     lengths = [((1, 1, 1), (1, 1, 1)), (longer, step)]
     return [context] + [
         Profile(name="generation", batch=sizes, sequence=sequence, logits=logits)

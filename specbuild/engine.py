@@ -17,6 +17,7 @@ from specbuild.provenance import made_before, require_same
 from specbuild.workers import run_side_by_side
 from specrun.backends import open_host_backend
 from specrun.bit_exact import BitExact
+from specrun.contract import MARKOV_FILES
 from specrun.directories import new_directory, require_free
 from specrun.engine_dir import CONFIG_NAME, WEIGHTS_NAME, EngineConfig, describe_file
 from specrun.errors import BuildConfigError, CheckpointError
@@ -141,7 +142,7 @@ def _probe(directory: Path, config: EngineConfig) -> BitExact:
 def _compile(plan: EnginePlan, work: Path, advance: Advance) -> EngineConfig:
     source, checkpoint = plan.options.checkpoint_dir, plan.checkpoint
     compiled = plan.compiler(source, checkpoint.graph, plan.build, work, advance)
-    copied = tokenizer_files(source)
+    copied = [*tokenizer_files(source), *(name for name in MARKOV_FILES if name in checkpoint.files)]
     for file in copied:
         shutil.copyfile(source / file, work / file)
     require_own_tokenizer(source, checkpoint.tokenizer, CheckpointError)

@@ -51,6 +51,10 @@ class DraftTargetConfig(arguments.Named):
     suffix: the same for longer ends of the text, and in earlier outputs too; beside a draft engine, each round takes
     for each text what promises more tokens a second."""
 
+    draft_confidence: float = 0.0
+    """End a draft before a token that its head expects to be accepted with less than this probability. Only heads with
+    a confidence head say so (DSpark), and only on the CPU. 0: never."""
+
     @property
     def fixed_draft_len(self) -> int | None:
         """Draft tokens of every round; None: as many as pay."""
@@ -65,6 +69,9 @@ class DraftTargetConfig(arguments.Named):
                 "kv_cache_free_gpu_memory_fraction", self.kv_cache_free_gpu_memory_fraction
             ),
         }
+        found["draft_confidence"] = arguments.number("draft_confidence", self.draft_confidence)
+        if not 0 <= found["draft_confidence"] <= 1:
+            raise RequestError(f"draft_confidence {self.draft_confidence:g}: expected 0 to 1")
         for name in ("draft_devices", "target_devices"):
             found[name] = tuple(arguments.wholes(name, getattr(self, name)))
         for name in ("use_logits", "cuda_graph", "warm_up", "reuse_blocks", "shared_thread_pool"):

@@ -18,8 +18,13 @@ of the position before each token. It writes its own feature of the first positi
 go on from there; where that is -1, nothing is wanted and nothing is written. Both share one tensor.
 
 A head that drafts in one pass (``GraphInfo.parallel_drafts``) gives logits [B, K, V] of K draft tokens one after the
-other: the first stands behind the first position of ``logits_indices``. It leaves features as they are. One that has no
-cache of its own reads no texts, only the feature in front of that position.
+other, and leaves features as they are. The first position of ``logits_indices`` is that of the last committed token, or
+the one behind it (``GraphInfo.sample_from_anchor``). What is fed behind the last committed token is of no account.
+
+- One without a cache of its own reads no texts, only the feature in front of the last committed token.
+- Another one keeps keys and values of the features of tokens. Those of the last committed token and of what is behind
+  it are guesses, so that token is fed again in the next round, with all that were committed since. Where -1 stands in
+  ``logits_indices`` behind other positions, a row wants fewer logits than others.
 
 ``write_index + S <= S_max`` must hold for every row: padded positions write beyond the row's length.
 """
@@ -31,6 +36,9 @@ WRITE_INDICES = "write_indices"
 LOGITS_INDICES = "logits_indices"
 LOGITS = "logits"
 OPSET = 24
+
+MARKOV_FILES = ("markov_w1.npy", "markov_w2.npy")
+"""Beside the graph of a head with ``GraphInfo.markov_rank``: float32 [V, rank] and [rank, logits], see ``Markov``."""
 
 FIRST_DRAFT_STEP_LEN = 2
 """Tokens of a round's first draft step. The draft's cache lacks two after a round in which every draft was accepted."""

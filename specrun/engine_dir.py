@@ -28,7 +28,7 @@ from pydantic import (
 )
 
 from specrun.bit_exact import BitExact
-from specrun.contract import FIRST_DRAFT_STEP_LEN, NOTHING_WANTED, past_names, present_names
+from specrun.contract import FIRST_DRAFT_STEP_LEN, MARKOV_FILES, NOTHING_WANTED, past_names, present_names
 from specrun.dtypes import DTYPES, CacheName, ElementType, FloatName
 from specrun.errors import EngineDirError, SpecError
 from specrun.processor import has_vnni
@@ -129,11 +129,27 @@ class GraphInfo(Strict):
     """None: the graph has none."""
     parallel_drafts: int | None = Field(default=None, ge=1, le=1 << 16)
     """The most draft tokens that one pass of a head gives logits of; None: one, and the next pass goes on from it."""
+    sample_from_anchor: bool = True
+    """Of such a head: whether the first draft token has its logits at the last committed one's place, or behind it."""
+    markov_rank: int | None = Field(default=None, ge=1, le=1 << 16)
+    """Of a head each of whose draft tokens adds to the logits of the next one; see ``MARKOV_FILES``."""
+    has_confidence: bool = False
+    """Whether the last of ``vocab_size`` logits is none of a token: its sigmoid is the probability of acceptance."""
 
     @property
     def is_head(self) -> bool:
         """Whether it drafts from a target's features."""
         return self.features is not None and self.features.of == "head"
+
+    def reread_len(self, draft_len: int) -> int:
+        """The most tokens that a head reads again in a round of ``draft_len``, the last committed one included."""
+        return draft_len + 2 if self.parallel_drafts else draft_len + 1
+
+    def round_len(self, draft_len: int) -> int:
+        """The most tokens of one pass in a round of ``draft_len``."""
+        if self.parallel_drafts and self.caches:
+            return self.reread_len(draft_len) + draft_len - self.sample_from_anchor
+        return draft_len + 1
 
     @property
     def nothing_wanted(self) -> int:
@@ -289,9 +305,9 @@ class EngineConfig(Strict):
 
     @property
     def weight_bytes(self) -> int:
-        """Size of the engine's own files: about what its weights take."""
+        """Size of the files that are loaded: about what its weights take."""
         engine = ENGINE_FILES[self.backend.name]
-        return sum(info.bytes for name, info in self.files.items() if name.startswith(engine))
+        return sum(info.bytes for name, info in self.files.items() if name.startswith((engine, *MARKOV_FILES)))
 
     @field_validator("files")
     @classmethod

@@ -34,7 +34,10 @@ from specrun.translation import open_translator
 _FILES = ("*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja")
 """Of a checkpoint, what an engine depends on."""
 _BUILDERS = ("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_ir", "onnxruntime")
-_HEAD_FIELDS = {"speculators_model_type", "eagle_config", "draft_vocab_size", "medusa_num_heads", "medusa"}
+_HEAD_FIELDS = {
+    *("speculators_model_type", "eagle_config", "draft_vocab_size", "medusa_num_heads", "medusa"),
+    *("dflash_config", "markov_rank"),
+}
 """Of configurations that only draft heads have."""
 MAX_SEQ_LEN = 4096
 """Of engines, where the models have more positions."""

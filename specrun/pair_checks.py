@@ -44,7 +44,7 @@ def find_translator(target: Engine, draft: Engine) -> Translator | None:
             return None
         sizes = here.graph.vocab_size, there.graph.vocab_size
         return open_translator(target.directory, draft.directory, *sizes)
-    if here.graph.vocab_size != there.graph.vocab_size:
+    if here.graph.vocab_size != there.graph.vocab_size and not there.graph.is_head:
         raise PairError(
             f"{target.directory} has {here.graph.vocab_size} logits and {draft.directory} {there.graph.vocab_size}, "
             "and without a tokenizer in both nothing shows that their vocabularies agree"

@@ -31,6 +31,7 @@ SIZES = {
     "count": 8,
     "batch": 3,
     "num_logits": 6,
+    "rank": 7,
     "words": 21,
 }
 """What the shapes below say."""
@@ -40,6 +41,7 @@ SHAPES = {
     "input_ids": (2, SIZES["query_len"]),
     "logits_indices": (2, SIZES["num_logits"]),
     "target_logits": (2, SIZES["positions"], SIZES["vocab"]),
+    "w2": (SIZES["rank"], SIZES["vocab"]),
     "masks": (2, SIZES["positions"], SIZES["words"]),
     "uploads": (2, 1 + SIZES["draft_len"]),
     "tensors": (7,),

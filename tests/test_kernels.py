@@ -405,6 +405,25 @@ def test_masked_logits_are_numpys() -> None:
         assert same_bits(found, expected.astype(np.float32))
 
 
+def test_markov_heads_are_numpys() -> None:
+    """Of rows with texts of their own, in the first step and behind draft tokens; a draft that failed adds nothing."""
+    generator = np.random.default_rng(4)
+    vocab, rank, stride = 300, 24, 310
+    w1, w2 = (generator.standard_normal(size).astype(np.float32) for size in ((vocab, rank), (rank, vocab)))
+    tokens = generator.integers(0, vocab, (3, 12))
+    tokens[2, 8] = -1
+    rows = {"tokens": tokens, "progress": np.array([(4, 9), (6, 9), (7, 9)], PROGRESS)}
+    for step in (0, 2):
+        logits = generator.standard_normal((3, 1, stride)).astype(np.float32)
+        found, expected = logits.copy(), logits.copy()
+        call(calls.apply_markov, rows, logits=found, step=step, w1=w1, w2=w2)
+        for row, (length, _) in enumerate(rows["progress"]):
+            if (before := tokens[row, length + step - 1]) >= 0:
+                expected[row, 0, :vocab] += w1[before] @ w2
+        assert np.allclose(found, expected, atol=1e-4)
+        assert (expected[2] == logits[2]).all() == (step == 2)
+
+
 def same_bits(a: Floats, b: Floats) -> bool:
     return bool(((np.ascontiguousarray(a).view(np.uint32) == b.view(np.uint32)) | (np.isnan(a) & np.isnan(b))).all())
 

@@ -30,7 +30,6 @@ from scipy.special import log_softmax
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from scripts.benchmarks.draft_lengths import PROMPTS
 from scripts.benchmarks.peers_systems import (
     AUTO,
     BITS,
@@ -43,6 +42,7 @@ from scripts.benchmarks.peers_systems import (
     make,
     systems,
 )
+from scripts.benchmarks.prompts import PROMPTS
 from scripts.benchmarks.quantised import Floats, log_probs, quality, unseen_texts
 from specrun.bench import Settings, as_json
 from specrun.bench_results import Spread

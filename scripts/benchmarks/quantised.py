@@ -24,8 +24,9 @@ from scipy.special import log_softmax
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from scripts.benchmarks.draft_lengths import PROMPTS, rate
+from scripts.benchmarks.draft_lengths import rate
 from scripts.benchmarks.engines import build, to_onnx
+from scripts.benchmarks.prompts import PROMPTS
 from scripts.make_demo_pair import corpus
 from specbuild.quantisation.recipe import QFORMATS
 from specrun.backends import open_host_backend

@@ -49,7 +49,8 @@ def compile_graph(
         model = graphs.write_recoded(model, output)
     harmful = cpu_forms.HARMFUL if any(node.op_type == "DequantizeLinear" for node in graphs.all_nodes(model)) else []
     harmful = [*harmful, *(cpu_forms.HARMFUL_TO_CACHES if cache_updates(model) else [])]
-    pad_single_queries(model)
+    if not graph.is_head:  # Only the bits of a target are those of texts.
+        pad_single_queries(model)
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.optimized_model_filepath = str(output / GRAPH_NAME)
     options.add_session_config_entry("session.optimized_model_external_initializers_file_name", WEIGHTS_NAME)

@@ -9,20 +9,21 @@ from specbuild.checkpoint import CheckpointConfig
 from specbuild.convert import ConvertOptions, check_opset, choose_max_seq_len, dtype_name, plain, vocab_size_of
 from specbuild.files import require_space
 from specbuild.heads.checkpoint import EagleHead, Head
+from specbuild.heads.dflash_checkpoint import DFlashHead
 from specbuild.heads.medusa_checkpoint import MedusaHead
 from specbuild.huggingface import eos_token_ids, read_model_config, save_tokenizer
 from specbuild.json_file import read_json
 from specbuild.progress import Stages
 from specbuild.weights import check_weights, require_layers
 from specrun.engine_dir import CONFIG_NAME, GRAPH_NAME, WEIGHTS_NAME, GraphInfo, Provenance, describe_file
-from specrun.errors import BuildConfigError
+from specrun.errors import BuildConfigError, UnsupportedModelError
 from specrun.tokenizer import describe_tokenizer, tokenizer_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from specbuild.heads.medusa import Medusa
-    from specbuild.heads.module import HeadModule
+    from specbuild.heads.module import LayerModule
     from specbuild.tensors import Weight
 
 
@@ -37,6 +38,7 @@ def convert_head(
     from specbuild.export.exporter import PREFIX
     from specbuild.export.rope import pin_rope
     from specbuild.export.skeleton import load_skeleton
+    from specbuild.heads.dflash import DFlash
     from specbuild.heads.fusion import Fusion, describe_features
     from specbuild.heads.verify import verify_head
     from specbuild.quantisation.checkpoints.loading import with_packed
@@ -64,11 +66,10 @@ def convert_head(
     if not save_tokenizer(directory, work, options.trust_remote_code):
         stages.say(f"note: {directory} has no tokenizer; specrun will need --tokenizer_dir")
     info = GraphInfo(
-        vocab_size=model.vocab_size,
         dtype=dtype_name(owner),
         caches=model.caches,
         features=describe_features(head, fusion.layers, files, "head"),
-        parallel_drafts=head.num_heads if isinstance(head, MedusaHead) else None,
+        **model.described,
     )
     with stages.stage("export graph"):
         graph = model.export()
@@ -78,6 +79,7 @@ def convert_head(
     total = sum(value.const_value.nbytes for value in graph.graph.initializers.values() if value.const_value)
     with stages.stage("write weights", total) as advance:
         graphs.save(graph, work / GRAPH_NAME, lambda tensor, _info: advance(tensor.nbytes))
+    others = model.write_markov(work) if isinstance(model, DFlash) else []
     difference = None
     if options.verify:
         with stages.stage("verify in ONNX Runtime"):
@@ -94,18 +96,30 @@ def convert_head(
         max_logit_difference=difference,
         pretrained_config=plain(read_json(head.config_file)),
         provenance=made.model_copy(update={"notes": notes}),
-        files={name: describe_file(work / name) for name in (GRAPH_NAME, WEIGHTS_NAME, *tokenizer_files(work))},
+        files={
+            name: describe_file(work / name) for name in (GRAPH_NAME, WEIGHTS_NAME, *others, *tokenizer_files(work))
+        },
     )
 
 
-def _make(head: Head, owner: PreTrainedModel, weights: dict[str, Weight]) -> HeadModule | Medusa:
+def _make(head: Head, owner: PreTrainedModel, weights: dict[str, Weight]) -> LayerModule | Medusa:
     """The head as a torch module. weights: those of ``owner``, its target."""
+    from torch import nn
+
+    from specbuild.heads.dflash import DFlash
     from specbuild.heads.eagle1 import Eagle1
     from specbuild.heads.eagle3 import Eagle3
     from specbuild.heads.medusa import Medusa
 
     if isinstance(head, MedusaHead):
         return Medusa(head, owner.dtype, vocab_size_of(owner))
+    if isinstance(head, DFlashHead):
+        if "embed_tokens.weight" not in head.tensors and type(owner.get_input_embeddings()) is not nn.Embedding:
+            raise UnsupportedModelError(
+                f"{owner.name_or_path}: {type(owner.get_input_embeddings()).__name__}: embeddings that are more than a "
+                "table cannot be lent to a head"
+            )
+        return DFlash(head, owner.dtype, _lent(owner, weights), vocab_size_of(owner))
     if not isinstance(head, EagleHead):
         raise TypeError(type(head))
     make = Eagle1 if head.kind == "eagle1" else Eagle3

@@ -23,12 +23,14 @@ from specrun.errors import CheckpointError, UnsupportedModelError
 
 _FINAL = -1
 """In place of a layer: the model's last state, behind its final norm."""
+_FUSED = {"eagle3": ("fc.weight", "fc_norm.", "input_norm."), "dflash": ("fc.weight", "hidden_norm.")}
+"""How the names of a head's tensors begin that are on the target's side, by its kind."""
 PREFIX = "fusion."
 """In front of the names of its weights, in a target's graph."""
 
 
 class Fusion(nn.Module):
-    """``fc`` of the states of some layers, each or all normalised before where the head says so."""
+    """``fc`` of the states of some layers, normalised before it, each or all, or behind it, as the head has it."""
 
     def __init__(self, head: Head, target: PreTrainedModel) -> None:
         """Raises CheckpointError, and UnsupportedModelError where the target's layers are not found."""
@@ -37,7 +39,7 @@ class Fusion(nn.Module):
         self.layers = head.aux_layers_of(len(decoder_layers(target)), hidden_size)
         self.width, self.epsilon = head.hidden_size, head.epsilon
         self.names = head.fused_names(len(self.layers))
-        sizes = {"input_norm.weight": len(self.layers) * hidden_size}
+        sizes = {"input_norm.weight": len(self.layers) * hidden_size, "hidden_norm.weight": self.width}
         for name in self.names[1:]:
             size = sizes.get(name, hidden_size)
             if head.shape(name, 1) != (size,):
@@ -70,7 +72,10 @@ class Fusion(nn.Module):
         fused = torch.cat(states, dim=-1)
         if "input_norm.weight" in self.names:
             fused = rms_norm(fused, self._weight("input_norm.weight"), self.epsilon)
-        return functional.linear(fused, self._weight("fc.weight"))
+        fused = functional.linear(fused, self._weight("fc.weight"))
+        if "hidden_norm.weight" in self.names:
+            fused = rms_norm(fused, self._weight("hidden_norm.weight"), self.epsilon)
+        return fused
 
     def _weight(self, name: str) -> nn.Parameter:
         return self.get_parameter(name)
@@ -78,7 +83,7 @@ class Fusion(nn.Module):
 
 def is_fused(head: Head, name: str) -> bool:
     """Whether a head's tensor is on the target's side."""
-    return head.kind == "eagle3" and (name == "fc.weight" or name.startswith(("fc_norm.", "input_norm.")))
+    return name.startswith(_FUSED.get(head.kind, ()))
 
 
 def describe_features(head: Head, layers: tuple[int, ...], target: Weights, of: Any) -> Features:
@@ -87,7 +92,7 @@ def describe_features(head: Head, layers: tuple[int, ...], target: Weights, of: 
     target: its weight files, of which the vectors count: every trained model has its own norms.
     """
     own = {name: head.tensors[name] for name in head.fused_names(len(layers))}
-    epsilon = head.epsilon if len(own) > 1 else 0.0  # Behind ``fc`` there are norms only.
+    epsilon = head.epsilon if len(own) > 1 else 0.0  # Those beside ``fc`` are norms.
     digest = hashlib.sha256(json.dumps([layers, epsilon, head.hidden_size]).encode())
     vectors = {name: StoredTensor(entry) for name, entry in sorted(target.entries.items()) if len(entry.shape) == 1}
     for name, tensor in {**own, **vectors}.items():

@@ -11,6 +11,8 @@ and all of a round's draft tokens come from one pass.
 
 from __future__ import annotations
 
+from typing import Any
+
 import onnx_ir as ir
 import torch
 from torch import nn
@@ -59,6 +61,11 @@ class Medusa(nn.ModuleList):
     def caches(self) -> list[CacheTensor]:
         """It keeps nothing of texts."""
         return []
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """Fields of ``GraphInfo`` that follow from the kind."""
+        return {"vocab_size": self.vocab_size, "parallel_drafts": len(self)}
 
     def export(self) -> ir.Model:
         """Their graph, whose initializers are named as ``weights``, behind ``PREFIX``. See ``export_onnx``."""

@@ -24,7 +24,7 @@ from specbuild.export.hooks import (
     scatter,
 )
 from specbuild.export.skeleton import placeholder
-from specbuild.heads.checkpoint import EagleHead, Head
+from specbuild.heads.checkpoint import EagleHead, Head, LayerHead
 from specbuild.heads.fusion import is_fused
 from specbuild.huggingface import first_line
 from specbuild.tensors import Weight
@@ -38,13 +38,13 @@ _CLASSES: dict[str, tuple[Any, Any, Any]] = {
 """Of each type of layers: the layer, its norm and its rotary embedding."""
 
 
-class HeadModule(nn.Module):
-    """A head of some kind. Its matrices are placeholders; ``weights`` says where they are read."""
+class LayerModule(nn.Module):
+    """A head of layers. Its matrices are placeholders; ``weights`` says where they are read."""
 
     norm: nn.Module
     """In front of ``lm_head``."""
 
-    def __init__(self, head: EagleHead, dtype: torch.dtype, lent: Mapping[str, Weight], vocab_size: int) -> None:
+    def __init__(self, head: LayerHead, dtype: torch.dtype, lent: Mapping[str, Weight], vocab_size: int) -> None:
         """lent: the target's embedding and output layer, by a head's names for them. vocab_size: the target's.
 
         Raises CheckpointError where a tensor is missing, of another shape, or of no use.
@@ -60,7 +60,7 @@ class HeadModule(nn.Module):
             self.lm_head = nn.Linear(head.hidden_size, head.draft_vocab_size, bias=False)
             self.add_parts(self.layers[0], lambda: make_norm(head.hidden_size, eps=head.epsilon))
         self.rotary = make_rotary(self.config)
-        self.weights = load_parameters(self, head, dtype, lent, lambda name: name == "d2t" or is_fused(head, name))
+        self.weights = load_parameters(self, head, dtype, lent, self.is_elsewhere)
         """By their names here."""
         self.slots: torch.Tensor | None
         self.register_buffer("slots", slots, persistent=False)
@@ -69,6 +69,70 @@ class HeadModule(nn.Module):
     def add_parts(self, first: Any, make_norm: Callable[[], nn.Module]) -> None:
         """Make ``norm``, and what the kind has beside layers, embeddings and ``lm_head``. first: the first layer."""
         raise NotImplementedError
+
+    def logits(self, y: torch.Tensor) -> torch.Tensor:
+        """float32 logits of the target's vocabulary; -inf for tokens that the head does not draft."""
+        found: torch.Tensor = self.lm_head(self.norm(y)).float()
+        if self.slots is None:
+            return found
+        nothing = torch.full((*found.shape[:-1], 1), float("-inf"))
+        return torch.cat([found, nothing], dim=-1).index_select(-1, self.slots)
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether a tensor of the head has its place elsewhere."""
+        return name == "d2t" or is_fused(self.head, name)
+
+    def contract(self) -> nn.Module:
+        """It behind the contract's inputs and outputs."""
+        raise NotImplementedError
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """Fields of ``GraphInfo`` that follow from the kind."""
+        return {"vocab_size": self.vocab_size}
+
+    def export(self) -> ir.Model:
+        """Its graph, whose initializers are named as ``weights``, behind ``PREFIX``. See ``export_onnx``."""
+        register()
+        shapes = [*self.caches, CacheTensor(heads=1, head_dim=self.head.hidden_size)]
+        self.config._attn_implementation = IMPLEMENTATION
+        try:
+            return export_module(self.contract(), shapes, True, self.dtype, f"{self.head.directory}: the head")
+        finally:
+            self.config._attn_implementation = "eager"
+
+    @property
+    def caches(self) -> list[CacheTensor]:
+        """[key_0, value_0, key_1, ...]"""
+        attention: Any = self.layers[0].self_attn
+        tensor = CacheTensor(heads=self.config.num_key_value_heads, head_dim=attention.head_dim)
+        return [tensor] * (2 * len(self.layers))
+
+    def _find_slots(self) -> torch.Tensor | None:
+        """Of each of the target's tokens: its place among the head's logits, or the one behind them.
+
+        None where both vocabularies are the same. Raises CheckpointError.
+        """
+        head = self.head
+        require_vocab(head, self.vocab_size)
+        if head.draft_vocab_size == self.vocab_size:
+            return None
+        if head.shape("d2t", 1) != (head.draft_vocab_size,):
+            raise CheckpointError(f"{head.directory}: d2t has {head.shape('d2t', 1)[0]} numbers, not draft_vocab_size")
+        shifts = head.tensors["d2t"].read((slice(None),), torch.int64)
+        tokens = torch.arange(head.draft_vocab_size) + shifts
+        inside = bool(((tokens >= 0) & (tokens < self.vocab_size)).all())
+        if not inside or len(torch.unique(tokens)) < len(tokens):
+            raise CheckpointError(f"{head.directory}: d2t names a token twice, or one that the target does not have")
+        slots = torch.full((self.vocab_size,), head.draft_vocab_size)
+        slots[tokens] = torch.arange(head.draft_vocab_size)
+        return slots
+
+
+class HeadModule(LayerModule):
+    """A head that drafts in a chain: each step reads the feature that the one before has written."""
+
+    head: EagleHead
 
     def forward(
         self, input_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: Any
@@ -99,50 +163,9 @@ class HeadModule(nn.Module):
         normed: torch.Tensor = self.norm(y) if self.head.norm_output else y
         return normed
 
-    def logits(self, y: torch.Tensor) -> torch.Tensor:
-        """float32 logits of the target's vocabulary; -inf for tokens that the head does not draft."""
-        found: torch.Tensor = self.lm_head(self.norm(y)).float()
-        if self.slots is None:
-            return found
-        nothing = torch.full((*found.shape[:-1], 1), float("-inf"))
-        return torch.cat([found, nothing], dim=-1).index_select(-1, self.slots)
-
-    def export(self) -> ir.Model:
-        """Its graph, whose initializers are named as ``weights``, behind ``PREFIX``. See ``export_onnx``."""
-        register()
-        shapes = [*self.caches, CacheTensor(heads=1, head_dim=self.head.hidden_size)]
-        self.config._attn_implementation = IMPLEMENTATION
-        try:
-            return export_module(_Contract(self), shapes, True, self.dtype, f"{self.head.directory}: the head")
-        finally:
-            self.config._attn_implementation = "eager"
-
-    @property
-    def caches(self) -> list[CacheTensor]:
-        """[key_0, value_0, key_1, ...]"""
-        attention: Any = self.layers[0].self_attn
-        tensor = CacheTensor(heads=self.config.num_key_value_heads, head_dim=attention.head_dim)
-        return [tensor] * (2 * len(self.layers))
-
-    def _find_slots(self) -> torch.Tensor | None:
-        """Of each of the target's tokens: its place among the head's logits, or the one behind them.
-
-        None where both vocabularies are the same. Raises CheckpointError.
-        """
-        head = self.head
-        require_vocab(head, self.vocab_size)
-        if head.draft_vocab_size == self.vocab_size:
-            return None
-        if head.shape("d2t", 1) != (head.draft_vocab_size,):
-            raise CheckpointError(f"{head.directory}: d2t has {head.shape('d2t', 1)[0]} numbers, not draft_vocab_size")
-        shifts = head.tensors["d2t"].read((slice(None),), torch.int64)
-        tokens = torch.arange(head.draft_vocab_size) + shifts
-        inside = bool(((tokens >= 0) & (tokens < self.vocab_size)).all())
-        if not inside or len(torch.unique(tokens)) < len(tokens):
-            raise CheckpointError(f"{head.directory}: d2t names a token twice, or one that the target does not have")
-        slots = torch.full((self.vocab_size,), head.draft_vocab_size)
-        slots[tokens] = torch.arange(head.draft_vocab_size)
-        return slots
+    def contract(self) -> nn.Module:
+        """See ``LayerModule``."""
+        return _Contract(self)
 
 
 def require_vocab(head: Head, vocab_size: int) -> None:
@@ -193,7 +216,7 @@ def load_parameters(
     return found
 
 
-def _layer_config(head: EagleHead) -> Any:
+def _layer_config(head: LayerHead) -> Any:
     """transformers' configuration of the layers. Raises CheckpointError."""
     unlike = ("architectures", "model_type", "auto_map", "torch_dtype", "dtype", "transformers_version")
     fields = {name: value for name, value in head.layer.items() if name not in unlike}

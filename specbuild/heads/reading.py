@@ -7,6 +7,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from specbuild.heads.checkpoint import MARKS, Head, architectures, read_eagle
+from specbuild.heads.dflash_checkpoint import is_dflash, read_dflash
 from specbuild.heads.medusa_checkpoint import is_medusa, read_medusa
 from specbuild.json_file import read_json
 from specbuild.weights import file_names
@@ -23,7 +24,8 @@ def read_head(directory: Path, allow_pickle: bool = False) -> Head:
     if not path.is_file():
         raise CheckpointError(f"{directory}: no {CONFIG_NAME}; expected the directory of a draft head")
     data = read_json(path)
-    return (read_medusa if is_medusa(data) else read_eagle)(directory, data, allow_pickle)
+    read = read_medusa if is_medusa(data) else read_dflash if is_dflash(data) else read_eagle
+    return read(directory, data, allow_pickle)
 
 
 def refuse_head(directory: Path, names: Collection[str] | None = None) -> None:
@@ -35,5 +37,9 @@ def refuse_head(directory: Path, names: Collection[str] | None = None) -> None:
     path = directory / CONFIG_NAME
     config = read_json(path) if path.is_file() else {}
     is_eagle = any(mark in config for mark in MARKS) or any("Eagle" in str(name) for name in architectures(config))
-    if is_eagle or (is_medusa(config) and not any(fnmatch(name, "model*.safetensors") for name in names)):
+    if (
+        is_eagle
+        or is_dflash(config)
+        or (is_medusa(config) and not any(fnmatch(name, "model*.safetensors") for name in names))
+    ):
         raise CheckpointError(f"{directory}: holds a draft head, not a whole model; give its target with --head_of")

@@ -41,6 +41,13 @@ pair_options = together(
         help="[draft_len, draft_device_list, target_device_list, use_logits], as TensorRT-LLM writes it.",
     ),
     click.option("--draft_len", type=DRAFT_LEN, metavar="auto|N", help="Draft tokens a round. Default: what pays."),
+    click.option(
+        "--draft_confidence",
+        type=click.FloatRange(0, 1),
+        default=0.0,
+        show_default=True,
+        help="End a draft before a token of which a DSpark head expects less. 0: never.",
+    ),
     click.option("--draft_model_device_list", type=DEVICES, help="Default: [0]."),
     click.option("--target_model_device_list", type=DEVICES, help="Default: [0]."),
     click.option("--acceptance", type=click.Choice(["tokens", "logits"]), help="Default: tokens."),
@@ -84,6 +91,7 @@ def pair_config(options: dict[str, Any]) -> DraftTargetConfig:
     given = [name for name in flags if options[name] is not None]
     memory = (
         "draft",
+        "draft_confidence",
         "bit_exact",
         "check",
         "kv_cache_free_gpu_memory_fraction",

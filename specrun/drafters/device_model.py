@@ -31,7 +31,8 @@ class DeviceModelDrafter(CachedDraft[DeviceRunner]):
     def __init__(self, backend: DeviceBackend, rows: DeviceRows) -> None:
         """rows: the round's, to which the draft tokens are written."""
         first_step_len = self._first_step_len(rows.max_draft_len)
-        super().__init__(DeviceRunner(backend, rows.max_rows, first_step_len, *self._passes(rows.max_draft_len)))
+        sizes = (self._query_len(rows.max_draft_len), *self._passes(rows.max_draft_len))
+        super().__init__(DeviceRunner(backend, rows.max_rows, *sizes))
         self.first_step_len = first_step_len
         self.devices: Sequence[Device] = [backend.device]
         self.captured: Sequence[DeviceBackend] = [backend]
@@ -103,6 +104,10 @@ class DeviceModelDrafter(CachedDraft[DeviceRunner]):
     def _first_step_len(self, draft_len: int) -> int:
         """Tokens of the first step of a round of ``draft_len``."""
         return FIRST_DRAFT_STEP_LEN
+
+    def _query_len(self, draft_len: int) -> int:
+        """The most tokens of one pass in a round of ``draft_len``."""
+        return self._first_step_len(draft_len)
 
     def _num_read(self, outcome: Outcome | SpecError) -> int:
         """How many of a round's accepted draft tokens the cache holds. The last draft token was not fed."""

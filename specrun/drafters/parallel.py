@@ -1,38 +1,91 @@
 """A head that drafts in one pass: the logits of all of a round's draft tokens come together.
 
 None of them has seen the others. So a draft token is drawn from what its place alone says, which is what acceptance
-takes it for. What is fed behind a text is the head's own matter; here it is 0.
+takes it for. With a Markov head it is drawn from that and what the token before it adds; that is what acceptance takes
+it for then. What is fed behind a text is the head's own matter; here it is 0.
+
+A head that says how surely a token will be accepted may end a draft, before the token is drawn: whether a place is
+drafted must not depend on what is drawn there (DSpark, section 3.3).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from specrun.backends import DeviceBackend
 from specrun.devices import DeviceArray
 from specrun.drafters import DraftProbs, Proposal
 from specrun.drafters.head import DeviceHeadDrafter, HeadDrafter
-from specrun.request import Request
+from specrun.drafters.markov import DeviceMarkov, Markov
+from specrun.errors import SpecError
+from specrun.request import Outcome, Request
+from specrun.runners.device_batch import DeviceRows
+from specrun.runners.host import ModelRunner
+from specrun.sampling import Floats
 
 
 class ParallelDrafter(HeadDrafter):
     """See ``Drafter``."""
 
+    def __init__(
+        self,
+        runner: ModelRunner,
+        vocab_size: int,
+        max_draft_len: int,
+        use_logits: bool,
+        markov: Markov | None = None,
+        confidence: float = 0.0,
+    ) -> None:
+        """vocab_size: the target's. confidence: a draft ends before a token of which the head expects less."""
+        super().__init__(runner, vocab_size, max_draft_len, use_logits)
+        self._graph = runner.backend.config.graph
+        self.first_step_len = self._graph.reread_len(max_draft_len)
+        self._markov = markov
+        self._least = _logit(confidence) if self._graph.has_confidence else -math.inf
+        """Of the confidence's logit."""
+
     def propose(self, requests: Sequence[Request], counts: Sequence[int], proposals: Sequence[Proposal]) -> None:
-        """See ``Drafter``. Tokens that are drafted already change nothing of those behind them."""
+        """See ``Drafter``. Tokens that are drafted already change nothing of those behind them, but by ``Markov``."""
         for row, request in enumerate(requests):
             self.runner.rows.rewind(row, len(request.tokens) - 1)
         wanted = [max(1, count) for count in counts]
-        behind = [[0] * (count - 1) for count in wanted]
+        behind = [[0] * (count - self._graph.sample_from_anchor) for count in wanted]
         logits = self.runner.forward([request.tokens for request in requests], wanted, behind)
         for row, (request, proposal) in enumerate(zip(requests, proposals, strict=True)):
-            for place in range(counts[row]):
-                if len(proposal.tokens) == place and not request.draft_error:
-                    self._draw(logits[row, place], request, proposal)
+            for place in range(len(proposal.tokens), counts[row]):
+                own = self._behind(logits[row, place], (proposal.tokens or request.tokens)[-1])
+                if own[-1] < self._least:
+                    break
+                self._draw(own, request, proposal)
+                if len(proposal.tokens) == place:  # It could not be drawn.
+                    break
+
+    def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
+        """See ``Drafter``. Nothing of the block stays, which began with the last committed token."""
+        for row, request in enumerate(requests):
+            self.runner.rows.rewind(row, len(request.tokens) - 1)
+
+    def _behind(self, logits: Floats, before: int) -> Floats:
+        """The logits of a place behind the token ``before``."""
+        return self._markov.applied(logits, before) if self._markov else logits
+
+
+def _logit(probability: float) -> float:
+    if probability in (0, 1):
+        return math.inf if probability else -math.inf
+    return math.log(probability / (1 - probability))
 
 
 class DeviceParallelDrafter(DeviceHeadDrafter):
-    """See ``DeviceDrafter``."""
+    """See ``DeviceDrafter``. Rounds have the same length in all rows, so confidence ends no draft."""
+
+    def __init__(self, backend: DeviceBackend, rows: DeviceRows, markov: Markov | None = None) -> None:
+        """rows: the round's, to which the draft tokens are written."""
+        self._graph = backend.config.graph
+        super().__init__(backend, rows)
+        self._markov = DeviceMarkov(markov, backend.device) if markov else None
 
     def probs(self, draft_len: int) -> DraftProbs:
         """See ``DeviceDrafter``. The logits of a row lie together."""
@@ -42,11 +95,25 @@ class DeviceParallelDrafter(DeviceHeadDrafter):
     def _passes(self, draft_len: int) -> tuple[int, int]:
         return draft_len, 1
 
+    def _first_step_len(self, draft_len: int) -> int:
+        return self._graph.reread_len(draft_len)
+
+    def _query_len(self, draft_len: int) -> int:
+        return self._graph.round_len(draft_len)
+
+    def _num_read(self, outcome: Outcome | SpecError) -> int:
+        """See ``DeviceModelDrafter``. Nothing of the block stays, which began with the last committed token."""
+        return -1
+
     def _draft(self, batch: int, draft_len: int, steps: range, masks: DeviceArray | None = None) -> None:
         """See ``DeviceModelDrafter``. What is fed behind the last committed token is of no account."""
-        logits = self.runner.forward(batch, self._rows, -1, draft_len, -1, draft_len)
-        vocab = self.runner.vocab
+        from_anchor, vocab = self._graph.sample_from_anchor, self.runner.vocab
+        offset = -self._first_step_len(draft_len) if self._graph.caches else -1
+        query_len = draft_len - from_anchor - offset
+        logits = self.runner.forward(batch, self._rows, offset, query_len, -int(from_anchor), draft_len)
         for step in steps:
             # A column: a row's logits of this token lie in front of those of the next, and only they are looked at.
             own = replace(logits.part(step * vocab, (1,)), shape=(batch, 1, draft_len * vocab))
+            if self._markov:
+                self._markov.apply(self._rows, own, step)
             self._sample(own, step, draft_len)

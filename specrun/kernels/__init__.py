@@ -11,6 +11,7 @@ THREADS = {
     "feed": 1,
     "apply_penalties": 1024,
     "apply_masks": 256,
+    "apply_markov": 256,
     "sample_draft": 1024,
     "sample_target": 1024,
     "accept": 1024,

@@ -15,6 +15,8 @@ _MOST_BLOCKS = 32
 _LOGITS_OF_A_BLOCK = 1024 * 4
 """With fewer, a block more does not pay."""
 _BYTES_OF_A_BLOCK = 1 << 14
+_COLUMNS_OF_A_BLOCK = 256
+"""Of a Markov head's W2: a thread each."""
 
 
 class RowState(Protocol):
@@ -86,6 +88,17 @@ def apply_masks(rows: RowState, *, masks: DeviceArray, vocab: int, adjusted: Dev
     batch, positions, stride = adjusted.shape
     grid = (batch, positions, blocks_for_bytes(vocab * 4))
     rows.device.launch("apply_masks", grid, masks, masks.shape[2], rows.sampling, stride, vocab, adjusted)
+
+
+def apply_markov(rows: RowState, *, logits: DeviceArray, step: int, w1: DeviceArray, w2: DeviceArray) -> None:
+    """Add W2 W1[token before] to ``logits`` [B, 1, stride] of draft token ``step``.
+
+    w1 [V, rank] and w2 [rank, vocab]: float32; logits beyond vocab stay as they are.
+    """
+    (batch, _, stride), (rank, vocab) = logits.shape, w2.shape
+    state = (rows.tokens, rows.tokens.shape[1], rows.progress)
+    grid = (batch, 1, -(-vocab // _COLUMNS_OF_A_BLOCK))
+    rows.device.launch("apply_markov", grid, *state, step, w1, w2, rank, vocab, logits, stride)
 
 
 def sample_draft(

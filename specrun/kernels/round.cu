@@ -555,6 +555,22 @@ KERNEL void apply_masks(
     if (!(masks[v / 32] >> v % 32 & 1)) adjusted[place * stride + v] = -infinity();
 }
 
+// What the token before draft token `step` adds to its logits [B, stride]: w2 [rank, vocab] times its row of w1 [V, rank].
+// Neighbours read neighbours' columns of w2.
+KERNEL void apply_markov(
+    const i64* tokens, int token_stride, const Progress* progress, int step, const float* w1, const float* w2, int rank,
+    int vocab, float* logits, int stride) {
+  int row = blockIdx.x, length = progress[row].length;
+  i64 before = length > 0 ? tokens[(i64)row * token_stride + length + step - 1] : -1;
+  if (before < 0) return;  // A row that was never used, or a draft that has failed.
+  const float* own = w1 + before * rank;
+  for (int v = blockIdx.z * blockDim.x + threadIdx.x; v < vocab; v += gridDim.z * blockDim.x) {
+    float sum = 0;
+    for (int i = 0; i < rank; i++) sum += own[i] * w2[(i64)i * vocab + v];
+    logits[(i64)row * stride + v] += sum;
+  }
+}
+
 // Draft token `step` of each row, appended behind the committed ones: logits [B, stride]. To be compared with the
 // target's choice it is drawn with the target's random numbers.
 ROW_KERNEL void sample_draft(

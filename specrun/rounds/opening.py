@@ -18,6 +18,7 @@ from specrun.drafters import Drafter
 from specrun.drafters.device_model import device_model_drafter
 from specrun.drafters.head import DeviceHeadDrafter, HeadDrafter
 from specrun.drafters.hybrid import HybridDrafter
+from specrun.drafters.markov import Markov
 from specrun.drafters.model import ModelDrafter
 from specrun.drafters.ngram import NgramDrafter
 from specrun.drafters.parallel import DeviceParallelDrafter, ParallelDrafter
@@ -105,9 +106,11 @@ def _host_drafter(
         drafter: ModelDrafter
         if draft.translator:
             drafter = TranslatedDrafter(runner, draft.translator, *settings)
+        elif graph.parallel_drafts:
+            markov = Markov.open(draft.directory, graph)
+            drafter = ParallelDrafter(runner, *settings, markov, config.draft_confidence)
         else:
-            of_head = ParallelDrafter if graph.parallel_drafts else HeadDrafter
-            drafter = (of_head if graph.is_head else ModelDrafter)(runner, *settings)
+            drafter = (HeadDrafter if graph.is_head else ModelDrafter)(runner, *settings)
         return HybridDrafter(drafter, config.use_logits) if config.draft else drafter
     return {None: None, "ngram": NgramDrafter(), "suffix": SuffixDrafter(config.use_logits)}[config.draft]
 
@@ -177,9 +180,11 @@ def _open_on_gpus(
         make_drafter: MakeDrafter | None = None
         if draft and draft in on_gpus:
             make_drafter = partial(device_model_drafter, backends["draft"], config.cuda_graph)
-            if draft.config.graph.is_head:
-                of_head = DeviceParallelDrafter if draft.config.graph.parallel_drafts else DeviceHeadDrafter
-                make_drafter = partial(of_head, backends["draft"])
+            if draft.config.graph.parallel_drafts:
+                markov = Markov.open(draft.directory, draft.config.graph)
+                make_drafter = partial(DeviceParallelDrafter, backends["draft"], markov=markov)
+            elif draft.config.graph.is_head:
+                make_drafter = partial(DeviceHeadDrafter, backends["draft"])
         else:
             on_host = _cached_blocks_on_host([draft], rows, config) if draft else 0
             vocab_size = target.config.graph.vocab_size

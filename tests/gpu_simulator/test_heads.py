@@ -13,10 +13,10 @@ from specrun.errors import PairError
 from specrun.request import Request
 from specrun.sampling import SamplingParams
 from tests.gpu_simulator.tensorrt import as_plan
-from tests.heads.conftest import medusa, pair, target
+from tests.heads.conftest import dspark, medusa, pair, target
 from tests.heads.trained import PROMPTS
 
-__all__ = ["medusa", "pair", "target"]
+__all__ = ["dspark", "medusa", "pair", "target"]
 
 MANNERS = [SamplingParams(), SamplingParams(temperature=0.9, top_k=40, seed=4)]
 
@@ -58,6 +58,16 @@ def test_ids_are_the_cpus(pair: Path, plans: Path, graph: bool) -> None:
 def test_heads_that_draft_in_one_pass(medusa: Path, tmp_path: Path) -> None:
     ids, accepted = written(medusa)
     assert written(as_plans(medusa, tmp_path), warm_up=True) == (ids, accepted)
+    assert accepted > 5
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_heads_that_draft_a_block(dspark: Path, tmp_path: Path) -> None:
+    """With a Markov head. Near the end of a text, a block has fewer masks on the CPU."""
+    ids, accepted = written(dspark)
+    found = written(as_plans(dspark, tmp_path), warm_up=True)
+    assert found[0] == ids
+    assert abs(found[1] - accepted) <= 2
     assert accepted > 5
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import once
+from tests.heads.dflash import save_block_head, train_blocks
 from tests.heads.made import make_pair, save_head, save_target
 from tests.heads.medusa import save_medusa, trained_heads
 from tests.heads.trained import train
@@ -41,3 +42,19 @@ def medusa(shared: Path, target: Path) -> Path:
         make_pair(target, head, root)
 
     return once(shared / "medusa_pair", make)
+
+
+@pytest.fixture(scope="session")
+def dflash(shared: Path, target: Path) -> Path:
+    """As ``pair``, with a DFlash head."""
+    return once(shared / "dflash_pair", lambda root: make_blocks(root, "z-lab", target))
+
+
+@pytest.fixture(scope="session")
+def dspark(shared: Path, target: Path) -> Path:
+    """As ``pair``, with a DSpark head that has a Markov head and a confidence head."""
+    return once(shared / "dspark_pair", lambda root: make_blocks(root, "modelopt", target))
+
+
+def make_blocks(root: Path, dialect: str, target: Path) -> None:
+    make_pair(target, save_block_head(root / "hf", dialect, train_blocks(dialect, target)), root)

@@ -229,12 +229,17 @@ def save_target(directory: Path) -> None:
 
 def states_of(target: Path, tokens: torch.Tensor) -> list[torch.Tensor]:
     """tokens [B, S] -> [B, S, H] that go into each layer, then what comes out of the last one and of the norm."""
-    model: Any = AutoModelForCausalLM.from_pretrained(target).eval()
-    last: list[torch.Tensor] = []
-    model.model.layers[-1].register_forward_hook(lambda _module, _args, output: last.append(output))
+    model, last = _loaded(target), list[torch.Tensor]()
+    hook = model.model.layers[-1].register_forward_hook(lambda _module, _args, output: last.append(output))
     with torch.no_grad():
         hidden = model(tokens, output_hidden_states=True).hidden_states
+    hook.remove()
     return [*hidden[:LAYERS], last[0], hidden[LAYERS]]
+
+
+@functools.cache
+def _loaded(target: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(target).eval()
 
 
 def target_matrix(target: Path, name: str) -> torch.Tensor:

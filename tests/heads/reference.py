@@ -51,16 +51,16 @@ def layers(dialect: Dialect, tensors: Tensors, embedded: torch.Tensor, hidden: t
     if "eagle1" in dialect.flags:
         y = torch.cat([embedded, hidden], dim=-1) @ tensors["fc.weight"].T + tensors["fc.bias"]
         y = y + _attention(dialect, tensors, first, y)
-        return y + _mlp(tensors, first, y)
+        return y + mlp(tensors, first, y)
     normed = rms(hidden, tensors[f"{first}hidden_norm.weight"])
     both = torch.cat([rms(embedded, tensors[f"{first}input_layernorm.weight"]), normed], dim=-1)
     y = normed if "norm_before_residual" in dialect.flags else hidden
     y = y + _attention(dialect, tensors, first, both)
-    y = y + _mlp(tensors, first, y)
+    y = y + mlp(tensors, first, y)
     for number in range(1, dialect.num_layers):
         layer = f"layers.{number}."
         y = y + _attention(dialect, tensors, layer, rms(y, tensors[f"{layer}input_layernorm.weight"]))
-        y = y + _mlp(tensors, layer, y)
+        y = y + mlp(tensors, layer, y)
     return y
 
 
@@ -68,7 +68,7 @@ def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * weight
 
 
-def _mlp(tensors: Tensors, layer: str, y: torch.Tensor) -> torch.Tensor:
+def mlp(tensors: Tensors, layer: str, y: torch.Tensor) -> torch.Tensor:
     x = rms(y, tensors[f"{layer}post_attention_layernorm.weight"])
     gate, up, down = (tensors[f"{layer}mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
     return (functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
@@ -80,7 +80,7 @@ def _attention(dialect: Dialect, tensors: Tensors, layer: str, x: torch.Tensor) 
     if "qk_norm" in dialect.flags:
         q, k = (rms(part, tensors[f"{layer}self_attn.{name}_norm.weight"]) for part, name in ((q, "q"), (k, "k")))
     angles = torch.arange(count)[:, None] * dialect.theta ** (-torch.arange(0, size, 2) / size)
-    q, k = _turned(q, angles), _turned(k, angles)
+    q, k = turned(q, angles), turned(k, angles)
     k, v = (part.repeat_interleave(q.shape[-2] // part.shape[-2], dim=-2) for part in (k, v))
     scores = torch.einsum("...qhd,...khd->...hqk", q, k) * size**-0.5
     scores = scores.masked_fill(torch.ones(count, count, dtype=torch.bool).triu(1), float("-inf"))
@@ -88,7 +88,7 @@ def _attention(dialect: Dialect, tensors: Tensors, layer: str, x: torch.Tensor) 
     return mixed.flatten(-2) @ tensors[f"{layer}self_attn.o_proj.weight"].T
 
 
-def _turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+def turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     one, other = x.chunk(2, dim=-1)
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    cos, sin = angles.cos()[..., None, :], angles.sin()[..., None, :]
     return torch.cat([one * cos - other * sin, other * cos + one * sin], dim=-1)

@@ -37,7 +37,7 @@ CONFIGS: list[tuple[str, dict[str, Any], list[str]]] = [
         {"architectures": ["MedusaForCausalLM"]},
         ["architectures 'MedusaForCausalLM'", "LlamaForCausalLMEagle3"],
     ),
-    ("speculators", {"speculators_model_type": "dflash"}, ["speculators_model_type 'dflash'"]),
+    ("speculators", {"speculators_model_type": "mtp"}, ["speculators_model_type 'mtp'"]),
     ("eagle", {"model_type": "deepseek_v3"}, ["model_type 'deepseek_v3'", "llama or qwen3"]),
     ("eagle", {"hidden_size": None}, ["hidden_size None"]),
     ("eagle", {"num_hidden_layers": 10**9}, ["num_hidden_layers 1000000000"]),

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -213,9 +214,9 @@ def test_acceptance_by_logits_keeps_the_distribution(medusa: Path, monkeypatch: 
     assert misfit(drawn(medusa), expected) > 120
 
 
-def drawn(pair: Path) -> Counter[tuple[int, ...]]:
+def drawn(pair: Path, **settings: Any) -> Counter[tuple[int, ...]]:
     requests = [Request(TEXT, replace(WARM, seed=seed), 3) for seed in range(DRAWS)]
-    with open_pair(pair, head=True, draft_len=2, use_logits=True) as decoder:
+    with open_pair(pair, head=True, draft_len=2, use_logits=True, **settings) as decoder:
         return Counter(tuple(ids) for ids in decode_all(decoder, requests))
 
 

@@ -75,7 +75,7 @@ def test_lm_evals_log_likelihoods_are_hugging_faces(server: Server, hf: Path, lm
     (tmp_path / "ours.yaml").write_text(TASK.format(data=tmp_path / "asked.jsonl"))
     asks = f"model=target,base_url={server.url}/v1/completions,tokenizer={hf / 'target'},max_length=64"
     environment = os.environ | {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
-    command = [lm_eval, "-c", EVALUATE, asks, tmp_path, tmp_path / "answers.json"]
+    command = [str(lm_eval), "-c", EVALUATE, asks, str(tmp_path), str(tmp_path / "answers.json")]
     said = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert said.returncode == 0, said.stderr
     found = json.loads((tmp_path / "answers.json").read_text())

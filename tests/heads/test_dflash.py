@@ -1,0 +1,175 @@
+"""DFlash and DSpark heads draft what their formula says, a block in one pass, and texts stay the target's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+
+from specrun.backends import open_host_backend
+from specrun.drafters.markov import Markov
+from specrun.engine_dir import open_engine
+from specrun.runners.host import ModelRunner
+from tests.conftest import make_engine, make_onnx
+from tests.families import VOCAB
+from tests.heads.dflash import (
+    BLOCK,
+    DIALECTS,
+    MASK,
+    WIDTH,
+    Dialect,
+    block_tensors,
+    drafted,
+    features_of,
+    save_block_head,
+    with_targets_matrices,
+)
+from tests.heads.made import LAYERS, SIZES, SMALL, TARGET_WIDTH, Tensors, make_pair, states_of
+from tests.heads.test_dialects import TEXTS, TOLERANCE, difference
+
+DRAFTS = [[44, 260, 9, 18, 5], [12, 13, 310, 7, 99]]
+"""Behind each of ``TEXTS``."""
+WANTED = [4, 2]
+VERIFIED = ("z-lab", "modelopt", "speculators")
+"""Dialects whose conversion is compared with torch by ``convert`` as well."""
+
+
+# -------------------------------------------------------------------------------------- what heads compute
+
+
+@pytest.fixture(scope="module", params=DIALECTS)
+def made(request: pytest.FixtureRequest, target: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A dialect, and engines of its head and of the target."""
+    name: str = request.param
+    root = tmp_path_factory.mktemp("blocks")
+    head = save_block_head(root / "hf", name)
+    return name, make_pair(target, head, root / "pair", verify=name in VERIFIED)
+
+
+def found(pair: Path) -> list[torch.Tensor]:
+    """Logits [wanted, V + 1] behind each text and ``DRAFTS``, of confidence at the end; 0 where there is none.
+
+    Both rows at once, texts in pieces, caches full of junk. What drafts of a round before have left is read again.
+    """
+    target = ModelRunner(open_host_backend(pair / "target", open_engine(pair / "target"), 0))
+    config = open_engine(pair / "head")
+    head = ModelRunner(open_host_backend(pair / "head", config, 0, lender=target.backend))
+    for runner in (target, head):
+        runner.reserve(2, 64)
+        for tensor in runner.backend.cache.part(0, 2):
+            tensor[...] = 1e3
+    texts = [text[:-1] for text in TEXTS]
+    for _ in range(3):
+        target.prefill(texts, 0, 3)
+        head.prefill(texts, 0, 3)
+    before = target.backend.cache.part(0, 2)[-1].copy()
+    graph = config.graph
+    for texts in ([text[:-2] for text in TEXTS], TEXTS):
+        for row, text in enumerate(texts):
+            head.rows.rewind(row, len(text) - 1)
+        logits = head.forward(texts, WANTED, [[0] * (count - graph.sample_from_anchor) for count in WANTED])
+        for row, text in enumerate(texts):
+            head.rows.rewind(row, len(text) - 1)
+    assert (target.backend.cache.part(0, 2)[-1] == before).all(), "features are the target's"
+    markov = Markov.open(pair / "head", graph)
+    rows = []
+    for row, count in enumerate(WANTED):
+        tokens = [TEXTS[row][-1], *DRAFTS[row]][:count]
+        own = [markov.applied(logits[row, i], token) if markov else logits[row, i] for i, token in enumerate(tokens)]
+        rows.append(torch.from_numpy(np.pad(np.stack(own), ((0, 0), (0, VOCAB + 1 - graph.vocab_size)))))
+    return rows
+
+
+def expected(
+    target: Path, dialect: Dialect, tensors: Tensors, row: int, shift: int = 0, before: Sequence[int] | None = None
+) -> torch.Tensor:
+    """The same in plain torch. shift: of the features, by positions. before: tokens in front of draft tokens."""
+    text, tensors = TEXTS[row], with_targets_matrices(tensors, target)
+    features = features_of(dialect, tensors, states_of(target, torch.tensor([text])))[0].roll(shift, 0)
+    tokens = [text[-1], *DRAFTS[row]][: WANTED[row]] if before is None else list(before)
+    logits, confidence = drafted(dialect, tensors, features, text, tokens)
+    return torch.cat([logits, confidence[:, None]], dim=-1)
+
+
+def test_logits_of_blocks(made: tuple[str, Path], target: Path) -> None:
+    """And the check sees other layers, other positions, other places of the block and other tokens before."""
+    name, pair = made
+    dialect, tensors, rows = DIALECTS[name], block_tensors(name), found(pair)
+    assert open_engine(pair / "head").graph.parallel_drafts == dialect.drafts
+    for row, logits in enumerate(rows):
+        assert difference(expected(target, dialect, tensors, row), logits) < TOLERANCE
+    wrong = [
+        replace(dialect, reads=tuple((layer + 1) % (LAYERS + 1) for layer in dialect.reads)),
+        replace(dialect, from_anchor=not dialect.from_anchor),
+        replace(dialect, theta=dialect.theta * 10),
+        replace(dialect, qk_norm=False),
+    ]
+    others = [expected(target, one, tensors, 0) for one in wrong] + [expected(target, dialect, tensors, 0, shift=1)]
+    if dialect.rank:
+        others.append(expected(target, dialect, tensors, 0, before=[3] * WANTED[0]))
+    if dialect.confidence:
+        changed = {**tensors, "confidence_head.proj.bias": torch.tensor([9.0])}
+        others.append(expected(target, dialect, changed, 0))
+    for other in others:
+        assert difference(other, rows[0]) > 100 * TOLERANCE
+
+
+def test_transformers_own_model_of_the_kind_agrees(target: Path, tmp_path: Path) -> None:
+    """Muse Glimmer's assistant is a DFlash head with other names: written and computed by transformers."""
+    fields = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
+    config = MuseGlimmerAssistantConfig(
+        hidden_size=TARGET_WIDTH,
+        num_hidden_layers=2,
+        head_dim=WIDTH,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        layer_types=["full_attention"] * 2,
+        block_size=BLOCK,
+        mask_token_id=MASK,
+        target_layer_ids=[0, 2],
+        **{name: SIZES[name] for name in fields},
+    )
+    torch.manual_seed(3)
+    model = MuseGlimmerAssistantModel(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4).add_(0.3 * torch.randn_like(parameter) if parameter.dim() == 1 else 0)
+    renamed = {"encoder.output_norm_enc.": "hidden_norm.", "encoder.": ""}
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        begin = next((begin for begin in renamed if name.startswith(begin)), "")
+        tensors[renamed.get(begin, "") + name.removeprefix(begin)] = tensor
+    pair = make_pair(target, save_block_head(tmp_path / "hf", "z-lab", tensors), tmp_path)
+    rows, matrices = found(pair), with_targets_matrices({}, target)
+    for row, text in enumerate(TEXTS):
+        states = states_of(target, torch.tensor([text[:-1]]))
+        ids = torch.tensor([[text[-1], *[MASK] * WANTED[row]]])
+        with torch.no_grad():
+            hidden = model(
+                noise_embeds=matrices["embed_tokens.weight"][ids],
+                context_hidden_states=torch.cat([states[1], states[3]], dim=-1),
+            ).last_hidden_state
+        logits = hidden[0, 1:] @ matrices["lm_head.weight"].T
+        assert difference(logits, rows[row][:, :VOCAB]) < TOLERANCE
+
+
+# -------------------------------------------------------------------------------------- TensorRT
+
+
+@pytest.mark.parametrize("name", ["z-lab", "modelopt"])
+def test_plans_write_back_what_they_read(target: Path, tmp_path: Path, name: str) -> None:
+    """In float16, compiled by TensorRT-RTX: caches are updated in place, and a round's pass has its profile."""
+    head = save_block_head(tmp_path / "hf", name)
+    make_onnx(head, tmp_path / "onnx", head_of=str(target), dtype="float16", verify=True)
+    made = make_engine(tmp_path / "onnx", tmp_path / "plan", **SMALL, backend="tensorrt_rtx")
+    config = open_engine(made)
+    tensors = {tensor.name: tensor for tensor in config.io}
+    for cache in ("features", "0.key", "1.value"):
+        assert tensors[f"present.{cache}"].aliases == f"past_key_values.{cache}"
+    # At most 6 draft tokens, of which 6 may be accepted: they are read again, with two that the target has chosen.
+    assert config.build_config.profiles[1].sequence[2] == 6 + 2 + 6 - DIALECTS[name].from_anchor
+    assert tensors["logits"].shape[-1] == VOCAB + (name == "modelopt")

@@ -1,0 +1,254 @@
+"""With DFlash and DSpark heads texts stay the target's own: in batches, with and without reuse, at every length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from specrun.backends.ort import OrtDeviceBackend
+from specrun.draft_length import DraftLength
+from specrun.drafters import Proposal
+from specrun.drafters.markov import Markov
+from specrun.drafters.model import ModelDrafter
+from specrun.drafters.parallel import DeviceParallelDrafter, ParallelDrafter
+from specrun.engine_dir import open_engine
+from specrun.request import Request
+from specrun.rounds.device import DeviceRound
+from specrun.sampling import Floats, probabilities
+from specrun.scheduler import Scheduler
+from tests.families import VOCAB
+from tests.heads.dflash import (
+    BLOCK,
+    DIALECTS,
+    drafted,
+    features_of,
+    with_targets_matrices,
+)
+from tests.heads.made import Tensors, states_of
+from tests.heads.test_decoding import GREEDY, LENGTH, LONG, MANNERS, coming, decode, decode_all, open_pair
+from tests.heads.test_medusa import drawn, exact, misfit
+from tests.heads.trained import PROMPTS
+from tests.host_device import HostDevice
+from tests.test_device_round import Recordable
+from tests.test_scheduler import run_staggered
+
+
+@pytest.mark.parametrize("confidence", [0.0, 0.5])
+def test_rounds_draft_what_the_formula_says(
+    dspark: Path, target: Path, monkeypatch: pytest.MonkeyPatch, confidence: float
+) -> None:
+    """In every round, behind accepted and rejected drafts: greedy drafts are those of a block behind the whole text.
+
+    With confidence, up to the first place of which the head is less sure.
+    """
+    dialect, seen, ended = DIALECTS["modelopt"], 0, 0
+    tensors = with_targets_matrices(read_tensors(dspark / "hf"), target)
+    right = ParallelDrafter.propose
+
+    def checked(
+        self: ParallelDrafter, requests: Sequence[Request], counts: Sequence[int], proposals: Sequence[Proposal]
+    ) -> None:
+        nonlocal seen, ended
+        right(self, requests, counts, proposals)
+        for request, count, proposal in zip(requests, counts, proposals, strict=True):
+            text, before = list(request.tokens), [request.tokens[-1]]
+            features = features_of(dialect, tensors, states_of(target, torch.tensor([text])))[0]
+            for place in range(count):
+                known = [*before, *[0] * (count - place - 1)]
+                logits, sure = drafted(dialect, tensors, features, text, known)
+                if confidence and sure[place] < 0:
+                    ended += 1
+                    break
+                before.append(int(logits[place].argmax()))
+            assert proposal.tokens == before[1:]
+            seen += len(before) - 1
+
+    monkeypatch.setattr(ParallelDrafter, "propose", checked)
+    with open_pair(dspark, head=True, draft_len=3, draft_confidence=confidence) as decoder:
+        requests = [Request(prompt, GREEDY, 20) for prompt in [*PROMPTS[:2], [7, 8, 9]]]
+        decode_all(decoder, requests)
+    accepted, evaluated = (sum(getattr(one.stats, name) for one in requests) for name in ("accepted", "evaluated"))
+    assert 0 < accepted < evaluated, "drafts of both kinds"
+    assert seen > 20
+    assert bool(ended) == bool(confidence)
+
+
+def read_tensors(head: Path) -> Tensors:
+    from specbuild.heads.reading import read_head
+
+    return {
+        name: one.read((slice(None),) * len(one.shape), torch.float32) for name, one in read_head(head).tensors.items()
+    }
+
+
+# -------------------------------------------------------------------------------------- rounds
+
+
+@pytest.fixture(scope="module", params=["dflash", "dspark"])
+def pair(request: pytest.FixtureRequest) -> Path:
+    made: Path = request.getfixturevalue(request.param)
+    return made
+
+
+@pytest.fixture(scope="module")
+def alone(pair: Path) -> dict[str, list[list[int]]]:
+    """What the target says on its own, one prompt at a time."""
+    with open_pair(pair, head=False) as decoder:
+        return {name: [decode(decoder, [one], params)[0].output for one in PROMPTS] for name, params in MANNERS.items()}
+
+
+@pytest.mark.parametrize("mode", MANNERS)
+@pytest.mark.parametrize("draft_len", [1, BLOCK - 1, None])
+def test_same_ids_as_the_target_alone(
+    pair: Path, alone: dict[str, list[list[int]]], draft_len: int | None, mode: str
+) -> None:
+    with open_pair(pair, head=True, draft_len=draft_len) as decoder:
+        for batch in range(1, 5):
+            requests = decode(decoder, PROMPTS[:batch], MANNERS[mode])
+            assert [request.output for request in requests] == alone[mode][:batch]
+
+
+def tokens_a_round(pair: Path) -> float:
+    with open_pair(pair, head=True, draft_len=3) as decoder:
+        requests = decode(decoder, PROMPTS, GREEDY)
+    return sum(len(request.output) for request in requests) / sum(request.stats.rounds for request in requests)
+
+
+def test_a_trained_heads_drafts_are_accepted(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head that was taught these texts; and what is lost where drafts that were read are not read again."""
+    right = tokens_a_round(pair)
+    assert right > 2.5
+    monkeypatch.setattr(ParallelDrafter, "observe", ModelDrafter.observe)
+    assert tokens_a_round(pair) < right
+
+
+def test_a_markov_head_is_worth_something(dspark: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = tokens_a_round(dspark)
+    monkeypatch.setattr(Markov, "applied", lambda _self, logits, _before: logits)
+    assert tokens_a_round(dspark) < right
+
+
+def test_prefixes_are_reused(pair: Path) -> None:
+    """Ids and accepted tokens are those without reuse: features come with the target's blocks."""
+    prompts = [[*LONG, 3], [*LONG, 4, 5]]
+    with open_pair(pair, head=True, draft_len=3) as decoder:
+        plain = [decode(decoder, [one], GREEDY, reuse_blocks=False)[0] for one in prompts]
+        decode(decoder, prompts[:1], GREEDY)
+        again = decode(decoder, prompts, GREEDY)
+        scored = decode(decoder, prompts[1:], GREEDY, prompt_logprobs=0)[0]  # Its target reads the whole prompt.
+    assert [request.stats.cached for request in again] == [48, 48]
+    assert [request.output for request in again] == [request.output for request in plain]
+    assert [request.stats.accepted for request in again] == [request.stats.accepted for request in plain]
+    assert (scored.output, scored.stats.accepted) == (plain[1].output, plain[1].stats.accepted)
+
+
+def test_requests_that_come_and_go(pair: Path) -> None:
+    """Rows are exchanged, caches grow, and drafts rest in some rows."""
+    with open_pair(pair, head=False) as decoder:
+        expected = [decode_all(decoder, [request])[0] for request in coming(12, drafts=False)]
+    with open_pair(pair, head=True, draft_len=4) as decoder:
+        requests = coming(12, drafts=True)
+        run_staggered(decoder, requests, 1)
+        assert [request.output for request in requests] == expected
+
+
+@pytest.mark.parametrize("use_logits", [False, True])
+@pytest.mark.parametrize("draft_len", [1, 4])
+def test_the_round_on_a_device(pair: Path, draft_len: int, use_logits: bool) -> None:
+    """Ids are those of the round on the host, recorded too; with one draft token all counts are as well.
+
+    Near the end of a text, a block has fewer masks on the host.
+    """
+    batch = [Request(prompt, params, LENGTH) for prompt in PROMPTS for params in MANNERS.values()]
+    expected, here, again = ([replace(request) for request in batch] for _ in range(3))
+    with open_pair(pair, head=True, draft_len=draft_len, use_logits=use_logits) as decoder:
+        ids = decode_all(decoder, expected)
+    round_ = device_round(pair, draft_len, use_logits)
+    for requests in (here, again):
+        for _ in Scheduler(round_, DraftLength(4, draft_len), 4).run(requests):
+            pass
+        if not use_logits or draft_len == 1:
+            assert [request.output for request in requests] == ids
+    accepted = [sum(request.stats.accepted for request in requests) for requests in (here, again, expected)]
+    assert accepted[0] == accepted[1]
+    assert accepted[0] == (accepted[2] if draft_len == 1 else pytest.approx(accepted[2], rel=0.1))
+    assert accepted[0] > len(here)
+
+
+def device_round(
+    pair: Path, draft_len: int, use_logits: bool, kind: type[OrtDeviceBackend] = Recordable
+) -> DeviceRound:
+    """Of the longest draft length, whose memory shorter rounds use in part."""
+    device, config = HostDevice(), open_engine(pair / "head")
+    target = kind(pair / "target", open_engine(pair / "target"), device)
+    head = kind(pair / "head", config, device, target)
+    markov = Markov.open(pair / "head", config.graph)
+    round_ = DeviceRound(target, lambda rows: DeviceParallelDrafter(head, rows, markov), 4, use_logits, 4)
+    round_.allocate_pools(12)
+    return round_
+
+
+# -------------------------------------------------------------------------------------- by logits
+
+
+def test_acceptance_by_logits_keeps_the_distribution(pair: Path) -> None:
+    """Of three tokens."""
+    assert misfit(drawn(pair), exact(pair)) < 60, "chi-squared with 26 degrees of freedom"
+
+
+def test_a_wrong_q_is_seen(dspark: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where acceptance takes a token for drawn from its place alone, without what the one before adds."""
+    right = ParallelDrafter._draw
+    plain: list[Floats] = []
+
+    def applied(self: Markov, logits: Floats, before: int) -> Floats:
+        plain.append(logits.copy())
+        biased: Floats = logits + 4 * self.w1[before] @ self.w2
+        return biased
+
+    def wrong(self: ParallelDrafter, logits: Floats, request: Request, proposal: Proposal) -> None:
+        right(self, logits, request, proposal)
+        proposal.probs[-1] = probabilities(plain[-1][:VOCAB], request.params)
+
+    monkeypatch.setattr(Markov, "applied", applied)
+    assert misfit(drawn(dspark), exact(dspark)) < 60
+    monkeypatch.setattr(ParallelDrafter, "_draw", wrong)
+    assert misfit(drawn(dspark), exact(dspark)) > 120
+
+
+# -------------------------------------------------------------------------------------- confidence
+
+
+def test_confidence_saves_drafts_that_are_rejected(dspark: Path) -> None:
+    prompts = [*PROMPTS, [7, 8, 9], [11]]
+    with open_pair(dspark, head=False) as decoder:
+        ids = [decode(decoder, [prompt], MANNERS["sampled"])[0].output for prompt in prompts]
+    shares = []
+    for confidence in (0.0, 0.5, 1.0):
+        with open_pair(dspark, head=True, draft_len=4, draft_confidence=confidence) as decoder:
+            requests = decode(decoder, prompts, MANNERS["sampled"])
+        assert [request.output for request in requests] == ids
+        accepted, drafted = (sum(getattr(one.stats, name) for one in requests) for name in ("accepted", "drafted"))
+        shares.append(accepted / drafted if drafted else None)
+    assert shares[0] is not None
+    assert shares[1] is not None
+    assert shares[0] < shares[1]
+    assert shares[2] is None
+
+
+def test_confidence_keeps_the_distribution(dspark: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where a token is dropped after it was drawn, for what it is, that is seen."""
+    expected = exact(dspark)
+    assert misfit(drawn(dspark, draft_confidence=0.5), expected) < 60
+    monkeypatch.setattr(ParallelDrafter, "_draw", drop_some)
+    assert misfit(drawn(dspark), expected) > 120
+
+
+def drop_some(self: ParallelDrafter, logits: Floats, request: Request, proposal: Proposal) -> None:
+    ModelDrafter._draw(self, logits, request, proposal)
+    if proposal.tokens and proposal.tokens[-1] % 2:
+        del proposal.tokens[-1], proposal.probs[-1]
