@@ -75,7 +75,7 @@ def test_a_head_that_is_fed_from_other_layers_accepts_less(
     (wrong / "config.json").write_text(json.dumps(config))
     right, other = (score_of(head, target, answered / "data.jsonl") for head in (trained / "hf", wrong))
     assert min(right.acceptance) > 0.8
-    assert other.acceptance[0] < 0.5
+    assert other.acceptance[0] < 0.75
 
 
 def test_what_training_says(trained: Path) -> None:
