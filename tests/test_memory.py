@@ -22,31 +22,19 @@ print(peak() - before)
 """
 """``before``: an interpreter that has loaded torch and the exporter."""
 
-LARGE = MixtralConfig(
-    hidden_size=1024,
-    num_hidden_layers=1,
-    num_attention_heads=16,
-    num_key_value_heads=4,
-    intermediate_size=3584,
-    num_local_experts=12,
-    vocab_size=120_000,
-    tie_word_embeddings=True,
-    max_position_embeddings=128,
-)
+SIZES: dict[str, Any] = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "num_local_experts": 12,
+    "max_position_embeddings": 128,
+}
+LARGE = MixtralConfig(**SIZES, intermediate_size=3584, vocab_size=120_000, tie_word_embeddings=True)
 """In float32 the vocabulary's matrix has 490 MB and is read in both directions. The experts are two weights, one of
 350 MB; in the files they are 36."""
 
-
-EXPERTS = MixtralConfig(
-    hidden_size=1024,
-    num_hidden_layers=1,
-    num_attention_heads=16,
-    num_key_value_heads=4,
-    intermediate_size=2048,
-    num_local_experts=12,
-    vocab_size=1024,
-    max_position_embeddings=128,
-)
+EXPERTS = MixtralConfig(**SIZES, intermediate_size=2048, vocab_size=1024)
 """Its layer's experts have 300 MB in float32, two thirds of them in one weight."""
 
 

@@ -28,7 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from specbuild.export.hooks import ScatterCache, contract_mask, gather_features, scatter
 from specbuild.heads.dflash_checkpoint import MARKOV, DFlashHead
-from specbuild.heads.module import LayerModule
+from specbuild.heads.module import Contract, LayerModule
 from specbuild.tensors import Weight
 from specrun.contract import MARKOV_FILES
 from specrun.errors import CheckpointError
@@ -182,12 +182,10 @@ def _module_of(attention: nn.Module) -> Any:
     return sys.modules[type(attention).__module__]
 
 
-class _Contract(nn.Module):
-    """A head behind the contract's inputs and outputs."""
+class _Contract(Contract):
+    """A head that drafts a block a pass."""
 
-    def __init__(self, model: DFlash) -> None:
-        super().__init__()
-        self.model = model
+    model: DFlash
 
     def forward(
         self,

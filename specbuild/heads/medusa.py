@@ -22,7 +22,7 @@ from torch.onnx.ops import symbolic
 from specbuild.export.exporter import export_module
 from specbuild.export.hooks import gather_features, scatter
 from specbuild.heads.medusa_checkpoint import MedusaHead
-from specbuild.heads.module import load_parameters, require_vocab
+from specbuild.heads.module import Contract, load_parameters, require_vocab
 from specrun.engine_dir import CacheTensor
 
 
@@ -73,12 +73,10 @@ class Medusa(nn.ModuleList):
         return export_module(_Contract(self), shapes, True, self.dtype, f"{self.head.directory}: the heads")
 
 
-class _Contract(nn.Module):
-    """Medusa heads behind the contract's inputs and outputs."""
+class _Contract(Contract):
+    """Medusa heads."""
 
-    def __init__(self, model: Medusa) -> None:
-        super().__init__()
-        self.model = model
+    model: Medusa
 
     def forward(
         self,

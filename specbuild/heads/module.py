@@ -228,12 +228,20 @@ def _layer_config(head: LayerHead) -> Any:
     return config
 
 
-class _Contract(nn.Module):
-    """A head behind the contract's inputs and outputs."""
+class Contract(nn.Module):
+    """A head of any kind behind the contract's inputs and outputs; each kind has its own ``forward``."""
 
-    def __init__(self, model: HeadModule) -> None:
+    model: Any
+
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+
+
+class _Contract(Contract):
+    """A head that drafts one token a pass."""
+
+    model: HeadModule
 
     def forward(
         self,

@@ -145,7 +145,7 @@ class DeviceDrafter(RowDrafter, Protocol):
         """Queue the part of drafting that the target's device does. It is captured with the round.
 
         steps: the draft tokens of a round that are drawn; all, unless ``draws_one_by_one``. masks: uint32 [batch, 1,
-        words], which tokens may come; only heeded where ``draws_one_by_one``.
+        words], which tokens may come; only given where ``draws_one_by_one``, for one step.
         """
 
     def queue_behind(self, batch: int, draft_len: int, records: DeviceArray) -> None:

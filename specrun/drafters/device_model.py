@@ -120,7 +120,7 @@ class DeviceModelDrafter(CachedDraft[DeviceRunner]):
             # The first step feeds as many tokens always: feeding one again changes nothing, and shapes stay the same.
             offset, count = (-first, first) if step == 0 else (step - 1, 1)
             logits = self.runner.forward(batch, rows, offset, count, step - 1, 1, step)
-            self._sample(logits, step, draft_len, masks if self.draws_one_by_one else None)
+            self._sample(logits, step, draft_len, masks)
 
     def _sample(self, logits: DeviceArray, step: int, draft_len: int, masks: DeviceArray | None = None) -> None:
         """Sample draft token ``step`` of each row from ``logits`` [batch, 1, stride]."""

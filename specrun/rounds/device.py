@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specrun.backends import DeviceBackend
-from specrun.devices import Device
+from specrun.devices import Device, DeviceArray
 from specrun.drafters import DeviceDrafter, DraftProbs
 from specrun.errors import BackendError, SpecError
 from specrun.grammar import fill_masks
@@ -235,14 +235,15 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
             size = 1 if drafter.draws_one_by_one else draft_len
             for first in range(0, draft_len, size):
                 steps = range(first, first + size)
-                steady &= self._queue_draft(batch, draft_len, steps, columns[-1])
+                masks = columns[-1] if drafter.draws_one_by_one else None
+                steady &= self._queue_draft(batch, draft_len, steps, masks)
                 found = self._pinned_drafts[: batch * draft_len].reshape(batch, draft_len)[:, : steps.stop].tolist()
                 for row, count in enumerate(counts):  # A row may have fewer; what is behind them is not looked at.
                     drafts[row] = list(itertools.takewhile(lambda token: token >= 0, found[row][:count]))
                 for step in steps:
                     columns.append(fill_masks(matchers, [row[: step + 1] for row in drafts], self.target.vocab))
-        masks = np.stack(columns, axis=1)
-        self.device.write(self._masks.part(0, masks.shape), masks)
+        every = np.stack(columns, axis=1)
+        self.device.write(self._masks.part(0, every.shape), every)
         work = partial(self._verify, batch, draft_len, masked=True)
         steady &= self._captures.queue(self.device, ("verify", batch, draft_len), work)
         if drafter:
@@ -257,18 +258,20 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
             return error
         return this.outcome(row, request)
 
-    def _queue_draft(self, batch: int, draft_len: int, steps: range, masks: npt.NDArray[np.uint32]) -> bool:
-        """Draft tokens ``steps`` of each row, and wait for them. masks: uint32 [rows, words], of the first of them."""
-        self.device.write(self._draft_masks.part(0, (len(masks), 1, masks.shape[1])), masks)
-        work = partial(self._draft, batch, draft_len, steps)
+    def _queue_draft(self, batch: int, draft_len: int, steps: range, masks: npt.NDArray[np.uint32] | None) -> bool:
+        """Draft tokens ``steps`` of each row, and wait for them. masks: uint32 [rows, words], of one step."""
+        on_device = None
+        if masks is not None:
+            self.device.write(self._draft_masks.part(0, (len(masks), 1, masks.shape[1])), masks)
+            on_device = self._draft_masks.part(0, (batch, *self._draft_masks.shape[1:]))
+        work = partial(self._draft, batch, draft_len, steps, on_device)
         steady = self._captures.queue(self.device, ("draft", batch, draft_len, steps), work)
         self._wait([self.device])
         return steady
 
-    def _draft(self, batch: int, draft_len: int, steps: range) -> None:
+    def _draft(self, batch: int, draft_len: int, steps: range, masks: DeviceArray | None) -> None:
         """Queue what drafts on this device, and a copy of the draft tokens for the host."""
         if self.drafter:
-            masks = self._draft_masks.part(0, (batch, *self._draft_masks.shape[1:]))
             self.drafter.queue(batch, draft_len, steps, masks)
         drafts = self._drafts.part(0, (batch * draft_len,))
         calls.move_drafts(self.rows, batch=batch, draft_len=draft_len, packed=drafts, unpacking=False)

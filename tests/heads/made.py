@@ -16,6 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from specbuild.tensors import StoredTensor
 from specbuild.weights import check_weights
+from specrun.backends import open_host_backend
+from specrun.engine_dir import open_engine
+from specrun.runners.host import ModelRunner
 from tests.conftest import make_engine, make_onnx
 from tests.families import POSITIONS, VOCAB, save_checkpoint
 
@@ -247,6 +250,20 @@ def target_matrix(target: Path, name: str) -> torch.Tensor:
     entries = check_weights(target).entries
     entry = entries.get(f"{name}.weight") or entries[f"model.{name}.weight"]
     return StoredTensor(entry).read((slice(None), slice(None)), torch.float32)
+
+
+def prefilled(pair: Path, texts: list[list[int]]) -> tuple[ModelRunner, ModelRunner]:
+    """Runners of a target and its head that have read two texts in pieces, over caches full of junk."""
+    target = ModelRunner(open_host_backend(pair / "target", open_engine(pair / "target"), 0))
+    head = ModelRunner(open_host_backend(pair / "head", open_engine(pair / "head"), 0, lender=target.backend))
+    for runner in (target, head):
+        runner.reserve(2, 64)
+        for tensor in runner.backend.cache.part(0, 2):
+            tensor[...] = 1e3
+    for _ in range(3):
+        target.prefill(texts, 0, 3)
+        head.prefill(texts, 0, 3)
+    return target, head
 
 
 SMALL: dict[str, Any] = {"max_input_len": 64, "max_batch_size": 4, "max_draft_len": 6}

@@ -20,15 +20,18 @@ from tests.test_bad_input import build, error_line, run, says
 Change = Callable[[Tensors], object]
 
 
-def head_error(target: Path, head: Path, output: Path) -> str:
-    """What both commands say to a head."""
-    lines = [
-        error_line(build("convert", "--model_dir", target, "--head", head, "--output_dir", output)),
-        error_line(build("convert", "--model_dir", head, "--head_of", target, "--output_dir", output)),
-    ]
-    assert lines[0] == lines[1]
+def own_error(target: Path, head: Path, output: Path) -> str:
+    """What the head's own conversion says."""
+    line = error_line(build("convert", "--model_dir", head, "--head_of", target, "--output_dir", output))
     assert not output.exists()
-    return lines[0]
+    return line
+
+
+def head_error(target: Path, head: Path, output: Path) -> str:
+    """What both conversions say, of the head and of the target with its features."""
+    line = error_line(build("convert", "--model_dir", target, "--head", head, "--output_dir", output))
+    assert line == own_error(target, head, output)
+    return line
 
 
 CONFIGS: list[tuple[str, dict[str, Any], list[str]]] = [
@@ -121,9 +124,7 @@ def test_tensors_of_the_head_alone(
     tensors = dict(head_tensors(dialect))
     change(tensors)
     head = save_head(tmp_path / "head", dialect, tensors, **changes)
-    result = build("convert", "--model_dir", head, "--head_of", target, "--output_dir", tmp_path / "out")
-    says(error_line(result), head, *said)
-    assert not (tmp_path / "out").exists()
+    says(own_error(target, head, tmp_path / "out"), head, *said)
 
 
 def test_options_and_directories_that_are_no_heads(target: Path, tmp_path: Path) -> None:

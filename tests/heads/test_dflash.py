@@ -11,10 +11,8 @@ import pytest
 import torch
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
-from specrun.backends import open_host_backend
 from specrun.drafters.markov import Markov
 from specrun.engine_dir import open_engine
-from specrun.runners.host import ModelRunner
 from tests.conftest import make_engine, make_onnx
 from tests.families import VOCAB
 from tests.heads.dflash import (
@@ -29,7 +27,7 @@ from tests.heads.dflash import (
     save_block_head,
     with_targets_matrices,
 )
-from tests.heads.made import LAYERS, SIZES, SMALL, TARGET_WIDTH, Tensors, make_pair, states_of
+from tests.heads.made import LAYERS, SIZES, SMALL, TARGET_WIDTH, Tensors, make_pair, prefilled, states_of
 from tests.heads.test_dialects import TEXTS, TOLERANCE, difference
 
 DRAFTS = [[44, 260, 9, 18, 5], [12, 13, 310, 7, 99]]
@@ -54,21 +52,11 @@ def made(request: pytest.FixtureRequest, target: Path, tmp_path_factory: pytest.
 def found(pair: Path) -> list[torch.Tensor]:
     """Logits [wanted, V + 1] behind each text and ``DRAFTS``, of confidence at the end; 0 where there is none.
 
-    Both rows at once, texts in pieces, caches full of junk. What drafts of a round before have left is read again.
+    Both rows at once. What drafts of a round before have left is read again.
     """
-    target = ModelRunner(open_host_backend(pair / "target", open_engine(pair / "target"), 0))
-    config = open_engine(pair / "head")
-    head = ModelRunner(open_host_backend(pair / "head", config, 0, lender=target.backend))
-    for runner in (target, head):
-        runner.reserve(2, 64)
-        for tensor in runner.backend.cache.part(0, 2):
-            tensor[...] = 1e3
-    texts = [text[:-1] for text in TEXTS]
-    for _ in range(3):
-        target.prefill(texts, 0, 3)
-        head.prefill(texts, 0, 3)
+    target, head = prefilled(pair, [text[:-1] for text in TEXTS])
     before = target.backend.cache.part(0, 2)[-1].copy()
-    graph = config.graph
+    graph = head.backend.config.graph
     for texts in ([text[:-2] for text in TEXTS], TEXTS):
         for row, text in enumerate(texts):
             head.rows.rewind(row, len(text) - 1)

@@ -10,9 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from specrun.backends import open_host_backend
-from specrun.engine_dir import open_engine
-from specrun.runners.host import ModelRunner
 from tests.families import VOCAB
 from tests.heads.made import (
     DIALECTS,
@@ -20,6 +17,7 @@ from tests.heads.made import (
     Dialect,
     head_tensors,
     make_pair,
+    prefilled,
     save_head,
     states_of,
     target_matrix,
@@ -54,18 +52,8 @@ def expected(target: Path, dialect: Dialect, name: str, row: int, shift: int = 0
 
 
 def found(pair: Path) -> list[torch.Tensor]:
-    """The same from engines: both rows at once, texts in pieces, caches full of junk."""
-    target = ModelRunner(open_host_backend(pair / "target", open_engine(pair / "target"), 0))
-    backend = open_host_backend(pair / "head", open_engine(pair / "head"), 0, lender=target.backend)
-    head = ModelRunner(backend)
-    for runner in (target, head):
-        runner.reserve(2, 64)
-        for tensor in runner.backend.cache.part(0, 2):
-            tensor[...] = 1e3
-    texts = [text[:-1] for text in TEXTS]
-    for _ in range(3):
-        target.prefill(texts, 0, 3)
-        head.prefill(texts, 0, 3)
+    """The same from engines, both rows at once."""
+    _, head = prefilled(pair, [text[:-1] for text in TEXTS])
     steps = [head.forward(TEXTS, [1, 1])[:, 0].copy()]
     steps += [head.extend(list(tokens))[:, 0].copy() for tokens in zip(*DRAFTS, strict=True)]
     return [torch.from_numpy(np.stack([step[row] for step in steps])) for row in range(2)]
