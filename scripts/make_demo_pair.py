@@ -17,8 +17,10 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import json
 import platform
+import random
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -29,7 +31,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.benchmarks.prompts import PROMPTS, SENTENCES
 from specbuild.progress import Advance, Stages
+from specbuild.training.muon import Muon
 from specrun.directories import new_directory
 from specrun.errors import SpecError
 
@@ -46,6 +52,8 @@ DRAFT: dict[str, Any] = {"layers": 2, "intermediate_size": 512, "steps": 220, "n
 """Noise is the share of the tokens read that are replaced by others. A model that has only ever read its corpus word
 for word is lost after its first own mistake; these find the way back, and the draft learns to agree on the detours."""
 ADAM_RATE, MUON_RATE = 4e-3, 1.4e-2
+NUM_PROMPTS = 2048
+"""With --prompts_file."""
 QUICK = 6
 """With --quick, which the tests use, models learn in this fraction of the steps; they memorise little."""
 
@@ -91,6 +99,16 @@ def corpus() -> list[str]:
         if sum(map(len, texts)) > CORPUS_CHARACTERS:
             break
     return texts
+
+
+def prompts(count: int) -> list[str]:
+    """Two to four words with which sentences of the corpus begin; none that begin as the benchmarks' prompts do."""
+    asked = tuple(" ".join(text.split(" ")[:2]) for text in (*PROMPTS, *SENTENCES))
+    found = {found for text in corpus() for found in re.findall(r"(?:^|\n|\. +)([A-Z][a-z]*(?: [a-z]+){1,3})", text)}
+    generator = random.Random(0)
+    beginnings = [sentence.split(" ") for sentence in sorted(found)]
+    made = (" ".join(words[: generator.randint(2, len(words))]) for words in generator.choices(beginnings, k=2 * count))
+    return [text for text in made if not text.startswith(asked)][:count]
 
 
 def train_tokenizer(texts: list[str]) -> Any:
@@ -139,39 +157,6 @@ def new_model(model_recipe: dict[str, Any]) -> Any:
     return model
 
 
-class Muon(torch.optim.Optimizer):
-    """Momentum whose every step is orthogonalised (Keller Jordan et al., 2024), in float32.
-
-    It learns this corpus in half the time that AdamW takes. torch.optim.Muon works in bfloat16, ten times slower on
-    CPUs without instructions for it.
-    """
-
-    def __init__(self, parameters: list[Tensor], lr: float, momentum: float = 0.9) -> None:
-        super().__init__(parameters, {"lr": lr, "momentum": momentum})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update every matrix that has a gradient."""
-        for group in self.param_groups:
-            for weight in group["params"]:
-                mean = self.state[weight].setdefault("mean", torch.zeros_like(weight))
-                mean.lerp_(weight.grad, 1 - group["momentum"])
-                update = orthogonalised(weight.grad.lerp(mean, group["momentum"]))
-                # Updates as large as AdamW's, whatever the matrix's shape.
-                weight.add_(update, alpha=-0.2 * group["lr"] * max(weight.shape) ** 0.5)
-
-
-def orthogonalised(matrix: Tensor) -> Tensor:
-    """Roughly U V' of the matrix's singular value decomposition, by Newton-Schulz iteration."""
-    tall = matrix.shape[0] > matrix.shape[1]
-    x: Tensor = matrix.T if tall else matrix
-    x = x / (x.norm() + 1e-7)
-    for _ in range(4):
-        gram = x @ x.T
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x.T if tall else x
-
-
 def windows(tokens: Tensor, steps: int, noise: float) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches of windows at random places, ``steps`` of them: what the model reads, and what it is to predict."""
     generator = torch.Generator().manual_seed(0)
@@ -189,19 +174,17 @@ def train(model: Any, tokens: Tensor, model_recipe: dict[str, Any], loss_of: Los
     steps = model_recipe["steps"]
     matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name]
     others = [weight for name, weight in model.named_parameters() if weight.ndim != 2 or "embed" in name]
-    adam = torch.optim.AdamW(others, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0)
-    muon = Muon(matrices, lr=MUON_RATE)
+    optimizer = Muon(others, matrices, betas=(0.9, 0.95), weight_decay=0.0)
     losses = []
     for step, (read, predicted) in enumerate(windows(tokens, steps, model_recipe["noise"])):
         done = step / steps
-        for optimizer, rate in ((adam, ADAM_RATE), (muon, MUON_RATE)):
-            optimizer.param_groups[0]["lr"] = rate * min(done / 0.05 + 0.01, 1.0, (1 - done) / 0.6)
+        for group, rate in zip(optimizer.param_groups, (ADAM_RATE, MUON_RATE), strict=True):
+            group["lr"] = rate * min(done / 0.05 + 0.01, 1.0, (1 - done) / 0.6)
         loss = loss_of(model, read, predicted)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in (adam, muon):
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         losses.append(loss.item())
         advance(1)
     last = losses[-20:]
@@ -263,14 +246,14 @@ def recipe_of(directory: Path) -> Any:
 
 @click.command(context_settings={"token_normalize_func": lambda name: name.replace("-", "_")})
 @click.option("--output_dir", required=True, type=click.Path(path_type=Path), help="Gets target/ and draft/.")
-@click.option("--data_file", type=click.Path(path_type=Path), help="Also write the texts, for specbuild train_draft.")
+@click.option("--prompts_file", type=click.Path(path_type=Path), help="Also write prompts, for specbuild prepare_data.")
 @click.option("--quick", is_flag=True, help=f"Learn in a fraction of the steps, 1/{QUICK}: a pair for tests.")
 @click.option("--force", is_flag=True, help="Make the pair again if there is one.")
-def main(output_dir: Path, data_file: Path | None, quick: bool, force: bool) -> None:
+def main(output_dir: Path, prompts_file: Path | None, quick: bool, force: bool) -> None:
     """Train the demo pair, unless it is there already."""
-    if data_file:
-        data_file.parent.mkdir(parents=True, exist_ok=True)
-        data_file.write_text("".join(json.dumps({"text": text}) + "\n" for text in corpus()))
+    if prompts_file:
+        prompts_file.parent.mkdir(parents=True, exist_ok=True)
+        prompts_file.write_text("".join(json.dumps({"text": text}) + "\n" for text in prompts(NUM_PROMPTS)))
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -11,7 +11,7 @@ from specbuild import __version__
 from specbuild.config import Backend
 from specbuild.quantisation.recipe import KV_CACHE_DTYPES, QFORMATS
 from specbuild.quantisation.texts import BUILTIN, TextOptions
-from specbuild.training.options import DTYPES, KINDS, TrainOptions
+from specbuild.training.options import DTYPES, KINDS, OPTIMIZERS, TrainOptions
 from specrun.command_line import CONTEXT, FolderPath, OneLineErrors
 from specrun.dtypes import FLOAT_NAMES
 from specrun.engine_dir import SpeculativeMode
@@ -180,6 +180,7 @@ def prepare_data(**options: Any) -> None:
 @click.option("--epochs", type=int, default=3, show_default=True, help="How often each text is read.")
 @click.option("--steps", type=int, help="In place of epochs.")
 @click.option("--learning_rate", type=float, help="Default: 0.4 / the target's width.")
+@click.option("--optimizer", type=click.Choice(OPTIMIZERS), default="adamw", show_default=True)
 @click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="What is computed in.")
 @click.option("--device", metavar="cpu|cuda|cuda:N", help="Default: a GPU where PyTorch finds one.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of new weights and the texts' order.")

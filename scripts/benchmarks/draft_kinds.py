@@ -3,7 +3,7 @@
 
 All kinds take turns in one run, with --draft_len auto, one text at a time. Speed-ups are of the target alone in the
 same turn; medians of the turns are shown. Each turn opens its decoder anew, so that nothing is known from the turn
-before. Needs what scripts/demo --kinds leaves in demo/engines; kinds whose engines are missing are left out.
+before. Needs what scripts/demo --kinds leaves in demo/kinds/engines; kinds whose engines are missing are left out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from scripts.benchmarks.prompts import PROMPTS
+from scripts.benchmarks.prompts import SENTENCES
 from specrun.bench_results import Spread
 from specrun.config import DraftKind, DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
@@ -185,10 +185,10 @@ def table(figures: Mapping[str, Figures]) -> Table:
 
 
 @click.command(context_settings={"token_normalize_func": lambda name: name.replace("-", "_")})
-@click.option("--engines_dir", type=click.Path(path_type=Path), default=Path("demo/engines"), show_default=True)
+@click.option("--engines_dir", type=click.Path(path_type=Path), default=Path("demo/kinds/engines"), show_default=True)
 @click.option("--kind", "kinds", type=click.Choice(list(KINDS)), multiple=True, help="Beside none; default: all.")
 @click.option("--workload", "workloads", type=click.Choice(list(WORKLOADS)), multiple=True, default=tuple(WORKLOADS))
-@click.option("--prompts", "num_prompts", type=click.IntRange(1, len(PROMPTS)), default=4, show_default=True)
+@click.option("--prompts", "num_prompts", type=click.IntRange(1, len(SENTENCES)), default=4, show_default=True)
 @click.option("--output_len", type=click.IntRange(1), default=96, show_default=True)
 @click.option("--repetitions", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
@@ -214,7 +214,7 @@ def main(
             config = DraftTargetConfig(draft=kind.lookup, reuse_blocks=False, shared_thread_pool=True)
             draft_dir = engines_dir / kind.draft if kind.draft else None
             with SpeculativeDecoder.open(engines_dir / kind.target, draft_dir, config) as decoder:
-                prompts = [decoder.tokenizer.encode(text).ids for text in PROMPTS[:num_prompts]]
+                prompts = [decoder.tokenizer.encode(text).ids for text in SENTENCES[:num_prompts]]
                 found = turns[-1][name] = run_workloads(decoder, prompts, output_len, workloads)
             speeds = [f"{workload} {run.tokens_per_second:.1f}" for workload, run in found.items()]
             click.echo(f"turn {turn + 1} of {repetitions}, {name}, tokens/s: {', '.join(speeds)}", err=True)

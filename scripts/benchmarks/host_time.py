@@ -198,11 +198,11 @@ def main(
     found = {}
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
-        onnx = demo_dir / "onnx"
+        onnx, kinds = demo_dir / "onnx", demo_dir / "kinds" / "onnx"
         pairs = {
             "demo pair": Pair(onnx / "target", onnx / "draft", None, output_len),
-            "EAGLE-3": Pair(onnx / "eagle3_target", onnx / "eagle3", None, output_len),
-            "Medusa": Pair(onnx / "medusa_target", onnx / "medusa", None, output_len),
+            "EAGLE-3": Pair(kinds / "eagle3_target", kinds / "eagle3", None, output_len),
+            "Medusa": Pair(kinds / "medusa_target", kinds / "medusa", None, output_len),
             "suffix": Pair(onnx / "target", None, "suffix", output_len),
         }
         pairs = {name: pair for name, pair in pairs.items() if name in names}

@@ -70,7 +70,8 @@ def guessing_head(head: Path, output: Path) -> Path:
 
 def make_engine(name: str, demo_dir: Path, work: Path, max_batch_size: int) -> Path:
     """The engine of this name, made if it is not there yet."""
-    engine, onnx, hf = work / name, demo_dir / "onnx" / name, demo_dir / "hf"
+    root = demo_dir / "kinds" if name.removesuffix("_target").endswith(("eagle3", "medusa")) else demo_dir
+    engine, onnx, hf = work / name, root / "onnx" / name, root / "hf"
     if engine.exists():
         return engine
     if name.startswith("random"):

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from specbuild.convert import vocab_size_of
 from specbuild.heads.fusion import watched
 from specbuild.training.losses import Score, compare
+from specbuild.training.muon import Muon
 from specbuild.training.rows import Batch, Data
 from specbuild.training.student import Student
 
@@ -34,6 +36,7 @@ class Plan:
     """So many steps lie between comparisons, each with a checkpoint."""
     num_drafts: int
     """Compared on held-out text."""
+    optimizer: str = "adamw"
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, from 0."""
@@ -49,7 +52,7 @@ class Trainer:
         self.student, self.target, self.data, self.plan = student, target, data, plan
         self._dtype = dtype
         self.step = 0
-        self.optimiser = torch.optim.AdamW(student.trained.values(), betas=_BETAS, weight_decay=0.0)
+        self.optimiser = _optimiser(student, target, plan.optimizer)
 
     def run(self, advance: Callable[[], None], at_pause: Callable[[float, bool], None]) -> None:
         """Train to the end. at_pause: called every ``save_steps`` and at the end, with the loss since and False.
@@ -97,6 +100,18 @@ class Trainer:
             with torch.no_grad():
                 output = self.target(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False)
             return compare(self.student, batch, features(), output.logits, count)
+
+
+def _optimiser(student: Student, target: PreTrainedModel, name: str) -> torch.optim.Optimizer:
+    """Muon is for the matrices between hidden states; embeddings and output layers have a row for each token."""
+    if name == "adamw":
+        return torch.optim.AdamW(student.trained.values(), betas=_BETAS, weight_decay=0.0)
+    vocabularies = {vocab_size_of(target)} | ({len(student.vocabulary)} if student.vocabulary is not None else set())
+    matrices, others = [], []
+    for parameter in student.trained.values():
+        is_hidden = parameter.ndim == 2 and vocabularies.isdisjoint(parameter.shape)
+        (matrices if is_hidden else others).append(parameter)
+    return Muon(others, matrices, betas=_BETAS, weight_decay=0.0)
 
 
 @contextmanager

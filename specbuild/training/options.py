@@ -12,6 +12,7 @@ from specrun.errors import BuildConfigError
 Kind = Literal["eagle3", "medusa", "model"]
 KINDS = get_args(Kind)
 DTYPES = ("auto", "float32", "bfloat16")
+OPTIMIZERS = ("adamw", "muon")
 _DRAFT_LEN: dict[str, int] = {"eagle3": 7, "medusa": 5, "model": 5}
 """By kind: as in the papers."""
 _RATE = 0.4
@@ -39,6 +40,7 @@ class TrainOptions:
     steps: int | None = None
     """In place of epochs."""
     learning_rate: float | None = None
+    optimizer: str = "adamw"
     dtype: str = "auto"
     device: str | None = None
     seed: int = 0
@@ -88,7 +90,7 @@ class TrainOptions:
     def settings(self) -> dict[str, Any]:
         """What decides the weights that come out: the same for a run that goes on."""
         names = ("model", "kind", "draft_vocab_size", "num_layers", "hidden_size", "max_length", "batch_size", "epochs")
-        found = {name: getattr(self, name) for name in (*names, "steps", "learning_rate", "dtype", "seed")}
+        found = {name: getattr(self, name) for name in (*names, "steps", "learning_rate", "optimizer", "dtype", "seed")}
         with (self.data or self.answers).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         return {**found, "draft_len": self.num_drafts, "data": digest}

@@ -61,9 +61,11 @@ def load_optimiser(directory: Path, trainer: Trainer) -> None:
     try:
         stored = load_file(directory / OPTIMISER_NAME)
         for name, parameter in trainer.student.trained.items():
-            state = {key: stored[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+            own = {key.removeprefix(f"{name}."): value for key, value in stored.items() if key.startswith(f"{name}.")}
+            if not own:
+                raise KeyError(name)
             trainer.optimiser.state[parameter] = {
-                key: value if key == "step" else value.to(parameter.device) for key, value in state.items()
+                key: value if key == "step" else value.to(parameter.device) for key, value in own.items()
             }
     except (OSError, KeyError, SafetensorError) as error:
         raise CheckpointError(

@@ -86,6 +86,7 @@ def train_draft(options: TrainOptions, stages: Stages) -> dict[str, Any]:
         seed=options.seed,
         save_steps=options.save_steps,
         num_drafts=options.num_drafts,
+        optimizer=options.optimizer,
     )
     count = sum(parameter.numel() for parameter in student.trained.values())
     require_space({output.absolute().parent: 2 * count * _CHECKPOINT_BYTES})
