@@ -10,4 +10,4 @@ SENTENCES = (
     *("Names listed in a", "Types affect almost all", "If the list of", "Any remaining exceptions that"),
     *("The following table summarizes", "This repeatedly tests the", "In the context of", "This production can be"),
 )
-"""Beginnings of paragraphs that the demo pair has learnt, drawn at random. Draft heads are not trained on their like."""
+"""Beginnings of paragraphs that the demo pair has learnt, drawn at random. Draft heads are trained on others."""
