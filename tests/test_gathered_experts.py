@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -37,7 +38,8 @@ def tokens_of(length: int) -> list[int]:
 )
 def test_the_logits_are_those_of_all_experts(family: str, number: str, tmp_path: Path) -> None:
     """Passes that use fewer experts than there are, as many, and more."""
-    checkpoint = save_checkpoint(tmp_path / "hf", family, **{number: 16})
+    sizes: dict[str, Any] = {number: 16}
+    checkpoint = save_checkpoint(tmp_path / "hf", family, **sizes)
     onnx_dir = make_onnx(checkpoint, tmp_path / "onnx", dtype="float32", verify=False)
     found: list[int] = []
     for length in LENGTHS:
@@ -74,7 +76,7 @@ def test_a_pass_reads_the_experts_that_it_can_use(tmp_path: Path) -> None:
     assert len(outcomes) == 4
 
 
-PLAN_SIZES = {"num_local_experts": 12, "hidden_size": 256, "intermediate_size": 512}
+PLAN_SIZES: dict[str, Any] = {"num_local_experts": 12, "hidden_size": 256, "intermediate_size": 512}
 GATE_UP, DOWN = ("256", "1024"), ("512", "256")
 """The shapes of an expert's matrices."""
 
