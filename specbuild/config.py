@@ -35,6 +35,7 @@ class EngineOptions(Strict):
     max_draft_len: int | None = Field(None, ge=0)
     gather_generation_logits: bool = False
     multiple_profiles: bool = False
+    gather_experts: bool = False
     compute_capabilities: tuple[int, ...] = ()
     """The GPUs that a plan of TensorRT-RTX is for, as in 89; none: all that take the graph, from 80 on."""
     timing_cache: Path | None = None
@@ -199,6 +200,7 @@ def plan_build(options: EngineOptions, checkpoint: CheckpointConfig) -> tuple[Bu
         speculative_decoding_mode="draft_tokens_external" if draft_len else "none",
         gather_generation_logits=options.gather_generation_logits,
         multiple_profiles=options.multiple_profiles,
+        gather_experts=options.gather_experts,
         cache_length=-(-(seq_len + draft_len + 1) // step) * step,
         profiles=plan_profiles(
             options.max_batch_size,

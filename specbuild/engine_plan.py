@@ -7,13 +7,16 @@ import platform
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import onnx_ir as ir
+
 from specbuild.checkpoint import CheckpointConfig, open_checkpoint
 from specbuild.compilers import Compiler, choose
 from specbuild.config import EngineOptions, plan_build
+from specbuild.gathered_experts import has_mixtures
 from specbuild.provenance import provenance, releases
 from specrun.devices.driver import compute_capability, gpu_name
-from specrun.engine_dir import BuildConfig, Provenance
-from specrun.errors import BackendError
+from specrun.engine_dir import GRAPH_NAME, BuildConfig, Provenance
+from specrun.errors import BackendError, BuildConfigError
 from specrun.extras import import_package
 from specrun.processor import describe_processor
 
@@ -55,6 +58,8 @@ def plan_engine(options: EngineOptions) -> EnginePlan:
             "--multiple_profiles: an engine of onnxruntime has no profiles; leave it out, or give --backend tensorrt "
             "or tensorrt_rtx"
         )
+    if options.gather_experts:
+        _check_experts(options, backend)
     device: Literal["cpu", "cuda"] = "cpu"
     if backend != "onnxruntime" or options.device == "cuda":
         device = "cuda"
@@ -72,6 +77,19 @@ def plan_engine(options: EngineOptions) -> EnginePlan:
         inputs=_inputs(checkpoint),
     )
     return EnginePlan(options, checkpoint, build, backend, device, compiler, reason, notes, made)
+
+
+def _check_experts(options: EngineOptions, backend: str) -> None:
+    """Raises SpecError where no experts can be gathered."""
+    if backend == "onnxruntime":
+        raise BackendError(
+            "--gather_experts: is for engines of TensorRT; those of onnxruntime for the CPU read only the experts that "
+            "a pass uses in any case; leave it out, or give --backend tensorrt or tensorrt_rtx"
+        )
+    if not has_mixtures(ir.load(options.checkpoint_dir / GRAPH_NAME)):
+        raise BuildConfigError(
+            f"--gather_experts: {options.checkpoint_dir} is no mixture of experts that specbuild knows; leave it out"
+        )
 
 
 def _inputs(checkpoint: CheckpointConfig) -> dict[str, str]:

@@ -97,6 +97,7 @@ def _engine(config: EngineConfig, show_all: bool) -> str:
         "max_batch_size": str(build.max_batch_size),
         "max_input_len": str(build.max_input_len),
         "max_seq_len": str(build.max_seq_len),
+        **({"experts": "a pass gathers those that it can use"} if build.gather_experts else {}),
         "bits": str(config.bit_exact or "not probed"),
         "KV cache": f"{human_bytes(cache)} in {config.graph.cache_element.name} for {build.max_batch_size} rows of "
         f"{build.cache_length} positions",

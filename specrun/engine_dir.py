@@ -229,6 +229,8 @@ class BuildConfig(Strict):
     speculative_decoding_mode: SpeculativeMode
     gather_generation_logits: bool
     multiple_profiles: bool = False
+    gather_experts: bool = False
+    """Whether passes multiply by the experts that they can use, which are copied first."""
     cache_length: Size
     profiles: list[Profile]
 

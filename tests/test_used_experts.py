@@ -59,13 +59,7 @@ def test_unused_experts_are_not_read(tmp_path: Path) -> None:
     )
     onnx_dir = make_onnx(checkpoint, tmp_path / "onnx")
     whole = opened(make_engine(onnx_dir, tmp_path / "whole"))
-    for value in ir.load(onnx_dir / GRAPH_NAME).graph.initializers.values():
-        tensor = value.const_value
-        if isinstance(tensor, ir.ExternalTensor) and len(tensor.shape) == 3:
-            assert tensor.shape[0] == EXPERTS
-            with Path(tensor.path).open("r+b") as file:
-                file.seek(tensor.offset or 0)
-                file.write(b"\xff" * (tensor.nbytes // EXPERTS * BROKEN))
+    break_experts(onnx_dir, BROKEN)
     broken = opened(make_engine(onnx_dir, tmp_path / "broken"))
     model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     outcomes = set()
@@ -81,16 +75,30 @@ def test_unused_experts_are_not_read(tmp_path: Path) -> None:
     assert len(outcomes) == 4
 
 
-def checkpoint_logits(onnx_dir: Path, tokens: list[int]) -> Floats:
-    """Of the graph as it was converted, in which every expert is computed."""
+def break_experts(onnx_dir: Path, number: int) -> None:
+    """Let the weights of the first experts of every layer be NaN."""
+    for value in ir.load(onnx_dir / GRAPH_NAME).graph.initializers.values():
+        tensor = value.const_value
+        if isinstance(tensor, ir.ExternalTensor) and len(tensor.shape) == 3:
+            assert tensor.shape[0] == EXPERTS
+            with Path(tensor.path).open("r+b") as file:
+                file.seek(tensor.offset or 0)
+                file.write(b"\xff" * (tensor.nbytes // EXPERTS * number))
+
+
+def checkpoint_logits(
+    onnx_dir: Path, tokens: list[int], edit: Callable[[ir.Model], object] = lambda _model: None
+) -> Floats:
+    """Of the graph as it was converted, in which every expert is computed, and then changed by ``edit``."""
     ort, options = session_options()
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(onnx_dir))
     model = ir.load(onnx_dir / GRAPH_NAME)
+    edit(model)
     graphs.drop_activation_rounding(model, ir.DataType.FLOAT8E4M3FN)  # ONNX Runtime fuses it into an invalid product.
     graphs.widen_to_float32(model)
     session = ort.InferenceSession(graphs.to_bytes(model), options)
     feeds = {
-        value.name: np.zeros((1, value.shape[1], 16, value.shape[3]), np.float32)
+        value.name: np.zeros((1, value.shape[1], POSITIONS, value.shape[3]), np.float32)
         for value in session.get_inputs()
         if value.name.startswith("past_key_values.")
     }

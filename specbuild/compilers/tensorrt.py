@@ -18,6 +18,7 @@ from specbuild.compilers import Compiled, machine
 from specbuild.compilers.timing_cache import load_timings, save_timings
 from specbuild.compilers.trt_forms import move_zero_points, narrow_float4_scales, round_float4_inputs
 from specbuild.compilers.trt_progress import interruptible, progress_monitor
+from specbuild.gathered_experts import gather_used_experts
 from specbuild.quantisation.kv_cache_graph import leave_writing_to_caller
 from specrun.contract import INPUT_IDS, LOGITS_INDICES, WRITE_INDICES
 from specrun.devices.driver import compute_capability, use_gpu, why_no_gpu
@@ -84,17 +85,17 @@ class Tensorrt:
             model, weights = graphs.write_recoded(model, output), output
         round_float4_inputs(model)
         narrow_float4_scales(model)
+        notes = [_gathered(gather_used_experts(model))] if build.gather_experts else []
         graphs.pin_cache_length(model, build.cache_length)
         leave_writing_to_caller(model, build.cache_length)  # TensorRT updates no 8-bit cache in place.
         if graph.dtype == "float32":  # TensorRT has no fused float32 attention.
             graphs.mark_decomposable(model)
-        notes = []
         timings = self.timing_cache
         built = _build(trt, weights, model, graph, build, advance, interrupted, capabilities, timings)
         if built.plan is None and graph.dtype != "float32" and graphs.mark_decomposable(model):
             # A refusal comes early: with TensorRT-RTX 1.7 after 0.3 s of 1.9 s (2 layers), 3.1 s of 8.5 s (16 layers).
             built = _build(trt, weights, model, graph, build, advance, interrupted, capabilities, timings)
-            notes = [_not_fused(graph)]
+            notes.append(_not_fused(graph))
         log = built.log
         if built.plan is None:
             raise BuildError(f"{checkpoint}: {self.name} {trt.__version__} refused the graph: {log.reason()}")
@@ -165,6 +166,11 @@ def _build(
     if timing_cache and plan is not None:
         save_timings(config, cache, timing_cache, log)
     return _Built(plan, log, io)
+
+
+def _gathered(layers: int) -> str:
+    """The note on a plan that does not multiply by all experts."""
+    return f"{layers} layers gather as many experts as the tokens of a pass can use, and multiply by those"
 
 
 def _not_fused(graph: GraphInfo) -> str:

@@ -131,6 +131,7 @@ def _move(graph: ir.Graph, node: ir.Node) -> None:
         name = f"{codes.name}.{number}"
         sums = ir.node("MatMul", [reader.inputs[0], adder], name=f"{name}.sums")
         shift = ir.node("MatMul", [sums.outputs[0], moved], name=f"{name}.shift")
+        shift.metadata_props.update(reader.metadata_props)  # Of experts, it has a part for each of them, too.
         total = ir.node("Add", [reader.outputs[0], shift.outputs[0]], name=f"{name}.total")
         later = [use for use in reader.outputs[0].uses() if use.node is not total]
         for made in (sums, shift, total):
