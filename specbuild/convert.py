@@ -259,8 +259,7 @@ def _write(source: Source, options: ConvertOptions, run: Run, work: Path, stages
     packed, caches = PackedModel(), cache_shapes(model)
     largest = None
     if source.texts:
-        part = run.part("calibration")
-        largest = calibrate_on(source.texts, model, source.kv_cache is not None, part, stages)
+        largest = calibrate_on(source.texts, model, source.kv_cache is not None, run.part("calibration"), stages)
     rounding = None
     if scheme and source.kv_cache and has_cache_scales(scheme, source.kv_cache):
         rounding = stored_rounding(scheme, tensors, caches, model.dtype)

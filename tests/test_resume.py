@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,11 @@ from specbuild.convert_dry_run import describe_conversion
 from specbuild.progress import Advance, Stages
 from specbuild.quantisation import inputs
 from specbuild.quantisation.inputs import Largest
-from specbuild.quantisation.texts import TextOptions
+from specbuild.quantisation.texts import TextOptions, read_texts
 from specbuild.quantise import QuantiseOptions, quantise
 from specbuild.resume import PROGRESS_NAME, checkpoint_of
 from specrun.errors import BuildConfigError, CheckpointError, OutputExistsError
-from tests.families import TEXT, save_checkpoint
+from tests.families import TEXT, VOCAB, save_checkpoint
 from tests.test_interrupted import Build, interrupted, with_small_files
 
 ROWS, HELD_OUT = 8, 2
@@ -73,7 +73,7 @@ def one_row_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
-    path.write_text(TEXT * 4, encoding="utf-8")
+    path.write_text(TEXT * 40, encoding="utf-8")
     return path
 
 
@@ -158,33 +158,37 @@ def test_kept_values_come_back_as_they_are() -> None:
     assert back.cache[0].tobytes() == both.cache[0].tobytes() == np.array([[0.2, 3e38]], np.float32).tobytes()
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_a_conversion_goes_on_after_a_signal(hf: Path, tmp_path: Path, text: Path, how: signal.Signals) -> None:
-    output, log = tmp_path / "out", tmp_path / "log"
-    texts = TextOptions(str(text), 64, 16)
-    options: dict[str, Any] = {"qformat": "fp8", "kv_cache_dtype": "int8", "verify": False, "texts": texts}
-    convert(ConvertOptions(str(hf / "target"), tmp_path / "whole", **options), Watched())
-    flags = [*("--model_dir", hf / "target", "--output_dir", output, "--qformat", "fp8", "--kv_cache_dtype", "int8")]
-    flags += ["--no_verify", "--calib_dataset", text, "--calib_size", 64, "--calib_max_seq_length", 16]
+def test_a_conversion_goes_on_after_signals(hf: Path, tmp_path: Path, text: Path) -> None:
+    output, log, rows = tmp_path / "out", tmp_path / "log", 64
     record = checkpoint_of(output) / PROGRESS_NAME
+    options = ConvertOptions(
+        *(str(hf / "target"), str(output)),
+        qformat="fp8",
+        kv_cache_dtype="int8",
+        texts=TextOptions(str(text), rows, 16),
+        verify=False,
+    )
+    flags = [*("--model_dir", hf / "target", "--output_dir", output, "--qformat", "fp8", "--kv_cache_dtype", "int8")]
+    flags += ["--no_verify", "--calib_dataset", text, "--calib_size", rows, "--calib_max_seq_length", 16]
 
-    def calibrating(_build: Build) -> bool:
-        return record.exists() and "calibration" in json.loads(record.read_bytes())["parts"]
+    def done() -> int:
+        parts = json.loads(record.read_bytes())["parts"] if record.exists() else {}
+        return int(parts["calibration"]["rows"]) if parts else 0
 
-    program = (sys.executable, "-c", ONE_ROW_A_BATCH)
-    build = Build(log, "convert", *flags, program=program)
-    interrupted(build, calibrating, how)
-    assert "the same command with --resume goes on" in build.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {"whole", "out.checkpoint", "log", "text.txt"}
-    assert Build(log, "convert", *flags, program=program).end() == 1
-    assert "give --resume to go on with it, or --force to begin anew" in log.read_text()
-    build = Build(log, "convert", *flags, "--resume", program=program)
-    assert build.end() == 0, build.stderr
-    resumed = re.search(r"calibrate: resumed after (\d+) of (\d+) rows", build.stderr)
-    assert resumed
-    assert 0 < int(resumed[1]) < int(resumed[2])
-    assert files(output) == files(tmp_path / "whole")
+    for how, more in ((signal.SIGTERM, []), (signal.SIGINT, ["--resume"])):
+        before = done()
+        build = Build(log, "convert", *flags, *more, program=(sys.executable, "-c", ONE_ROW_A_BATCH))
+        interrupted(build, lambda _, before=before: done() > before, how)
+        assert "the same command with --resume goes on" in build.stderr
+        assert (f"resumed after {before} of {rows} rows" in build.stderr) == bool(before)
+        assert {path.name for path in tmp_path.iterdir()} == {"out.checkpoint", "log", "text.txt"}
+        assert before < done() < rows
+    before, stages = done(), Watched()
+    convert(replace(options, resume=True), stages)
+    assert stages.done[CALIBRATE] == rows - before
     assert not record.parent.exists()
+    convert(replace(options, output_dir=str(tmp_path / "whole")), Watched())
+    assert files(output) == files(tmp_path / "whole")
 
 
 def test_runs_that_cannot_go_on(tmp_path: Path, text: Path, run: Run) -> None:
@@ -222,16 +226,19 @@ def test_runs_that_cannot_go_on(tmp_path: Path, text: Path, run: Run) -> None:
     assert output.exists()
 
 
-def test_only_what_would_be_lost_is_kept(hf: Path, tmp_path: Path, run: Run) -> None:
+def test_only_what_would_be_lost_is_kept(hf: Path, tmp_path: Path, text: Path, run: Run) -> None:
     source, output, damaged = hf / "target", tmp_path / "out", tmp_path / "damaged"
     run(source, output, (WRITE, 1), qformat="int8")
     assert not checkpoint_of(output).exists()
     shutil.copytree(source, damaged)
-    weights = load_file(damaged / "model.safetensors")
-    weights["model.embed_tokens.weight"][-1] = torch.nan  # Of a token that the text has not: seen when it is written.
+    weights, texts = load_file(damaged / "model.safetensors"), TextOptions(str(text), ROWS, 16)
+    unused = set(range(VOCAB)).difference(*(rows.flat for rows in read_texts(texts, source)))
+    weights["model.embed_tokens.weight"][unused.pop()] = torch.nan  # Seen when it is written.
     save_file(weights, damaged / "model.safetensors", metadata={"format": "pt"})
+    stages = Watched()
     with pytest.raises(CheckpointError, match="not finite"):
-        run(damaged, output)
+        quantise(QuantiseOptions(str(damaged), output, "fp8", texts=texts), stages)
+    assert stages.done[CALIBRATE] == ROWS
     assert not checkpoint_of(output).exists()
     checkpoint_of(output).mkdir()
     (checkpoint_of(output) / "thesis.txt").touch()
