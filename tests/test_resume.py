@@ -124,8 +124,11 @@ def test_a_quantisation_goes_on_to_the_same_files(
     second = run(source, output, (WRITE, 2), resume=True, **options)
     assert f"{CALIBRATE}: resumed after 3 of {ROWS} rows" in second.said
     assert second.done[CALIBRATE] == ROWS - 3
+    killed = checkpoint_of(output) / ".written.0123abcd.tmp" / "new"
+    killed.mkdir(parents=True)
     third = run(source, output, (COMPARE, 1), resume=True, **options)
     assert (third.done[CALIBRATE], third.done[COMPARE]) == (0, 1)
+    assert {path.name for path in checkpoint_of(output).iterdir()} == {PROGRESS_NAME, "written"}
     fourth = run(source, output, resume=True, **options)
     assert (fourth.done[CALIBRATE], fourth.done[COMPARE]) == (0, HELD_OUT - 1)
     assert WRITE not in fourth.done
@@ -183,9 +186,13 @@ def test_a_conversion_goes_on_after_signals(hf: Path, tmp_path: Path, text: Path
         assert (f"resumed after {before} of {rows} rows" in build.stderr) == bool(before)
         assert {path.name for path in tmp_path.iterdir()} == {"out.checkpoint", "log", "text.txt"}
         assert before < done() < rows
+    shutil.copytree(record.parent, tmp_path / "kept")
     before, stages = done(), Watched()
     convert(replace(options, resume=True), stages)
     assert stages.done[CALIBRATE] == rows - before
+    assert not record.parent.exists()
+    (tmp_path / "kept").rename(record.parent)  # As if killed before this was removed.
+    convert(replace(options, resume=True), Watched())
     assert not record.parent.exists()
     convert(replace(options, output_dir=str(tmp_path / "whole")), Watched())
     assert files(output) == files(tmp_path / "whole")
