@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -178,10 +179,13 @@ def test_a_conversion_goes_on_after_signals(hf: Path, tmp_path: Path, text: Path
         parts = json.loads(record.read_bytes())["parts"] if record.exists() else {}
         return int(parts["calibration"]["rows"]) if parts else 0
 
+    def is_further_than(rows: int, _build: Build) -> bool:
+        return done() > rows
+
     for how, more in ((signal.SIGTERM, []), (signal.SIGINT, ["--resume"])):
         before = done()
         build = Build(log, "convert", *flags, *more, program=(sys.executable, "-c", ONE_ROW_A_BATCH))
-        interrupted(build, lambda _, before=before: done() > before, how)
+        interrupted(build, partial(is_further_than, before), how)
         assert "the same command with --resume goes on" in build.stderr
         assert (f"resumed after {before} of {rows} rows" in build.stderr) == bool(before)
         assert {path.name for path in tmp_path.iterdir()} == {"out.checkpoint", "log", "text.txt"}
@@ -203,11 +207,12 @@ def test_runs_that_cannot_go_on(tmp_path: Path, text: Path, run: Run) -> None:
     run(source, output, (CALIBRATE, 2))
     with pytest.raises(OutputExistsError, match="give --resume to go on with it, or --force"):
         run(source, output)
-    for changes, said in [
+    others: list[tuple[dict[str, Any], str]] = [
         ({"qformat": "nvfp4"}, "began with --qformat fp8, not nvfp4; give the same, or --force"),
         ({"quality": False}, "began with --quality true, not false"),
         ({"texts": TextOptions(str(text), ROWS, 15)}, "began with --calib_max_seq_length 16, not 15"),
-    ]:
+    ]
+    for changes, said in others:
         with pytest.raises(BuildConfigError, match=said):
             run(source, output, resume=True, **changes)
     options = ConvertOptions(
