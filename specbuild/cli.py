@@ -26,6 +26,8 @@ _KV_CACHE = click.option(
     show_default=True,
     help="What keys and values are stored in. auto: what is computed in.",
 )
+_RESUME = click.option("--resume", is_flag=True, help="Go on with a run that has stopped.")
+_FORCE = click.option("--force", is_flag=True, help="Replace output_dir, and what a stopped run has left.")
 
 
 @click.group(cls=OneLineErrors, context_settings=CONTEXT)
@@ -58,7 +60,8 @@ def main(debug: bool) -> None:
 @click.option("--allow_pickle", is_flag=True, help="Read a head's weights from a pickle, as tensors alone.")
 @click.option("--verify/--no-verify", default=True, show_default=True, help="Compare the graph with the model.")
 @click.option("--dry_run", is_flag=True, help="Say what would be made and what it takes, and write nothing.")
-@click.option("--force", is_flag=True, help="Replace output_dir if it exists.")
+@_RESUME
+@_FORCE
 def convert(model_dir: str, output_dir: Path, dry_run: bool, **options: Any) -> None:
     """Hugging Face checkpoint -> ONNX checkpoint directory."""
     from specbuild.convert import ConvertOptions
@@ -91,7 +94,8 @@ def convert(model_dir: str, output_dir: Path, dry_run: bool, **options: Any) -> 
 @click.option("--draft_dir", metavar="DIR|HUB_ID", help="A draft for it: compare the pair's acceptance rate too.")
 @click.option("--revision", help="Branch, tag or commit, for a Hub ID.")
 @click.option("--trust_remote_code", is_flag=True, help="Run Python code that comes with the checkpoint.")
-@click.option("--force", is_flag=True, help="Replace output_dir if it exists.")
+@_RESUME
+@_FORCE
 def quantize(model_dir: str, output_dir: Path, **options: Any) -> None:
     """Hugging Face checkpoint -> quantised one, in the format of compressed-tensors."""
     from specbuild.progress import Stages
@@ -188,10 +192,10 @@ def prepare_data(**options: Any) -> None:
 @click.option(
     "--save_steps", type=int, default=200, show_default=True, help="Steps between comparisons and checkpoints."
 )
-@click.option("--resume", is_flag=True, help="Go on with a run that has stopped.")
+@_RESUME
 @click.option("--revision", help="Branch, tag or commit, for a Hub ID.")
 @click.option("--trust_remote_code", is_flag=True, help="Run Python code that comes with the checkpoint.")
-@click.option("--force", is_flag=True, help="Replace output_dir, and what a stopped run has left.")
+@_FORCE
 def train_draft(model_dir: str, **options: Any) -> None:
     """A target and conversations -> a draft head or a draft model for it."""
     from specbuild.progress import Stages

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from specbuild.progress import Stages, human_bytes, peak_memory
 from specbuild.provenance import made_before, require_same
 from specbuild.quantisation.recipe import CacheCode, Recipe, cache_code, make_recipe
 from specbuild.quantisation.texts import TextOptions, Texts
+from specbuild.resume import Run, run_for, stopped_run
 from specbuild.weights import Weights, check_weights, require_layers
 from specrun.directories import new_directory, require_free
 from specrun.dtypes import FLOAT_NAMES
@@ -28,7 +29,6 @@ from specrun.engine_dir import (
     GRAPH_NAME,
     WEIGHTS_NAME,
     GraphInfo,
-    Provenance,
     QuantisedWeights,
     describe_file,
 )
@@ -73,6 +73,7 @@ class ConvertOptions:
     allow_pickle: bool = False
     """Read a head's weights from a pickle, where there are no others."""
     verify: bool = True
+    resume: bool = False
     force: bool = False
 
 
@@ -96,6 +97,9 @@ class Source:
     """Whose features the model is to write."""
 
 
+_Write = Callable[[Run, Path, Stages], CheckpointConfig]
+
+
 def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
     """Convert one checkpoint; see the stages below. What is there already and would be the same is left as it is.
 
@@ -104,36 +108,40 @@ def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
     verifying = ("onnxruntime",) if options.verify else ()
     require_packages("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_ir", *verifying)
     output_dir = Path(options.output_dir)
-    found = require_sound(options)
+    stopped, found = require_sound(options)
     directories = locate_inputs(options)  # Outside a stage, which has a bar: the Hub's client has bars of its own.
     if found is not None:
         with stages.stage("compare with what is there"):
             require_same(output_dir, found, conversion_provenance(options, directories, found.provenance))
+        if stopped is not None:  # Killed behind its last step.
+            stopped.remove()
         stages.say(f"{output_dir} is up to date")
         return found
     if options.head_of is None:
         with stages.stage("check checkpoint"):
             source = read_source(options, directories, stages)
-        write, weight_bytes = partial(_write, source, options), source.files.nbytes
+        write: _Write = partial(_write, source, options)
+        weight_bytes = source.files.nbytes
     else:
         from specbuild.heads.convert import convert_head
 
         with stages.stage("check the head"):
             head = read_head(directories["model_dir"], options.allow_pickle)
-        write, weight_bytes = partial(convert_head, head, directories["head_of"], options), head.nbytes
+        write = partial(convert_head, head, directories["head_of"], options)
+        weight_bytes = head.nbytes
     with stages.stage("checksums of the checkpoint"):
-        made = conversion_provenance(options, directories)
-    with new_directory(output_dir, options.force) as work:
-        config = write(made, work, stages)
+        made = conversion_provenance(options, directories, stopped.made if stopped else None)
+    with run_for(output_dir, made, stopped, stages) as run, new_directory(output_dir, options.force) as work:
+        config = write(run, work, stages)
         (work / CONFIG_NAME).write_text(config.model_dump_json(indent=2) + "\n")
     _summarise(config, weight_bytes, output_dir, stages)
     return config
 
 
-def require_sound(options: ConvertOptions) -> CheckpointConfig | None:
+def require_sound(options: ConvertOptions) -> tuple[Run | None, CheckpointConfig | None]:
     """Raise BuildConfigError where options cannot stand beside each other, or something else is in the output's place.
 
-    Returns what an earlier conversion made there, which may be up to date.
+    Returns a conversion that has stopped and is to go on, and what an earlier one made, which may be up to date.
     """
     make_recipe(options.qformat, options.group_size, options.exclude)
     if options.head_of is not None:
@@ -145,10 +153,11 @@ def require_sound(options: ConvertOptions) -> CheckpointConfig | None:
     if options.head is not None and options.text_model:
         raise BuildConfigError("--text_model cannot stand beside --head: heads read features of whole models")
     output_dir = Path(options.output_dir)
+    stopped = stopped_run(output_dir, options.resume, options.force)
     found = None if options.force else made_before(output_dir, CheckpointConfig)
     if found is None:
         require_free(output_dir, options.force)
-    return found
+    return stopped, found
 
 
 def require_packages(*names: str) -> None:
@@ -220,7 +229,7 @@ def lay_out(source: Source, options: ConvertOptions) -> Layout:
     return Layout(model, weights, tensors)
 
 
-def _write(source: Source, options: ConvertOptions, made: Provenance, work: Path, stages: Stages) -> CheckpointConfig:
+def _write(source: Source, options: ConvertOptions, run: Run, work: Path, stages: Stages) -> CheckpointConfig:
     """Load and export the model into ``work``, verify it, and return the config that describes the result."""
     # torch and onnx are imported here, so that --help and bad input cost no seconds.
     from specbuild import graph as graphs
@@ -248,7 +257,9 @@ def _write(source: Source, options: ConvertOptions, made: Provenance, work: Path
     parameters = sum(parameter.numel() for parameter in model.parameters())
     notes: list[str] = []
     packed, caches = PackedModel(), cache_shapes(model)
-    largest = calibrate_on(source.texts, model, source.kv_cache is not None, stages) if source.texts else None
+    largest = None
+    if source.texts:
+        largest = calibrate_on(source.texts, model, source.kv_cache is not None, run.part("calibration"), stages)
     rounding = None
     if scheme and source.kv_cache and has_cache_scales(scheme, source.kv_cache):
         rounding = stored_rounding(scheme, tensors, caches, model.dtype)
@@ -315,7 +326,7 @@ def _write(source: Source, options: ConvertOptions, made: Provenance, work: Path
         tokenizer=describe_tokenizer(work),
         max_logit_difference=difference,
         pretrained_config=plain(pretrained),
-        provenance=made.model_copy(update={"notes": notes}),
+        provenance=run.made.model_copy(update={"notes": notes}),
         files={name: describe_file(work / name) for name in (GRAPH_NAME, WEIGHTS_NAME, *tokenizer_files(work))},
     )
 

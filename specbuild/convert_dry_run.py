@@ -44,7 +44,7 @@ def describe_conversion(options: ConvertOptions, stages: Stages) -> str:
     require_packages("torch", "transformers", "safetensors", "onnx_ir")
     if options.head_of is not None:
         raise BuildConfigError("--dry_run cannot stand beside --head_of: converting a head takes seconds")
-    found = require_sound(options)
+    stopped, found = require_sound(options)
     with described_inputs(options) as (directories, download):
         if found is not None and not download:
             with stages.stage("compare with what is there"):
@@ -54,6 +54,9 @@ def describe_conversion(options: ConvertOptions, stages: Stages) -> str:
             would_be = "left as it is: it is up to date"
         else:
             would_be = "converted" if found is None else "compared with the download"
+        if stopped and not download:
+            with stages.stage("compare with the run that has stopped"):
+                stopped.require_same(conversion_provenance(options, directories, stopped.made))
         with stages.stage("check checkpoint"):
             source = read_source(options, directories, stages)
             require_family(source)

@@ -1,4 +1,4 @@
-"""What a conversion reads, and the record of it that says whether another one would give the same."""
+"""What a conversion or quantisation reads, and the record that says whether another one would give the same."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ from specrun.engine_dir import Provenance
 
 if TYPE_CHECKING:
     from specbuild.convert import ConvertOptions
+    from specbuild.quantise import QuantiseOptions
 
-_NOT_IN_FILES = {"model", "output_dir", "revision", "head", "head_of", "texts", "force"}
-"""Options that name inputs, which count by their content, and those that change nothing in the result."""
-_MAKERS = ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "safetensors", "tokenizers", "numpy")
+_INPUTS = {"model", "revision", "head", "head_of", "draft_dir", "texts"}
+"""Options that name what is read; it counts by its content."""
+_NOT_IN_FILES = {*_INPUTS, "output_dir", "resume", "force"}
+"""Those, and the ones that change nothing in the result."""
+_QUANTISERS = ("torch", "transformers", "onnx_ir", "safetensors", "tokenizers", "numpy")
+_CONVERTERS = (*_QUANTISERS, "onnx", "onnxscript")
 
 
 def locate_inputs(options: ConvertOptions) -> dict[str, Path]:
@@ -60,6 +64,23 @@ def conversion_provenance(
     options: ConvertOptions, directories: Mapping[str, Path], known: Provenance | None = None
 ) -> Provenance:
     """Of what a conversion of ``directories`` makes. known: of an earlier one, for checksums of the same files."""
+    return _made_of("specbuild convert", options, _CONVERTERS, directories, known)
+
+
+def quantisation_provenance(
+    options: QuantiseOptions, directories: Mapping[str, Path], known: Provenance | None = None
+) -> Provenance:
+    """The same of ``specbuild quantize``."""
+    return _made_of("specbuild quantize", options, _QUANTISERS, directories, known)
+
+
+def _made_of(
+    tool: str,
+    options: ConvertOptions | QuantiseOptions,
+    packages: tuple[str, ...],
+    directories: Mapping[str, Path],
+    known: Provenance | None,
+) -> Provenance:
     texts = options.texts
     sources = dict(directories)
     if texts.dataset != BUILTIN:
@@ -67,9 +88,9 @@ def conversion_provenance(
     given = {name: value for name, value in asdict(options).items() if name not in _NOT_IN_FILES}
     calibration = {"calib_size": texts.size, "calib_max_seq_length": texts.length}
     return provenance(
-        "specbuild convert",
+        tool,
         options.model,
-        {**releases(*_MAKERS), "python": platform.python_version()},
+        {**releases(*packages), "python": platform.python_version()},
         options={**given, "exclude": list(options.exclude), **calibration},
         **describe_inputs(sources, known)._asdict(),
     )

@@ -5,24 +5,28 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specbuild.convert import positions_of, require_packages
+from specbuild.convert_inputs import quantisation_provenance
 from specbuild.files import require_space
 from specbuild.hub import locate
 from specbuild.huggingface import read_model_config
 from specbuild.json_file import read_json
 from specbuild.progress import Stages, human_bytes, peak_memory
-from specbuild.quantisation.recipe import cache_code, make_recipe
-from specbuild.quantisation.texts import TextOptions
-from specbuild.weights import check_weights, require_layers
+from specbuild.quantisation.recipe import Recipe, cache_code, make_recipe
+from specbuild.quantisation.texts import TextOptions, Texts
+from specbuild.resume import Run, run_for, stopped_run
+from specbuild.weights import Weights, check_weights, require_layers
 from specrun.directories import QUALITY_NAME, new_directory, require_free
 from specrun.errors import BuildConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from specbuild.export.skeleton import Skeleton
     from specbuild.quantisation.packed_model import PackedModel
+    from specbuild.quantisation.pair import Draft
     from specbuild.quantisation.quality import Quality
+    from specbuild.quantisation.quantised_checkpoint import Products
 
 LEAST_TOP1 = 0.9
 """A format that keeps fewer of the original's likeliest tokens is not chosen unasked."""
@@ -51,7 +55,20 @@ class QuantiseOptions:
     """A draft for the model: the comparison says what quantising does to the acceptance rate of the pair."""
     revision: str | None = None
     trust_remote_code: bool = False
+    resume: bool = False
     force: bool = False
+
+
+class Source(NamedTuple):
+    """A checkpoint that was checked, and what of it is to be quantised."""
+
+    directory: Path
+    files: Weights
+    skeleton: Skeleton
+    products: Products
+    texts: Texts | None
+    """What is calibrated and compared on."""
+    draft: Draft | None
 
 
 def quantise(options: QuantiseOptions, stages: Stages) -> dict[str, Any]:
@@ -59,6 +76,7 @@ def quantise(options: QuantiseOptions, stages: Stages) -> dict[str, Any]:
     require_packages("torch", "transformers", "safetensors", "onnx_ir")
     output_dir = Path(options.output_dir)
     require_free(output_dir, options.force)
+    stopped = stopped_run(output_dir, options.resume, options.force)
     if options.qformat == "auto":
         stages.say(f"note: --qformat auto is {AUTO}; int4 is smaller and faster, and changes the text more")
         options = replace(options, qformat=AUTO)
@@ -70,30 +88,20 @@ def quantise(options: QuantiseOptions, stages: Stages) -> dict[str, Any]:
     kv_cache = cache_code(options.kv_cache_dtype)
     if not (recipe.calibrated or kv_cache or options.quality):
         options.texts.say_if_unused(f"--qformat {options.qformat} with --no-quality reads no text", stages)
-    import torch
-
     from specbuild.export.skeleton import load_skeleton
-    from specbuild.quantisation.calibration import calibrate_on, quantise_dense, texts_of, unreached_experts
+    from specbuild.quantisation.calibration import texts_of
     from specbuild.quantisation.checkpoints.loading import require_claimed
     from specbuild.quantisation.dense import pack_model
-    from specbuild.quantisation.kv_cache import coarser, rounding_for
     from specbuild.quantisation.pair import load_draft
-    from specbuild.quantisation.quality import measure
-    from specbuild.quantisation.quantised_checkpoint import (
-        output_bytes,
-        read_back,
-        stored_cache,
-        stored_products,
-        write_config,
-        write_weights,
-    )
+    from specbuild.quantisation.quantised_checkpoint import output_bytes, stored_products
     from specbuild.tensors import Reader, StoredTensor
 
     # Outside the stage, which has a bar: the Hub's client has bars of its own.
     source = locate(options.model, options.revision, code=options.trust_remote_code)
-    draft_dir = None
+    draft_dir, directories = None, {"model_dir": source}
     if options.draft_dir:
         draft_dir = locate(options.draft_dir, option="--draft_dir", code=options.trust_remote_code)
+        directories["draft_dir"] = draft_dir
     with stages.stage("check checkpoint"):
         _require_dense(source)
         hf_config = read_model_config(source, options.trust_remote_code)
@@ -111,29 +119,54 @@ def quantise(options: QuantiseOptions, stages: Stages) -> dict[str, Any]:
         require_claimed(source, skeleton.weights)
         plan = pack_model(skeleton.model, recipe.without_inputs, skeleton.weights)
         products = stored_products(source, skeleton, plan, files.entries, stages)
-    require_space({output_dir.absolute().parent: output_bytes(files.entries, products, plan)})  # Before calibrating.
-    largest = None
-    if texts is not None and (recipe.calibrated or kv_cache):
-        largest = calibrate_on(texts, skeleton.model, kv_cache is not None, stages)
-    cache = None
-    if kv_cache and largest:
-        cache = rounding_for(kv_cache, coarser(kv_cache, largest.cache), torch.float32)
-    packed = quantise_dense(skeleton.model, skeleton.weights, recipe, largest, stages)
-    scales = stored_cache(source, skeleton.model, products, cache)
-    with new_directory(output_dir, options.force) as work:
-        with stages.stage("write weights", len(files.entries)) as advance:
-            write_weights(source, work, files.entries, products, packed, scales, advance)
-        write_config(source, work, skeleton, files.entries, products, packed, kv_cache)
-        (written, cache), quality = read_back(work, cache, options.trust_remote_code), None
-        if options.quality and texts is not None:
-            with stages.stage("compare with the original", len(texts.held_out)) as advance:
-                quality = measure(skeleton.model, written, cache, source, texts.held_out, advance, draft)
-        report = _report(options, skeleton, files.nbytes, check_weights(work).nbytes, written, quality)
-        report["unreached_experts"] = unreached_experts(packed, largest) if recipe.calibrated and largest else None
-        (work / QUALITY_NAME).write_text(json.dumps(report, indent=2) + "\n")
+    with stages.stage("checksums of the checkpoint"):
+        made = quantisation_provenance(options, directories, stopped.made if stopped else None)
+    with run_for(output_dir, made, stopped, stages) as run:
+        if not run.written.exists():  # Known before calibrating.
+            require_space({output_dir.absolute().parent: output_bytes(files.entries, products, plan)})
+        report = _write(options, recipe, Source(source, files, skeleton, products, texts, draft), run, stages)
+        with new_directory(output_dir, options.force) as work:
+            work.rmdir()
+            run.written.rename(work)
     for line in describe(report):
         stages.say(line)
     stages.say(f"{output_dir}: {stages.seconds:.1f} s, peak memory {human_bytes(peak_memory())}")
+    return report
+
+
+def _write(options: QuantiseOptions, recipe: Recipe, source: Source, run: Run, stages: Stages) -> dict[str, Any]:
+    """Calibrate, write ``run.written`` and compare it with the original, as far as that is not done yet.
+
+    Returns what quality.json says.
+    """
+    import torch
+
+    from specbuild.quantisation.calibration import calibrate_on, quantise_dense, unreached_experts
+    from specbuild.quantisation.kv_cache import coarser, rounding_for
+    from specbuild.quantisation.quality import measure
+    from specbuild.quantisation.quantised_checkpoint import read_back, stored_cache, write_config, write_weights
+
+    directory, files, skeleton, products, texts, draft = source
+    kv_cache, largest, cache, quality = cache_code(options.kv_cache_dtype), None, None, None
+    if texts and (recipe.calibrated or kv_cache):
+        largest = calibrate_on(texts, skeleton.model, kv_cache is not None, run.part("calibration"), stages)
+    if kv_cache and largest:
+        cache = rounding_for(kv_cache, coarser(kv_cache, largest.cache), torch.float32)
+    packed = quantise_dense(skeleton.model, skeleton.weights, recipe, largest, stages)
+    scales = stored_cache(directory, skeleton.model, products, cache)
+    if not run.written.exists():
+        with new_directory(run.written, force=False) as work:
+            with stages.stage("write weights", len(files.entries)) as advance:
+                write_weights(directory, work, files.entries, products, packed, scales, advance)
+            write_config(directory, work, skeleton, files.entries, products, packed, kv_cache)
+    written, cache = read_back(run.written, cache, options.trust_remote_code)
+    if texts and options.quality:
+        part, rows = run.part("comparison"), texts.held_out
+        with part.stage(stages, "compare with the original", len(rows)) as advance:
+            quality = measure(skeleton.model, written, cache, directory, rows, advance, draft, part)
+    report = _report(options, skeleton, files.nbytes, check_weights(run.written).nbytes, written, quality)
+    report["unreached_experts"] = unreached_experts(packed, largest) if recipe.calibrated and largest else None
+    (run.written / QUALITY_NAME).write_text(json.dumps(report, indent=2) + "\n")
     return report
 
 

@@ -67,7 +67,7 @@ def new_directory(output: Path, force: bool) -> Iterator[Path]:
     require_free(output, force)
     output = output.absolute()
     output.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(output)
+    sweep(output)
     # The name is known before the directory is there, so that Ctrl-C finds it to remove at any moment.
     scratch = output.parent / f"{_scratch_prefix(output)}{secrets.token_hex(4)}{_SCRATCH_END}"
     work, old, lock = scratch / "new", scratch / "old", None
@@ -107,7 +107,7 @@ def _scratch_prefix(output: Path) -> str:
     return f".{os.fsdecode(os.fsencode(output.name)[:200])}."
 
 
-def _sweep(output: Path) -> None:
+def sweep(output: Path) -> None:
     """Remove the temporary siblings of ``output`` that no process works in: builds that were killed left them."""
     name = re.compile(re.escape(_scratch_prefix(output)) + "[0-9a-f]{8}" + re.escape(_SCRATCH_END))
     for scratch in output.parent.iterdir():

@@ -39,6 +39,7 @@ LONGEST_FIRST = [
     "hub",
     "rebuild",
     "memory",
+    "resume",
     "server",
 ]
 """Files that would keep one process busy when the others have nothing left to do."""

@@ -38,10 +38,10 @@ Moment = Callable[["Build"], bool]
 class Build:
     """A running ``specbuild`` in a process group of its own, as a terminal starts one."""
 
-    def __init__(self, log: Path, *args: object, **options: Any) -> None:
+    def __init__(self, log: Path, *args: object, program: tuple[str, ...] = (str(SPECBUILD),), **options: Any) -> None:
         self.log = log
         with log.open("wb") as stderr:
-            command = [str(SPECBUILD), *map(str, args)]
+            command = [*program, *map(str, args)]
             self.process = subprocess.Popen(command, stderr=stderr, start_new_session=True, **options)
 
     def until(self, moment: Moment) -> None:

@@ -14,8 +14,9 @@ from specbuild.heads.medusa_checkpoint import MedusaHead
 from specbuild.huggingface import eos_token_ids, read_model_config, save_tokenizer
 from specbuild.json_file import read_json
 from specbuild.progress import Stages
+from specbuild.resume import Run
 from specbuild.weights import check_weights, require_layers
-from specrun.engine_dir import CONFIG_NAME, GRAPH_NAME, WEIGHTS_NAME, GraphInfo, Provenance, describe_file
+from specrun.engine_dir import CONFIG_NAME, GRAPH_NAME, WEIGHTS_NAME, GraphInfo, describe_file
 from specrun.errors import BuildConfigError, UnsupportedModelError
 from specrun.tokenizer import describe_tokenizer, tokenizer_files
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def convert_head(
-    head: Head, directory: Path, options: ConvertOptions, made: Provenance, work: Path, stages: Stages
+    head: Head, directory: Path, options: ConvertOptions, run: Run, work: Path, stages: Stages
 ) -> CheckpointConfig:
     """Write a head of the target in ``directory`` into ``work``; returns what describes it. Raises SpecError.
 
@@ -95,7 +96,7 @@ def convert_head(
         tokenizer=describe_tokenizer(work),
         max_logit_difference=difference,
         pretrained_config=plain(read_json(head.config_file)),
-        provenance=made.model_copy(update={"notes": notes}),
+        provenance=run.made.model_copy(update={"notes": notes}),
         files={
             name: describe_file(work / name) for name in (GRAPH_NAME, WEIGHTS_NAME, *others, *tokenizer_files(work))
         },

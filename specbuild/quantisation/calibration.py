@@ -14,6 +14,7 @@ from specbuild.quantisation.inputs import Largest, calibrate
 from specbuild.quantisation.packed_model import PackedModel
 from specbuild.quantisation.recipe import Recipe
 from specbuild.quantisation.texts import TextOptions, Texts, read_texts
+from specbuild.resume import Part
 from specbuild.tensors import Weight
 
 
@@ -27,10 +28,13 @@ def texts_of(options: TextOptions, source: Path, positions: int | None, trust_re
         return read_texts(options.within(positions), Path(name), source)
 
 
-def calibrate_on(texts: Texts, model: Any, kv_cache: bool, stages: Stages) -> Largest:
-    """The largest values that ``texts`` make in a skeleton; keys and values too with ``kv_cache``. Raises SpecError."""
-    with stages.stage("calibrate", len(texts.calibration)) as advance:
-        return calibrate(model, texts.calibration, advance, kv_cache)
+def calibrate_on(texts: Texts, model: Any, kv_cache: bool, part: Part, stages: Stages) -> Largest:
+    """The largest values that ``texts`` make in a skeleton; keys and values too with ``kv_cache``. Raises SpecError.
+
+    part: what was done before and need not be done again.
+    """
+    with part.stage(stages, "calibrate", len(texts.calibration)) as advance:
+        return calibrate(model, texts.calibration, advance, kv_cache, part)
 
 
 def unreached_experts(packed: PackedModel, largest: Largest) -> dict[str, list[int]]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -15,6 +16,7 @@ from specbuild.quantisation.kv_cache import Floats, ObservedCache
 from specbuild.quantisation.packed_model import PackedModel, parameter_names
 from specbuild.quantisation.rounding import FLOAT4_MAX, FLOAT8_MAX, nearest_float4
 from specbuild.reference import Float32, SeeInput, part_of
+from specbuild.resume import Part
 from specrun.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -34,13 +36,52 @@ class Largest(NamedTuple):
     cache: list[Floats]
     """[heads, head_dim] of keys and values, [key_0, value_0, key_1, ...]; none where nobody asked."""
 
+    def or_larger(self, other: Largest) -> Largest:
+        """Of both texts."""
+        names = {**self.experts, **other.experts}
+        experts = {name: _larger(self.experts.get(name, {}), other.experts.get(name, {})) for name in names}
+        cache = [np.maximum(*pair) for pair in zip(self.cache, other.cache, strict=True)] if self.cache else other.cache
+        return Largest(_larger(self.inputs, other.inputs), experts, cache)
 
-def calibrate(model: Any, rows: Rows, advance: Callable[[float], None], kv_cache: bool = False) -> Largest:
+    def as_json(self) -> dict[str, Any]:
+        """The same in lists and dictionaries; numbers come back as they are."""
+        return {**self._asdict(), "cache": [values.tolist() for values in self.cache]}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Largest:
+        """What ``as_json`` gave; of an empty one, of no text."""
+        experts = {name: {int(number): x for number, x in own.items()} for name, own in data.get("experts", {}).items()}
+        return cls(data.get("inputs", {}), experts, [np.array(values, np.float32) for values in data.get("cache", [])])
+
+
+_Key = TypeVar("_Key")
+
+
+def _larger(one: dict[_Key, float], other: dict[_Key, float]) -> dict[_Key, float]:
+    return {key: max(values.get(key, 0.0) for values in (one, other)) for key in {**one, **other}}
+
+
+def calibrate(
+    model: Any, rows: Rows, advance: Callable[[float], None], kv_cache: bool = False, part: Part | None = None
+) -> Largest:
     """Run a skeleton over ``rows``: the largest absolute inputs of its products, and of its keys and values.
 
-    Every weight is read once for a batch of rows. ``advance`` is called with the rows that are done.
+    Every weight is read once for a batch of rows. ``advance`` is called with the rows that are done; what came of them
+    is kept in ``part``, whose rows are not run again.
     Raises CheckpointError where a value is not finite: the weights are damaged.
     """
+    part = part or Part()
+    largest = Largest.from_json(part.state)
+    # The logits of one token are enough.
+    few = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    for batch in batches(model, rows[part.rows :], every_logit=not few):
+        largest = largest.or_larger(_calibrate_batch(model, batch, kv_cache, few))
+        part.keep(part.rows + len(batch), largest.as_json())
+        advance(len(batch))
+    return largest
+
+
+def _calibrate_batch(model: Any, batch: Rows, kv_cache: bool, few: dict[str, int]) -> Largest:
     cache = ObservedCache() if kv_cache else None
     found: dict[str, float] = {}
     experts: dict[str, dict[int, float]] = {}
@@ -59,12 +100,8 @@ def calibrate(model: Any, rows: Rows, advance: Callable[[float], None], kv_cache
                 own[expert] = max(largest, own.get(expert, 0.0))
         return x
 
-    # The logits of one token are enough.
-    few = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    for batch in batches(model, rows, every_logit=not few):
-        with torch.no_grad(), Float32(see):
-            model(input_ids=torch.from_numpy(batch), past_key_values=cache, use_cache=kv_cache, **few)
-        advance(len(batch))
+    with torch.no_grad(), Float32(see):
+        model(input_ids=torch.from_numpy(batch), past_key_values=cache, use_cache=kv_cache, **few)
     return Largest(found, experts, cache.largest() if cache else [])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from specbuild.quantisation.inputs import batches, rounding
 from specbuild.quantisation.kv_cache import CacheRounding, RoundedCache
 from specbuild.quantisation.packed_model import PackedModel, dequantised
 from specbuild.reference import Float32
+from specbuild.resume import Part
 from specrun.errors import VerificationError
 
 if TYPE_CHECKING:
@@ -41,6 +42,17 @@ class Quality:
     """The same with the original model."""
 
 
+@dataclass
+class _Sums:
+    """Over tokens; of pairs the original comes first."""
+
+    surprise: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    accepted: list[int] = field(default_factory=lambda: [0, 0])
+    kl: float = 0.0
+    same: int = 0
+    count: int = 0
+
+
 def measure(
     model: Any,
     packed: PackedModel,
@@ -49,34 +61,40 @@ def measure(
     rows: Rows,
     advance: Callable[[float], None],
     draft: Draft | None = None,
+    part: Part | None = None,
 ) -> Quality:
     """Run a skeleton over ``rows`` as it is, and with weights and inputs rounded by ``packed``, keys and values by
     ``cache``.
 
-    ``advance`` is called with the rows that are done; ``directory`` is named in errors. Every weight is read once for
-    a batch of rows. Raises VerificationError where logits are not finite.
+    ``advance`` is called with the rows that are done, and their sums are kept in ``part``, whose rows are not run
+    again. ``directory`` is named in errors. Every weight is read once for a batch of rows. Raises VerificationError
+    where logits are not finite.
     """
+    part = part or Part()
     see_input = rounding(model, packed)
-    surprise, accepted = np.zeros(2), np.zeros(2, np.int64)
-    kl, same, count = 0.0, 0, 0
-    for batch in batches(model, rows, every_logit=True):
+    sums = _Sums(**part.state)
+    for batch in batches(model, rows[part.rows :], every_logit=True):
         original = _logits(model, batch, Float32(), "the original")
         with dequantised(model, packed, directory):
             quantised = _logits(model, batch, Float32(see_input), "the quantised model", cache)
         if draft is not None:
             proposed = draft.proposals(batch)[:, :-1]
-            accepted += [int((side[:, :-1].argmax(dim=-1) == proposed).sum()) for side in (original, quantised)]
+            for number, side in enumerate((original, quantised)):
+                sums.accepted[number] += int((side[:, :-1].argmax(dim=-1) == proposed).sum())
         for ids, one, other in zip(batch, original, quantised, strict=True):
             expected, found = (logits[:-1].log_softmax(dim=-1) for logits in (one, other))
             following = torch.from_numpy(ids[1:, None])
-            surprise -= [float(side.gather(1, following).sum()) for side in (expected, found)]
-            kl += float((expected.exp() * (expected - found)).sum())
-            same += int((expected.argmax(dim=-1) == found.argmax(dim=-1)).sum())
-            count += len(following)
+            for number, side in enumerate((expected, found)):
+                sums.surprise[number] -= float(side.gather(1, following).sum())
+            sums.kl += float((expected.exp() * (expected - found)).sum())
+            sums.same += int((expected.argmax(dim=-1) == found.argmax(dim=-1)).sum())
+            sums.count += len(following)
+        part.keep(part.rows + len(batch), asdict(sums))
         advance(len(batch))
-    before, after = (float(value) for value in np.exp(surprise / count))
-    rates = [None, None] if draft is None else [int(number) / count for number in accepted]
-    return Quality(count, after, before, kl / count, same / count, rates[1], rates[0])
+    count = sums.count
+    before, after = (float(np.exp(surprise / count)) for surprise in sums.surprise)
+    rates = [None, None] if draft is None else [number / count for number in sums.accepted]
+    return Quality(count, after, before, sums.kl / count, sums.same / count, rates[1], rates[0])
 
 
 def _logits(model: Any, batch: Rows, mode: Float32, which: str, rounding: CacheRounding | None = None) -> torch.Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from specbuild.resume import beside, checkpoint_of
 from specrun.errors import BuildConfigError
 
 Kind = Literal["eagle3", "medusa", "model"]
@@ -76,12 +77,12 @@ class TrainOptions:
     @property
     def checkpoint(self) -> Path:
         """Where a run is kept that has not ended."""
-        return _beside(self.output_dir, ".checkpoint")
+        return checkpoint_of(self.output_dir)
 
     @property
     def answers(self) -> Path:
         """Where the target's answers to ``prompts`` go."""
-        return _beside(self.output_dir, ".data.jsonl")
+        return beside(self.output_dir, ".data.jsonl")
 
     def rate(self, hidden_size: int) -> float:
         """The learning rate for a target of this width."""
@@ -94,8 +95,3 @@ class TrainOptions:
         with (self.data or self.answers).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         return {**found, "draft_len": self.num_drafts, "data": digest}
-
-
-def _beside(output: str | Path, end: str) -> Path:
-    path = Path(output).absolute()
-    return path.with_name(path.name + end)

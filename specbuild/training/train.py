@@ -14,10 +14,11 @@ from specbuild.hub import locate
 from specbuild.huggingface import first_line, read_model_config, save_generation_config, save_tokenizer
 from specbuild.json_file import read_json
 from specbuild.progress import Stages, human_bytes, peak_memory
+from specbuild.resume import stopped_there
 from specbuild.training.options import TrainOptions
 from specbuild.weights import check_weights, require_layers
 from specrun.directories import new_directory, require_free
-from specrun.errors import BackendError, BuildConfigError, CheckpointError, OutputExistsError, UnsupportedModelError
+from specrun.errors import BackendError, BuildConfigError, CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
     import torch
@@ -44,9 +45,7 @@ def train_draft(options: TrainOptions, stages: Stages) -> dict[str, Any]:
     output = Path(options.output_dir)
     require_free(output, options.force)
     if options.checkpoint.exists() and not (options.resume or options.force):
-        raise OutputExistsError(
-            f"{options.checkpoint}: a run has stopped there; give --resume to go on with it, or --force to begin anew"
-        )
+        raise stopped_there(options.checkpoint)
     # Outside the stage, which has a bar: the Hub's client has bars of its own.
     directory = locate(options.model, options.revision, code=options.trust_remote_code)
     with stages.stage("check checkpoint"):
