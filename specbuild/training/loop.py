@@ -107,7 +107,8 @@ def _optimiser(student: Student, target: PreTrainedModel, name: str) -> torch.op
     if name == "adamw":
         return torch.optim.AdamW(student.trained.values(), betas=_BETAS, weight_decay=0.0)
     vocabularies = {vocab_size_of(target)} | ({len(student.vocabulary)} if student.vocabulary is not None else set())
-    matrices, others = [], []
+    matrices: list[torch.nn.Parameter] = []
+    others: list[torch.nn.Parameter] = []
     for parameter in student.trained.values():
         is_hidden = parameter.ndim == 2 and vocabularies.isdisjoint(parameter.shape)
         (matrices if is_hidden else others).append(parameter)
