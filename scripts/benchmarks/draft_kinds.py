@@ -188,7 +188,7 @@ def table(figures: Mapping[str, Figures]) -> Table:
 @click.option("--engines_dir", type=click.Path(path_type=Path), default=Path("demo/kinds/engines"), show_default=True)
 @click.option("--kind", "kinds", type=click.Choice(list(KINDS)), multiple=True, help="Beside none; default: all.")
 @click.option("--workload", "workloads", type=click.Choice(list(WORKLOADS)), multiple=True, default=tuple(WORKLOADS))
-@click.option("--prompts", "num_prompts", type=click.IntRange(1, len(SENTENCES)), default=len(SENTENCES), show_default=True)
+@click.option("--prompts", "num_prompts", type=click.IntRange(1, len(SENTENCES)), default=8, show_default=True)
 @click.option("--output_len", type=click.IntRange(1), default=96, show_default=True)
 @click.option("--repetitions", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
