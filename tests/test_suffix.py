@@ -15,7 +15,7 @@ from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.drafters import suffix
 from specrun.drafters.hybrid import HybridDrafter
-from specrun.drafters.suffix import MATCHED, MAX_MATCH, MAX_OCCURRENCES, Index, PastTexts, SuffixDrafter, follow
+from specrun.drafters.suffix import MATCHED, MAX_MATCH, MAX_OCCURRENCES, Found, Index, PastTexts, SuffixDrafter, follow
 from specrun.request import Request
 from specrun.sampling import SamplingParams
 from tests.reference import exact_probabilities
@@ -117,7 +117,7 @@ def test_the_ids_are_the_targets_own(target: Path, draft: Path, kind: str, draft
         drafter = {"suffix": left, "hybrid": getattr(left, "suffix", None), "device": getattr(left, "drafter", None)}[
             kind
         ]
-        assert not drafter._own and not drafter._matched
+        assert not drafter._own and not drafter._found
     if draft_len:
         assert 20 < accepted[0] < accepted[1]
 
@@ -137,6 +137,38 @@ def test_a_request_that_shares_nothing_neither_sees_others_nor_is_seen(tmp_path:
         assert drafted(decoder, True) == 0, "the first one was not seen"
         assert drafted(decoder, False) == 0, "it does not see the second one"
         assert drafted(decoder, True) > 30
+
+
+def test_a_known_answer_is_drafted_from_its_first_token(target: Path) -> None:
+    def decoded(decoder: SpeculativeDecoder, prompt: list[int]) -> Request:
+        request = Request(prompt, SamplingParams(1.0, seed=9), 41)
+        decode(decoder, [request])
+        return request
+
+    with on_host(target, None, 4) as decoder:
+        for prompt in ([5, 3, 1], [2] * 2 * MAX_MATCH):
+            first, again = decoded(decoder, prompt), decoded(decoder, prompt)
+            assert first.stats.accepted < again.stats.accepted == 32, "8 rounds of 4 drafts and a token each, then one"
+
+
+def test_what_is_found_is_compared_even_where_the_model_drafts(target: Path, draft: Path) -> None:
+    with on_host(target, draft, 4) as decoder:
+        drafter = decoder.scheduler.round.drafter  # type: ignore[attr-defined]
+        assert isinstance(drafter, HybridDrafter)
+        drafter._is_better = lambda expected, count: False  # type: ignore[method-assign]
+        for _ in range(2):
+            decode(decoder, [Request([5, 3, 1], SamplingParams(1.0, seed=9), 60)])
+        long = drafter.suffix._rate(MAX_MATCH)
+        assert long.accepted == long.evaluated > 10
+        short = drafter.suffix._rate(2)
+        assert 0 < short.accepted < short.evaluated
+
+
+@pytest.mark.parametrize(
+    "committed, expected", [([4], (1, 1)), ([4, 9], (1, 2)), ([9], (0, 1)), ([4, 5, 6, 7], (3, 3))]
+)
+def test_what_was_found_is_compared_as_far_as_the_round_came(committed: list[int], expected: tuple[int, int]) -> None:
+    assert Found([4, 5, 6], 0, 2).compare(committed) == expected
 
 
 @pytest.mark.parametrize("kind", ["suffix", "hybrid"])

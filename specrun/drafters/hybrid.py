@@ -37,7 +37,7 @@ class HybridDrafter:
             if counts[row] and not proposal.tokens:
                 found = self.suffix.find(request, counts[row])
                 if found.tokens and self._is_better(found.expected, counts[row]):
-                    self.suffix.take(request, found, proposal)
+                    proposal.tokens = found.tokens
                     left[row] = 0
         self._by_model = {request for request, count in zip(requests, left, strict=True) if count}
         if self._by_model:

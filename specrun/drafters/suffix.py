@@ -20,11 +20,12 @@ from specrun.request import Outcome, Request
 MATCHED = (8, 4, 2)
 """Lengths of the n-grams that are looked up, the longest first."""
 MAX_MATCH = 32
-"""Tokens after which a match is not followed further back."""
+"""Tokens after which a match is not followed further back. So many of a prompt are kept with its output, so that the
+first token of an answer to the same prompt is known."""
 MAX_OCCURRENCES = 8
 """Of one n-gram, the latest."""
 MAX_PAST_TOKENS = 1 << 16
-"""Of earlier outputs. An index takes about 0.7 kB a token."""
+"""Of earlier texts. An index takes about 0.7 kB a token."""
 MIN_PROBABILITY = 0.2
 """Of a draft token to be accepted. A draft ends before it falls below."""
 MIN_RATE = 0.25
@@ -69,7 +70,7 @@ class Index:
 
 
 class PastTexts:
-    """The latest outputs of requests that have ended, MAX_PAST_TOKENS at most."""
+    """The latest texts of requests that have ended, MAX_PAST_TOKENS at most: outputs, and what stood before them."""
 
     def __init__(self) -> None:
         self.new, self.old = Index(), Index()
@@ -90,6 +91,12 @@ class Found(NamedTuple):
     """How many of them are likely to be accepted."""
     match: int
     """Tokens that matched."""
+
+    def compare(self, committed: Sequence[int]) -> tuple[int, int]:
+        """How many of the tokens are the committed ones, and how many of them this round could tell of."""
+        pairs = list(zip(self.tokens, committed, strict=False))
+        agreed = next((place for place, (one, other) in enumerate(pairs) if one != other), len(pairs))
+        return agreed, min(agreed + 1, len(pairs))
 
 
 def follow(matches: Sequence[tuple[int, Index, int]], count: int, rate: float) -> tuple[list[int], float]:
@@ -131,15 +138,15 @@ class SuffixDrafter(LookupDrafter):
         self._past = PastTexts()
         self._accepted: dict[int, AcceptanceRate] = {}
         """By the bits of the match's length."""
-        self._matched: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
-        """The match from which a request's draft of this round came."""
+        self._found: WeakKeyDictionary[Request, Found] = WeakKeyDictionary()
+        """In this round."""
 
     def admit(self, requests: Sequence[Request], first: int) -> None:
         """See ``Drafter``."""
         self._own.update((request, Index()) for request in requests)
 
     def find(self, request: Request, count: int) -> Found:
-        """At most ``count`` draft tokens for ``request``."""
+        """At most ``count`` draft tokens for ``request``. ``observe`` learns from them, proposed or not."""
         own, tokens = self._own[request], request.tokens
         own.add(tokens[len(own.tokens) :])
         matches = own.matches(tokens)
@@ -148,32 +155,28 @@ class SuffixDrafter(LookupDrafter):
         longest = max((length for length, _, _ in matches), default=0)
         best = [match for match in matches if match[0] == longest]
         rate = max(MIN_RATE, self._rate(longest).rate(0.7, 4.0))
-        return Found(*follow(best, min(count, longest), rate), longest)
-
-    def take(self, request: Request, found: Found, proposal: Proposal) -> None:
-        """Propose what was found. A proposed token is certain: its probability is 1."""
-        proposal.tokens = found.tokens
-        self._matched[request] = found.match
+        found = self._found[request] = Found(*follow(best, min(count, longest), rate), longest)
+        return found
 
     def propose(self, requests: Sequence[Request], counts: Sequence[int], proposals: Sequence[Proposal]) -> None:
-        """See ``Drafter``."""
+        """See ``Drafter``. Proposed tokens are certain: their probability is 1."""
         for request, count, proposal in zip(requests, counts, proposals, strict=True):
             if count and not proposal.tokens:
-                self.take(request, self.find(request, count), proposal)
+                proposal.tokens = self.find(request, count).tokens
 
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
         """See ``Drafter``."""
         for request, outcome in zip(requests, outcomes, strict=True):
-            match = self._matched.pop(request, 0)
-            if match and not isinstance(outcome, SpecError):
-                accepted = len(outcome.accepted)
-                self._rate(match).add(accepted, min(outcome.drafted, accepted + 1), 256.0)
+            found = self._found.pop(request, None)
+            if found and not isinstance(outcome, SpecError):
+                agreed, compared = found.compare([*outcome.accepted, outcome.next_token])
+                self._rate(found.match).add(agreed, compared, 256.0)
 
     def release(self, request: Request, row: int) -> None:
         """See ``Drafter``."""
-        self._matched.pop(request, None)
+        self._found.pop(request, None)
         if self._own.pop(request, None) and request.reuse_blocks:
-            self._past.add(request.output)
+            self._past.add(request.tokens[max(0, len(request.prompt) - MAX_MATCH) :])
 
     def _rate(self, match: int) -> AcceptanceRate:
         return self._accepted.setdefault(match.bit_length(), AcceptanceRate())
