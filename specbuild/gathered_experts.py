@@ -9,10 +9,9 @@ used, the rest are experts that no token has chosen: they add 0.
 from __future__ import annotations
 
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from specbuild import graph as graphs
-from specbuild.mixtures import Mixture, Tape, input_of, mixtures, replace, stored_shape
+from specbuild.mixtures import Mixture, Tape, input_of, mixtures, replace, rewrite, stored_shape
 
 
 def has_mixtures(model: ir.Model) -> bool:
@@ -26,11 +25,7 @@ def gather_used_experts(model: ir.Model) -> int:
     Quantised weights are gathered behind their DequantizeLinear: TensorRT makes one kernel of both, and refuses codes
     that anything else reads.
     """
-    found = list(mixtures(model.graph))
-    for mixture in found:
-        _gather(model.graph, mixture)
-    RemoveUnusedNodesPass()(model)
-    return len(found)
+    return rewrite(model, _gather)
 
 
 def _gather(graph: ir.Graph, mixture: Mixture) -> None:

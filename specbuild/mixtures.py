@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from specbuild import graph as graphs
 
@@ -122,6 +123,15 @@ def replace(graph: ir.Graph, mixture: Mixture, made: Tape, total: ir.Value) -> N
         graph.register_initializer(weight)
     old, output = [*mixture.nodes, mixture.sum], mixture.sum.outputs[0]
     ir.convenience.replace_nodes_and_values(graph, mixture.sum, old, made.nodes, [output], [total])
+
+
+def rewrite(model: ir.Model, rewrite_one: Callable[[ir.Graph, Mixture], None]) -> int:
+    """Let ``rewrite_one`` replace every mixture of ``model``, in place. Returns how many there are."""
+    found = list(mixtures(model.graph))
+    for mixture in found:
+        rewrite_one(model.graph, mixture)
+    RemoveUnusedNodesPass()(model)
+    return len(found)
 
 
 def input_of(node: ir.Node, index: int) -> ir.Value:

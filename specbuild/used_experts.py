@@ -9,10 +9,9 @@ row's bits do not depend on what other tokens have chosen.
 from __future__ import annotations
 
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from specbuild import graph as graphs
-from specbuild.mixtures import Mixture, Tape, input_of, mixtures, replace, stored_shape
+from specbuild.mixtures import Mixture, Tape, input_of, replace, rewrite, stored_shape
 
 
 def skip_unused_experts(model: ir.Model) -> int:
@@ -20,11 +19,7 @@ def skip_unused_experts(model: ir.Model) -> int:
 
     Returns how many mixtures there are.
     """
-    found = list(mixtures(model.graph))
-    for mixture in found:
-        _skip_unused(model.graph, mixture)
-    RemoveUnusedNodesPass()(model)
-    return len(found)
+    return rewrite(model, _skip_unused)
 
 
 def _skip_unused(graph: ir.Graph, mixture: Mixture) -> None:

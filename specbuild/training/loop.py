@@ -52,7 +52,7 @@ class Trainer:
         self.student, self.target, self.data, self.plan = student, target, data, plan
         self._dtype = dtype
         self.step = 0
-        self.optimiser = _optimiser(student, target, plan.optimizer)
+        self.optimizer = _optimizer(student, target, plan.optimizer)
 
     def run(self, advance: Callable[[], None], at_pause: Callable[[float, bool], None]) -> None:
         """Train to the end. at_pause: called every ``save_steps`` and at the end, with the loss since and False.
@@ -73,13 +73,13 @@ class Trainer:
                     losses.clear()
 
     def _train(self, batch: Batch) -> float:
-        for group in self.optimiser.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = self.plan.rate(self.step)
         loss, _ = self._compare(batch, self.student.trained_drafts)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.student.trained.values(), _LARGEST_GRADIENT)
-        self.optimiser.step()
-        self.optimiser.zero_grad(set_to_none=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         return float(loss.detach())
 
     def compare_held_out(self) -> Score:
@@ -102,7 +102,7 @@ class Trainer:
             return compare(self.student, batch, features(), output.logits, count)
 
 
-def _optimiser(student: Student, target: PreTrainedModel, name: str) -> torch.optim.Optimizer:
+def _optimizer(student: Student, target: PreTrainedModel, name: str) -> torch.optim.Optimizer:
     """Muon is for the matrices between hidden states; embeddings and output layers have a row for each token."""
     if name == "adamw":
         return torch.optim.AdamW(student.trained.values(), betas=_BETAS, weight_decay=0.0)

@@ -1,4 +1,4 @@
-"""Runs that have not ended: the draft, its optimiser's state and what the run was asked for, in one directory."""
+"""Runs that have not ended: the draft, its optimizer's state and what the run was asked for, in one directory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def save_run(directory: Path, trainer: Trainer, settings: dict[str, Any], histor
     names = {id(parameter): name for name, parameter in trainer.student.trained.items()}
     states = {
         f"{names[id(parameter)]}.{key}": value.cpu().contiguous()
-        for parameter, state in trainer.optimiser.state.items()
+        for parameter, state in trainer.optimizer.state.items()
         for key, value in state.items()
     }
     with new_directory(directory, force=True) as work:
@@ -56,15 +56,15 @@ def read_run(directory: Path, settings: dict[str, Any]) -> tuple[int, list[dict[
     return step, history
 
 
-def load_optimiser(directory: Path, trainer: Trainer) -> None:
-    """Let the optimiser go on where it was. Raises CheckpointError."""
+def load_optimizer(directory: Path, trainer: Trainer) -> None:
+    """Let the optimizer go on where it was. Raises CheckpointError."""
     try:
         stored = load_file(directory / OPTIMISER_NAME)
         for name, parameter in trainer.student.trained.items():
             own = {key.removeprefix(f"{name}."): value for key, value in stored.items() if key.startswith(f"{name}.")}
             if not own:
                 raise KeyError(name)
-            trainer.optimiser.state[parameter] = {
+            trainer.optimizer.state[parameter] = {
                 key: value if key == "step" else value.to(parameter.device) for key, value in own.items()
             }
     except (OSError, KeyError, SafetensorError) as error:

@@ -56,7 +56,7 @@ def train_draft(options: TrainOptions, stages: Stages) -> dict[str, Any]:
 
     from specbuild.training.loop import Plan, Trainer
     from specbuild.training.rows import RowMaker, read_data
-    from specbuild.training.state import load_optimiser, read_run, save_run, write_record
+    from specbuild.training.state import load_optimizer, read_run, save_run, write_record
 
     device = _device(options.device)
     is_mixed = options.dtype == "bfloat16" or (options.dtype == "auto" and device.type == "cuda")
@@ -92,7 +92,7 @@ def train_draft(options: TrainOptions, stages: Stages) -> dict[str, Any]:
     trainer = Trainer(student, target, data, plan, dtype)
     if step:
         trainer.step = step
-        load_optimiser(options.checkpoint, trainer)
+        load_optimizer(options.checkpoint, trainer)
         stages.say(f"resumed after step {step}")
 
     def at_pause(loss: float, is_stop: bool) -> None:

@@ -331,7 +331,7 @@ def train_blocks(name: str, target: Path) -> Tensors:
     masks = 1 - dialect.from_anchor
     ids = torch.full((len(texts), _ANCHORS, BLOCK), MASK)
     generator = torch.Generator().manual_seed(0)
-    optimiser = torch.optim.Adam(trained, lr=3e-3)
+    optimizer = torch.optim.Adam(trained, lr=3e-3)
     for _ in range(_STEPS):
         anchors = torch.randperm(texts.shape[1] - BLOCK, generator=generator)[:_ANCHORS]
         places = anchors[:, None] + torch.arange(dialect.drafts)[None] + 1
@@ -344,7 +344,7 @@ def train_blocks(name: str, target: Path) -> Tensors:
         if dialect.confidence:
             right = (logits.argmax(-1) == wanted).float()
             loss = loss + functional.binary_cross_entropy_with_logits(confidence, right)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
     return {key: tensor.detach() for key, tensor in tensors.items()}

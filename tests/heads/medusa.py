@@ -50,15 +50,15 @@ def trained_heads(target: Path) -> Tensors:
             tensors[f"{head}.{layer}.linear.weight"] = torch.zeros(TARGET_WIDTH, TARGET_WIDTH).requires_grad_()
             tensors[f"{head}.{layer}.linear.bias"] = torch.zeros(TARGET_WIDTH).requires_grad_()
         tensors[f"{head}.{LAYERS}.weight"] = target_matrix(target, "lm_head").clone().requires_grad_()
-    optimiser = torch.optim.Adam(tensors.values(), lr=5e-3)
+    optimizer = torch.optim.Adam(tensors.values(), lr=5e-3)
     for _ in range(150):
         loss = torch.tensor(0.0)
         for head in range(HEADS):
             logits = logits_of(tensors, head, states[:, : -2 - head])
             loss = loss + functional.cross_entropy(logits.flatten(0, 1), texts[:, 2 + head :].flatten())
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 

@@ -48,7 +48,7 @@ def train(name: str, target: Path) -> Tensors:
     ).requires_grad_()
     del tensors["t2d"]
     slots = torch.full((VOCAB,), -100).index_put((ids,), torch.arange(len(ids)))
-    optimiser = torch.optim.Adam(trained.values(), lr=3e-3)
+    optimizer = torch.optim.Adam(trained.values(), lr=3e-3)
     for _ in range(_STEPS):
         hidden, loss = fused(dialect, tensors, states)[:, :-1], torch.tensor(0.0)
         for step in range(_CHAIN):
@@ -60,7 +60,7 @@ def train(name: str, target: Path) -> Tensors:
             loss = loss + 0.8**step * functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
             # In a chain the features are its own. Nothing is before the first.
             hidden = torch.cat([hidden[:, :1], y[:, :-1]], dim=1)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
     return {key: tensor.detach() for key, tensor in tensors.items()}
