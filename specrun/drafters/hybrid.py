@@ -53,8 +53,7 @@ class HybridDrafter:
             self._verify_seconds = _mean(self._verify_seconds, time.perf_counter() - self._proposed_at)
         for request, outcome in zip(requests, outcomes, strict=True):
             if request in self._by_model and not isinstance(outcome, SpecError):
-                accepted = len(outcome.accepted)
-                self._accepted.add(accepted, min(outcome.drafted, accepted + 1), 256.0)
+                self._accepted.add(*outcome.evaluated, 256.0)
         self._by_model = set()
         self.suffix.observe(requests, outcomes, draft_len)
         self.model.observe(requests, outcomes, draft_len)
