@@ -245,20 +245,20 @@ def test_a_slow_round_rules_nothing_out() -> None:
     assert calls[4] > 300
 
 
-def test_what_went_well_for_hours_pays_for_no_losses() -> None:
+def test_what_went_well_for_long_pays_for_no_losses() -> None:
     lengths, row = DraftLength(4, None), Row()
 
     def lost(rounds: int, cost: float) -> float:
-        seconds = [0.01 + cost * lengths.choose([row], [4])]
+        seconds = [0.02 + cost * lengths.choose([row], [4])]
         for _ in range(rounds):
             g = lengths.choose([row], [4])
-            seconds.append(0.01 + cost * g)
+            seconds.append(0.02 + cost * g)
             lengths.observe(g, seconds[-1], [row], [(0, min(1, g))] if cost else [(g, g)])
-        return sum(seconds) / (0.01 * len(seconds)) - 1
+        return sum(seconds) / (0.02 * len(seconds)) - 1
 
-    # 2000 seconds, after which 0.027 are lost; if Trials forgot nothing it would be 0.084.
-    lost(200_000, 0.0)
-    assert lost(30_000, 0.002) < 0.04
+    # 1000 seconds, after which 0.033 are lost; if Trials forgot nothing it would be 0.058.
+    lost(50_000, 0.0)
+    assert lost(15_000, 0.004) < 0.04
 
 
 def test_a_row_that_can_use_no_drafts_gets_none() -> None:

@@ -42,13 +42,11 @@ def test_the_logits_are_those_of_all_experts(family: str, number: str, tmp_path:
     checkpoint = save_checkpoint(tmp_path / "hf", family, **sizes)
     onnx_dir = make_onnx(checkpoint, tmp_path / "onnx", dtype="float32", verify=False)
     found: list[int] = []
-    for length in LENGTHS:
-        expected = checkpoint_logits(onnx_dir, tokens_of(length))
-        gathered = checkpoint_logits(
-            onnx_dir, tokens_of(length), lambda model: found.append(gather_used_experts(model))
-        )
-        assert np.abs(gathered - expected).max() < 1e-5 * np.abs(expected).max()
-    assert found == [2] * len(LENGTHS)
+    passes = [tokens_of(length) for length in LENGTHS]
+    gathered = checkpoint_logits(onnx_dir, passes, lambda model: found.append(gather_used_experts(model)))
+    for own, expected in zip(gathered, checkpoint_logits(onnx_dir, passes), strict=True):
+        assert np.abs(own - expected).max() < 1e-5 * np.abs(expected).max()
+    assert found == [2]
 
 
 def test_a_pass_reads_the_experts_that_it_can_use(tmp_path: Path) -> None:
@@ -58,17 +56,17 @@ def test_a_pass_reads_the_experts_that_it_can_use(tmp_path: Path) -> None:
     )
     onnx_dir = make_onnx(checkpoint, tmp_path / "onnx", verify=False)
     passes = [[token] for token in range(1, 40)] + [[token, token + 1] for token in range(1, 40)]
-    whole = [checkpoint_logits(onnx_dir, tokens, gather_used_experts) for tokens in passes]
+    whole = checkpoint_logits(onnx_dir, passes, gather_used_experts)
     break_experts(onnx_dir, 1)
-    assert np.isnan(checkpoint_logits(onnx_dir, passes[0])).any()
+    assert np.isnan(checkpoint_logits(onnx_dir, passes[:1])).any()
+    broken = checkpoint_logits(onnx_dir, passes, gather_used_experts)
     model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     outcomes = set()
-    for tokens, expected in zip(passes, whole, strict=True):
+    for tokens, expected, found in zip(passes, whole, broken, strict=True):
         with torch.no_grad():
             routing = model(torch.tensor([tokens]), output_router_logits=True).router_logits[0]
         used = set(routing.topk(CHOSEN).indices.flatten().tolist())
         reads_broken = 0 in used or len(used) < CHOSEN * len(tokens)
-        found = checkpoint_logits(onnx_dir, tokens, gather_used_experts)
         assert np.isnan(found).any() == reads_broken
         if not reads_broken:
             np.testing.assert_array_equal(found, expected)
@@ -172,9 +170,9 @@ def test_zero_points_are_those_of_the_gathered_experts(tmp_path: Path) -> None:
         assert move_zero_points(model) == 2
         assert gather_used_experts(model) == 1
 
-    for length in (1, 3, 9):
-        expected = checkpoint_logits(onnx_dir, tokens_of(length), move_zero_points)
-        found = checkpoint_logits(onnx_dir, tokens_of(length), as_for_tensorrt)
+    passes = [tokens_of(length) for length in (1, 3, 9)]
+    gathered = checkpoint_logits(onnx_dir, passes, as_for_tensorrt)
+    for found, expected in zip(gathered, checkpoint_logits(onnx_dir, passes, move_zero_points), strict=True):
         assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
 
 

@@ -11,10 +11,14 @@ import pytest
 import torch
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
+from specbuild.heads.dflash import DFlash
+from specbuild.heads.verify import reference_block
 from specrun.drafters.markov import Markov
 from specrun.engine_dir import open_engine
+from specrun.sampling import Floats
 from tests.conftest import make_engine, make_onnx
 from tests.families import VOCAB
+from tests.heads.as_read import as_read as read
 from tests.heads.dflash import (
     BLOCK,
     DIALECTS,
@@ -35,18 +39,11 @@ DRAFTS = [[44, 260, 9, 18, 5], [12, 13, 310, 7, 99]]
 WANTED = [4, 2]
 VERIFIED = ("z-lab", "modelopt", "speculators")
 """Dialects whose conversion is compared with torch by ``convert`` as well."""
+ONLY_READ = ("deepspec", "speculators, dflash")
+"""Dialects that are another way of writing what others compute: compared in torch, without engines."""
 
 
 # -------------------------------------------------------------------------------------- what heads compute
-
-
-@pytest.fixture(scope="module", params=DIALECTS)
-def made(request: pytest.FixtureRequest, target: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """A dialect, and engines of its head and of the target."""
-    name: str = request.param
-    root = tmp_path_factory.mktemp("blocks")
-    head = save_block_head(root / "hf", name)
-    return name, make_pair(target, head, root / "pair", verify=name in VERIFIED)
 
 
 def found(pair: Path) -> list[torch.Tensor]:
@@ -64,12 +61,27 @@ def found(pair: Path) -> list[torch.Tensor]:
         for row, text in enumerate(texts):
             head.rows.rewind(row, len(text) - 1)
     assert (target.backend.cache.part(0, 2)[-1] == before).all(), "features are the target's"
-    markov = Markov.open(pair / "head", graph)
+    return behind_tokens(list(logits), Markov.open(pair / "head", graph))
+
+
+def as_read(target: Path, directory: Path, scratch: Path) -> tuple[list[torch.Tensor], int]:
+    """The same in torch, of what ``convert`` would export, and the number of draft tokens of a block."""
+    model, features = read(target, directory, TEXTS)
+    assert isinstance(model, DFlash)
+    rows = zip(TEXTS, features, WANTED, strict=True)
+    logits = [reference_block(model, np.array(text), own, count) for text, own, count in rows]
+    files = model.write_markov(scratch)
+    markov = Markov(*(np.load(scratch / name) for name in files)) if files else None
+    return behind_tokens(logits, markov), model.head.num_drafts
+
+
+def behind_tokens(logits: Sequence[Floats], markov: Markov | None) -> list[torch.Tensor]:
+    """Logits and confidence [wanted, V + 1] of each row's places behind the text and ``DRAFTS``."""
     rows = []
     for row, count in enumerate(WANTED):
         tokens = [TEXTS[row][-1], *DRAFTS[row]][:count]
-        own = [markov.applied(logits[row, i], token) if markov else logits[row, i] for i, token in enumerate(tokens)]
-        rows.append(torch.from_numpy(np.pad(np.stack(own), ((0, 0), (0, VOCAB + 1 - graph.vocab_size)))))
+        own = [markov.applied(logits[row][i], token) if markov else logits[row][i] for i, token in enumerate(tokens)]
+        rows.append(torch.from_numpy(np.pad(np.stack(own), ((0, 0), (0, VOCAB + 1 - len(own[0]))))))
     return rows
 
 
@@ -84,11 +96,16 @@ def expected(
     return torch.cat([logits, confidence[:, None]], dim=-1)
 
 
-def test_logits_of_blocks(made: tuple[str, Path], target: Path) -> None:
+@pytest.mark.parametrize("name", DIALECTS)
+def test_logits_of_blocks(target: Path, tmp_path: Path, name: str) -> None:
     """And the check sees other layers, other positions, other places of the block and other tokens before."""
-    name, pair = made
-    dialect, tensors, rows = DIALECTS[name], block_tensors(name), found(pair)
-    assert open_engine(pair / "head").graph.parallel_drafts == dialect.drafts
+    dialect, tensors, head = DIALECTS[name], block_tensors(name), save_block_head(tmp_path / "hf", name)
+    if name not in ONLY_READ:
+        pair = make_pair(target, head, tmp_path / "pair", verify=name in VERIFIED)
+        rows, drafts = found(pair), open_engine(pair / "head").graph.parallel_drafts
+    else:
+        rows, drafts = as_read(target, head, tmp_path)
+    assert drafts == dialect.drafts
     for row, logits in enumerate(rows):
         assert difference(expected(target, dialect, tensors, row), logits) < TOLERANCE
     wrong = [
