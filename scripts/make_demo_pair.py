@@ -52,7 +52,7 @@ DRAFT: dict[str, Any] = {"layers": 2, "intermediate_size": 512, "steps": 220, "n
 """Noise is the share of the tokens read that are replaced by others. A model that has only ever read its corpus word
 for word is lost after its first own mistake; these find the way back, and the draft learns to agree on the detours."""
 ADAM_RATE, MUON_RATE = 4e-3, 1.4e-2
-NUM_PROMPTS = 8192
+NUM_PROMPTS = 6144
 """With --prompts_file."""
 QUICK = 6
 """With --quick, which the tests use, models learn in this fraction of the steps; they memorise little."""
