@@ -126,7 +126,6 @@ class LayerModule(GraphModule):
             self.add_parts(self.layers[0], lambda: make_norm(head.hidden_size, eps=head.epsilon))
         self.rotary = make_rotary(self.config)
         self.weights = load_parameters(self, head, dtype, lent, self.is_elsewhere)
-        """By their names here."""
         self.slots: torch.Tensor | None
         self.register_buffer("slots", slots, persistent=False)
         self.eval()

@@ -6,8 +6,8 @@ feature of position p - 1 (DeepSeek-V3, arXiv 2412.19437; transformers' ``MtpLay
     y = shared_head.norm(layer(eh_proj([enorm(E[x_p]), hnorm(h)])))
     logits = the target's lm_head(y), for the token at position p + 1
 
-Its own feature of position p is y, behind the norm, as the target's features are; transformers, vLLM and SGLang chain
-it so. The embeddings E are the target's.
+Its own feature of position p is y, behind the norm, as the target's features are. So do transformers and SGLang, and
+vLLM for GLM-5 since its pull request 47448. The embeddings E are the target's.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch import nn
 from transformers.modeling_layers import MtpModel
 
 from specbuild.export.exporter import cache_shapes
-from specbuild.export.origins import find_origins, stack_numbered
+from specbuild.export.origins import Converted, find_origins, stack_numbered
 from specbuild.heads.module import ChainModule, load_parameters, require_vocab
 from specbuild.tensors import Weight
-from specrun.errors import CheckpointError
+from specrun.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from specbuild.heads.mtp_checkpoint import MtpHead
+    from specbuild.tensors import Reader
     from specrun.engine_dir import CacheTensor
 
 
@@ -40,12 +41,10 @@ class Mtp(ChainModule):
 
     head: MtpHead
 
-    def __init__(
-        self, head: MtpHead, owner: PreTrainedModel, lent: Mapping[str, Weight], vocab_size: int
-    ) -> None:
+    def __init__(self, head: MtpHead, owner: PreTrainedModel, lent: Mapping[str, Weight], vocab_size: int) -> None:
         """owner: the target; the rest as ``LayerModule`` has it.
 
-        Raises CheckpointError where a tensor is missing or of another shape.
+        Raises CheckpointError where a tensor is missing or of another shape, UnsupportedModelError where it has no use.
         """
         super().__init__()
         require_vocab(head, vocab_size)
@@ -55,9 +54,7 @@ class Mtp(ChainModule):
             self.embed_tokens = nn.Embedding(vocab_size, head.hidden_size)
             self.lm_head = nn.Linear(head.hidden_size, vocab_size, bias=False)
         self.config, self.layers, self.rotary = made.config, made.layers, made.rotary_emb
-        mapping = made.get_weight_conversions(owner)
-        stored = stack_numbered(made, mapping, dict(head.tensors))
-        self.head = replace(head, tensors=find_origins(made, deepcopy(mapping), stored))
+        self.head = replace(head, tensors=_find_tensors(head, made, made.get_weight_conversions(owner)))
         buffers = self._take_buffers()
         self.weights = load_parameters(self, self.head, self.dtype, lent, buffers.__contains__)
         self._caches = cache_shapes(owner)[-2:]
@@ -99,3 +96,17 @@ class Mtp(ChainModule):
             weight = Weight(name, module.get_buffer(last).dtype, self.head.tensors[name], self.head.directory)
             module.register_buffer(last, weight[...])
         return names
+
+
+def _find_tensors(head: MtpHead, model: MtpModel, mapping: list[Any]) -> dict[str, Reader]:
+    """Tensors by the names of ``model``, to which ``mapping`` leads. Raises UnsupportedModelError where one is left."""
+    stored = stack_numbered(model, mapping, dict(head.tensors))
+    found = find_origins(model, deepcopy(mapping), stored)
+    sources = [one.conversion.sources if isinstance(one, Converted) else [("", one)] for one in found.values()]
+    used = {id(reader) for own in sources for _, reader in own}
+    if unused := [name for name, reader in stored.items() if id(reader) not in used]:
+        raise UnsupportedModelError(
+            f"{head.directory}: the tensor {unused[0]} is not part of a multi-token prediction layer of "
+            f"{head.model_type}"
+        )
+    return found

@@ -6,13 +6,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specbuild.heads.checkpoint import MARKS, Head, whole
 from specbuild.json_file import read_json
 from specbuild.weights import Weights, check_weights
 from specrun.engine_dir import CONFIG_NAME
 from specrun.errors import CheckpointError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from specbuild.tensors import Reader
 
 FAMILIES = ("deepseek_v3", "glm4_moe")
 """The ``model_type`` of targets whose layer is known."""
@@ -45,7 +48,12 @@ def is_mtp(config: Mapping[str, Any]) -> bool:
 
 
 def read_mtp(directory: Path, data: Mapping[str, Any], allow_pickle: bool) -> MtpHead:
-    """Read a target's configuration ``data`` and its weight files' headers. See ``read_head``."""
+    """Read a target's configuration ``data`` and its weight files' headers. See ``read_head``.
+
+    Quantised weights are read as dense ones.
+    """
+    from specbuild.quantisation.checkpoints.loading import with_packed
+    from specbuild.quantisation.checkpoints.schemes import read_scheme
     from specbuild.tensors import StoredTensor
 
     path = directory / CONFIG_NAME
@@ -60,27 +68,27 @@ def read_mtp(directory: Path, data: Mapping[str, Any], allow_pickle: bool) -> Mt
         )
     if whole(path, data, field) > 1:
         raise UnsupportedModelError(f"{path}: {field} {count}: one multi-token prediction layer is read, not several")
-    if "quantization_config" in data:
-        raise UnsupportedModelError(f"{path}: quantization_config: quantised heads cannot be read; give the original")
     prefix = f"model.layers.{whole(path, data, 'num_hidden_layers')}."
-    entries = check_weights(directory).entries
-    tensors = {
-        name: StoredTensor(entry)
-        for name, entry in entries.items()
-        if name.startswith(prefix) and name.removeprefix(prefix) not in _SHARED
-    }
-    if not tensors:
+    stored: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in check_weights(directory).entries.items()}
+    own = [one for name, one in stored.items() if name.startswith(prefix)]
+    if not own:
         raise CheckpointError(
             f"{directory}: {field} is {count}, and the weight files have no tensors {prefix}*: this copy of the model "
             "came without its multi-token prediction layer"
         )
+    scheme = read_scheme(directory, data)
+    readers = with_packed(scheme, stored) if scheme else stored
     return MtpHead(
         directory=directory,
         kind="mtp",
         model_type=model_type,
         hidden_size=whole(path, data, "hidden_size"),
         vocab_size=whole(path, data, "vocab_size"),
-        tensors=tensors,
-        nbytes=sum(math.prod(one.shape) * one.dtype.itemsize for one in tensors.values()),
+        tensors={
+            name: reader
+            for name, reader in readers.items()
+            if name.startswith(prefix) and name.removeprefix(prefix) not in _SHARED and "rotary_emb" not in name
+        },
+        nbytes=sum(math.prod(one.shape) * one.dtype.itemsize for one in own),
         num_layers=1,
     )
