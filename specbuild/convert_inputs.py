@@ -31,19 +31,21 @@ _CONVERTERS = (*_QUANTISERS, "onnx", "onnxscript")
 def locate_inputs(options: ConvertOptions) -> dict[str, Path]:
     """The directories that are read, by the options that name them. Those on the Hub are downloaded.
 
-    Raises CheckpointError; OSError for a full disk.
+    A head inside its own target is of the same revision. Raises CheckpointError; OSError for a full disk.
     """
     code, pickles = options.trust_remote_code, options.allow_pickle
-    is_head = options.head_of is not None
+    is_head = options.head_of not in (None, options.model)
     found = {
         "model_dir": locate(
             options.model, options.revision, code=code and not is_head, head=is_head, pickles=is_head and pickles
         )
     }
+    same = found["model_dir"]
     if options.head is not None:
-        found["head"] = locate(options.head, None, "--head", head=True, pickles=pickles)
+        is_same = options.head == options.model
+        found["head"] = same if is_same else locate(options.head, None, "--head", head=True, pickles=pickles)
     if options.head_of is not None:
-        found["head_of"] = locate(options.head_of, None, "--head_of", code=code)
+        found["head_of"] = locate(options.head_of, None, "--head_of", code=code) if is_head else same
     return found
 
 
@@ -55,7 +57,9 @@ def described_inputs(options: ConvertOptions) -> Iterator[tuple[dict[str, Path],
     """
     with described(options.model, options.revision, "--model_dir", options.trust_remote_code) as (directory, download):
         found = {"model_dir": directory}
-        if options.head is not None:
+        if options.head == options.model:
+            found["head"] = directory
+        elif options.head is not None:
             found["head"] = locate(options.head, None, "--head", head=True, pickles=options.allow_pickle)
         yield found, download
 

@@ -19,6 +19,8 @@ from click.testing import CliRunner
 from huggingface_hub import constants
 
 from specbuild.cli import main
+from specbuild.convert import ConvertOptions
+from specbuild.convert_inputs import locate_inputs
 from specbuild.heads.reading import read_head
 from specbuild.hub import locate
 from specbuild.progress import human_bytes
@@ -27,6 +29,7 @@ from specrun.engine_dir import GRAPH_NAME, WEIGHTS_NAME, describe_file
 from specrun.errors import CheckpointError
 from tests.conftest import make_onnx
 from tests.families import save_checkpoint
+from tests.heads.mtp import save_mtp_target
 from tests.hub import SECRET, Hub, serve
 from tests.quantisation.test_checkpoints import quantised_checkpoint
 
@@ -385,3 +388,15 @@ def test_a_dry_run_of_convert_downloads_no_weights(hub: Hub, hf: Path, tmp_path:
     local, size = dry_run(hf / "draft"), len(repo.files["model.safetensors"])
     assert dry_run(ID) == {**local, "checkpoint": ID, "download": human_bytes(size)}
     assert hub.bytes_of("model.safetensors") < size
+
+
+def test_a_target_that_is_its_own_head(hub: Hub, tmp_path: Path) -> None:
+    """It is one download, and a dry run reads the headers of its weights alone."""
+    repo = hub.add(ID, save_mtp_target(tmp_path / "hf", "glm4_moe"))
+    where = ["convert", "--model_dir", ID, "--head", ID, "--output_dir", str(tmp_path / "onnx"), "--dry_run"]
+    said = CliRunner().invoke(main, where, prog_name="specbuild")
+    assert said.exit_code == 0 and f"features for {ID}" in said.stdout, said.stderr
+    assert hub.bytes_of("model.safetensors") < len(repo.files["model.safetensors"])
+    for options in ({"head": ID}, {"head_of": ID}):
+        found = locate_inputs(ConvertOptions(ID, tmp_path / "onnx", **options))
+        assert len(found) == 2 and len(set(found.values())) == 1

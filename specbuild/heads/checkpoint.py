@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from specbuild.weights import Weights
 
 ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator")
-Kind = Literal["eagle1", "eagle3", "medusa", "dflash"]
+Kind = Literal["eagle1", "eagle3", "medusa", "dflash", "mtp"]
 LAYER_TYPES = ("llama", "qwen3")
 """The ``model_type`` of layers that heads may have."""
 _IDS = "eagle_aux_hidden_state_layer_ids"

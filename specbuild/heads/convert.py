@@ -11,6 +11,7 @@ from specbuild.files import require_space
 from specbuild.heads.checkpoint import EagleHead, Head
 from specbuild.heads.dflash_checkpoint import DFlashHead
 from specbuild.heads.medusa_checkpoint import MedusaHead
+from specbuild.heads.mtp_checkpoint import MtpHead
 from specbuild.huggingface import eos_token_ids, read_model_config, save_tokenizer
 from specbuild.json_file import read_json
 from specbuild.progress import Stages
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from specbuild.heads.medusa import Medusa
-    from specbuild.heads.module import LayerModule
+    from specbuild.heads.module import GraphModule
     from specbuild.tensors import Weight
 
 
@@ -103,7 +104,7 @@ def convert_head(
     )
 
 
-def _make(head: Head, owner: PreTrainedModel, weights: dict[str, Weight]) -> LayerModule | Medusa:
+def _make(head: Head, owner: PreTrainedModel, weights: dict[str, Weight]) -> GraphModule | Medusa:
     """The head as a torch module. weights: those of ``owner``, its target."""
     from torch import nn
 
@@ -111,7 +112,10 @@ def _make(head: Head, owner: PreTrainedModel, weights: dict[str, Weight]) -> Lay
     from specbuild.heads.eagle1 import Eagle1
     from specbuild.heads.eagle3 import Eagle3
     from specbuild.heads.medusa import Medusa
+    from specbuild.heads.mtp import Mtp
 
+    if isinstance(head, MtpHead):
+        return Mtp(head, owner, _lent(owner, weights), vocab_size_of(owner))
     if isinstance(head, MedusaHead):
         return Medusa(head, owner.dtype, vocab_size_of(owner))
     if isinstance(head, DFlashHead):

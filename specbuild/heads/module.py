@@ -1,4 +1,4 @@
-"""A draft head as a torch module, and behind the graph contract; its formula is in ``eagle3.py`` or ``eagle1.py``."""
+"""A draft head as a torch module, and behind the graph contract; formulae are in ``eagle3.py``, ``eagle1.py``, ..."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
+from specbuild.export import experts
 from specbuild.export.exporter import export_module
 from specbuild.export.hooks import (
     IMPLEMENTATION,
@@ -38,9 +39,73 @@ _CLASSES: dict[str, tuple[Any, Any, Any]] = {
 """Of each type of layers: the layer, its norm and its rotary embedding."""
 
 
-class LayerModule(nn.Module):
-    """A head of layers. Its matrices are placeholders; ``weights`` says where they are read."""
+class GraphModule(nn.Module):
+    """A head of layers of transformers' classes. Matrices are placeholders; ``weights`` says where they are read."""
 
+    head: Head
+    dtype: torch.dtype
+    vocab_size: int
+    """The target's."""
+    config: Any
+    """transformers' of its layers."""
+    weights: dict[str, Weight]
+    """By their names here."""
+
+    @property
+    def caches(self) -> list[CacheTensor]:
+        """[key_0, value_0, key_1, ...]"""
+        raise NotImplementedError
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """Fields of ``GraphInfo`` that follow from the kind."""
+        return {"vocab_size": self.vocab_size}
+
+    def logits(self, y: torch.Tensor) -> torch.Tensor:
+        """y [.., H] -> float32 logits of the target's vocabulary; -inf for tokens that the head does not draft."""
+        raise NotImplementedError
+
+    def contract(self) -> nn.Module:
+        """It behind the contract's inputs and outputs."""
+        raise NotImplementedError
+
+    def export(self) -> ir.Model:
+        """Its graph, whose initializers are named as ``weights``, behind ``PREFIX``. See ``export_onnx``."""
+        register()
+        shapes = [*self.caches, CacheTensor(heads=1, head_dim=self.head.hidden_size)]
+        self.config._attn_implementation = IMPLEMENTATION
+        self.config._experts_implementation = experts.IMPLEMENTATION
+        try:
+            return export_module(self.contract(), shapes, True, self.dtype, f"{self.head.directory}: the head")
+        finally:
+            self.config._attn_implementation = self.config._experts_implementation = "eager"
+
+
+class ChainModule(GraphModule):
+    """A head that drafts in a chain: each step reads the feature that the one before has written."""
+
+    def forward(
+        self, input_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: Any
+    ) -> torch.Tensor:
+        """input_ids and positions [B, S], hidden [B, S, H]: features of the positions before -> y [B, S, H].
+
+        mask: as the attention of ``config`` wants it; cache: None, or one of transformers.
+        """
+        raise NotImplementedError
+
+    def feature(self, y: torch.Tensor) -> torch.Tensor:
+        """What the next step reads."""
+        return y
+
+    def contract(self) -> nn.Module:
+        """See ``GraphModule``."""
+        return _Contract(self)
+
+
+class LayerModule(GraphModule):
+    """A head of one of ``_CLASSES``."""
+
+    head: LayerHead
     norm: nn.Module
     """In front of ``lm_head``."""
 
@@ -61,7 +126,6 @@ class LayerModule(nn.Module):
             self.add_parts(self.layers[0], lambda: make_norm(head.hidden_size, eps=head.epsilon))
         self.rotary = make_rotary(self.config)
         self.weights = load_parameters(self, head, dtype, lent, self.is_elsewhere)
-        """By their names here."""
         self.slots: torch.Tensor | None
         self.register_buffer("slots", slots, persistent=False)
         self.eval()
@@ -71,7 +135,7 @@ class LayerModule(nn.Module):
         raise NotImplementedError
 
     def logits(self, y: torch.Tensor) -> torch.Tensor:
-        """float32 logits of the target's vocabulary; -inf for tokens that the head does not draft."""
+        """See ``GraphModule``."""
         found: torch.Tensor = self.lm_head(self.norm(y)).float()
         if self.slots is None:
             return found
@@ -82,28 +146,9 @@ class LayerModule(nn.Module):
         """Whether a tensor of the head has its place elsewhere."""
         return name == "d2t" or is_fused(self.head, name)
 
-    def contract(self) -> nn.Module:
-        """It behind the contract's inputs and outputs."""
-        raise NotImplementedError
-
-    @property
-    def described(self) -> dict[str, Any]:
-        """Fields of ``GraphInfo`` that follow from the kind."""
-        return {"vocab_size": self.vocab_size}
-
-    def export(self) -> ir.Model:
-        """Its graph, whose initializers are named as ``weights``, behind ``PREFIX``. See ``export_onnx``."""
-        register()
-        shapes = [*self.caches, CacheTensor(heads=1, head_dim=self.head.hidden_size)]
-        self.config._attn_implementation = IMPLEMENTATION
-        try:
-            return export_module(self.contract(), shapes, True, self.dtype, f"{self.head.directory}: the head")
-        finally:
-            self.config._attn_implementation = "eager"
-
     @property
     def caches(self) -> list[CacheTensor]:
-        """[key_0, value_0, key_1, ...]"""
+        """See ``GraphModule``."""
         attention: Any = self.layers[0].self_attn
         tensor = CacheTensor(heads=self.config.num_key_value_heads, head_dim=attention.head_dim)
         return [tensor] * (2 * len(self.layers))
@@ -129,18 +174,15 @@ class LayerModule(nn.Module):
         return slots
 
 
-class HeadModule(LayerModule):
-    """A head that drafts in a chain: each step reads the feature that the one before has written."""
+class HeadModule(LayerModule, ChainModule):
+    """An EAGLE head."""
 
     head: EagleHead
 
     def forward(
         self, input_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: Any
     ) -> torch.Tensor:
-        """input_ids and positions [B, S], hidden [B, S, H]: features of the positions before -> y [B, S, H].
-
-        mask: as the attention of ``config`` wants it; cache: None, or one of transformers.
-        """
+        """See ``ChainModule``."""
         how = {
             "position_embeddings": self.rotary(hidden, positions),
             "attention_mask": mask,
@@ -159,13 +201,9 @@ class HeadModule(LayerModule):
         raise NotImplementedError
 
     def feature(self, y: torch.Tensor) -> torch.Tensor:
-        """What the next step reads."""
+        """See ``ChainModule``."""
         normed: torch.Tensor = self.norm(y) if self.head.norm_output else y
         return normed
-
-    def contract(self) -> nn.Module:
-        """See ``LayerModule``."""
-        return _Contract(self)
 
 
 def require_vocab(head: Head, vocab_size: int) -> None:
@@ -241,7 +279,7 @@ class Contract(nn.Module):
 class _Contract(Contract):
     """A head that drafts one token a pass."""
 
-    model: HeadModule
+    model: ChainModule
 
     def forward(
         self,

@@ -9,6 +9,7 @@ from pathlib import Path
 from specbuild.heads.checkpoint import MARKS, Head, architectures, read_eagle
 from specbuild.heads.dflash_checkpoint import is_dflash, read_dflash
 from specbuild.heads.medusa_checkpoint import is_medusa, read_medusa
+from specbuild.heads.mtp_checkpoint import is_mtp, read_mtp
 from specbuild.json_file import read_json
 from specbuild.weights import file_names
 from specrun.engine_dir import CONFIG_NAME
@@ -24,7 +25,8 @@ def read_head(directory: Path, allow_pickle: bool = False) -> Head:
     if not path.is_file():
         raise CheckpointError(f"{directory}: no {CONFIG_NAME}; expected the directory of a draft head")
     data = read_json(path)
-    read = read_medusa if is_medusa(data) else read_dflash if is_dflash(data) else read_eagle
+    kinds = ((is_medusa, read_medusa), (is_dflash, read_dflash), (is_mtp, read_mtp))
+    read = next((read for is_kind, read in kinds if is_kind(data)), read_eagle)
     return read(directory, data, allow_pickle)
 
 

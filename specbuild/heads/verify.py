@@ -17,7 +17,7 @@ import torch
 from specbuild.graph import widen_to_float32
 from specbuild.heads.dflash import Block, DFlash
 from specbuild.heads.medusa import Medusa
-from specbuild.heads.module import HeadModule, LayerModule
+from specbuild.heads.module import ChainModule, GraphModule
 from specbuild.pieces import cut
 from specbuild.reference import Float32, Floats, finite
 from specbuild.verify import open_piece
@@ -35,14 +35,14 @@ _STEPS = 3
 _LENGTH = 16
 
 
-def verify_head(graph: Path, info: GraphInfo, model: LayerModule | Medusa) -> float:
+def verify_head(graph: Path, info: GraphInfo, model: GraphModule | Medusa) -> float:
     """Largest absolute difference of logits. Raises VerificationError where it exceeds the dtype's tolerance."""
     if isinstance(model, Medusa):
         found, expected = _one_pass(graph, info, model)
     elif isinstance(model, DFlash):
         found, expected = _blocks(graph, info, model)
     else:
-        assert isinstance(model, HeadModule)
+        assert isinstance(model, ChainModule)
         found, expected = _chain(graph, info, model)
     worst = scale = 0.0
     for own, other in zip(found, expected, strict=True):
@@ -61,7 +61,7 @@ def verify_head(graph: Path, info: GraphInfo, model: LayerModule | Medusa) -> fl
     return worst
 
 
-def _chain(graph: Path, info: GraphInfo, model: HeadModule) -> tuple[list[Floats], list[Floats]]:
+def _chain(graph: Path, info: GraphInfo, model: ChainModule) -> tuple[list[Floats], list[Floats]]:
     """Logits [drafts, V] of every row: the graph's and torch's."""
     generator = np.random.default_rng(0)
     tokens = generator.integers(0, info.vocab_size, (len(_ROWS), _LENGTH))
@@ -127,7 +127,7 @@ def reference_block(model: DFlash, text: np.ndarray, features: Floats, wanted: i
     return logits
 
 
-def reference_chain(model: HeadModule, tokens: np.ndarray, features: Floats, length: int) -> Floats:
+def reference_chain(model: ChainModule, tokens: np.ndarray, features: Floats, length: int) -> Floats:
     """Logits [1 + _STEPS, V] behind a text of ``length`` tokens and behind each draft, the next of ``tokens``.
 
     features: the target's, of which those before the text's last token count. Each step is computed from the beginning.
