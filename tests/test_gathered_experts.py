@@ -11,7 +11,6 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from specbuild.compilers.trt_forms import move_zero_points
@@ -23,7 +22,7 @@ from specrun.engine_dir import PLAN_NAME, open_engine
 from specrun.errors import BackendError, BuildConfigError
 from tests.conftest import make_engine, make_onnx
 from tests.families import VOCAB, save_checkpoint
-from tests.test_used_experts import CHOSEN, EXPERTS, break_experts, checkpoint_logits, mxfp4, say_quantised
+from tests.test_used_experts import CHOSEN, EXPERTS, break_experts, checkpoint_logits, int8_channels, mxfp4
 
 LENGTHS = (1, 2, 3, 5, 9, 64)
 
@@ -103,21 +102,8 @@ def gpt_oss(directory: Path) -> Path:
 
 
 def int8_with_zero_points(directory: Path) -> Path:
-    """Experts in 8 bits, each matrix by itself, as compressed-tensors has them."""
     checkpoint = mixtral(directory)
-    tensors = load_file(checkpoint / "model.safetensors")
-    for name in [name for name in tensors if ".experts." in name]:
-        weight = tensors[name].float()
-        low, high = weight.amin(dim=1, keepdim=True), weight.amax(dim=1, keepdim=True)
-        scale = (high - low) / 255
-        zero = (-low / scale).round() - 128
-        tensors[name] = (weight / scale + zero).round().clamp(-128, 127).to(torch.int8)
-        tensors[f"{name}_scale"], tensors[f"{name}_zero_point"] = scale.bfloat16(), zero.to(torch.int8)
-    save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
-    weights = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "channel", "dynamic": False}
-    group = {"targets": ["re:.*experts.*"], "weights": weights, "input_activations": None, "output_activations": None}
-    config = {"quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed"}
-    say_quantised(checkpoint, {**config, "config_groups": {"group_0": group}, "ignore": ["lm_head"]})
+    int8_channels(checkpoint, symmetric=False)
     return checkpoint
 
 

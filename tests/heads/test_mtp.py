@@ -68,5 +68,4 @@ def test_a_trained_layers_drafts_are_accepted(made: Path) -> None:
     with open_pair(made, head=True, draft_len=3) as decoder:
         requests = decode(decoder, PROMPTS, MANNERS["greedy"])
     accepted, evaluated = (sum(getattr(one.stats, name) for one in requests) for name in ("accepted", "evaluated"))
-    print(f"{accepted} of {evaluated}")
     assert accepted / evaluated > 0.9, f"{accepted} of {evaluated}"
