@@ -397,6 +397,9 @@ def test_a_target_that_is_its_own_head(hub: Hub, tmp_path: Path) -> None:
     said = CliRunner().invoke(main, where, prog_name="specbuild")
     assert said.exit_code == 0 and f"features for {ID}" in said.stdout, said.stderr
     assert hub.bytes_of("model.safetensors") < len(repo.files["model.safetensors"])
-    for options in ({"head": ID}, {"head_of": ID}):
-        found = locate_inputs(ConvertOptions(ID, tmp_path / "onnx", **options))
+    for options in (
+        ConvertOptions(ID, tmp_path / "onnx", head=ID),
+        ConvertOptions(ID, tmp_path / "onnx", head_of=ID),
+    ):
+        found = locate_inputs(options)
         assert len(found) == 2 and len(set(found.values())) == 1

@@ -76,7 +76,7 @@ def read_mtp(directory: Path, data: Mapping[str, Any], allow_pickle: bool) -> Mt
             f"{directory}: {field} is {count}, and the weight files have no tensors {prefix}*: this copy of the model "
             "came without its multi-token prediction layer"
         )
-    scheme = read_scheme(directory, data)
+    scheme = read_scheme(directory, dict(data))
     readers = with_packed(scheme, stored) if scheme else stored
     return MtpHead(
         directory=directory,

@@ -10,7 +10,7 @@ from specbuild.export.skeleton import load_skeleton
 from specbuild.heads.convert import _make
 from specbuild.heads.fusion import Fusion, watched
 from specbuild.heads.medusa import Medusa
-from specbuild.heads.module import LayerModule
+from specbuild.heads.module import GraphModule
 from specbuild.heads.reading import read_head
 from specbuild.huggingface import read_model_config
 from specbuild.reference import Float32
@@ -19,7 +19,7 @@ from specbuild.weights import check_weights
 from specrun.sampling import Floats
 
 
-def as_read(target: Path, directory: Path, texts: list[list[int]]) -> tuple[LayerModule | Medusa, list[Floats]]:
+def as_read(target: Path, directory: Path, texts: list[list[int]]) -> tuple[GraphModule | Medusa, list[Floats]]:
     """The head in ``directory``, and the features [S, width] of each text."""
     head, config = read_head(directory), read_model_config(target, False)
     stored: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in check_weights(target).entries.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,9 @@ _EXPERTS: dict[str, Any] = {
     "topk_group": 1,
 }
 _SIZES: dict[str, Any] = {**SIZES, **_EXPERTS, "num_hidden_layers": LAYERS + 1}
-TARGETS = {
+TARGETS: dict[str, Callable[[], Any]] = {
     # GLM-4.5.
-    "glm4_moe": lambda: transformers.Glm4MoeConfig(**_SIZES, head_dim=16, use_qk_norm=True, attention_bias=True),
+    "glm4_moe": lambda: transformers.Glm4MoeConfig(**{**_SIZES, "head_dim": 16}, use_qk_norm=True, attention_bias=True),
     # Multi-head latent attention.
     "deepseek_v3": lambda: transformers.DeepseekV3Config(
         **{**_SIZES, "num_key_value_heads": SIZES["num_attention_heads"]},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers.modeling_layers import MtpModel
@@ -38,7 +39,8 @@ def test_logits_along_a_chain(made: Path) -> None:
     raw = chain(reference, TEXTS[0], DRAFTS[0], raw=True)
     assert difference(raw[:1], rows[0][:1]) < TOLERANCE
     swapped: MtpModel = copy.deepcopy(reference[1])
-    projection = swapped.layers[0].eh_proj
+    layer: Any = swapped.layers[0]
+    projection = layer.eh_proj
     projection.weight.data = projection.weight.roll(projection.out_features, 1)
     prenorm = chain(reference, TEXTS[0], DRAFTS[0], prenorm=True)
     for wrong in (raw, prenorm, chain((reference[0], swapped), TEXTS[0], DRAFTS[0])):
