@@ -57,11 +57,10 @@ def grown(tensors: Mapping[str, Any], growth: Growth) -> dict[str, Any]:
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    sizes = {getattr(growth.old, name): getattr(growth.new, name) for name in ("intermediate_size", "hidden_size")}
     heads = {"q_proj": growth.new.num_heads, "k_proj": growth.new.num_kv_heads, "v_proj": growth.new.num_kv_heads}
     found = {}
     for name, original in tensors.items():
-        kind = name.split(".")[-2] if "." in name else name
+        kind = "fc_norm" if name.startswith("fc_norm.") else name.split(".")[-2] if "." in name else name
         if not original.is_floating_point():
             found[name] = original  # Which tokens it drafts.
             continue
@@ -69,8 +68,10 @@ def grown(tensors: Mapping[str, Any], growth: Growth) -> dict[str, Any]:
         rows, *columns = original.shape
         if kind in heads:
             rows = heads[kind] * growth.head_dim
+        elif kind in ("gate_proj", "up_proj"):
+            rows = growth.new.intermediate_size
         elif not is_output:
-            rows = sizes[rows]
+            rows = growth.new.hidden_size
         if kind == "o_proj":
             columns = [growth.new.num_heads * growth.head_dim]
         elif kind == "down_proj":
@@ -95,6 +96,8 @@ def grow(head: Path, target: Path, grown_target: Path, output: Path) -> None:
     (file,) = head.glob("*.safetensors")
     config = json.loads((head / "config.json").read_text())
     if "num_hidden_layers" in config:
+        if config["intermediate_size"] > new.intermediate_size:
+            raise SpecError(f"{head}: its intermediate_size is larger than the enlarged target's")
         layers = open_student(head, small).head.aux_layers_of(len(decoder_layers(small)), old.hidden_size)
         config.pop("eagle_config", None)
         # The grown target's new layers stand behind its own ones. These ids count inputs, as vLLM's speculators do.

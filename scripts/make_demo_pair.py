@@ -52,8 +52,10 @@ DRAFT: dict[str, Any] = {"layers": 2, "intermediate_size": 512, "steps": 220, "n
 """Noise is the share of the tokens read that are replaced by others. A model that has only ever read its corpus word
 for word is lost after its first own mistake; these find the way back, and the draft learns to agree on the detours."""
 ADAM_RATE, MUON_RATE = 4e-3, 1.4e-2
-NUM_PROMPTS = 6144
-"""With --prompts_file."""
+NUM_PROMPTS, NUM_PARTS = 1024, 4096
+"""With --prompts_file and --parts_file."""
+PART_CHARACTERS = 800
+"""About 220 tokens."""
 QUICK = 6
 """With --quick, which the tests use, models learn in this fraction of the steps; they memorise little."""
 
@@ -109,6 +111,15 @@ def prompts(count: int) -> list[str]:
     beginnings = [sentence.split(" ") for sentence in sorted(found)]
     made = (" ".join(words[: generator.randint(2, len(words))]) for words in generator.choices(beginnings, k=2 * count))
     return [text for text in made if not text.startswith(asked)][:count]
+
+
+def parts(count: int) -> list[str]:
+    """Parts of the corpus, each from a random line on."""
+    whole = "".join(corpus())
+    generator = random.Random(0)
+    starts = (generator.randrange(len(whole) - 2 * PART_CHARACTERS) for _ in range(count))
+    lines = (whole.index("\n", start) + 1 for start in starts)
+    return [whole[line : line + PART_CHARACTERS] for line in lines]
 
 
 def train_tokenizer(texts: list[str]) -> Any:
@@ -247,13 +258,15 @@ def recipe_of(directory: Path) -> Any:
 @click.command(context_settings={"token_normalize_func": lambda name: name.replace("-", "_")})
 @click.option("--output_dir", required=True, type=click.Path(path_type=Path), help="Gets target/ and draft/.")
 @click.option("--prompts_file", type=click.Path(path_type=Path), help="Also write prompts, for specbuild prepare_data.")
+@click.option("--parts_file", type=click.Path(path_type=Path), help="Also write parts of the corpus, for train_draft.")
 @click.option("--quick", is_flag=True, help=f"Learn in a fraction of the steps, 1/{QUICK}: a pair for tests.")
 @click.option("--force", is_flag=True, help="Make the pair again if there is one.")
-def main(output_dir: Path, prompts_file: Path | None, quick: bool, force: bool) -> None:
+def main(output_dir: Path, prompts_file: Path | None, parts_file: Path | None, quick: bool, force: bool) -> None:
     """Train the demo pair, unless it is there already."""
-    if prompts_file:
-        prompts_file.parent.mkdir(parents=True, exist_ok=True)
-        prompts_file.write_text("".join(json.dumps({"text": text}) + "\n" for text in prompts(NUM_PROMPTS)))
+    for file, make, count in ((prompts_file, prompts, NUM_PROMPTS), (parts_file, parts, NUM_PARTS)):
+        if file:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("".join(json.dumps({"text": text}) + "\n" for text in make(count)))
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -1,4 +1,8 @@
-"""EAGLE-3 heads, trained as they draft (arXiv 2503.01840) and written in SpecForge's form."""
+"""EAGLE-3 heads, trained as they draft (arXiv 2503.01840) and written in SpecForge's form.
+
+EAGLE-3.1 has more norms: of each of the target's states (``fc_norm``) and of its own (``norm_output``), by the names
+that vLLM has for them (its pull request 42764).
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,7 @@ from specbuild.heads.reading import read_head
 from specbuild.json_file import read_json
 from specbuild.tensors import Reader, Weight
 from specbuild.training.attention import NAME, ChainKeys
+from specbuild.training.options import TrainOptions
 from specbuild.training.student import Student
 from specrun.engine_dir import CONFIG_NAME
 
@@ -107,13 +112,16 @@ def _materialise(owner: nn.Module, name: str, reader: Reader) -> None:
     owner.get_submodule(module).register_parameter(last, nn.Parameter(whole))
 
 
-def write_new_head(directory: Path, target: PreTrainedModel, vocabulary: torch.Tensor | None, seed: int) -> None:
+def write_new_head(
+    directory: Path, target: PreTrainedModel, vocabulary: torch.Tensor | None, options: TrainOptions
+) -> None:
     """A head that has learnt nothing: its output layer is the target's, and the rest as near to it as the shapes allow.
 
     vocabulary: [V_draft] int64, ascending, the tokens that it is to draft; None: all.
     """
     config = _new_config(target, vocabulary)
-    generator = torch.Generator().manual_seed(seed)
+    config["intermediate_size"] = options.intermediate_size or config["intermediate_size"]
+    generator = torch.Generator().manual_seed(options.seed)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
         return torch.randn(rows, columns, generator=generator) * _SCALE
@@ -141,9 +149,15 @@ def write_new_head(directory: Path, target: PreTrainedModel, vocabulary: torch.T
         "lm_head.weight": (rows if vocabulary is None else rows[vocabulary]).contiguous(),
     }
     lent = _lent_layer(target, config)
-    if all(tensors[name].shape == tensor.shape for name, tensor in lent.items()):
-        tensors |= lent
+    if all(tensors[name].shape == tensor.shape for name, tensor in lent.items() if ".mlp." not in name):
+        for name, tensor in lent.items():
+            rows, *columns = (min(sizes) for sizes in zip(tensor.shape, tensors[name].shape, strict=True))
+            own = (slice(rows), *map(slice, columns))
+            tensors[name][own] = tensor[own]
         tensors["fc.weight"][:, -width:] += torch.eye(width)
+    if options.kind == "eagle3.1":
+        config |= {"fc_norm": True, "norm_output": True}
+        tensors |= {f"fc_norm.{state}.weight": ones.clone() for state in range(3)}
     write_head(directory, config, tensors, vocabulary, vocab_size_of(target))
 
 

@@ -10,15 +10,16 @@ from typing import Any, Literal, get_args
 from specbuild.resume import beside, checkpoint_of
 from specrun.errors import BuildConfigError
 
-Kind = Literal["eagle3", "medusa", "model"]
+Kind = Literal["eagle3", "eagle3.1", "medusa", "model"]
 KINDS = get_args(Kind)
 DTYPES = ("auto", "float32", "bfloat16")
 OPTIMIZERS = ("adamw", "muon")
-_DRAFT_LEN: dict[str, int] = {"eagle3": 7, "medusa": 5, "model": 5}
+_DRAFT_LEN: dict[str, int] = {"eagle3": 7, "eagle3.1": 7, "medusa": 5, "model": 5}
 """By kind: as in the papers."""
 _RATE = 0.4
 """Learning rate times the target's width: 1e-4 for 4096, as EAGLE-3's, and more for smaller models."""
-_ONLY_FOR = {"draft_vocab_size": "eagle3", "num_layers": "model", "hidden_size": "model"}
+_ONLY_FOR = {"draft_vocab_size": "eagle3", "intermediate_size": "eagle3", "num_layers": "model", "hidden_size": "model"}
+"""Options for the kinds whose names begin so."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class TrainOptions:
     data: Path | None = None
     prompts: Path | None = None
     draft_vocab_size: int | None = None
+    intermediate_size: int | None = None
     num_layers: int | None = None
     hidden_size: int | None = None
     draft_len: int | None = None
@@ -54,12 +56,12 @@ class TrainOptions:
     def __post_init__(self) -> None:
         """Raise BuildConfigError where a value cannot be meant."""
         least = {"max_length": 8, "batch_size": 1, "epochs": 1, "steps": 1, "draft_len": 1, "save_steps": 1}
-        least |= {"draft_vocab_size": 1, "num_layers": 1, "hidden_size": 1, "seed": 0}
+        least |= {"draft_vocab_size": 1, "intermediate_size": 1, "num_layers": 1, "hidden_size": 1, "seed": 0}
         for name, smallest in least.items():
             if (value := getattr(self, name)) is not None and value < smallest:
                 raise BuildConfigError(f"--{name} {value}: expected at least {smallest}")
         for name, kind in _ONLY_FOR.items():
-            if getattr(self, name) is not None and self.kind != kind:
+            if getattr(self, name) is not None and not self.kind.startswith(kind):
                 raise BuildConfigError(f"--{name} is for --kind {kind}; leave it out with {self.kind}")
         if self.learning_rate is not None and not 0 < self.learning_rate < 1:
             raise BuildConfigError(f"--learning_rate {self.learning_rate}: expected a number between 0 and 1")
@@ -90,8 +92,9 @@ class TrainOptions:
 
     def settings(self) -> dict[str, Any]:
         """What decides the weights that come out: the same for a run that goes on."""
-        names = ("model", "kind", "draft_vocab_size", "num_layers", "hidden_size", "max_length", "batch_size", "epochs")
-        found = {name: getattr(self, name) for name in (*names, "steps", "learning_rate", "optimizer", "dtype", "seed")}
+        sizes = ("draft_vocab_size", "intermediate_size", "num_layers", "hidden_size", "max_length", "batch_size")
+        pace = ("epochs", "steps", "learning_rate", "optimizer", "dtype", "seed")
+        found = {name: getattr(self, name) for name in ("model", "kind", *sizes, *pace)}
         with (self.data or self.answers).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         return {**found, "draft_len": self.num_drafts, "data": digest}

@@ -195,7 +195,7 @@ def _write_new(directory: Path, target: PreTrainedModel, data: Data, options: Tr
             if size > vocab_size:
                 raise BuildConfigError(f"--draft_vocab_size {size}: the target has {vocab_size} tokens")
             chosen = data.commonest(size, vocab_size)
-        write_new_head(directory, target, chosen, options.seed)
+        write_new_head(directory, target, chosen, options)
 
 
 def _open_student(directory: Path, target: PreTrainedModel, options: TrainOptions) -> Student:

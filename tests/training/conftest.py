@@ -36,11 +36,11 @@ def answered(shared: Path, target: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def trained(shared: Path, target: Path, answered: Path) -> Path:
-    """``hf``: a head that knows the answers, and ``pair``: engines."""
+    """``hf``: an EAGLE-3.1 head that knows the answers, and ``pair``: engines."""
 
     def make(root: Path) -> None:
         options = {"draft_vocab_size": 40, "draft_len": 3, "steps": 120, "learning_rate": 8e-3}
-        train(target, root / "hf", "eagle3", answered / "data.jsonl", **options)
+        train(target, root / "hf", "eagle3.1", answered / "data.jsonl", **options)
         make_pair(target, root / "hf", root / "pair")
 
     return once(shared / "training_head", make)

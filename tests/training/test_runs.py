@@ -137,11 +137,24 @@ def test_a_few_layers_of_the_target(target: Path, answered: Path, tmp_path: Path
     assert not any("layers.2." in name for name in made)
 
 
+def test_a_wider_head_begins_as_the_last_layer_of_the_target(target: Path, answered: Path, tmp_path: Path) -> None:
+    options = {**SHORT, "steps": 1, "learning_rate": 1e-9, "intermediate_size": 150}
+    train(target, tmp_path / "head", "eagle3", answered / "data.jsonl", **options)
+    assert json.loads((tmp_path / "head" / "config.json").read_text())["intermediate_size"] == 150
+    own, made = load_file(target / "model.safetensors"), weights(tmp_path / "head", "eagle3")
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        wide, narrow = made[f"midlayer.mlp.{name}.weight"], own[f"model.layers.3.mlp.{name}.weight"]
+        assert 150 in wide.shape
+        rows, columns = narrow.shape
+        assert torch.allclose(wide[:rows, :columns], narrow, atol=1e-6)
+
+
 Bad = Callable[[Path], list[object]]
 BAD: list[tuple[Bad, list[str]]] = [
     (lambda _: ["--kind", "medusa"], ["expected --data or --prompts, and not both"]),
     (lambda root: ["--kind", "medusa", "--data", root / "none"], ["--data", "no such file"]),
     (lambda root: [*good(root), "--draft_vocab_size", 10], ["--draft_vocab_size is for --kind eagle3"]),
+    (lambda root: [*good(root), "--intermediate_size", 10], ["--intermediate_size is for --kind eagle3"]),
     (lambda root: [*good(root), "--steps", 0], ["--steps 0: expected at least 1"]),
     (lambda root: [*good(root), "--learning_rate", 2], ["--learning_rate 2.0"]),
     (lambda root: [*good(root), "--device", "tpu"], ["--device tpu", "cuda:1"]),
