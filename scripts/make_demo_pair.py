@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Train the demo pair: a small Llama target, and a draft distilled from it, in about two minutes and without network.
 
-Both learn the help topics of Python's own documentation, which every installation carries. They are small enough to
-nearly memorise them: the target's text then reads like its corpus, and the draft agrees with the target often enough
-to show what speculative decoding gains. The result is a pair of ordinary Hugging Face checkpoints, the same at every
-run on the same machine.
+Both learn one of scripts/corpora.py, by default the help topics of Python. They are small enough to nearly memorise
+them: the target's text then reads like its corpus, and the draft agrees with the target often enough to show what
+speculative decoding gains. The result is a pair of ordinary Hugging Face checkpoints, the same at every run on the same
+machine.
 """
 
 from __future__ import annotations
@@ -17,13 +17,10 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import json
 import platform
-import random
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import click
@@ -33,15 +30,13 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.benchmarks.prompts import PROMPTS, SENTENCES
+from scripts.corpora import CORPORA, CORPUS_CHARACTERS, parts
 from specbuild.progress import Advance, Stages
 from specbuild.training.muon import Muon
 from specrun.directories import new_directory
 from specrun.errors import SpecError
 
 END = "<|endoftext|>"
-CORPUS_CHARACTERS = 150_000
-"""Of the topics, shortest first: with more, the models see each of them too seldom to learn it."""
 POSITIONS = 1024
 TOKENS_PER_STEP = 2048
 SHORT_WINDOW, LONG_WINDOW, LONG_SHARE = 128, 512, 0.25
@@ -52,10 +47,8 @@ DRAFT: dict[str, Any] = {"layers": 2, "intermediate_size": 512, "steps": 220, "n
 """Noise is the share of the tokens read that are replaced by others. A model that has only ever read its corpus word
 for word is lost after its first own mistake; these find the way back, and the draft learns to agree on the detours."""
 ADAM_RATE, MUON_RATE = 4e-3, 1.4e-2
-NUM_PROMPTS, NUM_PARTS = 1024, 4096
-"""With --prompts_file and --parts_file."""
-PART_CHARACTERS = 800
-"""About 220 tokens."""
+KIND = "demo pair"
+"""Written to recipe.json, by which a pair is known that may be replaced."""
 QUICK = 6
 """With --quick, which the tests use, models learn in this fraction of the steps; they memorise little."""
 
@@ -69,16 +62,17 @@ CHAT_TEMPLATE = """\
 LossOf = Callable[[Any, Tensor, Tensor], Tensor]
 
 
-def recipe(quick: bool) -> dict[str, Any]:
+def recipe(corpus: str, quick: bool) -> dict[str, Any]:
     """What is written beside the pair, which is up to date while this is the same.
 
     The version is raised with any change that nothing else here shows.
     """
     target, draft = ({**model, "steps": model["steps"] // (QUICK if quick else 1)} for model in (TARGET, DRAFT))
     return {
-        "kind": "demo pair",
+        "kind": KIND,
         "version": 2,
         "python": platform.python_version(),
+        "corpus": corpus,
         "corpus_characters": CORPUS_CHARACTERS,
         "shape": SHAPE,
         "target": target,
@@ -87,39 +81,6 @@ def recipe(quick: bool) -> dict[str, Any]:
         "windows": [SHORT_WINDOW, LONG_WINDOW, LONG_SHARE],
         "learning_rates": [ADAM_RATE, MUON_RATE],
     }
-
-
-def corpus() -> list[str]:
-    """The help topics, shortest first. A paragraph is kept once: many topics quote one another."""
-    seen: set[str] = set()
-    texts: list[str] = []
-    for topic in sorted(topics.values(), key=lambda text: (len(text), text)):
-        paragraphs = [text for text in re.split(r"\n\n+", topic.strip()) if text not in seen]
-        seen.update(paragraphs)
-        if paragraphs:
-            texts.append("\n\n".join(paragraphs) + "\n")
-        if sum(map(len, texts)) > CORPUS_CHARACTERS:
-            break
-    return texts
-
-
-def prompts(count: int) -> list[str]:
-    """Two to four words with which sentences of the corpus begin; none that begin as the benchmarks' prompts do."""
-    asked = tuple(" ".join(text.split(" ")[:2]) for text in (*PROMPTS, *SENTENCES))
-    found = {found for text in corpus() for found in re.findall(r"(?:^|\n|\. +)([A-Z][a-z]*(?: [a-z]+){1,3})", text)}
-    generator = random.Random(0)
-    beginnings = [sentence.split(" ") for sentence in sorted(found)]
-    made = (" ".join(words[: generator.randint(2, len(words))]) for words in generator.choices(beginnings, k=2 * count))
-    return [text for text in made if not text.startswith(asked)][:count]
-
-
-def parts(count: int) -> list[str]:
-    """Parts of the corpus, each from a random line on."""
-    whole = "".join(corpus())
-    generator = random.Random(0)
-    starts = (generator.randrange(len(whole) - 2 * PART_CHARACTERS) for _ in range(count))
-    lines = (whole.index("\n", start) + 1 for start in starts)
-    return [whole[line : line + PART_CHARACTERS] for line in lines]
 
 
 def train_tokenizer(texts: list[str]) -> Any:
@@ -226,7 +187,7 @@ def make_pair(output: Path, wanted: dict[str, Any], stages: Stages) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # Nothing reads it.
     torch.set_num_threads(2)  # More would add up in another order, and gain little at this size.
     with stages.stage("training the tokenizer"):
-        texts = corpus()
+        texts = CORPORA[wanted["corpus"]].texts()
         tokenizer = train_tokenizer(texts)
         tokens = torch.tensor([token for text in texts for token in [*tokenizer.encode(text, verbose=False), 0]])
     target = new_model(wanted["target"])
@@ -250,28 +211,31 @@ def recipe_of(directory: Path) -> Any:
     """The recipe by which the pair in ``directory`` was made; None if there is no pair."""
     try:
         found = json.loads((directory / "recipe.json").read_text())
-        return found if found["kind"] == recipe(False)["kind"] else None
+        return found if found["kind"] == KIND else None
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
 
 @click.command(context_settings={"token_normalize_func": lambda name: name.replace("-", "_")})
 @click.option("--output_dir", required=True, type=click.Path(path_type=Path), help="Gets target/ and draft/.")
-@click.option("--prompts_file", type=click.Path(path_type=Path), help="Also write prompts, for specbuild prepare_data.")
+@click.option("--corpus", type=click.Choice(list(CORPORA)), default="help", show_default=True)
+@click.option("--prompts_file", type=click.Path(path_type=Path), help="Also write beginnings of its texts.")
 @click.option("--parts_file", type=click.Path(path_type=Path), help="Also write parts of the corpus, for train_draft.")
 @click.option("--quick", is_flag=True, help=f"Learn in a fraction of the steps, 1/{QUICK}: a pair for tests.")
 @click.option("--force", is_flag=True, help="Make the pair again if there is one.")
-def main(output_dir: Path, prompts_file: Path | None, parts_file: Path | None, quick: bool, force: bool) -> None:
+def main(
+    output_dir: Path, corpus: str, prompts_file: Path | None, parts_file: Path | None, quick: bool, force: bool
+) -> None:
     """Train the demo pair, unless it is there already."""
-    for file, make, count in ((prompts_file, prompts, NUM_PROMPTS), (parts_file, parts, NUM_PARTS)):
+    for file, texts in ((prompts_file, CORPORA[corpus].prompts), (parts_file, lambda: parts(CORPORA[corpus].texts()))):
         if file:
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text("".join(json.dumps({"text": text}) + "\n" for text in make(count)))
+            file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts()))
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     stages = Stages()
-    wanted, found = recipe(quick), recipe_of(output_dir)
+    wanted, found = recipe(corpus, quick), recipe_of(output_dir)
     if found == wanted and not force:
         stages.say(f"{output_dir}: the demo pair is there already")
         return

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Every kind of draft on texts that are new, that were asked for before, and that resemble their own prompt.
+"""Every kind of draft on texts that are new, and on texts that were asked for before.
 
 All kinds take turns in one run, with --draft_len auto, one text at a time. Speed-ups are of the target alone in the
 same turn; medians of the turns are shown. Each turn opens its decoder anew, so that nothing is known from the turn
-before. Needs what scripts/demo --kinds leaves in demo/kinds/engines; kinds whose engines are missing are left out.
+before. Needs the engines of scripts/demo --kinds, or those of scripts/benchmarks/code_edits; kinds whose engines are
+missing are left out.
 """
 
 from __future__ import annotations
@@ -59,7 +60,6 @@ WORKLOADS = {
     "new": "greedy texts",
     "again": "the same once more",
     "similar": "the same prompts, drawn at temperature 0.3",
-    "edit": "prompts with a text that is to be written once more",
 }
 
 
@@ -151,15 +151,12 @@ def run_workloads(
         return found
 
     greedy = SamplingParams()
-    first = [Request(prompt, greedy, output_len) for prompt in prompts]
-    found = {"new": run(first)}
+    found = {"new": run([Request(prompt, greedy, output_len) for prompt in prompts])}
     if "again" in wanted:
         found["again"] = run([Request(prompt, greedy, output_len) for prompt in prompts])
     if "similar" in wanted:
         params = [SamplingParams(0.3, seed=seed) for seed in range(len(prompts))]
         found["similar"] = run([Request(*each, output_len) for each in zip(prompts, params, strict=True)])
-    if "edit" in wanted:
-        found["edit"] = run([Request([*one.tokens, *one.prompt], greedy, output_len) for one in first])
     return found
 
 
@@ -188,7 +185,8 @@ def table(figures: Mapping[str, Figures]) -> Table:
 @click.option("--engines_dir", type=click.Path(path_type=Path), default=Path("demo/kinds/engines"), show_default=True)
 @click.option("--kind", "kinds", type=click.Choice(list(KINDS)), multiple=True, help="Beside none; default: all.")
 @click.option("--workload", "workloads", type=click.Choice(list(WORKLOADS)), multiple=True, default=tuple(WORKLOADS))
-@click.option("--prompts", "num_prompts", type=click.IntRange(1, len(SENTENCES)), default=8, show_default=True)
+@click.option("--prompts_file", type=click.Path(path_type=Path), help="Lines of JSON with text. Default: sentences.")
+@click.option("--prompts", "num_prompts", type=click.IntRange(1), default=8, show_default=True, help="The first ones.")
 @click.option("--output_len", type=click.IntRange(1), default=96, show_default=True)
 @click.option("--repetitions", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
@@ -196,6 +194,7 @@ def main(
     engines_dir: Path,
     kinds: tuple[str, ...],
     workloads: tuple[str, ...],
+    prompts_file: Path | None,
     num_prompts: int,
     output_len: int,
     repetitions: int,
@@ -207,6 +206,8 @@ def main(
         if missing := [one for one in (kind.target, kind.draft) if one and not (engines_dir / one).is_dir()]:
             click.echo(f"{name}: left out, as {engines_dir / missing[0]} is missing", err=True)
             del chosen[name]
+    lines = prompts_file.read_text().splitlines() if prompts_file else []
+    texts = ([json.loads(line)["text"] for line in lines] or SENTENCES)[:num_prompts]
     turns: list[dict[str, dict[str, Run]]] = []
     for turn in range(repetitions):
         turns.append({})
@@ -214,7 +215,7 @@ def main(
             config = DraftTargetConfig(draft=kind.lookup, reuse_blocks=False, shared_thread_pool=True)
             draft_dir = engines_dir / kind.draft if kind.draft else None
             with SpeculativeDecoder.open(engines_dir / kind.target, draft_dir, config) as decoder:
-                prompts = [decoder.tokenizer.encode(text).ids for text in SENTENCES[:num_prompts]]
+                prompts = [decoder.tokenizer.encode(text).ids for text in texts]
                 found = turns[-1][name] = run_workloads(decoder, prompts, output_len, workloads)
             speeds = [f"{workload} {run.tokens_per_second:.1f}" for workload, run in found.items()]
             click.echo(f"turn {turn + 1} of {repetitions}, {name}, tokens/s: {', '.join(speeds)}", err=True)
@@ -238,9 +239,14 @@ def main(
             "onnxruntime": version("onnxruntime"),
             "date": time.strftime("%Y-%m-%d"),
         }
-        settings = {"prompts": num_prompts, "output_len": output_len, "repetitions": repetitions}
+        settings = {"prompts": len(texts), "output_len": output_len, "repetitions": repetitions}
         results = {one: {name: asdict(each) for name, each in found.items()} for one, found in figures.items()}
-        said = {"machine": machine, "settings": settings, "workloads": WORKLOADS, "results": results}
+        said = {
+            "machine": machine,
+            "settings": settings,
+            "workloads": {one: WORKLOADS[one] for one in figures},
+            "results": results,
+        }
         json_file.write_text(json.dumps(said, indent=1) + "\n")
 
 

@@ -20,7 +20,7 @@ import click
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from scripts.make_demo_pair import corpus
+from scripts.corpora import help_topics
 from specbuild.quantisation.recipe import QFORMATS
 
 ROWS, LENGTH = 16, 256
@@ -28,7 +28,7 @@ ROWS, LENGTH = 16, 256
 
 def unseen_text() -> str:
     """The help topics that the demo pair was not trained on."""
-    seen = {paragraph for text in corpus() for paragraph in text.split("\n\n")}
+    seen = {paragraph for text in help_topics() for paragraph in text.split("\n\n")}
     rest = [part for text in topics.values() for part in text.split("\n\n") if part.strip() and part not in seen]
     return "\n\n".join(rest)
 

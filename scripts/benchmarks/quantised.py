@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from scripts.benchmarks.draft_lengths import rate
 from scripts.benchmarks.engines import build, to_onnx
 from scripts.benchmarks.prompts import PROMPTS
-from scripts.make_demo_pair import corpus
+from scripts.corpora import help_topics
 from specbuild.quantisation.recipe import QFORMATS
 from specrun.backends import open_host_backend
 from specrun.bench import Settings, as_json
@@ -63,7 +63,7 @@ class Quality:
 
 def unseen_texts(decoder: SpeculativeDecoder) -> npt.NDArray[np.int64]:
     """[n, TEXT_LEN] tokens of the help topics that the demo pair was not trained on."""
-    seen = {paragraph for text in corpus() for paragraph in text.split("\n\n")}
+    seen = {paragraph for text in help_topics() for paragraph in text.split("\n\n")}
     rest = [part for text in topics.values() for part in text.split("\n\n") if part.strip() and part not in seen]
     ids = decoder.tokenizer.encode("\n\n".join(rest)).ids[:NUM_TOKENS]
     return np.array(ids, np.int64).reshape(-1, TEXT_LEN)
