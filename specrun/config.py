@@ -10,7 +10,9 @@ from specrun import arguments
 from specrun.errors import RequestError
 
 AUTO = "auto"
-
+_AUTO_CONFIDENCE = 0.2
+"""See ``DraftTargetConfig.draft_confidence``. A draft token and its verification cost about 0.15 of a plain round on
+CPUs, and speed-ups are below 2, so a token that is accepted less often does not pay."""
 
 DraftKind = Literal["ngram", "suffix"]
 Check = Literal["quick", "full"]
@@ -51,9 +53,18 @@ class DraftTargetConfig(arguments.Named):
     suffix: the same for longer ends of the text, and in earlier outputs too; beside a draft engine, each round takes
     for each text what promises more tokens a second."""
 
-    draft_confidence: float = 0.0
-    """End a draft before a token that its head expects to be accepted with less than this probability. Only heads with
-    a confidence head say so (DSpark), and only on the CPU. 0: never."""
+    draft_confidence: float | None = None
+    """End a greedy text's draft before a token with which the whole draft is less probable than this, by the draft's
+    own probabilities; the first token is drafted anyway. Of a DSpark head, its confidence head says so of each token of
+    any text. Drafts on GPUs are not ended. 0: never. None: 0.2 where ``draft_len`` is not fixed, and never for DSpark
+    heads."""
+
+    @property
+    def least_confidence(self) -> float:
+        """``draft_confidence``, or what is best as a rule."""
+        if self.draft_confidence is None:
+            return _AUTO_CONFIDENCE if self.fixed_draft_len is None else 0.0
+        return self.draft_confidence
 
     @property
     def fixed_draft_len(self) -> int | None:
@@ -69,9 +80,10 @@ class DraftTargetConfig(arguments.Named):
                 "kv_cache_free_gpu_memory_fraction", self.kv_cache_free_gpu_memory_fraction
             ),
         }
-        found["draft_confidence"] = arguments.number("draft_confidence", self.draft_confidence)
-        if not 0 <= found["draft_confidence"] <= 1:
-            raise RequestError(f"draft_confidence {self.draft_confidence:g}: expected 0 to 1")
+        if self.draft_confidence is not None:
+            found["draft_confidence"] = arguments.number("draft_confidence", self.draft_confidence)
+            if not 0 <= found["draft_confidence"] <= 1:
+                raise RequestError(f"draft_confidence {self.draft_confidence:g}: expected 0 to 1")
         for name in ("draft_devices", "target_devices"):
             found[name] = tuple(arguments.wholes(name, getattr(self, name)))
         for name in ("use_logits", "cuda_graph", "warm_up", "reuse_blocks", "shared_thread_pool"):

@@ -141,6 +141,11 @@ def probabilities(logits: Floats, params: SamplingParams) -> Floats:
     return kept
 
 
+def largest_probability(logits: Floats) -> float:
+    """Of the tokens at temperature 1: logits [V]."""
+    return float(1 / np.exp(logits - logits.max()).sum())
+
+
 def _weights(logits: Floats, params: SamplingParams) -> Floats:
     """``probabilities``, but that they need not sum to 1."""
     best = _likeliest(logits)

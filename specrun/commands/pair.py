@@ -44,9 +44,7 @@ pair_options = together(
     click.option(
         "--draft_confidence",
         type=click.FloatRange(0, 1),
-        default=0.0,
-        show_default=True,
-        help="End a draft before a token of which a DSpark head expects less. 0: never.",
+        help="End a draft where it expects less of its next token. Default: 0.2 with --draft_len auto.",
     ),
     click.option("--draft_model_device_list", type=DEVICES, help="Default: [0]."),
     click.option("--target_model_device_list", type=DEVICES, help="Default: [0]."),

@@ -66,6 +66,8 @@ class Proposal:
     tokens: list[int] = field(default_factory=list)
     probs: list[Floats] = field(default_factory=list)
     """[g, V]: what the tokens were drawn from, only where acceptance needs it. Empty: each token was certain."""
+    confidence: float = 1.0
+    """How probable the drafter thinks all of its tokens together, where it ends drafts of which it thinks little."""
     forced: int = 0
     """So many of the first tokens are from the request's grammar, which allows no others there."""
 

@@ -25,9 +25,11 @@ from specrun.sampling import Floats
 class HeadDrafter(ModelDrafter):
     """See ``Drafter``."""
 
-    def __init__(self, runner: ModelRunner, vocab_size: int, max_draft_len: int, use_logits: bool) -> None:
-        """vocab_size: the target's."""
-        super().__init__(runner, vocab_size, max_draft_len, use_logits)
+    def __init__(
+        self, runner: ModelRunner, vocab_size: int, max_draft_len: int, use_logits: bool, confidence: float = 0.0
+    ) -> None:
+        """See ``ModelDrafter``."""
+        super().__init__(runner, vocab_size, max_draft_len, use_logits, confidence)
         self.first_step_len = max_draft_len + 1
 
     def admit(self, requests: Sequence[Request], first: int) -> None:

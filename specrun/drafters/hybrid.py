@@ -26,6 +26,8 @@ class HybridDrafter:
         """Of the model's draft tokens."""
         self._by_model: set[Request] = set()
         """The requests for which the model drafted in this round."""
+        self._drafted = 0.0
+        """Tokens that the model drafts, where nothing else ends a draft than what it thinks of it: a running mean."""
         self._step_seconds = self._verify_seconds = 0.0
         """Of one draft step, and of what follows drafting in a round: running means."""
         self._proposed_at = 0.0
@@ -44,7 +46,9 @@ class HybridDrafter:
             began = time.perf_counter()
             others = [proposal if count else Proposal() for proposal, count in zip(proposals, left, strict=True)]
             self.model.propose(requests, left, others)
-            self._step_seconds = _mean(self._step_seconds, (time.perf_counter() - began) / max(left))
+            drafted = max(1, *(len(proposal.tokens) - proposal.forced for proposal in others))
+            self._step_seconds = _mean(self._step_seconds, (time.perf_counter() - began) / drafted)
+            self._drafted = _mean(self._drafted, drafted)
         self._proposed_at = time.perf_counter()
 
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
@@ -61,6 +65,7 @@ class HybridDrafter:
     def _is_better(self, expected: float, count: int) -> bool:
         """Whether ``expected`` accepted tokens for nothing beat the model's, of ``count`` draft steps."""
         rate = self._accepted.rate(0.7, 4.0)
+        count = min(count, max(1, round(self._drafted or count)))
         by_model = sum(rate**step for step in range(1, count + 1))
         slower = 1 + count * self._step_seconds / self._verify_seconds if self._verify_seconds else 1.0
         return (1 + expected) * slower >= 1 + by_model

@@ -12,15 +12,30 @@ from specrun.errors import SpecError, as_spec_error
 from specrun.request import Outcome, Request, longest, num_accepted
 from specrun.runners.cached import CachedDraft
 from specrun.runners.host import ModelRunner
-from specrun.sampling import Floats, Purpose, exponential_noise, gumbel_argmax, probabilities, sample
+from specrun.sampling import (
+    Floats,
+    Purpose,
+    exponential_noise,
+    gumbel_argmax,
+    largest_probability,
+    probabilities,
+    sample,
+)
 
 
 class ModelDrafter(CachedDraft[ModelRunner]):
     """See ``Drafter``. It draws with the target's own noise for token acceptance, else with noise of its own."""
 
-    def __init__(self, runner: ModelRunner, vocab_size: int, max_draft_len: int, use_logits: bool) -> None:
-        """vocab_size: the target's; ids beyond it are never proposed."""
+    def __init__(
+        self, runner: ModelRunner, vocab_size: int, max_draft_len: int, use_logits: bool, confidence: float = 0.0
+    ) -> None:
+        """vocab_size: the target's; ids beyond it are never proposed.
+
+        confidence: a greedy text's draft ends before a token with which all of it is less probable; its first is drawn
+        anyway.
+        """
         super().__init__(runner)
+        self._confidence = confidence
         self._vocab_size = vocab_size
         self._max_draft_len = max_draft_len
         self._use_logits = use_logits
@@ -40,16 +55,20 @@ class ModelDrafter(CachedDraft[ModelRunner]):
             self.runner.rows.rewind(row, len(self.ids(request)) - 1)  # The last token's logits start the round.
         begun = [list(proposal.tokens) for proposal in proposals]
         for step in range(max(count - len(tokens) for count, tokens in zip(counts, begun, strict=True))):
+            ends = [len(tokens) + step for tokens in begun]
+            growing = [
+                len(proposal.tokens) == end < count and not request.draft_error
+                for request, proposal, end, count in zip(requests, proposals, ends, counts, strict=True)
+            ]
+            if not any(growing):
+                break
             if step == 0:
                 logits = self._read(requests, begun)
             else:
-                ends = [len(tokens) + step for tokens in begun]
-                rows = zip(proposals, ends, strict=True)
-                last = [p.tokens[-1] if len(p.tokens) == end else None for p, end in rows]
-                logits = self.runner.extend([None if token is None else self._own_id(token) for token in last])
+                rows = zip(proposals, growing, strict=True)
+                logits = self.runner.extend([self._own_id(p.tokens[-1]) if grows else None for p, grows in rows])
             for row, request in enumerate(requests):
-                drafted = len(begun[row]) + step
-                if len(proposals[row].tokens) == drafted < counts[row] and not request.draft_error:
+                if growing[row]:
                     self._draw(logits[row, 0], request, proposals[row])
 
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
@@ -81,13 +100,21 @@ class ModelDrafter(CachedDraft[ModelRunner]):
         return longest(requests, self._max_draft_len)
 
     def _draw(self, logits: Floats, request: Request, proposal: Proposal) -> None:
-        """Add the token that follows the request's and those of ``proposal``. An error stops the request's drafting."""
+        """Add the token that follows the request's and those of ``proposal``, if it is worth it.
+
+        An error stops the request's drafting.
+        """
         # A padded embedding may be wider than the target's; ids beyond the target's are never proposed.
         logits = logits[: self._vocab_size]
         params, position = request.params, len(request.tokens) + len(proposal.tokens)
         try:
             if request.has_logits_processors:
                 logits = request.apply_penalties(logits, proposal.tokens)
+            if self._confidence and params.greedy and request.draft_len is None:
+                # Of a token that is drawn with noise, its probability does not say whether the target agrees.
+                proposal.confidence *= largest_probability(logits)
+                if proposal.tokens and proposal.confidence < self._confidence:
+                    return
             if request.accepts_by_logits(self._use_logits):
                 q = probabilities(logits, params)
                 if missing := self._vocab_size - len(q):

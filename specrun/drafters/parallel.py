@@ -35,12 +35,15 @@ class ParallelDrafter(HeadDrafter):
         vocab_size: int,
         max_draft_len: int,
         use_logits: bool,
-        markov: Markov | None = None,
         confidence: float = 0.0,
+        markov: Markov | None = None,
     ) -> None:
-        """vocab_size: the target's. confidence: a draft ends before a token of which the head expects less."""
-        super().__init__(runner, vocab_size, max_draft_len, use_logits)
+        """See ``ModelDrafter``. confidence: where the head has a confidence head, its opinion of the next token counts,
+        and in all texts.
+        """
         self._graph = runner.backend.config.graph
+        own = 0.0 if self._graph.has_confidence else confidence
+        super().__init__(runner, vocab_size, max_draft_len, use_logits, own)
         self.first_step_len = self._graph.reread_len(max_draft_len)
         self._markov = markov
         self._least = _logit(confidence) if self._graph.has_confidence else -math.inf

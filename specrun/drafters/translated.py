@@ -29,10 +29,16 @@ class TranslatedDrafter(ModelDrafter):
     """See ``Drafter``. The cache of a row holds the first ids of its text, as ``TranslatedText`` has them."""
 
     def __init__(
-        self, runner: ModelRunner, translator: Translator, vocab_size: int, max_draft_len: int, use_logits: bool
+        self,
+        runner: ModelRunner,
+        translator: Translator,
+        vocab_size: int,
+        max_draft_len: int,
+        use_logits: bool,
+        confidence: float = 0.0,
     ) -> None:
-        """vocab_size: the target's."""
-        super().__init__(runner, vocab_size, max_draft_len, use_logits)
+        """vocab_size: the target's. confidence: see ``ModelDrafter``."""
+        super().__init__(runner, vocab_size, max_draft_len, use_logits, confidence)
         self._translator = translator
         self._limit = runner.backend.config.build_config.max_seq_len
         self._texts: WeakKeyDictionary[Request, TranslatedText] = WeakKeyDictionary()

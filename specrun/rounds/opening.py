@@ -25,7 +25,7 @@ from specrun.drafters.parallel import DeviceParallelDrafter, ParallelDrafter
 from specrun.drafters.suffix import SuffixDrafter
 from specrun.drafters.translated import TranslatedDrafter
 from specrun.drafters.uploaded import UploadedDrafter
-from specrun.engine_dir import EngineConfig
+from specrun.engine_dir import EngineConfig, GraphInfo
 from specrun.errors import BackendError, PairError
 from specrun.host_memory import free_memory, shortage
 from specrun.kernels import open_gpu
@@ -102,17 +102,22 @@ def _host_drafter(
         graph = draft.config.graph
         lender = target if graph.is_head else None
         backend = open_host_backend(draft.directory, draft.config, blocks, config.shared_thread_pool, lender)
-        runner, settings = ModelRunner(backend), (vocab_size, draft_len, config.use_logits)
+        runner, settings = ModelRunner(backend), (vocab_size, draft_len, config.use_logits, _confidence(graph, config))
         drafter: ModelDrafter
         if draft.translator:
             drafter = TranslatedDrafter(runner, draft.translator, *settings)
         elif graph.parallel_drafts:
             markov = Markov.open(draft.directory, graph)
-            drafter = ParallelDrafter(runner, *settings, markov, config.draft_confidence)
+            drafter = ParallelDrafter(runner, *settings, markov)
         else:
             drafter = (HeadDrafter if graph.is_head else ModelDrafter)(runner, *settings)
         return HybridDrafter(drafter, config.use_logits) if config.draft else drafter
     return {None: None, "ngram": NgramDrafter(), "suffix": SuffixDrafter(config.use_logits)}[config.draft]
+
+
+def _confidence(graph: GraphInfo, config: DraftTargetConfig) -> float:
+    """What ends drafts. What is best for a confidence head is not known, so it is asked for."""
+    return (config.draft_confidence or 0.0) if graph.has_confidence else config.least_confidence
 
 
 def _cached_blocks(target: Engine, rows: int, config: DraftTargetConfig) -> int:

@@ -39,7 +39,13 @@ def trained(shared: Path, target: Path, answered: Path) -> Path:
     """``hf``: an EAGLE-3.1 head that knows the answers, and ``pair``: engines."""
 
     def make(root: Path) -> None:
-        options = {"draft_vocab_size": 40, "draft_len": 3, "steps": 120, "learning_rate": 8e-3}
+        options = {
+            "draft_vocab_size": 40,
+            "intermediate_size": 150,
+            "draft_len": 3,
+            "steps": 120,
+            "learning_rate": 8e-3,
+        }
         train(target, root / "hf", "eagle3.1", answered / "data.jsonl", **options)
         make_pair(target, root / "hf", root / "pair")
 
