@@ -10,6 +10,8 @@ rate (arXiv 2211.17192). Both are measured. A plain round is one with g = 0. The
    because only drafting shows whether it has begun to pay. Trials cost at most ``trial_time_share`` of the time.
 5. Otherwise the best g by optimistic times is chosen. So a length that was rarely tried, but may be the best, is tried.
    If drafting promises little, one of ``plain_round_every`` rounds is plain, so that T(0) stays known.
+6. Drafts that end by themselves where they are improbable get as many tokens as they can use, where the best g is
+   more than 1.
 """
 
 from __future__ import annotations
@@ -76,8 +78,18 @@ _UNKNOWN = AcceptanceRate()
 class DraftLength:
     """Chooses the draft length of every round. Owns the measured round times and acceptance rates of its decoder."""
 
-    def __init__(self, max_draft_len: int, fixed_draft_len: int | None, tuning: Tuning | None = None) -> None:
-        """fixed_draft_len: the draft length of every round; None: the best one, 0 to ``max_draft_len``."""
+    def __init__(
+        self,
+        max_draft_len: int,
+        fixed_draft_len: int | None,
+        tuning: Tuning | None = None,
+        greedy_drafts_end: bool = False,
+    ) -> None:
+        """fixed_draft_len: the draft length of every round; None: the best one, 0 to ``max_draft_len``.
+
+        greedy_drafts_end: whether drafts of greedy texts end by themselves where they are improbable.
+        """
+        self.greedy_drafts_end = greedy_drafts_end
         self.max_draft_len = max_draft_len
         self.fixed_draft_len = fixed_draft_len
         self.tuning = tuning or Tuning()
@@ -94,11 +106,13 @@ class DraftLength:
         self._lag_times: deque[float] = deque(maxlen=self.tuning.times.times_per_length)
         """Measured times to read one token of the draft lag, in relation to the pace."""
 
-    def choose(self, requests: Sequence[object], row_limits: Sequence[int], draft_lag: int = 0) -> int:
+    def choose(
+        self, requests: Sequence[object], row_limits: Sequence[int], draft_lag: int = 0, drafts_end: bool = False
+    ) -> int:
         """The draft length of the next round.
 
         row_limits: the most draft tokens that each of ``requests`` can use. draft_lag: tokens that the draft must read
-        first, because it has not read them in earlier rounds.
+        first, because it has not read them in earlier rounds. drafts_end: whether the drafts end by themselves.
         """
         if self.fixed_draft_len is not None:
             return self.fixed_draft_len
@@ -138,7 +152,8 @@ class DraftLength:
         if never_plain or (gain < tuning.clear_gain and self._since_plain >= tuning.plain_round_every):
             return 0
         optimistic = rates(times.optimistic)[1:]
-        return max(range(len(optimistic)), key=optimistic.__getitem__) + 1
+        best = max(range(len(optimistic)), key=optimistic.__getitem__) + 1
+        return len(optimistic) if drafts_end and best > 1 else best
 
     def observe(
         self,

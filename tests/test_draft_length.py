@@ -55,6 +55,7 @@ def seconds_a_token(
     texts: int = 4,
     time_of: Callable[[int, int], float] | None = None,
     proposes: Callable[[np.random.Generator, int], int] = lambda _, g: g,
+    drafts_end: bool = False,
 ) -> float:
     """Simulated decoding: a target step takes 1, a draft step ``cost``, every further token of a verify pass ``width``.
 
@@ -62,7 +63,7 @@ def seconds_a_token(
     much as a target of its cost would. Times are seen with ``noise``, as on a shared machine, and all of them drift up
     and down by about ``drift`` within some 30 rounds: the result is in what the target takes at the time.
     time_of: of a round of so many rows and draft tokens, in place of that line. All rows have ``texts`` texts.
-    proposes: how many draft tokens a row gets that asks for so many.
+    proposes: how many draft tokens a row gets that asks for so many. drafts_end: see ``DraftLength.choose``.
     """
     generator, pace = np.random.default_rng(seed), 0.0
     elapsed, lengths_of_rows, behind = 0.0, np.zeros(rows), 0
@@ -70,7 +71,7 @@ def seconds_a_token(
         requests = [Row() for _ in range(rows)]
         lengths_of_rows[:], behind = 0, 0
         while lengths_of_rows.min() < tokens / texts:
-            g = lengths.choose(requests, [MOST] * rows, behind)
+            g = lengths.choose(requests, [MOST] * rows, behind, drafts_end)
             rates = np.array([alpha(int(request * tokens / texts + length)) for length in lengths_of_rows])
             rejected = np.ones((rows, g + 1), np.bool_)
             rejected[:, :g] = generator.random((rows, g)) > rates[:, None]
@@ -177,6 +178,7 @@ class Kind(NamedTuple):
     cost: float = 0.0
     """Of a draft step: it has to read what was written while it rested."""
     proposes: Callable[[np.random.Generator, int], int] = lambda _, g: g
+    drafts_end: bool = False
 
 
 def by_match(generator: np.random.Generator, g: int) -> int:
@@ -189,6 +191,9 @@ KINDS = {
     "heads in one pass": Kind(lambda g: 0.06 + 0.01 * g),
     "lookup": Kind(lambda g: 0.001, proposes=by_match),
     "another tokenizer": Kind(lambda g: 0.02 + 1.4 * 0.03 * g, 0.03),
+    "model that ends where it is unsure": Kind(
+        lambda g: 0.03 * (g + 1), 0.03, lambda generator, g: min(g, int(generator.geometric(0.3))), drafts_end=True
+    ),
     "lookup beside a model": Kind(lambda g: 0.02 * g, 0.03, lambda generator, g: by_match(generator, g) or g),
 }
 
@@ -200,8 +205,8 @@ def test_no_kind_of_draft_is_slower_whether_it_is_good_or_useless(kind: Kind, ro
         return 1 + 0.06 * g + kind.time_of(g) if g else 1.0
 
     def seconds(draft_len: int | None, alpha: float) -> float:
-        lengths, run = DraftLength(MOST, draft_len), {"rows": rows, "time_of": time_of, "proposes": kind.proposes}
-        return seconds_a_token(lengths, lambda _: alpha, kind.cost, 0.06, **run)  # type: ignore[arg-type]
+        lengths, run = DraftLength(MOST, draft_len), {"rows": rows, "time_of": time_of, "drafts_end": kind.drafts_end}
+        return seconds_a_token(lengths, lambda _: alpha, kind.cost, 0.06, proposes=kind.proposes, **run)  # type: ignore[arg-type]
 
     assert seconds(4, 0.0) > 1.03, "a fixed length shows what there is to lose"
     assert seconds(None, 0.0) <= 1 / 0.97
