@@ -246,7 +246,9 @@ def test_a_round_that_is_interrupted_ends_its_requests(
 class Cycle(DraftLength):
     """Another length every round, plain rounds in a row among them."""
 
-    def choose(self, requests: Sequence[object], caps: Sequence[int], draft_lag: int = 0) -> int:
+    def choose(
+        self, requests: Sequence[object], row_limits: Sequence[int], draft_lag: int = 0, drafts_end: bool = False
+    ) -> int:
         self.rounds = getattr(self, "rounds", -1) + 1
         return (2, 0, 0, 0, 4, 1, 0, 3)[self.rounds % 8]
 

@@ -130,7 +130,9 @@ def test_texts_are_the_cpus(
 class Changing(DraftLength):
     """Lengths that stay for some rounds, plain ones among them."""
 
-    def choose(self, requests: Sequence[object], row_limits: Sequence[int], draft_lag: int = 0) -> int:
+    def choose(
+        self, requests: Sequence[object], row_limits: Sequence[int], draft_lag: int = 0, drafts_end: bool = False
+    ) -> int:
         self.rounds = getattr(self, "rounds", -1) + 1
         return (3, 3, 3, 3, 0, 0, 0, 0, 1, 3, 0, 2)[self.rounds % 12]
 
