@@ -27,7 +27,7 @@ class HybridDrafter:
         self._by_model: set[Request] = set()
         """The requests for which the model drafted in this round."""
         self._drafted = 0.0
-        """Tokens that the model drafts, where nothing else ends a draft than what it thinks of it: a running mean."""
+        """Tokens that the model drafts in a round: a running mean. It may end drafts early."""
         self._step_seconds = self._verify_seconds = 0.0
         """Of one draft step, and of what follows drafting in a round: running means."""
         self._proposed_at = 0.0

@@ -116,7 +116,7 @@ def _host_drafter(
 
 
 def _confidence(graph: GraphInfo, config: DraftTargetConfig) -> float:
-    """What ends drafts. What is best for a confidence head is not known, so it is asked for."""
+    """Of drafts that end early. A confidence head is only asked where the user says so: its best limit is not known."""
     return (config.draft_confidence or 0.0) if graph.has_confidence else config.least_confidence
 
 
