@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from scripts.benchmarks.prompts import PROMPTS, SENTENCES
 
-CORPUS_CHARACTERS = 150_000
-"""With more, the models see each text too seldom to learn it."""
+HELP_CHARACTERS, EDIT_CHARACTERS = 150_000, 45_000
+"""With more, the models see each text too seldom to learn it. Of an edit they must know every name."""
 NUM_PROMPTS, NUM_PARTS = 1024, 4096
 PART_CHARACTERS = 800
 """About 220 tokens."""
@@ -31,7 +31,7 @@ def help_topics() -> list[str]:
         seen.update(paragraphs)
         if paragraphs:
             texts.append("\n\n".join(paragraphs) + "\n")
-        if sum(map(len, texts)) > CORPUS_CHARACTERS:
+        if sum(map(len, texts)) > HELP_CHARACTERS:
             break
     return texts
 
@@ -72,7 +72,7 @@ def edits() -> list[tuple[str, str]]:
         old, new = generator.choice(own), generator.choice(names)
         answer = re.sub(rf"\b{old}\b", new, text)
         made.append((f"{text}\n\n# The same with {old} renamed to {new}:\n\n", f"{answer}\n"))
-        if sum(len(question) + len(answer) for question, answer in made) > CORPUS_CHARACTERS:
+        if sum(len(question) + len(answer) for question, answer in made) > EDIT_CHARACTERS:
             break
     return made
 
@@ -90,12 +90,16 @@ def _functions(directory: Path) -> Iterator[tuple[str, list[str]]]:
 class Corpus(NamedTuple):
     """See ``CORPORA``."""
 
+    characters: int
+    """About so many in all texts."""
     texts: Callable[[], list[str]]
     prompts: Callable[[], list[str]]
     """What a model that has learnt the texts can go on with."""
 
 
 CORPORA = {
-    "help": Corpus(help_topics, sentence_beginnings),
-    "edits": Corpus(lambda: ["".join(edit) for edit in edits()], lambda: [question for question, _ in edits()]),
+    "help": Corpus(HELP_CHARACTERS, help_topics, sentence_beginnings),
+    "edits": Corpus(
+        EDIT_CHARACTERS, lambda: ["".join(edit) for edit in edits()], lambda: [question for question, _ in edits()]
+    ),
 }

@@ -30,7 +30,7 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.corpora import CORPORA, CORPUS_CHARACTERS, parts
+from scripts.corpora import CORPORA, parts
 from specbuild.progress import Advance, Stages
 from specbuild.training.muon import Muon
 from specrun.directories import new_directory
@@ -73,7 +73,7 @@ def recipe(corpus: str, quick: bool) -> dict[str, Any]:
         "version": 2,
         "python": platform.python_version(),
         "corpus": corpus,
-        "corpus_characters": CORPUS_CHARACTERS,
+        "corpus_characters": CORPORA[corpus].characters,
         "shape": SHAPE,
         "target": target,
         "draft": draft,

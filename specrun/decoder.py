@@ -22,7 +22,7 @@ from specrun.request_factory import Prompt, RequestFactory, as_prompts
 from specrun.request_options import OptionKeywords, RequestOptions, combine
 from specrun.rounds import Round
 from specrun.rounds.exactness import Exactness
-from specrun.rounds.opening import Engine, ends_greedy_drafts, open_round
+from specrun.rounds.opening import Engine, open_round
 from specrun.sampling import SamplingParams
 from specrun.scheduler import Event, Scheduler
 from specrun.token_bytes import TokenBytes
@@ -92,8 +92,7 @@ class SpeculativeDecoder:
         engine, draft, draft_len = check_pair(target_dir, draft_dir, config)
         rows = min(one.config.build_config.max_batch_size for one in (engine, draft) if one)
         rounds = open_round(engine, draft if draft_len else None, draft_len, rows, config, on_warm_up)
-        ends = draft is not None and ends_greedy_drafts(draft.config, config)
-        lengths = DraftLength(draft_len, config.fixed_draft_len if draft_len else 0, greedy_drafts_end=ends)
+        lengths = DraftLength(draft_len, config.fixed_draft_len if draft_len else 0)
         translator = draft.translator if draft else None
         return cls(rounds, lengths, engine.config, rows, tokenizer_dir, chat_template, tool_format, translator)
 

@@ -78,18 +78,8 @@ _UNKNOWN = AcceptanceRate()
 class DraftLength:
     """Chooses the draft length of every round. Owns the measured round times and acceptance rates of its decoder."""
 
-    def __init__(
-        self,
-        max_draft_len: int,
-        fixed_draft_len: int | None,
-        tuning: Tuning | None = None,
-        greedy_drafts_end: bool = False,
-    ) -> None:
-        """fixed_draft_len: the draft length of every round; None: the best one, 0 to ``max_draft_len``.
-
-        greedy_drafts_end: whether drafts of greedy texts end by themselves where they are improbable.
-        """
-        self.greedy_drafts_end = greedy_drafts_end
+    def __init__(self, max_draft_len: int, fixed_draft_len: int | None, tuning: Tuning | None = None) -> None:
+        """fixed_draft_len: the draft length of every round; None: the best one, 0 to ``max_draft_len``."""
         self.max_draft_len = max_draft_len
         self.fixed_draft_len = fixed_draft_len
         self.tuning = tuning or Tuning()

@@ -312,7 +312,7 @@ class Scheduler:
         if any(counts):
             # A request that sets its own draft length gets it, whatever is best for the others.
             own = [count for request, count in zip(requests, counts, strict=True) if request.draft_len is not None]
-            drafts_end = self.lengths.greedy_drafts_end and all(request.params.greedy for request in requests)
+            drafts_end = self.round.ends_drafts(requests)
             draft_len = max(self.lengths.choose(requests, counts, draft_lag, drafts_end), *own, 0)
         with _Failing(self, requests):
             outcomes = self.round.step(requests, draft_len, self._nobody_is_about_to_join(draft_len))

@@ -97,6 +97,7 @@ def test_drafts_end_where_they_are_improbable(
     """In a batch, each text's by itself. The texts are the target's."""
     with open_on(place, engines, confidence, use_logits) as decoder:
         requests = [Request([first], GREEDY, LENGTH) for first in (0, 4, 5)]
+        assert decoder.scheduler.round.ends_drafts(requests) == (confidence > 0)
         counts = drafted(decoder, requests)
     assert counts == [foretold(first, confidence) for first in (0, 4, 5)]
     for request in requests:
@@ -108,6 +109,9 @@ def test_other_texts_are_drafted_to_their_end(engines: tuple[Path, Path]) -> Non
     with open_on("host", engines, 1.0, False) as decoder:
         sampled = Request([0], SamplingParams(0.7, seed=1), LENGTH)
         asked = Request([0], GREEDY, LENGTH, draft_len=G)
+        greedy = Request([0], GREEDY, LENGTH)
+        ends = decoder.scheduler.round.ends_drafts
+        assert [ends([greedy]), ends([sampled, greedy]), ends([asked])] == [True, False, False]
         assert drafted(decoder, [sampled, asked]) == [foretold(0, 0.0)] * 2
 
 

@@ -190,6 +190,7 @@ KINDS = {
     "head that reads again": Kind(lambda g: 0.09 * g + 0.006 * g, 0.09),
     "heads in one pass": Kind(lambda g: 0.06 + 0.01 * g),
     "lookup": Kind(lambda g: 0.001, proposes=by_match),
+    "lookup that ends where it is unsure": Kind(lambda g: 0.001, proposes=by_match, drafts_end=True),
     "another tokenizer": Kind(lambda g: 0.02 + 1.4 * 0.03 * g, 0.03),
     "model that ends where it is unsure": Kind(
         lambda g: 0.03 * (g + 1), 0.03, lambda generator, g: min(g, int(generator.geometric(0.3))), drafts_end=True

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from specrun.acceptance_rate import AcceptanceRate
 from specrun.cli import main
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
@@ -168,7 +169,7 @@ def test_what_is_found_is_compared_even_where_the_model_drafts(target: Path, dra
     "committed, expected", [([4], (1, 1)), ([4, 9], (1, 2)), ([9], (0, 1)), ([4, 5, 6, 7], (3, 3))]
 )
 def test_what_was_found_is_compared_as_far_as_the_round_came(committed: list[int], expected: tuple[int, int]) -> None:
-    assert Found([4, 5, 6], 0, 2).compare(committed) == expected
+    assert Found([4, 5, 6], 0, AcceptanceRate()).compare(committed) == expected
 
 
 @pytest.mark.parametrize("kind", ["suffix", "hybrid"])

@@ -144,19 +144,18 @@ def run_workloads(
 ) -> dict[str, Run]:
     """See ``WORKLOADS``; "new" is always among them."""
 
-    def run(requests: Sequence[Request]) -> Run:
+    def run(params: Sequence[SamplingParams]) -> Run:
         found = Run()
-        for request in requests:
-            found.decode(decoder, request)
+        for prompt, own in zip(prompts, params, strict=True):
+            found.decode(decoder, Request(prompt, own, output_len, frozenset(decoder.target.eos_token_ids)))
         return found
 
-    greedy = SamplingParams()
-    found = {"new": run([Request(prompt, greedy, output_len) for prompt in prompts])}
+    greedy = [SamplingParams()] * len(prompts)
+    found = {"new": run(greedy)}
     if "again" in wanted:
-        found["again"] = run([Request(prompt, greedy, output_len) for prompt in prompts])
+        found["again"] = run(greedy)
     if "similar" in wanted:
-        params = [SamplingParams(0.3, seed=seed) for seed in range(len(prompts))]
-        found["similar"] = run([Request(*each, output_len) for each in zip(prompts, params, strict=True)])
+        found["similar"] = run([SamplingParams(0.3, seed=seed) for seed in range(len(prompts))])
     return found
 
 

@@ -40,6 +40,9 @@ class RowDrafter(Protocol):
     def lag(self, requests: Sequence[Request]) -> int:
         """The most tokens of a row that it must read before it can draft, beside those of the last round."""
 
+    def ends_drafts(self, requests: Sequence[Request]) -> bool:
+        """Whether it ends drafts for ``requests`` by itself, where they have become improbable."""
+
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
         """Learn what a round of ``draft_len`` decided for the requests, before it is committed."""
 

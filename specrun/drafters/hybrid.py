@@ -96,6 +96,10 @@ class HybridDrafter:
         """See ``Drafter``."""
         return self.model.lag(requests)
 
+    def ends_drafts(self, requests: Sequence[Request]) -> bool:
+        """See ``Drafter``."""
+        return self.model.ends_drafts(requests)
+
     def cache_prefix(self, request: Request, row: int) -> None:
         """See ``Drafter``."""
         self.model.cache_prefix(request, row)

@@ -26,6 +26,10 @@ class LookupDrafter:
         """See ``Drafter``."""
         return 0
 
+    def ends_drafts(self, requests: Sequence[Request]) -> bool:
+        """See ``Drafter``."""
+        return False
+
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
         """See ``Drafter``."""
 

@@ -76,6 +76,10 @@ class ModelDrafter(CachedDraft[ModelRunner]):
         for row, (request, outcome) in enumerate(zip(requests, outcomes, strict=True)):
             self.runner.rows.rewind(row, len(request.tokens) + num_accepted(outcome))
 
+    def ends_drafts(self, requests: Sequence[Request]) -> bool:
+        """See ``Drafter``."""
+        return all(self._ends(request) for request in requests)
+
     def engine_time(self) -> tuple[float, int]:
         """See ``Drafter``."""
         return self.runner.seconds, self.runner.calls
@@ -99,6 +103,13 @@ class ModelDrafter(CachedDraft[ModelRunner]):
         """Positions of a row that the longest of ``requests`` may need, drafts included."""
         return longest(requests, self._max_draft_len)
 
+    def _ends(self, request: Request) -> bool:
+        """Whether the request's drafts end where they are improbable.
+
+        Of a token that is drawn with noise, its probability does not say whether the target agrees.
+        """
+        return self._confidence > 0 and request.params.greedy and request.draft_len is None
+
     def _draw(self, logits: Floats, request: Request, proposal: Proposal) -> None:
         """Add the token that follows the request's and those of ``proposal``, if it is worth it.
 
@@ -110,8 +121,7 @@ class ModelDrafter(CachedDraft[ModelRunner]):
         try:
             if request.has_logits_processors:
                 logits = request.apply_penalties(logits, proposal.tokens)
-            if self._confidence and params.greedy and request.draft_len is None:
-                # Of a token that is drawn with noise, its probability does not say whether the target agrees.
+            if self._ends(request):
                 proposal.confidence *= largest_probability(logits)
                 if proposal.tokens and proposal.confidence < self._confidence:
                     return

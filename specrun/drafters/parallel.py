@@ -65,6 +65,10 @@ class ParallelDrafter(HeadDrafter):
                 if len(proposal.tokens) == place:  # It could not be drawn.
                     break
 
+    def ends_drafts(self, requests: Sequence[Request]) -> bool:
+        """See ``Drafter``."""
+        return self._least > -math.inf or super().ends_drafts(requests)
+
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
         """See ``Drafter``. Nothing of the block stays, which began with the last committed token."""
         for row, request in enumerate(requests):

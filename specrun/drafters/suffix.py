@@ -1,7 +1,7 @@
 """Suffix matching: what followed the text's end where it came before, in the same text or in earlier outputs.
 
-As in SuffixDecoding (arXiv 2411.04975): the longest match counts, the draft is no longer than the match, and it ends
-where it has become unlikely. How often drafts of short and of long matches are accepted is measured.
+As in SuffixDecoding (arXiv 2411.04975), the longest match counts, and the draft ends where it has become unlikely. How
+often drafts of short and of long matches are accepted is measured. New here: a match is followed through edits.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 from specrun.acceptance_rate import AcceptanceRate
 from specrun.drafters import Proposal
+from specrun.drafters.edits import EditedCopy
 from specrun.drafters.lookup import LookupDrafter
 from specrun.errors import SpecError
 from specrun.request import Outcome, Request
@@ -32,6 +33,17 @@ MIN_RATE = 0.25
 """The lowest acceptance rate that is believed, so that one token is tried where a match is found."""
 _BETWEEN = -1
 """Behind each of several texts; no token."""
+
+
+class Match(NamedTuple):
+    """Where the end of a text occurs."""
+
+    length: int
+    """Tokens that match, at most MAX_MATCH."""
+    tokens: Sequence[int]
+    """Of the text, or the texts, where they occur."""
+    end: int
+    """The position behind them."""
 
 
 class Index:
@@ -54,11 +66,11 @@ class Index:
                         del found[0]
             self.tokens.append(token)
 
-    def matches(self, text: Sequence[int]) -> list[tuple[int, Index, int]]:
-        """Where the end of ``text`` occurs: tokens that match, at most MAX_MATCH; this index; the position behind."""
+    def matches(self, text: Sequence[int]) -> list[Match]:
+        """Where the end of ``text`` occurs, the latest place first."""
         for n, ends in self._ends.items():
             if found := ends.get(tuple(text[-n:])):
-                return [(self._length(text, n, end), self, end) for end in reversed(found)]
+                return [Match(self._length(text, n, end), self.tokens, end) for end in reversed(found)]
         return []
 
     def _length(self, text: Sequence[int], known: int, end: int) -> int:
@@ -89,8 +101,8 @@ class Found(NamedTuple):
     tokens: list[int]
     expected: float
     """How many of them are likely to be accepted."""
-    match: int
-    """Tokens that matched."""
+    rate: AcceptanceRate
+    """Of tokens that were found in this way."""
 
     def compare(self, committed: Sequence[int]) -> tuple[int, int]:
         """How many of the tokens are the committed ones, and how many of them this round could tell of."""
@@ -99,7 +111,7 @@ class Found(NamedTuple):
         return agreed, min(agreed + 1, len(pairs))
 
 
-def follow(matches: Sequence[tuple[int, Index, int]], count: int, rate: float) -> tuple[list[int], float]:
+def follow(matches: Sequence[Match], count: int, rate: float) -> tuple[list[int], float]:
     """The likeliest tokens behind ``matches``, at most ``count``, and how many of them are likely to be accepted.
 
     rate: of draft tokens on which all matches agree. A token's probability is that of those before it, times ``rate``,
@@ -107,8 +119,8 @@ def follow(matches: Sequence[tuple[int, Index, int]], count: int, rate: float) -
     """
     drafts: list[int] = []
     probability, expected = 1.0, 0.0
-    alive = [(index.tokens, end) for _, index, end in matches]
-    while len(drafts) < count:
+    alive = [(match.tokens, match.end) for match in matches]
+    while alive and len(drafts) < count:
         following = []
         for tokens, end in alive:
             beyond = end + len(drafts) - len(tokens)  # Of a text that repeats itself, the draft is the next part.
@@ -134,7 +146,8 @@ class SuffixDrafter(LookupDrafter):
     def __init__(self, use_logits: bool) -> None:
         """use_logits: of requests that do not say."""
         self._use_logits = use_logits
-        self._own: WeakKeyDictionary[Request, Index] = WeakKeyDictionary()
+        self._own: WeakKeyDictionary[Request, tuple[Index, EditedCopy]] = WeakKeyDictionary()
+        """Its text, and what that repeats."""
         self._past = PastTexts()
         self._accepted: dict[int, AcceptanceRate] = {}
         """By the bits of the match's length."""
@@ -143,19 +156,28 @@ class SuffixDrafter(LookupDrafter):
 
     def admit(self, requests: Sequence[Request], first: int) -> None:
         """See ``Drafter``."""
-        self._own.update((request, Index()) for request in requests)
+        self._own.update((request, (Index(), EditedCopy())) for request in requests)
 
     def find(self, request: Request, count: int) -> Found:
         """At most ``count`` draft tokens for ``request``. ``observe`` learns from them, proposed or not."""
-        own, tokens = self._own[request], request.tokens
+        (own, copy), tokens = self._own[request], request.tokens
         own.add(tokens[len(own.tokens) :])
         matches = own.matches(tokens)
         if request.reuse_blocks and not request.accepts_by_logits(self._use_logits):
             matches += self._past.new.matches(tokens) + self._past.old.matches(tokens)
-        longest = max((length for length, _, _ in matches), default=0)
-        best = [match for match in matches if match[0] == longest]
-        rate = max(MIN_RATE, self._rate(longest).rate(0.7, 4.0))
-        found = self._found[request] = Found(*follow(best, min(count, longest), rate), longest)
+        longest = max((match.length for match in matches), default=0)
+        following = copy.continuation(tokens, count)
+        # A copy of the text itself may end here, because the text repeats itself. ``follow`` goes on beyond the end.
+        if len(following) == count and copy.matched >= longest:
+            longest, best = copy.matched, [Match(copy.matched, following, 0)]
+        else:
+            best = [match for match in matches if match.length == longest]
+        rate = self._rate(longest)
+        drafts, expected = follow(best, count, max(MIN_RATE, rate.rate(0.7, 4.0)))
+        if drafts and longest > copy.matched:
+            match = next(match for match in best if match.tokens[match.end] == drafts[0])
+            copy.begin(match.tokens, match.end, len(tokens), longest)
+        found = self._found[request] = Found(drafts, expected, rate)
         return found
 
     def propose(self, requests: Sequence[Request], counts: Sequence[int], proposals: Sequence[Proposal]) -> None:
@@ -164,13 +186,17 @@ class SuffixDrafter(LookupDrafter):
             if count and not proposal.tokens:
                 proposal.tokens = self.find(request, count).tokens
 
+    def ends_drafts(self, requests: Sequence[Request]) -> bool:
+        """See ``Drafter``. In all texts: what was found does not depend on the noise."""
+        return True
+
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
         """See ``Drafter``."""
         for request, outcome in zip(requests, outcomes, strict=True):
             found = self._found.pop(request, None)
             if found and not isinstance(outcome, SpecError):
                 agreed, compared = found.compare([*outcome.accepted, outcome.next_token])
-                self._rate(found.match).add(agreed, compared, 256.0)
+                found.rate.add(agreed, compared, 256.0)
 
     def release(self, request: Request, row: int) -> None:
         """See ``Drafter``."""
@@ -179,4 +205,5 @@ class SuffixDrafter(LookupDrafter):
             self._past.add(request.tokens[max(0, len(request.prompt) - MAX_MATCH) :])
 
     def _rate(self, match: int) -> AcceptanceRate:
-        return self._accepted.setdefault(match.bit_length(), AcceptanceRate())
+        """match: its length."""
+        return self._accepted.setdefault(min(match, MAX_MATCH).bit_length(), AcceptanceRate())

@@ -97,6 +97,10 @@ class UploadedDrafter:
         """See ``RowDrafter``."""
         return self.drafter.lag(requests)
 
+    def ends_drafts(self, requests: Sequence[Request]) -> bool:
+        """See ``RowDrafter``."""
+        return self.drafter.ends_drafts(requests)
+
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
         """See ``RowDrafter``."""
         self.drafter.observe(requests, outcomes, draft_len)

@@ -73,6 +73,9 @@ class Round(Protocol):
         requests: those in rows 0, 1, ..
         """
 
+    def ends_drafts(self, requests: Sequence[Request]) -> bool:
+        """Whether drafts for ``requests`` end by themselves, where they have become improbable."""
+
     def step(
         self, requests: Sequence[Request], draft_len: int, may_queue_next: bool = False
     ) -> list[Outcome | SpecError]:

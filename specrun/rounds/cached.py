@@ -75,6 +75,10 @@ class CachedRound(Generic[AnyRunner, AnyDrafter]):
         """See ``Round``."""
         return self.drafter.lag(requests) if self.drafter else 0
 
+    def ends_drafts(self, requests: Sequence[Request]) -> bool:
+        """See ``Round``."""
+        return self.drafter is not None and self.drafter.ends_drafts(requests)
+
     def cache_prefix(self, request: Request, row: int) -> None:
         """See ``Round``."""
         self._texts.cache_prefix(request, row)

@@ -120,11 +120,6 @@ def _confidence(graph: GraphInfo, config: DraftTargetConfig) -> float:
     return (config.draft_confidence or 0.0) if graph.has_confidence else config.least_confidence
 
 
-def ends_greedy_drafts(draft: EngineConfig, config: DraftTargetConfig) -> bool:
-    """Whether the draft's own probabilities end drafts of greedy texts."""
-    return draft.backend.device == "cpu" and not draft.graph.has_confidence and config.least_confidence > 0
-
-
 def _cached_blocks(target: Engine, rows: int, config: DraftTargetConfig) -> int:
     """Prefix cache blocks of each model."""
     tokens = config.max_tokens_in_kv_cache

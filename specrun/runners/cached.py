@@ -93,5 +93,9 @@ class CachedDraft(CachedTexts[AnyRunner]):
         """The most tokens that a row must read before the first draft step, which feeds the last ones itself."""
         return max(0, max(self.runner.rows.num_uncached([r.tokens for r in requests], 0)) - self.first_step_len)
 
+    def ends_drafts(self, requests: Sequence[Request]) -> bool:
+        """Whether it ends drafts for ``requests`` by itself, where they have become improbable."""
+        return False
+
     def _failed(self, request: Request) -> bool:
         return request.draft_error is not None or super()._failed(request)
