@@ -50,8 +50,8 @@ class DraftTargetConfig(arguments.Named):
     their sizes and time stamps, since the checksums were taken. full: all."""
     draft: DraftKind | None = None
     """What drafts without a draft engine. ngram: what followed the text's last tokens where they came before in it.
-    suffix: the same for longer ends of the text, and in earlier outputs too; beside a draft engine, each round takes
-    for each text what promises more tokens a second."""
+    suffix: the same for longer ends of the text, in earlier outputs too, and through edits; beside a draft engine, each
+    round takes for each text what promises more tokens a second."""
 
     draft_confidence: float | None = None
     """End a greedy text's draft before a token with which the whole draft is less probable than this, by the draft's

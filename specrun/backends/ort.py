@@ -58,13 +58,12 @@ class OrtBackend:
 
     def bind(self, first: int, num_rows: int, query_len: int, num_logits: int) -> OrtPass:
         """See ``Backend``. Passes share the memory of their logits."""
-        cache = self.cache.part(first, num_rows)
-        if self.lender:
-            cache = [*cache, self._features(self.lender)[first : first + num_rows]]
-        # Memory that a target lends may be another after its cache has grown.
-        key = (first, num_rows, query_len, num_logits, cache[-1].ctypes.data if self.lender else 0)
+        key = (first, num_rows, query_len, num_logits, self._lent_memory())
         if known := self._passes.get(key):
             return known
+        cache = self.cache.part(first, num_rows)
+        if self.lender:
+            cache.append(self.lender.cache.part(first, num_rows)[-1])
         shape = (num_rows, num_logits, self.config.graph.vocab_size)
         if (size := math.prod(shape)) > self._logits.size:
             self._passes.clear()
@@ -76,11 +75,17 @@ class OrtBackend:
             self._passes[key] = made
         return made
 
-    def _features(self, lender: Backend) -> npt.NDArray[Any]:
-        """The lender's features [rows, 1, length, width]. Raises RuntimeError where its cache has another size."""
-        if (lender.cache.rows, lender.cache.length) != (self.cache.rows, self.cache.length):
+    def _lent_memory(self) -> int:
+        """The address of the lender's cache, which is another one after it has grown; 0 without a lender.
+
+        Raises RuntimeError where that cache has another size than this one.
+        """
+        if not self.lender:
+            return 0
+        lent = self.lender.cache
+        if (lent.rows, lent.length) != (self.cache.rows, self.cache.length):
             raise RuntimeError("a head's cache must be resized together with its target's")
-        return lender.cache.part(0, lender.cache.rows)[-1]
+        return lent.address
 
     def close(self) -> None:
         """See ``Backend``."""

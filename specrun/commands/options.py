@@ -105,7 +105,7 @@ draft_option = click.option(
     "--draft",
     type=click.Choice(["ngram", "suffix"]),
     help="Draft without a draft engine. ngram: what followed the last tokens where they came before in the text. "
-    "suffix: longer matches, also in earlier outputs; it may stand beside a draft engine.",
+    "suffix: longer matches, also in earlier outputs and through edits; it may stand beside a draft engine.",
 )
 bit_exact_option = click.option(
     "--bit_exact/--no_bit_exact",

@@ -57,6 +57,11 @@ class HostKVCache:
             tensor[:used, :, old_length:] = 0
 
     @property
+    def address(self) -> int:
+        """Of the memory for rows."""
+        return self._memory.ctypes.data
+
+    @property
     def nbytes(self) -> int:
         """Bytes of memory for rows, in use or not."""
         return self._memory.nbytes
