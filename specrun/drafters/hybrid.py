@@ -11,6 +11,10 @@ from specrun.drafters.suffix import SuffixDrafter
 from specrun.errors import SpecError
 from specrun.request import Outcome, Request
 
+_MIN_GAIN = 1.1
+"""The factor by which suffix matching must promise more tokens a second. The model must read what it did not draft, and
+where one of two estimates is chosen because it is higher, it is mostly too high."""
+
 
 class HybridDrafter:
     """See ``Drafter``. Each row of each round is drafted by one of the two.
@@ -68,7 +72,7 @@ class HybridDrafter:
         count = min(count, max(1, round(self._drafted or count)))
         by_model = sum(rate**step for step in range(1, count + 1))
         slower = 1 + count * self._step_seconds / self._verify_seconds if self._verify_seconds else 1.0
-        return (1 + expected) * slower >= 1 + by_model
+        return (1 + expected) * slower >= _MIN_GAIN * (1 + by_model)
 
     def admit(self, requests: Sequence[Request], first: int) -> None:
         """See ``Drafter``, as all that follow."""
