@@ -45,7 +45,7 @@ class Tuning:
     """Plain rounds of the first batch size before anything is decided."""
     first_drafting_rounds: int = 4
     """Rounds of a new batch size before its first plain one, if drafting pays for another batch size."""
-    own_rate_tokens: float = 4.0
+    own_rate_tokens: float = 12.0
     """A request's own rate counts as much as that of all requests once it has so many evaluated draft tokens."""
     rate_window_tokens: float = 128.0
     """Evaluated draft tokens after which older ones have lost most of their weight."""

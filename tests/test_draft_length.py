@@ -102,7 +102,10 @@ def fixed(alpha: float, cost: float, width: float) -> list[float]:
 def test_within_five_percent_of_the_best_fixed_length(alpha: float, cost: float, width: float, rows: int) -> None:
     lengths = [DraftLength(MOST, g) for g in range(MOST + 1)]
     best = min(seconds_a_token(length, lambda _: alpha, cost, width, rows) for length in lengths)
-    assert seconds_a_token(DraftLength(MOST, None), lambda _: alpha, cost, width, rows) <= 1.05 * best
+    chosen = [
+        seconds_a_token(DraftLength(MOST, None), lambda _: alpha, cost, width, rows, seed=seed) for seed in range(3)
+    ]
+    assert np.mean(chosen) <= 1.05 * best
 
 
 @pytest.mark.parametrize("alpha, cost, width", [(0.9, 0.03, 0.05), (0.6, 0.1, 0.01)])
@@ -206,8 +209,13 @@ def test_no_kind_of_draft_is_slower_whether_it_is_good_or_useless(kind: Kind, ro
         return 1 + 0.06 * g + kind.time_of(g) if g else 1.0
 
     def seconds(draft_len: int | None, alpha: float) -> float:
-        lengths, run = DraftLength(MOST, draft_len), {"rows": rows, "time_of": time_of, "drafts_end": kind.drafts_end}
-        return seconds_a_token(lengths, lambda _: alpha, kind.cost, 0.06, proposes=kind.proposes, **run)  # type: ignore[arg-type]
+        run: dict[str, Any] = {"rows": rows, "time_of": time_of, "proposes": kind.proposes}
+        run["drafts_end"] = kind.drafts_end
+        found = [
+            seconds_a_token(DraftLength(MOST, draft_len), lambda _: alpha, kind.cost, 0.06, seed=seed, **run)
+            for seed in range(3 if draft_len is None else 1)
+        ]
+        return float(np.mean(found))
 
     assert seconds(4, 0.0) > 1.03, "a fixed length shows what there is to lose"
     assert seconds(None, 0.0) <= 1 / 0.97
