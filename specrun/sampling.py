@@ -143,7 +143,9 @@ def probabilities(logits: Floats, params: SamplingParams) -> Floats:
 
 def largest_probability(logits: Floats) -> float:
     """Of the tokens at temperature 1: logits [V]."""
-    return float(1 / np.exp(logits - logits.max()).sum())
+    weights: Floats = logits - logits.max()
+    np.exp(weights, out=weights)
+    return float(1 / weights.sum())
 
 
 def _weights(logits: Floats, params: SamplingParams) -> Floats:

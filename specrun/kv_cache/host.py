@@ -30,6 +30,8 @@ class HostKVCache:
         # The elements of one position lie tensor by tensor; these are where the tensors begin, and where the last ends.
         self._bounds = [0, *accumulate(shape.heads * shape.head_dim for shape in shapes)]
         self._memory = np.empty(0, storage)
+        self.address = 0
+        """Of the memory for rows. It is kept because asking numpy takes microseconds."""
         self._tensors = self._divide(0, 0)
         # Block after block: the operating system provides no memory for blocks that were never written.
         pool = np.empty((blocks, BLOCK * self._bounds[-1]), storage)
@@ -49,17 +51,13 @@ class HostKVCache:
         old, old_length, size = self._tensors, self.length, rows * length * self._bounds[-1]
         if size > self._memory.size:
             self._memory = np.zeros(size, self._memory.dtype)  # Pages that are never written take no memory.
+            self.address = self._memory.ctypes.data
         self._tensors = self._divide(rows, length)
         self.rows, self.length = rows, length
         # From the last tensor to the first, so that none overwrites one that is still to be moved.
         for tensor, before in zip(self._tensors[::-1], old[::-1], strict=True) if used else ():
             tensor[:used, :, :old_length] = before[:used].copy()
             tensor[:used, :, old_length:] = 0
-
-    @property
-    def address(self) -> int:
-        """Of the memory for rows."""
-        return self._memory.ctypes.data
 
     @property
     def nbytes(self) -> int:
