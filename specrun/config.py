@@ -10,9 +10,9 @@ from specrun import arguments
 from specrun.errors import RequestError
 
 AUTO = "auto"
-_AUTO_CONFIDENCE = 0.2
+_AUTO_CONFIDENCE = 0.3
 """See ``DraftTargetConfig.draft_confidence``. A draft token and its verification cost about 0.15 of a plain round on
-CPUs, and speed-ups are below 2, so a token that is accepted less often does not pay."""
+CPUs, and speed-ups are below 2. So behind a draft that stands less often, one more token does not pay."""
 
 DraftKind = Literal["ngram", "suffix"]
 Check = Literal["quick", "full"]
@@ -54,9 +54,9 @@ class DraftTargetConfig(arguments.Named):
     round takes for each text what promises more tokens a second."""
 
     draft_confidence: float | None = None
-    """End a greedy text's draft before a token with which the whole draft is less probable than this, by the draft's
-    own probabilities; the first token is drafted anyway. Of a DSpark head, its confidence head says so of each token of
-    any text. Drafts on GPUs are not ended. 0: never. None: 0.2 where ``draft_len`` is not fixed, and never for DSpark
+    """End a greedy text's draft behind a token with which the whole draft is less probable than this, by the draft's
+    own probabilities. Of a DSpark head, its confidence head ends drafts of any text before a token of which it expects
+    less. Drafts on GPUs are not ended. 0: never. None: 0.3 where ``draft_len`` is not fixed, and never for DSpark
     heads."""
 
     @property

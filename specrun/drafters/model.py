@@ -31,8 +31,7 @@ class ModelDrafter(CachedDraft[ModelRunner]):
     ) -> None:
         """vocab_size: the target's; ids beyond it are never proposed.
 
-        confidence: a greedy text's draft ends before a token with which all of it is less probable; its first is drawn
-        anyway.
+        confidence: a greedy text's draft ends behind a token with which all of it is less probable.
         """
         super().__init__(runner)
         self._confidence = confidence
@@ -57,7 +56,9 @@ class ModelDrafter(CachedDraft[ModelRunner]):
         for step in range(max(count - len(tokens) for count, tokens in zip(counts, begun, strict=True))):
             ends = [len(tokens) + step for tokens in begun]
             growing = [
-                len(proposal.tokens) == end < count and not request.draft_error
+                len(proposal.tokens) == end < count
+                and not request.draft_error
+                and proposal.confidence >= self._confidence
                 for request, proposal, end, count in zip(requests, proposals, ends, counts, strict=True)
             ]
             if not any(growing):
@@ -111,7 +112,7 @@ class ModelDrafter(CachedDraft[ModelRunner]):
         return self._confidence > 0 and request.params.greedy and request.draft_len is None
 
     def _draw(self, logits: Floats, request: Request, proposal: Proposal) -> None:
-        """Add the token that follows the request's and those of ``proposal``, if it is worth it.
+        """Add the token that follows the request's and those of ``proposal``.
 
         An error stops the request's drafting.
         """
@@ -123,8 +124,6 @@ class ModelDrafter(CachedDraft[ModelRunner]):
                 logits = request.apply_penalties(logits, proposal.tokens)
             if self._ends(request):
                 proposal.confidence *= largest_probability(logits)
-                if proposal.tokens and proposal.confidence < self._confidence:
-                    return
             if request.accepts_by_logits(self._use_logits):
                 q = probabilities(logits, params)
                 if missing := self._vocab_size - len(q):

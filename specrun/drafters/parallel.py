@@ -62,8 +62,8 @@ class ParallelDrafter(HeadDrafter):
                 if own[-1] < self._least:
                     break
                 self._draw(own, request, proposal)
-                if len(proposal.tokens) == place:  # It could not be drawn.
-                    break
+                if len(proposal.tokens) == place or proposal.confidence < self._confidence:
+                    break  # It could not be drawn, or the draft ends behind it.
 
     def ends_drafts(self, requests: Sequence[Request]) -> bool:
         """See ``Drafter``."""
