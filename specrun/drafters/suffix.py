@@ -1,7 +1,7 @@
 """Suffix matching: what followed the text's end where it came before, in the same text or in earlier outputs.
 
 As in SuffixDecoding (arXiv 2411.04975), the longest match counts, and the draft ends where it has become unlikely. How
-often drafts of short and of long matches are accepted is measured. New here: a match is followed through edits.
+often drafts of short and of long matches are accepted is measured. Unlike there, a match is followed through edits.
 """
 
 from __future__ import annotations

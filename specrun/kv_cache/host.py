@@ -66,7 +66,7 @@ class HostKVCache:
 
     def release(self) -> None:
         """Free the memory of all rows and of the pool."""
-        self.blocks = self.rows = self.length = 0
+        self.blocks = self.rows = self.length = self.address = 0
         self._memory = np.empty(0, self._memory.dtype)
         self._tensors, self._pool = [], []
 
