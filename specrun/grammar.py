@@ -163,7 +163,11 @@ class Grammar:
 
     def start(self) -> Matcher:
         """The beginning of a text. Raises RequestError where no text fulfils the constraint."""
-        return Matcher(self, self._compiled.deep_copy())
+        return Matcher(self)
+
+    def library_matcher(self) -> LLMatcher:
+        """The library's matcher at the beginning of a text."""
+        return self._compiled.deep_copy()
 
     def try_out(self) -> None:
         """Raise RequestError where the first two tokens show that it is too complex."""
@@ -175,13 +179,15 @@ class Grammar:
 class Matcher:
     """Where a text stands in its grammar. Draft tokens behind the committed ones are taken back where they fall.
 
-    Raises RequestError where the grammar grows too complex.
+    Raises RequestError where the grammar grows too complex. Behind draft tokens that says nothing of the text itself,
+    so the matcher is good for other draft tokens.
     """
 
-    def __init__(self, grammar: Grammar, matcher: LLMatcher) -> None:
+    def __init__(self, grammar: Grammar) -> None:
         self.grammar = grammar
         self._kind = grammar.kind
-        self._matcher = matcher
+        self._matcher = grammar.library_matcher()
+        self._committed: list[int] = []
         self._ahead: list[int] = []
         """Draft tokens that ``_matcher`` has consumed behind the committed text."""
         self._masks: list[Mask | None] = [None]
@@ -198,6 +204,7 @@ class Matcher:
         """Add ``token`` to the text. Raises RequestError where the grammar forbids it."""
         if not self._advance_to((token,)):
             raise RequestError(f"{self._kind}: token {token} cannot follow")
+        self._committed.append(token)
         for places in (self._ahead, self._masks, self._complete):
             del places[0]
 
@@ -212,7 +219,7 @@ class Matcher:
         if (mask := self._masks[count]) is None:
             self._rewind(count)
             mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-            _require_no_error(self._kind, self._matcher)
+            self.require_no_error()
             self._masks[count] = mask
         return mask
 
@@ -224,8 +231,12 @@ class Matcher:
         return self._matcher
 
     def require_no_error(self) -> None:
-        """Raise RequestError where the grammar has grown too complex."""
-        _require_no_error(self._kind, self._matcher)
+        """Raise RequestError where the grammar has grown too complex, and forget the draft tokens."""
+        try:
+            _require_no_error(self._kind, self._matcher)
+        except RequestError:
+            self._restart()
+            raise
 
     def forced(self) -> list[int]:
         """The tokens that must follow the text, as far as there is no choice."""
@@ -247,11 +258,15 @@ class Matcher:
             self._rewind(same)
         for token in drafts[same:]:
             if self._complete[-1] or not self._matcher.try_consume_tokens([token]):
-                _require_no_error(self._kind, self._matcher)
+                self.require_no_error()
                 break
+            try:
+                self._complete.append(self._is_complete())
+            except RequestError:
+                self._restart()
+                raise
             self._ahead.append(token)
             self._masks.append(None)
-            self._complete.append(self._is_complete())
             same += 1
         return same
 
@@ -260,6 +275,12 @@ class Matcher:
         if back := len(self._ahead) - count:
             self._matcher.rollback(back)
             del self._ahead[count:], self._masks[count + 1 :], self._complete[count + 1 :]
+
+    def _restart(self) -> None:
+        """Consume the committed text anew, and nothing behind it: a matcher in error stays so."""
+        self._matcher = self.grammar.library_matcher()
+        self._matcher.consume_tokens(self._committed)
+        self._ahead, self._masks, self._complete = [], [None], self._complete[:1]
 
     def _is_complete(self) -> bool:
         """Whether nothing may follow what ``_matcher`` has consumed. Raises RequestError where it must not end so."""
@@ -277,26 +298,29 @@ def fill_masks(
     """The masks behind each text and its draft tokens, for a device: [B, ceil(vocab_size / 32)].
 
     Bit i % 32 of word i // 32 is set where token i may follow. All bits are set for None, and where nothing follows, as
-    in ``Matcher.mask``. All are filled by one call of the library, in threads of its own. It raises nothing: see
-    ``Matcher.require_no_error``.
+    in ``Matcher.mask``. No bit is set where that raises RequestError. All are filled by one call of the library, in
+    threads of its own.
     """
     from llguidance.numpy import fill_next_token_bitmask_par
 
     masks = np.full((len(matchers), -(-vocab_size // 32)), 2**32 - 1, np.uint32)
-    asked: list[tuple[int, LLMatcher]] = []
-    words = 0
+    asked: list[tuple[int, Matcher, LLMatcher]] = []
     for row, (matcher, tokens) in enumerate(zip(matchers, drafts, strict=True)):
-        with suppress(RequestError):  # ``require_no_error`` raises it again.
+        try:
             if matcher and (at := matcher.behind(tokens)):
-                asked.append((row, at))
-                words = -(-matcher.grammar.vocab_size // 32)
+                asked.append((row, matcher, at))
+        except RequestError:
+            masks[row] = 0
     if asked:
+        words = -(-asked[0][1].grammar.vocab_size // 32)
         found = np.full((len(asked), words), -1, np.int32)
-        fill_next_token_bitmask_par(_executor(), [(at, number) for number, (_, at) in enumerate(asked)], found)
+        fill_next_token_bitmask_par(_executor(), [(at, number) for number, (_, _, at) in enumerate(asked)], found)
         own = found[:, : masks.shape[1]].view(np.uint32)
-        rows = [row for row, _ in asked]
-        masks[rows] = 0  # The model may have more ids than the tokenizer.
-        masks[rows, : own.shape[1]] = own
+        for number, (row, matcher, _) in enumerate(asked):
+            masks[row] = 0  # The model may have more ids than the tokenizer.
+            with suppress(RequestError):
+                matcher.require_no_error()
+                masks[row, : own.shape[1]] = own[number]
     return masks
 
 

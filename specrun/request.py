@@ -213,8 +213,11 @@ class Request:
     def commit(self, outcome: Outcome) -> list[TokenOutput]:
         """Add a round's tokens until the text ends: the drafts that stood, and the target's token after them.
 
-        ``finish_reason`` comes last, so that a thread that sees it sees all of its tokens.
+        ``finish_reason`` comes last, so that a thread that sees it sees all of its tokens. A request that has ended,
+        because scoring its prompt failed, say, stays as it is.
         """
+        if self.finish_reason:
+            return []
         token_outputs: list[TokenOutput] = []
         reason: FinishReason | None = None
         for index, token in enumerate((*outcome.accepted, outcome.next_token)):

@@ -296,10 +296,12 @@ class Scheduler:
         with _Failing(self, joining):
             done = self.round.prefill(joining, self._ready, drafting, self.always_chunk or self._ready > 0)
             for row, (request, is_done) in enumerate(zip(joining, done, strict=True), self._ready):
-                if is_done:
+                if is_done and not request.finish_reason:  # Scoring a prompt may fail.
                     self.round.cache_prefix(request, row)
                     self._swap(row, self._ready)
                     self._ready += 1
+        if any(request.finish_reason for request in joining):
+            self._release()
 
     def _decode(self, requests: list[Request]) -> None:
         """Run a round of ``requests``, which are in rows 0, 1, .., and commit its tokens.

@@ -47,7 +47,9 @@ def open_pair(place: str, target: Path, draft: Path | None, use_logits: bool = F
     here = HostDevice()
     drafter: Any
     if place == "uploaded":
-        on_host = ModelDrafter(ModelRunner(open_host_backend(draft, open_engine(draft), 20)), V, G, use_logits)
+        on_host = ModelDrafter(
+            ModelRunner(open_host_backend(draft, open_engine(draft), 20)), config.graph.vocab_size, G, use_logits
+        )
         drafter = functools.partial(UploadedDrafter, on_host)
     else:
         there = here if place == "device" else HostDevice()

@@ -87,10 +87,14 @@ class DeviceModelDrafter(CachedDraft[DeviceRunner]):
         """See ``DeviceDrafter``."""
 
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
-        """See ``DeviceDrafter``. A row drafts fewer tokens than asked for only where the draft failed."""
+        """See ``DeviceDrafter``. A row drafts fewer tokens than asked for only where the draft failed.
+
+        Or a constraint left none of them, which ends a draft as on the host.
+        """
         for row, (request, outcome) in enumerate(zip(requests, outcomes, strict=True) if draft_len else ()):
             self.runner.rows.lengths[row] = len(request.tokens) + self._num_read(outcome)
-            if isinstance(outcome, Outcome) and outcome.drafted < request.num_draft_tokens(draft_len):
+            asked = 0 if request.matcher else request.num_draft_tokens(draft_len)
+            if isinstance(outcome, Outcome) and outcome.drafted < asked:
                 request.stop_drafting(BackendError(NON_FINITE_LOGITS))  # The device knows it already.
 
     def close(self) -> None:

@@ -8,14 +8,11 @@ the target's features. Everything that it reads again is read as in the first ti
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-from specrun.drafters import Proposal
 from specrun.drafters.device_model import DeviceModelDrafter
 from specrun.drafters.model import ModelDrafter
 from specrun.errors import SpecError
-from specrun.grammar import apply_mask
 from specrun.kv_cache.rows import CacheRows
 from specrun.request import Outcome, Request
 from specrun.runners.host import ModelRunner
@@ -52,12 +49,6 @@ class HeadDrafter(ModelDrafter):
                 if step >= len(tokens):
                     logits[row] = before[row, :1]
         return logits
-
-    def _draw(self, logits: Floats, request: Request, proposal: Proposal) -> None:
-        """See ``ModelDrafter``. Where a grammar allows no token of a reduced vocabulary, the proposal ends."""
-        mask = request.matcher.mask(proposal.tokens) if request.matcher else None
-        if mask is None or apply_mask(logits, mask).max() != -math.inf:
-            super()._draw(logits, request, proposal)
 
 
 class DeviceHeadDrafter(DeviceModelDrafter):

@@ -8,7 +8,7 @@ import numpy as np
 
 from specrun.acceptance import certain
 from specrun.drafters import Proposal
-from specrun.errors import SpecError, as_spec_error
+from specrun.errors import RequestError, SpecError, as_spec_error
 from specrun.request import Outcome, Request, longest, num_accepted
 from specrun.runners.cached import CachedDraft
 from specrun.runners.host import ModelRunner
@@ -114,7 +114,8 @@ class ModelDrafter(CachedDraft[ModelRunner]):
     def _draw(self, logits: Floats, request: Request, proposal: Proposal) -> None:
         """Add the token that follows the request's and those of ``proposal``.
 
-        An error stops the request's drafting.
+        Nothing is added where the request's constraint allows none of the tokens that could be proposed: only this
+        branch ends there. Another error stops the request's drafting.
         """
         # A padded embedding may be wider than the target's; ids beyond the target's are never proposed.
         logits = logits[: self._vocab_size]
@@ -133,6 +134,8 @@ class ModelDrafter(CachedDraft[ModelRunner]):
                 proposal.probs.append(q)
             else:
                 token = sample(logits, params, position)
+        except RequestError:
+            return
         except Exception as error:
             request.stop_drafting(as_spec_error(error))
             return

@@ -7,14 +7,12 @@ target's ids.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from specrun.drafters import Proposal
 from specrun.drafters.model import ModelDrafter
 from specrun.errors import BackendError, SpecError
-from specrun.grammar import apply_mask
 from specrun.request import Outcome, Request, num_accepted
 from specrun.runners.host import ModelRunner
 from specrun.sampling import Floats
@@ -123,8 +121,5 @@ class TranslatedDrafter(ModelDrafter):
         return min(longest + self._max_draft_len, self._limit) + 1
 
     def _draw(self, logits: Floats, request: Request, proposal: Proposal) -> None:
-        """See ``ModelDrafter``. Where a grammar allows no token of the intersection, the proposal ends."""
-        logits = self._translator.intersection.move(logits)
-        mask = request.matcher.mask(proposal.tokens) if request.matcher else None
-        if mask is None or apply_mask(logits, mask).max() != -math.inf:
-            super()._draw(logits, request, proposal)
+        """See ``ModelDrafter``. Only tokens of the intersection are proposed."""
+        super()._draw(self._translator.intersection.move(logits), request, proposal)

@@ -418,19 +418,23 @@ FUNCTION int record_len(int draft_len) { return Record::DRAFTS + draft_len; }
 
 // Append a round's tokens up to a stop id or the row's end, count them where there are counts, and write down what
 // happened: record [record_len]. A row whose draft has failed, so that fewer than `asked` tokens were drafted, drafts no
-// more: its next round may be queued before the host knows of it.
+// more: its next round may be queued before the host knows of it. (Of a constrained row, masks may have left nothing in
+// this branch; the next round drafts again.) Where the target has no token behind accepted ones,
+// the last of these stands in its place: the next round begins there and fails, unless the text ends before.
 FUNCTION void commit(
     Progress* progress, Sampling* sampling, i64* tokens, const i64* stop_ids, u32* counts, int asked, int drafted,
     const Verdict& verdict, i64* record) {
   Progress p = *progress;
-  if (drafted < asked) sampling->draft_len = 0;
+  int accepted = verdict.accepted, next_token = verdict.next_token;
+  if (next_token < 0 && accepted > 0) next_token = tokens[p.length + --accepted];
+  if (drafted < asked && !sampling->constrained) sampling->draft_len = 0;
   record[Record::DRAFTED] = drafted;
-  record[Record::ACCEPTED] = verdict.accepted;
-  record[Record::NEXT_TOKEN] = verdict.next_token;
+  record[Record::ACCEPTED] = accepted;
+  record[Record::NEXT_TOKEN] = next_token;
   for (int i = 0; i < drafted; i++) record[Record::DRAFTS + i] = tokens[p.length + i];
-  if (verdict.next_token < 0) p.remaining = 0;
-  else tokens[p.length + verdict.accepted] = verdict.next_token;
-  for (int i = 0; i <= verdict.accepted && p.remaining > 0; i++) {
+  if (next_token < 0) p.remaining = 0;
+  else tokens[p.length + accepted] = next_token;
+  for (int i = 0; i <= accepted && p.remaining > 0; i++) {
     i64 token = tokens[p.length++];
     p.remaining--;
     if (counts) counts[token]++;

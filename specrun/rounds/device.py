@@ -33,7 +33,7 @@ import numpy.typing as npt
 from specrun.backends import DeviceBackend
 from specrun.devices import Device, DeviceArray
 from specrun.drafters import DeviceDrafter, DraftProbs
-from specrun.errors import BackendError, SpecError
+from specrun.errors import BackendError, RequestError, SpecError
 from specrun.grammar import fill_masks
 from specrun.kernels import calls
 from specrun.kernels.layout import DISTRIBUTION
@@ -251,12 +251,13 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
         return steady
 
     def _outcome(self, this: QueuedRound, row: int, request: Request) -> Outcome | SpecError:
-        try:
-            if request.matcher:
-                request.matcher.require_no_error()
-        except SpecError as error:
-            return error
-        return this.outcome(row, request)
+        outcome = this.outcome(row, request)
+        if request.matcher and isinstance(outcome, BackendError):
+            try:  # Masked logits are not finite where the constraint leaves nothing; this raises the reason.
+                request.apply_penalties(np.zeros(self.target.vocab, np.float32), ())
+            except RequestError as error:
+                return error
+        return outcome
 
     def _queue_draft(self, batch: int, draft_len: int, steps: range, masks: npt.NDArray[np.uint32] | None) -> bool:
         """Draft tokens ``steps`` of each row, and wait for them. masks: uint32 [rows, words], of one step."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
 from specrun.acceptance import accept_logits, accept_tokens, certain
 from specrun.drafters import Drafter, Proposal
@@ -96,7 +96,7 @@ class HostRound(CachedRound[ModelRunner, Drafter]):
         return proposals
 
     def _outcome(self, request: Request, proposal: Proposal, logits: Floats) -> Outcome | SpecError:
-        """What ``_accept`` returns; or what it raises, which fails this request alone."""
+        """What ``_accept`` returns, or the error that it raises. The error fails this request alone."""
         try:
             return self._accept(request, proposal, logits)
         except Exception as error:
@@ -105,26 +105,48 @@ class HostRound(CachedRound[ModelRunner, Drafter]):
     def _accept(self, request: Request, proposal: Proposal, logits: Floats) -> Outcome:
         """Decide how many of the g proposed tokens stand, and the token after them.
 
-        logits: the target's, [g + 1, V]. Raises BackendError where they are not finite.
+        logits: the target's, [g + 1, V]. Raises BackendError where the first of them are not finite, and RequestError
+        where the request's constraint and biases leave no token there. Such an error behind accepted draft tokens is
+        left to the next round, which begins there: the text may end before it.
         """
-        params, position, drafts = request.params, len(request.tokens), proposal.tokens
-        adjusted: Iterable[Floats] = logits
-        if request.has_logits_processors:
-            adjusted = (request.apply_penalties(row, drafts[:i]) for i, row in enumerate(logits))
-        if not request.accepts_by_logits(self.use_logits):
-            choices = (sample(row, params, position + i) for i, row in enumerate(adjusted))
-            accepted, next_token = accept_tokens(drafts, choices)
-        else:
-            target = (probabilities(row, params) for row in adjusted)
-            uniforms = (uniform(params.seed, Purpose.ACCEPT, position + i) for i in range(len(drafts)))
-            probs = proposal.probs or certain(drafts, logits.shape[1])
-            accepted, weights = accept_logits(drafts, probs, target, uniforms)
-            noise = exponential_noise(params.seed, Purpose.TARGET, position + accepted, len(weights))
-            next_token = gumbel_argmax(weights, noise)
+        drafts, place = proposal.tokens, 0
+
+        def adjusted() -> Iterator[Floats]:
+            nonlocal place
+            for place, row in enumerate(logits):
+                yield request.apply_penalties(row, drafts[:place]) if request.has_logits_processors else row
+
+        try:
+            accepted, next_token = self._decide(request, proposal, adjusted(), logits.shape[1])
+        except Exception:
+            if not place:
+                raise
+            accepted, next_token = place - 1, drafts[place - 1]
         logprobs = None
         if request.logprobs is not None:
             chosen = zip(logits, (*drafts[:accepted], next_token), strict=False)
             logprobs = [log_probability(row, token, request.logprobs) for row, token in chosen]
-            if any(math.isnan(logprob) for logprob, _ in logprobs):
+            # A constraint may have hidden what is not finite from the choice.
+            sound = next((i for i, (logprob, _) in enumerate(logprobs) if math.isnan(logprob)), len(logprobs))
+            if not sound:
                 raise BackendError(NON_FINITE_LOGITS)
+            if sound <= accepted:
+                accepted, next_token = sound - 1, drafts[sound - 1]
         return Outcome(len(drafts), drafts[:accepted], next_token, logprobs, proposal.forced)
+
+    def _decide(
+        self, request: Request, proposal: Proposal, logits: Iterator[Floats], vocab_size: int
+    ) -> tuple[int, int]:
+        """How many of the g proposed tokens stand, and the token after them.
+
+        logits: the target's at g + 1 places, [V] each. No more of them are taken than are needed.
+        """
+        params, position, drafts = request.params, len(request.tokens), proposal.tokens
+        if not request.accepts_by_logits(self.use_logits):
+            return accept_tokens(drafts, (sample(row, params, position + i) for i, row in enumerate(logits)))
+        target = (probabilities(row, params) for row in logits)
+        uniforms = (uniform(params.seed, Purpose.ACCEPT, position + i) for i in range(len(drafts)))
+        probs = proposal.probs or certain(drafts, vocab_size)
+        accepted, weights = accept_logits(drafts, probs, target, uniforms)
+        noise = exponential_noise(params.seed, Purpose.TARGET, position + accepted, len(weights))
+        return accepted, gumbel_argmax(weights, noise)
