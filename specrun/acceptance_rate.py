@@ -1,7 +1,8 @@
-"""How many of the draft tokens that were evaluated lately were accepted."""
+"""How likely a draft token is accepted: by what was accepted lately, and by what the drafter says of the token."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -21,3 +22,47 @@ class AcceptanceRate:
     def rate(self, prior: float, weight: float) -> float:
         """The estimated rate, for which ``prior`` counts as much as ``weight`` evaluated tokens."""
         return (self.accepted + prior * weight) / (self.evaluated + weight)
+
+
+_PRIOR = (4.0, 0.0, 2.0)
+"""How sure it is of a slope of 1 and an offset of 0 at first. A token of which p is 0.5 weighs 0.25."""
+_WINDOW = 512
+"""Evaluated tokens after which older ones have lost most of their weight."""
+
+
+@dataclass
+class Calibration:
+    """The probability that a token is accepted, from the drafter's own probability p: sigmoid(slope logit(p) + offset).
+
+    That is Platt scaling (Platt 1999). Newton steps fit the two numbers, one for each evaluated token. They begin where
+    p itself is the answer, and old tokens lose weight as new ones come.
+    """
+
+    slope: float = 1.0
+    offset: float = 0.0
+    _precision: tuple[float, float, float] = _PRIOR
+    """Of slope and offset: the matrix [[a, b], [b, c]] as (a, b, c)."""
+
+    def acceptance(self, probability: float) -> float:
+        """The probability of acceptance. probability: the drafter's own."""
+        return _sigmoid(self.slope * _logit(probability) + self.offset)
+
+    def add(self, probability: float, accepted: bool) -> None:
+        """Learn whether a token was accepted of which the drafter expected ``probability``."""
+        x, expected = _logit(probability), self.acceptance(probability)
+        weight, error = expected * (1 - expected), accepted - expected
+        a, b, c = (old + (prior - old) / _WINDOW for old, prior in zip(self._precision, _PRIOR, strict=True))
+        self._precision = a, b, c = a + weight * x * x, b + weight * x, c + weight
+        determinant = a * c - b * b
+        self.slope += error * (c * x - b) / determinant
+        self.offset += error * (a - b * x) / determinant
+
+
+def _logit(probability: float) -> float:
+    """Within limits: what is nearly certain must not outweigh all else."""
+    probability = min(max(probability, 0.007), 0.999)
+    return math.log(probability / (1 - probability))
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))

@@ -10,9 +10,6 @@ from specrun import arguments
 from specrun.errors import RequestError
 
 AUTO = "auto"
-_AUTO_CONFIDENCE = 0.3
-"""See ``DraftTargetConfig.draft_confidence``. A draft token and its verification cost about 0.15 of a plain round on
-CPUs, and speed-ups are below 2. So behind a draft that stands less often, one more token does not pay."""
 
 DraftKind = Literal["ngram", "suffix"]
 Check = Literal["quick", "full"]
@@ -56,15 +53,8 @@ class DraftTargetConfig(arguments.Named):
     draft_confidence: float | None = None
     """End a greedy text's draft behind a token with which the whole draft is less probable than this, by the draft's
     own probabilities. Of a DSpark head, its confidence head ends drafts of any text before a token of which it expects
-    less. Drafts on GPUs are not ended. 0: never. None: 0.3 where ``draft_len`` is not fixed, and never for DSpark
-    heads."""
-
-    @property
-    def least_confidence(self) -> float:
-        """``draft_confidence``, or what is best as a rule."""
-        if self.draft_confidence is None:
-            return _AUTO_CONFIDENCE if self.fixed_draft_len is None else 0.0
-        return self.draft_confidence
+    less. Drafts on GPUs are not ended. 0: never. None: with ``auto``, where another token is not likely enough to be
+    accepted to be worth its time."""
 
     @property
     def fixed_draft_len(self) -> int | None:

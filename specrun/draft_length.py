@@ -10,8 +10,8 @@ rate (arXiv 2211.17192). Both are measured. A plain round is one with g = 0. The
    because only drafting shows whether it has begun to pay. Trials cost at most ``trial_time_share`` of the time.
 5. Otherwise the best g by optimistic times is chosen. So a length that was rarely tried, but may be the best, is tried.
    If drafting promises little, one of ``plain_round_every`` rounds is plain, so that T(0) stays known.
-6. Drafts that end by themselves where they are improbable get as many tokens as they can use, where the best g is
-   more than 1.
+6. Where drafts can end by themselves, they may have as many tokens as the rows can use, and ``DraftPlan.end_below``
+   says where another one no longer pays.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from specrun.acceptance_rate import AcceptanceRate
@@ -72,7 +73,38 @@ def batch_tokens(alphas: Sequence[float], row_limits: Sequence[int], longest: in
     return tokens
 
 
+class DraftPlan(NamedTuple):
+    """How many tokens a round drafts."""
+
+    draft_len: int
+    """The most draft tokens of a row."""
+    end_below: Sequence[float] = ()
+    """[draft_len] or none. Behind its i-th draft token the round drafts no more if fewer rows than ``end_below[i - 1]``
+    are expected to have all of their draft tokens accepted. None: drafts do not end."""
+
+
+def least_survivors(seconds: Sequence[float], tokens_per_second: float, alpha: float) -> list[float]:
+    """How many rows' drafts must be likely to stand behind 1, 2, .. draft tokens, for more of them to pay.
+
+    seconds: T(0), T(1), .. T(g). alpha: how likely another token is accepted whose draft stood so far. To go on from
+    i to j draft tokens takes T(j) - T(i) seconds and yields alpha + .. + alpha^(j - i) tokens a surviving row. That
+    must be no slower than ``tokens_per_second``, for the best j. Returns [g]; the last is infinite.
+    """
+    least = []
+    for i in range(1, len(seconds)):
+        best, power, yielded = math.inf, 1.0, 0.0
+        for later in seconds[i + 1 :]:
+            power *= alpha
+            yielded += power
+            best = min(best, tokens_per_second * (later - seconds[i]) / yielded)
+        least.append(best)
+    return least
+
+
 _UNKNOWN = AcceptanceRate()
+
+
+_PLAIN = DraftPlan(0)
 
 
 class DraftLength:
@@ -89,6 +121,8 @@ class DraftLength:
         self._times: dict[int, RoundTimes] = {}
         """By batch size."""
         self._overall = AcceptanceRate()
+        self._evaluated = 0
+        """Draft tokens so far of which it is known whether they were accepted."""
         self._own: WeakKeyDictionary[object, AcceptanceRate] = WeakKeyDictionary()
         self._trials = Trials(self.tuning)
         self._since_plain = 0
@@ -98,52 +132,59 @@ class DraftLength:
 
     def choose(
         self, requests: Sequence[object], row_limits: Sequence[int], draft_lag: int = 0, drafts_end: bool = False
-    ) -> int:
-        """The draft length of the next round.
+    ) -> DraftPlan:
+        """How many tokens the next round drafts.
 
         row_limits: the most draft tokens that each of ``requests`` can use. draft_lag: tokens that the draft must read
         first, because it has not read them in earlier rounds. drafts_end: whether the drafts end by themselves.
         """
         if self.fixed_draft_len is not None:
-            return self.fixed_draft_len
-        if min(self.max_draft_len, max(row_limits)) == 0:
-            return 0
+            return DraftPlan(self.fixed_draft_len)
+        longest = min(self.max_draft_len, max(row_limits))
+        if longest == 0:
+            return _PLAIN
         tuning, base = self.tuning, self._base(len(row_limits))
         known = self._of_batch(len(row_limits))
         if base is None and known.count(0) < tuning.first_plain_rounds:
-            return 0
+            return _PLAIN
         if base is None and len(known.medians) < 2:
-            return 1
+            return DraftPlan(1, (math.inf,) if drafts_end else ())
         times = known.estimate(self.max_draft_len, self._pace.noise, base)
         prior = self._overall.rate(0.5, 2.0)
         alphas = [self._own.get(request, _UNKNOWN).rate(prior, tuning.own_rate_tokens) for request in requests]
         lag_time = draft_lag * self._lag_token_time(times.expected)
-        tokens = batch_tokens(alphas, row_limits, min(self.max_draft_len, max(row_limits)))
         lag_share = lag_time / tuning.lag_rounds
 
-        def rates(seconds: Sequence[float]) -> list[float]:
+        def rates(seconds: Sequence[float], doubt: float = 0.0) -> list[float]:
+            tokens = batch_tokens([min(1.0, alpha + doubt) for alpha in alphas], row_limits, longest)
             drafting = [yielded / (time + lag_share) for yielded, time in zip(tokens[1:], seconds[1:], strict=False)]
             return [tokens[0] / seconds[0], *drafting]
 
         plain, *drafting = rates(times.expected)
         gain = max(drafting) / plain
-        self.drafting = gain >= tuning.min_gain
+        # A standard error of the acceptance rate: until it is known well, drafting goes on where it may pay.
+        doubt = math.sqrt(prior * (1 - prior) / (2 + self._evaluated))
+        self.drafting = max(gain, max(rates(times.expected, doubt)[1:]) / plain) >= tuning.min_gain
         if not self.drafting:
             # Optimistically, a length beyond the longest tried one takes no longer than that one.
-            longest = max([1, *(g for g in known.medians if g <= len(drafting))])
-            last = min(longest + 1, len(drafting))
-            trial_rates = rates([times.expected[min(g, longest)] for g in range(last + 1)])
+            tried = max([1, *(g for g in known.medians if g <= longest)])
+            last = min(tried + 1, longest)
+            trial_rates = rates([times.expected[min(g, tried)] for g in range(last + 1)])
             trial = max(range(1, last + 1), key=trial_rates.__getitem__)
             cost = times.expected[trial] - times.expected[0] + lag_time
             # Only after a plain round: the cost of trials is known from the plain rounds between them.
-            return trial if self._since_plain == 0 and self._trials.can_afford(cost * self._pace.pace) else 0
+            can_afford = self._since_plain == 0 and self._trials.can_afford(cost * self._pace.pace)
+            return DraftPlan(trial) if can_afford else _PLAIN
         rounds = sum(map(len, known.measured.values()))
         never_plain = known.count(0) == 0 and rounds >= tuning.first_drafting_rounds
         if never_plain or (gain < tuning.clear_gain and self._since_plain >= tuning.plain_round_every):
-            return 0
+            return _PLAIN
+        if drafts_end:
+            # Lengths vary by themselves here, so times need no optimism to be found out.
+            alpha = sum(alphas) / len(alphas)
+            return DraftPlan(longest, least_survivors(times.expected[: longest + 1], max(plain, *drafting), alpha))
         optimistic = rates(times.optimistic)[1:]
-        best = max(range(len(optimistic)), key=optimistic.__getitem__) + 1
-        return len(optimistic) if drafts_end and best > 1 else best
+        return DraftPlan(max(range(len(optimistic)), key=optimistic.__getitem__) + 1)
 
     def observe(
         self,
@@ -165,6 +206,7 @@ class DraftLength:
         for request, (accepted, evaluated) in zip(requests, rows, strict=True):
             self._own.setdefault(request, AcceptanceRate()).add(accepted, evaluated, window)
             self._overall.add(accepted, evaluated, window)
+            self._evaluated += evaluated
         if seconds is None:
             return
         known, lost = self._of_batch(len(rows)), 0.0

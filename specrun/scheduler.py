@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from specrun.draft_length import DraftLength
+from specrun.draft_length import DraftLength, DraftPlan
 from specrun.errors import RequestError, SpecError, as_spec_error
 from specrun.queue import RequestQueue
 from specrun.request import FinishReason, Request, TokenOutput
@@ -310,19 +310,19 @@ class Scheduler:
         """
         draft_lag = self.round.draft_lag(requests)
         counts = [request.num_draft_tokens(self.round.max_draft_len) for request in requests]
-        draft_len = 0
+        plan = DraftPlan(0)
         if any(counts):
+            plan = self.lengths.choose(requests, counts, draft_lag, self.round.ends_drafts(requests))
             # A request that sets its own draft length gets it, whatever is best for the others.
             own = [count for request, count in zip(requests, counts, strict=True) if request.draft_len is not None]
-            drafts_end = self.round.ends_drafts(requests)
-            draft_len = max(self.lengths.choose(requests, counts, draft_lag, drafts_end), *own, 0)
+            plan = DraftPlan(max(plan.draft_len, *own)) if any(own) else plan
         with _Failing(self, requests):
-            outcomes = self.round.step(requests, draft_len, self._nobody_is_about_to_join(draft_len))
+            outcomes = self.round.step(requests, plan, self._nobody_is_about_to_join(plan.draft_len))
             seconds = self.round.seconds if self.round.is_steady_state else None
             evaluated = [(0, 0) if isinstance(outcome, SpecError) else outcome.evaluated for outcome in outcomes]
             # A drafter may have proposed fewer tokens.
             drafted = (o.drafted - o.forced for o in outcomes if not isinstance(o, SpecError))
-            draft_len = max(drafted, default=draft_len)
+            draft_len = max(drafted, default=plan.draft_len)
             self.lengths.observe(draft_len, seconds, requests, evaluated, draft_lag)
             for request, outcome in zip(requests, outcomes, strict=True):
                 if isinstance(outcome, SpecError):

@@ -18,7 +18,7 @@ from specrun.backends.ort import OrtDeviceBackend
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.devices import DeviceArray
-from specrun.draft_length import DraftLength
+from specrun.draft_length import DraftLength, DraftPlan
 from specrun.drafters.device_model import device_model_drafter
 from specrun.engine_dir import open_engine
 from specrun.errors import BackendError
@@ -248,9 +248,9 @@ class Cycle(DraftLength):
 
     def choose(
         self, requests: Sequence[object], row_limits: Sequence[int], draft_lag: int = 0, drafts_end: bool = False
-    ) -> int:
+    ) -> DraftPlan:
         self.rounds = getattr(self, "rounds", -1) + 1
-        return (2, 0, 0, 0, 4, 1, 0, 3)[self.rounds % 8]
+        return DraftPlan((2, 0, 0, 0, 4, 1, 0, 3)[self.rounds % 8])
 
 
 @pytest.mark.parametrize("kind", [OrtDeviceBackend, Recordable])

@@ -71,7 +71,7 @@ def seconds_a_token(
         requests = [Row() for _ in range(rows)]
         lengths_of_rows[:], behind = 0, 0
         while lengths_of_rows.min() < tokens / texts:
-            g = lengths.choose(requests, [MOST] * rows, behind, drafts_end)
+            g = lengths.choose(requests, [MOST] * rows, behind, drafts_end).draft_len
             rates = np.array([alpha(int(request * tokens / texts + length)) for length in lengths_of_rows])
             rejected = np.ones((rows, g + 1), np.bool_)
             rejected[:, :g] = generator.random((rows, g)) > rates[:, None]
@@ -143,11 +143,11 @@ def test_a_new_batch_size_begins_with_what_others_have_told() -> None:
     lengths = DraftLength(4, None)
     rows = [Row(), Row(), Row()]
     for _ in range(60):
-        g = lengths.choose(rows, [4] * 3)
+        g = lengths.choose(rows, [4] * 3).draft_len
         lengths.observe(g, 0.01 + 0.001 * g, rows, [(g, g)] * 3)
     chosen = []
     for _ in range(12):
-        g = lengths.choose(rows[:2], [4] * 2)
+        g = lengths.choose(rows[:2], [4] * 2).draft_len
         lengths.observe(g, 0.01 + 0.001 * g, rows[:2], [(g, g)] * 2)
         chosen.append(g)
     assert chosen[0] == 4
@@ -158,7 +158,7 @@ def test_a_new_batch_size_where_drafting_has_not_paid() -> None:
     lengths, rows = DraftLength(4, None), [Row(), Row(), Row()]
     for count in (3, 2, 1):
         for _ in range(40):
-            g = lengths.choose(rows[:count], [4] * count)
+            g = lengths.choose(rows[:count], [4] * count).draft_len
             lengths.observe(g, 0.01 * (1 + g), rows[:count], [(0, min(1, g))] * count)
         assert not lengths.drafting
 
@@ -242,7 +242,7 @@ def test_a_draft_that_becomes_good_is_found_again() -> None:
     lengths = DraftLength(MOST, None)
     assert seconds_a_token(lengths, lambda _: 0.0, 0.03, 0.05) > 0.97
     assert not lengths.drafting
-    assert lengths.choose([Row()], [MOST]) <= 1
+    assert lengths.choose([Row()], [MOST]).draft_len <= 1
     found = seconds_a_token(lengths, lambda _: 0.9, 0.03, 0.05, tokens=12_000)
     assert found < 1.25 * min(fixed(0.9, 0.03, 0.05))
 
@@ -251,11 +251,11 @@ def test_a_slow_round_rules_nothing_out() -> None:
     """Preparing a length takes long, once, and is not timed; the first round that is may have bad luck."""
     lengths, row, calls = DraftLength(4, None), Row(), [0] * 5
     for _ in range(400):
-        g = lengths.choose([row], [4])
+        g = lengths.choose([row], [4]).draft_len
         calls[g] += 1
         seconds = [None, 0.5 if g > 1 else 0.01][calls[g] - 1] if calls[g] <= 2 else 0.01 + 0.001 * g
         lengths.observe(g, seconds, [row], [(g, g)])
-    assert lengths.choose([row], [4]) == 4
+    assert lengths.choose([row], [4]).draft_len == 4
     assert calls[4] > 300
 
 
@@ -263,9 +263,9 @@ def test_what_went_well_for_long_pays_for_no_losses() -> None:
     lengths, row = DraftLength(4, None), Row()
 
     def lost(rounds: int, cost: float) -> float:
-        seconds = [0.02 + cost * lengths.choose([row], [4])]
+        seconds = [0.02 + cost * lengths.choose([row], [4]).draft_len]
         for _ in range(rounds):
-            g = lengths.choose([row], [4])
+            g = lengths.choose([row], [4]).draft_len
             seconds.append(0.02 + cost * g)
             lengths.observe(g, seconds[-1], [row], [(0, min(1, g))] if cost else [(g, g)])
         return sum(seconds) / (0.02 * len(seconds)) - 1
@@ -279,16 +279,16 @@ def test_a_row_that_can_use_no_drafts_gets_none() -> None:
     lengths = DraftLength(MOST, None)
     rows = [Row(), Row()]
     for _ in range(20):
-        lengths.observe(lengths.choose(rows, [MOST, MOST]), 0.01, rows, [(1, 1), (1, 1)])
-    assert lengths.choose(rows, [0, 0]) == 0
-    assert lengths.choose(rows, [1, 0]) <= 1
+        lengths.observe(lengths.choose(rows, [MOST, MOST]).draft_len, 0.01, rows, [(1, 1), (1, 1)])
+    assert lengths.choose(rows, [0, 0]).draft_len == 0
+    assert lengths.choose(rows, [1, 0]).draft_len <= 1
 
 
 def test_a_fixed_length_is_always_the_answer() -> None:
     lengths = DraftLength(MOST, 3)
     row = Row()
     lengths.observe(3, 1.0, [row], [(0, 1)])
-    assert lengths.choose([row], [MOST]) == 3
+    assert lengths.choose([row], [MOST]).draft_len == 3
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])

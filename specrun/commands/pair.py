@@ -44,7 +44,7 @@ pair_options = together(
     click.option(
         "--draft_confidence",
         type=click.FloatRange(0, 1),
-        help="End a draft where it is less sure of itself. Default: 0.3 with --draft_len auto.",
+        help="End a draft where it is less sure of itself; 0: never. Default: found out with --draft_len auto.",
     ),
     click.option("--draft_model_device_list", type=DEVICES, help="Default: [0]."),
     click.option("--target_model_device_list", type=DEVICES, help="Default: [0]."),

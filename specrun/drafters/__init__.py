@@ -17,6 +17,7 @@ from typing import Protocol
 
 from specrun.backends import DeviceBackend
 from specrun.devices import Device, DeviceArray
+from specrun.draft_length import DraftPlan
 from specrun.errors import SpecError
 from specrun.request import Outcome, Request
 from specrun.sampling import Floats
@@ -41,7 +42,7 @@ class RowDrafter(Protocol):
         """The most tokens of a row that it must read before it can draft, beside those of the last round."""
 
     def ends_drafts(self, requests: Sequence[Request]) -> bool:
-        """Whether it ends drafts for ``requests`` by itself, where they have become improbable."""
+        """Whether it ends drafts for ``requests`` by itself, where their acceptance has become improbable."""
 
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
         """Learn what a round of ``draft_len`` decided for the requests, before it is committed."""
@@ -69,8 +70,8 @@ class Proposal:
     tokens: list[int] = field(default_factory=list)
     probs: list[Floats] = field(default_factory=list)
     """[g, V]: what the tokens were drawn from, only where acceptance needs it. Empty: each token was certain."""
-    confidence: float = 1.0
-    """How probable the drafter thinks all of its tokens together, where it ends drafts of which it thinks little."""
+    confidences: list[float] = field(default_factory=list)
+    """[g], or none: the drafter's own probability of each token that it drew, where it may end the draft."""
     forced: int = 0
     """So many of the first tokens are from the request's grammar, which allows no others there."""
 
@@ -84,8 +85,17 @@ class Proposal:
 class Drafter(RowDrafter, Protocol):
     """Proposes on the host."""
 
-    def propose(self, requests: Sequence[Request], counts: Sequence[int], proposals: Sequence[Proposal]) -> None:
-        """Add draft tokens to the proposal for the request in each row, up to ``counts[row]`` with those it has."""
+    def propose(
+        self,
+        requests: Sequence[Request],
+        counts: Sequence[int],
+        proposals: Sequence[Proposal],
+        end_below: Sequence[float] = (),
+    ) -> None:
+        """Add draft tokens to the proposal for the request in each row, up to ``counts[row]`` with those it has.
+
+        end_below: see ``DraftPlan``.
+        """
 
     def engine_time(self) -> tuple[float, int]:
         """Seconds spent in its engine so far, and how often it was called."""
@@ -136,8 +146,8 @@ class DeviceDrafter(RowDrafter, Protocol):
     def wake(self, row: int, request: Request) -> None:
         """Let rounds work on ``row``, because its prompt is prefilled."""
 
-    def prepare(self, requests: Sequence[Request], draft_len: int) -> int:
-        """Do what a round of ``draft_len`` needs first. Returns the round's draft length; 0: nothing is proposed."""
+    def prepare(self, requests: Sequence[Request], plan: DraftPlan) -> int:
+        """Do what a round by ``plan`` needs first. Returns the round's draft length; 0: nothing is proposed."""
 
     def queue_ahead(self, batch: int, draft_len: int, sends_logits: bool) -> bool:
         """Queue the part of drafting that another device does. It is not part of the round's capture.

@@ -10,6 +10,7 @@ import numpy as np
 from specrun.backends import DeviceBackend
 from specrun.contract import FIRST_DRAFT_STEP_LEN
 from specrun.devices import Device, DeviceArray
+from specrun.draft_length import DraftPlan
 from specrun.drafters import DraftProbs
 from specrun.errors import BackendError, SpecError
 from specrun.kernels import calls
@@ -64,16 +65,16 @@ class DeviceModelDrafter(CachedDraft[DeviceRunner]):
         """See ``RowDrafter``. Its memory is the device's."""
         return 0
 
-    def prepare(self, requests: Sequence[Request], draft_len: int) -> int:
+    def prepare(self, requests: Sequence[Request], plan: DraftPlan) -> int:
         """See ``DeviceDrafter``. The draft reads what it has missed, up to what the first step feeds."""
-        if draft_len:
-            texts = [request.tokens[: -self._first_step_len(draft_len)] for request in requests]
+        if plan.draft_len:
+            texts = [request.tokens[: -self._first_step_len(plan.draft_len)] for request in requests]
             longest = max(map(len, texts))
             for row, text in enumerate(texts):
                 self.runner.rows.rewind(row, len(text))
             while any(self.runner.rows.num_uncached(texts, 0)):
                 self.runner.prefill(texts, 0, longest)
-        return draft_len
+        return plan.draft_len
 
     def queue_ahead(self, batch: int, draft_len: int, sends_logits: bool) -> bool:
         """See ``DeviceDrafter``."""

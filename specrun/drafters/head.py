@@ -23,7 +23,7 @@ class HeadDrafter(ModelDrafter):
     """See ``Drafter``."""
 
     def __init__(
-        self, runner: ModelRunner, vocab_size: int, max_draft_len: int, use_logits: bool, confidence: float = 0.0
+        self, runner: ModelRunner, vocab_size: int, max_draft_len: int, use_logits: bool, confidence: float | None = 0.0
     ) -> None:
         """See ``ModelDrafter``."""
         super().__init__(runner, vocab_size, max_draft_len, use_logits, confidence)
@@ -34,10 +34,9 @@ class HeadDrafter(ModelDrafter):
         super().admit(requests, first)
         _keep_to_target(self.runner.rows, requests, first)
 
-    def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
-        """See ``Drafter``. No draft token has been read with the target's features."""
-        for row, request in enumerate(requests):
-            self.runner.rows.rewind(row, len(request.tokens))
+    def _num_valid(self, request: Request, outcome: Outcome | SpecError) -> int:
+        """See ``ModelDrafter``. No draft token has been read with the target's features."""
+        return len(request.tokens)
 
     def _read(self, requests: Sequence[Request], begun: Sequence[Sequence[int]]) -> Floats:
         """See ``ModelDrafter``. Drafted tokens are read one by one: each needs the feature of the one before it."""

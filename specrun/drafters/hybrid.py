@@ -36,7 +36,13 @@ class HybridDrafter:
         """Of one draft step, and of what follows drafting in a round: running means."""
         self._proposed_at = 0.0
 
-    def propose(self, requests: Sequence[Request], counts: Sequence[int], proposals: Sequence[Proposal]) -> None:
+    def propose(
+        self,
+        requests: Sequence[Request],
+        counts: Sequence[int],
+        proposals: Sequence[Proposal],
+        end_below: Sequence[float] = (),
+    ) -> None:
         """See ``Drafter``."""
         left = list(counts)
         for row, (request, proposal) in enumerate(zip(requests, proposals, strict=True)):
@@ -49,7 +55,7 @@ class HybridDrafter:
         if self._by_model:
             began = time.perf_counter()
             others = [proposal if count else Proposal() for proposal, count in zip(proposals, left, strict=True)]
-            self.model.propose(requests, left, others)
+            self.model.propose(requests, left, others, end_below)
             drafted = max(1, *(len(proposal.tokens) - proposal.forced for proposal in others))
             self._step_seconds = _mean(self._step_seconds, (time.perf_counter() - began) / drafted)
             self._drafted = _mean(self._drafted, drafted)

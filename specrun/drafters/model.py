@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from specrun.acceptance import certain
+from specrun.acceptance_rate import Calibration
 from specrun.drafters import Proposal
 from specrun.errors import RequestError, SpecError, as_spec_error
 from specrun.request import Outcome, Request, longest, num_accepted
@@ -27,14 +30,19 @@ class ModelDrafter(CachedDraft[ModelRunner]):
     """See ``Drafter``. It draws with the target's own noise for token acceptance, else with noise of its own."""
 
     def __init__(
-        self, runner: ModelRunner, vocab_size: int, max_draft_len: int, use_logits: bool, confidence: float = 0.0
+        self, runner: ModelRunner, vocab_size: int, max_draft_len: int, use_logits: bool, confidence: float | None = 0.0
     ) -> None:
         """vocab_size: the target's; ids beyond it are never proposed.
 
-        confidence: a greedy text's draft ends behind a token with which all of it is less probable.
+        confidence: a greedy text's draft ends behind a token with which all of it is less probable than this, by the
+        draft's own probabilities; 0: never. None: it ends where a round's plan says so (``DraftPlan.end_below``).
         """
         super().__init__(runner)
         self._confidence = confidence
+        self._calibration = Calibration()
+        """Of greedy texts."""
+        self._proposals: Sequence[Proposal] = ()
+        """Of this round."""
         self._vocab_size = vocab_size
         self._max_draft_len = max_draft_len
         self._use_logits = use_logits
@@ -48,34 +56,47 @@ class ModelDrafter(CachedDraft[ModelRunner]):
         self.runner.reserve(first + len(requests), self._longest(requests), first)
         super().admit(requests, first)
 
-    def propose(self, requests: Sequence[Request], counts: Sequence[int], proposals: Sequence[Proposal]) -> None:
+    def propose(
+        self,
+        requests: Sequence[Request],
+        counts: Sequence[int],
+        proposals: Sequence[Proposal],
+        end_below: Sequence[float] = (),
+    ) -> None:
         """See ``Drafter``. What follows a prompt, a rejection or full acceptance takes the same path."""
+        self._proposals = proposals
         for row, request in enumerate(requests):
             self.runner.rows.rewind(row, len(self.ids(request)) - 1)  # The last token's logits start the round.
         begun = [list(proposal.tokens) for proposal in proposals]
+        end_below = end_below if self._confidence is None else ()
+        least, survival = self._confidence or 0.0, [1.0] * len(requests)
         for step in range(max(count - len(tokens) for count, tokens in zip(counts, begun, strict=True))):
-            ends = [len(tokens) + step for tokens in begun]
             growing = [
-                len(proposal.tokens) == end < count
+                len(proposal.tokens) == len(tokens) + step < count
                 and not request.draft_error
-                and proposal.confidence >= self._confidence
-                for request, proposal, end, count in zip(requests, proposals, ends, counts, strict=True)
+                and math.prod(proposal.confidences) >= least
+                for request, proposal, tokens, count in zip(requests, proposals, begun, counts, strict=True)
             ]
             if not any(growing):
                 break
-            if step == 0:
-                logits = self._read(requests, begun)
-            else:
-                rows = zip(proposals, growing, strict=True)
-                logits = self.runner.extend([self._own_id(p.tokens[-1]) if grows else None for p, grows in rows])
-            for row, request in enumerate(requests):
+            if step and end_below and sum(itertools.compress(survival, growing)) < end_below[step - 1]:
+                break
+            logits = self._logits(requests, counts, begun, proposals, growing, step)
+            for row, (request, proposal) in enumerate(zip(requests, proposals, strict=True)):
                 if growing[row]:
-                    self._draw(logits[row, 0], request, proposals[row])
+                    self._draw(logits[row], request, proposal)
+                    if end_below and proposal.confidences:
+                        survival[row] *= self._calibration.acceptance(proposal.confidences[-1])
 
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
         """See ``Drafter``. The cache is valid as far as the draft tokens were accepted."""
+        for proposal, outcome in zip(self._proposals, outcomes, strict=False):
+            accepted, evaluated = (0, 0) if isinstance(outcome, SpecError) else outcome.evaluated
+            for place, probability in enumerate(proposal.confidences[:evaluated]):
+                self._calibration.add(probability, place < accepted)
+        self._proposals = ()
         for row, (request, outcome) in enumerate(zip(requests, outcomes, strict=True)):
-            self.runner.rows.rewind(row, len(request.tokens) + num_accepted(outcome))
+            self.runner.rows.rewind(row, self._num_valid(request, outcome))
 
     def ends_drafts(self, requests: Sequence[Request]) -> bool:
         """See ``Drafter``."""
@@ -88,6 +109,28 @@ class ModelDrafter(CachedDraft[ModelRunner]):
     def close(self) -> None:
         """See ``Drafter``."""
         self.runner.backend.close()
+
+    def _num_valid(self, request: Request, outcome: Outcome | SpecError) -> int:
+        """Positions of a row that are right behind a round, before its tokens are committed."""
+        return len(request.tokens) + num_accepted(outcome)
+
+    def _logits(
+        self,
+        requests: Sequence[Request],
+        counts: Sequence[int],
+        begun: Sequence[Sequence[int]],
+        proposals: Sequence[Proposal],
+        growing: Sequence[bool],
+        step: int,
+    ) -> Sequence[Floats] | Floats:
+        """The logits [V] of the next token of each row that is ``growing``.
+
+        begun: the proposals' tokens before ``step`` 0.
+        """
+        if step == 0:
+            return self._read(requests, begun)[:, 0]
+        rows = zip(proposals, growing, strict=True)
+        return self.runner.extend([self._own_id(p.tokens[-1]) if grows else None for p, grows in rows])[:, 0]
 
     def _read(self, requests: Sequence[Request], begun: Sequence[Sequence[int]]) -> Floats:
         """Feed what the cache lacks of the requests' texts, and the tokens behind them that are drafted already.
@@ -109,7 +152,7 @@ class ModelDrafter(CachedDraft[ModelRunner]):
 
         Of a token that is drawn with noise, its probability does not say whether the target agrees.
         """
-        return self._confidence > 0 and request.params.greedy and request.draft_len is None
+        return self._confidence != 0 and request.params.greedy and request.draft_len is None
 
     def _draw(self, logits: Floats, request: Request, proposal: Proposal) -> None:
         """Add the token that follows the request's and those of ``proposal``.
@@ -123,8 +166,7 @@ class ModelDrafter(CachedDraft[ModelRunner]):
         try:
             if request.has_logits_processors:
                 logits = request.apply_penalties(logits, proposal.tokens)
-            if self._ends(request):
-                proposal.confidence *= largest_probability(logits)
+            probability = largest_probability(logits) if self._ends(request) else None
             if request.accepts_by_logits(self._use_logits):
                 q = probabilities(logits, params)
                 if missing := self._vocab_size - len(q):
@@ -140,3 +182,5 @@ class ModelDrafter(CachedDraft[ModelRunner]):
             request.stop_drafting(as_spec_error(error))
             return
         proposal.tokens.append(token)
+        if probability is not None:
+            proposal.confidences.append(probability)

@@ -52,7 +52,13 @@ class NgramDrafter(LookupDrafter):
         """See ``Drafter``."""
         self._indices.update((request, NgramIndex()) for request in requests)
 
-    def propose(self, requests: Sequence[Request], counts: Sequence[int], proposals: Sequence[Proposal]) -> None:
+    def propose(
+        self,
+        requests: Sequence[Request],
+        counts: Sequence[int],
+        proposals: Sequence[Proposal],
+        end_below: Sequence[float] = (),
+    ) -> None:
         """See ``Drafter``. A proposed token is certain: its probability is 1."""
         for request, count, proposal in zip(requests, counts, proposals, strict=True):
             if count and not proposal.tokens:

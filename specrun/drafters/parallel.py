@@ -35,44 +35,55 @@ class ParallelDrafter(HeadDrafter):
         vocab_size: int,
         max_draft_len: int,
         use_logits: bool,
-        confidence: float = 0.0,
+        confidence: float | None = 0.0,
         markov: Markov | None = None,
     ) -> None:
-        """See ``ModelDrafter``. confidence: where the head has a confidence head, its opinion of the next token counts,
-        and in all texts.
+        """See ``ModelDrafter``. confidence: of a head with a confidence head, that one's opinion of the next token
+        counts, and in all texts.
         """
         self._graph = runner.backend.config.graph
-        own = 0.0 if self._graph.has_confidence else confidence
-        super().__init__(runner, vocab_size, max_draft_len, use_logits, own)
+        asks_head = self._graph.has_confidence and confidence is not None
+        super().__init__(runner, vocab_size, max_draft_len, use_logits, 0.0 if asks_head else confidence)
         self.first_step_len = self._graph.reread_len(max_draft_len)
         self._markov = markov
-        self._least = _logit(confidence) if self._graph.has_confidence else -math.inf
+        self._least = _logit(confidence) if asks_head and confidence is not None else -math.inf
         """Of the confidence's logit."""
-
-    def propose(self, requests: Sequence[Request], counts: Sequence[int], proposals: Sequence[Proposal]) -> None:
-        """See ``Drafter``. Tokens that are drafted already change nothing of those behind them, but by ``Markov``."""
-        for row, request in enumerate(requests):
-            self.runner.rows.rewind(row, len(request.tokens) - 1)
-        wanted = [max(1, count) for count in counts]
-        behind = [[0] * (count - self._graph.sample_from_anchor) for count in wanted]
-        logits = self.runner.forward([request.tokens for request in requests], wanted, behind)
-        for row, (request, proposal) in enumerate(zip(requests, proposals, strict=True)):
-            for place in range(len(proposal.tokens), counts[row]):
-                own = self._behind(logits[row, place], (proposal.tokens or request.tokens)[-1])
-                if own[-1] < self._least:
-                    break
-                self._draw(own, request, proposal)
-                if len(proposal.tokens) == place or proposal.confidence < self._confidence:
-                    break  # It could not be drawn, or the draft ends behind it.
+        self._places: Floats
+        """The logits of this round's places, [B, g or more, V]."""
 
     def ends_drafts(self, requests: Sequence[Request]) -> bool:
         """See ``Drafter``."""
         return self._least > -math.inf or super().ends_drafts(requests)
 
-    def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
-        """See ``Drafter``. Nothing of the block stays, which began with the last committed token."""
-        for row, request in enumerate(requests):
-            self.runner.rows.rewind(row, len(request.tokens) - 1)
+    def _num_valid(self, request: Request, outcome: Outcome | SpecError) -> int:
+        """See ``ModelDrafter``. Nothing of the block stays, which began with the last committed token."""
+        return len(request.tokens) - 1
+
+    def _logits(
+        self,
+        requests: Sequence[Request],
+        counts: Sequence[int],
+        begun: Sequence[Sequence[int]],
+        proposals: Sequence[Proposal],
+        growing: Sequence[bool],
+        step: int,
+    ) -> Sequence[Floats] | Floats:
+        """See ``ModelDrafter``. Drafted tokens change nothing of those behind them, but by ``Markov``."""
+        if step == 0:
+            wanted = [max(1, count) for count in counts]
+            behind = [[0] * (count - self._graph.sample_from_anchor) for count in wanted]
+            self._places = self.runner.forward([request.tokens for request in requests], wanted, behind)
+        return [
+            self._behind(self._places[row, len(proposal.tokens)], (proposal.tokens or request.tokens)[-1])
+            if grows
+            else self._places[row, 0]
+            for row, (request, proposal, grows) in enumerate(zip(requests, proposals, growing, strict=True))
+        ]
+
+    def _draw(self, logits: Floats, request: Request, proposal: Proposal) -> None:
+        """See ``ModelDrafter``. The draft ends before a token of which the confidence head expects too little."""
+        if not logits[-1] < self._least:
+            super()._draw(logits, request, proposal)
 
     def _behind(self, logits: Floats, before: int) -> Floats:
         """The logits of a place behind the token ``before``."""

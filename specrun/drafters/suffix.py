@@ -180,7 +180,13 @@ class SuffixDrafter(LookupDrafter):
         found = self._found[request] = Found(drafts, expected, rate)
         return found
 
-    def propose(self, requests: Sequence[Request], counts: Sequence[int], proposals: Sequence[Proposal]) -> None:
+    def propose(
+        self,
+        requests: Sequence[Request],
+        counts: Sequence[int],
+        proposals: Sequence[Proposal],
+        end_below: Sequence[float] = (),
+    ) -> None:
         """See ``Drafter``. Proposed tokens are certain: their probability is 1."""
         for request, count, proposal in zip(requests, counts, proposals, strict=True):
             if count and not proposal.tokens:

@@ -33,7 +33,7 @@ class TranslatedDrafter(ModelDrafter):
         vocab_size: int,
         max_draft_len: int,
         use_logits: bool,
-        confidence: float = 0.0,
+        confidence: float | None = 0.0,
     ) -> None:
         """vocab_size: the target's. confidence: see ``ModelDrafter``."""
         super().__init__(runner, vocab_size, max_draft_len, use_logits, confidence)
@@ -61,7 +61,13 @@ class TranslatedDrafter(ModelDrafter):
         new = [self._texts[request].num_new(request.tokens) for request in requests]
         return max(0, max(map(sum, zip(unread, new, strict=True))) - self.first_step_len)
 
-    def propose(self, requests: Sequence[Request], counts: Sequence[int], proposals: Sequence[Proposal]) -> None:
+    def propose(
+        self,
+        requests: Sequence[Request],
+        counts: Sequence[int],
+        proposals: Sequence[Proposal],
+        end_below: Sequence[float] = (),
+    ) -> None:
         """See ``Drafter``. What follows tokens without a counterpart is read again from where the ids part."""
         lengths = []
         for row, (request, proposal) in enumerate(zip(requests, proposals, strict=True)):
@@ -70,21 +76,20 @@ class TranslatedDrafter(ModelDrafter):
             lengths.append(len(self.ids(request)) + begun + max(0, counts[row] - len(proposal.tokens)))
         fitting = [count if length <= self._limit else 0 for count, length in zip(counts, lengths, strict=True)]
         self._grow(min(max(lengths), self._limit) + 1)
-        super().propose(requests, fitting, proposals)
+        super().propose(requests, fitting, proposals, end_below)
         for request, proposal in zip(requests, proposals, strict=True):
             self._translated[request] = self._translate(proposal.tokens)
-
-    def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
-        """See ``Drafter``."""
-        for row, (request, outcome) in enumerate(zip(requests, outcomes, strict=True)):
-            text = self._texts[request]
-            text.extend(self._translated.pop(request, [])[: num_accepted(outcome)])
-            self.runner.rows.rewind(row, len(text.ids))
 
     def release(self, request: Request, row: int) -> None:
         """See ``Drafter``."""
         super().release(request, row)
         self._texts.pop(request, None)
+
+    def _num_valid(self, request: Request, outcome: Outcome | SpecError) -> int:
+        """See ``ModelDrafter``. What was accepted is in the draft's own ids already."""
+        text = self._texts[request]
+        text.extend(self._translated.pop(request, [])[: num_accepted(outcome)])
+        return len(text.ids)
 
     def _follow(self, request: Request) -> int:
         """Translate what is new of a text. Returns how many of its first ids are as they were."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from specrun.backends import DeviceBackend
 from specrun.devices import Device, DeviceArray
+from specrun.draft_length import DraftPlan
 from specrun.drafters import Drafter, DraftProbs, Proposal
 from specrun.errors import SpecError
 from specrun.kernels import calls
@@ -41,13 +42,13 @@ class UploadedDrafter:
         """See ``DeviceDrafter``."""
         return self._probs
 
-    def prepare(self, requests: Sequence[Request], draft_len: int) -> int:
+    def prepare(self, requests: Sequence[Request], plan: DraftPlan) -> int:
         """See ``DeviceDrafter``."""
-        if not draft_len:
+        if not plan.draft_len:
             return 0
-        counts = [request.num_draft_tokens(draft_len) for request in requests]
+        counts = [request.num_draft_tokens(plan.draft_len) for request in requests]
         proposals = [Proposal() for _ in requests]
-        self.drafter.propose(requests, counts, proposals)
+        self.drafter.propose(requests, counts, proposals, plan.end_below)
         drafts = [proposal.tokens for proposal in proposals]
         length = max(map(len, drafts))
         if length:

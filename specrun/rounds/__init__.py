@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from specrun.draft_length import DraftPlan
 from specrun.errors import SpecError
 from specrun.request import Outcome, Request
 from specrun.rounds.exactness import Exactness
@@ -74,14 +75,14 @@ class Round(Protocol):
         """
 
     def ends_drafts(self, requests: Sequence[Request]) -> bool:
-        """Whether drafts for ``requests`` end by themselves, where they have become improbable."""
+        """Whether drafts for ``requests`` end by themselves, where their acceptance has become improbable."""
 
     def step(
-        self, requests: Sequence[Request], draft_len: int, may_queue_next: bool = False
+        self, requests: Sequence[Request], plan: DraftPlan, may_queue_next: bool = False
     ) -> list[Outcome | SpecError]:
         """Run one round over the requests in rows 0, 1, .., or end the one that is queued. It commits nothing.
 
-        draft_len: the most draft tokens of a row, in the round that this queues. may_queue_next: whether the next step
+        plan: how many tokens are drafted, in the round that this queues. may_queue_next: whether the next step
         will have the same requests in the same rows, so that its round may be queued before this one is read.
 
         Returns for each request what to commit. For a request that failed, for example because the target's logits are

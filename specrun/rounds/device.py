@@ -32,6 +32,7 @@ import numpy.typing as npt
 
 from specrun.backends import DeviceBackend
 from specrun.devices import Device, DeviceArray
+from specrun.draft_length import DraftPlan
 from specrun.drafters import DeviceDrafter, DraftProbs
 from specrun.errors import BackendError, RequestError, SpecError
 from specrun.grammar import fill_masks
@@ -147,13 +148,13 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
         return done
 
     def step(
-        self, requests: Sequence[Request], draft_len: int, may_queue_next: bool = False
+        self, requests: Sequence[Request], plan: DraftPlan, may_queue_next: bool = False
     ) -> list[Outcome | SpecError]:
         """See ``Round``."""
-        this, self._next = self._next or self._start(requests, draft_len), None
+        this, self._next = self._next or self._start(requests, plan), None
         following = None
-        if may_queue_next and self._can_follow(requests, draft_len):
-            following = self._start(requests, draft_len, is_prepared=True)
+        if may_queue_next and self._can_follow(requests, plan.draft_len):
+            following = self._start(requests, plan, is_prepared=True)
         this.wait()
         outcomes = [self._outcome(this, row, request) for row, request in enumerate(requests)]
         for row, (request, outcome) in enumerate(zip(requests, outcomes, strict=True)):
@@ -186,14 +187,15 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
             and any(request.remaining > draft_len + 1 for request in requests)
         )
 
-    def _start(self, requests: Sequence[Request], draft_len: int, is_prepared: bool = False) -> QueuedRound:
+    def _start(self, requests: Sequence[Request], plan: DraftPlan, is_prepared: bool = False) -> QueuedRound:
         """Queue a round. is_prepared: the drafter is prepared for it by the round before."""
         self._queued.rotate(-1)
         this = self._queued[-1]
         this.begin()
+        draft_len = plan.draft_len
         counts = [request.num_draft_tokens(draft_len) for request in requests]  # A draft may fail from here on.
         if not is_prepared:
-            draft_len = self.drafter.prepare(requests, draft_len) if self.drafter else 0
+            draft_len = self.drafter.prepare(requests, plan) if self.drafter else 0
         sends_logits = any(request.accepts_by_logits(self.use_logits) for request in requests)
         batch = self.rows.batch_size(len(requests))
         if any(request.matcher for request in requests):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from specrun.acceptance import accept_logits, accept_tokens, certain
+from specrun.draft_length import DraftPlan
 from specrun.drafters import Drafter, Proposal
 from specrun.errors import BackendError, SpecError, as_spec_error
 from specrun.request import Outcome, Request, longest
@@ -56,11 +57,11 @@ class HostRound(CachedRound[ModelRunner, Drafter]):
         super().admit(requests, first)
 
     def step(
-        self, requests: Sequence[Request], draft_len: int, may_queue_next: bool = False
+        self, requests: Sequence[Request], plan: DraftPlan, may_queue_next: bool = False
     ) -> list[Outcome | SpecError]:
         """See ``Round``. Rounds after a prompt, a rejection or full acceptance are all the same."""
         began = time.perf_counter()
-        proposals = self._propose(requests, draft_len)
+        proposals = self._propose(requests, plan)
         drafts = [proposal.tokens for proposal in proposals]
         shape = (len(requests), max(map(len, drafts)))
         self.is_steady_state = shape in self._seen  # An engine's first call of a shape takes longer.
@@ -75,7 +76,7 @@ class HostRound(CachedRound[ModelRunner, Drafter]):
             for row, request in enumerate(requests)
         ]
         if self.drafter:
-            self.drafter.observe(requests, outcomes, draft_len)
+            self.drafter.observe(requests, outcomes, plan.draft_len)
         self.seconds = time.perf_counter() - began
         return outcomes
 
@@ -88,11 +89,11 @@ class HostRound(CachedRound[ModelRunner, Drafter]):
     def _missing_bytes(self, requests: Sequence[Request], used: int) -> int:
         return self.target.missing_bytes(len(requests), longest(requests[used:], self.max_draft_len), used)
 
-    def _propose(self, requests: Sequence[Request], draft_len: int) -> list[Proposal]:
-        counts = [request.num_draft_tokens(draft_len) for request in requests]
+    def _propose(self, requests: Sequence[Request], plan: DraftPlan) -> list[Proposal]:
+        counts = [request.num_draft_tokens(plan.draft_len) for request in requests]
         proposals = [Proposal.begin(request, self.max_draft_len) for request in requests]
         if self.drafter and any(counts):
-            self.drafter.propose(requests, counts, proposals)
+            self.drafter.propose(requests, counts, proposals, plan.end_below)
         return proposals
 
     def _outcome(self, request: Request, proposal: Proposal, logits: Floats) -> Outcome | SpecError:

@@ -25,7 +25,7 @@ from specrun.drafters.parallel import DeviceParallelDrafter, ParallelDrafter
 from specrun.drafters.suffix import SuffixDrafter
 from specrun.drafters.translated import TranslatedDrafter
 from specrun.drafters.uploaded import UploadedDrafter
-from specrun.engine_dir import EngineConfig, GraphInfo
+from specrun.engine_dir import EngineConfig
 from specrun.errors import BackendError, PairError
 from specrun.host_memory import free_memory, shortage
 from specrun.kernels import open_gpu
@@ -102,7 +102,7 @@ def _host_drafter(
         graph = draft.config.graph
         lender = target if graph.is_head else None
         backend = open_host_backend(draft.directory, draft.config, blocks, config.shared_thread_pool, lender)
-        runner, settings = ModelRunner(backend), (vocab_size, draft_len, config.use_logits, _confidence(graph, config))
+        runner, settings = ModelRunner(backend), (vocab_size, draft_len, config.use_logits, config.draft_confidence)
         drafter: ModelDrafter
         if draft.translator:
             drafter = TranslatedDrafter(runner, draft.translator, *settings)
@@ -113,11 +113,6 @@ def _host_drafter(
             drafter = (HeadDrafter if graph.is_head else ModelDrafter)(runner, *settings)
         return HybridDrafter(drafter, config.use_logits) if config.draft else drafter
     return {None: None, "ngram": NgramDrafter(), "suffix": SuffixDrafter(config.use_logits)}[config.draft]
-
-
-def _confidence(graph: GraphInfo, config: DraftTargetConfig) -> float:
-    """Of drafts that end early. A confidence head is only asked where the user says so: its best limit is not known."""
-    return (config.draft_confidence or 0.0) if graph.has_confidence else config.least_confidence
 
 
 def _cached_blocks(target: Engine, rows: int, config: DraftTargetConfig) -> int:

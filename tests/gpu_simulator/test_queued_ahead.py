@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.draft_length import DraftLength
+from specrun.draft_length import DraftLength, DraftPlan
 from specrun.request import Request
 from specrun.rounds.device import DeviceRound
 from specrun.rounds.device_records import QueuedRound
@@ -132,9 +132,9 @@ class Changing(DraftLength):
 
     def choose(
         self, requests: Sequence[object], row_limits: Sequence[int], draft_lag: int = 0, drafts_end: bool = False
-    ) -> int:
+    ) -> DraftPlan:
         self.rounds = getattr(self, "rounds", -1) + 1
-        return (3, 3, 3, 3, 0, 0, 0, 0, 1, 3, 0, 2)[self.rounds % 12]
+        return DraftPlan((3, 3, 3, 3, 0, 0, 0, 0, 1, 3, 0, 2)[self.rounds % 12])
 
 
 @pytest.mark.parametrize("place", ["one GPU", "apart"])

@@ -54,10 +54,14 @@ def test_rounds_draft_what_the_formula_says(
     right = ParallelDrafter.propose
 
     def checked(
-        self: ParallelDrafter, requests: Sequence[Request], counts: Sequence[int], proposals: Sequence[Proposal]
+        self: ParallelDrafter,
+        requests: Sequence[Request],
+        counts: Sequence[int],
+        proposals: Sequence[Proposal],
+        end_below: Sequence[float],
     ) -> None:
         nonlocal seen, ended
-        right(self, requests, counts, proposals)
+        right(self, requests, counts, proposals, end_below)
         for request, count, proposal in zip(requests, counts, proposals, strict=True):
             text, before = list(request.tokens), [request.tokens[-1]]
             features = features_of(dialect, tensors, states_of(target, torch.tensor([text])))[0]
@@ -126,7 +130,7 @@ def test_a_trained_heads_drafts_are_accepted(pair: Path, monkeypatch: pytest.Mon
     """A head that was taught these texts; and what is lost where drafts that were read are not read again."""
     right = tokens_a_round(pair)
     assert right > 2.5
-    monkeypatch.setattr(ParallelDrafter, "observe", ModelDrafter.observe)
+    monkeypatch.setattr(ParallelDrafter, "_num_valid", ModelDrafter._num_valid)
     assert tokens_a_round(pair) < right
 
 
