@@ -20,6 +20,7 @@ PART_CHARACTERS = 800
 """About 220 tokens."""
 FUNCTION_CHARACTERS = range(200, 500)
 """Of the functions that are edited."""
+DOCSTRING_CHARACTERS = range(120, 2000)
 
 
 def help_topics() -> list[str]:
@@ -34,6 +35,27 @@ def help_topics() -> list[str]:
         if sum(map(len, texts)) > HELP_CHARACTERS:
             break
     return texts
+
+
+def docstrings() -> list[str]:
+    """Those of the standard library's modules, classes and functions, in the order of the files."""
+    texts: list[str] = []
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                text = ast.get_docstring(node) or ""
+                if len(text) in DOCSTRING_CHARACTERS and text not in texts:
+                    texts.append(f"{text}\n")
+        if sum(map(len, texts)) > HELP_CHARACTERS:
+            break
+    return texts
+
+
+def docstring_beginnings() -> list[str]:
+    """The first three words of docstrings, drawn at random, each once."""
+    beginnings = sorted({" ".join(text.split()[:3]) for text in docstrings()})
+    random.Random(0).shuffle(beginnings)
+    return beginnings[:NUM_PROMPTS]
 
 
 def sentence_beginnings() -> list[str]:
@@ -99,6 +121,7 @@ class Corpus(NamedTuple):
 
 CORPORA = {
     "help": Corpus(HELP_CHARACTERS, help_topics, sentence_beginnings),
+    "docstrings": Corpus(HELP_CHARACTERS, docstrings, docstring_beginnings),
     "edits": Corpus(
         EDIT_CHARACTERS, lambda: ["".join(edit) for edit in edits()], lambda: [question for question, _ in edits()]
     ),

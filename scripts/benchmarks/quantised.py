@@ -24,7 +24,7 @@ from scipy.special import log_softmax
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from scripts.benchmarks.draft_lengths import rate
+from scripts.benchmarks.draft_lengths import seconds_of
 from scripts.benchmarks.engines import build, to_onnx
 from scripts.benchmarks.prompts import PROMPTS
 from scripts.corpora import help_topics
@@ -97,12 +97,18 @@ def quality(found: Floats, base: Floats, texts: npt.NDArray[np.int64]) -> Qualit
     )
 
 
+def rate(decoder: SpeculativeDecoder, draft_len: int | None, output_len: int) -> float:
+    """Tokens/s of four prompts, one after the other."""
+    ids = [decoder.tokenizer.encode(text).ids for text in PROMPTS[:4]]
+    return len(ids) * output_len / sum(seconds_of(decoder, [prompt], draft_len, output_len) for prompt in ids)
+
+
 def measure(decoders: dict[str, SpeculativeDecoder], output_len: int, repetitions: int) -> dict[str, dict[str, Any]]:
     """Tokens/s of every form in every way, in turns; the first turn warms up."""
     ways = [(form, draft_len) for form in decoders for draft_len in WAYS.values()]
     turns: list[list[float]] = []
     for turn in range(repetitions + 1):
-        turns.append([rate(decoders[form], 1, draft_len, output_len) for form, draft_len in ways])
+        turns.append([rate(decoders[form], draft_len, output_len) for form, draft_len in ways])
         click.echo(f"turn {turn} of {repetitions}", err=True)
     speeds = {
         way: (Spread.of(values), Spread.of([value / turn[0] for value, turn in zip(values, turns[1:], strict=True)]))
