@@ -29,6 +29,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 LONGEST_FIRST = [
     "end_to_end",
     "families",
+    "deep_plans",
     "dflash",
     "draft_length",
     "more_families",

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from specbuild import graph as graphs
 from specbuild.compilers import Compiled, machine
 from specbuild.compilers.timing_cache import load_timings, save_timings
-from specbuild.compilers.trt_forms import move_zero_points, narrow_float4_scales, round_float4_inputs
+from specbuild.compilers.trt_forms import move_zero_points, narrow_float4_scales, round_float4_inputs, set_apart_names
 from specbuild.compilers.trt_progress import interruptible, progress_monitor
 from specbuild.gathered_experts import gather_used_experts
 from specbuild.quantisation.kv_cache_graph import leave_writing_to_caller
@@ -88,6 +88,7 @@ class Tensorrt:
         notes = [_gathered(gather_used_experts(model))] if build.gather_experts else []
         graphs.pin_cache_length(model, build.cache_length)
         leave_writing_to_caller(model, build.cache_length)  # TensorRT updates no 8-bit cache in place.
+        set_apart_names(model)
         if graph.dtype == "float32":  # TensorRT has no fused float32 attention.
             graphs.mark_decomposable(model)
         timings = self.timing_cache

@@ -1,4 +1,4 @@
-"""Quantised products in the forms that TensorRT takes.
+"""Graphs in the forms that TensorRT takes: mostly quantised products.
 
 Its weights have no zero points: ``x @ ((q - z) * s)`` is ``x @ ((q - m) * s) + sums(x) @ ((m - z) * s)``, where m is
 the middle of the codes and sums adds up the channels that share a scale. The first product keeps its packed weight,
@@ -90,6 +90,16 @@ def narrow_float4_scales(model: ir.Model) -> int:
             scales.dtype = ir.DataType(inner.attributes["output_dtype"].as_int())
             changed += 1
     return changed
+
+
+def set_apart_names(model: ir.Model) -> None:
+    """Give nodes names that no layer gets that TensorRT's parser adds, in place.
+
+    It calls what it adds for a node ``NAME_7``, by one count for all nodes, and refuses a node whose name is taken: of
+    ``a`` and ``a_7`` that depends on how many layers came before. Behind this, no name ends in a number.
+    """
+    for node in graphs.all_nodes(model):
+        node.name = f"{node.name}.{node.op_type}"
 
 
 def _zero_points(node: ir.Node) -> ir.TensorProtocol | None:
