@@ -41,7 +41,7 @@ def check_tokenizer(directory: Path) -> None:
     program, path = (_READ, fast) if fast.is_file() else (_BUILD, directory)
     try:
         done = subprocess.run(
-            [sys.executable, "-c", program, str(path)],
+            [sys.executable, "-P", "-c", program, str(path)],  # -P: nothing is imported from the working directory.
             capture_output=True,
             text=True,
             errors="replace",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing.synchronize import Event
 from typing import Any, TypeVar
 
@@ -33,9 +35,11 @@ def run_side_by_side(
     """
     # Fresh processes: a fork would copy the compilers' threads in an undefined state.
     context = multiprocessing.get_context("spawn")
-    stop = context.Event()
+    with _away_from_working_directory():  # An Event starts a process too, which counts semaphores.
+        stop = context.Event()
     with ProcessPoolExecutor(workers, context, _start_worker, (stop, load)) as pool:
-        with held(signal.SIGINT):  # Workers inherit it, so that Ctrl-C finds none of them half started.
+        # Workers inherit both: Ctrl-C finds none of them half started.
+        with held(signal.SIGINT), _away_from_working_directory():
             futures = [pool.submit(_in_worker, function, item) for item in items]
         try:
             for future in as_completed(futures):
@@ -53,6 +57,21 @@ def run_side_by_side(
             pool.shutdown(cancel_futures=True)
             raise
         return [future.result() for future in futures]
+
+
+@contextmanager
+def _away_from_working_directory() -> Iterator[None]:
+    """Interpreters that are started inside import nothing from the working directory, which may be a stranger's."""
+    name = "PYTHONSAFEPATH"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 _stop: Event | None = None
