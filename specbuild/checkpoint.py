@@ -19,6 +19,7 @@ from specrun.engine_dir import (
     read_config,
 )
 from specrun.errors import CheckpointError
+from specrun.links import require_own_files
 
 
 class CheckpointConfig(Strict):
@@ -40,6 +41,7 @@ class CheckpointConfig(Strict):
 
 def open_checkpoint(directory: Path) -> CheckpointConfig:
     """Read and check ``directory``. Raises CheckpointError."""
+    require_own_files(directory, CheckpointError)
     config = read_config(directory, CheckpointConfig, CheckpointError, "specbuild convert")
     for name in (GRAPH_NAME, WEIGHTS_NAME):
         if name not in config.files:

@@ -23,6 +23,7 @@ from specbuild.json_file import read_json
 from specbuild.refusals import refuse_other_formats
 from specbuild.weights import INDEX_NAME, SINGLE_NAME, no_weights
 from specrun.errors import CheckpointError, SpecError
+from specrun.links import require_own_files
 
 if TYPE_CHECKING:
     from huggingface_hub import ResolvedRevision
@@ -90,8 +91,9 @@ def locate(
 ) -> Path:
     """The local directory of ``model``, a directory or a Hub id, which is downloaded: what is needed of it.
 
-    option: what it was given with. code: Python code, too. head: it is a draft head, so its weight files may have any
-    names. pickles: take a head's pickles where it has no safetensors. Raises CheckpointError; OSError for a full disk.
+    A directory's symbolic links must not leave it. option: what it was given with. code: Python code, too. head: it is
+    a draft head, so its weight files may have any names. pickles: take a head's pickles where it has no safetensors.
+    Raises CheckpointError; OSError for a full disk.
     """
     if (directory := local_directory(model, option)) is not None:
         return directory
@@ -106,7 +108,7 @@ def local_directory(model: str, option: str) -> Path | None:
     """``model`` as a directory; None where it is a Hub id (owner/name). Raises CheckpointError where it is neither."""
     path = Path(model).expanduser()
     if path.is_dir():
-        return path
+        return require_own_files(path, CheckpointError)
     if path.exists():
         raise CheckpointError(f"{model}: is a file; {option} wants the directory that holds config.json")
     if not _is_hub_id(model):

@@ -1,7 +1,7 @@
 """Chat templates: the messages of a conversation to the text that the model continues, as transformers renders it.
 
-Templates come with checkpoints, so they are programs of strangers. jinja2's sandbox runs them, and they see nothing but
-plain data.
+Templates come with checkpoints, so they are programs of strangers. jinja2's sandbox runs them, they see nothing but
+plain data, and their time and what they write have limits.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
+from types import CodeType
 from typing import Any, NoReturn
 
 import jinja2
@@ -23,6 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from specrun.errors import RequestError
+from specrun.limited_time import limited_time
 from specrun.tokenizer import LEGACY_TEMPLATE_NAME, SETTINGS_NAME, SPECIAL_TOKENS_NAME, TEMPLATE_NAME
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -30,6 +32,10 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 _DEFAULT, _FOR_TOOLS = "default", "tool_use"
 """Names of templates, where a tokenizer has several."""
 _INSTEAD = "give prompts without --chat"
+SECONDS = 10
+"""That a template may take for a conversation; it takes milliseconds."""
+MOST_CHARACTERS = 1 << 24
+"""That a template may write for a conversation."""
 
 
 class ChatTemplate:
@@ -103,7 +109,8 @@ class ChatTemplate:
                 {key: value for key, value in _plain(message).items() if value is not None} for message in messages
             ]
             settings = {"tools": _plain(tools), "documents": None, "add_generation_prompt": add_generation_prompt}
-            return template.render(messages=turns, **settings, **self._special_tokens)
+            with limited_time(SECONDS, _is_template, f"it ran for more than {SECONDS} s"):
+                return _joined(template.generate(messages=turns, **settings, **self._special_tokens))
         except Exception as error:  # Templates are programs, and fail like programs.
             raise self._failed(error) from error
 
@@ -172,6 +179,42 @@ def _plain(value: Any) -> Any:
 # ------------------------------------------------------------------------------------ the language of chat templates
 
 
+def _joined(parts: Iterable[str]) -> str:
+    """Raises ValueError where they are too long together."""
+    kept, length = [], 0
+    for part in parts:
+        length += len(part)
+        if length > MOST_CHARACTERS:
+            raise ValueError(f"it writes more than {MOST_CHARACTERS} characters")
+        kept.append(part)
+    return "".join(kept)
+
+
+def _is_template(code: CodeType) -> bool:
+    return code.co_filename == "<template>"
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, in which nothing is repeated without limit either."""
+
+    intercepted_binops = frozenset({"*", "**"})
+    concat = staticmethod(_joined)
+    """Of what macros and blocks write."""
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """The product or power. Raises ValueError where it would be long."""
+        for one, other in ((left, right), (right, left)):
+            if operator == "*" and isinstance(other, int) and isinstance(one, str | list | tuple):
+                size = len(one) * other
+            elif isinstance(one, int) and isinstance(other, int):
+                size = one.bit_length() + other.bit_length() if operator == "*" else left.bit_length() * right
+            else:
+                continue
+            if size > MOST_CHARACTERS:
+                raise ValueError(f"it makes something of more than {MOST_CHARACTERS} characters")
+        return super().call_binop(context, operator, left, right)
+
+
 class _Generation(Extension):
     """``{% generation %} .. {% endgeneration %}`` marks the model's part of a text, for training. Here: its body."""
 
@@ -218,10 +261,13 @@ class _Dict:
         return dict.fromkeys(keys, value)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def _environment() -> _Environment:
     """jinja2 with the settings, filters and functions that transformers gives to chat templates."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    environment = _Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        optimized=False,  # Nothing runs while it is compiled.
+        extensions=[_Generation, loopcontrols],
     )
     environment.filters["tojson"] = _to_json
     environment.globals |= {

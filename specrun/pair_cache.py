@@ -28,6 +28,7 @@ from specrun.chat_template import ChatTemplate
 from specrun.engine_dir import CONFIG_NAME, FORMAT_VERSION, describe_file
 from specrun.errors import BackendError, PairError
 from specrun.extras import how_to_install
+from specrun.links import require_own_files
 from specrun.tokenizer import describe_tokenizer
 from specrun.translation import open_translator
 
@@ -68,7 +69,7 @@ def find_checkpoint(name: str) -> Path:
     if path.is_dir():
         if not (path / CONFIG_NAME).is_file():
             raise PairError(f"{name}: no {CONFIG_NAME}; expected a Hugging Face checkpoint directory or a Hub ID")
-        return path
+        return require_own_files(path, PairError)
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise PairError(f"{name}: no such directory; expected a Hugging Face checkpoint directory or a Hub ID")
     _require("huggingface_hub")
@@ -157,7 +158,7 @@ def _specbuild(command: str, options: Mapping[str, object]) -> None:
     neighbours = str(Path(__file__).resolve().parents[1])
     paths = os.pathsep.join(filter(None, (neighbours, os.environ.get("PYTHONPATH"))))
     process = subprocess.Popen(
-        [sys.executable, "-m", "specbuild", command, *arguments],
+        [sys.executable, "-P", "-m", "specbuild", command, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=2,  # Standard output is for answers.
         env={**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"},

@@ -17,6 +17,7 @@ VENDORS = [
 
 ORDER = [
     "errors",
+    "links",
     "extras",
     "arguments",
     "limits",
@@ -29,6 +30,7 @@ ORDER = [
     "directories",
     "tokenizer",
     "token_bytes",
+    "limited_time",
     "chat_template",
     "stats",
     "sampling",

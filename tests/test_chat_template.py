@@ -284,3 +284,44 @@ def test_templates_reach_nothing_but_their_data(tmp_path: Path, template: str) -
 def test_objects_in_messages_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="a message holds a PosixPath"):
         ChatTemplate(CHATML, {}, tmp_path).render([{"role": "user", "content": Path("x")}])
+
+
+# --- limits
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{% for a in range(99999) %}{{ m(n) if n else '' }}{% endfor %}{% endmacro %}{{ m(0) }}" * 50,
+        "{% set x %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endset %}",
+    ],
+)
+def test_a_template_that_does_not_end(tmp_path: Path, endless: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specrun.chat_template.SECONDS", 0.2)
+    template = ChatTemplate(endless, {}, tmp_path)
+    with pytest.raises(RequestError, match=r"the chat template failed \(it ran for more than 0.2 s\)"):
+        template.render(CONVERSATIONS[0])
+
+
+@pytest.mark.parametrize(
+    "long",
+    [
+        "{% for a in range(99999) %}{{ 'a' * 999 }}{% endfor %}",
+        "{% set x %}{% for a in range(99999) %}{{ 'a' * 999 }}{% endfor %}{% endset %}",
+        "{{ 'a' * 99999999999 }}",
+        "{{ [1] * 99999999999 }}",
+        "{{ 99999999999 * messages }}",
+        "{{ 10 ** 99999999999 }}",
+    ],
+)
+def test_a_template_that_writes_without_end(tmp_path: Path, long: str) -> None:
+    with pytest.raises(
+        RequestError, match=r"the chat template failed \(it (writes|makes something of) more than 16777"
+    ):
+        ChatTemplate(long, {}, tmp_path).render(CONVERSATIONS[0])
+
+
+def test_arithmetic_of_templates_is_as_before(tmp_path: Path) -> None:
+    source = "{{ 3 * 4 }} {{ 2 ** 10 }} {{ '-' * 3 }} {{ 2 ** -1 }} {{ 1.5 * 2 }} {{ 3 * [0] }} {{ 'a' * -1 }}"
+    assert ChatTemplate(source, {}, tmp_path).render(CONVERSATIONS[0]) == "12 1024 --- 0.5 3.0 [0, 0, 0] "
