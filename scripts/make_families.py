@@ -225,21 +225,26 @@ def try_family(model_type: str) -> dict[str, Any]:
         hf, onnx = Path(folder, "hf"), Path(folder, "onnx")
         if (cause := save_one(model_type, hf)) is not None:
             if reason := refusal(model_type, Path(folder, "config")):
-                return {"outcome": "refused", "reason": reason}
+                return refused(reason)
             return {"outcome": "not tried", "reason": missing_packages(cause) or one_line(cause)}
         try:
             with contextlib.redirect_stderr(io.StringIO()):
                 made = convert(ConvertOptions(model=str(hf), output_dir=onnx), Stages())
         except SpecError as error:
-            return {"outcome": "refused", "reason": _reason(error, hf)}
+            return refused(_reason(error, hf))
         except Exception as error:
             return {"outcome": "failed", "reason": f"{type(error).__name__}: {one_line(error)}"}
         return {"outcome": "converts", "largest_logit_difference": made.max_logit_difference}
 
 
+def refused(reason: str) -> dict[str, Any]:
+    """``depends`` where it is for the layers that this configuration has; see ``specbuild.refusals.other_memory``."""
+    return {"outcome": "depends" if " layers keep " in reason else "refused", "reason": reason}
+
+
 def _reason(error: Exception, directory: Path) -> str:
-    """What it says, without the directory."""
-    return re.sub(rf"^{re.escape(str(directory))}[^:]*: ", "", one_line(error))
+    """What it says, without the directory and the family."""
+    return re.sub(rf"^{re.escape(str(directory))}[^:]*: (\S+ cannot be converted: )?", "", one_line(error))
 
 
 def one_line(error: Exception) -> str:

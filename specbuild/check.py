@@ -15,7 +15,17 @@ from specbuild.weights import Weights
 from specrun.chat_template import ChatTemplate
 from specrun.engine_dir import CONFIG_NAME, TokenizerInfo
 from specrun.errors import RequestError, UnsupportedModelError
+from specrun.host_memory import free_memory
 from specrun.tokenizer import TOKENIZER_NAME, describe_tokenizer
+
+
+_MEMORY, _MEMORY_A_LAYER = 500_000_000, 3_000_000
+"""Bytes that converting takes beyond Python with torch, by docs/benchmarks.md; the graph grows with the layers."""
+
+
+def conversion_memory(layers: int) -> int:
+    """Bytes that converting dense weights takes beyond Python with torch."""
+    return _MEMORY + _MEMORY_A_LAYER * layers
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,10 @@ class Checked:
     positions: int
     cache_bytes: int
     """Of the keys and values of one token, in the model's dtype."""
+    memory_to_convert: int
+    """Bytes beyond Python with torch."""
+    memory_to_run: int
+    """Bytes of the weights in an engine for the CPU: float32, or as they come quantised."""
     tokenizer: TokenizerInfo | None
     has_template: bool
     download: int = 0
@@ -39,6 +53,8 @@ class Checked:
     def facts(self) -> dict[str, str]:
         """For people."""
         tokens = f"{self.tokenizer.vocab_size} tokens" if self.tokenizer else "none"
+        memory = free_memory()
+        free = "" if memory is None else f"; {human_bytes(memory)} are free"
         chat = "with a chat template" if self.has_template else "without a chat template"
         return {
             "model": f"{self.family}, {self.parameters / 1e6:.1f}M parameters",
@@ -48,6 +64,8 @@ class Checked:
             "vocabulary": f"{self.vocab_size} logits, tokenizer {tokens}, {chat}",
             **({"download": human_bytes(self.download)} if self.download else {}),
             "disk": f"{human_bytes(self.weights.nbytes)} for the ONNX checkpoint, and as much for each engine",
+            "memory": f"about {human_bytes(self.memory_to_convert)} to convert, beyond Python with torch; "
+            f"{human_bytes(self.memory_to_run)} for the weights of an engine on a CPU{free}",
         }
 
 
@@ -76,6 +94,8 @@ def _check(source: Source, options: ConvertOptions) -> Checked:
 
     directory, weights, scheme = source.directory, source.files, source.scheme
     model = lay_out(source, options).model
+    caches = cache_shapes(model)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     dtypes = sorted({entry.dtype for entry in weights.entries.values()})
     if (directory / TOKENIZER_NAME).is_file():
         check_tokenizer(directory)
@@ -83,10 +103,12 @@ def _check(source: Source, options: ConvertOptions) -> Checked:
         family=source.hf_config.model_type,
         weights=weights,
         form=f"{scheme.method} ({', '.join(dtypes)})" if scheme else ", ".join(dtypes),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=parameters,
         vocab_size=vocab_size_of(model),
         positions=source.max_seq_len,
-        cache_bytes=sum(shape.heads * shape.head_dim for shape in cache_shapes(model)) * model.dtype.itemsize,
+        cache_bytes=sum(shape.heads * shape.head_dim for shape in caches) * model.dtype.itemsize,
+        memory_to_convert=conversion_memory(len(caches) // 2),
+        memory_to_run=weights.nbytes if scheme else parameters * 4,
         tokenizer=describe_tokenizer(directory),
         has_template=_has_template(directory),
     )

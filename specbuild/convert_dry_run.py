@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specbuild.check import require_family
+from specbuild.check import conversion_memory, require_family
 from specbuild.convert import (
     ConvertOptions,
     Layout,
@@ -31,9 +31,6 @@ from specrun.host_memory import free_memory
 
 if TYPE_CHECKING:
     from specbuild.quantisation.packed_model import PackedModel
-
-_MEMORY, _MEMORY_A_LAYER = 500_000_000, 3_000_000
-"""Bytes that converting takes beyond Python with torch, by docs/benchmarks.md; the graph grows with the layers."""
 
 
 def describe_conversion(options: ConvertOptions, stages: Stages) -> str:
@@ -133,4 +130,4 @@ def _packed(options: ConvertOptions, source: Source, layout: Layout, notes: list
 def _memory(layers: int, packed: PackedModel) -> int:
     """The codes of one quantised weight are held as a whole, a byte each, and once more as they are written."""
     codes = max((weight.codes.size for weight in packed.weights()), default=0)
-    return _MEMORY + _MEMORY_A_LAYER * layers + 2 * codes
+    return conversion_memory(layers) + 2 * codes

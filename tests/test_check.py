@@ -13,7 +13,7 @@ from transformers import MambaConfig
 from specbuild.cli import main
 from specbuild.families import table
 from specbuild.progress import human_bytes
-from tests.families import FAMILIES, save_checkpoint
+from tests.families import FAMILIES, SIZES, save_checkpoint
 
 
 def run(*arguments: object) -> Result:
@@ -72,3 +72,33 @@ def test_the_table_is_of_the_installed_transformers_and_knows_the_tests_families
     said = run("families").stdout
     assert " convert and were verified: " in said
     assert json.loads(run("families", "--json").stdout) == table()
+
+
+def test_a_family_is_not_refused_where_the_configuration_decides(hf: Path, tmp_path: Path) -> None:
+    """GraniteMoeHybrid with attention in every layer converts; with others it is refused, and said once why."""
+    sizes = {**SIZES, "num_local_experts": 2, "num_experts_per_tok": 1, "shared_intermediate_size": 64}
+    config = transformers.GraniteMoeHybridConfig(**sizes, layer_types=["attention"] * 2, position_embedding_type="rope")
+    spread = transformers.AutoModelForCausalLM.from_config(config)
+    spread.save_pretrained(tmp_path / "attention")
+    said = run("check", tmp_path / "attention")
+    assert said.exit_code == 0, said.stderr
+    assert "granitemoehybrid" in said.stdout
+    dry = run("convert", "--dry_run", "--model_dir", tmp_path / "attention", "--output_dir", tmp_path / "onnx")
+    assert dry.exit_code == 0, dry.stderr
+    path = tmp_path / "attention" / "config.json"
+    changed = json.loads(path.read_text()) | {"layer_types": ["mamba", "attention"]}
+    path.write_text(json.dumps(changed))
+    said = run("check", tmp_path / "attention")
+    assert said.exit_code == 1
+    assert said.stderr.count("cannot be converted") == 1
+
+
+def test_no_reason_names_its_family_again() -> None:
+    assert [name for name, one in table()["families"].items() if "cannot be converted" in one.get("reason", "")] == []
+    assert "convert where their configuration asks for keys and values alone" in run("families").stdout
+
+
+def test_memory_is_named_beside_disk(hf: Path) -> None:
+    lines = run("check", hf / "target").stdout.splitlines()
+    (memory,) = (line for line in lines if line.startswith("memory"))
+    assert "to convert" in memory and "for the weights of an engine on a CPU" in memory and "are free" in memory
