@@ -18,7 +18,6 @@ from specrun.errors import RequestError, UnsupportedModelError
 from specrun.host_memory import free_memory
 from specrun.tokenizer import TOKENIZER_NAME, describe_tokenizer
 
-
 _MEMORY, _MEMORY_A_LAYER = 500_000_000, 3_000_000
 """Bytes that converting takes beyond Python with torch, by docs/benchmarks.md; the graph grows with the layers."""
 

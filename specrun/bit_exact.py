@@ -78,4 +78,9 @@ class BitExact(BaseModel):
     def __str__(self) -> str:
         if self.shapes is None:
             return "exact up to near-ties: no two shapes of a pass give a row the same bits"
+        if self.cost > CHEAP:
+            return (
+                f"exact up to near-ties (logits within {self.near_tie:.2g} of the row's largest); --bit_exact of "
+                f"specrun makes it exact to the bit: {self.shapes}, {self.cost:.0%} slower"
+            )
         return f"exact to the bit: {self.shapes}" + (f", {self.cost:.0%} slower" if self.shapes.pads else "")

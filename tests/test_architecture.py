@@ -52,6 +52,7 @@ ORDER = [
     "host_memory",
     "backends",
     "probe",
+    "remembered_probes",
     "text",
     "request",
     "runners",

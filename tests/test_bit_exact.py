@@ -160,11 +160,31 @@ def test_by_default_it_must_be_cheap(int4: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("same", [True, False])
 def test_another_processor_is_tried(int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: bool) -> None:
     engine = changed(int4, tmp_path / "engine", processor="Z80", cost=0.0, shapes=PADDED)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     if not same:
         monkeypatch.setattr(exactness, "holds", lambda *_: False)
     on, said = note(engine)
     assert on == same
-    assert "probed on Z80" in said
+    assert ("probed on this one, once" in said) == same
+    assert ("build it again here" in said) == (not same)
+    monkeypatch.delattr(exactness, "holds")  # It is not asked again.
+    on, said = note(engine)
+    assert on == same
+    assert said == "" if same else "build it again here" in said
+    assert "\n" not in said
+    (tmp_path / "cache" / "specrun" / "probes.json").write_text("[[")
+    with pytest.raises(NameError, match="holds"):
+        note(engine)
+
+
+def test_an_engine_that_opens_inexact_is_not_called_exact(int4: Path) -> None:
+    """``specbuild engine`` says what ``specrun`` will do by default."""
+    found = open_engine(int4).bit_exact
+    assert found is not None
+    dear = found.model_copy(update={"cost": 0.22, "near_tie": 0.0037, "shapes": ShapeClass(row_multiple=2)})
+    assert str(dear).startswith("exact up to near-ties (logits within 0.0037 of the row's largest); --bit_exact")
+    assert "22% slower" in str(dear)
+    assert str(dear.model_copy(update={"cost": 0.02})).startswith("exact to the bit: ")
 
 
 def test_engines_of_earlier_releases_load(engines: Path, tmp_path: Path) -> None:

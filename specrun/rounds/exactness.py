@@ -9,6 +9,7 @@ from specrun.backends import Backend
 from specrun.bit_exact import ANY_SHAPE, CHEAP, BitExact, ShapeClass
 from specrun.errors import BackendError
 from specrun.probe import describe_runtime, holds
+from specrun.remembered_probes import key_of, recall, remember
 
 
 class Exactness(NamedTuple):
@@ -30,9 +31,13 @@ def choose_exactness(directory: Path, backend: Backend, wanted: bool | None) -> 
     note = ""
     if found and found.shapes and found.processor != (here := describe_runtime()):
         # Other kernels may run here. A few passes tell.
-        same = holds(backend, found.shapes)
-        note = f"{directory} was probed on {found.processor}; this is {here}, probed now"
-        reason = "" if same else f"{note}: here its passes' bits differ; build it again on this machine"
+        key = key_of(backend.config, found.shapes, here)
+        same = recall(key)
+        if same is None:
+            same = holds(backend, found.shapes)
+            remember(key, same)
+            note = f"{directory} was built on another processor or number of cores; probed on this one, once"
+        reason = "" if same else f"on this processor the bits of passes of {directory} differ; build it again here"
     if found and found.shapes and not reason and wanted is None and found.cost > CHEAP:
         reason = f"it would make one-token rounds {found.cost:.0%} slower; --bit_exact turns it on"
     if not found or not found.shapes or reason:
