@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from contextlib import suppress
 from pathlib import Path
 
 from specrun.errors import BackendError
@@ -23,6 +25,12 @@ def free_memory() -> int | None:
     except (OSError, ValueError):  # No such group, or "max": no limit.
         return free
     return min(free, max(0, limit - used))
+
+
+def return_freed() -> None:
+    """Return memory that this process has freed to the machine. glibc keeps it otherwise; others have no such call."""
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def shortage(what: str, size: int, advice: str) -> BackendError | None:

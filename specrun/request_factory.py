@@ -21,7 +21,8 @@ from specrun.request import Request
 from specrun.request_options import RequestOptions
 from specrun.sampling import SamplingParams
 from specrun.text import Detokenizer, TextStream
-from specrun.tokenizer import TOKENIZER_NAME, load_tokenizer, raise_unless_fault, tokenizer_files
+from specrun.text_encoder import TextEncoder
+from specrun.tokenizer import TOKENIZER_NAME, load_tokenizer, tokenizer_files
 from specrun.tools import ExpectedCalls, ToolFormat, Tools
 
 DEFAULT_OUTPUT_LEN = 256
@@ -50,6 +51,7 @@ class RequestFactory:
         self.draft_len = draft_len
         self._tokenizer_dir = tokenizer_dir
         self._grammars = Grammars(lambda: self.tokenizer, target.eos_token_ids)
+        self._encoder = TextEncoder(lambda: self.tokenizer, target.build_config.max_input_len)
         self._chats = ChatPrompts(tokenizer_dir, chat_template, tool_format)
 
     @cached_property
@@ -86,11 +88,11 @@ class RequestFactory:
 
         Raises RequestError, with the parameter's name, before anything runs.
         """
+        if isinstance(prompt, list | tuple) and not is_conversation(prompt):
+            self._check_length(len(prompt), name)  # Before a look at each of millions of ids.
         text, ids = self._encode(prompt, options, name)
+        self._check_length(len(ids), name)
         self._check_prompt(ids, name)
-        longest = self.target.build_config.max_input_len
-        if len(ids) > longest:
-            raise ContextLengthError(f"{name}: {len(ids)} tokens, the engine's max_input_len is {longest}")
         detokenizer = self._detokenizer
         if detokenizer is None:
             for option in ("stop", "echo"):
@@ -192,6 +194,11 @@ class RequestFactory:
         _require(shortest >= 0, f"min_output_len {shortest}: expected 0 or more")
         _require(shortest <= length, f"min_output_len {shortest}: more than the {length} tokens there may be")
 
+    def _check_length(self, tokens: int, name: str) -> None:
+        longest = self.target.build_config.max_input_len
+        if tokens > longest:
+            raise ContextLengthError(f"{name}: {tokens} tokens, the engine's max_input_len is {longest}")
+
     def _check_prompt(self, prompt: Sequence[int], name: str) -> None:
         vocab = self.target.graph.vocab_size
         _require(bool(prompt), f"{name}: empty; a text needs at least one token to follow")
@@ -217,7 +224,7 @@ class RequestFactory:
         """The prompt's text, None for token ids, and its ids."""
         if isinstance(prompt, str):
             if not (options.chat or options.tools) and options.system is None:
-                return prompt, self._ids(prompt, True)
+                return prompt, self._encoder.ids(prompt, True, name)
             turns: list[Message] = [{"role": "system", "content": options.system}] if options.system is not None else []
             turns.append({"role": "user", "content": prompt})
         elif options.system is not None:
@@ -233,17 +240,9 @@ class RequestFactory:
                 return None, arguments.wholes("token ids", prompt)
             except RequestError as error:
                 raise RequestError(f"{name}: a prompt is a text, token ids or messages; {error}") from error
+        self._encoder.check_characters(sum(len(turn.get("content") or "") for turn in turns), name)
         text = self._chats.render(turns, options.tools)
-        return text, self._ids(text, False)
-
-    def _ids(self, text: str, special: bool) -> list[int]:
-        try:
-            return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
-        except TypeError as error:  # Lone surrogates: bytes that were not UTF-8, or half of a pair in JSON.
-            raise RequestError(f"{text[:40]!r} is not Unicode; write the text as UTF-8") from error
-        except BaseException as error:
-            raise_unless_fault(error)
-            raise RequestError(f"the tokenizer cannot encode {arguments.show(text)} ({error})") from error
+        return text, self._encoder.ids(text, False, name)
 
 
 def is_conversation(prompt: object) -> bool:

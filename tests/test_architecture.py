@@ -50,6 +50,7 @@ ORDER = [
     "kv_cache",
     "device_memory",
     "host_memory",
+    "text_encoder",
     "backends",
     "probe",
     "remembered_probes",

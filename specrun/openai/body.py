@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from specrun import arguments
 from specrun.errors import RequestError
-from specrun.limits import MAX_LOGPROBS
+from specrun.limits import MAX_BIASES, MAX_LOGPROBS, MAX_STOP_IDS
 from specrun.openai.constraints import read_constraint
 from specrun.openai.fields import BodyError, Fields, as_object, wrong
 from specrun.openai.prompts import are_ids, read_messages, read_prompts
@@ -108,20 +109,26 @@ class OpenAIBody:
     """Names of unknown fields."""
 
 
-def read_completion(body: object, defaults: SamplingParams = DEFAULTS) -> OpenAIBody:
-    """The body of a completion. defaults: what holds where a sampling field is missing. Raises BodyError."""
-    return _read(body, defaults, chat=False)
+def read_completion(body: object, defaults: SamplingParams = DEFAULTS, max_prompt_len: int | None = None) -> OpenAIBody:
+    """The body of a completion. Raises BodyError, and ContextLengthError where it is seen before the decoder sees it.
+
+    defaults: what holds where a sampling field is missing. max_prompt_len: tokens that the decoder takes; of a prompt
+    that is longer not everything is looked at.
+    """
+    return _read(body, defaults, max_prompt_len, chat=False)
 
 
-def read_chat(body: object, defaults: SamplingParams = DEFAULTS) -> OpenAIBody:
-    """The body of a chat completion. defaults: as for completions. Raises BodyError."""
-    return _read(body, defaults, chat=True)
+def read_chat(body: object, defaults: SamplingParams = DEFAULTS, max_prompt_len: int | None = None) -> OpenAIBody:
+    """The body of a chat completion. Arguments and errors as for completions."""
+    return _read(body, defaults, max_prompt_len, chat=True)
 
 
 def token_biases(name: str, value: Any) -> Mapping[int, float]:
     """A ``logit_bias``: JSON's keys are texts, token ids in digits. Raises RequestError."""
     biases = {}
-    for token, bias in as_object(name, value).items():
+    if len(as_object(name, value)) > MAX_BIASES:
+        raise BodyError(f"{name}: {len(value)} tokens, expected at most {MAX_BIASES}", name)
+    for token, bias in value.items():
         if not (token.isascii() and token.isdigit() and len(token) < 20):
             raise wrong(name, token, "token ids")
         biases[int(token)] = arguments.number(name, bias)
@@ -139,12 +146,16 @@ def field_of(error: RequestError) -> str | None:
     return OPENAI_NAMES.get(name, name) if name in _DECODER_NAMES else None
 
 
-def _read(body: object, defaults: SamplingParams, chat: bool) -> OpenAIBody:
+def _read(body: object, defaults: SamplingParams, max_prompt_len: int | None, chat: bool) -> OpenAIBody:
     if not isinstance(body, Mapping):
         raise BodyError(f"the body is {arguments.show(body)}, expected a JSON object")
     fields = Fields(body)
     fields.refuse(_REFUSED_IN_CHATS if chat else _REFUSED_IN_COMPLETIONS)
-    prompts = [fields.required("messages", read_messages)] if chat else fields.required("prompt", read_prompts)
+    prompts: Sequence[Prompt]
+    if chat:
+        prompts = [fields.required("messages", partial(read_messages, max_len=max_prompt_len))]
+    else:
+        prompts = fields.required("prompt", partial(read_prompts, max_len=max_prompt_len))
     n = fields.whole("n", 1, MAX_N) or 1
     if fields.whole("best_of", 1) not in (None, n):
         raise BodyError(f"best_of: not supported unless it is n, {n}; leave it out", "best_of")
@@ -236,9 +247,9 @@ def _chat_logprobs(fields: Fields) -> int | None:
 def _stop_texts(name: str, value: Any) -> Sequence[str]:
     if not isinstance(value, str | list):
         raise wrong(name, value, "a text or a list of texts")
+    if isinstance(value, list) and len(value) > MAX_STOP_TEXTS:
+        raise BodyError(f"{name}: {len(value)} texts, expected at most {MAX_STOP_TEXTS}", name)
     texts = arguments.texts(name, value)
-    if len(texts) > MAX_STOP_TEXTS:
-        raise BodyError(f"{name}: {len(texts)} texts, expected at most {MAX_STOP_TEXTS}", name)
     for text in texts:
         if not 0 < len(text) <= MAX_STOP_CHARACTERS:
             raise wrong(name, text, f"texts of 1 to {MAX_STOP_CHARACTERS} characters")
@@ -246,10 +257,11 @@ def _stop_texts(name: str, value: Any) -> Sequence[str]:
 
 
 def _token_ids(name: str, value: Any) -> Sequence[int]:
+    if isinstance(value, list) and len(value) > MAX_STOP_IDS:
+        raise BodyError(f"{name}: {len(value)} ids, expected at most {MAX_STOP_IDS}", name)
     if not are_ids(value):
         raise wrong(name, value, "a list of token ids")
-    ids: Sequence[int] = value
-    return ids
+    return value
 
 
 def _draft_len(name: str, value: Any) -> int | str:

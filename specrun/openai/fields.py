@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from specrun import arguments
-from specrun.errors import RequestError
+from specrun.errors import ContextLengthError, RequestError
 
 _T = TypeVar("_T")
 
@@ -43,14 +43,17 @@ class Fields:
         return bool(self.left)
 
     def take(self, name: str, check: Callable[[str, Any], _T]) -> _T | None:
-        """What ``check`` makes of a field; None where it is missing. Raises BodyError, with the field's name."""
+        """What ``check`` makes of a field; None where it is missing.
+
+        Raises BodyError, with the field's name, and ContextLengthError.
+        """
         if name not in self.left:
             return None
         full = self._prefix + name
         value = self.left.pop(name)
         try:
             return check(full, value)
-        except BodyError:
+        except (BodyError, ContextLengthError):
             raise
         except RequestError as error:
             raise BodyError(str(error), full) from error

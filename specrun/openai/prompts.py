@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from itertools import islice
+from typing import Any, TypeGuard
 
+from specrun.errors import ContextLengthError
 from specrun.openai.fields import BodyError, as_object, wrong
 from specrun.request_factory import Message, Prompt
 
@@ -16,30 +18,43 @@ _LARGEST_ID = 1 << 63
 """Token ids are numbers of 64 bits; what the model has is the decoder's to check."""
 
 
-def read_prompts(name: str, value: Any) -> Sequence[Prompt]:
-    """A text, token ids, or several of both. Raises BodyError."""
+def read_prompts(name: str, value: Any, max_len: int | None = None) -> Sequence[Prompt]:
+    """A text, token ids, or several of both. Raises BodyError.
+
+    max_len: more ids than so many are not looked at, because the decoder refuses them. None: all are.
+    """
     several = isinstance(value, list) and bool(value) and isinstance(value[0], str | list)
     prompts = value if several else [value]
     if len(prompts) > MAX_PROMPTS:
         raise BodyError(f"{name}: {len(prompts)} prompts, expected at most {MAX_PROMPTS}", name)
     for number, prompt in enumerate(prompts):
         where = f"{name}[{number}]" if several else name
-        if not isinstance(prompt, str) and not are_ids(prompt):
+        if not isinstance(prompt, str) and not are_ids(prompt, max_len):
             raise wrong(where, prompt, "a text, token ids, or a list of both", name)
         if not prompt:
             raise BodyError(f"{where}: empty; a text needs at least one token to follow", name)
     return prompts
 
 
-def are_ids(value: object) -> bool:
-    """Whether it is a list of token ids. JSON's true is none, though Python's True is a number."""
-    return isinstance(value, list) and all(type(item) is int and 0 <= item < _LARGEST_ID for item in value)
+def are_ids(value: object, count: int | None = None) -> TypeGuard[list[int]]:
+    """Whether it is a list of token ids. JSON's true is none, though Python's True is a number.
+
+    count: only so many of them are looked at.
+    """
+    if not isinstance(value, list):
+        return False
+    return all(type(item) is int and 0 <= item < _LARGEST_ID for item in islice(value, count))
 
 
-def read_messages(name: str, value: Any) -> Sequence[Message]:
-    """The messages of a conversation. Raises BodyError."""
+def read_messages(name: str, value: Any, max_len: int | None = None) -> Sequence[Message]:
+    """The messages of a conversation. Raises BodyError.
+
+    max_len: tokens that a prompt may have; more messages than that are a ContextLengthError. None: any number.
+    """
     if not isinstance(value, list) or not value:
         raise wrong(name, value, "a list of messages")
+    if max_len is not None and len(value) > max_len:
+        raise ContextLengthError(f"prompt: {len(value)} messages, the engine's max_input_len is {max_len} tokens")
     messages = [_message(f"{name}[{number}]", message) for number, message in enumerate(value)]
     calls = [call for message in messages for call in message.get("tool_calls", ())]
     names = {call["id"]: call["function"]["name"] for call in calls if isinstance(call.get("id"), str)}

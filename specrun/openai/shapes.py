@@ -17,7 +17,7 @@ class Shape(Protocol):
     whole_object: str
     chunk_object: str
 
-    def read(self, body: object, defaults: SamplingParams) -> OpenAIBody:
+    def read(self, body: object, defaults: SamplingParams, max_prompt_len: int | None = None) -> OpenAIBody:
         """See ``specrun.openai.body``."""
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
@@ -58,9 +58,9 @@ class CompletionShape:
 
     id_prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def read(self, body: object, defaults: SamplingParams) -> OpenAIBody:
+    def read(self, body: object, defaults: SamplingParams, max_prompt_len: int | None = None) -> OpenAIBody:
         """See ``Shape``."""
-        return read_completion(body, defaults)
+        return read_completion(body, defaults, max_prompt_len)
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
         """See ``Shape``."""
@@ -85,9 +85,9 @@ class ChatShape:
 
     id_prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def read(self, body: object, defaults: SamplingParams) -> OpenAIBody:
+    def read(self, body: object, defaults: SamplingParams, max_prompt_len: int | None = None) -> OpenAIBody:
         """See ``Shape``."""
-        return read_chat(body, defaults)
+        return read_chat(body, defaults, max_prompt_len)
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
         """See ``Shape``."""

@@ -9,18 +9,18 @@ from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specrun import __version__
+from specrun import __version__, arguments
 from specrun.errors import RequestError
 from specrun.openai.body import read_chat, read_completion
+from specrun.openai.fields import Fields, as_object
+from specrun.openai.prompts import are_ids
 from specrun.openai.shapes import ChatShape, CompletionShape
-from specrun.serve.bodies import read_json
 from specrun.serve.errors import ApiError, as_api_error
 from specrun.serve.keys import find_key
 from specrun.serve.log import log, write
@@ -130,25 +130,33 @@ def _describe(service: Service) -> dict[str, Any]:
 
 async def _tokenize(service: Service, request: Request) -> Response:
     """vLLM's: a ``prompt`` or ``messages`` to token ids."""
-    body = await read_json(request)
-    read = read_chat if isinstance(body, dict) and "messages" in body else read_completion
-    ask = read(body)
-    service.require_model(ask.model)
-    if len(ask.prompts) != 1:
-        raise ApiError(400, "prompt: expected one text", "prompt")
-    ids = await run_in_threadpool(service.decoder.token_ids, ask.prompts[0], ask.options)
+
+    def read(body: Any) -> list[int]:
+        read_body = read_chat if isinstance(body, dict) and "messages" in body else read_completion
+        ask = read_body(body, max_prompt_len=service.max_input_len)
+        service.require_model(ask.model)
+        if len(ask.prompts) != 1:
+            raise ApiError(400, "prompt: expected one text", "prompt")
+        return service.decoder.token_ids(ask.prompts[0], ask.options)
+
+    ids = await service.bodies.read(request, read)
     return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": service.max_seq_len})
 
 
 async def _detokenize(service: Service, request: Request) -> Response:
     """vLLM's: ``tokens`` to their text."""
-    body = await read_json(request)
-    ids = body.get("tokens") if isinstance(body, dict) else None
-    vocab = service.decoder.target.graph.vocab_size
-    if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < vocab for token in ids):
-        raise ApiError(400, f"tokens: expected a list of ids from 0 to {vocab - 1}", "tokens")
-    text = await run_in_threadpool(service.decoder.tokenizer.decode, ids, skip_special_tokens=False)
-    return JSONResponse({"prompt": text})
+
+    def read(body: Any) -> str:
+        fields = Fields(as_object("body", body))
+        service.require_model(fields.take("model", arguments.text))
+        ids, vocab = fields.left.get("tokens"), service.decoder.target.graph.vocab_size
+        if isinstance(ids, list) and len(ids) > service.max_seq_len:
+            raise ApiError(400, f"tokens: {len(ids)} ids, expected at most {service.max_seq_len}", "tokens")
+        if not are_ids(ids) or any(token >= vocab for token in ids):
+            raise ApiError(400, f"tokens: expected a list of ids from 0 to {vocab - 1}", "tokens")
+        return service.decoder.tokenizer.decode(ids, skip_special_tokens=False)
+
+    return JSONResponse({"prompt": await service.bodies.read(request, read)})
 
 
 async def _health(service: Service, request: Request) -> Response:

@@ -1,26 +1,52 @@
-"""Reading a request's body without trusting it."""
+"""Reading a request's body without trusting it. The event loop, in which all streams are sent, only receives it."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
+from anyio import CapacityLimiter, to_thread
 from starlette.requests import ClientDisconnect, Request
 
+from specrun.serve.engine import QueueFullError
 from specrun.serve.errors import ApiError
-from specrun.serve.limits import MAX_BODY_BYTES, MAX_BODY_SECONDS
+from specrun.serve.limits import LARGE_BODY_BYTES, MAX_BODY_BYTES, MAX_BODY_SECONDS, MAX_LARGE_BODIES
+
+T = TypeVar("T")
 
 
-async def read_json(request: Request) -> Any:
-    """The JSON of a body. Raises ApiError for one that is too large, too slow, or no JSON."""
+class BodyReader:
+    """Reads bodies in worker threads: large ones one after the other, so that small ones never wait for threads."""
+
+    def __init__(self) -> None:
+        self._large = CapacityLimiter(1)
+
+    async def read(self, request: Request, use: Callable[[Any], T]) -> T:
+        """What ``use`` makes of the JSON of a body; it runs in a worker thread.
+
+        Raises ApiError for a body that is too large, too slow, or no JSON, and QueueFullError where too many large
+        ones wait.
+        """
+        data = await _receive(request)
+        is_large = len(data) > LARGE_BODY_BYTES
+        if is_large and self._large.statistics().tasks_waiting >= MAX_LARGE_BODIES:
+            raise QueueFullError(f"{MAX_LARGE_BODIES} large bodies wait, and no more may")
+        return await to_thread.run_sync(lambda: use(_parse(data)), limiter=self._large if is_large else None)
+
+
+async def _receive(request: Request) -> bytes:
     try:
         async with asyncio.timeout(MAX_BODY_SECONDS):
-            data = await _read(request)
+            return await _read(request)
     except TimeoutError:
         raise ApiError(408, f"the body took longer than {MAX_BODY_SECONDS:.0f} s") from None
     except ClientDisconnect:
         raise ApiError(400, "the client left before its body had ended") from None
+
+
+def _parse(data: bytes) -> Any:
     try:
         return json.loads(data, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:  # Texts that are not UTF-8 and numbers too long are ValueErrors.

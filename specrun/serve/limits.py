@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 MAX_BODY_BYTES = 8 << 20
+LARGE_BODY_BYTES = 256 << 10
+"""Size from which on bodies are read one after the other."""
+MAX_LARGE_BODIES = 16
+"""Number of large bodies that may wait to be read."""
 MAX_BODY_SECONDS = 30.0
 """In which a body must have come."""
 MAX_HEADER_BYTES = 64 << 10

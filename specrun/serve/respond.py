@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -18,7 +17,6 @@ from starlette.types import Receive, Scope, Send
 from specrun.openai.answers import Answer, speculation, usage
 from specrun.openai.body import OpenAIBody
 from specrun.openai.shapes import Shape, whole_answer
-from specrun.serve.bodies import read_json
 from specrun.serve.errors import as_api_error
 from specrun.serve.generation import Generation
 from specrun.serve.log import write
@@ -33,10 +31,14 @@ class ClientLeftError(Exception):
 
 async def respond(service: Service, shape: Shape, request: Request) -> Response:
     """The answer to a completion's or a chat's body. Raises ApiError and RequestError."""
-    body = shape.read(await read_json(request), service.defaults)
-    if body.ignored:
-        write("ignored", {"id": request.state.id, "fields": list(body.ignored)})
-    answers = await run_in_threadpool(service.answers, body, request.state.key)
+
+    def read(sent: Any) -> tuple[OpenAIBody, Sequence[Answer]]:
+        body = shape.read(sent, service.defaults, service.max_input_len)
+        if body.ignored:
+            write("ignored", {"id": request.state.id, "fields": list(body.ignored)})
+        return body, service.answers(body, request.state.key)
+
+    body, answers = await service.bodies.read(request, read)
     exchange = _Exchange(service, shape, body, answers)
     request.state.log = exchange.log_fields()
     if body.stream:

@@ -11,6 +11,7 @@ from specrun.openai.answers import Answer
 from specrun.openai.body import DEFAULTS, OpenAIBody
 from specrun.request import Request
 from specrun.sampling import SamplingParams
+from specrun.serve.bodies import BodyReader
 from specrun.serve.engine import EngineThread
 from specrun.serve.errors import ApiError
 from specrun.serve.keys import ApiKey
@@ -32,7 +33,13 @@ class Service:
     log_prompts: bool = False
     defaults: SamplingParams = DEFAULTS
     """What holds where a body does not say how to sample."""
+    bodies: BodyReader = field(default_factory=BodyReader)
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def max_input_len(self) -> int:
+        """Number of tokens that a prompt may have."""
+        return self.decoder.target.build_config.max_input_len
 
     @property
     def max_seq_len(self) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,11 @@ from specrun.triton.answer import Answer
 from specrun.triton.metrics import Metrics
 from specrun.triton.repository import DRAFT, MAX_QUEUE, TARGET, TOKENIZER
 from specrun.triton.responses import Response, ResponseThread
-from specrun.triton.tensors import read_inputs
+from specrun.triton.tensors import Ask, read_inputs
 from specrun.updates import Ended, Update
 
+READERS = 4
+"""Number of threads that read requests."""
 DRAIN_SECONDS = 20.0
 """For answers, when the model is unloaded. tritonserver kills the process 30 s after it was told to stop."""
 
@@ -56,27 +59,36 @@ class TritonPythonModel:
         self.metrics = Metrics(args["model_name"])
         self.responses = ResponseThread()
         self.engine = EngineThread(self.decoder, self.responses.deliver, max_queue)
+        self._readers = ThreadPoolExecutor(READERS, "reader")
         self.responses.start()
         self.engine.start()
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Give the requests to the engine thread. Their responses come from another thread."""
+        """Let other threads read the requests and give them to the engine thread. Responses come from yet another."""
         for request in requests:
             response = Response(request.get_response_sender(), self.metrics)
             self.responses.begin(response)
             try:
-                self._submit(request, response)
-            except BaseException as error:  # The tokenizer's faults are no Exceptions.
+                tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+                ask = read_inputs(tensors, json.loads(request.parameters() or "{}"))
+                self._readers.submit(self._submit, ask, response)
+            except Exception as error:
                 self.responses.do(partial(response.fail, error))
 
     def finalize(self) -> None:
         """Let answers end, and close the engines."""
+        self._readers.shutdown()
         self.engine.stop(DRAIN_SECONDS)
         self.responses.stop(DRAIN_SECONDS)
 
-    def _submit(self, request: Any, response: Response) -> None:
-        tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-        ask = read_inputs(tensors, json.loads(request.parameters() or "{}"))
+    def _submit(self, ask: Ask, response: Response) -> None:
+        """In a thread of its own, because a long prompt takes seconds and others must not wait for it."""
+        try:
+            self._give_to_engine(ask, response)
+        except BaseException as error:  # The tokenizer's faults are no Exceptions.
+            self.responses.do(partial(response.fail, error))
+
+    def _give_to_engine(self, ask: Ask, response: Response) -> None:
         made = self.decoder.request(ask.prompt, ask.params, ask.options, name=ask.prompt_name)
         response.answer = Answer(ask.stream, made.logprobs is not None, made.echo, len(made.prompt), ask.is_probe)
         if ask.is_probe and self._is_busy():
