@@ -1,12 +1,60 @@
-"""One client's connection."""
+"""Clients' connections: how many there may be, and how long one may wait for its client."""
 
 from __future__ import annotations
 
+import resource
 from asyncio import Transport
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from specrun.serve import limits
+
+ACCEPTED_AT_ONCE = 16
+"""Number of connections that the event loop accepts before it looks at any of them."""
+_SPARE_FILES = 64 + 4 * ACCEPTED_AT_ONCE
+"""Number of files left to the engines, the log and connections that are being accepted or closed."""
+
+
+def connection_limit() -> int:
+    """Number of connections for which this process has files, at most ``limits.MAX_CONNECTIONS``."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files == resource.RLIM_INFINITY:
+        return limits.MAX_CONNECTIONS
+    return max(1, min(limits.MAX_CONNECTIONS, files - len([*Path("/dev/fd").iterdir()]) - _SPARE_FILES))
+
+
+class Crowd:
+    """The connections of one server. One too many ends the one that has waited longest for its client.
+
+    So clients that only keep connections cannot keep others out, whose requests come at once.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._waiting: OrderedDict[Connection, None] = OrderedDict()
+        """Those that wait for a request, and some that no longer do. The one that has waited longest comes first."""
+
+    def wait(self, connection: Connection) -> None:
+        """From now on ``connection`` waits for a request."""
+        self._waiting[connection] = None
+        self._waiting.move_to_end(connection)
+
+    def leave(self, connection: Connection) -> None:
+        """``connection`` has ended."""
+        self._waiting.pop(connection, None)
+
+    def make_room(self, newest: Connection) -> None:
+        """End a connection if there are too many: ``newest`` where no other waits for its client."""
+        if len(newest.connections) <= self._limit:
+            return
+        while self._waiting:
+            connection, _ = self._waiting.popitem(last=False)
+            if connection.is_waiting or connection is newest:
+                connection.transport.abort()
+                return
 
 
 class Connection(H11Protocol):
@@ -17,15 +65,34 @@ class Connection(H11Protocol):
 
     _seen: RequestResponseCycle | None = None
 
+    def __init__(self, crowd: Crowd, **given: Any) -> None:
+        """given: uvicorn's arguments."""
+        super().__init__(**given)
+        self._crowd = crowd
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the client has yet to send a request or the rest of one, and has read the last answer."""
+        needs_request = self.cycle is None or self.cycle.response_complete or self.cycle.more_body
+        return needs_request and not self.transport.get_write_buffer_size()
+
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         """Begin to watch."""
         super().connection_made(transport)
         self._watch = self.loop.call_later(limits.MAX_IDLE_SECONDS, self._close_if_idle)
+        self._crowd.wait(self)
+        self._crowd.make_room(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop watching."""
         self._watch.cancel()
+        self._crowd.leave(self)
         super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request."""
+        self._crowd.wait(self)
+        super().on_response_complete()
 
     def _close_if_idle(self) -> None:
         is_idle = self.cycle is None or self.cycle.response_complete

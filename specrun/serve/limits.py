@@ -16,4 +16,4 @@ KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep a connection that they do not use: one that the server closes first may get a request just
 then, which fails. With uvicorn's own 5 s, httpx's default too, that happens under load."""
 MAX_CONNECTIONS = 4096
-"""Beyond which new ones are answered with 503."""
+"""Number of connections, where the process may have so many files; see ``connection_limit``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Sequence
+from functools import partial
 from ipaddress import ip_address
 from types import FrameType
 
@@ -14,19 +15,22 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.errors import BackendError
 from specrun.sampling import SamplingParams
 from specrun.serve.app import make_app
-from specrun.serve.connection import Connection
+from specrun.serve.connection import ACCEPTED_AT_ONCE, Connection, Crowd, connection_limit
 from specrun.serve.engine import EngineThread, News
 from specrun.serve.keys import ApiKey
-from specrun.serve.limits import KEEP_ALIVE_SECONDS, MAX_CONNECTIONS, MAX_HEADER_BYTES
+from specrun.serve.limits import KEEP_ALIVE_SECONDS, MAX_HEADER_BYTES
 from specrun.serve.metrics import Metrics
 from specrun.serve.service import Service
+
+BACKLOG = 2048
+"""Number of connections that may wait to be accepted."""
 
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 is any free one. Raises BackendError."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=2048)
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise BackendError(f"--host {host} --port {port}: {error.strerror or error}; give another one") from error
 
@@ -69,14 +73,15 @@ async def serve(
     service = Service(decoder, engine, Metrics(metrics_prefix, model), model, keys, timeout, log_prompts, defaults)
     config = uvicorn.Config(
         make_app(service),
-        http=Connection,  # Made of h11: httptools keeps a header of any size in memory.
+        # Made of h11: httptools keeps a header of any size in memory.
+        http=partial(Connection, Crowd(connection_limit())),  # type: ignore[arg-type]
+        backlog=ACCEPTED_AT_ONCE,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
-        limit_concurrency=MAX_CONNECTIONS,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=int(drain_seconds),
     )
@@ -90,6 +95,12 @@ async def serve(
 
 class _Server(uvicorn.Server):
     """uvicorn's server, but a signal that ended it in good order is not raised again."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to serve. asyncio accepts as many connections at once as may wait; more may wait."""
+        await super().startup(sockets)
+        for one in sockets or ():
+            one.listen(BACKLOG)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains the server, the second ends it."""

@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from specrun.serve import limits
 from specrun.serve.keys import read_keys
 from specrun.serve.limits import MAX_BODY_BYTES, MAX_HEADER_BYTES
 from tests.serve.conftest import Server, running
+from tests.serve.test_command import serving
 
 LONG = {"prompt": "the cat", "max_tokens": 70, "temperature": 0}
 
@@ -139,6 +141,31 @@ def test_a_connection_without_a_whole_request_is_closed(
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
             assert "[DONE]" in answer.read().decode()
         assert time.monotonic() - began > 2 * limits.MAX_IDLE_SECONDS, "it shows that long answers are not cut off"
+
+
+def test_idle_connections_keep_nobody_out(engines: Path) -> None:
+    """Not even with fewer files than connections. What is not idle goes on."""
+    body_missing = b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n"
+    beginnings = (b"", b"GET /health HTTP/1.1\r\nx: ", body_missing)
+    few_files = ["bash", "-c", 'ulimit -n 256 && exec "$@"', "-"]
+    body = {"prompt": "the cat", "max_tokens": 100, "ignore_eos": True, "stream": True, "n": 16}
+    with serving(engines, within=few_files) as process, ExitStack() as clients:
+        server = Server(process.url, None)  # type: ignore[arg-type]
+        whole = send(server, {**LONG, "n": 16})
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            for number in range(400):
+                idle = clients.enter_context(connect(server))
+                idle.sendall(beginnings[number % 3])
+                if number % 50 == 0:
+                    assert httpx.get(f"{server.url}/health", timeout=5).status_code == 200
+            assert [*lines][-2] == "data: [DONE]"
+        assert b" 200 " in whole.recv(64)
+        whole.close()
+        assert httpx.get(f"{server.url}/health", timeout=5).status_code == 200
+        log = process.log.read_text()
+        assert "Traceback" not in log and len(log) < 60_000, log[:2000]
 
 
 @pytest.mark.parametrize("stream", [False, True])
