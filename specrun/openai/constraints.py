@@ -39,7 +39,7 @@ def read_constraint(fields: Fields) -> dict[str, Any]:
             found[option] = value
     if structured.left:
         name = next(iter(structured.left))
-        raise BodyError(f"structured_outputs.{name}: not supported; leave it out", "structured_outputs")
+        raise BodyError(f"structured_outputs.{name[:64]}: not supported; leave it out", "structured_outputs")
     return found
 
 

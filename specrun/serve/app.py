@@ -16,14 +16,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specrun import __version__, arguments
-from specrun.errors import RequestError
+from specrun.errors import SpecError
 from specrun.openai.body import read_chat, read_completion
 from specrun.openai.fields import Fields, as_object
 from specrun.openai.prompts import are_ids
 from specrun.openai.shapes import ChatShape, CompletionShape
 from specrun.serve.errors import ApiError, as_api_error
 from specrun.serve.keys import find_key
-from specrun.serve.log import log, write
+from specrun.serve.log import log, shown, write
 from specrun.serve.metrics import CONTENT_TYPE
 from specrun.serve.respond import ClientLeftError, respond
 from specrun.serve.service import Service
@@ -49,7 +49,7 @@ def make_app(service: Service) -> ASGIApp:
             ("GET", "/version", _version),
         )
     ]
-    known = (ApiError, RequestError, ClientLeftError, HTTPException, Exception)
+    known = (ApiError, SpecError, ClientLeftError, HTTPException, Exception)
     app = Starlette(routes=routes, exception_handlers=dict.fromkeys(known, _error))
     return _Door(service, app)
 
@@ -97,7 +97,8 @@ def _log_request(scope: Scope, state: dict[str, Any], status: int, seconds: floa
     """One line. Status 0: the client left before an answer."""
     if scope["path"] in (*OPEN_PATHS, "/metrics") and status == 200:
         return
-    line = {"id": state["id"], "method": scope["method"], "path": scope["path"], "status": status}
+    path = shown(scope["path"])
+    line = {"id": state["id"], "method": shown(scope["method"]), "path": path, "status": status}
     write("request", line | {"seconds": round(seconds, 6)} | state["log"])
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from specrun.decoder import SpeculativeDecoder
-from specrun.errors import BackendError, SpecError
+from specrun.errors import BackendError, RequestError, SpecError
 from specrun.request import Request
 from specrun.serve.log import log
 from specrun.updates import Update, Watch
@@ -106,6 +106,18 @@ class EngineThread:
             return f"{self._failed_steps} steps failed, and no token came since the first"
         return None
 
+    def require_room(self, count: int) -> None:
+        """Raise QueueFullError or EngineStoppedError unless ``count`` requests could be submitted now.
+
+        Raises RequestError where so many never can.
+        """
+        if self._stopping or self._death:
+            raise EngineStoppedError(self._death or "the server is stopping")
+        if count > self.max_queue:
+            raise RequestError(f"n: {count} answers, expected at most {self.max_queue} to one body; ask for fewer")
+        if (waiting := self._scheduler.num_waiting) + count > self.max_queue:
+            raise QueueFullError(f"{waiting} requests wait, and at most {self.max_queue} may")
+
     def submit(self, requests: Sequence[Request], receive: Callable[[int, Update], None]) -> Job:
         """Let ``requests`` wait for rows: all of them, or none. Any thread may call this.
 
@@ -113,10 +125,7 @@ class EngineThread:
         """
         job = Job(requests, receive)
         with self._wake:
-            if self._stopping or self._death:
-                raise EngineStoppedError(self._death or "the server is stopping")
-            if self._scheduler.num_waiting + len(requests) > self.max_queue:
-                raise QueueFullError(f"{self._scheduler.num_waiting} requests wait, and at most {self.max_queue} may")
+            self.require_room(len(requests))
             self._scheduler.add(*requests)
             self._arrived.extend((Watch(request), job, number) for number, request in enumerate(requests))
             self._wake.notify()

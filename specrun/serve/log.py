@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+MAX_SHOWN = 200
+"""Number of characters of a stranger's text."""
 log = logging.getLogger("specrun.serve")
 
 
@@ -17,6 +19,11 @@ def set_up() -> None:
     handler.setFormatter(_JsonFormatter())
     logging.basicConfig(handlers=[handler], level=logging.INFO)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+
+def shown(text: str) -> str:
+    """What the log tells of a text that a stranger wrote, and that nobody needs whole: its beginning."""
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}.."
 
 
 def write(event: str, fields: Mapping[str, Any]) -> None:
@@ -32,4 +39,10 @@ class _JsonFormatter(logging.Formatter):
         line |= getattr(record, "fields", {})
         if record.exc_info:
             line["trace"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=repr)
+        text = json.dumps(line, ensure_ascii=False, default=repr)
+        # What a terminal obeys instead of showing it, and what other programs take for the end of a line.
+        return text if text.isprintable() else "".join(map(_escaped, text))
+
+
+def _escaped(character: str) -> str:
+    return character if character.isprintable() else json.dumps(character)[1:-1]

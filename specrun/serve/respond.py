@@ -19,10 +19,12 @@ from specrun.openai.body import OpenAIBody
 from specrun.openai.shapes import Shape, whole_answer
 from specrun.serve.errors import as_api_error
 from specrun.serve.generation import Generation
-from specrun.serve.log import write
+from specrun.serve.log import shown, write
 from specrun.serve.service import Service, requests_of
 
 T = TypeVar("T")
+MAX_LOGGED_FIELDS = 32
+"""Number of unknown fields of a body that the log names."""
 
 
 class ClientLeftError(Exception):
@@ -35,7 +37,7 @@ async def respond(service: Service, shape: Shape, request: Request) -> Response:
     def read(sent: Any) -> tuple[OpenAIBody, Sequence[Answer]]:
         body = shape.read(sent, service.defaults, service.max_input_len)
         if body.ignored:
-            write("ignored", {"id": request.state.id, "fields": list(body.ignored)})
+            write("ignored", {"id": request.state.id, "fields": [*map(shown, body.ignored[:MAX_LOGGED_FIELDS])]})
         return body, service.answers(body, request.state.key)
 
     body, answers = await service.bodies.read(request, read)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from specrun.arguments import show
 from specrun.decoder import SpeculativeDecoder
 from specrun.openai.answers import Answer
 from specrun.openai.body import DEFAULTS, OpenAIBody
@@ -50,16 +51,17 @@ class Service:
         """Raise ApiError for a model that is not served here."""
         if name not in (None, "", self.model):
             raise ApiError(
-                404, f"model {name!r} is not served here; this is {self.model!r}", "model", "model_not_found"
+                404, f"model {show(name)} is not served here; this is {self.model!r}", "model", "model_not_found"
             )
 
     def answers(self, body: OpenAIBody, key: ApiKey | None) -> list[Answer]:
         """The answers to ``body``, before anything of them has come: its prompts' n answers, prompt by prompt.
 
         Encodes texts and renders templates, so it may take a while: call it in a worker thread.
-        Raises ApiError and RequestError; then nothing of the body is decoded.
+        Raises ApiError, QueueFullError, EngineStoppedError and RequestError; then nothing of the body is decoded.
         """
         self.require_model(body.model)
+        self.engine.require_room(len(body.prompts) * body.n)
         options = replace(body.options, timeout=self.timeout, reuse_blocks=key is None or key.reuse_blocks)
         requests = self.decoder.requests(body.prompts, body.params, options, n=body.n)
         for request in requests:

@@ -206,13 +206,52 @@ def test_a_slow_reader_holds_nobody_up(server: Server) -> None:
     slow.close()
 
 
-def test_a_full_queue_is_429_and_nothing_of_the_body_runs(open_pair: Callable[[], SpeculativeDecoder]) -> None:
-    with running(open_pair(), max_queue=3) as server:
-        answer = server.post("/v1/completions", {**LONG, "n": 8})
-        assert answer.status_code == 429 and int(answer.headers["retry-after"]) > 0
-        assert answer.json()["error"]["type"] == "rate_limit_error"
-        assert is_idle(server) and server.metric("generation_tokens_total") == 0
-        assert server.post("/v1/completions", {**LONG, "n": 3}).status_code == 200
+def test_a_full_queue_is_429_and_nothing_of_the_body_runs(engines: Path) -> None:
+    body = {**LONG, "n": 64, "max_tokens": 100, "ignore_eos": True}
+    with serving(engines, "--max_queue", "64") as process:
+        server = Server(process.url, None)  # type: ignore[arg-type]
+        other = send(server, body)
+        assert until(lambda: server.metric("num_requests_waiting") > 0)
+        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+        for stream in (False, True):
+            connection.request("POST", "/v1/completions", json.dumps(body | {"stream": stream}))
+            answer = connection.getresponse()
+            error = json.loads(answer.read())["error"]
+            assert answer.status == 429 and int(answer.headers["retry-after"]) > 0
+            assert error["type"] == "rate_limit_error" and error["code"] == "queue_full"
+            assert answer.headers["connection"] != "close", "the client may ask again on it"
+        other.close()
+        assert until(lambda: is_idle(server))
+        assert server.metric("generation_tokens_total") <= 64 * 100
+        connection.close()
+        assert "Traceback" not in process.log.read_text()
+
+
+def test_what_can_never_be_served_is_400(open_pair: Callable[[], SpeculativeDecoder]) -> None:
+    with running(open_pair(), max_queue=256) as server:
+        answer = server.post("/v1/completions", {"prompt": ["a"] * 8, "n": 128, "max_tokens": 1})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "n"
+        assert "1024 answers, expected at most 256" in answer.json()["error"]["message"]
+        assert "retry-after" not in answer.headers
+
+
+def test_what_a_stranger_writes_is_cut_and_escaped_in_the_log(engines: Path) -> None:
+    name = "\u202e\u2028" + "x" * (4 << 20)
+    with serving(engines) as server:
+        fields = {name: 1} | {f"f{number}": 1 for number in range(10_000)}
+        body = {"prompt": "the cat", "max_tokens": 1, "model": name}
+        assert len(httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).text) < 1000
+        del body["model"]
+        headers = [(b"x-request-id", b"a\x9b31mred\x85next")]
+        assert httpx.post(f"{server.url}/v1/completions", json=body | fields, headers=headers, timeout=60).is_success
+        assert httpx.get(f"{server.url}/%E2%80%A8%C2%9B{'y' * 50_000}").status_code == 404
+        text = server.log.read_text()
+        assert len(text) < 5000
+        logged = [line for line in text.split("\n") if line.startswith("{")]
+        assert all(line.isprintable() for line in logged)
+        lines = [json.loads(line) for line in logged]
+        (ignored,) = [line for line in lines if line["event"] == "ignored"]
+        assert ignored["id"] == "a\x9b31mred\x85next" and ignored["fields"][0].startswith("\u202e\u2028xxx")
 
 
 def test_keys_guard_everything_but_health(open_pair: Callable[[], SpeculativeDecoder], tmp_path: Path) -> None:
