@@ -131,6 +131,7 @@ def main(
         listener,
         model="target",
         keys=(),
+        allowed_hosts=None,
         max_queue=4 * streams,
         timeout=None,
         drain_seconds=5,

@@ -19,6 +19,12 @@ from specrun.commands.pair import open_pair, pair_config, pair_options
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free one, shown.")
 @click.option("--api_key_file", type=FolderPath, help="Keys, one a line; clients must send one of them.")
+@click.option(
+    "--allowed_hosts",
+    metavar="NAME,..",
+    help="Names in Host and Origin that are answered, beside this machine's; *: all. Default: all where keys are given"
+    " or --host is not this machine.",
+)
 @click.option("--model_name", metavar="NAME", help="What clients call the model. Default: the name of engine_dir.")
 @click.option("--max_queue", type=click.IntRange(1), default=256, show_default=True, help="Requests that may wait.")
 @click.option("--request_timeout", type=float, metavar="SECONDS", help="End an answer as it is after so long.")
@@ -39,6 +45,7 @@ def serve(
     host: str,
     port: int,
     api_key_file: Path | None,
+    allowed_hosts: str | None,
     model_name: str | None,
     max_queue: int,
     request_timeout: float | None,
@@ -57,13 +64,17 @@ def serve(
     config = pair_config(options)
     from specrun.generation_config import recommended_sampling
     from specrun.openai.body import DEFAULTS
+    from specrun.serve.hosts import is_local, read_hosts
     from specrun.serve.keys import read_keys
     from specrun.serve.log import set_up
-    from specrun.serve.server import is_local, listen
+    from specrun.serve.server import listen
     from specrun.serve.server import serve as run
     from specrun.tools import FORMATS
 
     keys = read_keys(api_key_file)
+    hosts = read_hosts(allowed_hosts) if allowed_hosts is not None else None
+    if hosts is None and not keys and is_local(host):
+        hosts = frozenset()
     listener = listen(host, port)
     if not keys and not is_local(host):
         click.echo(f"WARNING: everybody who reaches {host} may use this server; give --api_key_file", err=True)
@@ -80,6 +91,7 @@ def serve(
             listener,
             model=model_name or options["engine_dir"].resolve().name,
             keys=keys,
+            allowed_hosts=hosts,
             max_queue=max_queue,
             timeout=request_timeout,
             drain_seconds=drain_seconds,

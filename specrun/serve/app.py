@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,14 +22,15 @@ from specrun.openai.fields import Fields, as_object
 from specrun.openai.prompts import are_ids
 from specrun.openai.shapes import ChatShape, CompletionShape
 from specrun.serve.errors import ApiError, as_api_error
-from specrun.serve.keys import find_key
+from specrun.serve.hosts import require_allowed
+from specrun.serve.keys import ApiKey, find_key
 from specrun.serve.log import log, shown, write
 from specrun.serve.metrics import CONTENT_TYPE
 from specrun.serve.respond import ClientLeftError, respond
 from specrun.serve.service import Service
 
 OPEN_PATHS = ("/health",)
-"""What needs no key."""
+"""What everybody may ask for."""
 Handler = Callable[[Service, Request], Awaitable[Response]]
 
 
@@ -80,17 +81,25 @@ class _Door:
             await send(message)
 
         try:
-            if self._service.keys and scope["path"] not in OPEN_PATHS:
-                state["key"] = find_key(list(self._service.keys), headers.get(b"authorization", ""))
-                if state["key"] is None:
-                    refusal = ApiError(
-                        401, "no valid API key; send it as 'Authorization: Bearer KEY'", code="invalid_api_key"
-                    )
+            if scope["path"] not in OPEN_PATHS:
+                try:
+                    state["key"] = self._admit(headers)
+                except ApiError as refusal:
                     await _answer(refusal)(scope, receive, send_with_id)
                     return
             await self._app(scope, receive, send_with_id)
         finally:
             _log_request(scope, state, status, time.perf_counter() - began)
+
+    def _admit(self, headers: Mapping[bytes, str]) -> ApiKey | None:
+        """The key of a request; None where none is needed. Raises ApiError for one that may not use the server."""
+        if self._service.allowed_hosts is not None:
+            require_allowed(headers, self._service.allowed_hosts)
+        if not self._service.keys:
+            return None
+        if key := find_key(list(self._service.keys), headers.get(b"authorization", "")):
+            return key
+        raise ApiError(401, "no valid API key; send it as 'Authorization: Bearer KEY'", code="invalid_api_key")
 
 
 def _log_request(scope: Scope, state: dict[str, Any], status: int, seconds: float) -> None:

@@ -50,5 +50,5 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def _kind(status: int) -> str:
-    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
     return kinds.get(status, "invalid_request_error" if status < 500 else "server_error")

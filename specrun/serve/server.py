@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
-from ipaddress import ip_address
 from types import FrameType
 
 import uvicorn
@@ -35,20 +34,13 @@ def listen(host: str, port: int) -> socket.socket:
         raise BackendError(f"--host {host} --port {port}: {error.strerror or error}; give another one") from error
 
 
-def is_local(host: str) -> bool:
-    """Whether only this machine reaches ``host``."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 async def serve(
     decoder: SpeculativeDecoder,
     listener: socket.socket,
     *,
     model: str,
     keys: Sequence[ApiKey],
+    allowed_hosts: Collection[str] | None,
     max_queue: int,
     timeout: float | None,
     drain_seconds: float,
@@ -58,6 +50,7 @@ async def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT; then answer what was taken, for at most ``drain_seconds``, and return.
 
+    allowed_hosts: see ``specrun.serve.hosts``; None allows all.
     The decoder is closed at the end.
     """
     loop = asyncio.get_running_loop()
@@ -70,7 +63,17 @@ async def serve(
         loop.call_soon_threadsafe(hand_over, news)
 
     engine = EngineThread(decoder, deliver, max_queue)
-    service = Service(decoder, engine, Metrics(metrics_prefix, model), model, keys, timeout, log_prompts, defaults)
+    service = Service(
+        decoder,
+        engine,
+        Metrics(metrics_prefix, model),
+        model,
+        keys=keys,
+        allowed_hosts=allowed_hosts,
+        timeout=timeout,
+        log_prompts=log_prompts,
+        defaults=defaults,
+    )
     config = uvicorn.Config(
         make_app(service),
         # Made of h11: httptools keeps a header of any size in memory.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from specrun.arguments import show
@@ -29,6 +29,8 @@ class Service:
     model: str
     keys: Sequence[ApiKey] = ()
     """None: everybody may use the server."""
+    allowed_hosts: Collection[str] | None = None
+    """Names that the server answers to beside those of this machine. None: to all."""
     timeout: float | None = None
     """Seconds after which an answer ends as it is."""
     log_prompts: bool = False

@@ -45,6 +45,7 @@ def running(decoder: SpeculativeDecoder, **options: Any) -> Iterator[Server]:
     settings: dict[str, Any] = {
         "model": "target",
         "keys": (),
+        "allowed_hosts": frozenset(),
         "max_queue": 64,
         "timeout": None,
         "drain_seconds": 5,

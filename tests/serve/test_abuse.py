@@ -45,7 +45,7 @@ def send(server: Server, body: Any, path: str = "/v1/completions") -> socket.soc
     """A request whose answer nobody has read yet."""
     data = json.dumps(body).encode()
     client = connect(server)
-    client.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
+    client.sendall(f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
     return client
 
 
