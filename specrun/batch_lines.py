@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, Protocol
 
 from specrun import arguments
 from specrun.errors import RequestError, SpecError
-from specrun.openai.answers import Answer
+from specrun.openai.answers import NOTHING, Answer, Asked
 from specrun.openai.body import MAX_N, field_of, token_biases
 from specrun.openai.fields import BodyError, Fields, wrong
-from specrun.openai.shapes import ChatShape, CompletionShape, Shape, error_body, whole_answer
+from specrun.openai.shapes import ChatShape, CompletionShape, Head, error_body, whole_answer
 from specrun.output import as_object
 from specrun.request import Request
 from specrun.request_factory import Prompt, is_conversation
@@ -30,7 +30,10 @@ MAX_LINE_BYTES = 16 << 20
 """Longer lines are no questions."""
 _OPENAI = ("custom_id", "url", "body")
 """Any of these keys makes a line one of OpenAI's."""
-_SHAPES: Mapping[str, Shape] = {"/v1/completions": CompletionShape(), "/v1/chat/completions": ChatShape()}
+_SHAPES: Mapping[str, CompletionShape | ChatShape] = {
+    "/v1/completions": CompletionShape(),
+    "/v1/chat/completions": ChatShape(),
+}
 """By the questions' ``url``."""
 _OTHER_NAMES = {
     "max_tokens": "max_output_len",
@@ -72,7 +75,7 @@ class Ask(NamedTuple):
     params: SamplingParams
     options: RequestOptions
     n: int
-    drops_output: bool = False
+    asked: Asked = NOTHING
 
 
 class Form(Protocol):
@@ -219,7 +222,7 @@ def _openai_ask(content: Mapping[str, Any], defaults: Defaults) -> Ask:
     if body.stream:
         raise BodyError("stream: not supported in batch files; leave it out", "stream")
     options = replace(body.options, timeout=defaults.options.timeout)
-    return Ask(body.prompts, body.params, options, body.n, body.drops_output)
+    return Ask(body.prompts, body.params, options, body.n, body.asked)
 
 
 class _OpenAIForm:
@@ -236,9 +239,9 @@ class _OpenAIForm:
 
     def answer(self, requests: Sequence[Request], ask: Ask, names: TokenBytes | None) -> dict[str, Any]:
         """See Form."""
-        answers = [Answer.of(request, names, ask.drops_output) for request in requests]
+        answers = [Answer.of(request, names, ask.asked) for request in requests]
         shape, created = _SHAPES[self._url], int(time.time())
-        return self._line(200, whole_answer(shape, answers, ask.n, self._identity, created, self._model))
+        return self._line(200, whole_answer(shape, answers, ask.n, Head(self._identity, created, self._model)))
 
     def failure(self, error: SpecError) -> dict[str, Any]:
         """See Form."""

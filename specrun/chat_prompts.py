@@ -26,15 +26,16 @@ class ChatPrompts:
         self._tokenizer_dir, self._template_file = tokenizer_dir, template_file
         self._tool_format = tool_format
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Tools | None) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Tools | None, **settings: Any) -> str:
         """The text of ``messages`` up to the beginning of the answer.
 
+        settings: see ``ChatTemplate.render``.
         Raises RequestError where there is no template, where it fails, and where it does not know of ``tools``.
         """
         if tools is None:
-            return self._template.render(messages)
+            return self._template.render(messages, **settings)
         self.tool_format()
-        return self._template.render(messages, tools.for_template())
+        return self._template.render(messages, tools.for_template(), **settings)
 
     def tool_format(self) -> ToolFormat:
         """How the model writes calls. Raises RequestError where its template has no tools, or does not show it."""

@@ -31,6 +31,9 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 """The names by which templates know special tokens."""
 _DEFAULT, _FOR_TOOLS = "default", "tool_use"
 """Names of templates, where a tokenizer has several."""
+_MARK = "<|continued-here|> "
+_SETTINGS = ("messages", "tools", "documents", "add_generation_prompt", *_SPECIAL_TOKENS)
+"""Variables of templates that no caller sets."""
 _INSTEAD = "give prompts without --chat"
 SECONDS = 10
 """That a template may take for a conversation; it takes milliseconds."""
@@ -98,21 +101,47 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The text of ``messages`` up to the beginning of the answer. Raises RequestError where the template fails.
 
         tools: in the form of OpenAI's API. add_generation_prompt: False ends the text with the last message.
+        continue_final_message: ends it inside that message, behind its content. variables: more of the template's.
         """
+        if continue_final_message:
+            return self._render_open(messages, tools, variables)
+        for name in variables or ():
+            if name in _SETTINGS:
+                raise RequestError(f"chat_template_kwargs: {name} has a value already; leave it out")
         template = self._template if tools is None else self._tools_template
         try:
             turns = [
                 {key: value for key, value in _plain(message).items() if value is not None} for message in messages
             ]
             settings = {"tools": _plain(tools), "documents": None, "add_generation_prompt": add_generation_prompt}
+            named = {**_plain(variables or {}), "messages": turns, **settings, **self._special_tokens}
             with limited_time(SECONDS, _is_template, f"it ran for more than {SECONDS} s"):
-                return _joined(template.generate(messages=turns, **settings, **self._special_tokens))
+                return _joined(template.generate(named))
         except Exception as error:  # Templates are programs, and fail like programs.
             raise self._failed(error) from error
+
+    def _render_open(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any] | None,
+    ) -> str:
+        """The text up to the end of the last message's content, found by a mark behind it, as transformers does it."""
+        *before, last = messages
+        if not isinstance(content := last.get("content"), str):
+            raise RequestError("continue_final_message: the last message has no text to continue")
+        marked = [*before, {**last, "content": content + _MARK}]
+        text, mark, rest = self.render(marked, tools, False, variables=variables).rpartition(_MARK.strip())
+        if not mark:
+            raise RequestError("continue_final_message: the chat template does not show the last message; leave it out")
+        # A template that strips contents has stripped the mark.
+        return text if (mark + rest).startswith(_MARK) else text.rstrip()
 
     def _failed(self, error: Exception) -> RequestError:
         return RequestError(f"{self._origin}: the chat template failed ({error}); {_INSTEAD}")

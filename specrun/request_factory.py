@@ -224,7 +224,7 @@ class RequestFactory:
         """The prompt's text, None for token ids, and its ids."""
         if isinstance(prompt, str):
             if not (options.chat or options.tools) and options.system is None:
-                return prompt, self._encoder.ids(prompt, True, name)
+                return prompt, self._encoder.ids(prompt, options.add_special_tokens is not False, name)
             turns: list[Message] = [{"role": "system", "content": options.system}] if options.system is not None else []
             turns.append({"role": "user", "content": prompt})
         elif options.system is not None:
@@ -241,8 +241,14 @@ class RequestFactory:
             except RequestError as error:
                 raise RequestError(f"{name}: a prompt is a text, token ids or messages; {error}") from error
         self._encoder.check_characters(sum(len(turn.get("content") or "") for turn in turns), name)
-        text = self._chats.render(turns, options.tools)
-        return text, self._encoder.ids(text, False, name)
+        text = self._chats.render(
+            turns,
+            options.tools,
+            add_generation_prompt=options.add_generation_prompt,
+            continue_final_message=options.continue_final_message,
+            variables=options.chat_template_kwargs,
+        )
+        return text, self._encoder.ids(text, bool(options.add_special_tokens), name)
 
 
 def is_conversation(prompt: object) -> bool:

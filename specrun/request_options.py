@@ -47,6 +47,14 @@ class RequestOptions(arguments.Named):
     """Wrap the text in the tokenizer's chat template. Messages always are."""
     system: str | None = None
     """The system message before a text; implies ``chat``."""
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    """More variables of the chat template, as ``{"enable_thinking": False}``."""
+    add_generation_prompt: bool = True
+    """Whether a conversation's text ends with the beginning of an answer."""
+    continue_final_message: bool = False
+    """Whether a conversation's text ends inside its last message, which the output continues."""
+    add_special_tokens: bool | None = None
+    """Put the tokenizer's special tokens around the prompt. None: around texts, and not around conversations."""
     json_schema: Mapping[str, Any] | bool | str | None = None
     """The output is JSON that this schema describes: a schema, or its text. At most one of these five is given."""
     json_object: bool = False
@@ -74,6 +82,8 @@ class RequestOptions(arguments.Named):
             "timeout": None if self.timeout is None else arguments.number("timeout", self.timeout),
             "chat": arguments.flag("chat", self.chat),
             "system": arguments.optional_text("system", self.system),
+            "add_generation_prompt": arguments.flag("add_generation_prompt", self.add_generation_prompt),
+            "continue_final_message": arguments.flag("continue_final_message", self.continue_final_message),
             "json_schema": None if self.json_schema is None else schema_text(self.json_schema),
             "json_object": arguments.flag("json_object", self.json_object),
             "regex": arguments.optional_text("regex", self.regex),
@@ -86,6 +96,10 @@ class RequestOptions(arguments.Named):
             raise RequestError(f"acceptance {arguments.show(self.acceptance)}: expected tokens or logits")
         if not isinstance(self.tools, Tools | None):
             raise RequestError(f"tools {arguments.show(self.tools)}: expected Tools")
+        if self.add_special_tokens is not None:
+            arguments.flag("add_special_tokens", self.add_special_tokens)
+        if not isinstance(self.chat_template_kwargs, Mapping | None):
+            raise RequestError(f"chat_template_kwargs {arguments.show(self.chat_template_kwargs)}: expected an object")
         for name, value in found.items():
             object.__setattr__(self, name, value)
         self._check_constraints()
@@ -131,6 +145,10 @@ class OptionKeywords(TypedDict, total=False):
     timeout: float | None
     chat: bool
     system: str | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    add_special_tokens: bool | None
     json_schema: Mapping[str, Any] | bool | str | None
     json_object: bool
     regex: str | None

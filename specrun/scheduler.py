@@ -80,6 +80,11 @@ class Scheduler:
         """Requests that wait for a row."""
         return len(self._queue)
 
+    @property
+    def num_cached(self) -> int:
+        """Number of tokens of the requests that have rows. Prompts count whole, even while they are prefilled."""
+        return sum(len(request.prompt) + len(request.token_outputs) for request in list(self._rows))
+
     def add(self, *requests: Request) -> None:
         """Put ``requests`` at the end of the queue: all of them, or none.
 

@@ -245,7 +245,7 @@ BAD_COMPLETIONS = [
     *each("prompt", ["a"] * (MAX_PROMPTS + 1), [{"role": "user", "content": "a"}]),
     *each("logprobs", *NOT_WHOLE, -1, MAX_LOGPROBS + 1),
     *each("echo", *NOT_FLAGS),
-    *each("add_special_tokens", False),
+    *each("add_special_tokens", *NOT_FLAGS),
     ({"prompt": ["a"] * MAX_PROMPTS, "n": MAX_ANSWERS // MAX_PROMPTS + 1}, "n"),
 ]
 F: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
@@ -299,8 +299,12 @@ BAD_CHATS = [
     ({"ignore_eos": True}, "ignore_eos"),
     *each("echo", True),
     *each("chat_template", "{{ messages }}"),
-    *each("chat_template_kwargs", {"enable_thinking": False}),
-    *each("continue_final_message", True),
+    *each("chat_template_kwargs", "x", 1, []),
+    *each("continue_final_message", *NOT_FLAGS),
+    *each("add_generation_prompt", *NOT_FLAGS),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    *each("prompt_logprobs", *NOT_WHOLE, -1, MAX_LOGPROBS + 1),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
 ]
 
 

@@ -24,7 +24,10 @@ from specrun.commands.options import (
 from specrun.commands.pair import open_pair, pair_config, pair_options
 from specrun.errors import RequestError
 
-NOT_OF_A_REQUEST = ("draft_len", "acceptance", "prompt_logprobs", "tools")
+NOT_OF_A_REQUEST = (
+    *("draft_len", "acceptance", "prompt_logprobs", "tools"),
+    *("chat_template_kwargs", "add_generation_prompt", "continue_final_message", "add_special_tokens"),
+)
 """Options of a request that are options of the pair here, or not to be had."""
 
 

@@ -49,6 +49,20 @@ class ToolCall:
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
 
 
+class Asked(NamedTuple):
+    """What a body wants to see of its answers."""
+
+    echoes: bool = False
+    """Whether the text, and so its log-probabilities, begins with the prompt."""
+    shows_prompt_logprobs: bool = False
+    """Whether the prompt's log-probabilities were asked for by themselves."""
+    drops_output: bool = False
+    """Whether no output is wanted (``max_tokens`` 0)."""
+
+
+NOTHING = Asked()
+
+
 @dataclass
 class Answer:
     """One choice of an answer, as far as it has come."""
@@ -56,13 +70,13 @@ class Answer:
     request: Request
     """Only what it was asked for is read here: its prompt, ``echo``, ``logprobs`` and the calls that it may hold."""
     names: TokenBytes | None
-    drops_output: bool = False
-    """Whether no output is wanted (``max_tokens`` 0)."""
+    asked: Asked = NOTHING
     is_streamed: bool = False
     """Whether arguments of calls are given as they arrive."""
     calls: list[ToolCall] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     scores: list[Scored] = field(default_factory=list)
+    prompt_scores: list[Scored] = field(default_factory=list)
     num_output_tokens: int = 0
     """An end-of-text token included."""
     ended: Ended | None = None
@@ -84,8 +98,10 @@ class Answer:
             texts.append(self.request.echo)
             if self.request.prompt_logprobs is not None:
                 known = [None, *update.prompt_logprobs]
-                scores += map(Scored, self.request.prompt, known)
-        if not self.drops_output:
+                self.prompt_scores = [*map(Scored, self.request.prompt, known)]
+                if self.asked.echoes and self.request.logprobs is not None:
+                    scores += self.prompt_scores
+        if not self.asked.drops_output:
             texts += [output.text for output in update.token_outputs]
             self.num_output_tokens += len(update.token_outputs)
             if self.request.logprobs is not None:
@@ -109,9 +125,9 @@ class Answer:
             self.calls[delta.index].arguments += delta.arguments
 
     @classmethod
-    def of(cls, request: Request, names: TokenBytes | None, drops_output: bool) -> Answer:
+    def of(cls, request: Request, names: TokenBytes | None, asked: Asked = NOTHING) -> Answer:
         """The answer of a request that has ended."""
-        answer = cls(request, names, drops_output)
+        answer = cls(request, names, asked)
         if update := Watch(request).update():
             answer.add(update)
         return answer
@@ -133,7 +149,7 @@ class Answer:
             return None
         if self.calls and self.ended.reason == "stop":
             return "tool_calls"
-        return "length" if self.drops_output else _REASONS.get(self.ended.reason, "length")
+        return "length" if self.asked.drops_output else _REASONS.get(self.ended.reason, "length")
 
     @property
     def stop_reason(self) -> str | None:
@@ -182,6 +198,29 @@ def chat_logprobs(delta: Delta, names: TokenBytes) -> dict[str, Any]:
         if found is not None
     ]
     return {"content": content, "refusal": None}
+
+
+def prompt_logprobs(answer: Answer) -> list[dict[str, Any] | None]:
+    """vLLM's ``prompt_logprobs``: for each of the prompt's tokens the likeliest and itself, by id; None for the first.
+
+    A token's rank is known where it is among the likeliest.
+    """
+    return [_by_id(score, answer.names) for score in answer.prompt_scores]
+
+
+def _by_id(score: Scored, names: TokenBytes | None) -> dict[str, Any] | None:
+    if score.logprob is None:
+        return None
+    ranks = {token: rank for rank, (token, _) in enumerate(score.logprob.top, 1)}
+    found = {score.token: score.logprob.logprob, **dict(score.logprob.top)}
+    return {
+        str(token): {
+            "logprob": logprob,
+            "rank": ranks.get(token),
+            "decoded_token": names.text(token) if names else None,
+        }
+        for token, logprob in found.items()
+    }
 
 
 def usage(answers: Sequence[Answer], n: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from specrun import arguments
 from specrun.errors import RequestError
 from specrun.limits import MAX_BIASES, MAX_LOGPROBS, MAX_STOP_IDS
+from specrun.openai.answers import Asked
 from specrun.openai.constraints import read_constraint
 from specrun.openai.fields import BodyError, Fields, as_object, wrong
 from specrun.openai.prompts import are_ids, read_messages, read_prompts
@@ -60,7 +61,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "suffix": ("",),
     "use_beam_search": (False,),
-    "prompt_logprobs": (),
     "truncate_prompt_tokens": (),
     "include_stop_str_in_output": (False,),
     "bad_words": ([],),
@@ -71,15 +71,10 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 _REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = _REFUSED | {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
-    "add_special_tokens": (True,),
 }
 _REFUSED_IN_CHATS: dict[str, tuple[Any, ...]] = _REFUSED | {
     "echo": (False,),
-    "add_special_tokens": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
 }
 
@@ -107,6 +102,13 @@ class OpenAIBody:
     user: str | None
     ignored: Sequence[str]
     """Names of unknown fields."""
+    shows_prompt_logprobs: bool = False
+    """Whether the answer has the prompt's log-probabilities."""
+
+    @property
+    def asked(self) -> Asked:
+        """What the answers show."""
+        return Asked(self.options.echo, self.shows_prompt_logprobs, self.drops_output)
 
 
 def read_completion(body: object, defaults: SamplingParams = DEFAULTS, max_prompt_len: int | None = None) -> OpenAIBody:
@@ -161,8 +163,11 @@ def _read(body: object, defaults: SamplingParams, max_prompt_len: int | None, ch
         raise BodyError(f"best_of: not supported unless it is n, {n}; leave it out", "best_of")
     if len(prompts) * n > MAX_ANSWERS:
         raise BodyError(f"n {n}: {len(prompts)} prompts times n is more than {MAX_ANSWERS} answers", "n")
+    wants_prompt_logprobs = "prompt_logprobs" in fields.left
     options, drops_output = _options(fields, chat)
     stream = fields.take("stream", arguments.flag) or False
+    if wants_prompt_logprobs and stream:
+        raise BodyError("prompt_logprobs: goes with stream false only", "prompt_logprobs")
     stream_options = Fields(fields.take("stream_options", as_object) or {}, "stream_options.")
     if stream_options and not stream:
         raise BodyError("stream_options: goes with stream true only", "stream_options")
@@ -175,6 +180,7 @@ def _read(body: object, defaults: SamplingParams, max_prompt_len: int | None, ch
         stream=stream,
         include_usage=stream_options.take("include_usage", arguments.flag) or False,
         continuous_usage=stream_options.take("continuous_usage_stats", arguments.flag) or False,
+        shows_prompt_logprobs=wants_prompt_logprobs,
         drops_output=drops_output,
         user=fields.take("user", arguments.text),
         ignored=(*fields.left, *(f"stream_options.{name}" for name in stream_options.left)),
@@ -208,14 +214,33 @@ def _options(fields: Fields, chat: bool) -> tuple[RequestOptions, bool]:
         "logprobs": _chat_logprobs(fields) if chat else fields.whole("logprobs", 0, MAX_LOGPROBS),
         "echo": fields.take("echo", arguments.flag),
         "draft_len": fields.take("draft_len", _draft_len),
+        "prompt_logprobs": fields.whole("prompt_logprobs", 0, MAX_LOGPROBS),
+        "add_special_tokens": fields.take("add_special_tokens", arguments.flag),
+        **(_template_options(fields) if chat else {}),
         "acceptance": fields.take("acceptance", arguments.text),
         **read_constraint(fields),
         "tools": read_tools(fields) if chat else None,
     }
-    if found["echo"]:
+    if found["echo"] and found["logprobs"] is not None:
+        if found["prompt_logprobs"] not in (None, found["logprobs"]):
+            raise BodyError("prompt_logprobs: with echo and logprobs it is as many as logprobs", "prompt_logprobs")
         found["prompt_logprobs"] = found["logprobs"]
     given = {name: value for name, value in found.items() if value is not None}
     return _named(lambda: RequestOptions(**given)), longest == 0
+
+
+def _template_options(fields: Fields) -> dict[str, Any]:
+    """How the template is rendered. transformers and vLLM refuse the same combination."""
+    opens, continues = (
+        fields.take(name, arguments.flag) for name in ("add_generation_prompt", "continue_final_message")
+    )
+    if opens and continues:
+        raise BodyError("continue_final_message: goes with add_generation_prompt false only", "continue_final_message")
+    return {
+        "chat_template_kwargs": fields.take("chat_template_kwargs", as_object) or None,
+        "add_generation_prompt": opens,
+        "continue_final_message": continues,
+    }
 
 
 def _lengths(fields: Fields, chat: bool) -> tuple[int | None, int]:

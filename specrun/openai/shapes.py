@@ -2,23 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
-from specrun.openai.answers import Answer, Delta, ToolCall, chat_logprobs, completion_logprobs, speculation, usage
+from specrun.openai.answers import (
+    Answer,
+    Delta,
+    ToolCall,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+    speculation,
+    usage,
+)
 from specrun.openai.body import OpenAIBody, read_chat, read_completion
 from specrun.sampling import SamplingParams
+
+
+class Head(NamedTuple):
+    """What every answer to a body begins with."""
+
+    identity: str
+    """What ``id`` ends with."""
+    created: int
+    """Seconds since 1970."""
+    model: str
+
+
+class Stream(Protocol):
+    """An answer as server-sent events, each with its line ends."""
+
+    def begin(self) -> Iterable[str]:
+        """Before the first token."""
+
+    def add(self, number: int, answer: Answer, delta: Delta) -> Iterable[str]:
+        """What an update adds to an answer, in any number of events."""
+
+    def fail(self, error: Mapping[str, Any]) -> Iterable[str]:
+        """The end, where a request has failed. error: the body of an error."""
+
+    def end(self) -> Iterable[str]:
+        """The end, where all have ended."""
 
 
 class Shape(Protocol):
     """How one kind of bodies is read and answered."""
 
+    def read(self, body: object, defaults: SamplingParams, max_prompt_len: int | None = None) -> OpenAIBody:
+        """See ``specrun.openai.body``."""
+
+    def whole(self, body: OpenAIBody, answers: Sequence[Answer], head: Head) -> dict[str, Any]:
+        """The answer in one piece. The n answers of a prompt come one after the other."""
+
+    def stream(self, body: OpenAIBody, answers: Sequence[Answer], head: Head) -> Stream:
+        """The answer in events."""
+
+
+class ChoiceShape(Protocol):
+    """A shape whose answers are lists of choices, in one piece and in chunks."""
+
     id_prefix: str
     whole_object: str
     chunk_object: str
-
-    def read(self, body: object, defaults: SamplingParams, max_prompt_len: int | None = None) -> OpenAIBody:
-        """See ``specrun.openai.body``."""
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
         """A whole choice."""
@@ -29,23 +75,64 @@ class Shape(Protocol):
     def chunks(self, index: int, answer: Answer, delta: Delta) -> list[dict[str, Any]]:
         """What an update adds to a choice, in any number of chunks."""
 
+    def more(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """What a whole answer has beside its choices."""
 
-def whole_answer(
-    shape: Shape, answers: Sequence[Answer], n: int, identity: str, created: int, model: str
-) -> dict[str, Any]:
-    """The answer to a body in one piece. The n answers of a prompt come one after the other.
 
-    identity: what ``id`` ends with. created: seconds since 1970.
-    """
+def whole_answer(shape: ChoiceShape, answers: Sequence[Answer], n: int, head: Head) -> dict[str, Any]:
+    """The answer to a body in one piece. The n answers of a prompt come one after the other."""
     return {
-        "id": f"{shape.id_prefix}-{identity}",
+        "id": f"{shape.id_prefix}-{head.identity}",
         "object": shape.whole_object,
-        "created": created,
-        "model": model,
+        "created": head.created,
+        "model": head.model,
         "choices": [shape.choice(index, answer) for index, answer in enumerate(answers)],
         "usage": usage(answers, n),
         "speculation": speculation(answers),
+        **shape.more(answers),
     }
+
+
+class ChunkStream:
+    """Chunks of choices, and ``[DONE]``."""
+
+    def __init__(self, shape: ChoiceShape, body: OpenAIBody, answers: Sequence[Answer], head: Head) -> None:
+        self._shape, self._body, self._answers, self._head = shape, body, answers, head
+
+    def begin(self) -> Iterator[str]:
+        """See ``Stream``."""
+        for index in range(len(self._answers)):
+            for choice in self._shape.openings(index):
+                yield self._chunk([choice])
+
+    def add(self, number: int, answer: Answer, delta: Delta) -> Iterator[str]:
+        """See ``Stream``."""
+        for choice in self._shape.chunks(number, answer, delta):
+            yield self._chunk([choice])
+
+    def fail(self, error: Mapping[str, Any]) -> Iterator[str]:
+        """See ``Stream``. An error is a chunk too."""
+        yield f"data: {json.dumps(error)}\n\n"
+
+    def end(self) -> Iterator[str]:
+        """See ``Stream``."""
+        if self._body.include_usage:
+            more = {"usage": usage(self._answers, self._body.n), "speculation": speculation(self._answers)}
+            yield self._chunk([], more)
+        yield "data: [DONE]\n\n"
+
+    def _chunk(self, choices: list[dict[str, Any]], more: dict[str, Any] | None = None) -> str:
+        if more is None and self._body.include_usage:
+            more = {"usage": usage(self._answers, self._body.n) if self._body.continuous_usage else None}
+        chunk = {
+            "id": f"{self._shape.id_prefix}-{self._head.identity}",
+            "object": self._shape.chunk_object,
+            "created": self._head.created,
+            "model": self._head.model,
+            "choices": choices,
+            **(more or {}),
+        }
+        return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -62,16 +149,29 @@ class CompletionShape:
         """See ``Shape``."""
         return read_completion(body, defaults, max_prompt_len)
 
-    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
+    def whole(self, body: OpenAIBody, answers: Sequence[Answer], head: Head) -> dict[str, Any]:
         """See ``Shape``."""
-        return self._choice(index, answer, answer.whole)
+        return whole_answer(self, answers, body.n, head)
+
+    def stream(self, body: OpenAIBody, answers: Sequence[Answer], head: Head) -> Stream:
+        """See ``Shape``."""
+        return ChunkStream(self, body, answers, head)
+
+    def more(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """See ``ChoiceShape``."""
+        return {}
+
+    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        """See ``ChoiceShape``."""
+        more = {"prompt_logprobs": prompt_logprobs(answer)} if answer.asked.shows_prompt_logprobs else {}
+        return self._choice(index, answer, answer.whole) | more
 
     def openings(self, index: int) -> list[dict[str, Any]]:
-        """See ``Shape``."""
+        """See ``ChoiceShape``."""
         return []
 
     def chunks(self, index: int, answer: Answer, delta: Delta) -> list[dict[str, Any]]:
-        """See ``Shape``."""
+        """See ``ChoiceShape``."""
         return [self._choice(index, answer, delta)] if delta.text or delta.scores or answer.ended else []
 
     def _choice(self, index: int, answer: Answer, delta: Delta) -> dict[str, Any]:
@@ -89,8 +189,20 @@ class ChatShape:
         """See ``Shape``."""
         return read_chat(body, defaults, max_prompt_len)
 
-    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
+    def whole(self, body: OpenAIBody, answers: Sequence[Answer], head: Head) -> dict[str, Any]:
         """See ``Shape``."""
+        return whole_answer(self, answers, body.n, head)
+
+    def stream(self, body: OpenAIBody, answers: Sequence[Answer], head: Head) -> Stream:
+        """See ``Shape``."""
+        return ChunkStream(self, body, answers, head)
+
+    def more(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """See ``ChoiceShape``."""
+        return {"prompt_logprobs": prompt_logprobs(answers[0])} if answers[0].asked.shows_prompt_logprobs else {}
+
+    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        """See ``ChoiceShape``."""
         whole = answer.whole.text
         message: dict[str, Any] = {"role": "assistant", "content": whole, "refusal": None}
         if answer.calls:
@@ -98,12 +210,12 @@ class ChatShape:
         return {"index": index, "message": message, "logprobs": _chat_logprobs(answer, answer.whole), **_end(answer)}
 
     def openings(self, index: int) -> list[dict[str, Any]]:
-        """See ``Shape``."""
+        """See ``ChoiceShape``."""
         delta = {"role": "assistant", "content": "", "refusal": None}
         return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
 
     def chunks(self, index: int, answer: Answer, delta: Delta) -> list[dict[str, Any]]:
-        """See ``Shape``."""
+        """See ``ChoiceShape``."""
         deltas: list[dict[str, Any]] = [{"content": delta.text}] if delta.text else []
         for new in delta.calls:
             call = answer.calls[new.index]

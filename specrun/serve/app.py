@@ -20,6 +20,7 @@ from specrun.errors import SpecError
 from specrun.openai.body import read_chat, read_completion
 from specrun.openai.fields import Fields, as_object
 from specrun.openai.prompts import are_ids
+from specrun.openai.responses import ResponseShape
 from specrun.openai.shapes import ChatShape, CompletionShape
 from specrun.serve.errors import ApiError, as_api_error
 from specrun.serve.hosts import require_allowed
@@ -41,6 +42,7 @@ def make_app(service: Service) -> ASGIApp:
         for method, path, handler in (
             ("POST", "/v1/completions", _completions),
             ("POST", "/v1/chat/completions", _chat),
+            ("POST", "/v1/responses", _responses),
             ("GET", "/v1/models", _models),
             ("GET", "/v1/models/{model:path}", _model),
             ("POST", "/tokenize", _tokenize),
@@ -117,6 +119,10 @@ async def _completions(service: Service, request: Request) -> Response:
 
 async def _chat(service: Service, request: Request) -> Response:
     return await respond(service, ChatShape(), request)
+
+
+async def _responses(service: Service, request: Request) -> Response:
+    return await respond(service, ResponseShape(), request)
 
 
 async def _models(service: Service, request: Request) -> Response:

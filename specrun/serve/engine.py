@@ -95,6 +95,12 @@ class EngineThread:
         """Requests that wait for a row."""
         return self._scheduler.num_waiting
 
+    @property
+    def cache_usage(self) -> float:
+        """Share of the rows' KV cache that requests have taken: 0 to 1."""
+        room = self._scheduler.max_rows * self.decoder.target.build_config.max_seq_len
+        return self._scheduler.num_cached / room
+
     def problem(self) -> str | None:
         """Why the engine does not work; None where it does."""
         began = self._step_began

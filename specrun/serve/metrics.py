@@ -25,6 +25,9 @@ class Metrics:
         self._prefix, self._model, self._registry = prefix, model, CollectorRegistry()
         self._running = self._gauge("num_requests_running", "Requests that have a row.")
         self._waiting = self._gauge("num_requests_waiting", "Requests that wait for a row.")
+        self._cache_usage = self._gauge(
+            "kv_cache_usage_perc", "Share of the KV cache that requests have taken, 0 to 1."
+        )
         self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
         self._output_tokens = self._counter("generation_tokens", "Tokens of output.")
         self._prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
@@ -79,6 +82,7 @@ class Metrics:
         """What ``/metrics`` answers, in Prometheus' text format."""
         self._running.set(engine.num_running)
         self._waiting.set(engine.num_waiting)
+        self._cache_usage.set(engine.cache_usage)
         return generate_latest(self._registry)
 
     def _gauge(self, name: str, text: str) -> Gauge:

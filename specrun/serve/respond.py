@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -16,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from specrun.openai.answers import Answer, speculation, usage
 from specrun.openai.body import OpenAIBody
-from specrun.openai.shapes import Shape, whole_answer
+from specrun.openai.shapes import Head, Shape
 from specrun.serve.errors import as_api_error
 from specrun.serve.generation import Generation
 from specrun.serve.log import shown, write
@@ -56,7 +55,7 @@ class _Exchange:
 
     def __init__(self, service: Service, shape: Shape, body: OpenAIBody, answers: Sequence[Answer]) -> None:
         self._service, self._shape, self._body, self._answers = service, shape, body, answers
-        self._identity, self._created = uuid.uuid4().hex, int(time.time())
+        self._head = Head(uuid.uuid4().hex, int(time.time()), service.model)
 
     def generation(self) -> Generation:
         """A new generation of the answers."""
@@ -69,39 +68,24 @@ class _Exchange:
                 self._answers[number].add(update)
                 if update.ended and update.ended.error:
                     raise as_api_error(update.ended.error)
-        shape, body, model = self._shape, self._body, self._service.model
-        return whole_answer(shape, self._answers, body.n, self._identity, self._created, model)
+        return self._shape.whole(self._body, self._answers, self._head)
 
     async def events(self, generation: Generation, send: Callable[[str], Awaitable[None]]) -> None:
-        """The answer in chunks, each a JSON text; an error is a chunk too, and the last one."""
-        for index in range(len(self._answers)):
-            for choice in self._shape.openings(index):
-                await send(self._chunk([choice]))
+        """The answer in events; an error is an event too, and the last one."""
+        stream = self._shape.stream(self._body, self._answers, self._head)
+        for event in stream.begin():
+            await send(event)
         async for number, update in generation:
             answer = self._answers[number]
             delta = answer.add(update)
-            if update.ended and update.ended.error:
-                await send(json.dumps(as_api_error(update.ended.error).body))
+            error = update.ended and update.ended.error
+            found = stream.fail(as_api_error(error).body) if error else stream.add(number, answer, delta)
+            for event in found:
+                await send(event)
+            if error:
                 return
-            for choice in self._shape.chunks(number, answer, delta):
-                await send(self._chunk([choice]))
-        if self._body.include_usage:
-            more = {"usage": usage(self._answers, self._body.n), "speculation": speculation(self._answers)}
-            await send(self._chunk([], more))
-        await send("[DONE]")
-
-    def _chunk(self, choices: list[dict[str, Any]], more: dict[str, Any] | None = None) -> str:
-        if more is None and self._body.include_usage:
-            more = {"usage": usage(self._answers, self._body.n) if self._body.continuous_usage else None}
-        chunk = {
-            "id": f"{self._shape.id_prefix}-{self._identity}",
-            "object": self._shape.chunk_object,
-            "created": self._created,
-            "model": self._service.model,
-            "choices": choices,
-            **(more or {}),
-        }
-        return json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
+        for event in stream.end():
+            await send(event)
 
     def log_fields(self) -> dict[str, Any]:
         """What the log says of the body. Prompts only where the server was told to."""
@@ -130,8 +114,7 @@ class _EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def write(text: str) -> None:
-            data = f"data: {text}\n\n".encode()
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
         try:
             with self._exchange.generation() as generation:  # A full queue is an error before anything is sent.

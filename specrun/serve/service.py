@@ -72,7 +72,7 @@ class Service:
             if options.max_output_len is None:
                 request.max_output_len = self.max_seq_len - len(request.prompt)
         names = self.decoder.token_bytes
-        return [Answer(request, names, body.drops_output, is_streamed=body.stream) for request in requests]
+        return [Answer(request, names, body.asked, is_streamed=body.stream) for request in requests]
 
 
 def requests_of(answers: Sequence[Answer]) -> list[Request]:

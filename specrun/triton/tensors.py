@@ -6,6 +6,7 @@ Names and types are those of TensorRT-LLM's backend (``tensorrt_llm_bls``), so t
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from specrun.arguments import show
 from specrun.errors import RequestError
+from specrun.openai.body import token_biases
 from specrun.request_factory import Prompt
 from specrun.request_options import RequestOptions
 from specrun.sampling import SamplingParams
@@ -51,6 +54,9 @@ INPUTS = (
     TensorType("use_draft_logits", "TYPE_BOOL"),
     TensorType("return_log_probs", "TYPE_BOOL"),
     TensorType("exclude_input_in_output", "TYPE_BOOL"),
+    TensorType("logit_bias", "TYPE_STRING"),
+    TensorType("guided_decoding_guide_type", "TYPE_STRING"),
+    TensorType("guided_decoding_guide", "TYPE_STRING"),
     TensorType("beam_width", "TYPE_INT32"),
     TensorType("num_return_sequences", "TYPE_INT32"),
 )
@@ -79,6 +85,8 @@ _OPTIONS = {
     "draft_len": "num_draft_tokens",
     "stop": "stop_words",
 }
+_GUIDES = ("json", "json_schema", "regex", "choice", "grammar")
+"""Values of ``guided_decoding_guide_type``. The first three are TensorRT-LLM's."""
 _ERROR_NAMES = {"seed": "random_seed", "stop_ids": "end_id", **_OPTIONS}
 """Names in the decoder's errors whose inputs are called otherwise."""
 _IN_ERRORS = re.compile(r"^(seed|stop)\b|\b(max_output_len|min_output_len|draft_len|stop_ids)\b")
@@ -119,9 +127,35 @@ def read_inputs(tensors: Mapping[str, Array], parameters: Iterable[str] = ()) ->
         options["acceptance"] = "logits" if values["use_draft_logits"] else "tokens"
     if values.get("return_log_probs"):
         options["logprobs"] = 0
+    options |= _constraint(values)
     options["echo"] = not values.get("exclude_input_in_output", True) and not stream
-    params = SamplingParams(**{ours: values[name] for ours, name in _SAMPLING.items() if name in values})
+    sampling = {ours: values[name] for ours, name in _SAMPLING.items() if name in values}
+    if "logit_bias" in values:
+        sampling["logit_bias"] = token_biases("logit_bias", _json("logit_bias", values["logit_bias"]))
+    params = SamplingParams(**sampling)
     return Ask(values[given[0]], given[0], params, RequestOptions(**options), stream, is_probe)
+
+
+def _constraint(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The option that constrains the output; empty where none is asked for."""
+    name, guide = "guided_decoding_guide", values.get("guided_decoding_guide")
+    kind = values.get(f"{name}_type")
+    if kind is None and guide is None:
+        return {}
+    if kind not in _GUIDES:
+        raise RequestError(f"{name}_type {show(kind)}: expected one of {', '.join(_GUIDES)}")
+    if kind == "json":
+        return {"json_object": True}
+    if guide is None:
+        raise RequestError(f"{name}: missing; {name}_type {kind} needs it")
+    return {kind: _json(name, guide) if kind == "choice" else guide}
+
+
+def _json(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{name} {show(text)}: expected JSON ({error})") from error
 
 
 def in_tritons_words(error: Exception) -> str:
