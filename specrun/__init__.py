@@ -6,6 +6,7 @@ Importing this package loads nothing but the errors; the other names are loaded 
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from specrun.errors import (
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from specrun.request import Request
     from specrun.request_options import RequestOptions
     from specrun.sampling import SamplingParams
+
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+"""ONNX Runtime reads it at its first import; without it, it keeps a device id and events in the user's cache."""
 
 __version__ = "0.1.0"
 __all__ = [

@@ -8,9 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-DISTRIBUTION = "specbuild-specrun"
-"""What pip calls the project; ``specbuild`` on PyPI is somebody else's."""
-
 _EXTRAS = {
     **dict.fromkeys(("torch", "transformers", "huggingface_hub", "safetensors"), "build"),
     **dict.fromkeys(("onnx", "onnxscript", "onnx_ir", "httpx"), "build"),
@@ -40,8 +37,11 @@ def held(*signals: signal.Signals) -> Iterator[None]:
 
 
 def how_to_install(package: str) -> str:
-    """The command that installs the extra with ``package``, an import name. Raises KeyError for other packages."""
-    return f"pip install '{DISTRIBUTION}[{_EXTRAS[package]}]'"
+    """The command that installs the extra with ``package``, an import name. Raises KeyError for other packages.
+
+    The project is on no index, so its name there could be anybody's.
+    """
+    return f"pip install '.[{_EXTRAS[package]}]' in a clone of the project"
 
 
 def explain(error: ImportError) -> str | None:

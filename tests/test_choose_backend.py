@@ -63,7 +63,7 @@ def test_a_package_that_is_missing_is_named_with_the_extra_that_brings_it(
     assert said.returncode == 1, said.stderr
     last = said.stderr.splitlines()[-1]
     assert "error: " in last and missing in last and "not installed: pip install" in last
-    assert f"'specbuild-specrun[{extra}]'" in last
+    assert f"pip install '.[{extra}]' in a clone of the project" in last
     assert "Traceback" not in said.stderr
 
 

@@ -16,7 +16,7 @@ import pytest
 
 import specbuild
 import specrun
-from specrun.extras import DISTRIBUTION, how_to_install
+from specrun.extras import how_to_install
 from specrun.request_options import OptionKeywords
 
 ROOT = Path(__file__).parent.parent
@@ -175,14 +175,13 @@ def found_in(pattern: str, text: str) -> str:
 
 
 def test_the_distribution_and_what_its_extras_bring() -> None:
-    assert PYPROJECT["project"]["name"] == DISTRIBUTION
     extras = PYPROJECT["project"]["optional-dependencies"]
 
     def brings(extra: str) -> set[str]:
         found = set()
         for requirement in extras[extra]:
             name = found_in(r"([\w-]+)", requirement)
-            if name == DISTRIBUTION:
+            if name == PYPROJECT["project"]["name"]:
                 for part in found_in(r"\[(.*)\]", requirement).split(","):
                     found |= brings(part)
             found.add(name.replace("-", "_"))
@@ -193,7 +192,7 @@ def test_the_distribution_and_what_its_extras_bring() -> None:
     for extra in ("gpu", "rtx"):
         assert brings(extra) >= brings("build") | brings("cuda") | {"jinja2"}
     for package in ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "onnxruntime", "jinja2", "tensorrt"):
-        extra = found_in(rf"^pip install '{DISTRIBUTION}\[(\w+)\]'$", how_to_install(package))
+        extra = found_in(r"^pip install '\.\[(\w+)\]' in a clone of the project$", how_to_install(package))
         assert package in brings(extra)
     assert "tensorrt_rtx" in brings(found_in(r"\[(\w+)\]", how_to_install("tensorrt_rtx")))
     assert "cuda_python" in brings(found_in(r"\[(\w+)\]", how_to_install("cuda")))
@@ -215,7 +214,7 @@ def test_a_package_that_specrun_lacks_is_named_with_its_extra(
         return
     assert said.returncode == 1
     (line,) = said.stderr.splitlines()
-    assert f"{missing}" in line and f"pip install '{DISTRIBUTION}[{extra}]'" in line
+    assert f"{missing}" in line and f"pip install '.[{extra}]' in a clone" in line
 
 
 def test_without_torch_and_transformers_everything_of_specrun_works(engines: Path) -> None:
@@ -226,3 +225,13 @@ def test_without_torch_and_transformers_everything_of_specrun_works(engines: Pat
     said = python("-c", code, input="alpha\n")
     assert said.returncode == 0, said.stderr
     assert "tokens/s" in said.stderr
+
+
+def test_no_hint_installs_a_name_that_is_on_no_index() -> None:
+    """It could be taken by anyone."""
+    name = PYPROJECT["project"]["name"]
+    texts = [path for part in ("specbuild", "specrun", "docs") for path in (ROOT / part).rglob("*")]
+    for path in (*texts, ROOT / "README.md"):
+        if path.suffix in (".py", ".md"):
+            assert not re.search(rf"pip install .{{0,40}}{name}", path.read_text()), path
+    assert name not in how_to_install("tensorrt")

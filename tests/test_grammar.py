@@ -558,7 +558,7 @@ with SpeculativeDecoder.open({str(engines / "target")!r}) as decoder:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stderr.splitlines()[-1] == (
         "specrun.errors.RequestError: constraints need llguidance, which is missing: "
-        "pip install 'specbuild-specrun[json]'"
+        "pip install '.[json]' in a clone of the project"
     )
 
 

@@ -148,7 +148,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra(
     shown = inside(tmp_path, monkeypatch, hf / "target", hf / "draft")
     assert shown.exit_code == 1
     assert shown.stderr == (
-        "specrun: error: run needs torch, which is not installed: pip install 'specbuild-specrun[build]'\n"
+        "specrun: error: run needs torch, which is not installed: pip install '.[build]' in a clone of the project\n"
     ).replace("specrun:", f"{shown.stderr.split(':')[0]}:")
 
 
