@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +108,32 @@ def test_every_input_is_read() -> None:
     with pytest.raises(RequestError, match="did you mean temperature"):
         read_inputs(usual, ["temprature"])
     assert read_inputs(usual, ["model", "triton_enable_empty_final_response"]) == plain
+
+
+def texts(**values: str) -> dict[str, Any]:
+    given = {"text_input": "a", **values}
+    return {name: np.array([[value.encode()]], np.object_) for name, value in given.items()}
+
+
+def test_biases_and_constraints_are_the_decoders_own() -> None:
+    assert read_inputs(texts(logit_bias='{"5": -2, "7": 1.5}')).params.logit_bias == {5: -2.0, 7: 1.5}
+    for kind, guide, option in (
+        ("json", "", {"json_object": True}),
+        ("json_schema", '{"enum": [1]}', {"json_schema": '{"enum": [1]}'}),
+        ("regex", "a+", {"regex": "a+"}),
+        ("choice", '["a", "b"]', {"choice": ("a", "b")}),
+        ("grammar", 'start: "a"', {"grammar": 'start: "a"'}),
+    ):
+        given = texts(guided_decoding_guide_type=kind, guided_decoding_guide=guide)
+        usual = read_inputs(texts()).options
+        assert read_inputs(given).options == replace(usual, **option)
+    for values, message in (
+        ({"logit_bias": "{"}, "logit_bias .* expected JSON"),
+        ({"logit_bias": '{"x": 1}'}, "logit_bias"),
+        ({"guided_decoding_guide_type": "ebnf_grammar", "guided_decoding_guide": "x"}, "guided_decoding_guide_type"),
+        ({"guided_decoding_guide_type": "regex"}, "guided_decoding_guide: missing"),
+        ({"guided_decoding_guide": "a+"}, "guided_decoding_guide_type None"),
+        ({"guided_decoding_guide_type": "choice", "guided_decoding_guide": "x"}, "guided_decoding_guide .*JSON"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            read_inputs(texts(**values))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -156,6 +157,35 @@ def test_ids_are_those_of_generate_and_of_the_target_alone(server: Server, expec
         assert answer["cum_log_probs"] == [pytest.approx(sum(scores), abs=1e-3)]
     drafted = [answer["total_draft_tokens"][0] for (answer,) in answers]
     assert all(drafted[1::3]) and not any(drafted[2::3])
+
+
+def test_constraints_and_biases(server: Server) -> None:
+    """With the draft and without it the same text."""
+    guide = {"guided_decoding_guide_type": "choice", "guided_decoding_guide": '["the cat", "a mat"]'}
+    plain = server.whole("speculative", text_input="the", max_tokens=8)
+    biased = {"logit_bias": json.dumps({str(plain["output_ids"][0]): "-inf"}).replace('"-inf"', "-100")}
+    for model in ("speculative", "target"):
+        assert server.whole(model, text_input="the", max_tokens=8, **guide)["text_output"][0] in ("the cat", "a mat")
+        found = server.whole(model, text_input="the", max_tokens=8, **biased)
+        assert found["output_ids"][0] != plain["output_ids"][0]
+    answer = server.generate(text_input="the", guided_decoding_guide_type="ebnf_grammar")
+    assert answer.status_code == 400 and "guided_decoding_guide_type" in answer.text
+
+
+def test_a_prompt_of_megabytes_keeps_nobody_waiting(server: Server) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(server.generate, text_input="the cat sat on a mat; " * (3 << 20 >> 4), max_tokens=1)
+        began = time.monotonic()
+        assert server.generate(text_input="the", max_tokens=1).status_code == 200
+        assert time.monotonic() - began < 3
+        assert long.result().status_code == 400 and "characters, more than" in long.result().text
+
+
+def test_the_example_of_the_page_runs(server: Server) -> None:
+    (block,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "triton.md").read_text(), re.MULTILINE | re.DOTALL)
+    code = block.replace("127.0.0.1:8001", server.grpc)
+    ended = subprocess.run([VENV / "bin" / "python", "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0 and ended.stdout.startswith("["), ended.stderr
 
 
 def test_a_stream_adds_up_to_the_whole_answer(server: Server, expected: list[Any]) -> None:
