@@ -31,21 +31,22 @@ ROOT = Path(__file__).resolve().parents[2]
 FORMS = ("float32", "int8", "int4")
 MOST = 10
 LENGTHS = (0, 1, 2, 3, 4, 5, 7, MOST)
-SIZES = (
-    *("--num_layers", "16", "--hidden_size", "1024", "--intermediate_size", "2944"),
-    *("--num_heads", "16", "--num_kv_heads", "8"),
-)
+SIZES = {
+    "target": {"num_layers": 16, "hidden_size": 1024, "intermediate_size": 2944, "num_heads": 16, "num_kv_heads": 8},
+    "draft": {"num_layers": 2, "hidden_size": 192, "intermediate_size": 512, "num_heads": 6, "num_kv_heads": 3},
+}
 
 
 def make_pair(work: Path) -> None:
     """Hugging Face checkpoints in ``work``/hf, and prompts in ``work``/prompts.jsonl."""
     made = work / "pair"
     files = ["--prompts_file", str(work / "prompts.jsonl"), "--output_dir", str(made)]
-    subprocess.run([ROOT / "scripts/make_demo_pair.py", "--corpus", "docstrings", *files], check=True)
-    for model, sizes in (("target", SIZES), ("draft", ("--parameters", "1.4M"))):
+    subprocess.run([sys.executable, ROOT / "scripts/make_demo_pair.py", "--corpus", "docstrings", *files], check=True)
+    for model, sizes in SIZES.items():
         if not (work / "hf" / model / "config.json").exists():
+            flags = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
             grown = ["--input_dir", str(made / model), "--output_dir", str(work / "hf" / model)]
-            subprocess.run([ROOT / "scripts/grow_checkpoint.py", *grown, *sizes], check=True)
+            subprocess.run([sys.executable, ROOT / "scripts/grow_checkpoint.py", *grown, *flags], check=True)
 
 
 def make_engine(work: Path, model: str, form: str) -> Path:
