@@ -126,6 +126,10 @@ def compare(target: Checked, draft: Checked) -> list[str]:
     found = []
     share = draft.weights.nbytes / target.weights.nbytes
     said = "small enough to pay off" if share < 0.2 else "few drafts of this size pay off; a tenth is usual"
+    if share > 1:
+        said = "the target comes first, so the two may be swapped"
+    elif target == draft:
+        said = "they are one model, which saves nothing as its own draft"
     found.append(f"the draft's weights have {share:.0%} of the target's bytes: {said}")
     if target.tokenizer is None or draft.tokenizer is None:
         found.append("one has no tokenizer, so it cannot be said whether they read the same tokens")

@@ -167,7 +167,8 @@ def prepare_data(**options: Any) -> None:
     from specbuild.training.prepare import PrepareOptions
     from specbuild.training.prepare import prepare_data as run
 
-    run(PrepareOptions(**options), Stages())
+    if run(PrepareOptions(**options), Stages()):
+        click.get_current_context().exit(1)
 
 
 @main.command("train_draft")
@@ -227,12 +228,12 @@ def check(model_dir: str, draft_dir: str | None, revision: str | None, text_mode
     from specbuild.inspect import facts_table
     from specbuild.progress import Stages
 
-    checked = {model_dir: check_model(model_dir, Stages(), revision, text_model)}
+    checked = [(model_dir, check_model(model_dir, Stages(), revision, text_model))]
     if draft_dir is not None:
-        checked[draft_dir] = check_model(draft_dir, Stages())
-    for name, one in checked.items():
+        checked.append((draft_dir, check_model(draft_dir, Stages())))
+    for name, one in checked:
         click.echo(facts_table({"checkpoint": name, **one.facts()}))
-    for sentence in compare(*checked.values()) if len(checked) == 2 else ():
+    for sentence in compare(*(one for _, one in checked)) if len(checked) == 2 else ():
         click.echo(f"pair: {sentence}")
 
 

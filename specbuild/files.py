@@ -21,7 +21,10 @@ def require_space(needs: dict[Path, int]) -> None:
         disk = there.stat().st_dev
         disks[disk] = (there, size + disks.get(disk, (there, 0))[1])
     for there, size in disks.values():
-        if (free := shutil.disk_usage(there).free) < size:
+        usage = shutil.disk_usage(there)
+        if not usage.total or not os.access(there, os.W_OK):  # A file system like /proc has no room at all.
+            raise OSError(errno.EACCES, "no directory can be made there; choose another place", str(there))
+        if (free := usage.free) < size:
             reason = f"about {human_bytes(size)} are needed and {human_bytes(free)} are free: "
             raise OSError(errno.ENOSPC, reason + os.strerror(errno.ENOSPC), str(there))
 

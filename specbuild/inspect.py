@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -30,19 +31,25 @@ def describe(directory: Path, as_json: bool, show_all: bool = False) -> str:
 
 
 def _open(directory: Path) -> EngineConfig | CheckpointConfig:
-    if _kind(directory) == "checkpoint":
+    if _config_of(directory).get("kind") == "checkpoint":
         return open_checkpoint(directory)
+    if "model_type" in _config_of(directory):
+        raise EngineDirError(
+            f"{directory}: is a Hugging Face checkpoint; 'specbuild check' says what it holds, and 'specbuild convert' "
+            "makes an ONNX checkpoint of it"
+        )
     config = read_config(directory, EngineConfig, EngineDirError, "specbuild engine")
     check_files(directory, config.files)
     return config
 
 
-def _kind(directory: Path) -> str:
+def _config_of(directory: Path) -> dict[str, Any]:
+    """Empty where it cannot be read: read_config says what is wrong."""
     try:
         data = json.loads((directory / CONFIG_NAME).read_bytes())
-    except (OSError, ValueError):
-        return "engine"  # read_config says what is wrong.
-    return str(data.get("kind")) if isinstance(data, dict) else "engine"
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return data if isinstance(data, dict) else {}
 
 
 def _checkpoint(config: CheckpointConfig) -> str:

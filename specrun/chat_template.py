@@ -34,7 +34,7 @@ _DEFAULT, _FOR_TOOLS = "default", "tool_use"
 _MARK = "<|continued-here|> "
 _SETTINGS = ("messages", "tools", "documents", "add_generation_prompt", *_SPECIAL_TOKENS)
 """Variables of templates that no caller sets."""
-_INSTEAD = "give prompts without --chat"
+_INSTEAD = "prompts of plain text need none"
 SECONDS = 10
 """That a template may take for a conversation; it takes milliseconds."""
 MOST_CHARACTERS = 1 << 24
@@ -93,7 +93,7 @@ class ChatTemplate:
             what = f"{file}: the chat template" if file else f"{directory}: the tokenizer's settings"
             raise RequestError(f"{what} cannot be read ({error}); {_INSTEAD}") from error
         if not (source := sources.get(_DEFAULT)):
-            raise RequestError(f"{directory}: the tokenizer has no chat template; give --chat_template, or {_INSTEAD}")
+            raise RequestError(f"{directory}: the tokenizer has no chat template; {_INSTEAD}")
         return cls(source, special_tokens, file or directory, sources.get(_FOR_TOOLS))
 
     def render(

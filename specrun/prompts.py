@@ -12,15 +12,14 @@ from specrun.errors import RequestError
 def read_prompts(texts: Sequence[str], file: Path | None) -> list[str]:
     """``texts``, else the lines of ``file``, else the lines of standard input: one prompt a line.
 
-    Raises RequestError for an unreadable file, invalid UTF-8, a blank line or no prompt at all.
+    A blank one is an empty prompt, which fails alone. Raises RequestError for an unreadable file, invalid UTF-8 or no
+    prompt at all.
     """
     if texts:
         for number, text in enumerate(texts, 1):
-            if not text.strip():
-                raise RequestError(f"--input_text {number}: empty; a text needs at least one token to follow")
             if not _is_unicode(text):
                 raise RequestError(f"--input_text {number}: {text!r} is not UTF-8; write the text as UTF-8")
-        return list(texts)
+        return _without_blanks(texts)
     if file is None:
         if sys.stdin.isatty():
             print("prompts, one a line; Ctrl-D ends them:", file=sys.stderr)
@@ -45,10 +44,11 @@ def _lines(data: bytes, name: str) -> list[str]:
     lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n") if text else []
     if not lines:
         raise RequestError(f"{name}: empty; expected one prompt a line")
-    for number, text in enumerate(lines, 1):
-        if not text.strip():
-            raise RequestError(f"{name}: line {number}: empty prompt; remove the line")
-    return lines
+    return _without_blanks(lines)
+
+
+def _without_blanks(texts: Sequence[str]) -> list[str]:
+    return [text if text.strip() else "" for text in texts]
 
 
 def _is_unicode(text: str) -> bool:

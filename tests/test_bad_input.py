@@ -784,13 +784,24 @@ def test_chat_templates(engines: Path, tmp_path: Path) -> None:
     engine = copy_of(engines / "target", tmp_path / "engine")
     (engine / "chat_template.jinja").write_text("{{ raise_exception('no system role') }}")
     redescribe(engine)
-    says(generate_error(engine, "--chat"), engine, "the chat template failed", "no system role", "without --chat")
+    says(
+        generate_error(engine, "--chat"),
+        engine,
+        "the chat template failed",
+        "no system role",
+        "prompts of plain text need none",
+    )
     (engine / "chat_template.jinja").unlink()
     redescribe(engine)
-    says(generate_error(engine, "--chat"), engine, "has no chat template", "without --chat")
+    says(generate_error(engine, "--chat"), engine, "has no chat template", "prompts of plain text need none")
     (engine / "tokenizer_config.json").write_text("{")
     redescribe(engine)
-    says(generate_error(engine, "--chat"), engine, "tokenizer's settings cannot be read", "without --chat")
+    says(
+        generate_error(engine, "--chat"),
+        engine,
+        "tokenizer's settings cannot be read",
+        "prompts of plain text need none",
+    )
 
 
 # --- pairs
@@ -970,7 +981,10 @@ def test_prompt_of_another_models_tokenizer(engines: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize("text", ["", "  ", "\n"])
 def test_empty_prompt(engines: Path, text: str) -> None:
     flags = ("generate", "--engine_dir", engines / "target", "--input_text", "fine", "--input_text", text)
-    says(error_line(run(*flags)), "--input_text 2: empty")
+    result = run(*flags)
+    assert result.stdout.strip(), "the other prompt is answered"
+    says(error_line(result, prints=True), "prompt 2: empty")
+    says(error_line(run(*flags[:3], "--input_text", text)), "prompt 1: empty")
 
 
 def test_prompt_argument_that_is_not_utf8(engines: Path) -> None:
@@ -982,8 +996,6 @@ def test_prompt_argument_that_is_not_utf8(engines: Path) -> None:
     ("data", "fragments"),
     [
         (b"", ["empty", "one prompt a line"]),
-        (b"one\n\ntwo\n", ["line 2: empty prompt", "remove the line"]),
-        (b"one\n \t\n", ["line 2: empty prompt"]),
         (b"one\ntwo caf\xe9\n", ["line 2: byte 0xe9 at offset 11 is not UTF-8", "save the file as UTF-8"]),
         ("one\n".encode("utf-16"), ["line 1: byte 0xff at offset 0 is not UTF-8"]),
     ],
@@ -994,6 +1006,19 @@ def test_input_file_and_standard_input(engines: Path, tmp_path: Path, data: byte
     flags = ("generate", "--engine_dir", engines / "target")
     says(error_line(run(*flags, "--input_file", file)), file, *fragments)
     says(error_line(run(*flags, stdin=data)), "standard input", *fragments)
+
+
+def test_an_engine_that_is_its_own_draft(engines: Path) -> None:
+    both = ("--engine_dir", engines / "target", "--draft_engine_dir", engines / "target")
+    assert "is its own draft: that is never faster" in run("generate", *both, "--input_text", "a").stderr
+
+
+@pytest.mark.parametrize("data", [b"one\n\ntwo\n", b"one\n \t\nthree"])
+def test_a_blank_line_fails_alone(engines: Path, tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "prompts.txt").write_bytes(data)
+    result = run("generate", "--engine_dir", engines / "target", "--input_file", tmp_path / "prompts.txt")
+    says(error_line(result, prints=True), "prompt 2: empty")
+    assert len(result.stdout.splitlines()) >= 2
 
 
 def test_input_file_that_cannot_be_read(engines: Path, tmp_path: Path) -> None:

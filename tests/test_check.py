@@ -6,12 +6,14 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 import transformers
 from click.testing import CliRunner, Result
 from transformers import MambaConfig
 
 from specbuild.cli import main
 from specbuild.families import table
+from specbuild.files import require_space
 from specbuild.progress import human_bytes
 from tests.families import FAMILIES, SIZES, save_checkpoint
 
@@ -102,3 +104,20 @@ def test_memory_is_named_beside_disk(hf: Path) -> None:
     lines = run("check", hf / "target").stdout.splitlines()
     (memory,) = (line for line in lines if line.startswith("memory"))
     assert "to convert" in memory and "for the weights of an engine on a CPU" in memory and "are free" in memory
+
+
+def test_a_pair_that_is_swapped_or_one_model(hf: Path, onnx: Path, tmp_path: Path) -> None:
+    big = save_checkpoint(tmp_path / "big", "llama2", num_hidden_layers=4)
+    assert "the two may be swapped" in run("check", hf / "draft", big).stdout
+    assert "they are one model" in run("check", hf / "target", hf / "target").stdout
+
+
+def test_inspect_knows_a_hugging_face_checkpoint(hf: Path) -> None:
+    said = run("inspect", hf / "target")
+    assert said.exit_code == 1
+    assert "is a Hugging Face checkpoint; 'specbuild check'" in said.stderr
+
+
+def test_an_output_directory_that_cannot_be_made() -> None:
+    with pytest.raises(OSError, match="no directory can be made there"):
+        require_space({Path("/proc/nothing"): 1})

@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from specbuild.quantisation.recipe import QFORMATS as convert_formats
 from specrun import pair_cache
 from specrun.cli import main
+from specrun.commands.run import QFORMATS
 from specrun.errors import BackendError, PairError
 from specrun.pair_cache import BuildSettings, check_pair, engines_of, find_checkpoint
 
@@ -204,3 +206,10 @@ def test_the_cache_is_where_xdg_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", "/home/someone")
     assert pair_cache.cache_folder() == Path("/home/someone/.cache/specrun/pairs")
+
+
+def test_the_formats_are_those_of_specbuild(hf: Path, tmp_path: Path) -> None:
+    assert set(QFORMATS) == {"auto", *convert_formats}
+    said = run(tmp_path, hf / "target", hf / "draft", "--qformat", "q4")
+    assert (said.returncode, "Usage: specrun run" in said.stderr) == (2, True), said.stderr
+    assert not (tmp_path / "specrun").exists(), "not even a lock"

@@ -53,13 +53,18 @@ class PrepareOptions:
         return partial(answer_with_server, self.server, self.model, self.concurrency, sampling)
 
 
-def prepare_data(options: PrepareOptions, stages: Stages) -> None:
-    """Answer a file of prompts. Raises SpecError; what was answered before stands, and ``resume`` goes on with it."""
-    answer_file(options.prompts, options.output_file, options.resume, options.answerer, stages)
+def prepare_data(options: PrepareOptions, stages: Stages) -> int:
+    """Answer a file of prompts. Returns how many have no answer.
+
+    Raises SpecError; what was answered before stands, and ``resume`` goes on with it.
+    """
+    return answer_file(options.prompts, options.output_file, options.resume, options.answerer, stages)
 
 
-def answer_file(prompts: Path, output: Path, resume: bool, answer: Answerer, stages: Stages) -> None:
+def answer_file(prompts: Path, output: Path, resume: bool, answer: Answerer, stages: Stages) -> int:
     """Write a line for each prompt in the order in which they are answered. Prompts without an answer have none.
+
+    Returns how many those are.
 
     Raises BuildConfigError for a bad prompt, naming its line, before any is answered; and where none could be.
     """
@@ -84,6 +89,7 @@ def answer_file(prompts: Path, output: Path, resume: bool, answer: Answerer, sta
             stages.say(f"note: {len(unanswered)} of {total} prompts have no answer; the first: {unanswered[0]}")
         if not answers.answered:
             raise RequestError(f"{prompts}: no prompt could be answered; {unanswered[0]}")
+    return len(unanswered)
 
 
 def _prompts(path: Path) -> Iterator[Prompt]:

@@ -217,9 +217,12 @@ def require_one_source(input_text: tuple[str, ...], input_file: Path | None) -> 
 
 
 def prompt_ids(tokenizer_dir: Path, input_text: tuple[str, ...], input_file: Path | None) -> list[list[int]]:
-    """The prompts' token ids."""
+    """The prompts' token ids. Raises RequestError for a blank one: what is measured or compared is all of them."""
+    from specrun.errors import RequestError
     from specrun.prompts import read_prompts
     from specrun.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(tokenizer_dir)
-    return [tokenizer.encode(text).ids for text in read_prompts(input_text, input_file)]
+    tokenizer, texts = load_tokenizer(tokenizer_dir), read_prompts(input_text, input_file)
+    if "" in texts:
+        raise RequestError(f"prompt {texts.index('') + 1}: empty; leave it out")
+    return [tokenizer.encode(text).ids for text in texts]

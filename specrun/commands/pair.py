@@ -129,6 +129,10 @@ def open_pair(
     engines = " and ".join(str(directory) for directory in (target, draft) if directory)
     with _opening_shown(engines) as show:
         decoder = SpeculativeDecoder.open(target, draft, config, tokenizer, show, options["chat_template"], tool_format)
+    if draft and draft.resolve() == target.resolve():
+        click.echo(
+            f"note: {target} is its own draft: that is never faster; give the engine of a smaller model", err=True
+        )
     for note in decoder.notes:
         click.echo(f"note: {note}", err=True)
     return click.get_current_context().with_resource(decoder)

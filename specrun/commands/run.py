@@ -12,11 +12,20 @@ from specrun.commands.chat import chat, chat_options, talk
 from specrun.commands.options import DRAFT_LEN
 from specrun.commands.pair import pair_config
 
+QFORMATS = ("auto", "int8", "int8_wo", "int4", "fp8", "fp8_wo", "nvfp4", "nvfp4_wo")
+"""Those of ``specbuild convert``, which this package does not import."""
+
 
 @click.command()
 @click.argument("target", metavar="TARGET")
 @click.argument("draft", metavar="DRAFT")
-@click.option("--qformat", default="auto", show_default=True, help="As specbuild convert has it, for both models.")
+@click.option(
+    "--qformat",
+    type=click.Choice(QFORMATS),
+    default="auto",
+    show_default=True,
+    help="As specbuild convert has it, for both models.",
+)
 @click.option("--max_seq_len", type=click.IntRange(2), help="Longest conversation. Default: 4096, or what both have.")
 @click.option(
     "--max_draft_len", type=click.IntRange(1), default=10, show_default=True, help="Most draft tokens a round."

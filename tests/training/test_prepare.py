@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
+from specbuild.cli import main
 from specbuild.training.answers import Prompt, Sampling, answer_with_model
 from specbuild.training.conversations import read_prompt
 from specbuild.training.prepare import PrepareOptions, prepare_data
@@ -91,8 +93,22 @@ def test_prompts_that_cannot_be_answered(answered: Path, tmp_path: Path) -> None
     """They have no line, and the others do; a file of such prompts alone is an error."""
     options = {"engine_dir": answered / "engine", **GREEDY}
     prompts = write_lines(tmp_path / "prompts.jsonl", {"prompt": "x" * 300}, {"prompt": "go"})
-    prepare_data(PrepareOptions(prompts, tmp_path / "data.jsonl", **options), quiet())
+    assert prepare_data(PrepareOptions(prompts, tmp_path / "data.jsonl", **options), quiet()) == 1
     assert [line["line"] for line in lines(tmp_path / "data.jsonl")] == [2]
+    command = [
+        "prepare_data",
+        "--prompts",
+        prompts,
+        "--engine_dir",
+        answered / "engine",
+        "--temperature",
+        0,
+        "--max_output_len",
+        LENGTH,
+    ]
+    said = CliRunner().invoke(main, [*map(str, command), "--output_file", str(tmp_path / "again.jsonl")])
+    assert said.exit_code == 1, said.output
+    assert len(lines(tmp_path / "again.jsonl")) == 1, said.output
     write_lines(prompts, {"prompt": "x" * 300})
     with pytest.raises(RequestError, match=r"no prompt could be answered; .*max_input_len"):
         prepare_data(PrepareOptions(prompts, tmp_path / "none.jsonl", **options), quiet())
