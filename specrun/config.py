@@ -57,6 +57,11 @@ class DraftTargetConfig(arguments.Named):
     accepted to be worth its time."""
 
     @property
+    def least_confidence(self) -> float | None:
+        """``draft_confidence``; None where what is measured decides. Drafts of fixed lengths do not end by default."""
+        return 0.0 if self.draft_confidence is None and self.fixed_draft_len is not None else self.draft_confidence
+
+    @property
     def fixed_draft_len(self) -> int | None:
         """Draft tokens of every round; None: as many as pay."""
         return None if self.draft_len == "auto" else self.draft_len

@@ -162,9 +162,11 @@ class DraftLength:
 
         plain, *drafting = rates(times.expected)
         gain = max(drafting) / plain
-        # A standard error of the acceptance rate: until it is known well, drafting goes on where it may pay.
-        doubt = math.sqrt(prior * (1 - prior) / (2 + self._evaluated))
-        self.drafting = max(gain, max(rates(times.expected, doubt)[1:]) / plain) >= tuning.min_gain
+        self.drafting = gain >= tuning.min_gain
+        if not self.drafting:
+            # A standard error of the acceptance rate: until it is known well, drafting goes on where it may pay.
+            doubt = math.sqrt(prior * (1 - prior) / (2 + self._evaluated))
+            self.drafting = max(rates(times.expected, doubt)[1:]) >= tuning.min_gain * plain
         if not self.drafting:
             # Optimistically, a length beyond the longest tried one takes no longer than that one.
             tried = max([1, *(g for g in known.medians if g <= longest)])

@@ -114,7 +114,12 @@ def test_other_texts_are_drafted_to_their_end(engines: tuple[Path, Path]) -> Non
         assert drafted(decoder, [sampled, asked]) == [foretold(0, 0.0)] * 2
 
 
-def test_a_limit_is_a_probability() -> None:
+def test_what_ends_drafts_by_default() -> None:
+    """With a fixed length nothing, so that no draft's probability is computed."""
+    assert DraftTargetConfig().least_confidence is None
+    assert DraftTargetConfig(4).least_confidence == 0.0
+    assert DraftTargetConfig(4, draft_confidence=0.7).least_confidence == 0.7
+    assert DraftTargetConfig(draft_confidence=0.0).least_confidence == 0.0
     with pytest.raises(RequestError, match="draft_confidence 2: expected 0 to 1"):
         DraftTargetConfig(draft_confidence=2)
 

@@ -102,7 +102,7 @@ def _host_drafter(
         graph = draft.config.graph
         lender = target if graph.is_head else None
         backend = open_host_backend(draft.directory, draft.config, blocks, config.shared_thread_pool, lender)
-        runner, settings = ModelRunner(backend), (vocab_size, draft_len, config.use_logits, config.draft_confidence)
+        runner, settings = ModelRunner(backend), (vocab_size, draft_len, config.use_logits, config.least_confidence)
         drafter: ModelDrafter
         if draft.translator:
             drafter = TranslatedDrafter(runner, draft.translator, *settings)
