@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Sixteen honest streams beside clients that attack a `specrun serve`: are answers right, and how much later do they come?
+"""Sixteen honest streams beside clients that attack a `specrun serve`: are the answers right, and how much later?
 
 First the streams run alone. Then attackers join them: prompts of megabytes, as texts, ids, messages, tools and
-`logit_bias`; thousands of idle connections; full queues; names of megabytes and control characters for the log. Each
-honest body has a seed, so its text is known from the quiet time. Ends with status 1 if an honest text differs or fails,
-if the median answer takes more than three times as long as in the quiet time, or if the server is not healthy at the end.
+`logit_bias`; more idle connections than the server may have files; full queues; names of megabytes for the log. Every
+honest body has a seed, so its text is known from the quiet time.
+
+Ends with status 1 if an honest text differs or fails, if the slowest or the median honest answer takes more than three
+times the quiet median, if an attack gets an answer that it should not, or if the server is not well at the end.
 """
 
 from __future__ import annotations
@@ -12,34 +14,259 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import resource
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
 import httpx
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from scripts.benchmarks.soak import ROOT, make_body, make_pair, resources
-from scripts.benchmarks.soak import find_url as wait_for_url
+from scripts.benchmarks.soak import ROOT, WORDS, make_pair, resources
 from specrun.processor import describe_processor
 
 STREAMS = 16
 BODIES = 64
 SLOWEST = 3.0
-"""Times the quiet median that the median answer may take."""
-TEXT = "the cat sat on a mat; " * (7 << 20 >> 5)
-IDLE_CONNECTIONS = 1100
+"""Times of the quiet median that an honest answer may take."""
 FILES = 1024
-"""Number of files that the server may open."""
+"""Number of files that the server may have open."""
+IDLE = 1100
+"""Number of connections that send nothing."""
+TEXT = "the class of the statement is return; " * 200_000
+"""Seven megabytes."""
+TOOL = {"type": "function", "function": {"name": "f", "description": TEXT}}
+TURN = {"role": "user", "content": "a"}
+ATTACKS: list[tuple[str, str, dict[str, Any], tuple[int, ...]]] = [
+    ("long text", "/v1/completions", {"prompt": TEXT}, (400,)),
+    ("long tokenize", "/tokenize", {"prompt": TEXT}, (400,)),
+    ("long chat", "/v1/chat/completions", {"messages": [{"role": "user", "content": TEXT}]}, (400,)),
+    ("long tool", "/v1/chat/completions", {"messages": [TURN], "tools": [TOOL]}, (400,)),
+    ("many messages", "/v1/chat/completions", {"messages": [TURN] * 200_000}, (400,)),
+    ("many ids", "/v1/completions", {"prompt": [1] * 2_800_000}, (400,)),
+    ("many biases", "/v1/completions", {"prompt": "a", "logit_bias": {str(n): 1 for n in range(500_000)}}, (400,)),
+    ("never served", "/v1/completions", {"prompt": ["a"] * 8, "n": 128}, (400,)),
+    ("full queue", "/v1/completions", {"prompt": ["a"] * 2, "n": 128, "max_tokens": 1}, (200,)),
+    ("long name", "/v1/completions", {"prompt": "a", "max_tokens": 1, "x\u202e" * (1 << 19): 1}, (200,)),
+    ("long model", "/v1/completions", {"prompt": "a", "model": "m" * (4 << 20)}, (404,)),
+]
+"""Names, paths, bodies, and the answers that they may get. All may get 429."""
+
+
+def make_tokenizer(directory: Path) -> Path:
+    """A folder with a tokenizer and a configuration, for random checkpoints."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    files = sorted((ROOT / "specrun").rglob("*.py"))
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=2048, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator((file.read_text() for file in files), trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}{{ tools }}<tool_call>"
+    fast.save_pretrained(directory)
+    sizes = {"vocab_size": tokenizer.get_vocab_size(), "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    (directory / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    return directory
+
+
+def make_body(number: int) -> dict[str, Any]:
+    """One of the honest ones. Its seed makes its answer known."""
+    draw = random.Random(number)
+    return {
+        "prompt": " ".join(draw.choices(WORDS, k=draw.randint(5, 40))),
+        "max_tokens": 48,
+        "ignore_eos": True,
+        "temperature": draw.choice([0, 0.8]),
+        "seed": number,
+        "stream": True,
+    }
+
+
+@dataclass
+class Soak:
+    """What was seen."""
+
+    client: httpx.AsyncClient
+    texts: dict[int, str] = field(default_factory=dict)
+    """By the numbers of bodies."""
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    """Of honest answers, by time: quiet and attacked."""
+    answers: Counter[str] = field(default_factory=Counter)
+    """Of attacks, with their status."""
+    wrong: list[str] = field(default_factory=list)
+
+    async def ask(self, number: int, when: str) -> None:
+        """One honest answer."""
+        began, text = time.perf_counter(), None
+        while text is None:
+            try:
+                text = await self.text_of(make_body(number))
+            except httpx.HTTPError as error:
+                text = repr(error)
+        self.seconds.setdefault(when, []).append(time.perf_counter() - began)
+        if self.texts.setdefault(number, text) != text:
+            self.wrong.append(f"{when}, body {number}: {text!r} beside {self.texts[number]!r}")
+
+    async def text_of(self, body: dict[str, Any]) -> str | None:
+        """What a stream says; None where the queue was full, after the pause that the server asks for."""
+        text = ""
+        async with self.client.stream("POST", "/v1/completions", json=body) as answer:
+            if answer.status_code == 429:
+                self.answers["honest: 429"] += 1
+                await asyncio.sleep(float(answer.headers["retry-after"]))
+                return None
+            if answer.status_code != 200:
+                return f"{answer.status_code} {(await answer.aread()).decode()[:200]}"
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    text += json.loads(line[6:])["choices"][0]["text"]
+        return text
+
+    async def stream(self, draw: random.Random, when: str, until: float) -> None:
+        """Honest answers, one after the other."""
+        while time.monotonic() < until:
+            await self.ask(draw.randrange(BODIES), when)
+
+    async def attack(self, bodies: list[bytes], draw: random.Random, until: float) -> None:
+        """Bodies of attacks, one after the other."""
+        while time.monotonic() < until:
+            place = draw.randrange(len(ATTACKS))
+            name, path, _, allowed = ATTACKS[place]
+            try:
+                answer = await self.client.post(path, content=bodies[place])
+                status = answer.status_code
+            except httpx.HTTPError as error:
+                self.answers[f"{name}: {type(error).__name__}"] += 1
+                continue
+            self.answers[f"{name}: {status}"] += 1
+            if status not in (*allowed, 429):
+                self.wrong.append(f"{name}: {status} {answer.text[:200]}")
+
+    async def idle(self, until: float) -> None:
+        """Connections that send nothing, or half a request. Those that the server ends come again."""
+        address = urlsplit(str(self.client.base_url))
+        beginnings = (
+            b"",
+            b"GET /health HTTP/1.1\r\nx: ",
+            b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n",
+        )
+
+        async def connect(number: int) -> None:
+            while time.monotonic() < until:
+                try:
+                    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+                    writer.write(beginnings[number % len(beginnings)])
+                    async with asyncio.timeout(max(0.0, until - time.monotonic())):
+                        while await reader.read(1024):
+                            pass
+                    writer.close()
+                except (OSError, TimeoutError):
+                    pass
+                await asyncio.sleep(1)
+
+        await asyncio.gather(*map(connect, range(IDLE)))
+
+    async def health(self, until: float) -> None:
+        """A probe each second, as Kubernetes sends it, on a connection of its own."""
+        while time.monotonic() < until:
+            began = time.perf_counter()
+            try:
+                async with httpx.AsyncClient(base_url=self.client.base_url, timeout=10) as client:
+                    status = (await client.get("/health")).status_code
+            except httpx.HTTPError as error:
+                self.wrong.append(f"/health: {error!r}")
+            else:
+                if status != 200:
+                    self.wrong.append(f"/health: {status}")
+            self.seconds.setdefault("health", []).append(time.perf_counter() - began)
+            await asyncio.sleep(1)
+
+
+async def run_clients(url: str, process: int, minutes: float, attackers: int) -> tuple[Soak, dict[str, Any]]:
+    """The quiet time, a quarter of the other one, and the attacked one; what was seen, and the server's resources."""
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+        soak, seen = Soak(client), {}
+        for number in range(BODIES):  # Alone, and so the texts to which all others are compared.
+            await soak.ask(number, "alone")
+        streams = [random.Random(seed) for seed in range(STREAMS)]
+        until = time.monotonic() + 15 * minutes
+        await asyncio.gather(*(soak.stream(draw, "quiet", until) for draw in streams))
+        seen["quiet"] = resources(process)
+        bodies = [json.dumps(body, separators=(",", ":")).encode() for _, _, body, _ in ATTACKS]
+        until = time.monotonic() + 60 * minutes
+        work = [soak.stream(draw, "attacked", until) for draw in streams]
+        work += [soak.attack(bodies, random.Random(-seed), until) for seed in range(1, attackers + 1)]
+        await asyncio.gather(*work, soak.idle(until), soak.health(until))
+        seen["attacked"] = resources(process)
+        await asyncio.sleep(5)
+        await soak.ask(0, "afterwards")
+        seen["afterwards"] = resources(process)
+    return soak, seen
+
+
+@click.command()
+@click.option("--minutes", type=float, default=10.0, show_default=True, help="How long the attacks last.")
+@click.option("--attackers", type=int, default=4, show_default=True, help="Clients that send bodies of attacks.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
+def main(minutes: float, attackers: int, json_file: Path | None) -> None:
+    """See the module."""
+    with tempfile.TemporaryDirectory() as made:
+        make_pair(make_tokenizer(Path(made) / "tokenizer"), Path(made))
+        engines = ["--engine_dir", f"{made}/target", "--draft_engine_dir", f"{made}/draft"]
+        command = [sys.executable, "-m", "specrun", "serve", *engines, "--port", "0"]
+        few_files = ["bash", "-c", f'ulimit -n {FILES} && exec "$@"', "-"]
+        log = Path(f"{made}/log")
+        with log.open("w") as file:
+            server = subprocess.Popen([*few_files, *command], stderr=file, cwd=ROOT)
+            try:
+                while "serving on " not in log.read_text():
+                    if server.poll() is not None:
+                        sys.exit(log.read_text())
+                    time.sleep(0.2)
+                url = log.read_text().partition("serving on ")[2].partition(";")[0]
+                soak, seen = asyncio.run(run_clients(url, server.pid, minutes, attackers))
+            finally:
+                server.terminate()
+                status = server.wait()
+        written = log.read_text()
+    median = statistics.median(soak.seconds["quiet"])
+    slow = {when: statistics.median(soak.seconds[when]) / median for when in ("quiet", "attacked")}
+    late = sum(seconds > SLOWEST * median for seconds in soak.seconds["attacked"])
+    figures = {
+        "processor": describe_processor(),
+        "date": time.strftime("%Y-%m-%d"),
+        "minutes": minutes,
+        "exit_status": status,
+        "honest answers": {when: len(seconds) for when, seconds in soak.seconds.items()},
+        "quiet median seconds": round(median, 3),
+        "median beside the quiet one": round(slow["attacked"], 2),
+        "slowest beside the quiet median": round(max(soak.seconds["attacked"]) / median, 2),
+        f"answers later than {SLOWEST:.0f} times": late,
+        "slowest health seconds": round(max(soak.seconds["health"]), 3),
+        "attacks": dict(sorted(soak.answers.items())),
+        "wrong": soak.wrong[:20],
+        "log bytes": len(written),
+        "tracebacks": written.count("Traceback"),
+        "resources": seen,
+    }
+    text = json.dumps(figures, indent=1)
+    click.echo(text)
+    if json_file:
+        json_file.write_text(text + "\n")
+    sys.exit(1 if soak.wrong or status or late or "Traceback" in written else 0)
+
+
+if __name__ == "__main__":
+    main()

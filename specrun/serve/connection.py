@@ -29,32 +29,40 @@ def connection_limit() -> int:
 class Crowd:
     """The connections of one server. One too many ends the one that has waited longest for its client.
 
-    So clients that only keep connections cannot keep others out, whose requests come at once.
+    So clients that only keep connections cannot keep others out, whose requests come at once. Those that have sent a
+    request before, and will send another, come last.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._waiting: OrderedDict[Connection, None] = OrderedDict()
-        """Those that wait for a request, and some that no longer do. The one that has waited longest comes first."""
+        self._new: OrderedDict[Connection, None] = OrderedDict()
+        """Those that wait for their first request, and some that no longer do. The oldest comes first."""
+        self._known: OrderedDict[Connection, None] = OrderedDict()
+        """The same of those that wait for another one."""
 
     def wait(self, connection: Connection) -> None:
         """From now on ``connection`` waits for a request."""
-        self._waiting[connection] = None
-        self._waiting.move_to_end(connection)
+        self.leave(connection)
+        (self._new if connection.cycle is None else self._known)[connection] = None
 
     def leave(self, connection: Connection) -> None:
         """``connection`` has ended."""
-        self._waiting.pop(connection, None)
+        self._new.pop(connection, None)
+        self._known.pop(connection, None)
 
     def make_room(self, newest: Connection) -> None:
         """End a connection if there are too many: ``newest`` where no other waits for its client."""
         if len(newest.connections) <= self._limit:
             return
-        while self._waiting:
-            connection, _ = self._waiting.popitem(last=False)
-            if connection.is_waiting or connection is newest:
-                connection.transport.abort()
-                return
+        self.leave(newest)
+        for waiting in (self._new, self._known):
+            while waiting:
+                connection, _ = waiting.popitem(last=False)
+                if connection.is_waiting:
+                    connection.transport.abort()
+                    self.wait(newest)
+                    return
+        newest.transport.abort()
 
 
 class Connection(H11Protocol):
