@@ -16,7 +16,7 @@ from specrun.config import Check, DraftTargetConfig
 from specrun.draft_length import DraftLength
 from specrun.engine_dir import EngineConfig, open_engine
 from specrun.errors import BackendError, EngineDirError, PairError, RequestError
-from specrun.pair_checks import check_draft_len, check_fit, check_head, find_translator
+from specrun.pair_checks import check_draft_len, check_fit, check_head, describe_sizes, find_translator
 from specrun.request import Request, TokenOutput
 from specrun.request_factory import Prompt, RequestFactory, as_prompts
 from specrun.request_options import OptionKeywords, RequestOptions, combine
@@ -52,13 +52,15 @@ class SpeculativeDecoder:
         chat_template: Path | None = None,
         tool_format: ToolFormat | None = None,
         translator: Translator | None = None,
+        sizes: str = "",
     ) -> None:
-        """translator: of a draft whose tokenizer is not the target's."""
+        """translator: of a draft whose tokenizer is not the target's. sizes: what is odd about the draft's."""
         self._factory = RequestFactory(target, rounds.max_draft_len, tokenizer_dir, chat_template, tool_format)
         self.scheduler = Scheduler(rounds, lengths, max_batch_size, self._factory.check)
         self.target = target
         self.max_batch_size = max_batch_size
         self._translator = translator
+        self._sizes = sizes
 
     @classmethod
     def open(
@@ -94,7 +96,8 @@ class SpeculativeDecoder:
         rounds = open_round(engine, draft if draft_len else None, draft_len, rows, config, on_warm_up)
         lengths = DraftLength(draft_len, config.fixed_draft_len if draft_len else 0)
         translator = draft.translator if draft else None
-        return cls(rounds, lengths, engine.config, rows, tokenizer_dir, chat_template, tool_format, translator)
+        sizes = describe_sizes(engine.config, draft.config) if draft else ""
+        return cls(rounds, lengths, engine.config, rows, tokenizer_dir, chat_template, tool_format, translator, sizes)
 
     def close(self) -> None:
         """Give the engines and their memory back. Requests that have not ended fail, and so do calls from then on.
@@ -116,9 +119,9 @@ class SpeculativeDecoder:
 
     @property
     def notes(self) -> list[str]:
-        """What people should know of the pair, a line each: how exact its texts are, what its draft can propose."""
+        """What people should know of the pair, a line each: how exact its texts are, what its draft is."""
         draft = f"the draft has another tokenizer; it {self._translator.description}" if self._translator else ""
-        return [note for note in (self.exactness.note, draft) if note]
+        return [note for note in (self.exactness.note, draft, self._sizes) if note]
 
     @property
     def tokenizer(self) -> Tokenizer:

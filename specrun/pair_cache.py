@@ -233,11 +233,25 @@ def _known_digests(path: Path) -> Iterator[dict[str, Sequence[Any]]]:
 
 @contextmanager
 def _locked(path: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """No other process is in the same block meanwhile."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say("another process is building this pair; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    """No other process is in the same block meanwhile. The file is gone afterwards."""
+    while True:
+        with path.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say("another process is building this pair; waiting for it")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if not _is_at(file.fileno(), path):
+                continue  # The one that was waited for has removed it; others may have made it anew.
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False

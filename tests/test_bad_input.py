@@ -1069,3 +1069,20 @@ def test_more_prompts_than_a_batch_run_in_several(engines: Path) -> None:
         assert json.loads(alone.stdout)["token_ids"] == result["token_ids"]
         assert result["output_tokens"] == len(result["token_ids"])
         assert result["accepted"] <= result["evaluated"] <= result["drafted"]
+
+
+# --- options that would do nothing
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--draft_confidence", 0.5), "--draft_confidence needs a draft"),
+        (
+            ("--max_tokens_in_kv_cache", 64, "--no_kv_cache_enable_block_reuse"),
+            "--max_tokens_in_kv_cache is the size of the prefix cache; leave --no_kv_cache_enable_block_reuse out",
+        ),
+    ],
+)
+def test_options_that_would_do_nothing(engines: Path, flags: tuple[object, ...], words: str) -> None:
+    says(usage_error(run("generate", "--engine_dir", engines / "target", "--input_text", "x", *flags)), words)

@@ -15,6 +15,7 @@ from specbuild.cli import main
 from specbuild.families import table
 from specbuild.files import require_space
 from specbuild.progress import human_bytes
+from specrun import SpeculativeDecoder
 from tests.families import FAMILIES, SIZES, save_checkpoint
 
 
@@ -121,3 +122,12 @@ def test_inspect_knows_a_hugging_face_checkpoint(hf: Path) -> None:
 def test_an_output_directory_that_cannot_be_made() -> None:
     with pytest.raises(OSError, match="no directory can be made there"):
         require_space({Path("/proc/nothing"): 1})
+
+
+def test_a_pair_of_odd_sizes_is_noted(engines: Path) -> None:
+    """Where its engines are opened."""
+    for draft, words in (("target", "the draft is the target itself"), ("padded", "were the two swapped?")):
+        with SpeculativeDecoder.open(engines / "target", engines / draft) as decoder:
+            assert any(words in note for note in decoder.notes)
+    with SpeculativeDecoder.open(engines / "target", engines / "draft") as decoder:
+        assert not any("swapped" in note or "itself" in note for note in decoder.notes)

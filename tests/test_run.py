@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -213,3 +214,20 @@ def test_the_formats_are_those_of_specbuild(hf: Path, tmp_path: Path) -> None:
     said = run(tmp_path, hf / "target", hf / "draft", "--qformat", "q4")
     assert (said.returncode, "Usage: specrun run" in said.stderr) == (2, True), said.stderr
     assert not (tmp_path / "specrun").exists(), "not even a lock"
+
+
+def test_no_lock_stays_behind(tmp_path: Path) -> None:
+    """Also where several wait for it: each has it alone."""
+    path, inside = tmp_path / "pair.lock", list[int]()
+
+    def work(number: int) -> None:
+        with pair_cache._locked(path, lambda _: None):
+            inside.append(number)
+            assert inside == [number]
+            time.sleep(0.01)
+            inside.remove(number)
+
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(work, number) for number in range(8)]:
+            done.result()
+    assert not path.exists()

@@ -152,16 +152,17 @@ class _Masks:
         integer, boolean = ir.DataType.INT64, ir.DataType.BOOL
         start = add("Unsqueeze", integer, self._inputs[WRITE_INDICES], constant("rows", [1, 2, 3]))
         old = add("Less", boolean, constant("positions", list(range(self._length))), start)
-        seen = add("And", boolean, mask, old)
         batch = add("Shape", integer, self._inputs[INPUT_IDS], start=0, end=1)
         tokens = add("Shape", integer, self._inputs[INPUT_IDS], start=1, end=2)
         one = constant("one", [1])
         shape = add("Concat", integer, batch, one, tokens, tokens, axis=0)
         first, last = constant("zero", [0]), tokens
         numbers = add("Slice", integer, constant("positions", list(range(self._length))), first, last)
-        columns = add("Expand", integer, add("Add", integer, start, numbers), shape)
-        new = add("GatherElements", boolean, mask, columns, axis=3)
-        both = add("Concat", boolean, seen, new, axis=3)
+        places = add("Add", integer, start, numbers)
+        new = add("GatherElements", boolean, mask, add("Expand", integer, places, shape), axis=3)
+        # TensorRT-RTX 1.7 compiles no mask for one row that a Concat gives, so And comes last.
+        known = add("Concat", boolean, old, add("GreaterOrEqual", boolean, places, start), axis=3)
+        both = add("And", boolean, add("Concat", boolean, mask, new, axis=3), known)
         self._graph.insert_before(node, nodes)
         return both
 

@@ -102,9 +102,20 @@ def pair_config(options: dict[str, Any]) -> DraftTargetConfig:
     own["shared_thread_pool"] = True  # A command has its process for itself.
     require_one_draft(options["draft"], options["draft_engine_dir"])
     if options["draft_engine_dir"] is None and options["draft"] is None:
-        for name in ("draft_target_model_config", "draft_len", "draft_model_device_list", "acceptance"):
+        needing = (
+            "draft_target_model_config",
+            "draft_len",
+            "draft_confidence",
+            "draft_model_device_list",
+            "acceptance",
+        )
+        for name in needing:
             if options[name] is not None:
                 raise click.UsageError(f"--{name} needs a draft; give --draft_engine_dir or --draft suffix")
+    if options["max_tokens_in_kv_cache"] is not None and not options["reuse_blocks"]:
+        raise click.UsageError(
+            "--max_tokens_in_kv_cache is the size of the prefix cache; leave --no_kv_cache_enable_block_reuse out"
+        )
     if options["draft_target_model_config"] is not None:
         if given:
             raise click.UsageError(f"--draft_target_model_config already sets --{given[0]}; leave out one of them")
