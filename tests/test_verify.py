@@ -219,7 +219,7 @@ def test_bad_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: l
 def test_gpu_rounds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[bool] = []
     rounds = SimpleNamespace(close=lambda: closed.append(True), max_draft_len=4, host_target=None)
-    target = SimpleNamespace(eos_token_ids=[])
+    target = SimpleNamespace(eos_token_ids=[], build_config=SimpleNamespace(max_input_len=8))
     decoder = SpeculativeDecoder(rounds, None, target, 1)  # type: ignore[arg-type]
     monkeypatch.setattr("specrun.decoder.SpeculativeDecoder.open", lambda *_: decoder)
     with pytest.raises(BackendError, match="needs CPU engines"):

@@ -152,7 +152,7 @@ class ModelDrafter(CachedDraft[ModelRunner]):
 
         Of a token that is drawn with noise, its probability does not say whether the target agrees.
         """
-        return self._confidence != 0 and request.params.greedy and request.draft_len is None
+        return self._confidence != 0 and request.draft_len is None and request.params.greedy
 
     def _draw(self, logits: Floats, request: Request, proposal: Proposal) -> None:
         """Add the token that follows the request's and those of ``proposal``.
