@@ -76,6 +76,8 @@ def measure(pair: tuple[Path, Path], prompts: list[str], batch: int, output_len:
         SpeculativeDecoder.open(*pair, DraftTargetConfig(reuse_blocks=False)) as auto,
     ):
         ids = [fixed.tokenizer.encode(text).ids for text in prompts]
+        for decoder in (fixed, auto):
+            seconds_of(decoder, ids[:batch], None, 1)  # Memory is allocated; no round says anything of draft lengths.
         for first in range(0, len(ids), batch):
             ways = list(seconds)
             turn = first // batch % len(ways)  # Nobody is always behind the same one.
