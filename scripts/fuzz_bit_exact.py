@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.engine_dir import open_engine
-from specrun.processor import describe_processor
-from specrun.request import Request
-from specrun.sampling import SamplingParams, TokenLogprob
+from specrun.devices.processor import describe_processor
+from specrun.engine_dir.config import open_engine
+from specrun.request.request import Request
+from specrun.sampling.sampler import SamplingParams, TokenLogprob
 
 RESULTS = Path(__file__).parent / "benchmarks" / "results" / "bit_exact.json"
 FORMS = ("float32", "int8", "int4")

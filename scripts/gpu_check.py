@@ -32,7 +32,7 @@ try:
     from scripts.benchmarks.gpu.sizes import SIZES
     from specrun.backends import BACKEND_NAMES, why_no_gpu_backend
     from specrun.devices.driver import why_no_gpu
-    from specrun.engine_dir import BackendName
+    from specrun.engine_dir.config import BackendName
 except ModuleNotFoundError as error:
     sys.exit(
         f"Error: {error}; install the project (scripts/setup, then .venv/bin/python scripts/gpu_check.py), or on a "

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts.padded_vocabulary import check_padding, pad_vocabulary
 from specbuild.huggingface import read_model_config
 from specbuild.weights import check_weights
-from specrun.directories import new_directory, require_free
+from specrun.engine_dir.directories import new_directory, require_free
 from specrun.errors import CheckpointError, SpecError
 
 TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}

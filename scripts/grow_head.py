@@ -19,7 +19,7 @@ import click
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.grow_checkpoint import TOLERANCE, Growth, Shape, load_config, load_model
-from specrun.directories import new_directory
+from specrun.engine_dir.directories import new_directory
 from specrun.errors import SpecError
 
 SCALE = 0.02

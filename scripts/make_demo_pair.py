@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts.corpora import CORPORA, parts
 from specbuild.progress import Advance, Stages
 from specbuild.training.muon import Muon
-from specrun.directories import new_directory
+from specrun.engine_dir.directories import new_directory
 from specrun.errors import SpecError
 
 END = "<|endoftext|>"

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import click
 
-from specrun.directories import new_directory
+from specrun.engine_dir.directories import new_directory
 from specrun.errors import SpecError
 
 CONSTRAINTS = Path(__file__).resolve().parent / "constraints.txt"

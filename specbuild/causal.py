@@ -16,7 +16,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from specbuild.graph import BATCH, CACHE, SEQUENCE
-from specrun.contract import INPUT_IDS, WRITE_INDICES
+from specrun.engine_dir.contract import INPUT_IDS, WRITE_INDICES
 
 Array = npt.NDArray[Any]
 

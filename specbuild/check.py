@@ -12,11 +12,11 @@ from specbuild.hub_headers import described
 from specbuild.progress import Stages, human_bytes
 from specbuild.tokenizer_check import check_tokenizer
 from specbuild.weights import Weights
-from specrun.chat_template import ChatTemplate
-from specrun.engine_dir import CONFIG_NAME, TokenizerInfo
+from specrun.engine_dir.config import CONFIG_NAME, TokenizerInfo
 from specrun.errors import RequestError, UnsupportedModelError
-from specrun.host_memory import free_memory
-from specrun.tokenizer import TOKENIZER_NAME, describe_tokenizer
+from specrun.kv_cache.host_memory import free_memory
+from specrun.text.chat_template import ChatTemplate
+from specrun.text.tokenizer import TOKENIZER_NAME, describe_tokenizer
 
 _MEMORY, _MEMORY_A_LAYER = 500_000_000, 3_000_000
 """Bytes that converting takes beyond Python with torch, by docs/benchmarks.md; the graph grows with the layers."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from specrun.engine_dir import (
+from specrun.engine_dir.config import (
     CONFIG_NAME,
     FORMAT_VERSION,
     GRAPH_NAME,
@@ -18,8 +18,8 @@ from specrun.engine_dir import (
     describe_file,
     read_config,
 )
+from specrun.engine_dir.links import require_own_files
 from specrun.errors import CheckpointError
-from specrun.links import require_own_files
 
 
 class CheckpointConfig(Strict):

@@ -13,8 +13,8 @@ from specbuild.quantisation.recipe import KV_CACHE_DTYPES, QFORMATS
 from specbuild.quantisation.texts import BUILTIN, TextOptions
 from specbuild.training.options import DTYPES, KINDS, OPTIMIZERS, TrainOptions
 from specrun.command_line import CONTEXT, FolderPath, OneLineErrors
-from specrun.dtypes import FLOAT_NAMES
-from specrun.engine_dir import SpeculativeMode
+from specrun.engine_dir.config import SpeculativeMode
+from specrun.engine_dir.dtypes import FLOAT_NAMES
 
 AUTO_IS = "auto: int8, the fastest on a CPU of those that keep the text."
 CALIB_DATASET = "Text, or JSON lines with a 'text', to calibrate on."

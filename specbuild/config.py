@@ -12,8 +12,8 @@ from pydantic import Field, ValidationError, field_validator
 
 from specbuild.checkpoint import CheckpointConfig
 from specrun.arguments import show
-from specrun.contract import FIRST_DRAFT_STEP_LEN
-from specrun.engine_dir import BuildConfig, Profile, Range, SpeculativeMode, Strict
+from specrun.engine_dir.config import BuildConfig, Profile, Range, SpeculativeMode, Strict
+from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN
 from specrun.errors import BuildConfigError
 
 Backend = Literal["auto", "onnxruntime", "tensorrt", "tensorrt_rtx"]

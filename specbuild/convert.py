@@ -22,9 +22,7 @@ from specbuild.quantisation.recipe import CacheCode, Recipe, cache_code, make_re
 from specbuild.quantisation.texts import TextOptions, Texts
 from specbuild.resume import Run, run_for, stopped_run
 from specbuild.weights import Weights, check_weights, require_layers
-from specrun.directories import new_directory, require_free
-from specrun.dtypes import FLOAT_NAMES
-from specrun.engine_dir import (
+from specrun.engine_dir.config import (
     CONFIG_NAME,
     GRAPH_NAME,
     WEIGHTS_NAME,
@@ -32,8 +30,10 @@ from specrun.engine_dir import (
     QuantisedWeights,
     describe_file,
 )
+from specrun.engine_dir.directories import new_directory, require_free
+from specrun.engine_dir.dtypes import FLOAT_NAMES
 from specrun.errors import BuildConfigError, UnsupportedModelError, VerificationError
-from specrun.tokenizer import describe_tokenizer, tokenizer_files
+from specrun.text.tokenizer import describe_tokenizer, tokenizer_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -27,7 +27,7 @@ from specbuild.inspect import facts_table
 from specbuild.progress import Stages, human_bytes
 from specbuild.provenance import require_same
 from specrun.errors import BuildConfigError
-from specrun.host_memory import free_memory
+from specrun.kv_cache.host_memory import free_memory
 
 if TYPE_CHECKING:
     from specbuild.quantisation.packed_model import PackedModel
@@ -65,7 +65,7 @@ def describe_conversion(options: ConvertOptions, stages: Stages) -> str:
 def _facts(options: ConvertOptions, source: Source, layout: Layout, would_be: str, download: int) -> dict[str, str]:
     from specbuild.export.exporter import cache_shapes
     from specbuild.heads.fusion import Fusion
-    from specrun.engine_dir import GraphInfo
+    from specrun.engine_dir.config import GraphInfo
 
     model, notes = layout.model, list[str]()
     packed = _packed(options, source, layout, notes)

@@ -14,7 +14,7 @@ from specbuild.hub_headers import described
 from specbuild.inputs import describe_inputs
 from specbuild.provenance import provenance, releases
 from specbuild.quantisation.texts import BUILTIN
-from specrun.engine_dir import Provenance
+from specrun.engine_dir.config import Provenance
 
 if TYPE_CHECKING:
     from specbuild.convert import ConvertOptions

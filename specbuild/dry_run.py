@@ -11,7 +11,7 @@ from specbuild.engine_size import build_memory, cache_bytes, disk_bytes, weight_
 from specbuild.files import existing
 from specbuild.inspect import facts_table, sizes
 from specbuild.progress import human_bytes
-from specrun.host_memory import free_memory
+from specrun.kv_cache.host_memory import free_memory
 
 _COMPILES = {
     "onnxruntime": "writing the weights; for a CPU also about a hundred passes of the engine, to compare their bits",

@@ -16,14 +16,14 @@ from specbuild.progress import Advance, Stages, human_bytes
 from specbuild.provenance import made_before, require_same
 from specbuild.workers import run_side_by_side
 from specrun.backends import open_host_backend
-from specrun.bit_exact import BitExact
-from specrun.contract import MARKOV_FILES
-from specrun.directories import new_directory, require_free
-from specrun.engine_dir import CONFIG_NAME, WEIGHTS_NAME, EngineConfig, describe_file
+from specrun.backends.bit_exact_probe import probe
+from specrun.engine_dir.bit_exact import BitExact
+from specrun.engine_dir.config import CONFIG_NAME, WEIGHTS_NAME, EngineConfig, describe_file
+from specrun.engine_dir.contract import MARKOV_FILES
+from specrun.engine_dir.directories import new_directory, require_free
 from specrun.errors import BuildConfigError, CheckpointError
-from specrun.extras import import_package
-from specrun.probe import probe
-from specrun.tokenizer import require_own_tokenizer, tokenizer_files
+from specrun.optional_packages import import_package
+from specrun.text.tokenizer import require_own_tokenizer, tokenizer_files
 
 
 def build_engines(

@@ -15,10 +15,10 @@ from specbuild.config import EngineOptions, plan_build
 from specbuild.gathered_experts import has_mixtures
 from specbuild.provenance import provenance, releases
 from specrun.devices.driver import compute_capability, gpu_name
-from specrun.engine_dir import GRAPH_NAME, BuildConfig, Provenance
+from specrun.devices.processor import describe_processor
+from specrun.engine_dir.config import GRAPH_NAME, BuildConfig, Provenance
 from specrun.errors import BackendError, BuildConfigError
-from specrun.extras import import_package
-from specrun.processor import describe_processor
+from specrun.optional_packages import import_package
 
 _MAKERS = ("onnx", "onnx_ir", "onnxscript", "numpy")
 _NOT_OF_THE_CONTENT = {"provenance", "max_logit_difference"}

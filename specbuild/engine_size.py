@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from specbuild import graph as graphs
 from specbuild.engine_plan import EnginePlan
-from specrun.engine_dir import GRAPH_NAME, WEIGHTS_NAME
+from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME
 
 _OF_A_GRAPH = 120_000_000
 """Bytes that ONNX Runtime takes beside weights."""

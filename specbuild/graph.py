@@ -17,7 +17,7 @@ from onnx_ir.passes.common import (
 )
 from onnxscript import optimizer
 
-from specrun.contract import INPUT_IDS, LOGITS_INDICES
+from specrun.engine_dir.contract import INPUT_IDS, LOGITS_INDICES
 
 BATCH, SEQUENCE, KEPT, CACHE = "batch", "sequence", "logits", "cache_length"
 

@@ -22,8 +22,8 @@ from specbuild.huggingface import first_line
 from specbuild.json_file import read_json
 from specbuild.refusals import refuse_other_formats
 from specbuild.weights import INDEX_NAME, SINGLE_NAME, no_weights
+from specrun.engine_dir.links import require_own_files
 from specrun.errors import CheckpointError, SpecError
-from specrun.links import require_own_files
 
 if TYPE_CHECKING:
     from huggingface_hub import ResolvedRevision

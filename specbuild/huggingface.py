@@ -14,7 +14,7 @@ from specbuild.refusals import LAYERS, MOST_LAYERS, REASONS, other_memory, refus
 from specbuild.tokenizer_check import check_tokenizer
 from specbuild.weights import file_names
 from specrun.errors import CheckpointError, UnsupportedModelError
-from specrun.tokenizer import GENERATION_NAME, LEGACY_TEMPLATE_NAME
+from specrun.text.tokenizer import GENERATION_NAME, LEGACY_TEMPLATE_NAME
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from specbuild.weights import INDEX_NAME, SINGLE_NAME
-from specrun.engine_dir import Provenance, describe_file
+from specrun.engine_dir.config import Provenance, describe_file
 
 _SMALL = ("*.json", "tokenizer*", "*.model", "*.jinja", "*.py")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")

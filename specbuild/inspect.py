@@ -12,8 +12,8 @@ from rich.table import Table
 
 from specbuild.checkpoint import CheckpointConfig, open_checkpoint
 from specbuild.progress import human_bytes
-from specrun.contract import past_names, present_names
-from specrun.engine_dir import CONFIG_NAME, EngineConfig, GraphInfo, Profile, check_files, read_config
+from specrun.engine_dir.config import CONFIG_NAME, EngineConfig, GraphInfo, Profile, check_files, read_config
+from specrun.engine_dir.contract import past_names, present_names
 from specrun.errors import EngineDirError
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import specrun
 from specbuild.checkpoint import CheckpointConfig
-from specrun.engine_dir import EngineConfig, Provenance, describe_file, read_config
+from specrun.engine_dir.config import EngineConfig, Provenance, describe_file, read_config
 from specrun.errors import OutputExistsError
 
 Config = TypeVar("Config", EngineConfig, CheckpointConfig)

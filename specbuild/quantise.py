@@ -18,7 +18,7 @@ from specbuild.quantisation.recipe import Recipe, cache_code, make_recipe
 from specbuild.quantisation.texts import TextOptions, Texts
 from specbuild.resume import Run, run_for, stopped_run
 from specbuild.weights import Weights, check_weights, require_layers
-from specrun.directories import QUALITY_NAME, new_directory, require_free
+from specrun.engine_dir.directories import QUALITY_NAME, new_directory, require_free
 from specrun.errors import BuildConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 from specbuild.export.skeleton import placeholder
 from specbuild.heads.fusion import Fusion, watched
 from specbuild.tensors import Weight, parts
-from specrun.contract import past_names
-from specrun.engine_dir import GraphInfo
+from specrun.engine_dir.config import GraphInfo
+from specrun.engine_dir.contract import past_names
 from specrun.errors import VerificationError
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from typing import Any
 from specbuild.files import write_whole
 from specbuild.progress import Advance, Stages
 from specbuild.provenance import difference
-from specrun.directories import new_directory, sweep
-from specrun.engine_dir import Provenance
+from specrun.engine_dir.config import Provenance
+from specrun.engine_dir.directories import new_directory, sweep
 from specrun.errors import BuildConfigError, CheckpointError, OutputExistsError, SpecError
 
 PROGRESS_NAME = "progress.json"

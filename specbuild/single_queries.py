@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from specbuild import graph as graphs
-from specrun.contract import INPUT_IDS
+from specrun.engine_dir.contract import INPUT_IDS
 
 _PREFIX = "single_query"
 _QUERY, _MASK = 0, 3

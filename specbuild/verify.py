@@ -24,9 +24,9 @@ from specbuild.quantisation.kv_cache import CacheRounding
 from specbuild.quantisation.kv_cache_graph import drop_cache_rounding
 from specbuild.reference import SLICE, Floats, Reference, finite, made_up_cache
 from specrun.backends.ort import session_options
-from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES
-from specrun.dtypes import DTYPES
-from specrun.engine_dir import GraphInfo
+from specrun.engine_dir.config import GraphInfo
+from specrun.engine_dir.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES
+from specrun.engine_dir.dtypes import DTYPES
 from specrun.errors import VerificationError
 
 _PIECE = 64 << 20

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from specbuild.progress import Advance
 from specrun.errors import BuildError
-from specrun.extras import held
+from specrun.optional_packages import held
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

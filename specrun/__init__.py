@@ -24,12 +24,12 @@ from specrun.errors import (
 )
 
 if TYPE_CHECKING:
+    from specrun.chat.conversation import Conversation
     from specrun.config import DraftTargetConfig
-    from specrun.conversation import Conversation
     from specrun.decoder import SpeculativeDecoder
-    from specrun.request import Request
-    from specrun.request_options import RequestOptions
-    from specrun.sampling import SamplingParams
+    from specrun.request.options import RequestOptions
+    from specrun.request.request import Request
+    from specrun.sampling.sampler import SamplingParams
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 """ONNX Runtime reads it at its first import; without it, it keeps a device id and events in the user's cache."""
@@ -57,11 +57,11 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Conversation": "conversation",
+    "Conversation": "chat.conversation",
     "DraftTargetConfig": "config",
-    "Request": "request",
-    "RequestOptions": "request_options",
-    "SamplingParams": "sampling",
+    "Request": "request.request",
+    "RequestOptions": "request.options",
+    "SamplingParams": "sampling.sampler",
     "SpeculativeDecoder": "decoder",
 }
 """Where the names are that are loaded when they are first used."""

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import click
 
 from specrun.errors import SpecError
-from specrun.extras import explain
+from specrun.optional_packages import explain
 
 CONTEXT = {
     "help_option_names": ["-h", "--help"],

@@ -13,22 +13,22 @@ from tokenizers import Tokenizer
 from specrun import arguments
 from specrun.arguments import path, show
 from specrun.config import Check, DraftTargetConfig
-from specrun.draft_length import DraftLength
-from specrun.engine_dir import EngineConfig, open_engine
+from specrun.engine_dir.config import EngineConfig, open_engine
 from specrun.errors import BackendError, EngineDirError, PairError, RequestError
-from specrun.pair_checks import check_draft_len, check_fit, check_head, describe_sizes, find_translator
-from specrun.request import Request, TokenOutput
-from specrun.request_factory import Prompt, RequestFactory, as_prompts
-from specrun.request_options import OptionKeywords, RequestOptions, combine
-from specrun.rounds import Round
-from specrun.rounds.exactness import Exactness
-from specrun.rounds.opening import Engine, open_round
-from specrun.sampling import SamplingParams
-from specrun.scheduler import Event, Scheduler
-from specrun.token_bytes import TokenBytes
-from specrun.tokenizer import require_own_tokenizer
-from specrun.tools import ToolFormat
-from specrun.translation import Translator
+from specrun.request.factory import Prompt, RequestFactory, as_prompts
+from specrun.request.options import OptionKeywords, RequestOptions, combine
+from specrun.request.request import Request, TokenOutput
+from specrun.sampling.sampler import SamplingParams
+from specrun.scheduler.draft_length import DraftLength
+from specrun.scheduler.scheduler import Event, Scheduler
+from specrun.speculative import Round
+from specrun.speculative.exactness import Exactness
+from specrun.speculative.loader import Engine, open_round
+from specrun.speculative.pair_checks import check_draft_len, check_fit, check_head, describe_sizes, find_translator
+from specrun.text.retokenizer import Translator
+from specrun.text.token_bytes import TokenBytes
+from specrun.text.tokenizer import require_own_tokenizer
+from specrun.text.tools import ToolFormat
 
 
 class SpeculativeDecoder:

@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 
-from specrun.request import Request, TokenOutput
-from specrun.rounds import Round
-from specrun.scheduler import Event
+from specrun.request.request import Request, TokenOutput
+from specrun.scheduler.scheduler import Event
+from specrun.speculative import Round
 
 
 def as_json(request: Request) -> str:

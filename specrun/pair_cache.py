@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from specrun import __version__
-from specrun.chat_template import ChatTemplate
-from specrun.engine_dir import CONFIG_NAME, FORMAT_VERSION, describe_file
+from specrun.engine_dir.config import CONFIG_NAME, FORMAT_VERSION, describe_file
+from specrun.engine_dir.links import require_own_files
 from specrun.errors import BackendError, PairError
-from specrun.extras import how_to_install
-from specrun.links import require_own_files
-from specrun.tokenizer import describe_tokenizer
-from specrun.translation import open_translator
+from specrun.optional_packages import how_to_install
+from specrun.text.chat_template import ChatTemplate
+from specrun.text.retokenizer import open_translator
+from specrun.text.tokenizer import describe_tokenizer
 
 _FILES = ("*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja")
 """Of a checkpoint, what an engine depends on."""

@@ -20,8 +20,8 @@ from specbuild.convert import ConvertOptions, convert
 from specbuild.engine import build_engine
 from specbuild.progress import Stages
 from specbuild.quantisation.texts import TextOptions
-from specrun.engine_dir import describe_file
-from specrun.tokenizer import describe_tokenizer
+from specrun.engine_dir.config import describe_file
+from specrun.text.tokenizer import describe_tokenizer
 
 # A suite that was started in the background ignores Ctrl-C, and so would the programs that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)

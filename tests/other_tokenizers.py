@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from specrun.sampling import Floats
+from specrun.sampling.sampler import Floats
 from tests.conftest import redescribe
 from tests.tables import normal, save_table_engine
 

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from specbuild import graph as graphs
 from specbuild.quantisation.attach import Product, products, quantise_product
 from specbuild.quantisation.packed import Activation, Floats, Packed
-from specrun.engine_dir import GRAPH_NAME
+from specrun.engine_dir.config import GRAPH_NAME
 from tests.conftest import redescribe
 
 BLOCK = 128

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specrun.sampling import SamplingParams
+from specrun.sampling.sampler import SamplingParams
 
 Doubles = npt.NDArray[np.float64]
 _MASK = (1 << 64) - 1

@@ -14,14 +14,14 @@ from specrun.backends import Feed
 from specrun.decoder import SpeculativeDecoder
 from specrun.devices import Device, DeviceArray
 from specrun.devices.cuda import CudaDevice
-from specrun.draft_length import DraftLength
 from specrun.drafters.device_model import device_model_drafter
-from specrun.engine_dir import EngineConfig
+from specrun.engine_dir.config import EngineConfig
 from specrun.errors import BackendError
 from specrun.kernels import open_gpu
 from specrun.kv_cache.device import DeviceKVCache
-from specrun.rounds.device import DeviceRound
-from specrun.sampling import Floats
+from specrun.sampling.sampler import Floats
+from specrun.scheduler.draft_length import DraftLength
+from specrun.speculative.device_round import DeviceRound
 
 KERNELS = r"""
 typedef long long i64;

@@ -17,9 +17,8 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from specrun.config import DraftTargetConfig
-from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, OPSET, WRITE_INDICES, past_names, present_names
 from specrun.decoder import SpeculativeDecoder
-from specrun.engine_dir import (
+from specrun.engine_dir.config import (
     CONFIG_NAME,
     GRAPH_NAME,
     BackendInfo,
@@ -33,8 +32,17 @@ from specrun.engine_dir import (
     TokenizerInfo,
     describe_file,
 )
-from specrun.request import Request
-from specrun.sampling import Floats, SamplingParams
+from specrun.engine_dir.contract import (
+    INPUT_IDS,
+    LOGITS,
+    LOGITS_INDICES,
+    OPSET,
+    WRITE_INDICES,
+    past_names,
+    present_names,
+)
+from specrun.request.request import Request
+from specrun.sampling.sampler import Floats, SamplingParams
 
 _CACHE_LENGTH = 4096
 

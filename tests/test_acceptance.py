@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specrun.acceptance import accept_logits, accept_tokens
-from specrun.sampling import Floats
+from specrun.sampling.acceptance import accept_logits, accept_tokens
+from specrun.sampling.sampler import Floats
 from tests.reference import Doubles
 
 JUST_BELOW_1 = math.nextafter(1, 0)

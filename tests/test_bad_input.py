@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 
 import specbuild.cli
 import specrun.cli
-from specrun.engine_dir import describe_file
+from specrun.engine_dir.config import describe_file
 from tests.conftest import redescribe
 from tests.families import save_checkpoint, save_tokenizer
 

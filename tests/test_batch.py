@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from specrun.batch import Batch
-from specrun.batch_lines import MAX_LINE_BYTES, Defaults, Place, Question, is_failure, place_of, read_question
+from specrun.batch.batch import Batch
+from specrun.batch.lines import MAX_LINE_BYTES, Defaults, Place, Question, is_failure, place_of, read_question
 from specrun.cli import main
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.openai.body import DEFAULTS
-from specrun.request_options import RequestOptions
-from specrun.sampling import SamplingParams
+from specrun.request.options import RequestOptions
+from specrun.sampling.sampler import SamplingParams
 
 HELLO = [{"role": "user", "content": "the quick brown"}]
 GOOD: list[dict[str, Any]] = [

@@ -15,15 +15,15 @@ from pydantic import TypeAdapter
 from rich.console import Console
 
 from scripts.benchmarks.draft_kinds import Figures, Run
-from specrun.bench import Settings, _batches, _Pass, _split, _summarise, as_json, measure
-from specrun.bench_results import Result, table
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.engine_dir import open_engine
+from specrun.engine_dir.config import open_engine
 from specrun.errors import PairError, RequestError
-from specrun.request import Request
-from specrun.sampling import SamplingParams
-from specrun.stats import predicted_speedup
+from specrun.evaluation.bench import Settings, _batches, _Pass, _split, _summarise, as_json, measure
+from specrun.evaluation.bench_results import Result, table
+from specrun.request.request import Request
+from specrun.request.stats import predicted_speedup
+from specrun.sampling.sampler import SamplingParams
 from tests.tables import normal, open_tables, save_table_engine
 
 PROMPTS = [[0], [3, 1], [2, 2, 1]]

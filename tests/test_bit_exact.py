@@ -13,13 +13,13 @@ import pytest
 from scripts.fuzz_bit_exact import fuzz
 from specbuild.compilers import onnxruntime as compiler
 from specrun import BackendError, DraftTargetConfig, SpeculativeDecoder
-from specrun.bit_exact import ANY_SHAPE, RowMultiple, ShapeClass
-from specrun.engine_dir import EngineConfig, open_engine
-from specrun.processor import features
-from specrun.rounds import exactness, opening
-from specrun.runners.host import build_inputs
-from specrun.sampling import SamplingParams
-from specrun.verify import verify_pair
+from specrun.devices.processor import features
+from specrun.engine_dir.bit_exact import ANY_SHAPE, RowMultiple, ShapeClass
+from specrun.engine_dir.config import EngineConfig, open_engine
+from specrun.evaluation.verify import verify_pair
+from specrun.runners.host_runner import build_inputs
+from specrun.sampling.sampler import SamplingParams
+from specrun.speculative import exactness, loader
 from tests.conftest import make_engine, once
 from tests.quantised import quantised, with_one_scale
 from tests.tables import table_config
@@ -218,6 +218,6 @@ def test_verify_counts_equal_texts(int4: Path, engines: Path) -> None:
 def test_on_a_gpu_it_is_not_claimed() -> None:
     config: EngineConfig = table_config(8)
     config = config.model_copy(update={"backend": config.backend.model_copy(update={"device": "cuda"})})
-    engine = opening.Engine("target", Path("engine"), config, 0)
+    engine = loader.Engine("target", Path("engine"), config, 0)
     with pytest.raises(BackendError, match="--bit_exact: engine is for GPUs"):
-        opening.open_round(engine, None, 0, 1, DraftTargetConfig(bit_exact=True))
+        loader.open_round(engine, None, 0, 1, DraftTargetConfig(bit_exact=True))

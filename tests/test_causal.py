@@ -11,9 +11,9 @@ import pytest
 
 from specbuild.causal import drop_causal_masks, is_causal
 from specrun.backends.ort import require_release, session_options
-from specrun.engine_dir import open_engine
+from specrun.engine_dir.config import open_engine
 from specrun.errors import BackendError
-from specrun.sampling import Floats
+from specrun.sampling.sampler import Floats
 from tests.conftest import make_engine, make_onnx
 from tests.families import POSITIONS, save_checkpoint
 

@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from specrun.chat_template import ChatTemplate
+from specrun.chat.conversation import Conversation
+from specrun.chat.conversation_file import load, save
 from specrun.cli import main
 from specrun.config import DraftTargetConfig
-from specrun.conversation import Conversation
-from specrun.conversation_file import load, save
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import RequestError
 from specrun.kv_cache import BLOCK
-from specrun.sampling import SamplingParams
+from specrun.sampling.sampler import SamplingParams
+from specrun.text.chat_template import ChatTemplate
 from tests.conftest import make_engine, redescribe
 
 ENDLESS = SamplingParams(temperature=0.5, seed=1, logit_bias={0: float("-inf")})
@@ -167,9 +167,9 @@ def test_mistakes_are_one_line(pair: Path, tmp_path: Path) -> None:
 
 SLOW = """
 import sys, time
-from specrun.chat_template import ChatTemplate
+from specrun.text.chat_template import ChatTemplate
 from specrun.cli import main
-from specrun.rounds.host import HostRound
+from specrun.speculative.host_round import HostRound
 
 def step(*args, plain=HostRound.step, seconds=float(sys.argv.pop(1))):
     print("(round)", file=sys.stderr, flush=True)

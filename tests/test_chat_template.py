@@ -11,9 +11,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 import specbuild.huggingface
-from specrun.chat_template import ChatTemplate
 from specrun.errors import RequestError
-from specrun.tokenizer import tokenizer_files
+from specrun.text.chat_template import ChatTemplate
+from specrun.text.tokenizer import tokenizer_files
 from tests.families import save_tokenizer
 
 CHATML = (
@@ -298,7 +298,7 @@ def test_objects_in_messages_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_template_that_does_not_end(tmp_path: Path, endless: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specrun.chat_template.SECONDS", 0.2)
+    monkeypatch.setattr("specrun.text.chat_template.SECONDS", 0.2)
     template = ChatTemplate(endless, {}, tmp_path)
     with pytest.raises(RequestError, match=r"the chat template failed \(it ran for more than 0.2 s\)"):
         template.render(CONVERSATIONS[0])

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from specbuild.cli import main
 from specbuild.compilers import choose, tensorrt
 from specrun.devices.driver import why_no_gpu
-from specrun.engine_dir import EngineConfig, read_config
+from specrun.engine_dir.config import EngineConfig, read_config
 from specrun.errors import EngineDirError
 
 no_tensorrt = pytest.mark.skipif(tensorrt.why_unusable("tensorrt") is None, reason="tensorrt is usable here")

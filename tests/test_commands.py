@@ -47,7 +47,7 @@ def test_verify_says_yes_and_shows_its_statistics(engines: Path) -> None:
 
 
 def test_verify_exits_1_for_a_pair_that_differs(engines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specrun.rounds.host.accept_tokens", accepts_tokens_always)
+    monkeypatch.setattr("specrun.speculative.host_round.accept_tokens", accepts_tokens_always)
     shown = run("verify", *pair(engines), "--seconds", 1)
     assert shown.exit_code == 1
     assert "not" in shown.stdout

@@ -9,7 +9,7 @@ import pytest
 
 from specbuild.checkpoint import open_checkpoint
 from specbuild.progress import human_bytes
-from specrun.engine_dir import GRAPH_NAME, WEIGHTS_NAME
+from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME
 from tests.families import TEXT, save_checkpoint
 from tests.test_bad_input import build, copy_of, error_line, files_below, says
 from tests.test_hub import facts

@@ -12,7 +12,7 @@ import torch
 
 from specbuild.compilers.trt_forms import set_apart_names
 from specbuild.quantisation.texts import TextOptions
-from specrun.engine_dir import EngineConfig, open_engine
+from specrun.engine_dir.config import EngineConfig, open_engine
 from tests.conftest import make_engine, make_onnx
 from tests.families import save_checkpoint
 from tests.heads.made import save_head

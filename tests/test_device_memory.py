@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from specrun.device_memory import Need, blocks_that_fit, need, require_room
-from specrun.engine_dir import open_engine
+from specrun.engine_dir.config import open_engine
 from specrun.errors import BackendError
 from specrun.kv_cache import BLOCK
+from specrun.kv_cache.device_memory import Need, blocks_that_fit, need, require_room
 
 GB = 1_000_000_000
 

@@ -18,16 +18,16 @@ from specrun.backends.ort import OrtDeviceBackend
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.devices import DeviceArray
-from specrun.draft_length import DraftLength, DraftPlan
 from specrun.drafters.device_model import device_model_drafter
-from specrun.engine_dir import open_engine
+from specrun.engine_dir.config import open_engine
 from specrun.errors import BackendError
-from specrun.grammar import Constraint, Grammar, Grammars, fill_masks
-from specrun.request import Request
-from specrun.rounds.device import DeviceRound
-from specrun.rounds.device_records import QueuedRound
-from specrun.sampling import SamplingParams
-from specrun.scheduler import Scheduler
+from specrun.request.request import Request
+from specrun.sampling.sampler import SamplingParams
+from specrun.scheduler.draft_length import DraftLength, DraftPlan
+from specrun.scheduler.scheduler import Scheduler
+from specrun.speculative.device_records import QueuedRound
+from specrun.speculative.device_round import DeviceRound
+from specrun.text.grammar import Constraint, Grammar, Grammars, fill_masks
 from tests.conftest import make_engine
 from tests.families import save_tokenizer
 from tests.host_device import HostDevice
@@ -365,7 +365,7 @@ def test_control_masks_that_do_not_know_the_drafts_are_seen(
 
     expected, found = ([Request([3], WARM, 24, grammar=letters[1])] for _ in range(2))
     ids = on_host(tables[0], None, 0, False, expected)
-    monkeypatch.setattr("specrun.rounds.device.fill_masks", committed_only)
+    monkeypatch.setattr("specrun.speculative.device_round.fill_masks", committed_only)
     assert on_device(device_round(*tables, 4), found) != ids
 
 

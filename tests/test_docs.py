@@ -16,10 +16,10 @@ import specbuild.cli
 import specrun.cli
 from specbuild.checkpoint import CheckpointConfig
 from specrun import DraftTargetConfig, Request, RequestError, RequestOptions, SamplingParams
-from specrun.bench_results import Result, Split
-from specrun.engine_dir import BuildConfig, EngineConfig, Features, Provenance
+from specrun.engine_dir.config import BuildConfig, EngineConfig, Features, Provenance
+from specrun.evaluation.bench_results import Result, Split
+from specrun.evaluation.verify import Part, Verdict
 from specrun.output import as_json
-from specrun.verify import Part, Verdict
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]

@@ -12,20 +12,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specrun.acceptance_rate import Calibration
 from specrun.backends import open_host_backend
 from specrun.backends.ort import OrtDeviceBackend
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.draft_length import DraftLength, DraftPlan, least_survivors
+from specrun.drafters.acceptance_rate import Calibration
 from specrun.drafters.model import ModelDrafter
 from specrun.drafters.uploaded import UploadedDrafter
-from specrun.engine_dir import open_engine
+from specrun.engine_dir.config import open_engine
 from specrun.errors import RequestError
-from specrun.request import Outcome, Request
-from specrun.rounds.device import DeviceRound
-from specrun.runners.host import ModelRunner
-from specrun.sampling import Floats, SamplingParams
+from specrun.request.request import Outcome, Request
+from specrun.runners.host_runner import ModelRunner
+from specrun.sampling.sampler import Floats, SamplingParams
+from specrun.scheduler.draft_length import DraftLength, DraftPlan, least_survivors
+from specrun.speculative.device_round import DeviceRound
 from tests.host_device import HostDevice
 from tests.tables import save_table_engine
 

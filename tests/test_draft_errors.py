@@ -16,16 +16,16 @@ from specrun.backends import open_host_backend
 from specrun.backends.ort import OrtDeviceBackend
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.draft_length import DraftLength
 from specrun.drafters.device_model import device_model_drafter
 from specrun.drafters.model import ModelDrafter
 from specrun.drafters.uploaded import UploadedDrafter
-from specrun.engine_dir import open_engine
+from specrun.engine_dir.config import open_engine
 from specrun.errors import BackendError
-from specrun.request import Request
-from specrun.rounds.device import DeviceRound
-from specrun.runners.host import ModelRunner
-from specrun.sampling import SamplingParams
+from specrun.request.request import Request
+from specrun.runners.host_runner import ModelRunner
+from specrun.sampling.sampler import SamplingParams
+from specrun.scheduler.draft_length import DraftLength
+from specrun.speculative.device_round import DeviceRound
 from tests.host_device import HostDevice
 from tests.reference import exact_probabilities
 from tests.tables import decode, make_requests, normal, save_table_engine

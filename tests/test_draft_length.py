@@ -11,10 +11,10 @@ import pytest
 
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.draft_length import DraftLength, batch_tokens
-from specrun.request import Request
-from specrun.sampling import SamplingParams
-from specrun.stats import expected_tokens
+from specrun.request.request import Request
+from specrun.request.stats import expected_tokens
+from specrun.sampling.sampler import SamplingParams
+from specrun.scheduler.draft_length import DraftLength, batch_tokens
 from tests.test_lossless import PROMPTS, SAMPLED, decode, near_ties
 
 MOST = 10

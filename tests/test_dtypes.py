@@ -8,7 +8,7 @@ import torch
 from onnx import TensorProto, helper
 
 from specrun.backends.ort import session_options
-from specrun.dtypes import DTYPES, FLOAT_NAMES, ElementType
+from specrun.engine_dir.dtypes import DTYPES, FLOAT_NAMES, ElementType
 
 NAMES = {"float32": "FLOAT", "float8_e4m3fn": "FLOAT8E4M3FN"}
 """ONNX's, where they are not torch's."""

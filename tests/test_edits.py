@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from specrun.drafters.edits import MAX_EDIT, EditedCopy
+from specrun.drafters.edited_copy import MAX_EDIT, EditedCopy
 from specrun.drafters.suffix import SuffixDrafter
-from specrun.request import Outcome, Request
-from specrun.sampling import SamplingParams
+from specrun.request.request import Outcome, Request
+from specrun.sampling.sampler import SamplingParams
 
 SOURCE = list(range(100, 160))
 

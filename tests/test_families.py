@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from specbuild.checkpoint import open_checkpoint
 from specrun.backends import Backend, open_host_backend
 from specrun.backends.ort import OrtBackend
-from specrun.contract import past_names, present_names
-from specrun.engine_dir import GRAPH_NAME, EngineConfig, open_engine
-from specrun.sampling import Floats
+from specrun.engine_dir.config import GRAPH_NAME, EngineConfig, open_engine
+from specrun.engine_dir.contract import past_names, present_names
+from specrun.sampling.sampler import Floats
 from tests.conftest import make_engine, make_onnx
 from tests.families import FAMILIES, POSITIONS, VOCAB, save_checkpoint
 from tests.test_causal import kept_masks, walk

@@ -16,8 +16,8 @@ import pytest
 
 import specbuild
 import specrun
-from specrun.extras import how_to_install
-from specrun.request_options import OptionKeywords
+from specrun.optional_packages import how_to_install
+from specrun.request.options import OptionKeywords
 
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -18,7 +18,7 @@ from specbuild.config import engine_options
 from specbuild.engine_plan import plan_engine
 from specbuild.gathered_experts import gather_used_experts
 from specbuild.inspect import describe
-from specrun.engine_dir import PLAN_NAME, open_engine
+from specrun.engine_dir.config import PLAN_NAME, open_engine
 from specrun.errors import BackendError, BuildConfigError
 from tests.conftest import make_engine, make_onnx
 from tests.families import VOCAB, save_checkpoint

@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from specrun.cli import main
-from specrun.engine_dir import open_engine
+from specrun.engine_dir.config import open_engine
 from specrun.errors import EngineDirError, RequestError
-from specrun.generation_config import recommended_sampling
+from specrun.request.generation_config import recommended_sampling
 from tests.conftest import make_engine, make_onnx, redescribe
 
 WARM = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8}

@@ -14,8 +14,8 @@ from specrun.backends import BACKEND_NAMES, why_no_gpu_backend
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.devices.driver import why_no_gpu
-from specrun.request import Request
-from specrun.sampling import SamplingParams
+from specrun.request.request import Request
+from specrun.sampling.sampler import SamplingParams
 from tests.conftest import make_engine, make_onnx
 from tests.table_backend import open_on_gpus
 from tests.tables import decode as decode_tables

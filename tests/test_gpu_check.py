@@ -22,11 +22,11 @@ from scripts.benchmarks.gpu.results import OutOfTime, Results
 from scripts.benchmarks.gpu.sizes import SIZES
 from specrun.decoder import SpeculativeDecoder
 from specrun.devices.driver import why_no_gpu
-from specrun.draft_length import DraftLength
-from specrun.engine_dir import open_engine
+from specrun.engine_dir.config import open_engine
 from specrun.errors import BackendError
-from specrun.request import Request
-from specrun.sampling import SamplingParams
+from specrun.request.request import Request
+from specrun.sampling.sampler import SamplingParams
+from specrun.scheduler.draft_length import DraftLength
 from tests.host_device import HostDevice
 from tests.tables import normal, save_table_engine
 from tests.test_device_round import device_round

@@ -23,12 +23,12 @@ from tokenizers import Tokenizer
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import RequestError
-from specrun.grammar import MAX_CONSTRAINT_BYTES, Constraint, Grammar, Grammars, Mask, Matcher, apply_mask
-from specrun.request import Request
-from specrun.request_options import RequestOptions
-from specrun.rounds.host import HostRound
-from specrun.sampling import SamplingParams
-from specrun.verify import verify_pair
+from specrun.evaluation.verify import verify_pair
+from specrun.request.options import RequestOptions
+from specrun.request.request import Request
+from specrun.sampling.sampler import SamplingParams
+from specrun.speculative.host_round import HostRound
+from specrun.text.grammar import MAX_CONSTRAINT_BYTES, Constraint, Grammar, Grammars, Mask, Matcher, apply_mask
 from tests.families import EOS, VOCAB
 from tests.reference import Doubles, Fit, chi_squared, exact_probabilities
 from tests.tables import decode, make_requests, normal, open_tables
@@ -460,7 +460,7 @@ def loses_a_token_behind_drafts(right: Callable[..., Mask | None]) -> Callable[.
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_verify_holds_a_pair_to_masked_decoding(engines: Path, monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
-    monkeypatch.setattr("specrun.verify.FEWEST", 256)
+    monkeypatch.setattr("specrun.evaluation.verify.FEWEST", 256)
     if wrong:
         monkeypatch.setattr(Matcher, "mask", loses_a_token_behind_drafts(Matcher.mask))
     pair, options = (engines / "target", engines / "draft"), RequestOptions(regex="[abc]{5,9}( fox)?")

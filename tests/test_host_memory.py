@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specrun import host_memory
+from specrun.kv_cache import host_memory
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from specbuild.heads.reading import read_head
 from specbuild.hub import locate
 from specbuild.progress import human_bytes
 from specbuild.weights import check_weights
-from specrun.engine_dir import GRAPH_NAME, WEIGHTS_NAME, describe_file
+from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME, describe_file
 from specrun.errors import CheckpointError
 from tests.conftest import make_onnx
 from tests.families import save_checkpoint

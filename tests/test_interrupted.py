@@ -20,8 +20,8 @@ from click.testing import CliRunner, Result
 
 from specbuild.cli import main
 from specbuild.files import require_space
-from specrun.directories import new_directory
-from specrun.engine_dir import open_engine
+from specrun.engine_dir.config import open_engine
+from specrun.engine_dir.directories import new_directory
 from specrun.errors import EngineDirError
 from tests.conftest import make_engine
 

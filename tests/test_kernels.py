@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from specrun.acceptance import accept_logits, accept_tokens
 from specrun.devices.cuda import compile_kernels
 from specrun.kernels import THREADS, calls, source
 from specrun.kernels.layout import DISTRIBUTION, IN_PROMPT, MAX_VOCAB, PROGRESS, SAMPLING, TOKEN_VALUE, record_len
-from specrun.limits import MAX_BIASES, MAX_LOGPROBS, MAX_STOP_IDS
-from specrun.penalties import TokenCounts, apply_penalties
-from specrun.sampling import (
+from specrun.sampling.acceptance import accept_logits, accept_tokens
+from specrun.sampling.limits import MAX_BIASES, MAX_LOGPROBS, MAX_STOP_IDS
+from specrun.sampling.penalties import TokenCounts, apply_penalties
+from specrun.sampling.sampler import (
     Floats,
     Purpose,
     SamplingParams,

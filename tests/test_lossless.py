@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.request import Request
-from specrun.rounds.host import HostRound
-from specrun.sampling import SamplingParams
+from specrun.request.request import Request
+from specrun.sampling.sampler import SamplingParams
+from specrun.speculative.host_round import HostRound
 from tests.conftest import make_engine
 
 PROMPTS = [[5, 9, 200], list(range(30, 70)), [17], [300, 4, 4, 4, 81, 9]]

@@ -15,9 +15,9 @@ import pytest
 from specrun.decoder import SpeculativeDecoder
 from specrun.drafters import Proposal
 from specrun.drafters.model import ModelDrafter
-from specrun.request import Request
-from specrun.rounds.host import HostRound
-from specrun.sampling import Floats, SamplingParams, probabilities, sample
+from specrun.request.request import Request
+from specrun.sampling.sampler import Floats, SamplingParams, probabilities, sample
+from specrun.speculative.host_round import HostRound
 from tests.reference import Doubles, Fit, chi_squared, exact_probabilities
 from tests.tables import decode, make_requests, normal, open_tables
 from tests.wrong import accepts_always, accepts_tokens_always, draws_rejected_tokens_from_the_target
@@ -165,14 +165,14 @@ def test_a_draft_with_a_narrower_or_wider_embedding(tmp_path: Path, draft_vocab:
 def test_control_wrong_acceptance_of_logits_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., tuple[int, Floats]]
 ) -> None:
-    monkeypatch.setattr("specrun.rounds.host.accept_logits", wrong)
+    monkeypatch.setattr("specrun.speculative.host_round.accept_logits", wrong)
     target = normal(8, 16)
     tokens, _ = draw(open_tables(tmp_path, target, -target, use_logits=True), 200, 20, WARM)
     assert not fits(tokens, exact_probabilities(target, WARM))[0].good
 
 
 def test_control_wrong_acceptance_of_tokens_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specrun.rounds.host.accept_tokens", accepts_tokens_always)
+    monkeypatch.setattr("specrun.speculative.host_round.accept_tokens", accepts_tokens_always)
     target = normal(8, 16)
     tokens, _ = draw(open_tables(tmp_path, target, -target), 200, 20, WARM)
     assert not fits(tokens, exact_probabilities(target, WARM))[0].good

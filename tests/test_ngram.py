@@ -16,17 +16,17 @@ from specrun.backends.ort import OrtDeviceBackend
 from specrun.cli import main
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.draft_length import DraftLength
 from specrun.drafters import Drafter
 from specrun.drafters.model import ModelDrafter
 from specrun.drafters.ngram import MAX_NGRAM, NgramDrafter, NgramIndex
 from specrun.drafters.uploaded import UploadedDrafter
-from specrun.engine_dir import open_engine
+from specrun.engine_dir.config import open_engine
 from specrun.errors import PairError, RequestError
-from specrun.request import Request
-from specrun.rounds.device import DeviceRound
-from specrun.runners.host import ModelRunner
-from specrun.sampling import SamplingParams
+from specrun.request.request import Request
+from specrun.runners.host_runner import ModelRunner
+from specrun.sampling.sampler import SamplingParams
+from specrun.scheduler.draft_length import DraftLength
+from specrun.speculative.device_round import DeviceRound
 from tests.host_device import HostDevice
 from tests.reference import exact_probabilities
 from tests.tables import decode, make_requests, normal, save_table_engine

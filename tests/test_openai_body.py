@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from specrun.errors import RequestError
-from specrun.limits import MAX_BIASES, MAX_LOGPROBS
 from specrun.openai.body import (
     COMPLETION_MAX_TOKENS,
     MAX_ANSWERS,
@@ -23,9 +22,10 @@ from specrun.openai.body import (
 )
 from specrun.openai.fields import BodyError
 from specrun.openai.prompts import MAX_PROMPTS
-from specrun.request_options import RequestOptions
-from specrun.sampling import SEEDS, SamplingParams
-from specrun.tools import Tools
+from specrun.request.options import RequestOptions
+from specrun.sampling.limits import MAX_BIASES, MAX_LOGPROBS
+from specrun.sampling.sampler import SEEDS, SamplingParams
+from specrun.text.tools import Tools
 
 HELLO = [{"role": "user", "content": "Hello"}]
 NOT_NUMBERS: list[Any] = ["1", [], {}, True]

@@ -20,20 +20,20 @@ from specrun.backends.ort import OrtDeviceBackend
 from specrun.cli import main
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.draft_length import DraftLength
-from specrun.drafters.translated import TranslatedDrafter
+from specrun.drafters.other_tokenizer import TranslatedDrafter
 from specrun.drafters.uploaded import UploadedDrafter
-from specrun.engine_dir import open_engine
+from specrun.engine_dir.config import open_engine
 from specrun.errors import PairError
-from specrun.intersection import ABSENT, Intersection
-from specrun.pair_checks import find_translator
-from specrun.request import Request
-from specrun.rounds.device import DeviceRound
-from specrun.rounds.opening import Engine
-from specrun.runners.host import ModelRunner
-from specrun.sampling import SamplingParams
-from specrun.token_bytes import TokenBytes
-from specrun.translation import TranslatedText, Translator, open_translator
+from specrun.request.request import Request
+from specrun.runners.host_runner import ModelRunner
+from specrun.sampling.sampler import SamplingParams
+from specrun.scheduler.draft_length import DraftLength
+from specrun.speculative.device_round import DeviceRound
+from specrun.speculative.loader import Engine
+from specrun.speculative.pair_checks import find_translator
+from specrun.text.retokenizer import TranslatedText, Translator, open_translator
+from specrun.text.token_bytes import TokenBytes
+from specrun.text.vocab_mapping import ABSENT, Intersection
 from tests.host_device import HostDevice
 from tests.other_tokenizers import KINDS, save_reader
 from tests.reference import exact_probabilities

@@ -22,7 +22,7 @@ from specbuild.export.rope import pin_rope
 from specbuild.graph import save, tidy
 from specbuild.reference import far_reference, reference_logits
 from specbuild.verify import compare
-from specrun.engine_dir import GRAPH_NAME, GraphInfo
+from specrun.engine_dir.config import GRAPH_NAME, GraphInfo
 from specrun.errors import CheckpointError, SpecError, VerificationError
 from tests.conftest import make_onnx
 from tests.families import FAMILIES, LONG_ROPE, POSITIONS, SIZES, save_checkpoint

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from specrun.penalties import TokenCounts, apply_penalties
-from specrun.request import Request
-from specrun.sampling import Floats, SamplingParams
+from specrun.request.request import Request
+from specrun.sampling.penalties import TokenCounts, apply_penalties
+from specrun.sampling.sampler import Floats, SamplingParams
 from tests.reference import Doubles, Fit, chi_squared, exact_probabilities
 from tests.tables import decode, make_requests, normal, open_tables
 

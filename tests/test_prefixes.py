@@ -12,10 +12,10 @@ import pytest
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.kv_cache import BLOCK
-from specrun.kv_cache.prefixes import PrefixCache
-from specrun.request import Request
-from specrun.rounds.host import HostRound
-from specrun.sampling import SamplingParams
+from specrun.kv_cache.prefix_cache import PrefixCache
+from specrun.request.request import Request
+from specrun.sampling.sampler import SamplingParams
+from specrun.speculative.host_round import HostRound
 from tests.tables import decode, normal, open_tables
 from tests.test_lossless import near_ties
 from tests.test_scheduler import Widths, run_staggered, some_requests

@@ -21,8 +21,8 @@ from specbuild.quantisation.packed import Activation, Packed
 from specbuild.quantisation.recipe import Recipe
 from specbuild.quantisation.rounding import CodeForm, global_scale, round_weight
 from specrun.backends.ort import session_options
+from specrun.devices.processor import has_vnni
 from specrun.errors import BuildConfigError
-from specrun.processor import has_vnni
 
 INPUTS, CHANNELS = 256, 24
 FORMS: dict[CodeForm, tuple[int, float]] = {

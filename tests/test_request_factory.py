@@ -14,9 +14,9 @@ from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import RequestError, SpecError
 from specrun.output import as_json
-from specrun.request import Request
-from specrun.sampling import SamplingParams
-from specrun.text import TextStream
+from specrun.request.request import Request
+from specrun.sampling.sampler import SamplingParams
+from specrun.text.detokenizer import TextStream
 from tests.tables import decode, normal, open_tables
 
 V = 20

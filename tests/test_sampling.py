@@ -11,7 +11,7 @@ import pytest
 from scipy import stats
 
 from specrun.errors import BackendError, RequestError
-from specrun.sampling import (
+from specrun.sampling.sampler import (
     Floats,
     Purpose,
     SamplingParams,

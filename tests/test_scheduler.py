@@ -16,9 +16,9 @@ import pytest
 
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import BackendError, RequestError
-from specrun.request import Request
-from specrun.rounds.host import HostRound
-from specrun.sampling import SamplingParams
+from specrun.request.request import Request
+from specrun.sampling.sampler import SamplingParams
+from specrun.speculative.host_round import HostRound
 from tests.tables import decode, normal, open_tables
 from tests.test_lossless import PROMPTS, near_ties, open_pair
 
@@ -491,7 +491,7 @@ def test_requests_wait_for_memory_and_fail_where_none_comes(
 ) -> None:
     (expected,) = decode(pair, [pair.request([1], max_output_len=30)])
     meminfo = tmp_path / "meminfo"
-    monkeypatch.setattr("specrun.host_memory._MEMINFO", meminfo)
+    monkeypatch.setattr("specrun.kv_cache.host_memory._MEMINFO", meminfo)
     meminfo.write_text("MemAvailable: 8000000 kB\n")
     running, longer, short = (pair.request([1], max_output_len=length) for length in (30, 3000, 5))
     pair.scheduler.add(running)

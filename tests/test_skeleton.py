@@ -24,7 +24,7 @@ from specbuild.reference import far_reference, reference_logits
 from specbuild.tensors import Reader, StoredTensor, Weight, WeightTensor, bind
 from specbuild.verify import compare
 from specbuild.weights import check_weights
-from specrun.engine_dir import GRAPH_NAME, GraphInfo
+from specrun.engine_dir.config import GRAPH_NAME, GraphInfo
 from specrun.errors import CheckpointError, UnsupportedModelError
 from tests.conftest import make_onnx
 from tests.families import FAMILIES, POSITIONS, SIZES, save_checkpoint

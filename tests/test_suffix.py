@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from specrun.acceptance_rate import AcceptanceRate
 from specrun.cli import main
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.drafters import suffix
+from specrun.drafters.acceptance_rate import AcceptanceRate
 from specrun.drafters.hybrid import HybridDrafter
 from specrun.drafters.suffix import MATCHED, MAX_MATCH, MAX_OCCURRENCES, Found, Index, PastTexts, SuffixDrafter, follow
-from specrun.request import Request
-from specrun.sampling import SamplingParams
+from specrun.request.request import Request
+from specrun.sampling.sampler import SamplingParams
 from tests.reference import exact_probabilities
 from tests.tables import decode, make_requests, normal, save_table_engine
 from tests.test_lossless_sampling import fits

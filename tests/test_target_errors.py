@@ -13,9 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import BackendError, RequestError
-from specrun.grammar import Constraint, Grammar, Grammars
-from specrun.request import Request
-from specrun.sampling import Floats, SamplingParams
+from specrun.request.request import Request
+from specrun.sampling.sampler import Floats, SamplingParams
+from specrun.text.grammar import Constraint, Grammar, Grammars
 from tests.tables import save_table_engine
 from tests.test_draft_errors import PLACES, open_pair
 

@@ -18,7 +18,7 @@ from specbuild.dry_run import describe_plan
 from specbuild.engine_plan import plan_engine
 from specbuild.engine_size import weight_bytes
 from specbuild.inspect import describe
-from specrun.engine_dir import GRAPH_NAME, PLAN_NAME, describe_file, open_engine
+from specrun.engine_dir.config import GRAPH_NAME, PLAN_NAME, describe_file, open_engine
 from specrun.errors import BackendError, BuildError
 from tests.conftest import make_engine, make_onnx
 from tests.families import save_checkpoint

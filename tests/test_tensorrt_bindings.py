@@ -26,7 +26,7 @@ SOURCES = (
 IMPORTING = {"import_module", "import_package", "__import__"}
 ONLY_LOAD_IT = {
     "specrun/backends/__init__.py",
-    "specrun/extras.py",
+    "specrun/optional_packages.py",
     "specbuild/engine_plan.py",
     "scripts/make_families.py",
 }

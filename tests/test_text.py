@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from specrun.text import Detokenizer, TextStream
+from specrun.text.detokenizer import Detokenizer, TextStream
 
 CORPUS = [
     "The quick brown fox, it's said, jumps over the lazy dog.\nNever odd or even: 1, 2, 3!",

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from specrun.errors import ContextLengthError, RequestError
-from specrun.text_encoder import ALWAYS_ENCODED, TextEncoder
-from specrun.tokenizer import load_tokenizer
+from specrun.text.text_encoder import ALWAYS_ENCODED, TextEncoder
+from specrun.text.tokenizer import load_tokenizer
 
 TEXT = "the cat sat on a mat; naïve façade 日本\n" * 100_000
 

@@ -18,8 +18,8 @@ import pytest
 
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import BackendError, RequestError
-from specrun.request import Request, TokenOutput
-from specrun.sampling import SamplingParams
+from specrun.request.request import Request, TokenOutput
+from specrun.sampling.sampler import SamplingParams
 from tests.tables import decode, normal, open_tables
 from tests.test_scheduler import Widths
 

@@ -11,7 +11,7 @@ import pytest
 
 from specrun.errors import RequestError
 from specrun.openai.tool_calls import CallDelta, Seen, ToolCallParser
-from specrun.tools import HERMES, LLAMA3, MAX_TOOLS, ExpectedCalls, ToolFormat, Tools, find_format
+from specrun.text.tools import HERMES, LLAMA3, MAX_TOOLS, ExpectedCalls, ToolFormat, Tools, find_format
 
 Found = tuple[str, list[tuple[str, str]]]
 

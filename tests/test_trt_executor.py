@@ -22,11 +22,11 @@ from specrun.backends import trt as executor
 from specrun.backends.rtx_kernels import KernelCache
 from specrun.backends.trt import Call, TrtBackend, check_plan, choose_profile, input_shapes
 from specrun.config import DraftTargetConfig
-from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
 from specrun.devices.driver import why_no_gpu
-from specrun.engine_dir import EngineConfig, Profile, open_engine
+from specrun.engine_dir.config import EngineConfig, Profile, open_engine
+from specrun.engine_dir.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
 from specrun.errors import BackendError, EngineDirError, PairError
-from specrun.rounds.opening import Engine, open_round
+from specrun.speculative.loader import Engine, open_round
 from tests.conftest import make_engine
 from tests.host_device import HostDevice
 

@@ -20,8 +20,8 @@ from specbuild.checkpoint import open_checkpoint
 from specbuild.used_experts import skip_unused_experts
 from specrun.backends import Backend, open_host_backend
 from specrun.backends.ort_session import session_options
-from specrun.engine_dir import GRAPH_NAME, WEIGHTS_NAME, open_engine
-from specrun.sampling import Floats
+from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME, open_engine
+from specrun.sampling.sampler import Floats
 from tests.conftest import make_engine, make_onnx
 from tests.families import POSITIONS, save_checkpoint
 from tests.test_families import STEPS, forward, largest_difference

@@ -14,17 +14,17 @@ import numpy.typing as npt
 import pytest
 from scipy import stats
 
-from specrun import verify
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.drafters import Proposal
 from specrun.drafters.model import ModelDrafter
-from specrun.dtypes import DTYPES
+from specrun.engine_dir.dtypes import DTYPES
 from specrun.errors import BackendError, PairError, RequestError
-from specrun.fit import Fit, chi_squared, ranked
-from specrun.request import Request
-from specrun.sampling import Floats, Purpose, SamplingParams, exponential_noise, probabilities, sample
-from specrun.verify import Verdict, near_tie, nearly_kept, verify_pair
+from specrun.evaluation import verify
+from specrun.evaluation.fit import Fit, chi_squared, ranked
+from specrun.evaluation.verify import Verdict, near_tie, nearly_kept, verify_pair
+from specrun.request.request import Request
+from specrun.sampling.sampler import Floats, Purpose, SamplingParams, exponential_noise, probabilities, sample
 from tests import reference
 from tests.tables import normal, save_table_engine
 from tests.wrong import accepts_always, accepts_tokens_always, draws_rejected_tokens_from_the_target
@@ -94,7 +94,7 @@ def test_penalties_are_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_control_wrong_acceptance_of_logits_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., tuple[int, Floats]]
 ) -> None:
-    monkeypatch.setattr("specrun.rounds.host.accept_logits", wrong)
+    monkeypatch.setattr("specrun.speculative.host_round.accept_logits", wrong)
     target = normal(40, 13, 16)
     greedy, distribution = check(tmp_path, target, -target, use_logits=True).parts
     assert greedy.good, "greedy texts do not use it"
@@ -103,7 +103,7 @@ def test_control_wrong_acceptance_of_logits_fails(
 
 
 def test_control_wrong_acceptance_of_tokens_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specrun.rounds.host.accept_tokens", accepts_tokens_always)
+    monkeypatch.setattr("specrun.speculative.host_round.accept_tokens", accepts_tokens_always)
     target = normal(40, 13, 16)
     verdict = check(tmp_path, target, target + normal(41, 13, 16))
     assert not any(part.good for part in verdict.parts[:2])
@@ -114,7 +114,7 @@ def test_control_wrong_acceptance_of_tokens_fails(tmp_path: Path, monkeypatch: p
 
 def test_control_the_draft_alone_fails_in_the_distribution_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "FEWEST", 300)
-    monkeypatch.setattr("specrun.rounds.host.accept_tokens", accepts_tokens_always)
+    monkeypatch.setattr("specrun.speculative.host_round.accept_tokens", accepts_tokens_always)
     target = normal(40, 13, 16)
     assert not check(tmp_path, target, -target).parts[2].good
 
@@ -141,7 +141,7 @@ def test_control_draft_probabilities_from_before_top_k_fail(
 
 
 def test_control_a_token_that_the_target_cannot_draw_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specrun.rounds.host.accept_logits", accepts_always)
+    monkeypatch.setattr("specrun.speculative.host_round.accept_logits", accepts_always)
     target = np.where(np.arange(16) < 8, normal(44, 13, 16), -np.inf)
     distribution = check(tmp_path, target, np.zeros((13, 16)), use_logits=True).parts[1]
     assert distribution.wrong > 0
@@ -192,7 +192,9 @@ def test_a_draft_that_is_never_rejected_shows_nothing(
     target = normal(40, 13, 16)
     for number, way in enumerate(("accept_tokens", "accept_logits")):
         if number:
-            monkeypatch.setattr(f"specrun.rounds.host.{way}", (accepts_tokens_always, accepts_always)[number])
+            monkeypatch.setattr(
+                f"specrun.speculative.host_round.{way}", (accepts_tokens_always, accepts_always)[number]
+            )
         verdict = check(tmp_path / way, target, target, use_logits=use_logits)
         assert verdict.outcome == "inconclusive"
         assert not verdict.good

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from specrun.sampling import Floats
+from specrun.sampling.sampler import Floats
 
 
 def accepts_always(

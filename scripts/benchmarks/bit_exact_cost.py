@@ -21,13 +21,13 @@ import click
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from specrun.bench_results import Spread
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.engine_dir import open_engine
-from specrun.processor import describe_processor
-from specrun.request import Request
-from specrun.sampling import SamplingParams
+from specrun.devices.processor import describe_processor
+from specrun.engine_dir.config import open_engine
+from specrun.evaluation.bench_results import Spread
+from specrun.request.request import Request
+from specrun.sampling.sampler import SamplingParams
 from tests.conftest import make_engine
 from tests.quantised import quantised
 

@@ -29,12 +29,12 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.benchmarks.prompts import SENTENCES
-from specrun.bench_results import Spread
 from specrun.config import DraftKind, DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.processor import describe_processor
-from specrun.request import Request
-from specrun.sampling import SamplingParams
+from specrun.devices.processor import describe_processor
+from specrun.evaluation.bench_results import Spread
+from specrun.request.request import Request
+from specrun.sampling.sampler import SamplingParams
 
 
 class Kind(NamedTuple):

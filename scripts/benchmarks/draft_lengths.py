@@ -20,12 +20,12 @@ import click
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.benchmarks.engines import build, to_onnx
-from specrun.bench import Settings, as_json
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.engine_dir import open_engine
-from specrun.request import Request
-from specrun.sampling import SamplingParams
+from specrun.engine_dir.config import open_engine
+from specrun.evaluation.bench import Settings, as_json
+from specrun.request.request import Request
+from specrun.sampling.sampler import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
 FORMS = ("float32", "int8", "int4")

@@ -20,7 +20,7 @@ import click
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from specbuild.engine import build_engine
-from specrun.engine_dir import WEIGHTS_NAME
+from specrun.engine_dir.config import WEIGHTS_NAME
 
 FORMS: dict[str, dict[str, str]] = {
     "float32": {},

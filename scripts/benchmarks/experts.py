@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from scripts.benchmarks.engines import build, fastest, random_checkpoint, to_onnx
 from specbuild.compilers import onnxruntime
 from specrun.backends import Backend, open_host_backend
-from specrun.bench import Settings, as_json
-from specrun.bench_results import Spread
-from specrun.engine_dir import open_engine
+from specrun.engine_dir.config import open_engine
+from specrun.evaluation.bench import Settings, as_json
+from specrun.evaluation.bench_results import Spread
 
 SIZES: dict[str, Any] = {
     "vocab_size": 4096,

@@ -30,12 +30,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
+from specrun.devices.processor import processor_name
 from specrun.drafters.model import ModelDrafter
-from specrun.grammar import Constraint, Grammars, apply_mask, fill_masks, schema_text
-from specrun.processor import processor_name
-from specrun.request import Request
-from specrun.request_options import RequestOptions
-from specrun.sampling import SamplingParams
+from specrun.request.options import RequestOptions
+from specrun.request.request import Request
+from specrun.sampling.sampler import SamplingParams
+from specrun.text.grammar import Constraint, Grammars, apply_mask, fill_masks, schema_text
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -28,15 +28,15 @@ from transformers import Qwen2Config
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.benchmarks.engines import build, random_checkpoint, to_onnx
-from specrun.bench import Settings, as_json
-from specrun.bench_results import Spread
 from specrun.config import DraftKind, DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.drafters.model import ModelDrafter
-from specrun.engine_dir import open_engine
-from specrun.request import Request
-from specrun.rounds.host import HostRound
-from specrun.sampling import SamplingParams
+from specrun.engine_dir.config import open_engine
+from specrun.evaluation.bench import Settings, as_json
+from specrun.evaluation.bench_results import Spread
+from specrun.request.request import Request
+from specrun.sampling.sampler import SamplingParams
+from specrun.speculative.host_round import HostRound
 
 PROMPT = "The try statement"
 DRAFT_LEN = 4

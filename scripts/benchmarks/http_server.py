@@ -26,10 +26,10 @@ import click
 
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
+from specrun.devices.processor import describe_processor
 from specrun.openai.body import DEFAULTS
-from specrun.processor import describe_processor
-from specrun.request_options import RequestOptions
-from specrun.sampling import SamplingParams
+from specrun.request.options import RequestOptions
+from specrun.sampling.sampler import SamplingParams
 from specrun.serve.server import listen, serve
 
 PROMPT = "The try statement number {} is"

@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from specrun.sampling import SamplingParams
+from specrun.sampling.sampler import SamplingParams
 from tests.gpu_simulator import gpus
 
 WAYS = {

@@ -37,9 +37,9 @@ from specbuild.quantisation.texts import TextOptions, read_texts
 from specbuild.tensors import StoredTensor
 from specbuild.weights import check_weights
 from specrun.backends import Backend, open_host_backend
-from specrun.bench import Settings, as_json
-from specrun.bench_results import Spread
-from specrun.engine_dir import open_engine
+from specrun.engine_dir.config import open_engine
+from specrun.evaluation.bench import Settings, as_json
+from specrun.evaluation.bench_results import Spread
 
 ROWS, LENGTH = 32, 256
 BASE = "float32"

@@ -27,11 +27,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.benchmarks.engines import build, random_checkpoint, to_onnx
 from scripts.benchmarks.prompts import PROMPTS
-from specrun.bench import Settings, as_json, measure
-from specrun.bench_results import table
 from specrun.config import DraftKind
-from specrun.engine_dir import open_engine
-from specrun.tokenizer import load_tokenizer
+from specrun.engine_dir.config import open_engine
+from specrun.evaluation.bench import Settings, as_json, measure
+from specrun.evaluation.bench_results import table
+from specrun.text.tokenizer import load_tokenizer
 
 
 class Case(NamedTuple):

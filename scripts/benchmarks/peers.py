@@ -44,10 +44,10 @@ from scripts.benchmarks.peers_systems import (
 )
 from scripts.benchmarks.prompts import PROMPTS
 from scripts.benchmarks.quantised import Floats, log_probs, quality, unseen_texts
-from specrun.bench import Settings, as_json
-from specrun.bench_results import Spread
 from specrun.decoder import SpeculativeDecoder
-from specrun.engine_dir import open_engine
+from specrun.engine_dir.config import open_engine
+from specrun.evaluation.bench import Settings, as_json
+from specrun.evaluation.bench_results import Spread
 
 WAYS = ("alone", "with_draft")
 MOST_OTHERS = 0.05

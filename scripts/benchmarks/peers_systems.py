@@ -19,8 +19,8 @@ import click
 from scripts.benchmarks.engines import build, to_onnx
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.request import Request
-from specrun.sampling import SamplingParams
+from specrun.request.request import Request
+from specrun.sampling.sampler import SamplingParams
 
 AUTO = "specrun, auto"
 """With the draft length that it finds while it decodes, which is its default."""

@@ -22,7 +22,7 @@ from scripts.benchmarks.engines import to_onnx
 from specbuild.checkpoint import open_checkpoint
 from specbuild.config import engine_options
 from specbuild.engine import build_engine
-from specrun.engine_dir import PLAN_NAME, WEIGHTS_NAME, open_engine
+from specrun.engine_dir.config import PLAN_NAME, WEIGHTS_NAME, open_engine
 
 BATCHES = (1, 4, 8)
 SIZES = {"max_seq_len": 1024, "max_input_len": 512, "max_draft_len": 4, "compute_capabilities": (89,)}

@@ -30,13 +30,13 @@ from scripts.benchmarks.prompts import PROMPTS
 from scripts.corpora import help_topics
 from specbuild.quantisation.recipe import QFORMATS
 from specrun.backends import open_host_backend
-from specrun.bench import Settings, as_json
-from specrun.bench_results import Spread
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.engine_dir import open_engine
-from specrun.request import Request
-from specrun.sampling import SamplingParams
+from specrun.engine_dir.config import open_engine
+from specrun.evaluation.bench import Settings, as_json
+from specrun.evaluation.bench_results import Spread
+from specrun.request.request import Request
+from specrun.sampling.sampler import SamplingParams
 
 Floats = npt.NDArray[np.float32]
 BASE = "float32"

@@ -22,13 +22,13 @@ import click
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.benchmarks.engines import build
-from specrun.bench import Settings, as_json
-from specrun.bench_results import Spread
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.engine_dir import open_engine
-from specrun.request import Request
-from specrun.sampling import SamplingParams
+from specrun.engine_dir.config import open_engine
+from specrun.evaluation.bench import Settings, as_json
+from specrun.evaluation.bench_results import Spread
+from specrun.request.request import Request
+from specrun.sampling.sampler import SamplingParams
 
 ROWS = 8
 GREEDY = SamplingParams()

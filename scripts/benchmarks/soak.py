@@ -29,7 +29,7 @@ from transformers import LlamaConfig
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.benchmarks.engines import build, random_checkpoint, to_onnx
-from specrun.processor import describe_processor
+from specrun.devices.processor import describe_processor
 
 ROOT = Path(__file__).parents[2]
 BODIES = 400

@@ -33,7 +33,7 @@ from transformers import PreTrainedTokenizerFast
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.benchmarks.soak import ROOT, WORDS, make_pair, resources
-from specrun.processor import describe_processor
+from specrun.devices.processor import describe_processor
 
 STREAMS = 16
 BODIES = 64

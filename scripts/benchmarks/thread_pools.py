@@ -25,13 +25,13 @@ from typing import Any
 import click
 
 from specrun.backends import ort as backend
-from specrun.bench import Settings, as_json
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.engine_dir import open_engine
-from specrun.processor import usable_cores
-from specrun.request import Request
-from specrun.sampling import SamplingParams
+from specrun.devices.processor import usable_cores
+from specrun.engine_dir.config import open_engine
+from specrun.evaluation.bench import Settings, as_json
+from specrun.request.request import Request
+from specrun.sampling.sampler import SamplingParams
 
 PROMPT = "The try statement"
 SHARED = "one shared pool"

@@ -28,10 +28,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.benchmarks.engines import build
 from scripts.benchmarks.serving import repeat
-from specrun.bench import Settings, as_json
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.engine_dir import open_engine
+from specrun.engine_dir.config import open_engine
+from specrun.evaluation.bench import Settings, as_json
 from specrun.triton.repository import SPECULATIVE, write_repository
 
 ROOT = Path(__file__).parents[2]

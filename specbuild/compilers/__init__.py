@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Protocol
 
 from specrun.devices.driver import why_no_gpu
-from specrun.engine_dir import BackendInfo, BuildConfig, GraphInfo, Tensor
+from specrun.engine_dir.config import BackendInfo, BuildConfig, GraphInfo, Tensor
 from specrun.errors import BackendError
-from specrun.extras import import_package
+from specrun.optional_packages import import_package
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def rounds_inputs(model: ir.Model) -> bool:
 def prepare(model: ir.Model, vnni: bool = True) -> list[str]:
     """Rewrite the quantised parts of ``model``, which computes in float32, in place. Returns notes on recoded weights.
 
-    vnni: the processor adds up products of uint8 and int8 in 32 bits; see ``specrun.processor.has_vnni``.
+    vnni: the processor adds up products of uint8 and int8 in 32 bits; see ``specrun.devices.processor.has_vnni``.
 
     Recoded weights are tensors that are computed when they are read, and not in the files of ``model``.
     """

@@ -20,10 +20,10 @@ from specbuild.quantisation.kv_cache_graph import cache_updates, store_float8_as
 from specbuild.single_queries import pad_single_queries
 from specbuild.used_experts import skip_unused_experts
 from specrun.backends.ort import session_options
-from specrun.dtypes import DTYPES
-from specrun.engine_dir import GRAPH_NAME, WEIGHTS_NAME, BackendInfo, BuildConfig, GraphInfo, Tensor
+from specrun.devices.processor import has_vnni
+from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME, BackendInfo, BuildConfig, GraphInfo, Tensor
+from specrun.engine_dir.dtypes import DTYPES
 from specrun.errors import BuildError
-from specrun.processor import has_vnni
 
 
 def compile_graph(

@@ -20,12 +20,12 @@ from specbuild.compilers.trt_forms import move_zero_points, narrow_float4_scales
 from specbuild.compilers.trt_progress import interruptible, progress_monitor
 from specbuild.gathered_experts import gather_used_experts
 from specbuild.quantisation.kv_cache_graph import leave_writing_to_caller
-from specrun.contract import INPUT_IDS, LOGITS_INDICES, WRITE_INDICES
 from specrun.devices.driver import compute_capability, use_gpu, why_no_gpu
-from specrun.dtypes import DTYPES
-from specrun.engine_dir import GRAPH_NAME, PLAN_NAME, BackendInfo, BuildConfig, GraphInfo, Profile, Tensor
+from specrun.engine_dir.config import GRAPH_NAME, PLAN_NAME, BackendInfo, BuildConfig, GraphInfo, Profile, Tensor
+from specrun.engine_dir.contract import INPUT_IDS, LOGITS_INDICES, WRITE_INDICES
+from specrun.engine_dir.dtypes import DTYPES
 from specrun.errors import BuildError
-from specrun.extras import how_to_install, import_package
+from specrun.optional_packages import how_to_install, import_package
 
 
 def why_unusable(name: str, gpu: int = 0) -> str | None:

@@ -1,4 +1,4 @@
-"""HF model -> ONNX graph in the contract's shape (see ``specrun/contract.py``)."""
+"""HF model -> ONNX graph in the contract's shape (see ``specrun/engine_dir/contract.py``)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,16 @@ from specbuild.export.hooks import IMPLEMENTATION, ScatterCache, register, scatt
 from specbuild.export.query_scales import by_position
 from specbuild.heads.fusion import Fusion, watched
 from specbuild.quantisation.kv_cache import CODE_TYPES, CacheRounding
-from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, OPSET, WRITE_INDICES, past_names, present_names
-from specrun.engine_dir import CacheTensor
+from specrun.engine_dir.config import CacheTensor
+from specrun.engine_dir.contract import (
+    INPUT_IDS,
+    LOGITS,
+    LOGITS_INDICES,
+    OPSET,
+    WRITE_INDICES,
+    past_names,
+    present_names,
+)
 from specrun.errors import UnsupportedModelError
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from specbuild.weights import check_weights
-from specrun.engine_dir import CONFIG_NAME
+from specrun.engine_dir.config import CONFIG_NAME
 from specrun.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:

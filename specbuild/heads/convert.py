@@ -17,9 +17,9 @@ from specbuild.json_file import read_json
 from specbuild.progress import Stages
 from specbuild.resume import Run
 from specbuild.weights import check_weights, require_layers
-from specrun.engine_dir import CONFIG_NAME, GRAPH_NAME, WEIGHTS_NAME, GraphInfo, describe_file
+from specrun.engine_dir.config import CONFIG_NAME, GRAPH_NAME, WEIGHTS_NAME, GraphInfo, describe_file
 from specrun.errors import BuildConfigError, UnsupportedModelError
-from specrun.tokenizer import describe_tokenizer, tokenizer_files
+from specrun.text.tokenizer import describe_tokenizer, tokenizer_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

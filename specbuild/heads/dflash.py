@@ -30,7 +30,7 @@ from specbuild.export.hooks import ScatterCache, contract_mask, gather_features,
 from specbuild.heads.dflash_checkpoint import MARKOV, DFlashHead
 from specbuild.heads.module import Contract, LayerModule
 from specbuild.tensors import Weight
-from specrun.contract import MARKOV_FILES
+from specrun.engine_dir.contract import MARKOV_FILES
 from specrun.errors import CheckpointError
 
 

@@ -23,7 +23,7 @@ from specbuild.heads.checkpoint import (
     require_values,
     whole,
 )
-from specrun.engine_dir import CONFIG_NAME
+from specrun.engine_dir.config import CONFIG_NAME
 from specrun.errors import CheckpointError, UnsupportedModelError
 
 ARCHITECTURES = ("DFlashDraftModel", "DSparkDraftModel", "Qwen3DSparkModel", "DFlashSpeculator", "DSparkSpeculator")

@@ -18,7 +18,7 @@ from specbuild.export.skeleton import placeholder
 from specbuild.heads.checkpoint import Head
 from specbuild.tensors import StoredTensor, Weight, parts
 from specbuild.weights import Weights
-from specrun.engine_dir import Features
+from specrun.engine_dir.config import Features
 from specrun.errors import CheckpointError, UnsupportedModelError
 
 _FINAL = -1

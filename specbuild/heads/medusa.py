@@ -23,7 +23,7 @@ from specbuild.export.exporter import export_module
 from specbuild.export.hooks import gather_features, scatter
 from specbuild.heads.medusa_checkpoint import MedusaHead
 from specbuild.heads.module import Contract, load_parameters, require_vocab
-from specrun.engine_dir import CacheTensor
+from specrun.engine_dir.config import CacheTensor
 
 
 class ResBlock(nn.Module):

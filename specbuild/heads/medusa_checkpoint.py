@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbuild.heads.checkpoint import Head, mapping, whole
 from specbuild.weights import Weights, check_file, check_weights
-from specrun.engine_dir import CONFIG_NAME
+from specrun.engine_dir.config import CONFIG_NAME
 from specrun.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from specbuild.heads.checkpoint import EagleHead, Head, LayerHead
 from specbuild.heads.fusion import is_fused
 from specbuild.huggingface import first_line
 from specbuild.tensors import Weight
-from specrun.engine_dir import CacheTensor
+from specrun.engine_dir.config import CacheTensor
 from specrun.errors import CheckpointError, UnsupportedModelError
 
 _CLASSES: dict[str, tuple[Any, Any, Any]] = {

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from specbuild.heads.mtp_checkpoint import MtpHead
     from specbuild.tensors import Reader
-    from specrun.engine_dir import CacheTensor
+    from specrun.engine_dir.config import CacheTensor
 
 
 class Mtp(ChainModule):

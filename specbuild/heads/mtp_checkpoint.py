@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from specbuild.heads.checkpoint import MARKS, Head, whole
 from specbuild.json_file import read_json
 from specbuild.weights import Weights, check_weights
-from specrun.engine_dir import CONFIG_NAME
+from specrun.engine_dir.config import CONFIG_NAME
 from specrun.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:

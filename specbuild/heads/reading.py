@@ -12,7 +12,7 @@ from specbuild.heads.medusa_checkpoint import is_medusa, read_medusa
 from specbuild.heads.mtp_checkpoint import is_mtp, read_mtp
 from specbuild.json_file import read_json
 from specbuild.weights import file_names
-from specrun.engine_dir import CONFIG_NAME
+from specrun.engine_dir.config import CONFIG_NAME
 from specrun.errors import CheckpointError
 
 

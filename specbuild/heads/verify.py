@@ -21,9 +21,9 @@ from specbuild.heads.module import ChainModule, GraphModule
 from specbuild.pieces import cut
 from specbuild.reference import Float32, Floats, finite
 from specbuild.verify import open_piece
-from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, NOTHING_WANTED, WRITE_INDICES
-from specrun.dtypes import DTYPES
-from specrun.engine_dir import GraphInfo
+from specrun.engine_dir.config import GraphInfo
+from specrun.engine_dir.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, NOTHING_WANTED, WRITE_INDICES
+from specrun.engine_dir.dtypes import DTYPES
 from specrun.errors import VerificationError
 
 _ROWS = (9, 5)

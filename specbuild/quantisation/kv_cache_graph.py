@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from specbuild import graph as graphs
 from specbuild.quantisation.recipe import LARGEST_CODE
-from specrun.contract import INPUT_IDS, WRITE_INDICES
+from specrun.engine_dir.contract import INPUT_IDS, WRITE_INDICES
 from specrun.errors import BuildError
 
 

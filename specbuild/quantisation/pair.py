@@ -21,7 +21,7 @@ from specbuild.reference import Float32, SeeInput
 from specbuild.tensors import Reader, StoredTensor
 from specbuild.weights import check_weights, require_layers
 from specrun.errors import BuildConfigError, VerificationError
-from specrun.tokenizer import describe_tokenizer
+from specrun.text.tokenizer import describe_tokenizer
 
 if TYPE_CHECKING:
     from specbuild.quantisation.texts import Rows

@@ -31,7 +31,7 @@ from specbuild.quantisation.packed_model import PackedModel, parameter_names
 from specbuild.quantisation.recipe import CacheCode
 from specbuild.tensors import Reader, StoredTensor, Weight, parts
 from specbuild.weights import Entry, check_weights
-from specrun.engine_dir import CacheTensor
+from specrun.engine_dir.config import CacheTensor
 from specrun.errors import UnsupportedModelError
 
 

@@ -74,7 +74,7 @@ def read_texts(options: TextOptions, tokenizer_dir: Path, source: Path | None = 
 
     import numpy as np
 
-    from specrun.tokenizer import TOKENIZER_NAME, load_tokenizer
+    from specrun.text.tokenizer import TOKENIZER_NAME, load_tokenizer
 
     if not (tokenizer_dir / TOKENIZER_NAME).is_file():
         raise BuildConfigError(

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbuild.training.conversations import Example
-from specrun.batch_lines import Place
+from specrun.batch.lines import Place
 from specrun.errors import BackendError, RequestError, SpecError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from specbuild.training.rows import RowMaker
-    from specrun.request import Request
-    from specrun.token_bytes import TokenBytes
+    from specrun.request.request import Request
+    from specrun.text.token_bytes import TokenBytes
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 _TRIES = 5
@@ -59,11 +59,11 @@ def answer_with_engines(
     target: Path, draft: Path | None, sampling: Sampling, prompts: Iterator[Prompt]
 ) -> Iterator[Answer]:
     """Through ``specrun``, with full batches. Raises SpecError where the pair cannot be opened."""
-    from specrun.batch import Batch
-    from specrun.batch_lines import Ask, Question
+    from specrun.batch.batch import Batch
+    from specrun.batch.lines import Ask, Question
     from specrun.decoder import SpeculativeDecoder
-    from specrun.request_options import RequestOptions
-    from specrun.sampling import SamplingParams
+    from specrun.request.options import RequestOptions
+    from specrun.sampling.sampler import SamplingParams
 
     class Form:
         """See ``batch_lines.Form``: here a prompt's answer is a text."""

@@ -27,7 +27,7 @@ from specbuild.tensors import Reader, Weight
 from specbuild.training.attention import NAME, ChainKeys
 from specbuild.training.options import TrainOptions
 from specbuild.training.student import Student
-from specrun.engine_dir import CONFIG_NAME
+from specrun.engine_dir.config import CONFIG_NAME
 
 WEIGHTS = "model.safetensors"
 _SCALE = 0.02

@@ -18,7 +18,7 @@ from specbuild.heads.fusion import Fusion
 from specbuild.heads.medusa import ResBlock
 from specbuild.json_file import read_json
 from specbuild.training.student import Student
-from specrun.engine_dir import CONFIG_NAME
+from specrun.engine_dir.config import CONFIG_NAME
 
 WEIGHTS = "medusa_lm_head.safetensors"
 _LAYERS = 1

@@ -10,8 +10,8 @@ from pathlib import Path
 from specbuild.progress import Stages
 from specbuild.training.answers import Answerer, Prompt, Sampling, answer_with_engines, answer_with_server
 from specbuild.training.conversations import read_prompt
-from specrun.batch_file import Answers, read_lines, require_readable
-from specrun.batch_lines import Place, digest_of
+from specrun.batch.files import Answers, read_lines, require_readable
+from specrun.batch.lines import Place, digest_of
 from specrun.errors import BuildConfigError, RequestError
 
 

@@ -13,9 +13,9 @@ import torch
 
 from specbuild.huggingface import first_line, save_tokenizer
 from specbuild.training.conversations import Example, read_examples
-from specrun.chat_template import ChatTemplate
 from specrun.errors import BuildConfigError, RequestError
-from specrun.tokenizer import load_tokenizer
+from specrun.text.chat_template import ChatTemplate
+from specrun.text.tokenizer import load_tokenizer
 
 HELD_OUT_EVERY = 20
 """One row of so many is kept for the comparison, and never trained on; one at least."""

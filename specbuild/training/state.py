@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from specbuild.training.loop import Trainer
-from specrun.directories import TRAINING_NAME, new_directory
+from specrun.engine_dir.directories import TRAINING_NAME, new_directory
 from specrun.errors import BuildConfigError, CheckpointError
 
 OPTIMISER_NAME = "optimizer.safetensors"

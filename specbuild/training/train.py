@@ -17,7 +17,7 @@ from specbuild.progress import Stages, human_bytes, peak_memory
 from specbuild.resume import stopped_there
 from specbuild.training.options import TrainOptions
 from specbuild.weights import check_weights, require_layers
-from specrun.directories import new_directory, require_free
+from specrun.engine_dir.directories import new_directory, require_free
 from specrun.errors import BackendError, BuildConfigError, CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:

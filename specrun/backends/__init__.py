@@ -8,13 +8,13 @@ from typing import NamedTuple, Protocol, get_args
 import numpy as np
 import numpy.typing as npt
 
-from specrun.contract import INPUT_IDS, LOGITS_INDICES, WRITE_INDICES
 from specrun.devices import Device, DeviceArray
 from specrun.devices.driver import compute_capability, why_no_gpu
-from specrun.engine_dir import BackendName, EngineConfig
-from specrun.extras import import_package
+from specrun.engine_dir.config import BackendName, EngineConfig
+from specrun.engine_dir.contract import INPUT_IDS, LOGITS_INDICES, WRITE_INDICES
 from specrun.kv_cache.device import DeviceKVCache
 from specrun.kv_cache.host import HostKVCache
+from specrun.optional_packages import import_package
 
 BACKEND_NAMES: tuple[BackendName, ...] = get_args(BackendName)
 

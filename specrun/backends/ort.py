@@ -14,10 +14,10 @@ import numpy.typing as npt
 from specrun.backends import Backend, DeviceBackend, Feed, bound_tensors
 from specrun.backends.ort_session import import_ort, keep_in_children
 from specrun.backends.ort_session import session_options as session_options
-from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES
 from specrun.devices import Device, DeviceArray
-from specrun.dtypes import DTYPES, ElementType
-from specrun.engine_dir import GRAPH_NAME, EngineConfig
+from specrun.engine_dir.config import GRAPH_NAME, EngineConfig
+from specrun.engine_dir.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES
+from specrun.engine_dir.dtypes import DTYPES, ElementType
 from specrun.errors import BackendError, EngineDirError
 from specrun.kv_cache.device import DeviceKVCache
 from specrun.kv_cache.host import HostKVCache

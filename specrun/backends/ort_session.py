@@ -8,9 +8,9 @@ import weakref
 from contextlib import suppress
 from typing import Any
 
+from specrun.devices.processor import usable_cores
 from specrun.errors import BackendError
-from specrun.extras import how_to_install, import_package
-from specrun.processor import usable_cores
+from specrun.optional_packages import how_to_install, import_package
 
 _OWN_POOL = {"session.force_spinning_stop": "1"}
 """Threads of an idle session that spin would slow down the session that works."""

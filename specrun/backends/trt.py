@@ -14,12 +14,12 @@ import numpy as np
 
 from specrun.backends import DeviceBackend, Feed, bound_tensors
 from specrun.backends.rtx_kernels import KernelCache
-from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES
 from specrun.devices import Device, DeviceArray
-from specrun.engine_dir import PLAN_NAME, EngineConfig, Profile
+from specrun.engine_dir.config import PLAN_NAME, EngineConfig, Profile
+from specrun.engine_dir.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES
 from specrun.errors import BackendError, EngineDirError
-from specrun.extras import how_to_install, import_package
 from specrun.kv_cache.device import DeviceKVCache
+from specrun.optional_packages import how_to_install, import_package
 
 
 class Call(NamedTuple):

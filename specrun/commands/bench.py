@@ -59,10 +59,10 @@ def bench(
 
     from rich.console import Console
 
-    from specrun.bench import Settings, as_json, measure
-    from specrun.bench_results import table
-    from specrun.engine_dir import open_engine
-    from specrun.sampling import SamplingParams
+    from specrun.engine_dir.config import open_engine
+    from specrun.evaluation.bench import Settings, as_json, measure
+    from specrun.evaluation.bench_results import table
+    from specrun.sampling.sampler import SamplingParams
 
     note_unused_sampling(sampling)
     params, use_logits = SamplingParams(**sampling), acceptance == "logits"

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from specrun.chat.chat_commands import ChatCommands
+from specrun.chat.chat_input import is_terminal, turns
 from specrun.command_line import show_error
-from specrun.commands.chat_commands import ChatCommands
-from specrun.commands.chat_input import is_terminal, turns
 from specrun.commands.options import (
     constraint_options,
     constraints,
@@ -30,8 +30,8 @@ from specrun.errors import RequestError
 from specrun.output import show_token
 
 if TYPE_CHECKING:
-    from specrun.conversation import Conversation
-    from specrun.request import Request, TokenOutput
+    from specrun.chat.conversation import Conversation
+    from specrun.request.request import Request, TokenOutput
 
 HINT = "/help lists the commands, Ctrl-D ends the chat, Ctrl-C stops an answer"
 
@@ -63,8 +63,8 @@ def talk(options: dict[str, Any]) -> None:
     """A conversation with the pair that ``options`` describe: those of ``pair_options`` and ``chat_options``."""
     config = pair_config(options)
 
-    from specrun.conversation import Conversation
-    from specrun.request_options import RequestOptions
+    from specrun.chat.conversation import Conversation
+    from specrun.request.options import RequestOptions
 
     params = sampling_params(with_recommended_sampling(options))
     decoder, context = open_pair(options, config), click.get_current_context()

@@ -80,8 +80,8 @@ def generate(
         raise click.UsageError("--logprobs are part of --output_format json and of --output_file")
 
     from specrun.output import EventPrinter, JsonPrinter, TextPrinter, summary
-    from specrun.prompts import read_prompts
-    from specrun.request_options import RequestOptions
+    from specrun.request.options import RequestOptions
+    from specrun.request.prompts import read_prompts
 
     own = {field.name: options[field.name] for field in fields(RequestOptions) if field.name not in NOT_OF_A_REQUEST}
     chosen = RequestOptions(**own | constraints(options))

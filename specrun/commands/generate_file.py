@@ -14,10 +14,10 @@ from specrun.commands.pair import open_pair
 from specrun.config import DraftTargetConfig
 
 if TYPE_CHECKING:
-    from specrun.batch_file import Answers
-    from specrun.batch_lines import Defaults, Question
+    from specrun.batch.files import Answers
+    from specrun.batch.lines import Defaults, Question
     from specrun.output import Totals
-    from specrun.request_options import RequestOptions
+    from specrun.request.options import RequestOptions
 
 
 def require_files(
@@ -48,10 +48,10 @@ def answer_file(
     """Answer the questions of ``input_file``; exit 1 where one has no answer."""
     from dataclasses import replace
 
-    from specrun.batch_file import Answers, require_readable
-    from specrun.batch_lines import Defaults
+    from specrun.batch.files import Answers, require_readable
+    from specrun.batch.lines import Defaults
     from specrun.openai.body import DEFAULTS
-    from specrun.sampling import SamplingParams
+    from specrun.sampling.sampler import SamplingParams
 
     context = click.get_current_context()
     given = given_sampling(options)
@@ -71,9 +71,9 @@ def _answer(
     input_file: Path, answers: Answers, defaults: Defaults, options: dict[str, Any], config: DraftTargetConfig
 ) -> None:
     """Write the answers that are missing, and show how it goes."""
-    from specrun.batch import Batch
-    from specrun.batch_file import read_lines
-    from specrun.batch_lines import read_question
+    from specrun.batch.batch import Batch
+    from specrun.batch.files import read_lines
+    from specrun.batch.lines import read_question
     from specrun.output import Totals
 
     decoder = open_pair(options, config)

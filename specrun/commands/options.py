@@ -17,7 +17,7 @@ from specrun.config import parse_device_list, parse_draft_len, parse_logit_bias
 from specrun.errors import RequestError
 
 if TYPE_CHECKING:
-    from specrun.sampling import SamplingParams
+    from specrun.sampling.sampler import SamplingParams
 
 Decorator = Callable[[Any], Any]
 
@@ -74,7 +74,7 @@ def sampling_options(temperature: float = 0.0) -> Decorator:
 
 def sampling_params(options: dict[str, Any]) -> SamplingParams:
     """What ``sampling_options`` and ``seed_option`` say. A seed that was not given and counts is shown."""
-    from specrun.sampling import SamplingParams
+    from specrun.sampling.sampler import SamplingParams
 
     note_unused_sampling(options)
     params = SamplingParams(seed=options["seed"], **{name: options[name] for name in SAMPLING})
@@ -183,7 +183,7 @@ generation_config_option = click.option(
 
 def with_recommended_sampling(options: dict[str, Any]) -> dict[str, Any]:
     """``options`` with the target's own sampling where none was given; what is used of it is shown."""
-    from specrun.generation_config import recommended_sampling
+    from specrun.request.generation_config import recommended_sampling
 
     if options["generation_config"] == "none":
         return options
@@ -219,8 +219,8 @@ def require_one_source(input_text: tuple[str, ...], input_file: Path | None) -> 
 def prompt_ids(tokenizer_dir: Path, input_text: tuple[str, ...], input_file: Path | None) -> list[list[int]]:
     """The prompts' token ids. Raises RequestError for a blank one: what is measured or compared is all of them."""
     from specrun.errors import RequestError
-    from specrun.prompts import read_prompts
-    from specrun.tokenizer import load_tokenizer
+    from specrun.request.prompts import read_prompts
+    from specrun.text.tokenizer import load_tokenizer
 
     tokenizer, texts = load_tokenizer(tokenizer_dir), read_prompts(input_text, input_file)
     if "" in texts:

@@ -26,7 +26,7 @@ from specrun.config import DraftTargetConfig, parse_draft_target_config
 
 if TYPE_CHECKING:
     from specrun.decoder import SpeculativeDecoder
-    from specrun.tools import ToolFormat
+    from specrun.text.tools import ToolFormat
 
 pair_options = together(
     engine_dir_option,

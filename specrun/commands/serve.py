@@ -62,14 +62,14 @@ def serve(
     /version. The log on standard error has a line of JSON for every request. SIGTERM and Ctrl-C let answers end.
     """
     config = pair_config(options)
-    from specrun.generation_config import recommended_sampling
     from specrun.openai.body import DEFAULTS
+    from specrun.request.generation_config import recommended_sampling
     from specrun.serve.hosts import is_local, read_hosts
     from specrun.serve.keys import read_keys
     from specrun.serve.log import set_up
     from specrun.serve.server import listen
     from specrun.serve.server import serve as run
-    from specrun.tools import FORMATS
+    from specrun.text.tools import FORMATS
 
     keys = read_keys(api_key_file)
     hosts = read_hosts(allowed_hosts) if allowed_hosts is not None else None

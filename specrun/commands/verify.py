@@ -53,9 +53,9 @@ def verify(
     require_one_source(input_text, input_file)
     require_one_draft(draft, draft_engine_dir, needed=True)
 
-    from specrun.request_options import RequestOptions
-    from specrun.sampling import SamplingParams
-    from specrun.verify import verify_pair
+    from specrun.evaluation.verify import verify_pair
+    from specrun.request.options import RequestOptions
+    from specrun.sampling.sampler import SamplingParams
 
     asked = RequestOptions(**constraints(options))
     for name in CONSTRAINTS:

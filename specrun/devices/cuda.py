@@ -14,7 +14,7 @@ import numpy.typing as npt
 from specrun.devices import Device, DeviceArray, Event, Grid
 from specrun.devices.driver import why_no_gpu
 from specrun.errors import BackendError
-from specrun.extras import how_to_install
+from specrun.optional_packages import how_to_install
 
 
 def compile_kernels(arch: str, text: str, form: str = "cubin") -> Any:

@@ -8,19 +8,19 @@ from dataclasses import replace
 import numpy as np
 
 from specrun.backends import DeviceBackend
-from specrun.contract import FIRST_DRAFT_STEP_LEN
 from specrun.devices import Device, DeviceArray
-from specrun.draft_length import DraftPlan
 from specrun.drafters import DraftProbs
+from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN
 from specrun.errors import BackendError, SpecError
 from specrun.kernels import calls
 from specrun.kernels.layout import DISTRIBUTION, record_len
-from specrun.request import Outcome, Request, num_accepted
-from specrun.runners.cached import CachedDraft
-from specrun.runners.capture import Captures
-from specrun.runners.device import DeviceRunner
-from specrun.runners.device_batch import DeviceRows
-from specrun.sampling import NON_FINITE_LOGITS
+from specrun.request.request import Outcome, Request, num_accepted
+from specrun.runners.cached_texts import CachedDraft
+from specrun.runners.device_rows import DeviceRows
+from specrun.runners.device_runner import DeviceRunner
+from specrun.runners.graph_capture import Captures
+from specrun.sampling.sampler import NON_FINITE_LOGITS
+from specrun.scheduler.draft_length import DraftPlan
 
 
 class DeviceModelDrafter(CachedDraft[DeviceRunner]):

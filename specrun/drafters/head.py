@@ -14,9 +14,9 @@ from specrun.drafters.device_model import DeviceModelDrafter
 from specrun.drafters.model import ModelDrafter
 from specrun.errors import SpecError
 from specrun.kv_cache.rows import CacheRows
-from specrun.request import Outcome, Request
-from specrun.runners.host import ModelRunner
-from specrun.sampling import Floats
+from specrun.request.request import Outcome, Request
+from specrun.runners.host_runner import ModelRunner
+from specrun.sampling.sampler import Floats
 
 
 class HeadDrafter(ModelDrafter):

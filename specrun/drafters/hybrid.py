@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from specrun.acceptance_rate import AcceptanceRate
 from specrun.drafters import Drafter, Proposal
+from specrun.drafters.acceptance_rate import AcceptanceRate
 from specrun.drafters.suffix import SuffixDrafter
 from specrun.errors import SpecError
-from specrun.request import Outcome, Request
+from specrun.request.request import Outcome, Request
 
 _MIN_GAIN = 1.1
 """The factor by which suffix matching must promise more tokens a second. The model must read what it did not draft, and

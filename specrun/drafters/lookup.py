@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specrun.errors import SpecError
-from specrun.request import Outcome, Request
+from specrun.request.request import Outcome, Request
 
 
 class LookupDrafter:

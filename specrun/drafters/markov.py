@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specrun.contract import MARKOV_FILES
 from specrun.devices import Device, DeviceArray
-from specrun.engine_dir import GraphInfo
+from specrun.engine_dir.config import GraphInfo
+from specrun.engine_dir.contract import MARKOV_FILES
 from specrun.errors import EngineDirError
 from specrun.kernels import calls
 from specrun.kernels.calls import RowState
-from specrun.sampling import Floats
+from specrun.sampling.sampler import Floats
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specrun.acceptance import certain
-from specrun.acceptance_rate import Calibration
 from specrun.drafters import Proposal
+from specrun.drafters.acceptance_rate import Calibration
 from specrun.errors import RequestError, SpecError, as_spec_error
-from specrun.request import Outcome, Request, longest, num_accepted
-from specrun.runners.cached import CachedDraft
-from specrun.runners.host import ModelRunner
-from specrun.sampling import (
+from specrun.request.request import Outcome, Request, longest, num_accepted
+from specrun.runners.cached_texts import CachedDraft
+from specrun.runners.host_runner import ModelRunner
+from specrun.sampling.acceptance import certain
+from specrun.sampling.sampler import (
     Floats,
     Purpose,
     exponential_noise,

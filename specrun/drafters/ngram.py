@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from specrun.drafters import Proposal
 from specrun.drafters.lookup import LookupDrafter
-from specrun.request import Request
+from specrun.request.request import Request
 
 MAX_NGRAM = 4
 """Tokens of the longest n-gram that is looked up, which is the first."""

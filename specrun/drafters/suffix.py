@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from specrun.acceptance_rate import AcceptanceRate
 from specrun.drafters import Proposal
-from specrun.drafters.edits import EditedCopy
+from specrun.drafters.acceptance_rate import AcceptanceRate
+from specrun.drafters.edited_copy import EditedCopy
 from specrun.drafters.lookup import LookupDrafter
 from specrun.errors import SpecError
-from specrun.request import Outcome, Request
+from specrun.request.request import Outcome, Request
 
 MATCHED = (8, 4, 2)
 """Lengths of the n-grams that are looked up, the longest first."""

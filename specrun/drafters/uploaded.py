@@ -8,13 +8,13 @@ import numpy as np
 
 from specrun.backends import DeviceBackend
 from specrun.devices import Device, DeviceArray
-from specrun.draft_length import DraftPlan
 from specrun.drafters import Drafter, DraftProbs, Proposal
 from specrun.errors import SpecError
 from specrun.kernels import calls
 from specrun.kernels.layout import DISTRIBUTION
-from specrun.request import Outcome, Request
-from specrun.runners.device_batch import DeviceRows
+from specrun.request.request import Outcome, Request
+from specrun.runners.device_rows import DeviceRows
+from specrun.scheduler.draft_length import DraftPlan
 
 
 class UploadedDrafter:

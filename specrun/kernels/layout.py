@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from specrun.limits import MAX_BIASES, MAX_LOGPROBS, MAX_STOP_IDS
-from specrun.sampling import Purpose
+from specrun.sampling.limits import MAX_BIASES, MAX_LOGPROBS, MAX_STOP_IDS
+from specrun.sampling.sampler import Purpose
 
 MAX_VOCAB = 1 << 19
 """Largest vocabulary: the kernels add up this many weights of at most 1 in 64-bit fixed point."""

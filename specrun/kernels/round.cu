@@ -1,6 +1,6 @@
 // A round's arithmetic on the device: from logits to tokens, from draft tokens to committed ones.
 //
-// The same formulas as specrun/penalties.py, sampling.py and acceptance.py, row by row. Functions of one row are written
+// The same formulas as specrun/sampling/penalties.py, sampling.py and acceptance.py, row by row. Functions of one row are written
 // for a ThreadGroup and know nothing of how many threads there are. The file compiles for CUDA (a group is one thread
 // block or several) and as host C++ (a group is one thread, or some), so what runs on a GPU is tested without one.
 //

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specrun.engine_dir import CacheTensor
+from specrun.engine_dir.config import CacheTensor
 from specrun.kv_cache import BLOCK
 
 Cache = npt.NDArray[Any]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from specrun.engine_dir import CacheTensor
+from specrun.engine_dir.config import CacheTensor
 from specrun.kv_cache import BLOCK
-from specrun.kv_cache.prefixes import PrefixCache
+from specrun.kv_cache.prefix_cache import PrefixCache
 
 
 class KVCache(Protocol):

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from specrun.openai.tool_calls import CallDelta, Seen, ToolCallParser
-from specrun.request import Request
-from specrun.sampling import TokenLogprob
-from specrun.token_bytes import TokenBytes
-from specrun.updates import Ended, Update, Watch
+from specrun.request.request import Request
+from specrun.request.updates import Ended, Update, Watch
+from specrun.sampling.sampler import TokenLogprob
+from specrun.text.token_bytes import TokenBytes
 
 _REASONS = {"stop": "stop", "length": "length"}
 """What OpenAI calls the ends of a text. It has no words for others, which cut a text off as length does."""
@@ -237,7 +237,7 @@ def usage(answers: Sequence[Answer], n: int) -> dict[str, Any]:
 
 
 def speculation(answers: Sequence[Answer]) -> dict[str, Any]:
-    """What speculation did for ``answers``. Definitions as in ``specrun.stats``."""
+    """What speculation did for ``answers``. Definitions as in ``specrun.request.stats``."""
     stats = [answer.ended.stats for answer in answers if answer.ended]
     evaluated, accepted = sum(s.evaluated for s in stats), sum(s.accepted for s in stats)
     rounds = sum(s.rounds for s in stats)

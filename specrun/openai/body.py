@@ -15,15 +15,15 @@ from typing import Any, TypeVar
 
 from specrun import arguments
 from specrun.errors import RequestError
-from specrun.limits import MAX_BIASES, MAX_LOGPROBS, MAX_STOP_IDS
 from specrun.openai.answers import Asked
 from specrun.openai.constraints import read_constraint
 from specrun.openai.fields import BodyError, Fields, as_object, wrong
 from specrun.openai.prompts import are_ids, read_messages, read_prompts
 from specrun.openai.tools import read_tools
-from specrun.request_factory import Prompt
-from specrun.request_options import RequestOptions
-from specrun.sampling import SEEDS, SamplingParams
+from specrun.request.factory import Prompt
+from specrun.request.options import RequestOptions
+from specrun.sampling.limits import MAX_BIASES, MAX_LOGPROBS, MAX_STOP_IDS
+from specrun.sampling.sampler import SEEDS, SamplingParams
 
 MAX_N = 128
 """Answers to one prompt."""

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 from specrun.errors import ContextLengthError
 from specrun.openai.fields import BodyError, as_object, wrong
-from specrun.request_factory import Message, Prompt
+from specrun.request.factory import Message, Prompt
 
 MAX_PROMPTS = 256
 """Prompts in one body."""

@@ -15,7 +15,7 @@ from specrun.openai.body import OpenAIBody, read_chat
 from specrun.openai.fields import BodyError, Fields, as_object, wrong
 from specrun.openai.prompts import read_messages
 from specrun.openai.shapes import Head
-from specrun.sampling import SamplingParams
+from specrun.sampling.sampler import SamplingParams
 
 _LOGPROBS = "message.output_text.logprobs"
 _STORED = "no response is stored here; send the whole conversation in input"

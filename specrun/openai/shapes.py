@@ -17,7 +17,7 @@ from specrun.openai.answers import (
     usage,
 )
 from specrun.openai.body import OpenAIBody, read_chat, read_completion
-from specrun.sampling import SamplingParams
+from specrun.sampling.sampler import SamplingParams
 
 
 class Head(NamedTuple):

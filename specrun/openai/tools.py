@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from specrun import arguments
 from specrun.errors import RequestError
 from specrun.openai.fields import BodyError, Fields, as_object, wrong
-from specrun.tools import Tools
+from specrun.text.tools import Tools
 
 
 class _Choice(NamedTuple):

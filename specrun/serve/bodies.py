@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 from anyio import to_thread
 from starlette.requests import ClientDisconnect, Request
 
-from specrun.host_memory import return_freed
+from specrun.kv_cache.host_memory import return_freed
 from specrun.serve.engine import QueueFullError
 from specrun.serve.errors import ApiError
 from specrun.serve.limits import LARGE_BODY_BYTES, MAX_BODY_BYTES, MAX_BODY_SECONDS, MAX_LARGE_BODIES

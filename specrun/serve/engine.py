@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import BackendError, RequestError, SpecError
-from specrun.request import Request
+from specrun.request.request import Request
+from specrun.request.updates import Update, Watch
 from specrun.serve.log import log
-from specrun.updates import Update, Watch
 
 MAX_FAILED_STEPS = 3
 """Steps that fail, with no token between them, before the engine counts as broken."""

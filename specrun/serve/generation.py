@@ -6,10 +6,10 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 
-from specrun.request import Request
+from specrun.request.request import Request
+from specrun.request.updates import Update
 from specrun.serve.engine import EngineThread, Job
 from specrun.serve.metrics import Metrics
-from specrun.updates import Update
 
 
 class Generation:

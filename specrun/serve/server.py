@@ -12,7 +12,7 @@ import uvicorn
 
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import BackendError
-from specrun.sampling import SamplingParams
+from specrun.sampling.sampler import SamplingParams
 from specrun.serve.app import make_app
 from specrun.serve.connection import ACCEPTED_AT_ONCE, Connection, Crowd, connection_limit
 from specrun.serve.engine import EngineThread, News

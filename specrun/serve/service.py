@@ -10,8 +10,8 @@ from specrun.arguments import show
 from specrun.decoder import SpeculativeDecoder
 from specrun.openai.answers import Answer
 from specrun.openai.body import DEFAULTS, OpenAIBody
-from specrun.request import Request
-from specrun.sampling import SamplingParams
+from specrun.request.request import Request
+from specrun.sampling.sampler import SamplingParams
 from specrun.serve.bodies import BodyReader
 from specrun.serve.engine import EngineThread
 from specrun.serve.errors import ApiError

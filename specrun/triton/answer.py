@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from specrun.request import TokenOutput
+from specrun.request.request import TokenOutput
+from specrun.request.updates import Ended, Update
 from specrun.triton.tensors import Array
-from specrun.updates import Ended, Update
 
 
 @dataclass

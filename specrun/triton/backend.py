@@ -18,15 +18,15 @@ import triton_python_backend_utils as pb_utils
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import BackendError
+from specrun.request.stats import Stats
+from specrun.request.updates import Ended, Update
 from specrun.serve.engine import EngineStoppedError, EngineThread
 from specrun.serve.log import log
-from specrun.stats import Stats
 from specrun.triton.answer import Answer
 from specrun.triton.metrics import Metrics
 from specrun.triton.repository import DRAFT, MAX_QUEUE, TARGET, TOKENIZER
 from specrun.triton.responses import Response, ResponseThread
 from specrun.triton.tensors import Ask, read_inputs
-from specrun.updates import Ended, Update
 
 READERS = 4
 """Number of threads that read requests."""

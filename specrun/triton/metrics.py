@@ -6,8 +6,8 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from specrun.request.updates import Ended
 from specrun.serve.log import log
-from specrun.updates import Ended
 
 
 class Metrics:

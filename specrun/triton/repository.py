@@ -13,8 +13,8 @@ from typing import Any
 from specrun import __version__
 from specrun.config import DraftTargetConfig
 from specrun.decoder import check_pair
-from specrun.directories import TRITON_KIND, new_directory, require_free
-from specrun.engine_dir import CONFIG_NAME
+from specrun.engine_dir.config import CONFIG_NAME
+from specrun.engine_dir.directories import TRITON_KIND, new_directory, require_free
 from specrun.triton.tensors import INPUTS, OUTPUTS, TensorType
 
 SPECULATIVE, ALONE = "speculative", "target"

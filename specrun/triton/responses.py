@@ -12,12 +12,12 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from specrun.errors import RequestError, SpecError
+from specrun.request.updates import Update
 from specrun.serve.engine import EngineStoppedError, Job, News, QueueFullError
 from specrun.serve.log import log
 from specrun.triton.answer import Answer
 from specrun.triton.metrics import Metrics
 from specrun.triton.tensors import in_tritons_words
-from specrun.updates import Update
 
 CANCEL_SECONDS = 0.1
 """How often senders are asked whether their clients have left."""

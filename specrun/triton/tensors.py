@@ -18,9 +18,9 @@ import numpy.typing as npt
 from specrun.arguments import show
 from specrun.errors import RequestError
 from specrun.openai.body import token_biases
-from specrun.request_factory import Prompt
-from specrun.request_options import RequestOptions
-from specrun.sampling import SamplingParams
+from specrun.request.factory import Prompt
+from specrun.request.options import RequestOptions
+from specrun.sampling.sampler import SamplingParams
 
 Array = npt.NDArray[Any]
 

@@ -21,8 +21,8 @@ import numpy as np
 import onnx
 
 from specbuild.config import plan_profiles
-from specrun.contract import INPUT_IDS, LOGITS_INDICES, WRITE_INDICES
-from specrun.engine_dir import CONFIG_NAME, GRAPH_NAME, PLAN_NAME, Profile, Tensor, describe_file, open_engine
+from specrun.engine_dir.config import CONFIG_NAME, GRAPH_NAME, PLAN_NAME, Profile, Tensor, describe_file, open_engine
+from specrun.engine_dir.contract import INPUT_IDS, LOGITS_INDICES, WRITE_INDICES
 from tests.gpu_simulator import collectives, gpus
 
 __version__ = "11.99.simulated"

@@ -13,9 +13,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from specrun.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, OPSET, WRITE_INDICES
 from specrun.devices.cuda import CudaDevice
-from specrun.engine_dir import Profile, Tensor
+from specrun.engine_dir.config import Profile, Tensor
+from specrun.engine_dir.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, OPSET, WRITE_INDICES
 from tests.gpu_simulator import collectives, tensorrt
 from tests.gpu_simulator.test_rules import breaks
 

@@ -10,8 +10,8 @@ import pytest
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import PairError
-from specrun.request import Request
-from specrun.sampling import SamplingParams
+from specrun.request.request import Request
+from specrun.sampling.sampler import SamplingParams
 from tests.gpu_simulator.tensorrt import as_plan
 from tests.heads.conftest import dspark, medusa, pair, target
 from tests.heads.trained import PROMPTS

@@ -11,7 +11,7 @@ import pytest
 from specrun import kernels
 from specrun.devices.cuda import CudaDevice
 from specrun.kernels.layout import BARRIER
-from specrun.sampling import SamplingParams
+from specrun.sampling.sampler import SamplingParams
 from tests import host_device, test_kernels
 from tests.gpu_simulator import gpus
 from tests.host_device import HostDevice

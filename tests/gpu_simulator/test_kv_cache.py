@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from specrun import engine_dir
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.engine_dir import open_engine
+from specrun.engine_dir import config as engine_dir
+from specrun.engine_dir.config import open_engine
 from specrun.kernels import calls
-from specrun.request import Request
-from specrun.sampling import SamplingParams
+from specrun.request.request import Request
+from specrun.sampling.sampler import SamplingParams
 from tests.gpu_simulator.tensorrt import as_plan
 from tests.gpu_simulator.test_rounds import narrow
 from tests.tables import decode

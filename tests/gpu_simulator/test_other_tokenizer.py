@@ -9,7 +9,7 @@ import pytest
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import PairError
-from specrun.request import Request
+from specrun.request.request import Request
 from tests.gpu_simulator.tensorrt import as_plan
 from tests.gpu_simulator.test_rounds import narrow
 from tests.other_tokenizers import KINDS, save_reader

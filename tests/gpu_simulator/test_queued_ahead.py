@@ -20,12 +20,12 @@ from tokenizers import Tokenizer
 
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.draft_length import DraftLength, DraftPlan
-from specrun.request import Request
-from specrun.rounds.device import DeviceRound
-from specrun.rounds.device_records import QueuedRound
-from specrun.sampling import SamplingParams
-from specrun.text import Detokenizer, TextStream
+from specrun.request.request import Request
+from specrun.sampling.sampler import SamplingParams
+from specrun.scheduler.draft_length import DraftLength, DraftPlan
+from specrun.speculative.device_records import QueuedRound
+from specrun.speculative.device_round import DeviceRound
+from specrun.text.detokenizer import Detokenizer, TextStream
 from tests.families import save_tokenizer
 from tests.gpu_simulator import gpus
 from tests.gpu_simulator.tensorrt import as_plan

@@ -19,14 +19,14 @@ from tokenizers import Tokenizer
 from specrun import kernels
 from specrun.cli import main
 from specrun.config import DraftTargetConfig
-from specrun.contract import INPUT_IDS
 from specrun.decoder import SpeculativeDecoder
-from specrun.engine_dir import open_engine
+from specrun.engine_dir.config import open_engine
+from specrun.engine_dir.contract import INPUT_IDS
 from specrun.errors import BackendError
-from specrun.grammar import Constraint, Grammars
 from specrun.kernels import calls
-from specrun.request import Request
-from specrun.sampling import SamplingParams
+from specrun.request.request import Request
+from specrun.sampling.sampler import SamplingParams
+from specrun.text.grammar import Constraint, Grammars
 from tests.families import save_tokenizer
 from tests.gpu_simulator import gpus
 from tests.gpu_simulator.tensorrt import CudaEngine, ExecutionContext, RuntimeConfig, as_plan

@@ -20,8 +20,8 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.devices import DeviceArray
 from specrun.devices.cuda import CudaDevice
 from specrun.errors import BackendError
-from specrun.request import Request
-from specrun.sampling import SamplingParams
+from specrun.request.request import Request
+from specrun.sampling.sampler import SamplingParams
 from tests.gpu_simulator import gpus, ptx
 from tests.gpu_simulator.tensorrt import ExecutionContext, as_plan
 from tests.tables import decode, normal, save_table_engine
@@ -348,7 +348,7 @@ def test_mistakes_with_tensorrt(pair: Path, monkeypatch: pytest.MonkeyPatch, nam
 
 def test_a_shape_is_not_captured_before_it_has_run(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A round that is recorded the first time has contexts that were not warmed up; pieces go on."""
-    from specrun.runners.capture import Captures
+    from specrun.runners.graph_capture import Captures
 
     expected = generate(pair)
     own = Captures.queue
@@ -365,7 +365,7 @@ def test_a_shape_is_not_captured_before_it_has_run(pair: Path, monkeypatch: pyte
 
 def test_a_wait_that_is_removed_shows(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host reads what the round before wrote."""
-    from specrun.rounds.device_records import QueuedRound
+    from specrun.speculative.device_records import QueuedRound
 
     expected = generate(pair)
     monkeypatch.setattr(QueuedRound, "wait", lambda self: None)
@@ -376,7 +376,7 @@ def test_a_wait_that_is_removed_shows(pair: Path, monkeypatch: pytest.MonkeyPatc
 def test_positions_behind_the_cache(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = CudaDevice(0)
     from specrun.backends import Feed
-    from specrun.engine_dir import open_engine
+    from specrun.engine_dir.config import open_engine
 
     backend = TrtBackend(pair / "target", open_engine(pair / "target"), device, "9.0")
     backend.allocate_cache()

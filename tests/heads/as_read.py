@@ -16,7 +16,7 @@ from specbuild.huggingface import read_model_config
 from specbuild.reference import Float32
 from specbuild.tensors import Reader, StoredTensor
 from specbuild.weights import check_weights
-from specrun.sampling import Floats
+from specrun.sampling.sampler import Floats
 
 
 def as_read(target: Path, directory: Path, texts: list[list[int]]) -> tuple[GraphModule | Medusa, list[Floats]]:

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from specbuild.tensors import StoredTensor
 from specbuild.weights import check_weights
 from specrun.backends import open_host_backend
-from specrun.engine_dir import open_engine
-from specrun.runners.host import ModelRunner
+from specrun.engine_dir.config import open_engine
+from specrun.runners.host_runner import ModelRunner
 from tests.conftest import make_engine, make_onnx
 from tests.families import POSITIONS, VOCAB, save_checkpoint
 

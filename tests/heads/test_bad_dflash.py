@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from specrun.engine_dir import open_engine
+from specrun.engine_dir.config import open_engine
 from specrun.errors import EngineDirError
 from tests.families import VOCAB
 from tests.heads.dflash import DIALECTS, MARKOV, block_tensors, save_block_head

@@ -14,15 +14,15 @@ from tokenizers import Tokenizer
 from specrun.backends.ort import OrtDeviceBackend
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.draft_length import DraftLength
 from specrun.drafters.head import DeviceHeadDrafter, HeadDrafter
 from specrun.drafters.model import ModelDrafter
-from specrun.engine_dir import open_engine
-from specrun.grammar import Constraint, Grammars
-from specrun.request import Request
-from specrun.rounds.device import DeviceRound
-from specrun.sampling import SamplingParams
-from specrun.scheduler import Scheduler
+from specrun.engine_dir.config import open_engine
+from specrun.request.request import Request
+from specrun.sampling.sampler import SamplingParams
+from specrun.scheduler.draft_length import DraftLength
+from specrun.scheduler.scheduler import Scheduler
+from specrun.speculative.device_round import DeviceRound
+from specrun.text.grammar import Constraint, Grammars
 from tests.heads.trained import PROMPTS
 from tests.host_device import HostDevice
 from tests.test_device_round import Recordable

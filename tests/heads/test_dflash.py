@@ -14,8 +14,8 @@ from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from specbuild.heads.dflash import DFlash
 from specbuild.heads.verify import reference_block
 from specrun.drafters.markov import Markov
-from specrun.engine_dir import open_engine
-from specrun.sampling import Floats
+from specrun.engine_dir.config import open_engine
+from specrun.sampling.sampler import Floats
 from tests.conftest import make_engine, make_onnx
 from tests.families import VOCAB
 from tests.heads.as_read import as_read as read

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from specrun.backends.ort import OrtDeviceBackend
-from specrun.draft_length import DraftLength
 from specrun.drafters import Proposal
+from specrun.drafters.block_head import DeviceParallelDrafter, ParallelDrafter
 from specrun.drafters.markov import Markov
 from specrun.drafters.model import ModelDrafter
-from specrun.drafters.parallel import DeviceParallelDrafter, ParallelDrafter
-from specrun.engine_dir import open_engine
-from specrun.request import Request
-from specrun.rounds.device import DeviceRound
-from specrun.sampling import Floats, probabilities
-from specrun.scheduler import Scheduler
+from specrun.engine_dir.config import open_engine
+from specrun.request.request import Request
+from specrun.sampling.sampler import Floats, probabilities
+from specrun.scheduler.draft_length import DraftLength
+from specrun.scheduler.scheduler import Scheduler
+from specrun.speculative.device_round import DeviceRound
 from tests.families import VOCAB
 from tests.heads.dflash import (
     BLOCK,

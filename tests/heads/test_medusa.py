@@ -17,15 +17,15 @@ from specbuild.heads.reading import read_head
 from specbuild.weights import check_weights
 from specrun.backends import open_host_backend
 from specrun.backends.ort import OrtDeviceBackend
-from specrun.draft_length import DraftLength
 from specrun.drafters import Proposal
-from specrun.drafters.parallel import DeviceParallelDrafter, ParallelDrafter
-from specrun.engine_dir import open_engine
-from specrun.request import Request
-from specrun.rounds.device import DeviceRound
-from specrun.runners.host import ModelRunner
-from specrun.sampling import Floats, SamplingParams, probabilities
-from specrun.scheduler import Scheduler
+from specrun.drafters.block_head import DeviceParallelDrafter, ParallelDrafter
+from specrun.engine_dir.config import open_engine
+from specrun.request.request import Request
+from specrun.runners.host_runner import ModelRunner
+from specrun.sampling.sampler import Floats, SamplingParams, probabilities
+from specrun.scheduler.draft_length import DraftLength
+from specrun.scheduler.scheduler import Scheduler
+from specrun.speculative.device_round import DeviceRound
 from tests.conftest import make_engine, make_onnx
 from tests.families import VOCAB
 from tests.heads.made import SMALL, save_head, states_of

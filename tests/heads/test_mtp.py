@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from transformers.modeling_layers import MtpModel
 
-from specrun.draft_length import DraftLength
-from specrun.request import Request
-from specrun.scheduler import Scheduler
+from specrun.request.request import Request
+from specrun.scheduler.draft_length import DraftLength
+from specrun.scheduler.scheduler import Scheduler
 from tests.heads.made import make_pair
 from tests.heads.mtp import TARGETS, chain, load_reference, save_mtp_target, train_mtp
 from tests.heads.test_decoding import LENGTH, MANNERS, decode, device_round, open_pair

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from specbuild.checkpoint import open_checkpoint
 from specbuild.inspect import describe
-from specrun.engine_dir import open_engine
+from specrun.engine_dir.config import open_engine
 from tests.heads.made import DIALECTS, SMALL, make_pair, save_head
 
 NAME = "speculators"

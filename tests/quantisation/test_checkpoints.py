@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specbuild.checkpoint import open_checkpoint
-from specrun.engine_dir import open_engine
+from specrun.engine_dir.config import open_engine
 from specrun.errors import BuildConfigError, BuildError, CheckpointError
 from tests.conftest import make_engine, make_onnx
 from tests.families import save_checkpoint

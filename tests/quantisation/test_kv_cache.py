@@ -36,11 +36,11 @@ from specbuild.reference import reference_logits
 from specbuild.verify import compare
 from specrun import DraftTargetConfig, SpeculativeDecoder
 from specrun.backends import open_host_backend
-from specrun.engine_dir import GRAPH_NAME, open_engine
+from specrun.engine_dir.config import GRAPH_NAME, open_engine
 from specrun.errors import BuildConfigError, BuildError, CheckpointError, UnsupportedModelError, VerificationError
-from specrun.request import Request
-from specrun.sampling import SamplingParams
-from specrun.verify import verify_pair
+from specrun.evaluation.verify import verify_pair
+from specrun.request.request import Request
+from specrun.sampling.sampler import SamplingParams
 from tests.conftest import make_engine, make_onnx, quiet, redescribe
 from tests.families import TEXT, VOCAB, save_checkpoint
 from tests.tables import decode

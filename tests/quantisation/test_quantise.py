@@ -39,7 +39,7 @@ from specbuild.quantisation.texts import TextOptions, read_texts
 from specbuild.quantise import AUTO, LEAST_TOP1, QuantiseOptions, quantise
 from specbuild.tensors import Reader, StoredTensor
 from specbuild.weights import check_weights
-from specrun.engine_dir import open_engine
+from specrun.engine_dir.config import open_engine
 from specrun.errors import BuildConfigError
 from tests.conftest import make_engine, make_onnx, quiet
 from tests.families import TEXT, save_checkpoint

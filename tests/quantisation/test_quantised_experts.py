@@ -24,7 +24,7 @@ from specbuild.quantisation.packed import shared_activation
 from specbuild.quantisation.recipe import QFormat, Recipe
 from specbuild.quantisation.texts import TextOptions, read_texts
 from specbuild.stored_parts import stored_tensor
-from specrun.engine_dir import open_engine
+from specrun.engine_dir.config import open_engine
 from tests.conftest import make_engine, make_onnx
 from tests.families import TEXT, save_checkpoint
 from tests.quantisation.test_quantise import TEXTS, run, skeleton

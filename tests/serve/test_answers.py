@@ -17,8 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specrun.decoder import SpeculativeDecoder
-from specrun.request_options import RequestOptions
-from specrun.sampling import SamplingParams
+from specrun.request.options import RequestOptions
+from specrun.sampling.sampler import SamplingParams
 from tests.serve.conftest import Server, running
 
 ROOT = Path(__file__).parents[2]

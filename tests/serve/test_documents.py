@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from specrun.decoder import SpeculativeDecoder
-from specrun.tools import HERMES
+from specrun.text.tools import HERMES
 from tests.serve.conftest import running
 from tests.serve.test_tools import QWEN, long_pair
 

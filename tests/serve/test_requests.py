@@ -13,9 +13,9 @@ import openai
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from specrun.chat_template import ChatTemplate
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import RequestError
+from specrun.text.chat_template import ChatTemplate
 from tests.serve.conftest import Server, running
 
 TEMPLATE = (

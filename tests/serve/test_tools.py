@@ -14,12 +14,12 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from specrun.batch_lines import Ask, Defaults, read_question
+from specrun.batch.lines import Ask, Defaults, read_question
 from specrun.decoder import SpeculativeDecoder
 from specrun.openai.body import DEFAULTS
-from specrun.request_options import RequestOptions
-from specrun.sampling import SamplingParams
-from specrun.tools import HERMES
+from specrun.request.options import RequestOptions
+from specrun.sampling.sampler import SamplingParams
+from specrun.text.tools import HERMES
 from tests.conftest import make_engine, make_onnx, once
 from tests.families import save_checkpoint
 from tests.serve.conftest import Server, running

@@ -16,7 +16,7 @@ from specbuild.training.answers import Prompt, Sampling, answer_with_model
 from specbuild.training.conversations import read_prompt
 from specbuild.training.prepare import PrepareOptions, prepare_data
 from specbuild.training.rows import RowMaker
-from specrun.batch_lines import Place
+from specrun.batch.lines import Place
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import BackendError, BuildConfigError, OutputExistsError, RequestError
 from tests.conftest import quiet

@@ -18,8 +18,8 @@ from specbuild.training.losses import Score, compare
 from specbuild.training.rows import RowMaker, join, read_data
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.request import Request
-from specrun.sampling import SamplingParams
+from specrun.request.request import Request
+from specrun.sampling.sampler import SamplingParams
 from tests.conftest import make_engine, make_onnx
 from tests.heads.made import make_pair
 from tests.training.conftest import SMALL

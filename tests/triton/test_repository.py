@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from specrun.cli import main
 from specrun.config import DraftTargetConfig
-from specrun.engine_dir import open_engine
+from specrun.engine_dir.config import open_engine
 from specrun.errors import RequestError
 from specrun.triton.tensors import INPUTS, read_inputs
 

@@ -19,13 +19,13 @@ from scripts.benchmarks.gpu.sizes import Size
 from scripts.benchmarks.gpu.timing import copy_bandwidth, count_nodes, mean_seconds
 from specrun.backends import DeviceBackend, Feed, open_device_backend
 from specrun.backends.trt import TrtBackend
-from specrun.contract import FIRST_DRAFT_STEP_LEN
 from specrun.devices.cuda import CudaDevice
-from specrun.engine_dir import EngineConfig, open_engine
+from specrun.engine_dir.config import EngineConfig, open_engine
+from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN
 from specrun.kernels import open_gpu
 from specrun.kernels.layout import PROGRESS
-from specrun.runners.device import DeviceRunner
-from specrun.runners.device_batch import DeviceRows
+from specrun.runners.device_rows import DeviceRows
+from specrun.runners.device_runner import DeviceRunner
 
 _SHORT = 64
 """Tokens of a short text."""

@@ -11,15 +11,15 @@ from scripts.benchmarks.gpu.results import Figures, Results
 from scripts.benchmarks.gpu.sizes import Size
 from scripts.benchmarks.gpu.timing import mean_seconds
 from specrun.devices import Device
-from specrun.engine_dir import CacheTensor
+from specrun.engine_dir.config import CacheTensor
 from specrun.kernels import calls
 from specrun.kernels.layout import DISTRIBUTION, PROGRESS, TOKEN_VALUE, record_len
 from specrun.kv_cache import BLOCK
 from specrun.kv_cache.device import DeviceKVCache
-from specrun.limits import MAX_LOGPROBS
-from specrun.request import Request
-from specrun.runners.device_batch import DeviceRows
-from specrun.sampling import SamplingParams
+from specrun.request.request import Request
+from specrun.runners.device_rows import DeviceRows
+from specrun.sampling.limits import MAX_LOGPROBS
+from specrun.sampling.sampler import SamplingParams
 
 _DRAFT_LEN, _WIDTH = 4, 4096
 _WAYS: dict[str, Figures] = {

@@ -12,7 +12,7 @@ from pathlib import Path
 from scripts.benchmarks.gpu.results import Results
 from scripts.benchmarks.gpu.sizes import Size
 from specbuild.checkpoint import CheckpointConfig
-from specrun.engine_dir import CONFIG_NAME
+from specrun.engine_dir.config import CONFIG_NAME
 from specrun.errors import BackendError
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -15,14 +15,14 @@ from scripts.benchmarks.gpu.sizes import Size
 from scripts.benchmarks.gpu.soak import soak
 from scripts.benchmarks.gpu.timing import Replays, copy_bandwidth, cuda_device, mean_seconds, watch_replays
 from specrun.config import DraftTargetConfig
-from specrun.contract import FIRST_DRAFT_STEP_LEN
 from specrun.decoder import SpeculativeDecoder
 from specrun.drafters.device_model import DeviceModelDrafter
-from specrun.request import Request
-from specrun.rounds.device import DeviceRound
-from specrun.sampling import SamplingParams
-from specrun.stats import predicted_speedup
-from specrun.tokenizer import load_tokenizer
+from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN
+from specrun.request.request import Request
+from specrun.request.stats import predicted_speedup
+from specrun.sampling.sampler import SamplingParams
+from specrun.speculative.device_round import DeviceRound
+from specrun.text.tokenizer import load_tokenizer
 
 PROMPTS = (
     *("The try statement", "A class definition is", "The import statement", "Exceptions are"),

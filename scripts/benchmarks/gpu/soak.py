@@ -11,8 +11,8 @@ from dataclasses import replace
 from scripts.benchmarks.gpu.results import Figures, OutOfTime, Results
 from scripts.benchmarks.gpu.timing import cuda_device
 from specrun.decoder import SpeculativeDecoder
-from specrun.request import Request
-from specrun.sampling import SamplingParams
+from specrun.request.request import Request
+from specrun.sampling.sampler import SamplingParams
 
 _MANNERS = (
     SamplingParams(),

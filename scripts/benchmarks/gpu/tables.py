@@ -17,8 +17,8 @@ from scripts.benchmarks.gpu.soak import soak
 from scripts.benchmarks.gpu.timing import Replays, cuda_device, watch_replays
 from specrun.decoder import SpeculativeDecoder
 from specrun.devices.driver import why_no_gpu
-from specrun.request import Request
-from specrun.sampling import Floats, SamplingParams
+from specrun.request.request import Request
+from specrun.sampling.sampler import Floats, SamplingParams
 from tests.table_backend import open_on_gpus
 from tests.tables import table_config
 

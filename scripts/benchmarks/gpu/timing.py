@@ -16,7 +16,7 @@ import numpy as np
 from specrun.decoder import SpeculativeDecoder
 from specrun.devices import Device
 from specrun.devices.cuda import CudaDevice
-from specrun.rounds.device import DeviceRound
+from specrun.speculative.device_round import DeviceRound
 
 CALLS = 50
 """Calls in a recorded graph, of short ones."""

@@ -16,7 +16,7 @@ from specbuild.quantisation.checkpoints.scheme import CACHE_SCALES, Scheme
 from specbuild.quantisation.kv_cache import CacheRounding, tensor_rounding
 from specbuild.quantisation.recipe import KV_CACHE_DTYPES
 from specbuild.tensors import Reader
-from specrun.engine_dir import CacheTensor
+from specrun.engine_dir.config import CacheTensor
 from specrun.errors import CheckpointError
 
 _NAME = re.compile(rf"\.(\d+)\.(?:.*\.)?({'|'.join(CACHE_SCALES)})$")

@@ -1,0 +1,242 @@
+"""Finds by trial which passes of an engine give a row the same bits: see ``bit_exact``.
+
+A row with random keys and values is fed the same random tokens in many ways: alone and beside other rows, one by one
+and many at once, in caches of several lengths. Logits, keys and values are compared bit by bit with those of one pass.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from specrun.backends import Backend
+from specrun.devices.processor import describe_processor
+from specrun.engine_dir.bit_exact import ANY_SHAPE, BitExact, RowMultiple, ShapeClass
+
+_SIZES: tuple[tuple[int, int, RowMultiple], ...] = (
+    *((2, 1, 1), (2, 2, 1), (1, 1, 2), (2, 2, 2)),
+    *((1, 1, 4), (2, 2, 4), (4, 4, 4), (1, 1, 8), (8, 8, 8), (16, 16, 16)),
+)
+CANDIDATES = tuple(
+    ShapeClass(query_len=query_len, num_logits=num_logits, row_multiple=multiple)
+    for query_len, num_logits, multiple in _SIZES
+)
+"""Classes that need padding, from the cheapest on."""
+_STEP = 64
+"""Positions of a cache are a multiple of this, as the runner has it."""
+_LONG = 280
+"""Tokens of a row that is long: products over a cache's positions are split at 256."""
+_TOKENS = 48
+"""Tokens that are fed; three rows of so many are more than kernels take at a time."""
+_TIMED, _FEWEST, _SECONDS = 25, 5, 4.0
+"""Rounds that are timed, or as many as take so long, but a few in any case."""
+_LEAST = 1e-9
+"""A difference that is not 0."""
+_NUDGES = 4
+_NUDGE = 1e-7
+"""Passes whose keys and values are moved by so much of their size: about a bit of float32."""
+_MOVED_CODES = 1e-4
+"""Where they are stored in 8 bits, such a bit moves few codes, and those by one: this share of them."""
+_CODES_OF_ONE = 30
+"""Codes of 8-bit keys and values from 0 to 1."""
+
+
+class _Way(NamedTuple):
+    """A way to feed the first tokens: a pass for every chunk, in one row of a batch."""
+
+    batch: int
+    row: int
+    chunks: tuple[int, ...]
+    num_logits: int
+    """Of how many last tokens of a chunk logits are wanted, at most."""
+    more_positions: int = 0
+    """Positions of the cache beyond what is needed."""
+
+
+class _Bits(NamedTuple):
+    """What came out."""
+
+    logits: dict[int, npt.NDArray[np.float32]]
+    """[V], by the token's number."""
+    cache: list[npt.NDArray[Any]]
+    """[H_kv, tokens, D] of every cache tensor."""
+
+
+def probe(backend: Backend) -> BitExact:
+    """What is true of the engine on this processor. It takes about a hundred passes, and the cache is junk then."""
+    unpadded = list(_differences(backend, ANY_SHAPE, _ways(backend), _lengths(backend)))
+    near_tie = max(*unpadded, *_nudged(backend))
+    found: ShapeClass | None = ANY_SHAPE
+    if any(unpadded):
+        found = next((shapes for shapes in CANDIDATES if _agree(backend, shapes)), None)
+    cost = _cost(backend, found) if found else 0.0
+    return BitExact(shapes=found, cost=cost, near_tie=near_tie, processor=describe_runtime())
+
+
+def _agree(backend: Backend, shapes: ShapeClass) -> bool:
+    return not any(_differences(backend, shapes, _ways(backend), _lengths(backend)))
+
+
+def _nudged(backend: Backend) -> Iterator[float]:
+    """How far logits move with the last bits of keys and values: rounding is rarely amplified, and shapes are few."""
+    length, tokens = _lengths(backend)[-1], _num_tokens(backend)
+    way = _Way(1, 0, (tokens,), tokens)
+    whole = _feed(backend, ANY_SHAPE, way, length)
+    for seed in range(1, _NUDGES + 1):
+        yield _difference(whole, _feed(backend, ANY_SHAPE, way, length, seed))
+
+
+def holds(backend: Backend, shapes: ShapeClass) -> bool:
+    """Whether ``shapes`` are a class on this processor too: a few of ``probe``'s passes."""
+    return not any(_differences(backend, shapes, _ways(backend)[1:4], _lengths(backend)[-1:]))
+
+
+def describe_runtime() -> str:
+    """The processor, and what runs the engine on it."""
+    from specrun.backends.ort_session import import_ort
+
+    return f"{describe_processor()}, onnxruntime {import_ort().__version__}"
+
+
+def _ways(backend: Backend) -> list[_Way]:
+    """What rounds and prompts ask for: small and large batches, chunks and logits, cut to what the engine takes."""
+    build = backend.config.build_config
+    verify = build.max_draft_len + 1
+    ways = [
+        _Way(1, 0, (1,) * 12, 1),
+        _Way(1, 0, (2, 3, 7), 7),
+        _Way(3, 2, (1, 3, 5), 5, _STEP),
+        _Way(2, 1, (1, 4, 1), 4),
+        _Way(3, 0, (5,), 1),
+        _Way(4, 3, (1, verify), verify, 4 * _STEP),
+        _Way(1, 0, (13,), 1),
+        _Way(3, 1, (_TOKENS,), 2),
+    ]
+    tokens, batch = _num_tokens(backend), build.max_batch_size
+    return [
+        way._replace(
+            batch=min(way.batch, batch),
+            row=min(way.row, batch - 1),
+            chunks=tuple(_cut(way.chunks, tokens)),
+        )
+        for way in ways
+    ]
+
+
+def _cut(chunks: tuple[int, ...], tokens: int) -> Iterator[int]:
+    for chunk in chunks:
+        if own := min(chunk, tokens):
+            yield own
+        tokens -= own
+
+
+def _num_tokens(backend: Backend) -> int:
+    build = backend.config.build_config
+    return min(_TOKENS, build.max_input_len, build.max_seq_len)
+
+
+def _lengths(backend: Backend) -> list[int]:
+    """Tokens that the row has before: none, and many."""
+    return [0, min(_LONG, backend.config.build_config.max_seq_len - _num_tokens(backend))]
+
+
+def _differences(backend: Backend, shapes: ShapeClass, ways: list[_Way], lengths: list[int]) -> Iterator[float]:
+    """How far each way is from a single pass of all tokens, padded into ``shapes``; 0: not by a bit.
+
+    The largest difference of a logit, as a share of the row's largest.
+    """
+    for length in lengths:
+        tokens = max(sum(way.chunks) for way in ways)
+        whole = _feed(backend, shapes, _Way(1, 0, (tokens,), tokens), length)
+        for way in ways:
+            yield _difference(whole, _feed(backend, shapes, way, length))
+
+
+def _difference(whole: _Bits, other: _Bits) -> float:
+    """See ``_differences``. Where nothing but the cache differs, it is the smallest number that counts."""
+    far = 0.0
+    for number, logits in other.logits.items():
+        expected = whole.logits[number]
+        if logits.tobytes() != expected.tobytes():
+            share = np.abs(logits - expected).max() / max(np.abs(expected).max(), np.float32(1e-30))
+            far = max(far, float(share), _LEAST)
+    if not far and any(
+        b.tobytes() != a[:, : b.shape[1]].tobytes() for a, b in zip(whole.cache, other.cache, strict=True)
+    ):
+        return _LEAST
+    return far
+
+
+def _feed(backend: Backend, shapes: ShapeClass, way: _Way, length: int, nudge: int = 0) -> _Bits:
+    """Feed a row that has ``length`` tokens; what is random about the row itself is the same in every call.
+
+    nudge: 0, or a seed by which the row's keys and values move by ``_NUDGE``.
+    """
+    own, others = np.random.default_rng(0), np.random.default_rng([way.batch, way.row, *way.chunks])
+    vocab_size, batch, row = backend.config.graph.vocab_size, way.batch, way.row
+    text = own.integers(0, vocab_size, _TOKENS)
+    positions = -(-(length + _TOKENS + _STEP) // _STEP) * _STEP + way.more_positions
+    backend.resize(batch, positions, 0)
+    for tensor in backend.cache.part(0, batch):
+        held = own.standard_normal((tensor.shape[1], length, tensor.shape[3]), np.float32)
+        tensor[...] = 0
+        tensor[:, :, :length] = _stored(held * others.uniform(0, 2, (batch, 1, 1, 1)), tensor.dtype)
+        held = _stored(held, tensor.dtype)
+        tensor[row, :, :length] = _nudge(held, nudge) if nudge else held
+    logits: dict[int, npt.NDArray[np.float32]] = {}
+    start = 0
+    for chunk in way.chunks:
+        count = min(chunk, way.num_logits)
+        query_len, num_logits = shapes.pad_query_len(batch, chunk), shapes.pad_num_logits(batch, count)
+        step = backend.bind(0, batch, query_len, num_logits)
+        step.input_ids[...] = others.integers(0, vocab_size, (batch, query_len))
+        step.input_ids[row, :chunk] = text[start : start + chunk]
+        step.write_indices[...] = others.integers(0, positions - query_len + 1, batch)
+        step.write_indices[row] = length + start
+        step.logits_indices[...] = others.integers(0, query_len, (batch, num_logits))
+        step.logits_indices[row, :count] = range(chunk - count, chunk)
+        step.run()
+        logits |= {start + chunk - count + i: step.logits[row, i].copy() for i in range(count)}
+        start += chunk
+    tensors = backend.cache.part(0, batch)[: len(backend.config.graph.caches)]  # Features are not read again.
+    return _Bits(logits, [tensor[row, :, length : length + start].copy() for tensor in tensors])
+
+
+def _stored(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Random keys or values as a cache of ``dtype`` has them."""
+    if dtype.kind == "f":
+        return values
+    codes: npt.NDArray[Any] = np.rint(values * _CODES_OF_ONE).clip(-126, 126).astype(dtype)
+    return codes
+
+
+def _nudge(held: npt.NDArray[Any], seed: int) -> npt.NDArray[Any]:
+    """Keys or values whose last bits are others."""
+    generator = np.random.default_rng(seed)
+    signs: npt.NDArray[Any] = generator.choice((-1, 1), held.shape)
+    if held.dtype.kind == "f":
+        return np.asarray(held * (1 + np.float32(_NUDGE) * signs))
+    return np.asarray(held + (signs * (generator.random(held.shape) < _MOVED_CODES)).astype(held.dtype))
+
+
+def _cost(backend: Backend, shapes: ShapeClass) -> float:
+    """See ``BitExact.cost``: the fastest of several rounds each, in turns, because other work only slows them down."""
+    if not shapes.pads:
+        return 0.0
+    backend.resize(1, _STEP, 0)
+    sizes = ((1, 1), (shapes.pad_query_len(1, 1), shapes.pad_num_logits(1, 1)))
+    seconds: list[list[float]] = [[], []]
+    for done in range(_TIMED):
+        if done >= _FEWEST and sum(map(sum, seconds)) > _SECONDS:
+            break
+        for size, own in zip(sizes, seconds, strict=True):
+            step = backend.bind(0, 1, *size)
+            began = time.perf_counter()
+            step.run()
+            own.append(time.perf_counter() - began)
+    plain, padded = map(min, seconds)
+    return max(0.0, padded / plain - 1)

@@ -1,0 +1,54 @@
+"""What probing an engine on this processor found, kept in the user's cache, so that it is probed here once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from specrun.engine_dir.bit_exact import ShapeClass
+from specrun.engine_dir.config import EngineConfig
+
+_MOST = 1000
+"""Engines that are remembered; the oldest are forgotten first."""
+
+
+def key_of(config: EngineConfig, shapes: ShapeClass, processor: str) -> str:
+    """A name for an engine's content, what it is padded to, and the processor and runtime."""
+    files = {name: info.sha256 for name, info in config.files.items()}
+    described = json.dumps([files, shapes.model_dump(), processor], sort_keys=True)
+    return hashlib.sha256(described.encode()).hexdigest()[:32]
+
+
+def recall(key: str) -> bool | None:
+    """What was remembered under ``key``; None where nothing was."""
+    return _read().get(key)
+
+
+def remember(key: str, holds: bool) -> None:
+    """Keep what was found; nowhere where the cache cannot be written."""
+    try:
+        place = _place()
+        place.parent.mkdir(parents=True, exist_ok=True)
+        known = dict([*_read().items(), (key, holds)][-_MOST:])
+        with tempfile.NamedTemporaryFile("w", dir=place.parent, prefix=place.name, delete=False) as file:
+            json.dump(known, file)
+        os.replace(file.name, place)
+    except (OSError, RuntimeError):
+        return
+
+
+def _place() -> Path:
+    """By the XDG base directory specification."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specrun" / "probes.json"
+
+
+def _read() -> dict[str, bool]:
+    """What cannot be read counts as nothing."""
+    try:
+        found = json.loads(_place().read_bytes())
+    except (OSError, ValueError, RecursionError, RuntimeError):  # RuntimeError: there is no home.
+        return {}
+    return {key: value for key, value in found.items() if isinstance(value, bool)} if isinstance(found, dict) else {}

@@ -1,0 +1,1 @@
+"""JSONL files of prompts to JSONL files of answers."""

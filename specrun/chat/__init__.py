@@ -1,0 +1,1 @@
+"""Conversations in a terminal and in files."""

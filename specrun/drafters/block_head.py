@@ -1,0 +1,137 @@
+"""A head that drafts in one pass: the logits of all of a round's draft tokens come together.
+
+None of them has seen the others. So a draft token is drawn from what its place alone says, which is what acceptance
+takes it for. With a Markov head it is drawn from that and what the token before it adds; that is what acceptance takes
+it for then. What is fed behind a text is the head's own matter; here it is 0.
+
+A head that says how surely a token will be accepted may end a draft, before the token is drawn: whether a place is
+drafted must not depend on what is drawn there (DSpark, section 3.3).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from specrun.backends import DeviceBackend
+from specrun.devices import DeviceArray
+from specrun.drafters import DraftProbs, Proposal
+from specrun.drafters.head import DeviceHeadDrafter, HeadDrafter
+from specrun.drafters.markov import DeviceMarkov, Markov
+from specrun.errors import SpecError
+from specrun.request.request import Outcome, Request
+from specrun.runners.device_rows import DeviceRows
+from specrun.runners.host_runner import ModelRunner
+from specrun.sampling.sampler import Floats
+
+
+class ParallelDrafter(HeadDrafter):
+    """See ``Drafter``."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        vocab_size: int,
+        max_draft_len: int,
+        use_logits: bool,
+        confidence: float | None = 0.0,
+        markov: Markov | None = None,
+    ) -> None:
+        """See ``ModelDrafter``. confidence: of a head with a confidence head, that one's opinion of the next token
+        counts, and in all texts.
+        """
+        self._graph = runner.backend.config.graph
+        asks_head = self._graph.has_confidence and confidence is not None
+        super().__init__(runner, vocab_size, max_draft_len, use_logits, 0.0 if asks_head else confidence)
+        self.first_step_len = self._graph.reread_len(max_draft_len)
+        self._markov = markov
+        self._least = _logit(confidence) if asks_head and confidence is not None else -math.inf
+        """Of the confidence's logit."""
+        self._places: Floats
+        """The logits of this round's places, [B, g or more, V]."""
+
+    def ends_drafts(self, requests: Sequence[Request]) -> bool:
+        """See ``Drafter``."""
+        return self._least > -math.inf or super().ends_drafts(requests)
+
+    def _num_valid(self, request: Request, outcome: Outcome | SpecError) -> int:
+        """See ``ModelDrafter``. Nothing of the block stays, which began with the last committed token."""
+        return len(request.tokens) - 1
+
+    def _logits(
+        self,
+        requests: Sequence[Request],
+        counts: Sequence[int],
+        begun: Sequence[Sequence[int]],
+        proposals: Sequence[Proposal],
+        growing: Sequence[bool],
+        step: int,
+    ) -> Sequence[Floats] | Floats:
+        """See ``ModelDrafter``. Drafted tokens change nothing of those behind them, but by ``Markov``."""
+        if step == 0:
+            wanted = [max(1, count) for count in counts]
+            behind = [[0] * (count - self._graph.sample_from_anchor) for count in wanted]
+            self._places = self.runner.forward([request.tokens for request in requests], wanted, behind)
+        return [
+            self._behind(self._places[row, len(proposal.tokens)], (proposal.tokens or request.tokens)[-1])
+            if grows
+            else self._places[row, 0]
+            for row, (request, proposal, grows) in enumerate(zip(requests, proposals, growing, strict=True))
+        ]
+
+    def _draw(self, logits: Floats, request: Request, proposal: Proposal) -> None:
+        """See ``ModelDrafter``. The draft ends before a token of which the confidence head expects too little."""
+        if not logits[-1] < self._least:
+            super()._draw(logits, request, proposal)
+
+    def _behind(self, logits: Floats, before: int) -> Floats:
+        """The logits of a place behind the token ``before``."""
+        return self._markov.applied(logits, before) if self._markov else logits
+
+
+def _logit(probability: float) -> float:
+    if probability in (0, 1):
+        return math.inf if probability else -math.inf
+    return math.log(probability / (1 - probability))
+
+
+class DeviceParallelDrafter(DeviceHeadDrafter):
+    """See ``DeviceDrafter``. Rounds have the same length in all rows, so confidence ends no draft."""
+
+    def __init__(self, backend: DeviceBackend, rows: DeviceRows, markov: Markov | None = None) -> None:
+        """rows: the round's, to which the draft tokens are written."""
+        self._graph = backend.config.graph
+        super().__init__(backend, rows)
+        self._markov = DeviceMarkov(markov, backend.device) if markov else None
+
+    def probs(self, draft_len: int) -> DraftProbs:
+        """See ``DeviceDrafter``. The logits of a row lie together."""
+        vocab = self.runner.vocab
+        return replace(self._drawn, step_stride=vocab, row_stride=draft_len * vocab)
+
+    def _passes(self, draft_len: int) -> tuple[int, int]:
+        return draft_len, 1
+
+    def _first_step_len(self, draft_len: int) -> int:
+        return self._graph.reread_len(draft_len)
+
+    def _query_len(self, draft_len: int) -> int:
+        return self._graph.round_len(draft_len)
+
+    def _num_read(self, outcome: Outcome | SpecError) -> int:
+        """See ``DeviceModelDrafter``. Nothing of the block stays, which began with the last committed token."""
+        return -1
+
+    def _draft(self, batch: int, draft_len: int, steps: range, masks: DeviceArray | None = None) -> None:
+        """See ``DeviceModelDrafter``. What is fed behind the last committed token is of no account."""
+        from_anchor, vocab = self._graph.sample_from_anchor, self.runner.vocab
+        offset = -self._first_step_len(draft_len) if self._graph.caches else -1
+        query_len = draft_len - from_anchor - offset
+        logits = self.runner.forward(batch, self._rows, offset, query_len, -int(from_anchor), draft_len)
+        for step in steps:
+            # A column: a row's logits of this token lie in front of those of the next, and only they are looked at.
+            own = replace(logits.part(step * vocab, (1,)), shape=(batch, 1, draft_len * vocab))
+            if self._markov:
+                self._markov.apply(self._rows, own, step)
+            self._sample(own, step, draft_len)

@@ -1,0 +1,1 @@
+"""The format of engine directories, which specbuild writes and specrun reads."""

@@ -1,0 +1,414 @@
+"""The engine directory: the only thing ``specbuild`` and ``specrun`` share.
+
+``config.json`` describes the engine and is written last; the other files are listed in it with size and sha256.
+Everything read here comes from a file somebody else may have written, so all of it is checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+
+from specrun.devices.processor import has_vnni
+from specrun.engine_dir.bit_exact import BitExact
+from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN, MARKOV_FILES, NOTHING_WANTED, past_names, present_names
+from specrun.engine_dir.dtypes import DTYPES, CacheName, ElementType, FloatName
+from specrun.errors import EngineDirError, SpecError
+
+FORMAT_VERSION = 1
+CONFIG_NAME = "config.json"
+GRAPH_NAME = "model.onnx"
+WEIGHTS_NAME = "model.onnx.data"
+"""The graph's weights, beside it."""
+PLAN_NAME = "rank0.engine"
+"""TensorRT's serialised engine."""
+_NEW_POSITIONS = 2048
+"""Of one pass, where they have memory of their own."""
+_KINDS = {"engine": "an engine directory", "checkpoint": "a checkpoint directory"}
+
+SpeculativeMode = Literal["none", "draft_tokens_external"]
+BackendName = Literal["onnxruntime", "tensorrt", "tensorrt_rtx"]
+ENGINE_FILES: dict[BackendName, str] = {
+    "onnxruntime": GRAPH_NAME,
+    "tensorrt": PLAN_NAME,
+    "tensorrt_rtx": PLAN_NAME,
+}
+"""The file that each backend loads."""
+Range = tuple[int, int, int]
+"""Smallest, usual and largest value of a dimension in a profile."""
+
+
+class Strict(BaseModel):
+    """Unknown keys are errors; instances do not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FileInfo(Strict):
+    """One file of a directory."""
+
+    bytes: int = Field(ge=0)
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+
+Size = Annotated[int, Field(ge=1, le=1 << 31)]
+"""A number of things in a model or engine; no real one comes near the limit, and arithmetic stays within 64 bits."""
+
+
+def _plain_names(files: dict[str, FileInfo]) -> dict[str, FileInfo]:
+    for name in files:
+        if name in ("", ".", "..") or os.path.basename(name) != name or "\\" in name:
+            raise ValueError(f"{name!r} is not a plain file name")
+    return files
+
+
+Files = Annotated[dict[str, FileInfo], AfterValidator(_plain_names)]
+"""What a directory holds beside its config, by name."""
+
+
+class CacheTensor(Strict):
+    """One cache tensor of one layer, [B, heads, S_max, head_dim]. ``width`` is what head_dim was called before."""
+
+    heads: int = Field(ge=1, le=1 << 16)
+    head_dim: int = Field(ge=1, le=1 << 16, validation_alias=AliasChoices("head_dim", "width"))
+
+
+class QuantisedWeights(Strict):
+    """What the weights of products and the embedding are stored in; the others have the graph's dtype."""
+
+    source: str
+    """The ``--qformat``, or the method that the checkpoint came with."""
+    forms: dict[str, int]
+    """How many weights there are in each form, such as ``int4 in groups of 128``."""
+
+
+class Features(Strict):
+    """Fused hidden states of a target, a cache tensor [B, 1, S_max, width] that it shares with its head."""
+
+    width: int = Field(ge=1, le=1 << 16)
+    of: Literal["target", "head"]
+    """Whose graph this is. The memory is the target's."""
+    fingerprint: str
+    """The same where a head was made for these features: of the target, the layers, and how they are fused."""
+    layers: list[int]
+    """Whose inputs are fused, counted from 0; the number of layers stands for the last one's output.
+
+    None: the last one's output behind the model's final norm.
+    """
+
+
+class GraphInfo(Strict):
+    """What a graph computes with. ``caches`` is [key_0, value_0, key_1, ...]."""
+
+    vocab_size: Size
+    dtype: FloatName
+    """Of everything that is computed."""
+    kv_cache_dtype: CacheName | None = None
+    """What keys and values are stored in; None: what is computed in."""
+    quantised: QuantisedWeights | None = None
+    caches: list[CacheTensor] = Field(max_length=1 << 16)
+    features: Features | None = None
+    """None: the graph has none."""
+    parallel_drafts: int | None = Field(default=None, ge=1, le=1 << 16)
+    """The most draft tokens that one pass of a head gives logits of; None: one, and the next pass goes on from it."""
+    sample_from_anchor: bool = True
+    """Of such a head: whether the first draft token has its logits at the last committed one's place, or behind it."""
+    markov_rank: int | None = Field(default=None, ge=1, le=1 << 16)
+    """Of a head each of whose draft tokens adds to the logits of the next one; see ``MARKOV_FILES``."""
+    has_confidence: bool = False
+    """Whether the last of ``vocab_size`` logits is none of a token: its sigmoid is the probability of acceptance."""
+
+    @property
+    def is_head(self) -> bool:
+        """Whether it drafts from a target's features."""
+        return self.features is not None and self.features.of == "head"
+
+    def reread_len(self, draft_len: int) -> int:
+        """The most tokens that a head reads again in a round of ``draft_len``, the last committed one included."""
+        return draft_len + 2 if self.parallel_drafts else draft_len + 1
+
+    def round_len(self, draft_len: int) -> int:
+        """The most tokens of one pass in a round of ``draft_len``."""
+        if self.parallel_drafts and self.caches:
+            return self.reread_len(draft_len) + draft_len - self.sample_from_anchor
+        return draft_len + 1
+
+    @property
+    def nothing_wanted(self) -> int:
+        """What stands in ``logits_indices`` where no logits are wanted. A target's are computed and not looked at."""
+        return NOTHING_WANTED if self.is_head else 0
+
+    @property
+    def cache_tensors(self) -> list[CacheTensor]:
+        """All tensors of the cache, in the order of their names: keys, values, and features where there are some."""
+        return [*self.caches, CacheTensor(heads=1, head_dim=self.features.width)] if self.features else self.caches
+
+    @property
+    def own_tensors(self) -> list[CacheTensor]:
+        """Those that the engine has memory for. A head's features are in its target's."""
+        return self.caches if self.is_head else self.cache_tensors
+
+    @property
+    def past_names(self) -> list[str]:
+        """The names of the cache inputs."""
+        return past_names(self.layers, self.features is not None)
+
+    @property
+    def present_names(self) -> list[str]:
+        """The names of the cache outputs."""
+        return present_names(self.layers, self.features is not None)
+
+    @property
+    def layers(self) -> int:
+        """How many layers keep a cache."""
+        return len(self.caches) // 2
+
+    @property
+    def cache_element(self) -> ElementType:
+        """The type of the cache's elements."""
+        return DTYPES[self.kv_cache_dtype or self.dtype]
+
+    def cache_bytes(self, rows: int, length: int) -> int:
+        """Bytes of a whole key-value cache for ``rows`` rows of ``length`` positions."""
+        elements = sum(cache.heads * cache.head_dim for cache in self.own_tensors) * rows * length
+        return elements * self.cache_element.nbytes
+
+
+class TokenizerInfo(Strict):
+    """The tokenizer that travels in the directory."""
+
+    fingerprint: str
+    vocab_size: int
+
+
+class Tensor(Strict):
+    """An input or output of the engine; a string in ``shape`` names a dimension that varies."""
+
+    name: str
+    kind: Literal["input", "output"]
+    dtype: str
+    shape: list[int | str]
+    aliases: str | None = None
+    """For a cache output: the input whose memory it is."""
+
+
+class Profile(Strict):
+    """The sizes one TensorRT optimisation profile covers."""
+
+    name: Literal["context", "generation"]
+    batch: Range
+    sequence: Range
+    logits: Range
+
+
+class BuildConfig(Strict):
+    """What the engine was built for."""
+
+    max_batch_size: Size
+    max_input_len: Size
+    max_seq_len: Size
+    max_draft_len: int = Field(ge=0, le=1 << 31)
+    speculative_decoding_mode: SpeculativeMode
+    gather_generation_logits: bool
+    multiple_profiles: bool = False
+    gather_experts: bool = False
+    """Whether passes multiply by the experts that they can use, which are copied first."""
+    cache_length: Size
+    profiles: list[Profile]
+
+
+class BackendInfo(Strict):
+    """The compiler, and the hardware its output runs on."""
+
+    name: BackendName
+    version: str
+    device: Literal["cpu", "cuda"]
+    machine: str
+    """Processor architecture the engine was built on (onnxruntime engines are tuned to it)."""
+    compute_capabilities: list[str] = []
+    needs_vnni: bool = False
+    """On other x86-64 processors its products of 8-bit integers would overflow."""
+
+
+class Provenance(Strict):
+    """Where the directory came from. Where all but ``created``, ``source`` and ``notes`` are equal, the files are."""
+
+    tool: str
+    created: str
+    source: str
+    versions: dict[str, str]
+    """Of the packages that made it."""
+    machine: str = ""
+    """What it was made for."""
+    options: dict[str, JsonValue] | None = None
+    """Those that decide what is in the files. None: nobody noted them down, as in earlier releases."""
+    inputs: dict[str, str] = {}
+    """The sha256 of everything that was read, by name."""
+    input_states: dict[str, list[int]] = {}
+    """By which an input is known to be the same without reading it: see ``specbuild.inputs``."""
+    notes: list[str] = []
+
+
+class EngineConfig(Strict):
+    """``config.json`` of an engine directory."""
+
+    kind: Literal["engine"] = "engine"
+    version: int = FORMAT_VERSION
+    backend: BackendInfo
+    build_config: BuildConfig
+    graph: GraphInfo
+    io: list[Tensor]
+    bit_exact: BitExact | None = None
+    """None: not probed, as on GPUs and by earlier releases."""
+    tokenizer: TokenizerInfo | None
+    eos_token_ids: list[int]
+    pretrained_config: dict[str, Any]
+    provenance: Provenance
+    files: Files = Field(min_length=1)
+    modified: dict[str, int] = {}
+    """When files were last changed as their checksums were taken, in nanoseconds since 1970."""
+
+    @property
+    def writes_cache(self) -> bool:
+        """Whether the engine writes new keys and values into the cache. Otherwise they are outputs of their own."""
+        return all(tensor.aliases for tensor in self.io if tensor.name in self.graph.present_names)
+
+    @property
+    def max_query_len(self) -> int:
+        """Most tokens of a row in one pass. Where new keys and values are outputs, their memory bounds it."""
+        build = self.build_config
+        if self.writes_cache:
+            return build.max_input_len
+        shared = _NEW_POSITIONS // build.max_batch_size
+        return max(min(build.max_input_len, shared), build.max_draft_len + 1, FIRST_DRAFT_STEP_LEN)
+
+    @property
+    def new_positions(self) -> int:
+        """Positions of all rows that one pass may give keys and values of; 0: it writes them itself."""
+        return 0 if self.writes_cache else self.build_config.max_batch_size * self.max_query_len
+
+    @property
+    def weight_bytes(self) -> int:
+        """Size of the files that are loaded: about what its weights take."""
+        engine = ENGINE_FILES[self.backend.name]
+        return sum(info.bytes for name, info in self.files.items() if name.startswith((engine, *MARKOV_FILES)))
+
+    @field_validator("files")
+    @classmethod
+    def _lists_the_engine(cls, files: dict[str, FileInfo], info: ValidationInfo) -> dict[str, FileInfo]:
+        backend = info.data.get("backend")
+        if backend and ENGINE_FILES[backend.name] not in files:
+            raise ValueError(f"does not list {ENGINE_FILES[backend.name]}, the engine itself")
+        return files
+
+
+Config = TypeVar("Config", bound=BaseModel)
+
+
+def read_config(directory: Path, model: type[Config], error: type[SpecError], made_by: str) -> Config:
+    """Read and check ``directory/config.json`` as ``model``; ``made_by`` is the command that writes such a directory.
+
+    Raises ``error`` when the directory is missing, half written, of another kind, of a newer version or malformed.
+    """
+    if not directory.is_dir():
+        raise error(f"{directory}: no such directory; make it with '{made_by}'")
+    path = directory / CONFIG_NAME
+    kind = model.model_fields["kind"].default
+    if not path.is_file():
+        raise error(
+            f"{directory}: no {CONFIG_NAME}; this is not {_KINDS[kind]}, or it is half written: '{made_by}' makes it"
+        )
+    try:
+        data = json.loads(path.read_bytes())
+    except (ValueError, OSError, RecursionError) as problem:
+        raise error(f"{path}: not readable JSON ({problem}); make the directory again with '{made_by}'") from problem
+    found = data.get("kind") if isinstance(data, dict) else None
+    if found != kind:
+        what = _KINDS.get(str(found), "a directory that this toolchain did not write")
+        raise error(f"{directory}: expected {_KINDS[kind]}, found {what}; '{made_by}' makes one")
+    version = data.get("version")
+    if not isinstance(version, int) or version < 1:
+        raise error(f"{path}: format version {version!r}, expected a number; make the directory again with '{made_by}'")
+    if version > FORMAT_VERSION:
+        raise error(
+            f"{path}: format version {version} is newer than {FORMAT_VERSION}, which this release reads; upgrade "
+            "specbuild/specrun"
+        )
+    try:
+        return model.model_validate(data)
+    except ValidationError as problem:
+        first = problem.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise error(f"{path}: {where}: {first['msg']}; make the directory again with '{made_by}'") from problem
+
+
+def open_engine(directory: Path, every_byte: bool = True) -> EngineConfig:
+    """Check an engine directory (config, files, checksums, hardware) and return its config.
+
+    every_byte: compare the checksums of files, too, that have not been changed since theirs were taken, as far as
+    their sizes and time stamps tell. Raises EngineDirError.
+    """
+    config = read_config(directory, EngineConfig, EngineDirError, "specbuild engine")
+    check_files(directory, config.files, {} if every_byte else config.modified)
+    check_hardware(directory, config.backend)
+    return config
+
+
+def check_files(
+    directory: Path, files: dict[str, FileInfo], modified: Mapping[str, int] = MappingProxyType({})
+) -> None:
+    """Raise EngineDirError unless every listed file is there with its size and sha256.
+
+    modified: time stamps; the checksum of a file that has its own is not compared.
+    """
+    for name, info in files.items():
+        path = directory / name
+        if not path.is_file():
+            raise EngineDirError(f"{path}: missing, though {CONFIG_NAME} lists it; build the engine again")
+        stat = path.stat()
+        if stat.st_size != info.bytes:
+            raise EngineDirError(
+                f"{path}: {stat.st_size} bytes, expected {info.bytes}; it is truncated or altered: build the engine "
+                "again"
+            )
+        if modified.get(name) != stat.st_mtime_ns and describe_file(path).sha256 != info.sha256:
+            raise EngineDirError(f"{path}: wrong sha256 checksum, the file was altered; build the engine again")
+
+
+def check_hardware(directory: Path, backend: BackendInfo) -> None:
+    """Raise EngineDirError where the engine is for another kind of processor than this one."""
+    here = platform.machine()
+    if backend.needs_vnni and not has_vnni():
+        raise EngineDirError(
+            f"{directory}: its 8-bit products need a processor with VNNI instructions, which this one lacks; build the "
+            "engine on this machine"
+        )
+    if backend.device == "cpu" and backend.machine != here:
+        raise EngineDirError(
+            f"{directory}: built for {backend.machine}, this machine is {here}; build the engine on this machine"
+        )
+
+
+def describe_file(path: Path) -> FileInfo:
+    """Size and sha256 of ``path``."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return FileInfo(bytes=path.stat().st_size, sha256=digest)

@@ -1,0 +1,1 @@
+"""Speed and exactness of a pair: ``specrun bench`` and ``specrun verify``."""

@@ -1,0 +1,327 @@
+"""Whether a pair writes what its target alone writes, measured on the pair itself.
+
+Ids: every token of a text must be the target's own choice after the tokens before it: greedy and, for token acceptance,
+seeded. Verify passes and one-token passes round differently; where that decides it is a near-tie, and counted.
+Distribution: short texts of many seeds, drawn by the real loop, against the target's exact probabilities.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from specrun.config import DraftTargetConfig
+from specrun.decoder import SpeculativeDecoder
+from specrun.engine_dir.config import EngineConfig, read_config
+from specrun.engine_dir.dtypes import DTYPES
+from specrun.errors import BackendError, EngineDirError, RequestError
+from specrun.evaluation.fit import Fit, chi_squared, ranked
+from specrun.request.options import RequestOptions
+from specrun.request.request import Request
+from specrun.runners.host_runner import ModelRunner
+from specrun.sampling.penalties import TokenCounts, apply_penalties
+from specrun.sampling.sampler import Floats, SamplingParams, probabilities, sample
+from specrun.text.grammar import Grammar, Mask, apply_mask
+
+DRAFT_LEN = 4
+"""Where none is given: the loop might find that drafting does not pay, and nothing would be checked."""
+LENGTH = 32
+"""Tokens of a text whose ids are compared."""
+FEWEST = 64
+"""Draws that are made however long they take."""
+ROWS = 32
+"""Most texts at a time; bounds the memory for their logits."""
+DRAWN_PROMPTS = 4
+"""Draws share few prompts, so that each prompt's first token is drawn often."""
+BINS = 20
+BLIND = 0.25
+"""Where more of the probability than this could be out of place without showing, draws tell nothing."""
+Outcome = Literal["good", "wrong", "inconclusive"]
+
+
+@dataclass
+class Part:
+    """One comparison with the target, filled as it goes on."""
+
+    name: str
+    texts: int = 0
+    evaluated: int = 0
+    accepted: int = 0
+    identical: int | None = None
+    """Texts that are byte for byte the target's own; None where texts are not compared."""
+    near_ties: int = 0
+    """Tokens that are not the target's because of rounding. Where the pair is exact to the bit, none is excused so."""
+    wrong: int = 0
+    """Tokens that are not the target's (draws: that it cannot draw) for any other reason."""
+    example: str = ""
+    fits: dict[str, Fit] = field(default_factory=dict)
+
+    @property
+    def good(self) -> bool:
+        """Whether the target may have written this."""
+        return self.wrong == 0 and all(fit.good for fit in self.fits.values())
+
+    @property
+    def blind(self) -> str:
+        """Why an error could not have shown; empty where it could."""
+        if self.accepted == self.evaluated:
+            return "no draft token was rejected" if self.evaluated else "no draft token was evaluated"
+        if self.fits and (hidden := min(fit.visible for fit in self.fits.values())) > BLIND:
+            return f"{hidden:.0%} of the probability could be out of place"
+        return ""
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Count finished texts and their draft tokens."""
+        self.texts += len(requests)
+        self.evaluated += sum(request.stats.evaluated for request in requests)
+        self.accepted += sum(request.stats.accepted for request in requests)
+
+    def differ(self, near: bool, place: str, token: int, own: int, logits: Floats) -> None:
+        """Count a token that is not the target's own; logits [V] are the target's."""
+        self.near_ties += near
+        self.wrong += not near
+        if self.wrong == 1 and not near:
+            self.example = f"{place}: {token} (logit {logits[token]:g}), the target has {own} ({logits[own]:g})"
+
+    def lines(self, bit_exact: bool) -> list[str]:
+        """For people; bit_exact: see ``Verdict``."""
+        drafts = f"{self.accepted} of {self.evaluated} drafts accepted"
+        if not bit_exact:
+            drafts += f", near-ties {self.near_ties}"
+        elif self.identical is not None:
+            drafts += f", {self.identical} equal byte for byte"
+        wrong = [f"  {self.wrong} tokens are not the target's; {self.example}"] if self.wrong else []
+        fits = [f"  {name}: {fit}" for name, fit in self.fits.items()]
+        found = ("cannot tell: " + self.blind if self.blind else "good") if self.good else "WRONG"
+        return [f"{self.name}: {self.texts} texts, {drafts}: {found}", *wrong, *fits]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What ``verify_pair`` found: greedy texts, then seeded texts and draws where the settings have them."""
+
+    parts: tuple[Part, ...]
+    seconds: float
+    bit_exact: bool = False
+    """Whether texts had to be the target's own to the byte; else near-ties are excused."""
+
+    @property
+    def outcome(self) -> Outcome:
+        """``wrong`` where something told the pair from its target, ``inconclusive`` where nothing could have."""
+        if not all(part.good for part in self.parts):
+            return "wrong"
+        return "inconclusive" if any(part.blind for part in self.parts) else "good"
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing told the pair from its target, though it could have."""
+        return self.outcome == "good"
+
+    def lines(self) -> list[str]:
+        """For people; the verdict comes last."""
+        found = {
+            "good": "no difference from the target alone",
+            "wrong": "NOT what the target alone writes",
+            "inconclusive": "no difference, but an error could not have shown; give another draft, more --seconds, "
+            "or shorter prompts",
+        }[self.outcome]
+        return [
+            *(line for part in self.parts for line in part.lines(self.bit_exact)),
+            f"{found} ({self.seconds:.0f} s)",
+        ]
+
+
+def verify_pair(
+    target_dir: str | Path,
+    draft_dir: str | Path | None,
+    config: DraftTargetConfig,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    seconds: float,
+    report: Callable[[str], None] = lambda _: None,
+    options: RequestOptions | None = None,
+    tokenizer_dir: str | Path | None = None,
+) -> Verdict:
+    """Check that the pair writes what its target alone would, for about ``seconds`` after loading.
+
+    ``params`` are the settings of all texts, greedy ones at temperature 0; draws count seeds up from its seed. One
+    batch of texts and FEWEST draws take their time in any case. ``report`` hears what is going on. Of ``options``,
+    constraints count: then the target's logits are masked, by a matcher that no draft token has moved.
+    Raises RequestError, BackendError where engines are on a GPU, and what opening the pair raises.
+    """
+    params = params.seeded()
+    if config.fixed_draft_len is None:
+        most = read_config(
+            Path(target_dir), EngineConfig, EngineDirError, "specbuild engine"
+        ).build_config.max_draft_len
+        config = replace(config, draft_len=min(DRAFT_LEN, most) or None)
+    with SpeculativeDecoder.open(target_dir, draft_dir, config, tokenizer_dir) as decoder:
+        rounds = decoder.scheduler.round
+        if rounds.host_target is None:
+            raise BackendError("verify reads all of the target's logits on the host: for now it needs CPU engines")
+        for note in decoder.notes:
+            report(f"note: {note}")
+        check = _Check(decoder, rounds.host_target, prompts)
+        if options and options.constraint:
+            check.grammar = decoder.request(prompts[0], options=options, max_output_len=1).grammar
+        began = time.perf_counter()
+        report("greedy texts, against the target's own")
+        parts = [check.ids("greedy", replace(params, temperature=0.0), began + seconds / 4)]
+        if not params.greedy and not config.use_logits:
+            report("seeded texts, against the target's own")
+            parts.append(check.ids("seeded", params, began + seconds / 2))
+        if not params.greedy:
+            report("short texts of many seeds, against the target's distribution")
+            length = LENGTH if check.grammar else 2 * (rounds.max_draft_len + 1)  # Many may be forced.
+            parts.append(check.draws("distribution", params, length, began + seconds))
+        return Verdict(tuple(parts), time.perf_counter() - began, decoder.exactness.on)
+
+
+class _Check:
+    """A pair under test. Between batches of the loop, its target's own runner gives the exact logits."""
+
+    def __init__(self, decoder: SpeculativeDecoder, target: ModelRunner, prompts: Sequence[Sequence[int]]) -> None:
+        build = decoder.target.build_config
+        self.decoder, self.target, self.prompts = decoder, target, prompts
+        self.grammar: Grammar | None = None
+        self.rows, self.positions = min(ROWS, build.max_batch_size), build.max_seq_len
+        self.noise = 0.0 if decoder.exactness.on else _noise(decoder.target)
+        most = min(build.max_input_len, build.max_seq_len - 1)
+        if not prompts or not all(0 < len(prompt) <= most and max(prompt) < target.vocab_size for prompt in prompts):
+            raise RequestError(f"prompts: expected at least one, of 1 to {most} tokens below {target.vocab_size} each")
+
+    def ids(self, name: str, params: SamplingParams, deadline: float) -> Part:
+        """Decode prompts until ``deadline``, batch by batch, and walk the target alone along what was written."""
+        part = Part(name, identical=0)
+        while not part.texts or (part.texts < len(self.prompts) and time.perf_counter() < deadline):
+            prompts = self.prompts[part.texts : part.texts + self.rows]
+            batch = [self._request(prompt, params, min(LENGTH, self.positions - len(prompt))) for prompt in prompts]
+            differing = set()
+            for row, position, logits in self._alone(self._run(batch)):
+                token, own = batch[row].tokens[position], sample(logits, params, position)
+                if token != own:
+                    differing.add(row)
+                    place = f"prompt {part.texts + row + 1}, token {position - len(prompts[row]) + 1}"
+                    near = near_tie(logits, params, position, token, self.noise)
+                    part.differ(near, place, token, own, logits)
+            part.add(batch)
+            part.identical = (part.identical or 0) + len(batch) - len(differing)
+        return part
+
+    def draws(self, name: str, params: SamplingParams, length: int, deadline: float) -> Part:
+        """Draw until ``deadline`` after the shortest prompts, ``length`` tokens or what fits after all of them."""
+        prompts = sorted(self.prompts, key=len)[:DRAWN_PROMPTS]
+        length = min(length, self.positions - len(prompts[-1]))
+        part, generator = Part(name), np.random.default_rng(0)
+        firsts = np.zeros((len(prompts), self.target.vocab_size), np.int64)
+        expected = np.zeros(firsts.shape)
+        ranks = np.zeros((1, BINS), np.int64)
+        while part.texts < FEWEST or time.perf_counter() < deadline:
+            numbers = range(part.texts, part.texts + self.rows)
+            batch = [self._request(prompts[n % len(prompts)], params.seeded(n), length) for n in numbers]
+            for number, request, logits in zip(numbers, self._run(batch), self._whole(batch), strict=True):
+                drawn, probs = np.array(request.output), np.stack([probabilities(row, params) for row in logits])
+                # Where a grammar forces the first tokens, the first one that is drawn; it is at the same place always.
+                first = int((np.count_nonzero(probs, axis=1) > 1).argmax())
+                firsts[number % len(prompts), drawn[first]] += 1
+                expected[number % len(prompts)] += probs[first]
+                ranks += np.histogram(ranked(drawn, probs, generator.random(len(drawn))), BINS, (0, 1))[0]
+                for at in np.flatnonzero(probs[np.arange(len(drawn)), drawn] == 0):
+                    token, row = int(drawn[at]), logits[at]
+                    near = nearly_kept(row, params, token, self.noise)
+                    part.differ(near, f"draw {number + 1}, token {at + 1}", token, int(row.argmax()), row)
+            part.add(batch)
+        part.fits["first tokens"] = chi_squared(firsts, expected)
+        part.fits["all tokens by rank"] = chi_squared(ranks, np.full(ranks.shape, ranks.mean()))
+        return part
+
+    def _request(self, prompt: Sequence[int], params: SamplingParams, length: int) -> Request:
+        return Request(prompt, params, length, grammar=self.grammar)
+
+    def _run(self, requests: list[Request]) -> list[Request]:
+        for event in self.decoder.run(requests):
+            if event.request.error:
+                raise event.request.error
+        return requests
+
+    def _alone(self, requests: Sequence[Request]) -> Iterator[tuple[int, int, Floats]]:
+        """Row, position and the target's logits [V] there, as the request changes them, for every output token.
+
+        One token a step, as if alone.
+        """
+        self.target.reserve(len(requests), max(len(request.tokens) for request in requests))
+        processors = [_processors(request) for request in requests]
+        for step in range(max(len(request.output) for request in requests)):
+            active = [step < len(request.output) for request in requests]
+            logits = self.target.forward([r.tokens[: len(r.prompt) + step] for r in requests], list(map(int, active)))
+            for row, request in enumerate(requests):
+                if active[row]:
+                    yield row, len(request.prompt) + step, next(processors[row])(logits[row, 0])
+
+    def _whole(self, requests: Sequence[Request]) -> list[list[Floats]]:
+        """The target's logits [V] for each request's output tokens, as it changes them, all in one pass."""
+        self.target.reserve(len(requests), max(len(request.tokens) for request in requests))
+        lengths = [len(request.output) for request in requests]
+        logits = self.target.forward([request.tokens[:-1] for request in requests], lengths)
+        return [
+            [process(row) for process, row in zip(_processors(request), own, strict=False)]
+            for request, own in zip(requests, logits, strict=True)
+        ]
+
+
+def _noise(target: EngineConfig) -> float:
+    """How far rounding may move a logit, as a share of the row's largest: the dtype's noise, or what a probe saw."""
+    seen = target.bit_exact.near_tie if target.bit_exact else 0.0
+    # A probe sees few tokens: what is rarest among many is about twice as far.
+    return max(DTYPES[target.graph.dtype].noise, 2 * seen)
+
+
+def _processors(request: Request) -> Iterator[Callable[[Floats], Floats]]:
+    """What the request does to the logits [V] of each token of its output, found from the text before it alone."""
+    counts = itertools.accumulate(request.output, TokenCounts.add, initial=TokenCounts.of(request.prompt))
+    matcher = request.grammar.start() if request.grammar else None
+    for token, seen in zip(request.output, counts, strict=False):
+        mask = matcher.mask(()) if matcher else None
+        yield functools.partial(_process, params=request.params, seen=seen, mask=mask)
+        if matcher:
+            try:
+                matcher.commit(token)
+            except RequestError:  # The logits have shown that the token is wrong; there is no way on from it.
+                matcher = None
+
+
+def _process(logits: Floats, params: SamplingParams, seen: TokenCounts, mask: Mask | None) -> Floats:
+    adjusted = apply_penalties(logits, params, seen)
+    return adjusted if mask is None else apply_mask(adjusted, mask)
+
+
+def near_tie(logits: Floats, params: SamplingParams, position: int, token: int, noise: float) -> bool:
+    """Whether the target may choose ``token`` at ``position`` when rounding moves its logits [V] by ``noise``."""
+    own = sample(logits, params, position)
+    return any(sample(moved, loose, position) == token for moved, loose in _moved(logits, params, token, own, noise))
+
+
+def nearly_kept(logits: Floats, params: SamplingParams, token: int, noise: float) -> bool:
+    """Whether top-k and top-p may keep ``token`` when rounding moves the logits [V]."""
+    return any(probabilities(moved, loose)[token] > 0 for moved, loose in _moved(logits, params, token, token, noise))
+
+
+def _moved(
+    logits: Floats, params: SamplingParams, up: int, down: int, noise: float
+) -> list[tuple[Floats, SamplingParams]]:
+    distance = noise * float(np.abs(logits[np.isfinite(logits)]).max())
+    moved = logits.copy()
+    moved[down] -= distance
+    moved[up] = logits[up] + distance
+    if params.greedy or params.top_p == 1:
+        return [(moved, params)]
+    # The mass before a token moves with every logit; moving top_p does the same.
+    factors = (1, 1 - distance / params.temperature, 1 + distance / params.temperature)
+    return [(moved, replace(params, top_p=min(max(params.top_p * factor, 1e-9), 1.0))) for factor in factors]

@@ -1,0 +1,285 @@
+"""What users ask for, checked and made into requests before anything runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from specrun import arguments
+from specrun.engine_dir.config import EngineConfig
+from specrun.errors import ContextLengthError, RequestError
+from specrun.request.options import RequestOptions
+from specrun.request.request import Request
+from specrun.sampling.limits import MAX_LOGPROBS, MAX_STOP_IDS
+from specrun.sampling.sampler import SamplingParams
+from specrun.text.chat_prompts import ChatPrompts
+from specrun.text.detokenizer import Detokenizer, TextStream
+from specrun.text.grammar import Constraint, Grammar, Grammars
+from specrun.text.text_encoder import TextEncoder
+from specrun.text.tokenizer import TOKENIZER_NAME, load_tokenizer, tokenizer_files
+from specrun.text.tools import ExpectedCalls, ToolFormat, Tools
+
+DEFAULT_OUTPUT_LEN = 256
+
+Message = Mapping[str, Any]
+"""A turn of a conversation: ``role`` (system, user, assistant), ``content``, and what else its template reads."""
+Prompt = str | Sequence[int] | Sequence[Message]
+
+
+class RequestFactory:
+    """Makes requests for one decoder."""
+
+    def __init__(
+        self,
+        target: EngineConfig,
+        draft_len: int,
+        tokenizer_dir: Path | None,
+        chat_template: Path | None = None,
+        tool_format: ToolFormat | None = None,
+    ) -> None:
+        """chat_template: a file with a template to take instead of the tokenizer's.
+
+        tool_format: how the model writes calls of tools. None: as its template says.
+        """
+        self.target = target
+        self.draft_len = draft_len
+        self._tokenizer_dir = tokenizer_dir
+        self._grammars = Grammars(lambda: self.tokenizer, target.eos_token_ids)
+        self._encoder = TextEncoder(lambda: self.tokenizer, target.build_config.max_input_len)
+        self._chats = ChatPrompts(tokenizer_dir, chat_template, tool_format)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Text to ids and back. Raises RequestError where there is none."""
+        if self._tokenizer_dir is None:
+            raise RequestError("no tokenizer; give prompts as token ids")
+        return load_tokenizer(self._tokenizer_dir)
+
+    @cached_property
+    def _detokenizer(self) -> Detokenizer | None:
+        """None where there is no tokenizer. Raises RequestError for one that cannot be read."""
+        if self._tokenizer_dir is None or TOKENIZER_NAME not in tokenizer_files(self._tokenizer_dir):
+            return None
+        return Detokenizer(self.tokenizer)
+
+    def prepare_constraints(self) -> None:
+        """Do now what the first request with a constraint would wait for. Raises RequestError."""
+        self._grammars.prepare()
+
+    def require_chat_template(self) -> None:
+        """Raise RequestError where the tokenizer has none, or one that fails."""
+        self._chats.render([{"role": "user", "content": "?"}], None)
+
+    def token_ids(self, prompt: Prompt, options: RequestOptions) -> list[int]:
+        """The ids of a prompt. Raises RequestError."""
+        _, ids = self._encode(prompt, options, "prompt")
+        return list(ids)
+
+    def requests(
+        self, prompt: Prompt, params: SamplingParams, options: RequestOptions, n: int = 1, name: str = "prompt"
+    ) -> list[Request]:
+        """``n`` requests for one prompt, of the seeds seed, seed + 1, ..; ``name`` is the prompt's in error messages.
+
+        Raises RequestError, with the parameter's name, before anything runs.
+        """
+        if isinstance(prompt, list | tuple) and not is_conversation(prompt):
+            self._check_length(len(prompt), name)  # Before a look at each of millions of ids.
+        text, ids = self._encode(prompt, options, name)
+        self._check_length(len(ids), name)
+        self._check_prompt(ids, name)
+        detokenizer = self._detokenizer
+        if detokenizer is None:
+            for option in ("stop", "echo"):
+                _require(not getattr(options, option), f"{option}: without a tokenizer token ids have no text")
+        elif text is None and options.echo:
+            text = detokenizer.decode(ids)
+        params = params.seeded()
+        length = self._output_len(ids, options.max_output_len, name)
+        constraint = self._tool_constraint(options) or options.constraint
+        grammar = self._grammars.compile(constraint) if constraint else None
+        return [self._request(ids, params.seeded(number), options, length, text, grammar) for number in range(n)]
+
+    def _tool_constraint(self, options: RequestOptions) -> Constraint | None:
+        """Calls in the model's form, where there must be calls, or calls or JSON of a schema."""
+        tools, answer = options.tools, options.answer_schema
+        if tools is None or not (tools.must_call or answer):
+            return None
+        added = self._detokenizer.added_tokens if self._detokenizer else ()
+        other = None if tools.must_call or answer is None else json.loads(answer)
+        try:
+            return Constraint("tools", self._chats.tool_format().grammar(tools, added, other))
+        except RecursionError as error:
+            raise RequestError("tools: the schemas are nested too deeply") from error
+
+    def _request(
+        self,
+        ids: Sequence[int],
+        params: SamplingParams,
+        options: RequestOptions,
+        length: int,
+        text: str | None,
+        grammar: Grammar | None,
+    ) -> Request:
+        """One checked request. text: what ``echo`` shows."""
+        request = Request(
+            ids,
+            params,
+            length,
+            frozenset((*self.target.eos_token_ids, *options.stop_ids)),
+            self._text_stream(ids, options),
+            min_output_len=options.min_output_len,
+            draft_len=None if options.draft_len == "auto" else options.draft_len,
+            use_logits=None if options.acceptance is None else options.acceptance == "logits",
+            logprobs=options.logprobs,
+            prompt_logprobs=options.prompt_logprobs,
+            reuse_blocks=options.reuse_blocks,
+            echo=text if text and options.echo else "",
+            timeout=options.timeout,
+            grammar=grammar,
+            expected_calls=self._expected_calls(options.tools),
+        )
+        self.check(request)
+        self._check_options(request)
+        return request
+
+    def _expected_calls(self, tools: Tools | None) -> ExpectedCalls | None:
+        return ExpectedCalls(self._chats.tool_format(), tools.several, bool(tools.must_call)) if tools else None
+
+    def _text_stream(self, ids: Sequence[int], options: RequestOptions) -> TextStream | None:
+        """Some tokenizers count the tags of calls as special tokens, which have no text otherwise."""
+        if self._detokenizer is None:
+            return None
+        form = self._chats.tool_format() if options.tools else None
+        shown = (form.tag, form.end) if form else ()
+        return TextStream(self._detokenizer, ids, arguments.texts("stop", options.stop), shown)
+
+    def check(self, request: Request) -> None:
+        """Raise RequestError, naming the parameter, unless this decoder has room for ``request``, whoever made it."""
+        build = self.target.build_config
+        length, draft_len = request.max_output_len, request.draft_len
+        self._check_prompt(request.prompt, "prompt")
+        _require(length >= 1, f"max_output_len {length}: expected 1 or more")
+        if len(request.prompt) + length > build.max_seq_len:
+            raise ContextLengthError(
+                f"prompt: {len(request.prompt)} tokens + {length} of output, the engine's max_seq_len is "
+                f"{build.max_seq_len}"
+            )
+        stops = len(request.stop_ids)
+        _require(stops <= MAX_STOP_IDS, f"stop_ids: {stops} with the model's own, expected at most {MAX_STOP_IDS}")
+        for name, count in (("logprobs", request.logprobs), ("prompt_logprobs", request.prompt_logprobs)):
+            _require(count is None or 0 <= count <= MAX_LOGPROBS, f"{name} {count}: expected 0 to {MAX_LOGPROBS}")
+        _require(
+            request.prompt_logprobs is None or self.target.backend.device == "cpu",
+            "prompt_logprobs: only a target on the CPU gives the log-probabilities of a prompt",
+        )
+        _require(
+            draft_len is None or 0 <= draft_len <= self.draft_len,
+            f"draft_len {draft_len}: expected 0 to {self.draft_len}, as this pair was opened",
+        )
+
+    def _check_options(self, request: Request) -> None:
+        """Raise RequestError, naming the parameter, for what is harmless but cannot be meant."""
+        vocab, timeout = self.target.graph.vocab_size, request.timeout
+        for name, ids in (("stop_ids", request.stop_ids), ("logit_bias", request.params.logit_bias)):
+            for token in ids:
+                _require(0 <= token < vocab, f"{name}: no token has the id {token}, the model has {vocab}")
+        _require(timeout is None or timeout > 0, f"timeout {timeout}: expected a positive number of seconds")
+        shortest, length = request.min_output_len, request.max_output_len
+        _require(shortest >= 0, f"min_output_len {shortest}: expected 0 or more")
+        _require(shortest <= length, f"min_output_len {shortest}: more than the {length} tokens there may be")
+
+    def _check_length(self, tokens: int, name: str) -> None:
+        longest = self.target.build_config.max_input_len
+        if tokens > longest:
+            raise ContextLengthError(f"{name}: {tokens} tokens, the engine's max_input_len is {longest}")
+
+    def _check_prompt(self, prompt: Sequence[int], name: str) -> None:
+        vocab = self.target.graph.vocab_size
+        _require(bool(prompt), f"{name}: empty; a text needs at least one token to follow")
+        for worst in (min(prompt), max(prompt)):
+            _require(
+                0 <= worst < vocab,
+                f"{name}: token id {worst}, the model has {vocab}; the tokenizer is another model's",
+            )
+
+    def _output_len(self, prompt: Sequence[int], wanted: int | None, name: str) -> int:
+        """Output tokens behind ``prompt``: ``wanted``, or by default what fits."""
+        build = self.target.build_config
+        room = build.max_seq_len - len(prompt)
+        if room < (1 if wanted is None else wanted):
+            length = DEFAULT_OUTPUT_LEN if wanted is None else wanted
+            raise ContextLengthError(
+                f"{name}: {len(prompt)} tokens + {length} of output, the engine's max_seq_len is "
+                f"{build.max_seq_len}; give max_output_len {room} or less, or build with a larger --max_seq_len"
+            )
+        return min(DEFAULT_OUTPUT_LEN, room) if wanted is None else wanted
+
+    def _encode(self, prompt: Prompt, options: RequestOptions, name: str) -> tuple[str | None, Sequence[int]]:
+        """The prompt's text, None for token ids, and its ids."""
+        if isinstance(prompt, str):
+            if not (options.chat or options.tools) and options.system is None:
+                return prompt, self._encoder.ids(prompt, options.add_special_tokens is not False, name)
+            turns: list[Message] = [{"role": "system", "content": options.system}] if options.system is not None else []
+            turns.append({"role": "user", "content": prompt})
+        elif options.system is not None:
+            raise RequestError("system: goes with a text; messages have their own, token ids none")
+        elif is_conversation(prompt):
+            turns = _messages(prompt, name)
+        elif options.chat:
+            raise RequestError("chat: goes with a text or messages; token ids are not wrapped in a template")
+        elif options.tools:
+            raise RequestError("tools: go with messages, whose template tells the model of them")
+        else:
+            try:
+                return None, arguments.wholes("token ids", prompt)
+            except RequestError as error:
+                raise RequestError(f"{name}: a prompt is a text, token ids or messages; {error}") from error
+        self._encoder.check_characters(sum(len(turn.get("content") or "") for turn in turns), name)
+        text = self._chats.render(
+            turns,
+            options.tools,
+            add_generation_prompt=options.add_generation_prompt,
+            continue_final_message=options.continue_final_message,
+            variables=options.chat_template_kwargs,
+        )
+        return text, self._encoder.ids(text, bool(options.add_special_tokens), name)
+
+
+def is_conversation(prompt: object) -> bool:
+    """Whether ``prompt`` is the messages of a conversation."""
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def _messages(prompt: Sequence[Any], name: str) -> list[Message]:
+    """The messages of a conversation. Raises RequestError, with the message's place, for other types."""
+    for place, message in enumerate(prompt, 1):
+        where = f"{name}: message {place}"
+        _require(isinstance(message, Mapping), f"{where}: {arguments.show(message)}: expected role and content")
+        arguments.text(f"{where}: role", message.get("role"))
+        if not isinstance(content := message.get("content"), list):  # Of parts, which some templates read.
+            arguments.optional_text(f"{where}: content", content)
+    return list(prompt)
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """Several prompts, or a single one: a text, token ids, or the messages of a conversation. Raises RequestError."""
+    if isinstance(prompts, str) or is_conversation(prompts):
+        return [prompts]  # type: ignore[list-item]
+    if isinstance(prompts, Mapping | bytes) or not isinstance(prompts, Iterable):
+        raise RequestError(
+            f"prompts {arguments.show(prompts)}: expected texts, lists of token ids, or conversations (lists of "
+            "messages)"
+        )
+    found: list[Any] = list(prompts)
+    return [found] if found and isinstance(found[0], Real) else found
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise RequestError(message)

@@ -1,0 +1,38 @@
+"""A checkpoint's own sampling: what its authors recommend in ``generation_config.json``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from specrun import arguments
+from specrun.errors import RequestError
+from specrun.sampling.sampler import SamplingParams
+from specrun.text.tokenizer import GENERATION_NAME
+
+_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def recommended_sampling(directory: Path) -> dict[str, Any]:
+    """Fields of SamplingParams that the checkpoint in ``directory`` has an opinion on; empty without the file.
+
+    ``do_sample`` false is temperature 0. The file may be a stranger's: raises RequestError, which says how to go on
+    without it, where it cannot be read or holds values that mean nothing.
+    """
+    path = directory / GENERATION_NAME
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise RequestError("expected a JSON object")
+        found = {name: content[name] for name in _NAMES if content.get(name) is not None}
+        if content.get("do_sample") is not None and not arguments.flag("do_sample", content["do_sample"]):
+            found["temperature"] = 0.0
+        elif content.get("do_sample"):
+            found.setdefault("temperature", 1.0)
+        SamplingParams(**found)
+    except (OSError, ValueError, RecursionError, RequestError) as error:
+        raise RequestError(f"{path}: {error}; --generation_config none goes without it") from error
+    return found

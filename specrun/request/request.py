@@ -1,0 +1,286 @@
+"""A request: its committed tokens, and everything that follows from them."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from specrun import arguments
+from specrun.errors import RequestError, SpecError
+from specrun.request.stats import Stats
+from specrun.sampling.penalties import TokenCounts, apply_penalties
+from specrun.sampling.sampler import Floats, SamplingParams, TokenLogprob
+from specrun.text.detokenizer import TextStream
+from specrun.text.grammar import Grammar, Matcher, apply_mask
+from specrun.text.tools import ExpectedCalls
+
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
+
+
+class TokenOutput(NamedTuple):
+    """One committed token, as it is shown: its id, the text it made certain, and whether the draft proposed it."""
+
+    token: int
+    text: str
+    from_draft: bool
+    logprob: TokenLogprob | None = None
+    """None unless the request asked for log-probabilities."""
+
+
+class Outcome(NamedTuple):
+    """What a round decided for one request: the draft tokens that stand, and the target's token after them."""
+
+    drafted: int
+    accepted: Sequence[int]
+    next_token: int
+    logprobs: Sequence[TokenLogprob] | None = None
+    """Of the accepted tokens and the next token, where the request wants them."""
+    forced: int = 0
+    """So many of the first draft tokens were the grammar's, not the drafter's."""
+
+    @property
+    def evaluated(self) -> tuple[int, int]:
+        """Accepted and evaluated tokens of the drafter: those behind the first rejected one were not evaluated."""
+        accepted = len(self.accepted)
+        return max(0, accepted - self.forced), max(0, min(self.drafted, accepted + 1) - self.forced)
+
+
+@dataclass(eq=False)
+class Request:
+    """Owns the committed tokens (prompt and output). Nothing else may change them, and they only grow.
+
+    Raises RequestError, naming the argument, for values of the wrong type.
+    """
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    """With a seed: a new one where none was given."""
+    max_output_len: int
+    stop_ids: frozenset[int] = frozenset()
+    stream: TextStream | None = None
+    """Turns tokens into text and looks for stop texts; None where only ids are wanted."""
+    min_output_len: int = 0
+    """Tokens of output before which no stop id may come."""
+    draft_len: int | None = None
+    """Draft tokens a round, 0 for none; None: as the decoder has it."""
+    use_logits: bool | None = None
+    """Modified rejection sampling instead of comparing tokens; None: as the decoder has it."""
+    logprobs: int | None = None
+    """Log-probabilities of every committed token, and of this many likeliest ones beside it; None: of none."""
+    prompt_logprobs: int | None = None
+    """Log-probabilities of the prompt's tokens, and of this many likeliest ones beside each; None: of none."""
+    reuse_blocks: bool = True
+    """Whether its text shares the prefix cache with other texts."""
+    echo: str = ""
+    """What ``text`` begins with."""
+    timeout: float | None = None
+    """Seconds after which the request ends as it is."""
+    grammar: Grammar | None = None
+    """What the output must follow. It ends when nothing more may follow."""
+    expected_calls: ExpectedCalls | None = None
+    """Calls of tools that the text may hold; whoever answers reads them."""
+    has_logits_processors: bool = field(init=False)
+    """Whether its logits are changed before they become a distribution."""
+    matcher: Matcher | None = field(init=False)
+    """Where the output stands in ``grammar``."""
+    tokens: list[int] = field(init=False)
+    token_outputs: list[TokenOutput] = field(init=False, default_factory=list)
+    """The output, token by token."""
+    prompt_token_logprobs: list[TokenLogprob] = field(init=False, default_factory=list)
+    """Of the prompt's tokens from the second on, where ``prompt_logprobs`` asks for them."""
+    finish_reason: FinishReason | None = field(init=False, default=None)
+    error: SpecError | None = field(init=False, default=None)
+    """Why it failed, where ``finish_reason`` is error."""
+    draft_error: SpecError | None = field(init=False, default=None)
+    """Why nothing more is drafted for it; None where its draft has not failed."""
+    stats: Stats = field(init=False, default_factory=Stats)
+    _counts: TokenCounts = field(init=False)
+    _has_penalties: bool = field(init=False)
+    _began: float = field(init=False, default=0.0)
+    _cancelled: bool = field(init=False, default=False)
+    _on_cancel: Callable[[Request], None] | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        """The prompt is committed from the start."""
+        self._check_types()
+        self.params = self.params.seeded()
+        self.tokens = list(self.prompt)
+        self.matcher = self.grammar.start() if self.grammar else None
+        self._has_penalties = self.params.has_logits_processors or self.min_output_len > 0
+        self.has_logits_processors = self._has_penalties or self.matcher is not None
+        self._counts = TokenCounts.of(self.prompt if self._has_penalties else ())
+
+    def _check_types(self) -> None:
+        self.prompt = arguments.wholes("token ids", self.prompt)
+        if not isinstance(self.params, SamplingParams):
+            raise RequestError(f"params {arguments.show(self.params)}: expected SamplingParams")
+        self.max_output_len = arguments.whole("max_output_len", self.max_output_len)
+        self.stop_ids = frozenset(arguments.wholes("stop_ids", self.stop_ids))
+        self.min_output_len = arguments.whole("min_output_len", self.min_output_len)
+        self.draft_len = arguments.optional_whole("draft_len", self.draft_len)
+        self.use_logits = None if self.use_logits is None else arguments.flag("use_logits", self.use_logits)
+        self.logprobs = arguments.optional_whole("logprobs", self.logprobs)
+        self.prompt_logprobs = arguments.optional_whole("prompt_logprobs", self.prompt_logprobs)
+        self.reuse_blocks = arguments.flag("reuse_blocks", self.reuse_blocks)
+        self.echo = arguments.text("echo", self.echo)
+        self.timeout = None if self.timeout is None else arguments.number("timeout", self.timeout)
+        if not isinstance(self.grammar, Grammar | None):
+            raise RequestError(f"grammar {arguments.show(self.grammar)}: expected a Grammar")
+
+    @property
+    def output(self) -> list[int]:
+        """Ids of the output, an end-of-text id included."""
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def text(self) -> str | None:
+        """The output's text so far; None where only ids are wanted."""
+        return self.echo + self.stream.text if self.stream else None
+
+    @property
+    def deadline(self) -> float:
+        """When its time is over, on ``time.perf_counter``'s clock."""
+        return math.inf if self.timeout is None else self._began + self.timeout
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it has neither ended nor been told to."""
+        return self.finish_reason is None and not self._cancelled
+
+    @property
+    def remaining(self) -> int:
+        """How many more tokens may be committed."""
+        return self.max_output_len - (len(self.tokens) - len(self.prompt)) if self.finish_reason is None else 0
+
+    def num_draft_tokens(self, most: int) -> int:
+        """Draft tokens that a round of at most ``most`` has for this request; 0 once its draft has failed.
+
+        The target adds a token of its own, so the last token of a request is never drafted.
+        """
+        if self.draft_error:
+            return 0
+        own = most if self.draft_len is None else min(most, self.draft_len)
+        return max(0, min(own, self.remaining - 1))
+
+    def accepts_by_logits(self, default: bool) -> bool:
+        """Whether drafts are accepted by modified rejection sampling; for greedy requests both ways are alike."""
+        return not self.params.greedy and (default if self.use_logits is None else self.use_logits)
+
+    def apply_penalties(self, logits: Floats, drafts: Sequence[int]) -> Floats:
+        """The logits [V] after the committed tokens and ``drafts``, with this request's penalties, biases and grammar.
+
+        Only for a request that has logits processors. Raises RequestError where no token is left, and where the grammar
+        grows too complex.
+        """
+        if self._has_penalties:
+            length = len(self.tokens) - len(self.prompt) + len(drafts)
+            forbidden = self.stop_ids if length < self.min_output_len else ()
+            text = functools.reduce(TokenCounts.add, drafts, self._counts)
+            logits = apply_penalties(logits, self.params, text, forbidden)
+        if self.matcher and (mask := self.matcher.mask(drafts)) is not None:
+            logits = apply_mask(logits, mask)
+            if logits.max() == -math.inf:
+                raise RequestError("logit_bias and min_output_len forbid every token that the constraint allows")
+        return logits
+
+    def forced(self, limit: int) -> list[int]:
+        """The tokens that the grammar leaves no choice about, at most ``limit``. They are free drafts."""
+        return self.matcher.forced()[:limit] if self.matcher and limit > 0 else []
+
+    def leave_queue(self) -> None:
+        """It has a row now."""
+        self.stats.queue_seconds = time.perf_counter() - self._began
+
+    def require_new(self) -> None:
+        """Raise RequestError where it has begun."""
+        if self._began:
+            raise RequestError("a request is decoded once; make another one")
+
+    def begin(self, on_cancel: Callable[[Request], None]) -> None:
+        """The clock of ``stats`` and ``timeout`` runs from here. ``cancel`` calls ``on_cancel``, in its own thread.
+
+        Raises RequestError the second time.
+        """
+        self.require_new()
+        self._began = time.perf_counter()
+        self._on_cancel = on_cancel
+
+    def commit(self, outcome: Outcome) -> list[TokenOutput]:
+        """Add a round's tokens until the text ends: the drafts that stood, and the target's token after them.
+
+        ``finish_reason`` comes last, so that a thread that sees it sees all of its tokens. A request that has ended,
+        because scoring its prompt failed, say, stays as it is.
+        """
+        if self.finish_reason:
+            return []
+        token_outputs: list[TokenOutput] = []
+        reason: FinishReason | None = None
+        for index, token in enumerate((*outcome.accepted, outcome.next_token)):
+            self.tokens.append(token)
+            if self._has_penalties:
+                self._counts = self._counts.add(token)
+            text = self.stream.push(token) if self.stream else ""
+            if self.matcher:
+                self.matcher.commit(token)
+            is_complete = self.matcher is not None and self.matcher.is_complete
+            if token in self.stop_ids or is_complete or (self.stream and self.stream.stopped):
+                reason = "stop"
+            elif self.remaining == 0:
+                reason = "length"
+            if reason and self.stream:
+                text += self.stream.finish()
+                if self.stream.stopped:
+                    reason = "stop"
+            logprob = outcome.logprobs[index] if outcome.logprobs else None
+            token_outputs.append(TokenOutput(token, text, index < len(outcome.accepted), logprob))
+            if reason:
+                break
+        self.token_outputs += token_outputs
+        self.stats.count_round(
+            outcome.drafted, len(outcome.accepted), len(token_outputs), time.perf_counter() - self._began
+        )
+        self.stats.forced += outcome.forced
+        self.finish_reason = reason
+        return token_outputs
+
+    def cancel(self) -> None:
+        """End it as it is: at once where it waits for a row, else before its next round. Any thread may call this."""
+        self._cancelled = True
+        if self._on_cancel:
+            self._on_cancel(self)
+
+    def fail(self, error: SpecError) -> None:
+        """End it for a fault of its own; the other requests go on."""
+        if self.finish_reason is None:
+            self.error = error  # A thread that sees the reason sees the error.
+            self.finish_reason = "error"
+
+    def stop_drafting(self, error: SpecError) -> None:
+        """Draft nothing more for this request, because its draft failed. The target goes on alone. Warns."""
+        if self.draft_error is None:
+            self.draft_error = error
+            warnings.warn(f"the draft failed, and a request goes on without it: {error}", stacklevel=2)
+
+    def expire(self) -> bool:
+        """End it where it was cancelled or its time is over; whether it has ended, for whatever reason."""
+        if self.finish_reason is None:
+            if self._cancelled:
+                self.finish_reason = "cancelled"
+            elif self.timeout is not None and time.perf_counter() >= self.deadline:
+                self.finish_reason = "timeout"
+        return self.finish_reason is not None
+
+
+def num_accepted(outcome: Outcome | SpecError) -> int:
+    """Draft tokens that were accepted; none of a request that failed."""
+    return 0 if isinstance(outcome, SpecError) else len(outcome.accepted)
+
+
+def longest(requests: Sequence[Request], max_draft_len: int) -> int:
+    """Positions of a cache row that the longest of ``requests`` may need, drafts included."""
+    return max(len(request.tokens) + request.remaining for request in requests) + max_draft_len + 1

@@ -1,0 +1,56 @@
+"""What is new of a request, as values: for whoever may not read the request itself while a step runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from specrun.errors import SpecError
+from specrun.request.request import FinishReason, Request, TokenOutput
+from specrun.request.stats import Stats
+from specrun.sampling.sampler import TokenLogprob
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a request ended."""
+
+    reason: FinishReason
+    output_tokens: int
+    stats: Stats
+    error: SpecError | None
+
+
+class Update(NamedTuple):
+    """What is new of a request."""
+
+    token_outputs: Sequence[TokenOutput]
+    drafted: int
+    """Draft tokens of the rounds. Those accepted are in ``token_outputs``."""
+    prompt_logprobs: Sequence[TokenLogprob]
+    """Of the prompt's tokens from the second on, with the first update of a request that wants them."""
+    ended: Ended | None
+    """None: another update follows."""
+
+
+class Watch:
+    """Remembers what was told of a request."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self._shown = self._drafted = 0
+
+    def update(self) -> Update | None:
+        """What is new since the last call; None where nothing is."""
+        request = self.request
+        reason = request.finish_reason  # Read before the tokens: it is set after the last of them.
+        count, drafted = len(request.token_outputs), request.stats.drafted
+        if reason is None and count == self._shown:
+            return None
+        new = request.token_outputs[self._shown :]
+        scores = () if self._shown else tuple(request.prompt_token_logprobs)
+        ended = Ended(reason, count, replace(request.stats), request.error) if reason else None
+        update = Update(new, drafted - self._drafted, scores, ended)
+        self._shown, self._drafted = count, drafted
+        return update

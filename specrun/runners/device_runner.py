@@ -1,0 +1,123 @@
+"""One model on a device and its cache. The counterpart on the host is ``ModelRunner``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from specrun.backends import DeviceBackend, Feed
+from specrun.devices import DeviceArray
+from specrun.errors import BackendError
+from specrun.kernels import calls
+from specrun.kernels.layout import MAX_VOCAB
+from specrun.kv_cache.rows import rows_of
+from specrun.runners.device_rows import DeviceRows
+from specrun.runners.host_runner import build_inputs
+
+
+class DeviceRunner:
+    """Feeds one model on its device. Owns the memory of the model's inputs and logits."""
+
+    def __init__(self, backend: DeviceBackend, rows: int, query_len: int, num_logits: int, steps: int) -> None:
+        """Allocate all memory for at most ``rows`` rows, except the prefix cache.
+
+        query_len, num_logits: the most tokens and logits of a row in one call of a round. steps: how many calls have
+        logits in memory at the same time. Raises BackendError where memory is short or the vocabulary is too large.
+        """
+        build = backend.config.build_config
+        self.backend = backend
+        self.device = backend.device
+        self.vocab = backend.config.graph.vocab_size
+        if self.vocab > MAX_VOCAB:
+            raise BackendError(f"a vocabulary of {self.vocab} ids: the kernels support at most {MAX_VOCAB}")
+        backend.allocate_cache()
+        self.rows = rows_of(backend.cache, backend.config.graph.own_tensors)
+        self.input_ids = self.device.zeros((rows, max(query_len, build.max_input_len)), np.int64)
+        self.write_indices = self.device.zeros((rows,), np.int64)
+        self.logits_indices = self.device.zeros((rows, num_logits), np.int64)
+        # Engines need aligned addresses, so the logits of a step begin at a multiple of 256 bytes.
+        self.step_stride = -(-rows * num_logits * self.vocab // 64) * 64
+        self.logits = self.device.zeros((steps, self.step_stride), np.float32)
+
+    def allocate_pool(self, blocks: int) -> None:
+        """Give the prefix cache ``blocks`` blocks, before any request."""
+        self.backend.cache.allocate_pool(blocks)
+        self.rows = rows_of(self.backend.cache, self.backend.config.graph.own_tensors)
+
+    def warm_up(self, rows: int) -> None:
+        """Queue prompts of every batch size up to ``rows``. Admitting a request clears its row afterwards.
+
+        An engine whose workspace size is unknown allocates its workspace now. So one of its prompts has full length.
+        """
+        longest = 1 if self.backend.workspace_bytes else self.backend.config.max_query_len
+        for batch in range(rows, 0, -1):
+            feed = self._feed(batch, longest if batch == rows else 1, 1)
+            for array in feed:
+                self.device.clear(array)
+            self.backend.enqueue(feed, self._step_logits(batch, 0, 1), 0, fixed=False)
+
+    def prefill(self, token_ids: Sequence[Sequence[int]], first: int, max_tokens: int) -> None:
+        """See ``ModelRunner.prefill``. The call is queued."""
+        max_tokens = min(max_tokens, self.backend.config.max_query_len)
+        if chunk := self.rows.next_chunk(token_ids, first, max_tokens):
+            own = slice(first, first + len(token_ids))
+            num_logits, capacity = [0] * len(token_ids), self.backend.cache.length
+            values = build_inputs(
+                chunk,
+                [()] * len(token_ids),
+                self.rows.lengths[own],
+                num_logits,
+                capacity,
+                self.vocab,
+                nothing_wanted=self.backend.config.graph.nothing_wanted,
+            )
+            feed = self._feed(len(token_ids), len(values.input_ids[0]), 1)
+            for array, content in zip(feed, values, strict=True):
+                self.device.write(array, np.array(content, np.int64))
+            self.backend.enqueue(feed, self._step_logits(len(token_ids), 0, 1), first, fixed=False)
+            self.rows.lengths[own] = map(len, chunk)
+
+    def forward(
+        self,
+        batch: int,
+        rows: DeviceRows,
+        offset: int,
+        query_len: int,
+        first_logit: int,
+        num_logits: int,
+        step: int = 0,
+    ) -> DeviceArray:
+        """Queue a call that feeds ``query_len`` tokens of each of ``rows`` 0 to ``batch``. See the kernel ``feed``.
+
+        The first token fed stands at position length + ``offset``, where length counts the row's committed tokens.
+        Returns float32 logits [batch, num_logits, V] of the positions from length + ``first_logit`` on. They stay in
+        memory until the next call with the same ``step``.
+
+        Example: a verify pass of draft_len g feeds the last committed token and the draft tokens, and returns all their
+        logits. Its offset and first_logit are -1, its query_len and num_logits g + 1.
+        """
+        feed = self._feed(batch, query_len, num_logits)
+        calls.feed(
+            rows,
+            offset=offset,
+            first_logit=first_logit,
+            capacity=self.backend.cache.length,
+            vocab=self.vocab,
+            input_ids=feed.input_ids,
+            write_indices=feed.write_indices,
+            logits_indices=feed.logits_indices,
+        )
+        logits = self._step_logits(batch, step, num_logits)
+        self.backend.enqueue(feed, logits, 0, fixed=True)
+        return logits
+
+    def _step_logits(self, batch: int, step: int, num_logits: int) -> DeviceArray:
+        return self.logits.part(step * self.step_stride, (batch, num_logits, self.vocab))
+
+    def _feed(self, batch: int, query_len: int, num_logits: int) -> Feed:
+        return Feed(
+            self.input_ids.part(0, (batch, query_len)),
+            self.write_indices.part(0, (batch,)),
+            self.logits_indices.part(0, (batch, num_logits)),
+        )

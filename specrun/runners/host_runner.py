@@ -1,0 +1,189 @@
+"""One model on the host and its cache: feeds the tokens that the cache lacks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from specrun.backends import Backend, Pass
+from specrun.engine_dir.bit_exact import ANY_SHAPE, ShapeClass
+from specrun.kv_cache.rows import rows_of
+from specrun.sampling.sampler import Floats
+
+_LENGTH_STEP = 64
+"""The length of a row is a multiple of so many positions."""
+
+
+class HostFeed(NamedTuple):
+    """The inputs of a forward pass, as lists: [B, S], [B], [B, K]."""
+
+    input_ids: list[list[int]]
+    write_indices: list[int]
+    logits_indices: list[list[int]]
+
+
+def build_inputs(
+    token_ids: Sequence[Sequence[int]],
+    drafts: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    num_logits: Sequence[int],
+    capacity: int,
+    vocab_size: int,
+    shapes: ShapeClass = ANY_SHAPE,
+    nothing_wanted: int = 0,
+) -> HostFeed:
+    """The inputs that feed each row's tokens and draft tokens that the cache lacks, right-padded.
+
+    lengths: tokens of each row that are in the cache. num_logits: the logits of so many last tokens of each row are
+    wanted. capacity: positions of a row in the cache. vocab_size: ids that the model knows. shapes: the pass is padded
+    into this class. nothing_wanted: stands in ``logits_indices`` where a row wants fewer logits than others.
+    """
+    # Texts may be long and not in the processor's caches, so only the tokens that are fed are touched.
+    ends = [len(tokens) + len(more) for tokens, more in zip(token_ids, drafts, strict=True)]
+    longest = max(1, *(end - length for end, length in zip(ends, lengths, strict=True)))
+    query_len = shapes.pad_query_len(len(ends), longest)
+    max_logits, last_id = shapes.pad_num_logits(len(ends), max(1, *num_logits)), vocab_size - 1
+    feed = HostFeed([], [], [])
+    for row, (length, count) in enumerate(zip(lengths, num_logits, strict=True)):
+        # Padding is written too. Near the end of the cache a row starts earlier and writes what is already there.
+        start = min(length, capacity - query_len)
+        end = ends[row] - start
+        # A target with a padded embedding may commit ids that a draft without the padding has no row for.
+        new = [min(token, last_id) for token in (*token_ids[row][start:], *drafts[row])]
+        feed.input_ids.append(new + [0] * (query_len - end))
+        feed.write_indices.append(start)
+        feed.logits_indices.append([*range(end - count, end), *[nothing_wanted] * (max_logits - count)])
+    return feed
+
+
+class ModelRunner:
+    """Feeds one model. ``rows`` knows how many tokens of each row its cache holds, and everything else follows from it.
+
+    Prompts, draft steps and verification follow one rule: a call feeds ``tokens[length:]`` of every row. A rejection
+    lowers the length, and nothing is copied. Between two engine calls the processor's caches are full of weights. So
+    this code takes the longer the more memory it touches.
+    """
+
+    def __init__(self, backend: Backend, shapes: ShapeClass = ANY_SHAPE) -> None:
+        self.backend = backend
+        self.shapes = shapes
+        """Passes stay in this class, but for those of ``extend``."""
+        self.rows = rows_of(backend.cache, backend.config.graph.own_tensors)
+        self.seconds = 0.0
+        """Time spent in the engine so far."""
+        self.calls = 0
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids a row of logits has."""
+        return self.backend.config.graph.vocab_size
+
+    def reserve(self, num_rows: int, length: int, used: int = 0) -> None:
+        """Make the cache large enough for ``num_rows`` rows of ``length`` tokens, drafts included.
+
+        The first ``used`` rows keep their contents. Attention takes time for every position of a row, so the rows are
+        only as long as the texts need. They grow in steps, because every growth unbinds all passes. A head's rows are
+        those of its target, which must be reserved first.
+        """
+        cache, (num_rows, length) = self.backend.cache, self._size(num_rows, length, used)
+        if lender := self.backend.lender:
+            num_rows, length = lender.cache.rows, lender.cache.length
+        held = self.rows.lengths[:used]
+        if (num_rows, length) != (cache.rows, cache.length):
+            self.rows.lengths = [0] * num_rows  # If resizing fails, the rows count as empty and are prefilled again.
+            self.backend.resize(num_rows, length, used)
+        self.rows.lengths = held + [0] * (num_rows - used)
+
+    def missing_bytes(self, num_rows: int, length: int, used: int) -> int:
+        """Bytes that ``reserve`` would allocate."""
+        num_rows, length = self._size(num_rows, length, used)
+        size = self.backend.config.graph.cache_bytes(num_rows, length)
+        return size if size > self.backend.cache.nbytes else 0
+
+    def _size(self, num_rows: int, length: int, used: int) -> tuple[int, int]:
+        """The rows, and positions of a row, that ``reserve`` makes."""
+        cache, length = self.backend.cache, -(-length // _LENGTH_STEP) * _LENGTH_STEP
+        if not used:
+            return num_rows, length
+        if num_rows > cache.rows:  # Growing moves all rows, so their number at least doubles.
+            num_rows = max(num_rows, min(2 * cache.rows, self.backend.config.build_config.max_batch_size))
+        return max(num_rows, cache.rows), max(length, cache.length)
+
+    def prefill(self, token_ids: Sequence[Sequence[int]], first: int, max_tokens: int) -> None:
+        """Feed up to ``max_tokens`` more tokens that the cache lacks of each row from ``first`` on, in one engine call.
+
+        token_ids: the rows' whole texts. A call feeds at most max_input_len tokens of a row.
+        """
+        max_tokens = min(max_tokens, self.backend.config.build_config.max_input_len)
+        if chunk := self.rows.next_chunk(token_ids, first, max_tokens):
+            self._feed(chunk, [()] * len(token_ids), [0] * len(token_ids), first)
+
+    def score(self, token_ids: Sequence[int], row: int, max_tokens: int) -> Floats:
+        """Feed up to ``max_tokens`` more tokens that the cache lacks of one row's text ``token_ids``.
+
+        Returns the logits after each of them, float32 [count, V]. The next call overwrites them.
+        """
+        chunk = token_ids[: self.rows.lengths[row] + max_tokens]
+        count = len(chunk) - self.rows.lengths[row]
+        return self._feed([chunk], [()], [count], row)[0, :count]
+
+    def forward(
+        self, token_ids: Sequence[Sequence[int]], num_logits: Sequence[int], drafts: Sequence[Sequence[int]] = ()
+    ) -> Floats:
+        """Feed the tokens of rows 0, 1, .. that the cache lacks. Returns the logits of the last ones.
+
+        token_ids: each row's whole text. drafts: the draft tokens behind it. num_logits: the logits of so many last
+        tokens of each row are wanted, and no more than are fed. Returns float32 [B, max(num_logits) or more, V]; of
+        row r the first num_logits[r] are valid. The next call overwrites them.
+        Long inputs are fed in chunks of at most max_input_len tokens. The last chunk has the last tokens of all rows.
+        """
+        drafts = drafts or [()] * len(token_ids)
+        longest = max(len(tokens) - length for tokens, length in zip(token_ids, self.rows.lengths, strict=False))
+        chunk = max(self.backend.config.build_config.max_input_len, *num_logits)
+        for left in range((longest - 1) // chunk, 0, -1):
+            # Each row leaves whole chunks for later, so that its last tokens are fed in the last call.
+            pairs = zip(token_ids, self.rows.lengths, strict=False)
+            heads = [tokens[: max(length, len(tokens) - left * chunk)] for tokens, length in pairs]
+            self._feed(heads, [()] * len(token_ids), [0] * len(token_ids), 0)
+        return self._feed(token_ids, drafts, num_logits, 0)
+
+    def extend(self, tokens: Sequence[int | None]) -> Floats:
+        """Feed one more token of rows 0, 1, .., or none of a row with None. Returns their logits [B, 1, V]."""
+        step = self.backend.bind(0, len(tokens), 1, 1)
+        lengths, last_id = self.rows.lengths, self.vocab_size - 1
+        for row, token in enumerate(tokens):
+            # A row with None writes behind its text, where nothing is valid.
+            step.write_indices[row] = lengths[row]
+            step.logits_indices[row, 0] = 0
+            if token is not None:
+                step.input_ids[row, 0] = min(token, last_id)
+                lengths[row] += 1
+        self._run(step)
+        return step.logits
+
+    def _feed(
+        self, token_ids: Sequence[Sequence[int]], drafts: Sequence[Sequence[int]], num_logits: Sequence[int], first: int
+    ) -> Floats:
+        own = slice(first, first + len(token_ids))
+        feed = build_inputs(
+            token_ids,
+            drafts,
+            self.rows.lengths[own],
+            num_logits,
+            self.backend.cache.length,
+            self.vocab_size,
+            self.shapes,
+            self.backend.config.graph.nothing_wanted,
+        )
+        step = self.backend.bind(first, len(token_ids), len(feed.input_ids[0]), len(feed.logits_indices[0]))
+        step.input_ids[...], step.write_indices[...], step.logits_indices[...] = feed
+        self._run(step)
+        self.rows.lengths[own] = [len(tokens) + len(more) for tokens, more in zip(token_ids, drafts, strict=True)]
+        return step.logits
+
+    def _run(self, step: Pass) -> None:
+        began = time.perf_counter()
+        step.run()
+        self.seconds += time.perf_counter() - began
+        self.calls += 1

@@ -1,0 +1,1 @@
+"""Logits to a token: parameters, distributions, penalties and acceptance."""

@@ -1,0 +1,1 @@
+"""Which requests a round works on, and how many tokens it drafts."""

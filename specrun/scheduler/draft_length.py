@@ -1,0 +1,261 @@
+"""How many tokens to draft: finds, while decoding, the draft length that yields the most tokens a second.
+
+A round of draft length g takes T(g) seconds and yields 1 + alpha + .. + alpha^g tokens, where alpha is the acceptance
+rate (arXiv 2211.17192). Both are measured. A plain round is one with g = 0. The draft length is chosen like this:
+
+1. The first rounds are plain and measure T(0). One round of draft length 1 follows.
+2. alpha of a request is estimated from its own draft tokens and from those of all requests.
+3. T(g) is estimated for every g, from the rounds of this batch size and of the nearest other one (``round_times``).
+4. If the best g promises less than ``min_gain``, the round is plain. Now and then a trial round drafts nevertheless,
+   because only drafting shows whether it has begun to pay. Trials cost at most ``trial_time_share`` of the time.
+5. Otherwise the best g by optimistic times is chosen. So a length that was rarely tried, but may be the best, is tried.
+   If drafting promises little, one of ``plain_round_every`` rounds is plain, so that T(0) stays known.
+6. Where drafts can end by themselves, they may have as many tokens as the rows can use, and ``DraftPlan.end_below``
+   says where another one no longer pays.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from specrun.drafters.acceptance_rate import AcceptanceRate
+from specrun.scheduler.round_times import Pace, RoundTimes, TimeTuning
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The algorithm's parameters."""
+
+    min_gain: float = 1.02
+    """The factor by which drafting must promise more tokens a second than plain rounds."""
+    clear_gain: float = 1.25
+    """If drafting promises less than this factor, T(0) is measured again from time to time."""
+    plain_round_every: int = 16
+    """T(0) is measured again every so many rounds."""
+    trial_time_share: float = 0.01
+    """The largest share of the time that trials may cost."""
+    loss_window_seconds: float = 300.0
+    """Seconds of decoding after which a trial's cost has lost most of its weight."""
+    first_plain_rounds: int = 3
+    """Plain rounds of the first batch size before anything is decided."""
+    first_drafting_rounds: int = 4
+    """Rounds of a new batch size before its first plain one, if drafting pays for another batch size."""
+    own_rate_tokens: float = 12.0
+    """A request's own rate counts as much as that of all requests once it has so many evaluated draft tokens."""
+    rate_window_tokens: float = 128.0
+    """Evaluated draft tokens after which older ones have lost most of their weight."""
+    lag_token_share: float = 0.25
+    """Time to read one token of the draft lag, as a share of a draft step's. It is used until it was measured."""
+    lag_rounds: int = 64
+    """The time to read the draft lag is spread over so many rounds."""
+    times: TimeTuning = field(default_factory=TimeTuning)
+
+
+def batch_tokens(alphas: Sequence[float], row_limits: Sequence[int], longest: int) -> list[float]:
+    """Expected tokens of a round of a batch, for every draft length from 0 to ``longest``.
+
+    alphas, row_limits: each row's acceptance rate and the most draft tokens it can use.
+    """
+    tokens = [0.0] * (longest + 1)
+    for alpha, limit in zip(alphas, row_limits, strict=True):
+        expected = power = 1.0
+        for g in range(longest + 1):
+            tokens[g] += expected
+            if g < limit:
+                power *= alpha
+                expected += power
+    return tokens
+
+
+class DraftPlan(NamedTuple):
+    """How many tokens a round drafts."""
+
+    draft_len: int
+    """The most draft tokens of a row."""
+    end_below: Sequence[float] = ()
+    """[draft_len] or none. Behind its i-th draft token the round drafts no more if fewer rows than ``end_below[i - 1]``
+    are expected to have all of their draft tokens accepted. None: drafts do not end."""
+
+
+def least_survivors(seconds: Sequence[float], tokens_per_second: float, alpha: float) -> list[float]:
+    """How many rows' drafts must be likely to stand behind 1, 2, .. draft tokens, for more of them to pay.
+
+    seconds: T(0), T(1), .. T(g). alpha: how likely another token is accepted whose draft stood so far. To go on from
+    i to j draft tokens takes T(j) - T(i) seconds and yields alpha + .. + alpha^(j - i) tokens a surviving row. That
+    must be no slower than ``tokens_per_second``, for the best j. Returns [g]; the last is infinite.
+    """
+    least = []
+    for i in range(1, len(seconds)):
+        best, power, yielded = math.inf, 1.0, 0.0
+        for later in seconds[i + 1 :]:
+            power *= alpha
+            yielded += power
+            best = min(best, tokens_per_second * (later - seconds[i]) / yielded)
+        least.append(best)
+    return least
+
+
+_UNKNOWN = AcceptanceRate()
+
+
+_PLAIN = DraftPlan(0)
+
+
+class DraftLength:
+    """Chooses the draft length of every round. Owns the measured round times and acceptance rates of its decoder."""
+
+    def __init__(self, max_draft_len: int, fixed_draft_len: int | None, tuning: Tuning | None = None) -> None:
+        """fixed_draft_len: the draft length of every round; None: the best one, 0 to ``max_draft_len``."""
+        self.max_draft_len = max_draft_len
+        self.fixed_draft_len = fixed_draft_len
+        self.tuning = tuning or Tuning()
+        self.drafting = bool(max_draft_len) and fixed_draft_len != 0
+        """Whether drafting pays, as far as is known. If it does, the draft reads prompts when the target does."""
+        self._pace = Pace(self.tuning.times)
+        self._times: dict[int, RoundTimes] = {}
+        """By batch size."""
+        self._overall = AcceptanceRate()
+        self._evaluated = 0
+        """Draft tokens so far of which it is known whether they were accepted."""
+        self._own: WeakKeyDictionary[object, AcceptanceRate] = WeakKeyDictionary()
+        self._trials = Trials(self.tuning)
+        self._since_plain = 0
+        """Rounds since the last plain one."""
+        self._lag_times: deque[float] = deque(maxlen=self.tuning.times.times_per_length)
+        """Measured times to read one token of the draft lag, in relation to the pace."""
+
+    def choose(
+        self, requests: Sequence[object], row_limits: Sequence[int], draft_lag: int = 0, drafts_end: bool = False
+    ) -> DraftPlan:
+        """How many tokens the next round drafts.
+
+        row_limits: the most draft tokens that each of ``requests`` can use. draft_lag: tokens that the draft must read
+        first, because it has not read them in earlier rounds. drafts_end: whether the drafts end by themselves.
+        """
+        if self.fixed_draft_len is not None:
+            return DraftPlan(self.fixed_draft_len)
+        longest = min(self.max_draft_len, max(row_limits))
+        if longest == 0:
+            return _PLAIN
+        tuning, base = self.tuning, self._base(len(row_limits))
+        known = self._of_batch(len(row_limits))
+        if base is None and known.count(0) < tuning.first_plain_rounds:
+            return _PLAIN
+        if base is None and len(known.medians) < 2:
+            return DraftPlan(1, (math.inf,) if drafts_end else ())
+        times = known.estimate(self.max_draft_len, self._pace.noise, base)
+        prior = self._overall.rate(0.5, 2.0)
+        alphas = [self._own.get(request, _UNKNOWN).rate(prior, tuning.own_rate_tokens) for request in requests]
+        lag_time = draft_lag * self._lag_token_time(times.expected)
+        lag_share = lag_time / tuning.lag_rounds
+
+        def rates(seconds: Sequence[float], doubt: float = 0.0) -> list[float]:
+            tokens = batch_tokens([min(1.0, alpha + doubt) for alpha in alphas], row_limits, longest)
+            drafting = [yielded / (time + lag_share) for yielded, time in zip(tokens[1:], seconds[1:], strict=False)]
+            return [tokens[0] / seconds[0], *drafting]
+
+        plain, *drafting = rates(times.expected)
+        gain = max(drafting) / plain
+        self.drafting = gain >= tuning.min_gain
+        if not self.drafting:
+            # A standard error of the acceptance rate: until it is known well, drafting goes on where it may pay.
+            doubt = math.sqrt(prior * (1 - prior) / (2 + self._evaluated))
+            self.drafting = max(rates(times.expected, doubt)[1:]) >= tuning.min_gain * plain
+        if not self.drafting:
+            # Optimistically, a length beyond the longest tried one takes no longer than that one.
+            tried = max([1, *(g for g in known.medians if g <= longest)])
+            last = min(tried + 1, longest)
+            trial_rates = rates([times.expected[min(g, tried)] for g in range(last + 1)])
+            trial = max(range(1, last + 1), key=trial_rates.__getitem__)
+            cost = times.expected[trial] - times.expected[0] + lag_time
+            # Only after a plain round: the cost of trials is known from the plain rounds between them.
+            can_afford = self._since_plain == 0 and self._trials.can_afford(cost * self._pace.pace)
+            return DraftPlan(trial) if can_afford else _PLAIN
+        rounds = sum(map(len, known.measured.values()))
+        never_plain = known.count(0) == 0 and rounds >= tuning.first_drafting_rounds
+        if never_plain or (gain < tuning.clear_gain and self._since_plain >= tuning.plain_round_every):
+            return _PLAIN
+        if drafts_end:
+            # Lengths vary by themselves here, so times need no optimism to be found out.
+            alpha = sum(alphas) / len(alphas)
+            return DraftPlan(longest, least_survivors(times.expected[: longest + 1], max(plain, *drafting), alpha))
+        optimistic = rates(times.optimistic)[1:]
+        return DraftPlan(max(range(len(optimistic)), key=optimistic.__getitem__) + 1)
+
+    def observe(
+        self,
+        draft_len: int,
+        seconds: float | None,
+        requests: Sequence[object],
+        rows: Sequence[tuple[int, int]],
+        draft_lag: int = 0,
+    ) -> None:
+        """Learn from a round.
+
+        draft_len: the most tokens that a row drafted. seconds: its time; None if later rounds of its kind take another
+        time. rows: accepted and evaluated draft tokens of each of ``requests``. draft_lag: as in ``choose``.
+        """
+        if self.fixed_draft_len is not None:
+            return
+        self._since_plain = self._since_plain + 1 if draft_len else 0
+        window = self.tuning.rate_window_tokens
+        for request, (accepted, evaluated) in zip(requests, rows, strict=True):
+            self._own.setdefault(request, AcceptanceRate()).add(accepted, evaluated, window)
+            self._overall.add(accepted, evaluated, window)
+            self._evaluated += evaluated
+        if seconds is None:
+            return
+        known, lost = self._of_batch(len(rows)), 0.0
+        if draft_len and 0 in known.medians:
+            plain = known.medians[0] * self._pace.pace
+            lost = seconds - plain * (1 + sum(accepted for accepted, _ in rows) / len(rows))
+        self._trials.add(seconds, lost)
+        if not (draft_len and draft_lag):
+            known.add(draft_len, seconds, self._pace)
+        elif len(known.medians) > 1:
+            usual = known.estimate(self.max_draft_len, self._pace.noise).expected[draft_len]
+            self._lag_times.append(max(0.0, seconds / self._pace.pace - usual) / draft_lag)
+
+    def _of_batch(self, batch_size: int) -> RoundTimes:
+        return self._times.setdefault(batch_size, RoundTimes(self.tuning.times))
+
+    def _base(self, batch_size: int) -> list[float] | None:
+        """Expected times of the nearest other batch size that has measured T(0) and another draft length."""
+        known = [size for size, times in self._times.items() if size != batch_size and len(times.medians) > 1]
+        known = [size for size in known if 0 in self._times[size].medians]
+        if not known:
+            return None
+        nearest = min(known, key=lambda size: max(size, batch_size) / min(size, batch_size))
+        return self._times[nearest].estimate(self.max_draft_len, self._pace.noise).expected
+
+    def _lag_token_time(self, times: Sequence[float]) -> float:
+        """The time to read one token of the draft lag. times: those of rounds, by draft length."""
+        if self._lag_times:
+            return statistics.median(self._lag_times)
+        return self.tuning.lag_token_share * (times[1] - times[0])
+
+
+@dataclass
+class Trials:
+    """The cost of drafting where it does not pay. Old seconds lose weight as new ones come."""
+
+    tuning: Tuning
+    elapsed_seconds: float = field(default=0.0, init=False)
+    lost_seconds: float = field(default=0.0, init=False)
+    """What drafting has cost beyond what it has saved."""
+
+    def add(self, seconds: float, lost: float) -> None:
+        """Count a round. lost: its seconds minus those of plain rounds that yield as many tokens."""
+        keep = math.exp(-seconds / self.tuning.loss_window_seconds)
+        self.elapsed_seconds = self.elapsed_seconds * keep + seconds
+        self.lost_seconds = max(0.0, self.lost_seconds * keep + lost)
+
+    def can_afford(self, seconds: float) -> bool:
+        """Whether a trial that costs ``seconds`` may run now."""
+        return self.lost_seconds + seconds <= self.tuning.trial_time_share * self.elapsed_seconds

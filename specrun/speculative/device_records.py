@@ -1,0 +1,96 @@
+"""What the kernels record of a round, which is all that the host reads of it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from specrun.devices import Device, DeviceArray
+from specrun.errors import BackendError, RequestError, SpecError
+from specrun.kernels.layout import TOKEN_VALUE, record_len
+from specrun.request.request import Outcome, Request
+from specrun.sampling.limits import MAX_LOGPROBS
+from specrun.sampling.sampler import NON_FINITE_LOGITS, TokenLogprob
+
+
+class DeviceRecords:
+    """Each row's record and log-probabilities, in one piece of device memory: one copy brings them to the host."""
+
+    def __init__(self, device: Device, rows: int, draft_len: int) -> None:
+        """For ``rows`` rows and ``draft_len`` draft tokens at most."""
+        self.device = device
+        self.first_logprob = rows * record_len(draft_len)
+        size = self.first_logprob + rows * (draft_len + 1) * (1 + MAX_LOGPROBS)
+        self.memory = device.zeros((size,), np.int64)  # A TOKEN_VALUE has 8 bytes too.
+
+    def of(self, batch: int, draft_len: int) -> tuple[DeviceArray, DeviceArray]:
+        """Where a round's kernels write: int64 records [batch, record_len], and log-probabilities.
+
+        These are TOKEN_VALUEs [batch, draft_len + 1, 1 + MAX_LOGPROBS].
+        """
+        positions = (batch, draft_len + 1, 1 + MAX_LOGPROBS)
+        return self.memory.part(0, (batch, record_len(draft_len))), self.memory.part(self.first_logprob, positions)
+
+
+class QueuedRound:
+    """A round from when it is queued until the next one that uses this object: its time, and its records on the host.
+
+    Every one has memory of its own for the records, so that they stay while the device goes on with another round.
+    """
+
+    def __init__(self, records: DeviceRecords) -> None:
+        self.draft_len = -1
+        """-1: there was no round yet."""
+        self.is_steady_state = False
+        """Whether later rounds of its kind will take the same time."""
+        self._records = records
+        self._pinned = records.device.pinned_like(records.memory)
+        self._began, self._ended = records.device.event(), records.device.event()
+
+    def begin(self) -> None:
+        """Queue the time at which it begins, before its work."""
+        self._began.record()
+
+    def end(self, batch: int, draft_len: int, is_steady_state: bool) -> None:
+        """Queue the copy of its records behind its work."""
+        self.draft_len, self.is_steady_state = draft_len, is_steady_state
+        size = self._records.first_logprob + batch * (draft_len + 1) * (1 + MAX_LOGPROBS)
+        self._records.device.copy_to_host(self._records.memory.part(0, (size,)), self._pinned[:size])
+        self._ended.record()
+
+    def wait(self) -> None:
+        """Return when its records are on the host."""
+        self._ended.wait()
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, once it was waited for."""
+        return self._ended.seconds_since(self._began)
+
+    def outcome(self, row: int, request: Request) -> Outcome | SpecError:
+        """What a row's record decides for ``request``, once it was waited for.
+
+        It is a BackendError where the target's logits are not finite, and a RequestError for a request that had ended.
+        """
+        if request.finish_reason:
+            return RequestError("the request ended before its last round was read")
+        length = record_len(self.draft_len)
+        drafted, accepted, next_token, *drafts = self._pinned[row * length : (row + 1) * length].tolist()
+        if next_token < 0:
+            return BackendError(NON_FINITE_LOGITS)
+        logprobs = None
+        if request.logprobs is not None:
+            logprobs = self._logprobs(row * (self.draft_len + 1), accepted + 1, request.logprobs)
+            if any(math.isnan(logprob) for logprob, _ in logprobs):
+                return BackendError(NON_FINITE_LOGITS)
+        return Outcome(drafted, drafts[:accepted], next_token, logprobs)
+
+    def _logprobs(self, first: int, count: int, top: int) -> list[TokenLogprob]:
+        """The log-probabilities of ``count`` positions from ``first`` on; see ``log_probabilities`` in round.cu."""
+        found = self._pinned[self._records.first_logprob :].view(TOKEN_VALUE).reshape(-1, 1 + MAX_LOGPROBS)
+        return [
+            # A vocabulary may have fewer ids than are wanted.
+            TokenLogprob(own, [(token, value) for token, value in likeliest[:top] if token >= 0 and value > -np.inf])
+            for (_, own), *likeliest in found[first : first + count].tolist()
+        ]

@@ -1,0 +1,324 @@
+"""The round on a device. Token ids, lengths and logits stay there; the host reads one small record of each row.
+
+All rounds of one batch size and draft length queue the same work, with the same addresses and shapes. Lengths, ids and
+sampling parameters are contents of device memory. So a round is captured once and then replayed. A drafter on another
+device captures its own work.
+
+The next round is queued before the last one is read where the host has nothing to say in between. Then the device does
+not wait for the host. That is so when
+
+- the scheduler allows it, because nobody is about to join: the requests keep their rows;
+- no row is constrained and no draft comes from the host: masks and those drafts depend on the text;
+- both rounds before had the same draft length, so the draft has nothing to catch up on;
+- no request has ended, so that its row need not be freed; and one at least cannot reach its length in the round before.
+
+The device knows lengths, stop ids, token counts and failed drafts itself. A row that ended drafts and commits nothing
+more there. What the host alone knows (stop texts, cancelling, timeouts, errors) ends a request whose row goes on in the
+queued round; its tokens of that round are dropped. A row's cache then holds more than the text, of which only the
+text's own length counts. Rows do not move before the queued round is read. After an error in a step nobody reads it:
+its requests have failed, and later work stands behind it in the stream.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from specrun.backends import DeviceBackend
+from specrun.devices import Device, DeviceArray
+from specrun.drafters import DeviceDrafter, DraftProbs
+from specrun.errors import BackendError, RequestError, SpecError
+from specrun.kernels import calls
+from specrun.kernels.layout import DISTRIBUTION
+from specrun.request.request import Outcome, Request, num_accepted
+from specrun.runners.device_rows import DeviceRows
+from specrun.runners.device_runner import DeviceRunner
+from specrun.runners.graph_capture import Captures
+from specrun.scheduler.draft_length import DraftPlan
+from specrun.speculative.base_round import CachedRound, Rows
+from specrun.speculative.device_records import DeviceRecords, QueuedRound
+from specrun.text.grammar import fill_masks
+
+MakeDrafter = Callable[[DeviceRows], DeviceDrafter]
+"""Makes the drafter of a round from the round's rows."""
+
+
+class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
+    """See ``Round``. It has no prefix cache before ``allocate_pools``, which gives it the memory that is left."""
+
+    prefill_chunk_size = 512  # A GPU takes hardly longer for hundreds of tokens than for one.
+
+    def __init__(
+        self,
+        target: DeviceBackend,
+        make_drafter: MakeDrafter | None,
+        max_draft_len: int,
+        use_logits: bool,
+        max_rows: int,
+        captures: bool = True,
+    ) -> None:
+        """captures: whether rounds are captured where the engines can be. Raises BackendError."""
+        if make_drafter is None:
+            max_draft_len = 0
+        runner = DeviceRunner(target, max_rows, max_draft_len + 1, max_draft_len + 1, 1)
+        self.device = target.device
+        self.max_draft_len = max_draft_len
+        self.use_logits = use_logits
+        token_stride = target.config.build_config.max_seq_len + max_draft_len + 1
+        sizes = (max_rows, token_stride, runner.vocab, max_draft_len + 1)
+        self.rows = DeviceRows(self.device, *sizes, max_draft_len, use_logits)
+        super().__init__(runner, make_drafter(self.rows) if make_drafter and max_draft_len else None)
+        positions = (max_rows, max_draft_len + 1)
+        self._chosen = self.device.zeros(positions, np.int32)
+        self._target_distributions = self.device.zeros(positions, DISTRIBUTION)
+        self._adjusted = self.device.zeros(runner.logits.shape, np.float32)
+        self._records = DeviceRecords(self.device, max_rows, max_draft_len)
+        self._queued = deque(QueuedRound(self._records) for _ in range(2))
+        """The last two rounds; the later one stands behind."""
+        self._next: QueuedRound | None = None
+        """The round that is queued ahead."""
+        self._masks = self.device.zeros((*positions, -(-runner.vocab // 32)), np.uint32)
+        self._draft_masks = self.device.zeros((max_rows, 1, self._masks.shape[2]), np.uint32)
+        self._drafts = self.device.zeros((max_rows * max(1, max_draft_len),), np.int64)
+        self._pinned_drafts = self.device.pinned_like(self._drafts)
+        # Without a drafter, the kernel ``accept`` does not read it.
+        self._no_probs = DraftProbs(self._target_distributions, runner.logits, 0, 0, runner.vocab)
+        self._devices = list(dict.fromkeys((self.device, *(self.drafter.devices if self.drafter else ()))))
+        self._captures = Captures(captures, [target, *(self.drafter.captured if self.drafter else ())])
+        self.is_steady_state, self.seconds = False, 0.0
+
+    @property
+    def next_is_queued(self) -> bool:
+        """See ``Round``."""
+        return self._next is not None
+
+    @property
+    def host_target(self) -> None:
+        """See ``Round``."""
+
+    def engine_times(self) -> None:
+        """See ``Round``."""
+
+    def allocate_pools(self, blocks: int) -> None:
+        """Give each model a prefix cache of ``blocks`` blocks, once, before any request. Raises BackendError."""
+        for model in self._models():
+            model.allocate_pool(blocks)
+
+    def warm_up(self, show: Callable[[int, int], None] = lambda _done, _of: None) -> None:
+        """Run prompts and capture every possible round, so that nothing is prepared, compiled or allocated later.
+
+        Call it before any request. ``show`` is called with how many steps are done, and of how many. Raises
+        BackendError.
+        """
+        max_rows = self.rows.max_rows
+        sizes = sorted({self.rows.batch_size(count) for count in range(1, max_rows + 1)}, reverse=True)
+        kinds = [(size, draft_len) for size in sizes for draft_len in range(self.max_draft_len, -1, -1)]
+        steps: list[Callable[[], object]] = [partial(self.target.warm_up, max_rows)]
+        steps += [self.drafter.warm_up] if self.drafter else []
+        steps += [partial(self._queue, *kind, True) for kind in kinds for _ in range(2)]
+        show(0, len(steps))
+        for done, step in enumerate(steps, 1):
+            step()
+            self._wait(self._devices)
+            show(done, len(steps))
+        self.target.backend.save_kernels()
+        if self.drafter:
+            self.drafter.save_kernels()
+
+    def admit(self, requests: Sequence[Request], first: int) -> None:
+        """See ``Round``."""
+        self.rows.begin(first, requests)
+        super().admit(requests, first)
+
+    def prefill(self, requests: Sequence[Request], first: int, draft: bool, chunked: bool) -> list[bool]:
+        """See ``Round``."""
+        done = super().prefill(requests, first, draft, chunked)
+        for row, request in enumerate(requests, first):
+            if done[row - first]:
+                self.rows.wake(row, request)
+                if self.drafter:
+                    self.drafter.wake(row, request)
+        self._wait(self._devices)  # So that prefilling is not part of the next round's time.
+        return done
+
+    def step(
+        self, requests: Sequence[Request], plan: DraftPlan, may_queue_next: bool = False
+    ) -> list[Outcome | SpecError]:
+        """See ``Round``."""
+        this, self._next = self._next or self._start(requests, plan), None
+        following = None
+        if may_queue_next and self._can_follow(requests, plan.draft_len):
+            following = self._start(requests, plan, is_prepared=True)
+        this.wait()
+        outcomes = [self._outcome(this, row, request) for row, request in enumerate(requests)]
+        for row, (request, outcome) in enumerate(zip(requests, outcomes, strict=True)):
+            self.target.rows.lengths[row] = len(request.tokens) + num_accepted(outcome)
+        if self.drafter:
+            self.drafter.observe(requests, outcomes, this.draft_len)
+        self.is_steady_state, self.seconds = this.is_steady_state, this.seconds
+        self._next = following
+        return outcomes
+
+    def close(self) -> None:
+        """See ``Round``. Captures are freed before the engines in them, and engines before memory and streams."""
+        for device in self._devices:
+            with suppress(BackendError):  # After a failed round there is no work to wait for.
+                device.wait()
+        self._captures.clear()
+        self.target.backend.close()
+        if self.drafter:
+            self.drafter.close()
+        for device in self._devices:
+            device.close()
+
+    def _can_follow(self, requests: Sequence[Request], draft_len: int) -> bool:
+        """Whether a round of ``draft_len`` may be queued before the one before it is read."""
+        drafts_on_host = draft_len and self.drafter and self.drafter.needs_host
+        return (
+            not drafts_on_host
+            and all(before.draft_len == draft_len for before in self._queued)
+            and all(request.matcher is None and request.finish_reason is None for request in requests)
+            and any(request.remaining > draft_len + 1 for request in requests)
+        )
+
+    def _start(self, requests: Sequence[Request], plan: DraftPlan, is_prepared: bool = False) -> QueuedRound:
+        """Queue a round. is_prepared: the drafter is prepared for it by the round before."""
+        self._queued.rotate(-1)
+        this = self._queued[-1]
+        this.begin()
+        draft_len = plan.draft_len
+        counts = [request.num_draft_tokens(draft_len) for request in requests]  # A draft may fail from here on.
+        if not is_prepared:
+            draft_len = self.drafter.prepare(requests, plan) if self.drafter else 0
+        sends_logits = any(request.accepts_by_logits(self.use_logits) for request in requests)
+        batch = self.rows.batch_size(len(requests))
+        if any(request.matcher for request in requests):
+            steady = self._queue_with_masks(requests, counts, batch, draft_len, sends_logits)
+        else:
+            steady = self._queue(batch, draft_len, sends_logits)
+        this.end(batch, draft_len, steady)
+        return this
+
+    def _queue(self, batch: int, draft_len: int, sends_logits: bool) -> bool:
+        """Queue a round. Returns whether it takes the time that later rounds of its kind will take.
+
+        sends_logits: whether any row uses logits acceptance, which needs the draft's logits.
+        """
+        drafter, steady = self.drafter, True
+        if drafter:
+            steady = drafter.queue_ahead(batch, draft_len, sends_logits)
+        steady &= self._captures.queue(
+            self.device, (batch, draft_len), lambda: self._draft_and_verify(batch, draft_len)
+        )
+        if drafter:
+            drafter.queue_behind(batch, draft_len, self._records.of(batch, draft_len)[0])
+        return steady
+
+    def _queue_with_masks(
+        self, requests: Sequence[Request], counts: Sequence[int], batch: int, draft_len: int, sends_logits: bool
+    ) -> bool:
+        """``_queue`` in pieces, where a request is constrained.
+
+        Behind each piece the host reads the draft tokens. A drafter with ``draws_one_by_one`` has a piece for each
+        draft token, whose logits are masked. Others have one piece; what they draft against a grammar is rejected.
+        """
+        drafter, steady = self.drafter, True
+        matchers = [request.matcher for request in requests]
+        drafts: list[list[int]] = [[] for _ in requests]
+        columns = [fill_masks(matchers, drafts, self.target.vocab)]
+        if drafter and draft_len:
+            steady = drafter.queue_ahead(batch, draft_len, sends_logits)
+            size = 1 if drafter.draws_one_by_one else draft_len
+            for first in range(0, draft_len, size):
+                steps = range(first, first + size)
+                masks = columns[-1] if drafter.draws_one_by_one else None
+                steady &= self._queue_draft(batch, draft_len, steps, masks)
+                found = self._pinned_drafts[: batch * draft_len].reshape(batch, draft_len)[:, : steps.stop].tolist()
+                for row, count in enumerate(counts):  # A row may have fewer; what is behind them is not looked at.
+                    drafts[row] = list(itertools.takewhile(lambda token: token >= 0, found[row][:count]))
+                for step in steps:
+                    columns.append(fill_masks(matchers, [row[: step + 1] for row in drafts], self.target.vocab))
+        every = np.stack(columns, axis=1)
+        self.device.write(self._masks.part(0, every.shape), every)
+        work = partial(self._verify, batch, draft_len, masked=True)
+        steady &= self._captures.queue(self.device, ("verify", batch, draft_len), work)
+        if drafter:
+            drafter.queue_behind(batch, draft_len, self._records.of(batch, draft_len)[0])
+        return steady
+
+    def _outcome(self, this: QueuedRound, row: int, request: Request) -> Outcome | SpecError:
+        outcome = this.outcome(row, request)
+        if request.matcher and isinstance(outcome, BackendError):
+            try:  # Masked logits are not finite where the constraint leaves nothing; this raises the reason.
+                request.apply_penalties(np.zeros(self.target.vocab, np.float32), ())
+            except RequestError as error:
+                return error
+        return outcome
+
+    def _queue_draft(self, batch: int, draft_len: int, steps: range, masks: npt.NDArray[np.uint32] | None) -> bool:
+        """Draft tokens ``steps`` of each row, and wait for them. masks: uint32 [rows, words], of one step."""
+        on_device = None
+        if masks is not None:
+            self.device.write(self._draft_masks.part(0, (len(masks), 1, masks.shape[1])), masks)
+            on_device = self._draft_masks.part(0, (batch, *self._draft_masks.shape[1:]))
+        work = partial(self._draft, batch, draft_len, steps, on_device)
+        steady = self._captures.queue(self.device, ("draft", batch, draft_len, steps), work)
+        self._wait([self.device])
+        return steady
+
+    def _draft(self, batch: int, draft_len: int, steps: range, masks: DeviceArray | None) -> None:
+        """Queue what drafts on this device, and a copy of the draft tokens for the host."""
+        if self.drafter:
+            self.drafter.queue(batch, draft_len, steps, masks)
+        drafts = self._drafts.part(0, (batch * draft_len,))
+        calls.move_drafts(self.rows, batch=batch, draft_len=draft_len, packed=drafts, unpacking=False)
+        self.device.copy_to_host(drafts, self._pinned_drafts[: batch * draft_len])
+
+    def _draft_and_verify(self, batch: int, draft_len: int) -> None:
+        if self.drafter and draft_len:
+            self.drafter.queue(batch, draft_len, range(draft_len), None)
+        self._verify(batch, draft_len)
+
+    def _verify(self, batch: int, draft_len: int, masked: bool = False) -> None:
+        """Queue the verify pass, acceptance and the commit. masked: some rows have masks."""
+        target, rows = self.target, self.rows
+        draft = self.drafter.probs(draft_len) if self.drafter else self._no_probs
+        p, chosen = self._target_distributions, self._chosen
+        records, logprobs = self._records.of(batch, draft_len)
+        logits = target.forward(batch, rows, -1, draft_len + 1, -1, draft_len + 1)
+        adjusted = self._adjusted.part(0, logits.shape)
+        calls.apply_penalties(rows, logits=logits, vocab=target.vocab, first=0, draft_len=draft_len, adjusted=adjusted)
+        if masked:
+            masks = self._masks.part(0, (batch, draft_len + 1, self._masks.shape[2]))
+            calls.apply_masks(rows, masks=masks, vocab=target.vocab, adjusted=adjusted)
+        calls.sample_target(rows, logits=logits, adjusted=adjusted, distributions=p, chosen=chosen)
+        calls.accept(
+            rows,
+            q=draft.distributions,
+            draft_logits=draft.logits,
+            step_stride=draft.step_stride,
+            draft_stride=draft.row_stride,
+            draft_vocab=draft.vocab,
+            p=p,
+            chosen=chosen,
+            target_logits=logits,
+            adjusted=adjusted,
+            records=records,
+        )
+        calls.log_probabilities(rows, logits=logits, records=records, found=logprobs)
+
+    def _row_holders(self) -> Sequence[Rows]:
+        return [*super()._row_holders(), self.rows]
+
+    def _wait(self, devices: Sequence[Device]) -> None:
+        for device in devices:
+            device.wait()
+
+    def _models(self) -> list[DeviceRunner | DeviceDrafter]:
+        return [self.target, self.drafter] if self.drafter else [self.target]

@@ -1,0 +1,55 @@
+"""Whether a target's texts are exact to the bit: decided once, when it is opened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from specrun.backends import Backend
+from specrun.backends.bit_exact_probe import describe_runtime, holds
+from specrun.backends.remembered_probes import key_of, recall, remember
+from specrun.engine_dir.bit_exact import ANY_SHAPE, CHEAP, BitExact, ShapeClass
+from specrun.errors import BackendError
+
+
+class Exactness(NamedTuple):
+    """Whether a text is byte for byte the target's own, whatever the draft, the batch and what was cached before."""
+
+    on: bool = False
+    note: str = "engines on GPUs are not exact to the bit: texts are exact up to near-ties"
+    """For people: why not, or since when; may be empty."""
+    shapes: ShapeClass = ANY_SHAPE
+    """What the target's passes are padded to."""
+
+
+def choose_exactness(directory: Path, backend: Backend, wanted: bool | None) -> Exactness:
+    """wanted: None for yes where it is cheap. Raises BackendError where it is wanted and not to be had."""
+    if wanted is False:
+        return Exactness(note="")
+    found = backend.config.bit_exact
+    reason = _why_not(directory, found)
+    note = ""
+    if found and found.shapes and found.processor != (here := describe_runtime()):
+        # Other kernels may run here. A few passes tell.
+        key = key_of(backend.config, found.shapes, here)
+        same = recall(key)
+        if same is None:
+            same = holds(backend, found.shapes)
+            remember(key, same)
+            note = f"{directory} was built on another processor or number of cores; probed on this one, once"
+        reason = "" if same else f"on this processor the bits of passes of {directory} differ; build it again here"
+    if found and found.shapes and not reason and wanted is None and found.cost > CHEAP:
+        reason = f"it would make one-token rounds {found.cost:.0%} slower; --bit_exact turns it on"
+    if not found or not found.shapes or reason:
+        if wanted:
+            raise BackendError(f"--bit_exact: {reason}")
+        return Exactness(note=f"texts are exact up to near-ties, not to the bit: {reason}")
+    return Exactness(True, note, found.shapes)
+
+
+def _why_not(directory: Path, found: BitExact | None) -> str:
+    if not found:
+        return f"{directory} was built by an earlier release, which did not probe it; build it again"
+    if not found.shapes:
+        return f"no two shapes of a pass of {directory} give a row the same bits"
+    return ""

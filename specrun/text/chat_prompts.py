@@ -1,0 +1,56 @@
+"""Conversations to prompts: the chat template of a tokenizer, and what it says of tools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specrun.errors import RequestError
+from specrun.optional_packages import how_to_install
+from specrun.text.tools import ToolFormat, Tools, find_format
+
+if TYPE_CHECKING:
+    from specrun.text.chat_template import ChatTemplate
+
+
+class ChatPrompts:
+    """The prompts of one model's conversations. The template is read when it is first needed."""
+
+    def __init__(self, tokenizer_dir: Path | None, template_file: Path | None, tool_format: ToolFormat | None) -> None:
+        """template_file: a template to take instead of the tokenizer's.
+
+        tool_format: how the model writes calls of tools. None: as its template says.
+        """
+        self._tokenizer_dir, self._template_file = tokenizer_dir, template_file
+        self._tool_format = tool_format
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Tools | None, **settings: Any) -> str:
+        """The text of ``messages`` up to the beginning of the answer.
+
+        settings: see ``ChatTemplate.render``.
+        Raises RequestError where there is no template, where it fails, and where it does not know of ``tools``.
+        """
+        if tools is None:
+            return self._template.render(messages, **settings)
+        self.tool_format()
+        return self._template.render(messages, tools.for_template(), **settings)
+
+    def tool_format(self) -> ToolFormat:
+        """How the model writes calls. Raises RequestError where its template has no tools, or does not show it."""
+        source = self._template.tools_source
+        if source is None:
+            raise RequestError("tools: the chat template has none; leave them out, or give another --chat_template")
+        found = self._tool_format or find_format(source)
+        if found is None:
+            raise RequestError("tools: the chat template shows no known form of calls; give --tool_call_format")
+        return found
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        try:
+            from specrun.text.chat_template import ChatTemplate  # Only chats need jinja2.
+        except ImportError as error:
+            raise RequestError(f"chat templates need jinja2, which is missing: {how_to_install('jinja2')}") from error
+        return ChatTemplate.load(self._tokenizer_dir or Path(), self._template_file)

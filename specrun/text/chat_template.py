@@ -1,0 +1,324 @@
+"""Chat templates: the messages of a conversation to the text that the model continues, as transformers renders it.
+
+Templates come with checkpoints, so they are programs of strangers. jinja2's sandbox runs them, they see nothing but
+plain data, and their time and what they write have limits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from types import CodeType
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.meta
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from specrun.errors import RequestError
+from specrun.text.limited_time import limited_time
+from specrun.text.tokenizer import LEGACY_TEMPLATE_NAME, SETTINGS_NAME, SPECIAL_TOKENS_NAME, TEMPLATE_NAME
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""The names by which templates know special tokens."""
+_DEFAULT, _FOR_TOOLS = "default", "tool_use"
+"""Names of templates, where a tokenizer has several."""
+_MARK = "<|continued-here|> "
+_SETTINGS = ("messages", "tools", "documents", "add_generation_prompt", *_SPECIAL_TOKENS)
+"""Variables of templates that no caller sets."""
+_INSTEAD = "prompts of plain text need none"
+SECONDS = 10
+"""That a template may take for a conversation; it takes milliseconds."""
+MOST_CHARACTERS = 1 << 24
+"""That a template may write for a conversation."""
+
+
+class ChatTemplate:
+    """A compiled template and the special tokens that it may name. May be rendered from any thread."""
+
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], origin: Path, tools_source: str | None = None
+    ) -> None:
+        """tools_source: a template of its own for conversations with tools. origin: named in error messages.
+
+        Raises RequestError for a template that is not valid jinja.
+        """
+        self._special_tokens = dict(special_tokens)
+        self._origin = origin
+        self._template = self._compile(source)
+        self._source, self._own_tools_source = source, tools_source
+
+    @cached_property
+    def tools_source(self) -> str | None:
+        """The text of the template that tells a model of tools; None where it does not look at them.
+
+        Raises RequestError where it is no valid jinja.
+        """
+        source = self._own_tools_source or self._source
+        try:
+            found = jinja2.meta.find_undeclared_variables(_environment().parse(source))
+        except Exception as error:
+            raise self._failed(error) from error
+        return source if "tools" in found else None
+
+    @cached_property
+    def _tools_template(self) -> jinja2.Template:
+        return self._compile(self._own_tools_source) if self._own_tools_source else self._template
+
+    def _compile(self, source: str) -> jinja2.Template:
+        try:
+            return _environment().from_string(source)
+        except Exception as error:  # The compiler raises RecursionError and the like too.
+            raise self._failed(error) from error
+
+    @classmethod
+    def load(cls, directory: Path, file: Path | None = None) -> ChatTemplate:
+        """The template of the tokenizer in ``directory``, or the one in ``file`` with that tokenizer's special tokens.
+
+        Raises RequestError where there is none, or a broken one.
+        """
+        try:
+            settings = _read_object(directory / SETTINGS_NAME)
+            sources = {_DEFAULT: file.read_text(encoding="utf-8")} if file else _sources(directory, settings)
+            special_tokens = _special_tokens(directory, settings)
+        except (OSError, ValueError, RecursionError) as error:
+            what = f"{file}: the chat template" if file else f"{directory}: the tokenizer's settings"
+            raise RequestError(f"{what} cannot be read ({error}); {_INSTEAD}") from error
+        if not (source := sources.get(_DEFAULT)):
+            raise RequestError(f"{directory}: the tokenizer has no chat template; {_INSTEAD}")
+        return cls(source, special_tokens, file or directory, sources.get(_FOR_TOOLS))
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of ``messages`` up to the beginning of the answer. Raises RequestError where the template fails.
+
+        tools: in the form of OpenAI's API. add_generation_prompt: False ends the text with the last message.
+        continue_final_message: ends it inside that message, behind its content. variables: more of the template's.
+        """
+        if continue_final_message:
+            return self._render_open(messages, tools, variables)
+        for name in variables or ():
+            if name in _SETTINGS:
+                raise RequestError(f"chat_template_kwargs: {name} has a value already; leave it out")
+        template = self._template if tools is None else self._tools_template
+        try:
+            turns = [
+                {key: value for key, value in _plain(message).items() if value is not None} for message in messages
+            ]
+            settings = {"tools": _plain(tools), "documents": None, "add_generation_prompt": add_generation_prompt}
+            named = {**_plain(variables or {}), "messages": turns, **settings, **self._special_tokens}
+            with limited_time(SECONDS, _is_template, f"it ran for more than {SECONDS} s"):
+                return _joined(template.generate(named))
+        except Exception as error:  # Templates are programs, and fail like programs.
+            raise self._failed(error) from error
+
+    def _render_open(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any] | None,
+    ) -> str:
+        """The text up to the end of the last message's content, found by a mark behind it, as transformers does it."""
+        *before, last = messages
+        if not isinstance(content := last.get("content"), str):
+            raise RequestError("continue_final_message: the last message has no text to continue")
+        marked = [*before, {**last, "content": content + _MARK}]
+        text, mark, rest = self.render(marked, tools, False, variables=variables).rpartition(_MARK.strip())
+        if not mark:
+            raise RequestError("continue_final_message: the chat template does not show the last message; leave it out")
+        # A template that strips contents has stripped the mark.
+        return text if (mark + rest).startswith(_MARK) else text.rstrip()
+
+    def _failed(self, error: Exception) -> RequestError:
+        return RequestError(f"{self._origin}: the chat template failed ({error}); {_INSTEAD}")
+
+
+def _sources(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """The templates' texts by name, from the first of the places where checkpoints keep them; most have one."""
+    if (file := directory / TEMPLATE_NAME).is_file():
+        return {_DEFAULT: file.read_text(encoding="utf-8")}
+    found = settings.get("chat_template")
+    if found is None:
+        found = _read_object(directory / LEGACY_TEMPLATE_NAME).get("chat_template")
+    if isinstance(found, list):  # Of several, under names.
+        named = {entry["name"]: entry["template"] for entry in found if _is_named_template(entry)}
+        if found and _DEFAULT not in named:
+            raise ValueError(f"chat_template has no template called {_DEFAULT}, only {sorted(named)}")
+        return named
+    if not isinstance(found, str | None):
+        raise ValueError(f"chat_template is of the type {type(found).__name__}")
+    return {_DEFAULT: found} if found else {}
+
+
+def _is_named_template(entry: object) -> bool:
+    return isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("name", "template"))
+
+
+def _special_tokens(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens by name. Older checkpoints have a file for them; newer ones list all tokens in the settings."""
+    if "added_tokens_decoder" not in settings:
+        settings = {**settings, **_read_object(directory / SPECIAL_TOKENS_NAME)}
+    found = {}
+    for name in _SPECIAL_TOKENS:
+        token = settings.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            found[name] = token
+    return found
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, empty where there is no file. Raises OSError and ValueError."""
+    if not path.is_file():
+        return {}
+    value = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(value, dict):
+        raise ValueError(f"{path.name}: expected a JSON object")
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """``value`` made of JSON's types only. Raises TypeError for other types: templates may call their methods."""
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    raise TypeError(f"a message holds a {type(value).__name__}; expected text, numbers, lists and mappings")
+
+
+# ------------------------------------------------------------------------------------ the language of chat templates
+
+
+def _joined(parts: Iterable[str]) -> str:
+    """Raises ValueError where they are too long together."""
+    kept, length = [], 0
+    for part in parts:
+        length += len(part)
+        if length > MOST_CHARACTERS:
+            raise ValueError(f"it writes more than {MOST_CHARACTERS} characters")
+        kept.append(part)
+    return "".join(kept)
+
+
+def _is_template(code: CodeType) -> bool:
+    return code.co_filename == "<template>"
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, in which nothing is repeated without limit either."""
+
+    intercepted_binops = frozenset({"*", "**"})
+    concat = staticmethod(_joined)
+    """Of what macros and blocks write."""
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """The product or power. Raises ValueError where it would be long."""
+        for one, other in ((left, right), (right, left)):
+            if operator == "*" and isinstance(other, int) and isinstance(one, str | list | tuple):
+                size = len(one) * other
+            elif isinstance(one, int) and isinstance(other, int):
+                size = one.bit_length() + other.bit_length() if operator == "*" else left.bit_length() * right
+            else:
+                continue
+            if size > MOST_CHARACTERS:
+                raise ValueError(f"it makes something of more than {MOST_CHARACTERS} characters")
+        return super().call_binop(context, operator, left, right)
+
+
+class _Generation(Extension):
+    """``{% generation %} .. {% endgeneration %}`` marks the model's part of a text, for training. Here: its body."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """The tag as a call with its body."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Macro) -> str:
+        return caller()
+
+
+class _Namespace(Namespace):
+    """jinja2's ``namespace`` without names that begin with an underscore, which lead to Python's own attributes."""
+
+    def __init__(*args: Any, **values: Any) -> None:
+        self, *rest = args
+        found = dict(*rest, **values)
+        for name in found:
+            _require_public(name)
+        Namespace.__init__(self, found)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _require_public(name)
+        super().__setitem__(name, value)
+
+
+def _require_public(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace takes no name like {name!r}")
+
+
+class _Dict:
+    """``dict`` for templates: not the type itself, whose attributes lead to Python's own."""
+
+    def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
+        return dict(*args, **values)
+
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        """A dict of ``keys`` that all have the same value."""
+        return dict.fromkeys(keys, value)
+
+
+def _environment() -> _Environment:
+    """jinja2 with the settings, filters and functions that transformers gives to chat templates."""
+    environment = _Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        optimized=False,  # Nothing runs while it is compiled.
+        extensions=[_Generation, loopcontrols],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": lambda format: datetime.now().strftime(format),
+        "namespace": _Namespace,
+        "dict": _Dict(),
+    }
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter ``tojson``, without jinja2's escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    """The function by which templates refuse a conversation."""
+    raise jinja2.exceptions.TemplateError(message)

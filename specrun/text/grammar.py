@@ -1,0 +1,348 @@
+"""Constrained output: which tokens may follow, by a JSON schema, a regular expression, a list of texts, or a grammar.
+
+llguidance compiles a constraint for a tokenizer, and tells after every token which tokens may follow. The draft's and
+the target's logits are masked alike. So speculation stays exact: the text is that of plain masked decoding.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from specrun.errors import RequestError
+from specrun.optional_packages import how_to_install, import_package
+from specrun.sampling.sampler import Floats
+from specrun.text.tokenizer import raise_unless_fault
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "tools"]
+Mask = npt.NDArray[np.uint8]
+"""[ceil(V / 8)] bytes. Token i may follow where bit i % 8 of byte i // 8 is set; ids beyond its end may not."""
+
+MAX_CONSTRAINT_BYTES = 1 << 16
+"""Of a schema or grammar as UTF-8. The time to compile one grows with its square at worst: a second for this size."""
+_KEPT_GRAMMARS = 64
+"""Compiled grammars that are kept for later requests."""
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+"""Between two tokens of JSON. Without a limit, a model may write nothing else for ever."""
+
+
+class Constraint(NamedTuple):
+    """What a user asks for."""
+
+    kind: Kind
+    """The option's name, for messages."""
+    text: str
+    """JSON for json_schema and choice, Lark for tools, else what the user wrote; json_object has none."""
+
+
+def schema_text(schema: Mapping[str, Any] | bool | str) -> str:
+    """A JSON schema, or its text, as JSON text. Raises RequestError for what is not JSON."""
+    try:
+        value = json.loads(schema, parse_constant=_no_number) if isinstance(schema, str) else schema
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"json_schema: not JSON ({error})") from error
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+class Grammars:
+    """Compiles constraints for one tokenizer, each once. Any thread may use it, and compiling releases the GIL."""
+
+    def __init__(self, load_tokenizer: Callable[[], Tokenizer], eos_token_ids: Sequence[int]) -> None:
+        """eos_token_ids: ids that may follow wherever a text may end. None given: llguidance finds the tokenizer's.
+
+        load_tokenizer: may raise RequestError.
+        """
+        self._load_tokenizer = load_tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._ll_tokenizer: LLTokenizer | None = None
+        self._loading = threading.Lock()
+        self._compiled: OrderedDict[Constraint, Grammar] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def compile(self, constraint: Constraint) -> Grammar:
+        """The grammar of ``constraint``. Raises RequestError, with its kind, where it cannot be used."""
+        with self._lock:
+            if grammar := self._compiled.get(constraint):
+                self._compiled.move_to_end(constraint)
+                return grammar
+        grammar = self._compile(constraint)
+        with self._lock:
+            grammar = self._compiled.setdefault(constraint, grammar)  # Another thread may have been first.
+            while len(self._compiled) > _KEPT_GRAMMARS:
+                self._compiled.popitem(last=False)
+        return grammar
+
+    def prepare(self) -> LLTokenizer:
+        """Index the tokenizer for all constraints, once: seconds for a large vocabulary. Raises RequestError."""
+        with self._loading:
+            if self._ll_tokenizer is None:
+                tokenizer = Tokenizer.from_str(self._load_tokenizer().to_str())
+                ends = {token: tokenizer.id_to_token(token) for token in self._eos_token_ids}
+                # An end that is an ordinary token could stand within a text as well.
+                tokenizer.add_special_tokens([text for text in ends.values() if text])
+                eos_token_ids = [token for token, text in ends.items() if text] or None
+                try:
+                    llguidance = import_package("llguidance")
+                    self._ll_tokenizer = llguidance.LLTokenizer(tokenizer.to_str(), eos_token=eos_token_ids)
+                except ImportError as error:
+                    needed = how_to_install("llguidance")
+                    raise RequestError(f"constraints need llguidance, which is missing: {needed}") from error
+                except BaseException as error:
+                    raise_unless_fault(error)
+                    raise RequestError(f"llguidance cannot read the tokenizer ({_line(str(error))})") from error
+            return self._ll_tokenizer
+
+    def _compile(self, constraint: Constraint) -> Grammar:
+        kind, text = constraint
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError as error:
+            raise RequestError(f"{kind}: not Unicode; write it as UTF-8") from error
+        if size > MAX_CONSTRAINT_BYTES:
+            raise RequestError(f"{kind}: {size} bytes, expected at most {MAX_CONSTRAINT_BYTES}")
+        tokenizer = self.prepare()
+        from llguidance import LLMatcher, LLParserLimits
+
+        try:
+            limits = LLParserLimits(verbose_errors=False)
+            compiled = LLMatcher(tokenizer, _source(constraint), log_level=0, limits=limits)
+            grammar = Grammar(kind, compiled, tokenizer.vocab_size)
+            grammar.try_out()
+        except RequestError:
+            raise
+        except BaseException as error:
+            raise_unless_fault(error)
+            raise RequestError(f"{kind}: {_line(str(error))}") from error
+        return grammar
+
+
+def _source(constraint: Constraint) -> str:
+    """The constraint as llguidance takes it. Raises ValueError where the library refuses it."""
+    from llguidance import LLMatcher
+
+    kind, text = constraint
+    if kind == "json_object":
+        text = '{"type": "object"}'
+    if kind in ("json_schema", "json_object"):
+        schema = json.loads(text)
+        own = not isinstance(schema, dict) or "x-guidance" in schema  # llguidance's own way to set such things.
+        return LLMatcher.grammar_from_json_schema(text, defaults=None if own else {"whitespace_pattern": WHITESPACE})
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(text)
+    if kind == "choice":  # One terminal: alternatives of a rule take time that grows with the square of their number.
+        quoted = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
+        text = f"start: CHOICE\nCHOICE: {quoted}"
+    return LLMatcher.grammar_from_lark(text)
+
+
+class Grammar:
+    """A compiled constraint. It does not change; any number of texts may follow it."""
+
+    def __init__(self, kind: Kind, compiled: LLMatcher, vocab_size: int) -> None:
+        """vocab_size: the tokenizer's. Raises RequestError where ``compiled`` is in error."""
+        _require_no_error(kind, compiled)
+        self.kind = kind
+        self.vocab_size = vocab_size
+        self._compiled = compiled
+
+    def start(self) -> Matcher:
+        """The beginning of a text. Raises RequestError where no text fulfils the constraint."""
+        return Matcher(self)
+
+    def library_matcher(self) -> LLMatcher:
+        """The library's matcher at the beginning of a text."""
+        return self._compiled.deep_copy()
+
+    def try_out(self) -> None:
+        """Raise RequestError where the first two tokens show that it is too complex."""
+        start = self.start()
+        if (mask := start.mask(())) is not None:
+            start.mask([int(np.unpackbits(mask, bitorder="little").argmax())])
+
+
+class Matcher:
+    """Where a text stands in its grammar. Draft tokens behind the committed ones are taken back where they fall.
+
+    Raises RequestError where the grammar grows too complex. Behind draft tokens that says nothing of the text itself,
+    so the matcher is good for other draft tokens.
+    """
+
+    def __init__(self, grammar: Grammar) -> None:
+        self.grammar = grammar
+        self._kind = grammar.kind
+        self._matcher = grammar.library_matcher()
+        self._committed: list[int] = []
+        self._ahead: list[int] = []
+        """Draft tokens that ``_matcher`` has consumed behind the committed text."""
+        self._masks: list[Mask | None] = [None]
+        """After the committed text and each of ``_ahead``; None: not asked for yet."""
+        self._complete = [self._is_complete()]
+        """At the same places: whether nothing may follow."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text has ended: nothing may follow it."""
+        return self._complete[0]
+
+    def commit(self, token: int) -> None:
+        """Add ``token`` to the text. Raises RequestError where the grammar forbids it."""
+        if not self._advance_to((token,)):
+            raise RequestError(f"{self._kind}: token {token} cannot follow")
+        self._committed.append(token)
+        for places in (self._ahead, self._masks, self._complete):
+            del places[0]
+
+    def mask(self, drafts: Sequence[int]) -> Mask | None:
+        """The tokens that may follow the text and ``drafts``; None where nothing follows.
+
+        That is behind the text's end, and behind a draft token that the grammar forbids and acceptance will reject.
+        """
+        if not self._may_follow(drafts):
+            return None
+        count = len(drafts)
+        if (mask := self._masks[count]) is None:
+            self._rewind(count)
+            mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            self.require_no_error()
+            self._masks[count] = mask
+        return mask
+
+    def behind(self, drafts: Sequence[int]) -> LLMatcher | None:
+        """The library's matcher behind the text and ``drafts``; None where nothing follows, as in ``mask``."""
+        if not self._may_follow(drafts):
+            return None
+        self._rewind(len(drafts))
+        return self._matcher
+
+    def require_no_error(self) -> None:
+        """Raise RequestError where the grammar has grown too complex, and forget the draft tokens."""
+        try:
+            _require_no_error(self._kind, self._matcher)
+        except RequestError:
+            self._restart()
+            raise
+
+    def forced(self) -> list[int]:
+        """The tokens that must follow the text, as far as there is no choice."""
+        if self.is_complete:
+            return []
+        self._rewind(0)
+        return self._matcher.compute_ff_tokens()
+
+    def _may_follow(self, drafts: Sequence[int]) -> bool:
+        """Whether anything may follow the text and ``drafts``."""
+        return self._advance_to(drafts) == len(drafts) and not self._complete[len(drafts)]
+
+    def _advance_to(self, drafts: Sequence[int]) -> int:
+        """Consume ``drafts`` behind the committed text, up to the first that is forbidden. Returns how many."""
+        same = 0
+        while same < min(len(drafts), len(self._ahead)) and drafts[same] == self._ahead[same]:
+            same += 1
+        if same < len(drafts):
+            self._rewind(same)
+        for token in drafts[same:]:
+            if self._complete[-1] or not self._matcher.try_consume_tokens([token]):
+                self.require_no_error()
+                break
+            try:
+                self._complete.append(self._is_complete())
+            except RequestError:
+                self._restart()
+                raise
+            self._ahead.append(token)
+            self._masks.append(None)
+            same += 1
+        return same
+
+    def _rewind(self, count: int) -> None:
+        """Take back all but the first ``count`` draft tokens."""
+        if back := len(self._ahead) - count:
+            self._matcher.rollback(back)
+            del self._ahead[count:], self._masks[count + 1 :], self._complete[count + 1 :]
+
+    def _restart(self) -> None:
+        """Consume the committed text anew, and nothing behind it: a matcher in error stays so."""
+        self._matcher = self.grammar.library_matcher()
+        self._matcher.consume_tokens(self._committed)
+        self._ahead, self._masks, self._complete = [], [None], self._complete[:1]
+
+    def _is_complete(self) -> bool:
+        """Whether nothing may follow what ``_matcher`` has consumed. Raises RequestError where it must not end so."""
+        if not self._matcher.is_stopped():
+            return False
+        _require_no_error(self._kind, self._matcher)
+        if not self._matcher.is_accepting():
+            raise RequestError(f"{self._kind}: no text fulfils it")
+        return True
+
+
+def fill_masks(
+    matchers: Sequence[Matcher | None], drafts: Sequence[Sequence[int]], vocab_size: int
+) -> npt.NDArray[np.uint32]:
+    """The masks behind each text and its draft tokens, for a device: [B, ceil(vocab_size / 32)].
+
+    Bit i % 32 of word i // 32 is set where token i may follow. All bits are set for None, and where nothing follows, as
+    in ``Matcher.mask``. No bit is set where that raises RequestError. All are filled by one call of the library, in
+    threads of its own.
+    """
+    from llguidance.numpy import fill_next_token_bitmask_par
+
+    masks = np.full((len(matchers), -(-vocab_size // 32)), 2**32 - 1, np.uint32)
+    asked: list[tuple[int, Matcher, LLMatcher]] = []
+    for row, (matcher, tokens) in enumerate(zip(matchers, drafts, strict=True)):
+        try:
+            if matcher and (at := matcher.behind(tokens)):
+                asked.append((row, matcher, at))
+        except RequestError:
+            masks[row] = 0
+    if asked:
+        words = -(-asked[0][1].grammar.vocab_size // 32)
+        found = np.full((len(asked), words), -1, np.int32)
+        fill_next_token_bitmask_par(_executor(), [(at, number) for number, (_, _, at) in enumerate(asked)], found)
+        own = found[:, : masks.shape[1]].view(np.uint32)
+        for number, (row, matcher, _) in enumerate(asked):
+            masks[row] = 0  # The model may have more ids than the tokenizer.
+            with suppress(RequestError):
+                matcher.require_no_error()
+                masks[row, : own.shape[1]] = own[number]
+    return masks
+
+
+@functools.cache
+def _executor() -> LLExecutor:
+    from llguidance import LLExecutor
+
+    return LLExecutor()
+
+
+def apply_mask(logits: Floats, mask: Mask) -> Floats:
+    """The ``logits`` [V] with -inf for every token that ``mask`` forbids. A new array."""
+    allowed = np.unpackbits(mask, count=len(logits), bitorder="little").view(np.bool_)
+    return np.where(allowed, logits, np.float32(-np.inf))
+
+
+def _require_no_error(kind: Kind, matcher: LLMatcher) -> None:
+    if matcher.is_error():
+        error = _line(matcher.get_error())
+        raise RequestError(f"{kind}: {'no text fulfils it' if error.startswith('NoExtension') else error}")
+
+
+def _line(message: str) -> str:
+    """An error of llguidance in one line."""
+    return " ".join(message.replace("<non-verbose/>", "").split())[:300]

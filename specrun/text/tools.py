@@ -1,0 +1,156 @@
+"""Tools: the functions that a model may call, and the forms in which models write calls."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from specrun import arguments
+from specrun.errors import RequestError
+from specrun.text.grammar import WHITESPACE
+
+MAX_TOOLS = 128
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The functions that a model is told of.
+
+    Raises RequestError, beginning with the name of what is wrong, as in ``tools[0].function.name``.
+    """
+
+    definitions: Sequence[Mapping[str, Any]]
+    """As OpenAI's API has them: ``{"type": "function", "function": {"name": .., "parameters": JSON schema}}``."""
+    must_call: Sequence[str] = ()
+    """The output is a call of one of these functions; none given: the model decides, and nothing is constrained."""
+    several: bool = True
+    """Whether the model may call more than once."""
+
+    def __post_init__(self) -> None:
+        """Check the definitions, and that what must be called is defined."""
+        if not isinstance(self.definitions, list | tuple) or not self.definitions:
+            raise RequestError(f"tools {arguments.show(self.definitions)}: expected a list of functions")
+        if len(self.definitions) > MAX_TOOLS:
+            raise RequestError(f"tools: {len(self.definitions)} functions, expected at most {MAX_TOOLS}")
+        names: set[str] = set()
+        for number, definition in enumerate(self.definitions):
+            name = _check_definition(f"tools[{number}]", definition)
+            if name in names:
+                raise RequestError(f"tools[{number}].function.name {name!r}: an earlier function has it")
+            names.add(name)
+        for name in self.must_call:
+            if name not in names:
+                raise RequestError(f"tool_choice {arguments.show(name)}: tools have no such function")
+
+    def for_template(self) -> list[dict[str, Any]]:
+        """The definitions as chat templates take them: without ``strict``, which is not for the model."""
+        return [
+            {**tool, "function": {name: value for name, value in tool["function"].items() if name != "strict"}}
+            for tool in self.definitions
+        ]
+
+    def schemas(self) -> dict[str, Mapping[str, Any]]:
+        """JSON schemas of the arguments of the functions that must, or else may be called, by name."""
+        functions = [tool["function"] for tool in self.definitions]
+        names = self.must_call or [function["name"] for function in functions]
+        return {one["name"]: _schema(one.get("parameters")) for one in functions if one["name"] in names}
+
+
+def _check_definition(where: str, definition: Any) -> str:
+    """The function's name."""
+    kind = _object(where, definition).get("type")
+    if kind != "function":
+        raise RequestError(f"{where}.type {arguments.show(kind)}: expected function, the only type that is supported")
+    function = _object(f"{where}.function", definition.get("function"))
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise RequestError(
+            f"{where}.function.name {arguments.show(name)}: expected 1 to 64 letters, digits, underscores and hyphens"
+        )
+    arguments.optional_text(f"{where}.function.description", function.get("description"))
+    if function.get("strict") is not None:
+        arguments.flag(f"{where}.function.strict", function["strict"])
+    if function.get("parameters") is not None:
+        kind = _object(f"{where}.function.parameters", function["parameters"]).get("type", "object")
+        if kind != "object":
+            raise RequestError(f"{where}.function.parameters.type {arguments.show(kind)}: expected object")
+    return name
+
+
+def _object(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise RequestError(f"{name} {arguments.show(value)}: expected an object")
+    return value
+
+
+def _schema(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The schema of a function's arguments, which are an object. A function without parameters has none."""
+    schema = {"properties": {}, "additionalProperties": False} if parameters is None else parameters
+    spaces = {"x-guidance": {"whitespace_pattern": " "}}  # As the templates write calls.
+    return {**spaces, **schema, "type": "object"}
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a family of models writes a call: a tag, a JSON object with ``name`` and arguments, and an end."""
+
+    name: str
+    tag: str
+    end: str
+    """What may stand behind the object."""
+    arguments_key: str
+    """The object's key of the arguments."""
+    is_bare: bool
+    """Calls have no tag where they begin the text or follow another call."""
+
+    def grammar(self, tools: Tools, added: Collection[str], answer: Any = None) -> str:
+        """The calls that ``tools`` ask for, in llguidance's form of Lark.
+
+        added: the tokenizer's added tokens, which llguidance takes by their names only. answer: a JSON schema of what
+        may be written instead of calls.
+        """
+        tag, end = (one if one in added else json.dumps(one) for one in (self.tag, self.end))
+        call = "object" if self.is_bare else f'{tag} "\\n" object "\\n" {end}'
+        more = ' ("\\n" call)*' if tools.several and not self.is_bare else ""  # Bare calls: such models make one.
+        rules = [f"start: call{more}" if answer is None else f"start: call{more} | answer", f"call: {call}"]
+        if answer is not None:
+            spaces = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+            rules.append(f"answer: %json {json.dumps({**spaces, **answer} if isinstance(answer, dict) else answer)}")
+        schemas = tools.schemas()
+        rules.append("object: " + " | ".join(f"function{number}" for number in range(len(schemas))))
+        for number, (name, schema) in enumerate(schemas.items()):
+            head = json.dumps(f'{{"name": "{name}", "{self.arguments_key}": ')
+            rules.append(f'function{number}: {head} arguments{number} "}}"')
+            rules.append(f"arguments{number}: %json {json.dumps(schema)}")
+        return "\n".join(rules)
+
+
+class ExpectedCalls(NamedTuple):
+    """The calls that a text may hold."""
+
+    form: ToolFormat
+    several: bool
+    """Whether more than the first one counts."""
+    are_certain: bool = False
+    """Whether the text is nothing but calls."""
+
+
+HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", "arguments", is_bare=False)
+"""Hermes 2 Pro and 3, Qwen 2.5, Qwen 3."""
+LLAMA3 = ToolFormat("llama3", "<|python_tag|>", ";", "parameters", is_bare=True)
+"""Llama 3.1, 3.2 and 3.3."""
+FORMATS = {one.name: one for one in (HERMES, LLAMA3)}
+_OTHERS = ("<function=", "<arg_key>")
+"""Calls that begin with Hermes' tag too and go on in a form of their own: Qwen3-Coder's, GLM's."""
+
+
+def find_format(template: str) -> ToolFormat | None:
+    """The form of calls that a chat template tells the model of; None: none of those that are known."""
+    if HERMES.tag in template:
+        return None if any(other in template for other in _OTHERS) else HERMES
+    is_llama = '"parameters"' in template and ("ipython" in template or LLAMA3.tag in template)
+    return LLAMA3 if is_llama else None
