@@ -19,11 +19,12 @@ from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.devices import DeviceArray
 from specrun.drafters.device_model import device_model_drafter
+from specrun.drafters.draft_plan import DraftPlan
 from specrun.engine_dir.config import open_engine
 from specrun.errors import BackendError
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
-from specrun.scheduler.draft_length import DraftLength, DraftPlan
+from specrun.scheduler.draft_length import DraftLength
 from specrun.scheduler.scheduler import Scheduler
 from specrun.speculative.device_records import QueuedRound
 from specrun.speculative.device_round import DeviceRound

@@ -17,6 +17,7 @@ from specrun.backends.ort import OrtDeviceBackend
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.drafters.acceptance_rate import Calibration
+from specrun.drafters.draft_plan import DraftPlan
 from specrun.drafters.model import ModelDrafter
 from specrun.drafters.uploaded import UploadedDrafter
 from specrun.engine_dir.config import open_engine
@@ -24,7 +25,7 @@ from specrun.errors import RequestError
 from specrun.request.request import Outcome, Request
 from specrun.runners.host_runner import ModelRunner
 from specrun.sampling.sampler import Floats, SamplingParams
-from specrun.scheduler.draft_length import DraftLength, DraftPlan, least_survivors
+from specrun.scheduler.draft_length import DraftLength, least_survivors
 from specrun.speculative.device_round import DeviceRound
 from tests.host_device import HostDevice
 from tests.tables import save_table_engine

@@ -17,10 +17,10 @@ from typing import Protocol
 
 from specrun.backends import DeviceBackend
 from specrun.devices import Device, DeviceArray
+from specrun.drafters.draft_plan import DraftPlan
 from specrun.errors import SpecError
 from specrun.request.request import Outcome, Request
 from specrun.sampling.sampler import Floats
-from specrun.scheduler.draft_length import DraftPlan
 
 
 class RowDrafter(Protocol):

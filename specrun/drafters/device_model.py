@@ -10,6 +10,7 @@ import numpy as np
 from specrun.backends import DeviceBackend
 from specrun.devices import Device, DeviceArray
 from specrun.drafters import DraftProbs
+from specrun.drafters.draft_plan import DraftPlan
 from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN
 from specrun.errors import BackendError, SpecError
 from specrun.kernels import calls
@@ -20,7 +21,6 @@ from specrun.runners.device_rows import DeviceRows
 from specrun.runners.device_runner import DeviceRunner
 from specrun.runners.graph_capture import Captures
 from specrun.sampling.sampler import NON_FINITE_LOGITS
-from specrun.scheduler.draft_length import DraftPlan
 
 
 class DeviceModelDrafter(CachedDraft[DeviceRunner]):

@@ -9,12 +9,12 @@ import numpy as np
 from specrun.backends import DeviceBackend
 from specrun.devices import Device, DeviceArray
 from specrun.drafters import Drafter, DraftProbs, Proposal
+from specrun.drafters.draft_plan import DraftPlan
 from specrun.errors import SpecError
 from specrun.kernels import calls
 from specrun.kernels.layout import DISTRIBUTION
 from specrun.request.request import Outcome, Request
 from specrun.runners.device_rows import DeviceRows
-from specrun.scheduler.draft_length import DraftPlan
 
 
 class UploadedDrafter:

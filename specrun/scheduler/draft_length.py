@@ -21,10 +21,10 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from specrun.drafters.acceptance_rate import AcceptanceRate
+from specrun.drafters.draft_plan import DraftPlan
 from specrun.scheduler.round_times import Pace, RoundTimes, TimeTuning
 
 
@@ -71,16 +71,6 @@ def batch_tokens(alphas: Sequence[float], row_limits: Sequence[int], longest: in
                 power *= alpha
                 expected += power
     return tokens
-
-
-class DraftPlan(NamedTuple):
-    """How many tokens a round drafts."""
-
-    draft_len: int
-    """The most draft tokens of a row."""
-    end_below: Sequence[float] = ()
-    """[draft_len] or none. Behind its i-th draft token the round drafts no more if fewer rows than ``end_below[i - 1]``
-    are expected to have all of their draft tokens accepted. None: drafts do not end."""
 
 
 def least_survivors(seconds: Sequence[float], tokens_per_second: float, alpha: float) -> list[float]:

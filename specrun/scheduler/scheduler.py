@@ -12,9 +12,10 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from specrun.drafters.draft_plan import DraftPlan
 from specrun.errors import RequestError, SpecError, as_spec_error
 from specrun.request.request import FinishReason, Request, TokenOutput
-from specrun.scheduler.draft_length import DraftLength, DraftPlan
+from specrun.scheduler.draft_length import DraftLength
 from specrun.scheduler.step_turns import Turns
 from specrun.scheduler.waiting_queue import RequestQueue
 from specrun.speculative import Round

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from specrun.drafters.draft_plan import DraftPlan
 from specrun.errors import SpecError
 from specrun.request.request import Outcome, Request
 from specrun.runners.host_runner import ModelRunner
-from specrun.scheduler.draft_length import DraftPlan
 from specrun.speculative.exactness import Exactness
 
 

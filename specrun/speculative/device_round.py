@@ -33,6 +33,7 @@ import numpy.typing as npt
 from specrun.backends import DeviceBackend
 from specrun.devices import Device, DeviceArray
 from specrun.drafters import DeviceDrafter, DraftProbs
+from specrun.drafters.draft_plan import DraftPlan
 from specrun.errors import BackendError, RequestError, SpecError
 from specrun.kernels import calls
 from specrun.kernels.layout import DISTRIBUTION
@@ -40,7 +41,6 @@ from specrun.request.request import Outcome, Request, num_accepted
 from specrun.runners.device_rows import DeviceRows
 from specrun.runners.device_runner import DeviceRunner
 from specrun.runners.graph_capture import Captures
-from specrun.scheduler.draft_length import DraftPlan
 from specrun.speculative.base_round import CachedRound, Rows
 from specrun.speculative.device_records import DeviceRecords, QueuedRound
 from specrun.text.grammar import fill_masks

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from specrun.drafters import Drafter, Proposal
+from specrun.drafters.draft_plan import DraftPlan
 from specrun.errors import BackendError, SpecError, as_spec_error
 from specrun.request.request import Outcome, Request, longest
 from specrun.runners.host_runner import ModelRunner
@@ -23,7 +24,6 @@ from specrun.sampling.sampler import (
     sample,
     uniform,
 )
-from specrun.scheduler.draft_length import DraftPlan
 from specrun.speculative import EngineTimes
 from specrun.speculative.base_round import CachedRound
 

@@ -20,9 +20,10 @@ from tokenizers import Tokenizer
 
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
+from specrun.drafters.draft_plan import DraftPlan
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
-from specrun.scheduler.draft_length import DraftLength, DraftPlan
+from specrun.scheduler.draft_length import DraftLength
 from specrun.speculative.device_records import QueuedRound
 from specrun.speculative.device_round import DeviceRound
 from specrun.text.detokenizer import Detokenizer, TextStream
