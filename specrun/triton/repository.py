@@ -27,7 +27,7 @@ MAX_QUEUE = "max_queue"
 """The parameter that is not a setting of the pair."""
 _NOT_WRITTEN = ("shared_thread_pool",)
 _MODEL_FILE = Path(__file__).with_name("model.py")
-_PROBE_FILE = Path(__file__).with_name("probe.py")
+_PROBE_FILE = Path(__file__).with_name("liveness.py")
 
 
 def write_repository(
