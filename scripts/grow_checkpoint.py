@@ -31,8 +31,8 @@ import click
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.padded_vocabulary import check_padding, pad_vocabulary
-from specbuild.huggingface import read_model_config
-from specbuild.weights import check_weights
+from specbuild.hf.model_config import read_model_config
+from specbuild.weights.safetensors_files import check_weights
 from specrun.engine_dir.directories import new_directory, require_free
 from specrun.errors import CheckpointError, SpecError
 

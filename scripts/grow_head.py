@@ -42,7 +42,7 @@ def draft_logits(head: Path, target: Any) -> list[Any]:
     """Of each draft of chains behind random tokens, [n, V]."""
     import torch
 
-    from specbuild.heads.fusion import watched
+    from specbuild.export.features import watched
 
     student = open_student(head, target)
     ids = torch.randint(target.config.vocab_size, (2, 48), generator=torch.Generator().manual_seed(0))
@@ -87,7 +87,7 @@ def grow(head: Path, target: Path, grown_target: Path, output: Path) -> None:
     """Write the head of ``target`` in ``head`` for ``grown_target`` to ``output``. Raises SpecError."""
     from safetensors.torch import load_file, save_file
 
-    from specbuild.heads.fusion import decoder_layers
+    from specbuild.export.features import decoder_layers
 
     configs = [load_config(directory) for directory in (target, grown_target)]
     old, new = (replace(Shape.of(config), num_layers=1) for config in configs)

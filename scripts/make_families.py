@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Which families of the installed transformers convert: specbuild/families.json, which `specbuild families` shows.
+"""Which families of the installed transformers convert: specbuild/hf/families.json, which `specbuild families` shows.
 
 Every causal language model is made small, with random weights, saved, and converted as a user would do it; what
 converts was compared with transformers' own logits. A process of its own converts each family. Where no model can be
@@ -32,21 +32,21 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from specbuild.convert import ConvertOptions, convert
-from specbuild.huggingface import read_model_config
+from specbuild.convert.convert import ConvertOptions, convert
+from specbuild.hf.model_config import read_model_config
 from specbuild.progress import Stages
 from specrun.errors import SpecError, UnsupportedModelError
 from tests.families import spread_weights
 
-OUTPUT = Path(__file__).parents[1] / "specbuild" / "families.json"
+OUTPUT = Path(__file__).parents[1] / "specbuild" / "hf" / "families.json"
 SECONDS, BYTES, PARAMETERS = 180, 12 << 30, 300e6
 """What one family may take. Some are not made small by the settings here."""
 IMPORTED = (
     "onnxscript.optimizer",
     "specbuild.export.exporter",
-    "specbuild.export.skeleton",
-    "specbuild.reference",
-    "specbuild.verify",
+    "specbuild.export.meta_model",
+    "specbuild.export.reference",
+    "specbuild.convert.verify",
     "torch._dynamo",
     "torch.onnx",
     "transformers.modeling_utils",
@@ -238,7 +238,7 @@ def try_family(model_type: str) -> dict[str, Any]:
 
 
 def refused(reason: str) -> dict[str, Any]:
-    """``depends`` where it is for the layers that this configuration has; see ``specbuild.refusals.other_memory``."""
+    """``depends`` where it is for the layers of this configuration; see ``hf.unsupported.other_memory``."""
     return {"outcome": "depends" if " layers keep " in reason else "refused", "reason": reason}
 
 

@@ -8,9 +8,9 @@ from typing import Any, get_args
 import click
 
 from specbuild import __version__
-from specbuild.config import Backend
-from specbuild.quantisation.recipe import KV_CACHE_DTYPES, QFORMATS
-from specbuild.quantisation.texts import BUILTIN, TextOptions
+from specbuild.engine.config import Backend
+from specbuild.quantization.calibration_data import BUILTIN, TextOptions
+from specbuild.quantization.recipe import KV_CACHE_DTYPES, QFORMATS
 from specbuild.training.options import DTYPES, KINDS, OPTIMIZERS, TrainOptions
 from specrun.command_line import CONTEXT, FolderPath, OneLineErrors
 from specrun.engine_dir.config import SpeculativeMode
@@ -64,15 +64,15 @@ def main(debug: bool) -> None:
 @_FORCE
 def convert(model_dir: str, output_dir: Path, dry_run: bool, **options: Any) -> None:
     """Hugging Face checkpoint -> ONNX checkpoint directory."""
-    from specbuild.convert import ConvertOptions
-    from specbuild.convert import convert as run
+    from specbuild.convert.convert import ConvertOptions
+    from specbuild.convert.convert import convert as run
     from specbuild.progress import Stages
 
     given = ConvertOptions(model=model_dir, output_dir=output_dir, texts=_texts(options), **options)
     if not dry_run:
         run(given, Stages())
         return
-    from specbuild.convert_dry_run import describe_conversion
+    from specbuild.convert.dry_run import describe_conversion
 
     click.echo(describe_conversion(given, Stages()))
 
@@ -99,7 +99,7 @@ def convert(model_dir: str, output_dir: Path, dry_run: bool, **options: Any) -> 
 def quantize(model_dir: str, output_dir: Path, **options: Any) -> None:
     """Hugging Face checkpoint -> quantised one, in the format of compressed-tensors."""
     from specbuild.progress import Stages
-    from specbuild.quantise import QuantiseOptions, quantise
+    from specbuild.quantize.quantize import QuantiseOptions, quantise
 
     quantise(QuantiseOptions(model=model_dir, output_dir=output_dir, texts=_texts(options), **options), Stages())
 
@@ -134,8 +134,8 @@ def engine(
     config_file: Path | None, workers: int, cache_dir: Path | None, dry_run: bool, force: bool, **flags: Any
 ) -> None:
     """ONNX checkpoint directory -> engine directory."""
-    from specbuild.config import engine_options
-    from specbuild.engine import build_engines, plan_engines
+    from specbuild.engine.build import build_engines, plan_engines
+    from specbuild.engine.config import engine_options
     from specbuild.progress import Stages
 
     given = {name: value for name, value in flags.items() if value is not None}
@@ -143,7 +143,7 @@ def engine(
     if not dry_run:
         build_engines(engines, workers, force, Stages(), cache_dir)
         return
-    from specbuild.dry_run import describe_plan
+    from specbuild.engine.dry_run import describe_plan
 
     plans = plan_engines(engines, force, Stages(), cache_dir)
     click.echo("\n\n".join(describe_plan(plan, cache_dir) for plan in plans))
@@ -164,8 +164,8 @@ def engine(
 def prepare_data(**options: Any) -> None:
     """Prompts -> conversations with the target's own answers, for train_draft."""
     from specbuild.progress import Stages
-    from specbuild.training.prepare import PrepareOptions
-    from specbuild.training.prepare import prepare_data as run
+    from specbuild.training.data.prepare import PrepareOptions
+    from specbuild.training.data.prepare import prepare_data as run
 
     if run(PrepareOptions(**options), Stages()):
         click.get_current_context().exit(1)
@@ -212,7 +212,7 @@ def train_draft(model_dir: str, **options: Any) -> None:
 @click.option("--json", "as_json", is_flag=True, help="For scripts.")
 def inspect(directory: Path, show_all: bool, as_json: bool) -> None:
     """Show what a checkpoint or engine directory holds."""
-    from specbuild.inspect import describe
+    from specbuild.artifacts.inspect import describe
 
     click.echo(describe(directory, as_json, show_all))
 
@@ -224,8 +224,8 @@ def inspect(directory: Path, show_all: bool, as_json: bool) -> None:
 @click.option("--text_model", is_flag=True, help="Take the language model inside a multimodal model.")
 def check(model_dir: str, draft_dir: str | None, revision: str | None, text_model: bool) -> None:
     """Say whether a Hugging Face checkpoint converts, what it takes, and whether a draft fits it."""
-    from specbuild.check import check_model, compare
-    from specbuild.inspect import facts_table
+    from specbuild.artifacts.inspect import facts_table
+    from specbuild.convert.check import check_model, compare
     from specbuild.progress import Stages
 
     checked = [(model_dir, check_model(model_dir, Stages(), revision, text_model))]
@@ -241,6 +241,6 @@ def check(model_dir: str, draft_dir: str | None, revision: str | None, text_mode
 @click.option("--json", "as_json", is_flag=True, help="For scripts.")
 def families(as_json: bool) -> None:
     """List the families of models that convert, and why the others do not."""
-    from specbuild.families import TABLE, describe_families
+    from specbuild.hf.families import TABLE, describe_families
 
     click.echo(TABLE.read_text().rstrip() if as_json else describe_families())

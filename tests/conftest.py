@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from specbuild.config import engine_options
-from specbuild.convert import ConvertOptions, convert
-from specbuild.engine import build_engine
+from specbuild.convert.convert import ConvertOptions, convert
+from specbuild.engine.build import build_engine
+from specbuild.engine.config import engine_options
 from specbuild.progress import Stages
-from specbuild.quantisation.texts import TextOptions
+from specbuild.quantization.calibration_data import TextOptions
 from specrun.engine_dir.config import describe_file
 from specrun.text.tokenizer import describe_tokenizer
 

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from specbuild import graph as graphs
-from specbuild.quantisation.attach import Product, products, quantise_product
-from specbuild.quantisation.packed import Activation, Floats, Packed
+from specbuild.graph import ops as graphs
+from specbuild.quantization.insert_qdq import Product, products, quantise_product
+from specbuild.weights.packed import Activation, Floats, Packed
 from specrun.engine_dir.config import GRAPH_NAME
 from tests.conftest import redescribe
 

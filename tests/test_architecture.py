@@ -78,7 +78,7 @@ def test_dependencies_point_one_way() -> None:
         assert used <= above, f"{path} imports {used - above}"
 
 
-@pytest.mark.parametrize("package", ["specbuild", "specrun", "specbuild.cli", "specrun.cli", "specbuild.config"])
+@pytest.mark.parametrize("package", ["specbuild", "specrun", "specbuild.cli", "specrun.cli", "specbuild.engine.config"])
 def test_imports_without_any_vendor_package(package: str) -> None:
     """As in an environment where none of them is installed: importing one fails at once."""
     block = f"import sys; sys.modules.update(dict.fromkeys({VENDORS!r}))"
@@ -89,7 +89,7 @@ def test_imports_without_any_vendor_package(package: str) -> None:
 def test_building_an_engine_is_quick_to_start_because_no_model_is_run(backend: str) -> None:
     code = f"""
 import sys
-import specbuild.engine
+import specbuild.engine.build
 from specbuild.compilers import choose
 choose({backend!r})
 loaded = sorted(name for name in ("torch", "transformers") if name in sys.modules)

@@ -372,9 +372,9 @@ def test_a_tokenizer_that_hangs_or_crashes(
 ) -> None:
     """The library is read in a process of its own; here that is made to do what damaged files can make it do."""
     model = copy_of(hf / "target", tmp_path / "hf")
-    monkeypatch.setattr("specbuild.tokenizer_check._SECONDS", 0.5)
+    monkeypatch.setattr("specbuild.hf.tokenizer_check._SECONDS", 0.5)
     for program, words in (("import time; time.sleep(60)", "hangs"), ("import os; os.abort()", "crash (signal 6)")):
-        monkeypatch.setattr("specbuild.tokenizer_check._READ", program)
+        monkeypatch.setattr("specbuild.hf.tokenizer_check._READ", program)
         says(convert_error(model, out), model / "tokenizer.json", words)
 
 

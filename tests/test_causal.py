@@ -9,7 +9,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
-from specbuild.causal import drop_causal_masks, is_causal
+from specbuild.graph.causal_mask import drop_causal_masks, is_causal
 from specrun.backends.ort import require_release, session_options
 from specrun.engine_dir.config import open_engine
 from specrun.errors import BackendError

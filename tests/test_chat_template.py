@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-import specbuild.huggingface
+import specbuild.hf.model_config
 from specrun.errors import RequestError
 from specrun.text.chat_template import ChatTemplate
 from specrun.text.tokenizer import tokenizer_files
@@ -235,7 +235,7 @@ def test_a_template_that_transformers_does_not_keep_is_carried_along(tmp_path: P
     (directory / "chat_template.jinja").rename(directory / "saved")
     write(directory, "chat_template.json", {"chat_template": (directory / "saved").read_text()})
     (tmp_path / "onnx").mkdir()
-    assert specbuild.huggingface.save_tokenizer(directory, tmp_path / "onnx", trust_remote_code=False)
+    assert specbuild.hf.model_config.save_tokenizer(directory, tmp_path / "onnx", trust_remote_code=False)
     assert "chat_template.json" in tokenizer_files(tmp_path / "onnx")
     assert "<|im_start|>assistant" in ChatTemplate.load(tmp_path / "onnx").render(CONVERSATIONS[0])
 

@@ -12,8 +12,8 @@ from click.testing import CliRunner, Result
 from transformers import MambaConfig
 
 from specbuild.cli import main
-from specbuild.families import table
 from specbuild.files import require_space
+from specbuild.hf.families import table
 from specbuild.progress import human_bytes
 from specrun import SpeculativeDecoder
 from tests.families import FAMILIES, SIZES, save_checkpoint

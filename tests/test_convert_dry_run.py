@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specbuild.checkpoint import open_checkpoint
+from specbuild.artifacts.onnx_checkpoint import open_checkpoint
 from specbuild.progress import human_bytes
 from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME
 from tests.families import TEXT, save_checkpoint

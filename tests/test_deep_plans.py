@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from specbuild.compilers.trt_forms import set_apart_names
-from specbuild.quantisation.texts import TextOptions
+from specbuild.quantization.calibration_data import TextOptions
 from specrun.engine_dir.config import EngineConfig, open_engine
 from tests.conftest import make_engine, make_onnx
 from tests.families import save_checkpoint

@@ -14,7 +14,7 @@ import pytest
 
 import specbuild.cli
 import specrun.cli
-from specbuild.checkpoint import CheckpointConfig
+from specbuild.artifacts.onnx_checkpoint import CheckpointConfig
 from specrun import DraftTargetConfig, Request, RequestError, RequestOptions, SamplingParams
 from specrun.engine_dir.config import BuildConfig, EngineConfig, Features, Provenance
 from specrun.evaluation.bench_results import Result, Split

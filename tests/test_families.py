@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from specbuild.checkpoint import open_checkpoint
+from specbuild.artifacts.onnx_checkpoint import open_checkpoint
 from specrun.backends import Backend, open_host_backend
 from specrun.backends.ort import OrtBackend
 from specrun.engine_dir.config import GRAPH_NAME, EngineConfig, open_engine

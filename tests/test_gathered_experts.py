@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from specbuild.artifacts.inspect import describe
 from specbuild.compilers.trt_forms import move_zero_points
-from specbuild.config import engine_options
-from specbuild.engine_plan import plan_engine
-from specbuild.gathered_experts import gather_used_experts
-from specbuild.inspect import describe
+from specbuild.engine.config import engine_options
+from specbuild.engine.plan import plan_engine
+from specbuild.graph.moe_gather import gather_used_experts
 from specrun.engine_dir.config import PLAN_NAME, open_engine
 from specrun.errors import BackendError, BuildConfigError
 from tests.conftest import make_engine, make_onnx

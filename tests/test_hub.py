@@ -19,12 +19,12 @@ from click.testing import CliRunner
 from huggingface_hub import constants
 
 from specbuild.cli import main
-from specbuild.convert import ConvertOptions
-from specbuild.convert_inputs import locate_inputs
-from specbuild.heads.reading import read_head
-from specbuild.hub import locate
+from specbuild.convert.convert import ConvertOptions
+from specbuild.convert.inputs import locate_inputs
+from specbuild.head_formats.detect import read_head
+from specbuild.hf.hub import locate
 from specbuild.progress import human_bytes
-from specbuild.weights import check_weights
+from specbuild.weights.safetensors_files import check_weights
 from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME, describe_file
 from specrun.errors import CheckpointError
 from tests.conftest import make_onnx
@@ -311,7 +311,7 @@ def test_check_reads_no_more_than_it_must(hub: Hub, hf: Path, monkeypatch: pytes
     repo, name = hub.add(ID, hf / "target"), "model.safetensors"
     end = 8 + int.from_bytes(repo.files[name][:8], "little")
     for first in (end + 10, 100):
-        monkeypatch.setattr("specbuild.hub_headers._FIRST", first)
+        monkeypatch.setattr("specbuild.hf.hub_metadata._FIRST", first)
         hub.log.clear()
         status, _, error = check(ID)
         assert status == 0, error
@@ -361,7 +361,7 @@ def test_the_environment_is_the_clients(hub: Hub, hf: Path, tmp_path: Path) -> N
     assert said.returncode == 1 and said.stdout == ""
     assert said.stderr.startswith(f"specbuild: error: {ID}: no such directory, and it is not in the cache ({home}/hub)")
     assert len(said.stderr.splitlines()) == 1 and hub.log == []
-    said = run("-c", f"from specbuild.hub import locate; print(locate('{ID}'))", HF_TOKEN=SECRET)
+    said = run("-c", f"from specbuild.hf.hub import locate; print(locate('{ID}'))", HF_TOKEN=SECRET)
     place = Path(said.stdout.strip())
     assert place.is_relative_to(home / "hub") and (place / "model.safetensors").is_file(), said.stderr
     assert said.stderr == "", "no bars where nobody looks"

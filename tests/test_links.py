@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from specbuild.checkpoint import open_checkpoint
-from specbuild.hub import locate
+from specbuild.artifacts.onnx_checkpoint import open_checkpoint
+from specbuild.hf.hub import locate
 from specrun.errors import CheckpointError, PairError
 from specrun.pair_cache import find_checkpoint
 

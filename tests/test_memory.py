@@ -14,7 +14,8 @@ from transformers import MixtralConfig
 from scripts.sparse_checkpoint import write_checkpoint
 
 CONVERT = """
-import re, sys, torch, onnxruntime, specbuild.export.skeleton, specbuild.verify, torch.onnx, onnxscript.optimizer
+import re, sys, torch, onnxruntime, torch.onnx, onnxscript.optimizer
+import specbuild.export.meta_model, specbuild.convert.verify
 def peak(): return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
 before = peak()
 from specbuild.cli import main

@@ -16,12 +16,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from specbuild.checkpoint import open_checkpoint
+from specbuild.artifacts.onnx_checkpoint import open_checkpoint
+from specbuild.convert.verify import compare
 from specbuild.export.exporter import cache_shapes, export_onnx
+from specbuild.export.reference import far_reference, reference_logits
 from specbuild.export.rope import pin_rope
-from specbuild.graph import save, tidy
-from specbuild.reference import far_reference, reference_logits
-from specbuild.verify import compare
+from specbuild.graph.ops import save, tidy
 from specrun.engine_dir.config import GRAPH_NAME, GraphInfo
 from specrun.errors import CheckpointError, SpecError, VerificationError
 from tests.conftest import make_onnx

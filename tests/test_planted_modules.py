@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from specbuild.tokenizer_check import check_tokenizer
-from specbuild.workers import run_side_by_side
+from specbuild.engine.workers import run_side_by_side
+from specbuild.hf.tokenizer_check import check_tokenizer
 from specrun.errors import BackendError
 from specrun.pair_cache import _specbuild
 
@@ -51,7 +51,7 @@ def test_a_worker_of_a_fresh_process(planted: Path) -> None:
     """Its first Event starts one more process."""
     program = planted.parent / "program.py"
     program.write_text(
-        "from specbuild.workers import run_side_by_side\n"
+        "from specbuild.engine.workers import run_side_by_side\n"
         "if __name__ == '__main__':\n    print(run_side_by_side(abs, [-1], 1, lambda _: None, dict))\n"
     )
     found = subprocess.run([sys.executable, program], capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})

@@ -13,13 +13,13 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from specbuild import graph as graphs
 from specbuild.compilers import cpu_forms
 from specbuild.compilers.trt_forms import move_zero_points
-from specbuild.quantisation.attach import products, quantise_embedding, quantise_product
-from specbuild.quantisation.packed import Activation, Packed
-from specbuild.quantisation.recipe import Recipe
-from specbuild.quantisation.rounding import CodeForm, global_scale, round_weight
+from specbuild.graph import ops as graphs
+from specbuild.quantization.insert_qdq import products, quantise_embedding, quantise_product
+from specbuild.quantization.recipe import Recipe
+from specbuild.quantization.rounding import CodeForm, global_scale, round_weight
+from specbuild.weights.packed import Activation, Packed
 from specrun.backends.ort import session_options
 from specrun.devices.processor import has_vnni
 from specrun.errors import BuildConfigError
@@ -85,7 +85,7 @@ def test_clipping_makes_the_squared_error_of_4_bits_smaller() -> None:
 
 def test_rounding_by_slices_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = round_weight(weight_matrix(), "int4", 32)
-    monkeypatch.setattr("specbuild.quantisation.rounding._AT_A_TIME", 3 * INPUTS)
+    monkeypatch.setattr("specbuild.quantization.rounding._AT_A_TIME", 3 * INPUTS)
     sliced = round_weight(weight_matrix(), "int4", 32)
     assert (whole.codes == sliced.codes).all()
     assert (whole.scales == sliced.scales).all()

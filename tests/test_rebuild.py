@@ -15,8 +15,8 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
+from specbuild.artifacts.checksums import describe_inputs
 from specbuild.cli import main
-from specbuild.inputs import describe_inputs
 from specrun.engine_dir.config import EngineConfig, Provenance, describe_file, open_engine, read_config
 from specrun.errors import EngineDirError
 from tests.conftest import make_onnx, once, redescribe

@@ -21,15 +21,15 @@ from click.testing import CliRunner
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+from specbuild.artifacts.resume import PROGRESS_NAME, checkpoint_of
 from specbuild.cli import main
-from specbuild.convert import ConvertOptions, convert
-from specbuild.convert_dry_run import describe_conversion
+from specbuild.convert.convert import ConvertOptions, convert
+from specbuild.convert.dry_run import describe_conversion
 from specbuild.progress import Advance, Stages
-from specbuild.quantisation import inputs
-from specbuild.quantisation.inputs import Largest
-from specbuild.quantisation.texts import TextOptions, read_texts
-from specbuild.quantise import QuantiseOptions, quantise
-from specbuild.resume import PROGRESS_NAME, checkpoint_of
+from specbuild.quantization import activation_ranges as inputs
+from specbuild.quantization.activation_ranges import Largest
+from specbuild.quantization.calibration_data import TextOptions, read_texts
+from specbuild.quantize.quantize import QuantiseOptions, quantise
 from specrun.errors import BuildConfigError, CheckpointError, OutputExistsError
 from tests.families import TEXT, VOCAB, save_checkpoint
 from tests.test_interrupted import Build, interrupted, with_small_files
@@ -38,7 +38,7 @@ ROWS, HELD_OUT = 8, 2
 CALIBRATE, COMPARE, WRITE = "calibrate", "compare with the original", "write weights"
 ONE_ROW_A_BATCH = """
 import sys
-from specbuild.quantisation import inputs
+from specbuild.quantization import activation_ranges as inputs
 inputs._BATCH_BYTES = 1
 from specbuild.cli import main
 main(prog_name="specbuild")

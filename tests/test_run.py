@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from specbuild.quantisation.recipe import QFORMATS as convert_formats
+from specbuild.quantization.recipe import QFORMATS as convert_formats
 from specrun import pair_cache
 from specrun.cli import main
 from specrun.commands.run import QFORMATS

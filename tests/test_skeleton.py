@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import Chunk, Concatenate, WeightConverter
 
+from specbuild.convert.verify import compare
 from specbuild.export.exporter import PREFIX, cache_shapes
-from specbuild.export.origins import find_origins
-from specbuild.export.skeleton import Skeleton, load_skeleton
-from specbuild.reference import far_reference, reference_logits
-from specbuild.tensors import Reader, StoredTensor, Weight, WeightTensor, bind
-from specbuild.verify import compare
-from specbuild.weights import check_weights
+from specbuild.export.meta_model import Skeleton, load_skeleton
+from specbuild.export.reference import far_reference, reference_logits
+from specbuild.weights.lazy_tensors import Reader, StoredTensor, Weight, WeightTensor, bind
+from specbuild.weights.safetensors_files import check_weights
+from specbuild.weights.weight_map import find_origins
 from specrun.engine_dir.config import GRAPH_NAME, GraphInfo
 from specrun.errors import CheckpointError, UnsupportedModelError
 from tests.conftest import make_onnx
@@ -68,10 +68,10 @@ def loaded(directory: Path, dtype: str = "auto") -> PreTrainedModel:
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is read, written and multiplied in many parts."""
-    monkeypatch.setattr("specbuild.tensors._PART", 1 << 12)
-    monkeypatch.setattr("specbuild.reference.SLICE", 1 << 10)
-    monkeypatch.setattr("specbuild.verify.SLICE", 1 << 10)
-    monkeypatch.setattr("specbuild.verify._PIECE", 1 << 10)
+    monkeypatch.setattr("specbuild.weights.lazy_tensors._PART", 1 << 12)
+    monkeypatch.setattr("specbuild.export.reference.SLICE", 1 << 10)
+    monkeypatch.setattr("specbuild.convert.verify.SLICE", 1 << 10)
+    monkeypatch.setattr("specbuild.convert.verify._PIECE", 1 << 10)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE])

@@ -10,14 +10,14 @@ from pathlib import Path
 import onnx_ir as ir
 import pytest
 
+from specbuild.artifacts.inspect import describe
 from specbuild.compilers import choose
 from specbuild.compilers.tensorrt import _log
 from specbuild.compilers.timing_cache import load_timings, save_timings
-from specbuild.config import engine_options
-from specbuild.dry_run import describe_plan
-from specbuild.engine_plan import plan_engine
-from specbuild.engine_size import weight_bytes
-from specbuild.inspect import describe
+from specbuild.engine.config import engine_options
+from specbuild.engine.dry_run import describe_plan
+from specbuild.engine.plan import plan_engine
+from specbuild.engine.size import weight_bytes
 from specrun.engine_dir.config import GRAPH_NAME, PLAN_NAME, describe_file, open_engine
 from specrun.errors import BackendError, BuildError
 from tests.conftest import make_engine, make_onnx

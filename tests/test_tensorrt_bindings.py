@@ -27,7 +27,7 @@ IMPORTING = {"import_module", "import_package", "__import__"}
 ONLY_LOAD_IT = {
     "specrun/backends/__init__.py",
     "specrun/optional_packages.py",
-    "specbuild/engine_plan.py",
+    "specbuild/engine/plan.py",
     "scripts/make_families.py",
 }
 """They ask whether TensorRT loads, or for its version, or import what is named elsewhere, and hold no object of it."""

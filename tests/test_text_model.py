@@ -13,12 +13,12 @@ from click.testing import CliRunner, Result
 from transformers import AutoModelForImageTextToText, PreTrainedConfig
 
 from specbuild.cli import main
-from specbuild.export.skeleton import load_skeleton
-from specbuild.huggingface import read_model_config
-from specbuild.reference import reference_logits
-from specbuild.tensors import Reader, StoredTensor
-from specbuild.text_model import text_tensors
-from specbuild.weights import check_weights
+from specbuild.export.meta_model import load_skeleton
+from specbuild.export.reference import reference_logits
+from specbuild.hf.model_config import read_model_config
+from specbuild.hf.multimodal import text_tensors
+from specbuild.weights.lazy_tensors import Reader, StoredTensor
+from specbuild.weights.safetensors_files import check_weights
 from tests.conftest import make_engine
 from tests.families import SIZES, VOCAB, save_tokenizer, spread_weights
 from tests.test_families import STEPS, largest_difference

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specbuild.config import plan_profiles
+from specbuild.engine.config import plan_profiles
 from specrun.backends import Feed
 from specrun.backends import trt as executor
 from specrun.backends.rtx_kernels import KernelCache

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from specbuild import graph as graphs
-from specbuild.checkpoint import open_checkpoint
-from specbuild.used_experts import skip_unused_experts
+from specbuild.artifacts.onnx_checkpoint import open_checkpoint
+from specbuild.graph import ops as graphs
+from specbuild.graph.moe_branches import skip_unused_experts
 from specrun.backends import Backend, open_host_backend
 from specrun.backends.ort_session import session_options
 from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME, open_engine

@@ -19,7 +19,7 @@ import click
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from specbuild.engine import build_engine
+from specbuild.engine.build import build_engine
 from specrun.engine_dir.config import WEIGHTS_NAME
 
 FORMS: dict[str, dict[str, str]] = {
@@ -40,13 +40,13 @@ def build(checkpoint: str, output: str, probes: str) -> None:
     """In a process of its own: build, and print the bytes that this took at its peak, before the engine is probed."""
     import onnxruntime  # noqa: F401
 
-    import specbuild.engine
-    from specbuild.config import engine_options
+    import specbuild.engine.build
+    from specbuild.engine.config import engine_options
 
     (options,) = engine_options({"checkpoint_dir": checkpoint, "output_dir": output, "max_seq_len": 512}, None)
     before = _peak()
     if probes == "no":
-        specbuild.engine._probe = lambda _directory, _config: None  # type: ignore[assignment,return-value]
+        specbuild.engine.build._probe = lambda _directory, _config: None  # type: ignore[assignment,return-value]
     build_engine(options, force=False)
     print(_peak() - before)
 

@@ -12,9 +12,9 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from specbuild.config import engine_options
-from specbuild.convert import ConvertOptions, convert
-from specbuild.engine import build_engine
+from specbuild.convert.convert import ConvertOptions, convert
+from specbuild.engine.build import build_engine
+from specbuild.engine.config import engine_options
 from specbuild.progress import Stages
 
 

@@ -26,16 +26,16 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from scripts.benchmarks.engines import build, fastest, to_onnx
 from scripts.benchmarks.quantise import unseen_text
 from scripts.benchmarks.quantised import log_probs, quality
-from specbuild.export.skeleton import load_skeleton
-from specbuild.huggingface import read_model_config
-from specbuild.quantisation.inputs import calibrate
-from specbuild.quantisation.kv_cache import coarser, rounding_for
-from specbuild.quantisation.packed_model import PackedModel
-from specbuild.quantisation.quality import measure
-from specbuild.quantisation.recipe import KV_CACHE_DTYPES
-from specbuild.quantisation.texts import TextOptions, read_texts
-from specbuild.tensors import StoredTensor
-from specbuild.weights import check_weights
+from specbuild.export.meta_model import load_skeleton
+from specbuild.hf.model_config import read_model_config
+from specbuild.quantization.activation_ranges import calibrate
+from specbuild.quantization.calibration_data import TextOptions, read_texts
+from specbuild.quantization.recipe import KV_CACHE_DTYPES
+from specbuild.quantize.quality import measure
+from specbuild.weights.kv_cache import coarser, rounding_for
+from specbuild.weights.lazy_tensors import StoredTensor
+from specbuild.weights.packed_model import PackedModel
+from specbuild.weights.safetensors_files import check_weights
 from specrun.backends import Backend, open_host_backend
 from specrun.engine_dir.config import open_engine
 from specrun.evaluation.bench import Settings, as_json

@@ -19,9 +19,9 @@ import click
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.benchmarks.engines import to_onnx
-from specbuild.checkpoint import open_checkpoint
-from specbuild.config import engine_options
-from specbuild.engine import build_engine
+from specbuild.artifacts.onnx_checkpoint import open_checkpoint
+from specbuild.engine.build import build_engine
+from specbuild.engine.config import engine_options
 from specrun.engine_dir.config import PLAN_NAME, WEIGHTS_NAME, open_engine
 
 BATCHES = (1, 4, 8)

@@ -21,7 +21,7 @@ import click
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.corpora import help_topics
-from specbuild.quantisation.recipe import QFORMATS
+from specbuild.quantization.recipe import QFORMATS
 
 ROWS, LENGTH = 16, 256
 

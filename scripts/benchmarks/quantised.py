@@ -28,7 +28,7 @@ from scripts.benchmarks.draft_lengths import seconds_of
 from scripts.benchmarks.engines import build, to_onnx
 from scripts.benchmarks.prompts import PROMPTS
 from scripts.corpora import help_topics
-from specbuild.quantisation.recipe import QFORMATS
+from specbuild.quantization.recipe import QFORMATS
 from specrun.backends import open_host_backend
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder

@@ -17,8 +17,8 @@ import numpy.typing as npt
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from specbuild import graph as graphs
-from specbuild.quantisation.packed import Floats, as_float32
+from specbuild.graph import ops as graphs
+from specbuild.weights.packed import Floats, as_float32
 
 BLOCK = 128
 """Input channels that share a scale in 8-bit weights that are made of float8."""

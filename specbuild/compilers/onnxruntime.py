@@ -13,12 +13,12 @@ from typing import Literal
 
 import onnx_ir as ir
 
-from specbuild import graph as graphs
-from specbuild.causal import drop_causal_masks
 from specbuild.compilers import Compiled, cpu_forms, machine
-from specbuild.quantisation.kv_cache_graph import cache_updates, store_float8_as_int8
-from specbuild.single_queries import pad_single_queries
-from specbuild.used_experts import skip_unused_experts
+from specbuild.graph import ops as graphs
+from specbuild.graph.causal_mask import drop_causal_masks
+from specbuild.graph.kv_cache_qdq import cache_updates, store_float8_as_int8
+from specbuild.graph.moe_branches import skip_unused_experts
+from specbuild.graph.pad_single_query import pad_single_queries
 from specrun.backends.ort import session_options
 from specrun.devices.processor import has_vnni
 from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME, BackendInfo, BuildConfig, GraphInfo, Tensor

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import onnx_ir as ir
 
-from specbuild import graph as graphs
 from specbuild.compilers import Compiled, machine
 from specbuild.compilers.timing_cache import load_timings, save_timings
 from specbuild.compilers.trt_forms import move_zero_points, narrow_float4_scales, round_float4_inputs, set_apart_names
 from specbuild.compilers.trt_progress import interruptible, progress_monitor
-from specbuild.gathered_experts import gather_used_experts
-from specbuild.quantisation.kv_cache_graph import leave_writing_to_caller
+from specbuild.graph import ops as graphs
+from specbuild.graph.kv_cache_qdq import leave_writing_to_caller
+from specbuild.graph.moe_gather import gather_used_experts
 from specrun.devices.driver import compute_capability, use_gpu, why_no_gpu
 from specrun.engine_dir.config import GRAPH_NAME, PLAN_NAME, BackendInfo, BuildConfig, GraphInfo, Profile, Tensor
 from specrun.engine_dir.contract import INPUT_IDS, LOGITS_INDICES, WRITE_INDICES

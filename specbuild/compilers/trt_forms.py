@@ -11,8 +11,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from specbuild import graph as graphs
-from specbuild.quantisation.packed import as_float32, block_sums
+from specbuild.graph import ops as graphs
+from specbuild.weights.packed import as_float32, block_sums
 from specrun.errors import BuildError
 
 FLOAT4_BLOCK = 16

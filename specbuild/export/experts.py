@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.onnx.ops import symbolic
 
-from specbuild import graph as graphs
+from specbuild.graph import ops as graphs
 
 IMPLEMENTATION = "specbuild_dense"
 """The name under which the function is registered."""

@@ -17,11 +17,11 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from specbuild.export import experts
+from specbuild.export.attention import IMPLEMENTATION, ScatterCache, register, scatter
+from specbuild.export.features import Fusion, watched
 from specbuild.export.fused import fused_operators
-from specbuild.export.hooks import IMPLEMENTATION, ScatterCache, register, scatter
 from specbuild.export.query_scales import by_position
-from specbuild.heads.fusion import Fusion, watched
-from specbuild.quantisation.kv_cache import CODE_TYPES, CacheRounding
+from specbuild.weights.kv_cache import CODE_TYPES, CacheRounding
 from specrun.engine_dir.config import CacheTensor
 from specrun.engine_dir.contract import (
     INPUT_IDS,

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.onnx.ops import rotary_embedding, symbolic
 
+from specbuild.export.attention import gather_logits_positions
 from specbuild.export.complex_rope import complex_rope_swaps
-from specbuild.export.hooks import gather_logits_positions
 
 
 @contextmanager

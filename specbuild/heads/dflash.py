@@ -26,10 +26,10 @@ from torch import nn
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from specbuild.export.hooks import ScatterCache, contract_mask, gather_features, scatter
-from specbuild.heads.dflash_checkpoint import MARKOV, DFlashHead
+from specbuild.export.attention import ScatterCache, contract_mask, gather_features, scatter
+from specbuild.head_formats.dflash import MARKOV, DFlashHead
 from specbuild.heads.module import Contract, LayerModule
-from specbuild.tensors import Weight
+from specbuild.weights.lazy_tensors import Weight
 from specrun.engine_dir.contract import MARKOV_FILES
 from specrun.errors import CheckpointError
 

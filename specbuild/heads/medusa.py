@@ -19,9 +19,9 @@ from torch import nn
 from torch.nn import functional
 from torch.onnx.ops import symbolic
 
+from specbuild.export.attention import gather_features, scatter
 from specbuild.export.exporter import export_module
-from specbuild.export.hooks import gather_features, scatter
-from specbuild.heads.medusa_checkpoint import MedusaHead
+from specbuild.head_formats.medusa import MedusaHead
 from specbuild.heads.module import Contract, load_parameters, require_vocab
 from specrun.engine_dir.config import CacheTensor
 

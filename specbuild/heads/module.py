@@ -14,8 +14,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
 from specbuild.export import experts
-from specbuild.export.exporter import export_module
-from specbuild.export.hooks import (
+from specbuild.export.attention import (
     IMPLEMENTATION,
     ScatterCache,
     contract_mask,
@@ -24,11 +23,12 @@ from specbuild.export.hooks import (
     register,
     scatter,
 )
-from specbuild.export.skeleton import placeholder
-from specbuild.heads.checkpoint import EagleHead, Head, LayerHead
-from specbuild.heads.fusion import is_fused
-from specbuild.huggingface import first_line
-from specbuild.tensors import Weight
+from specbuild.export.exporter import export_module
+from specbuild.export.features import is_fused
+from specbuild.export.meta_model import placeholder
+from specbuild.head_formats.eagle import EagleHead, Head, LayerHead
+from specbuild.hf.model_config import first_line
+from specbuild.weights.lazy_tensors import Weight
 from specrun.engine_dir.config import CacheTensor
 from specrun.errors import CheckpointError, UnsupportedModelError
 

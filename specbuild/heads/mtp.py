@@ -21,9 +21,9 @@ from torch import nn
 from transformers.modeling_layers import MtpModel
 
 from specbuild.export.exporter import cache_shapes
-from specbuild.export.origins import Converted, find_origins, stack_numbered
 from specbuild.heads.module import ChainModule, load_parameters, require_vocab
-from specbuild.tensors import Weight
+from specbuild.weights.lazy_tensors import Weight
+from specbuild.weights.weight_map import Converted, find_origins, stack_numbered
 from specrun.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from specbuild.heads.mtp_checkpoint import MtpHead
-    from specbuild.tensors import Reader
+    from specbuild.head_formats.mtp import MtpHead
+    from specbuild.weights.lazy_tensors import Reader
     from specrun.engine_dir.config import CacheTensor
 
 

@@ -16,17 +16,17 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from specbuild.convert import plain, vocab_size_of
-from specbuild.heads.checkpoint import EagleHead
+from specbuild.convert.convert import plain, vocab_size_of
+from specbuild.export.features import Fusion, decoder_layers
+from specbuild.head_formats.detect import read_head
+from specbuild.head_formats.eagle import EagleHead
+from specbuild.head_formats.pickled import LoadedTensor
 from specbuild.heads.eagle3 import Eagle3
-from specbuild.heads.fusion import Fusion, decoder_layers
-from specbuild.heads.pickled import LoadedTensor
-from specbuild.heads.reading import read_head
 from specbuild.json_file import read_json
-from specbuild.tensors import Reader, Weight
 from specbuild.training.attention import NAME, ChainKeys
 from specbuild.training.options import TrainOptions
 from specbuild.training.student import Student
+from specbuild.weights.lazy_tensors import Reader, Weight
 from specrun.engine_dir.config import CONFIG_NAME
 
 WEIGHTS = "model.safetensors"

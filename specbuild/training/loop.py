@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from specbuild.convert import vocab_size_of
-from specbuild.heads.fusion import watched
+from specbuild.convert.convert import vocab_size_of
+from specbuild.export.features import watched
+from specbuild.training.data.rows import Batch, Data
 from specbuild.training.losses import Score, compare
 from specbuild.training.muon import Muon
-from specbuild.training.rows import Batch, Data
 from specbuild.training.student import Student
 
 WARM_UP = 0.05

@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional
 
 from specbuild.training import memory
+from specbuild.training.data.rows import Batch
 from specbuild.training.memory import sparing
-from specbuild.training.rows import Batch
 from specbuild.training.student import Student
 
 DECAY = 0.8

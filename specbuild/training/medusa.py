@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from specbuild.heads.fusion import Fusion
+from specbuild.export.features import Fusion
 from specbuild.heads.medusa import ResBlock
 from specbuild.json_file import read_json
 from specbuild.training.student import Student

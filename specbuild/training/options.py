@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from specbuild.resume import beside, checkpoint_of
+from specbuild.artifacts.resume import beside, checkpoint_of
 from specrun.errors import BuildConfigError
 
 Kind = Literal["eagle3", "eagle3.1", "medusa", "model"]

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from specbuild.heads.fusion import decoder_layers
-from specbuild.huggingface import first_line
+from specbuild.export.features import decoder_layers
+from specbuild.hf.model_config import first_line
 from specbuild.training.student import Student
 from specrun.errors import BuildConfigError, CheckpointError
 

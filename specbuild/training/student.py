@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from specbuild.heads.fusion import Fusion
+from specbuild.export.features import Fusion
 
 
 class Student(nn.Module, ABC):

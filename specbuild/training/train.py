@@ -8,15 +8,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbuild.convert import positions_of, require_packages, vocab_size_of
+from specbuild.artifacts.resume import stopped_there
+from specbuild.convert.convert import positions_of, require_packages, vocab_size_of
 from specbuild.files import require_space
-from specbuild.hub import locate
-from specbuild.huggingface import first_line, read_model_config, save_generation_config, save_tokenizer
+from specbuild.hf.hub import locate
+from specbuild.hf.model_config import first_line, read_model_config, save_generation_config, save_tokenizer
 from specbuild.json_file import read_json
 from specbuild.progress import Stages, human_bytes, peak_memory
-from specbuild.resume import stopped_there
 from specbuild.training.options import TrainOptions
-from specbuild.weights import check_weights, require_layers
+from specbuild.weights.safetensors_files import check_weights, require_layers
 from specrun.engine_dir.directories import new_directory, require_free
 from specrun.errors import BackendError, BuildConfigError, CheckpointError, UnsupportedModelError
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from specbuild.training.rows import Data, RowMaker
+    from specbuild.training.data.rows import Data, RowMaker
     from specbuild.training.student import Student
 
 ANSWER_TEMPERATURE = 0.7
@@ -54,8 +54,8 @@ def train_draft(options: TrainOptions, stages: Stages) -> dict[str, Any]:
         require_layers(directory, config, check_weights(directory))
     import torch
 
+    from specbuild.training.data.rows import RowMaker, read_data
     from specbuild.training.loop import Plan, Trainer
-    from specbuild.training.rows import RowMaker, read_data
     from specbuild.training.state import load_optimizer, read_run, save_run, write_record
 
     device = _device(options.device)
@@ -124,7 +124,7 @@ def train_draft(options: TrainOptions, stages: Stages) -> dict[str, Any]:
 
 def _require_dense(directory: Path) -> None:
     """Raise UnsupportedModelError where weights are quantised."""
-    from specbuild.quantisation.checkpoints.schemes import read_scheme
+    from specbuild.quantized_formats.config.schemes import read_scheme
 
     if scheme := read_scheme(directory, read_json(directory / "config.json")):
         raise UnsupportedModelError(
@@ -168,9 +168,9 @@ def _load_target(
 
 def _answered(options: TrainOptions, target: PreTrainedModel, maker: RowMaker, stages: Stages) -> Data:
     """The target's own answers to ``options.prompts``, which are kept beside the output."""
-    from specbuild.training.answers import Sampling, answer_with_model
-    from specbuild.training.prepare import answer_file
-    from specbuild.training.rows import read_data
+    from specbuild.training.data.answers import Sampling, answer_with_model
+    from specbuild.training.data.prepare import answer_file
+    from specbuild.training.data.rows import read_data
 
     assert options.prompts is not None
     sampling = Sampling(options.max_length, ANSWER_TEMPERATURE, options.seed)

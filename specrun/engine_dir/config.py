@@ -263,7 +263,7 @@ class Provenance(Strict):
     inputs: dict[str, str] = {}
     """The sha256 of everything that was read, by name."""
     input_states: dict[str, list[int]] = {}
-    """By which an input is known to be the same without reading it: see ``specbuild.inputs``."""
+    """By which an input is known to be the same without reading it: see ``specbuild.artifacts.checksums``."""
     notes: list[str] = []
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from specbuild.config import plan_profiles
+from specbuild.engine.config import plan_profiles
 from specrun.engine_dir.config import CONFIG_NAME, GRAPH_NAME, PLAN_NAME, Profile, Tensor, describe_file, open_engine
 from specrun.engine_dir.contract import INPUT_IDS, LOGITS_INDICES, WRITE_INDICES
 from tests.gpu_simulator import collectives, gpus
@@ -73,8 +73,8 @@ def _leave_writing_to_caller(checkpoint: Path, path: Path, cache_length: int) ->
     """Save the graph of a checkpoint with an int8 cache as TensorRT's compiler would change it."""
     import onnx_ir as ir  # It takes seconds to import, and some tests start processes that have no use for it.
 
-    from specbuild.graph import pin_cache_length
-    from specbuild.quantisation.kv_cache_graph import leave_writing_to_caller
+    from specbuild.graph.kv_cache_qdq import leave_writing_to_caller
+    from specbuild.graph.ops import pin_cache_length
 
     model = ir.load(checkpoint / GRAPH_NAME)
     pin_cache_length(model, cache_length)

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import torch
 
-from specbuild.export.skeleton import load_skeleton
-from specbuild.heads.convert import _make
-from specbuild.heads.fusion import Fusion, watched
+from specbuild.convert.head import _make
+from specbuild.export.features import Fusion, watched
+from specbuild.export.meta_model import load_skeleton
+from specbuild.export.reference import Float32
+from specbuild.head_formats.detect import read_head
 from specbuild.heads.medusa import Medusa
 from specbuild.heads.module import GraphModule
-from specbuild.heads.reading import read_head
-from specbuild.huggingface import read_model_config
-from specbuild.reference import Float32
-from specbuild.tensors import Reader, StoredTensor
-from specbuild.weights import check_weights
+from specbuild.hf.model_config import read_model_config
+from specbuild.weights.lazy_tensors import Reader, StoredTensor
+from specbuild.weights.safetensors_files import check_weights
 from specrun.sampling.sampler import Floats
 
 

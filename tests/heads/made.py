@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from specbuild.tensors import StoredTensor
-from specbuild.weights import check_weights
+from specbuild.weights.lazy_tensors import StoredTensor
+from specbuild.weights.safetensors_files import check_weights
 from specrun.backends import open_host_backend
 from specrun.engine_dir.config import open_engine
 from specrun.runners.host_runner import ModelRunner

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specbuild.heads.reading import read_head
+from specbuild.head_formats.detect import read_head
 from tests.heads.mtp import LAYERS, change_config, save_mtp_target
 from tests.heads.test_bad_heads import head_error, own_error
 from tests.test_bad_input import says

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
+from specbuild.convert.verify_head import reference_block
 from specbuild.heads.dflash import DFlash
-from specbuild.heads.verify import reference_block
 from specrun.drafters.markov import Markov
 from specrun.engine_dir.config import open_engine
 from specrun.sampling.sampler import Floats

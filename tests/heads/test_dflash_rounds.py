@@ -86,7 +86,7 @@ def test_rounds_draft_what_the_formula_says(
 
 
 def read_tensors(head: Path) -> Tensors:
-    from specbuild.heads.reading import read_head
+    from specbuild.head_formats.detect import read_head
 
     return {
         name: one.read((slice(None),) * len(one.shape), torch.float32) for name, one in read_head(head).tensors.items()

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from specbuild.convert.verify_head import reference_chain
 from specbuild.heads.module import HeadModule
-from specbuild.heads.verify import reference_chain
 from tests.families import VOCAB
 from tests.heads.as_read import as_read as read
 from tests.heads.made import (

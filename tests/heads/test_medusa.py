@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from specbuild.heads.fusion import describe_features
-from specbuild.heads.reading import read_head
-from specbuild.weights import check_weights
+from specbuild.export.features import describe_features
+from specbuild.head_formats.detect import read_head
+from specbuild.weights.safetensors_files import check_weights
 from specrun.backends import open_host_backend
 from specrun.backends.ort import OrtDeviceBackend
 from specrun.drafters import Proposal

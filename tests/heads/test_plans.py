@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from specbuild.checkpoint import open_checkpoint
-from specbuild.inspect import describe
+from specbuild.artifacts.inspect import describe
+from specbuild.artifacts.onnx_checkpoint import open_checkpoint
 from specrun.engine_dir.config import open_engine
 from tests.heads.made import DIALECTS, SMALL, make_pair, save_head
 

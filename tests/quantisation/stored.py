@@ -13,10 +13,10 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from specbuild.quantisation.checkpoints.scheme import Scheme
-from specbuild.quantisation.checkpoints.schemes import read_scheme
-from specbuild.quantisation.checkpoints.stored import Index
-from specbuild.quantisation.packed import Packed
+from specbuild.quantized_formats.config.scheme import Scheme
+from specbuild.quantized_formats.config.schemes import read_scheme
+from specbuild.quantized_formats.unpack.stored import Index
+from specbuild.weights.packed import Packed
 
 Array = npt.NDArray[Any]
 

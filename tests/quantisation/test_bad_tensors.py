@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from specbuild.quantisation.packed import Packed
+from specbuild.weights.packed import Packed
 from specrun.errors import CheckpointError
 from tests.quantisation.stored import Array, Tensor, Vector, named
 

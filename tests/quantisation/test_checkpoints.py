@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specbuild.checkpoint import open_checkpoint
+from specbuild.artifacts.onnx_checkpoint import open_checkpoint
 from specrun.engine_dir.config import open_engine
 from specrun.errors import BuildConfigError, BuildError, CheckpointError
 from tests.conftest import make_engine, make_onnx

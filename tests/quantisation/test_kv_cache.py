@@ -17,10 +17,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
-from specbuild import graph as graphs
-from specbuild.checkpoint import open_checkpoint
-from specbuild.inspect import describe
-from specbuild.quantisation.kv_cache import (
+from specbuild.artifacts.inspect import describe
+from specbuild.artifacts.onnx_checkpoint import open_checkpoint
+from specbuild.convert.verify import compare
+from specbuild.export.reference import reference_logits
+from specbuild.graph import ops as graphs
+from specbuild.graph.kv_cache_qdq import cache_updates
+from specbuild.quantization.calibration_data import TextOptions
+from specbuild.quantization.recipe import LARGEST_CODE, CacheCode
+from specbuild.quantize.quantize import QuantiseOptions, quantise
+from specbuild.weights.kv_cache import (
     CacheRounding,
     ObservedCache,
     RoundedCache,
@@ -28,12 +34,6 @@ from specbuild.quantisation.kv_cache import (
     coarser,
     rounding_for,
 )
-from specbuild.quantisation.kv_cache_graph import cache_updates
-from specbuild.quantisation.recipe import LARGEST_CODE, CacheCode
-from specbuild.quantisation.texts import TextOptions
-from specbuild.quantise import QuantiseOptions, quantise
-from specbuild.reference import reference_logits
-from specbuild.verify import compare
 from specrun import DraftTargetConfig, SpeculativeDecoder
 from specrun.backends import open_host_backend
 from specrun.engine_dir.config import GRAPH_NAME, open_engine

@@ -21,24 +21,24 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from specbuild.checkpoint import open_checkpoint
+from specbuild.artifacts.onnx_checkpoint import open_checkpoint
 from specbuild.compilers.trt_forms import round_float4_inputs
-from specbuild.export.skeleton import Skeleton, load_skeleton
-from specbuild.graph import FLOAT4_INPUT
-from specbuild.huggingface import read_model_config
+from specbuild.export.meta_model import Skeleton, load_skeleton
+from specbuild.graph.ops import FLOAT4_INPUT
+from specbuild.hf.model_config import read_model_config
 from specbuild.json_file import read_json
-from specbuild.quantisation.activation import Activation
-from specbuild.quantisation.checkpoints.loading import packed_products, with_packed
-from specbuild.quantisation.checkpoints.schemes import read_scheme
-from specbuild.quantisation.compressed_tensors_format import configuration, tensors
-from specbuild.quantisation.dense import pack_model
-from specbuild.quantisation.inputs import calibrate, rounded
-from specbuild.quantisation.packed_model import PackedModel
-from specbuild.quantisation.recipe import QFORMATS, QFormat, Recipe
-from specbuild.quantisation.texts import TextOptions, read_texts
-from specbuild.quantise import AUTO, LEAST_TOP1, QuantiseOptions, quantise
-from specbuild.tensors import Reader, StoredTensor
-from specbuild.weights import check_weights
+from specbuild.quantization.activation_ranges import calibrate, rounded
+from specbuild.quantization.calibration_data import TextOptions, read_texts
+from specbuild.quantization.quantize_model import pack_model
+from specbuild.quantization.recipe import QFORMATS, QFormat, Recipe
+from specbuild.quantize.compressed_tensors_format import configuration, tensors
+from specbuild.quantize.quantize import AUTO, LEAST_TOP1, QuantiseOptions, quantise
+from specbuild.quantized_formats.config.schemes import read_scheme
+from specbuild.quantized_formats.loading import packed_products, with_packed
+from specbuild.weights.activation import Activation
+from specbuild.weights.lazy_tensors import Reader, StoredTensor
+from specbuild.weights.packed_model import PackedModel
+from specbuild.weights.safetensors_files import check_weights
 from specrun.engine_dir.config import open_engine
 from specrun.errors import BuildConfigError
 from tests.conftest import make_engine, make_onnx, quiet
@@ -168,7 +168,7 @@ def test_calibration_sees_what_pytorchs_hooks_see(family: str, tmp_path: Path, t
 def test_the_report_is_what_a_direct_computation_gives(
     qformat: QFormat, dense: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specbuild.quantisation.inputs._BATCH_BYTES", 1)  # A row at a time.
+    monkeypatch.setattr("specbuild.quantization.activation_ranges._BATCH_BYTES", 1)  # A row at a time.
     report = run(dense, tmp_path / "out", text, qformat=qformat)
     assert json.loads((tmp_path / "out" / "quality.json").read_text()) == report
     rows = read_texts(TextOptions(str(text), **TEXTS), dense).held_out
@@ -288,7 +288,7 @@ def test_large_checkpoints_are_written_in_shards_that_the_library_reads(
     dense: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(dense, tmp_path / "one", text, qformat="fp8", quality=False)
-    monkeypatch.setattr("specbuild.quantisation.hf_checkpoint.SHARD_BYTES", 40_000)
+    monkeypatch.setattr("specbuild.quantize.shards.SHARD_BYTES", 40_000)
     run(dense, tmp_path / "many", text, qformat="fp8", quality=False)
     expected = load_file(tmp_path / "one" / "model.safetensors")
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())

@@ -15,15 +15,15 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear, silu
 
-from specbuild.checkpoint import open_checkpoint
-from specbuild.pieces import split_products
-from specbuild.quantisation.activation import Activation
-from specbuild.quantisation.dense import pack_model
-from specbuild.quantisation.inputs import calibrate, rounded
-from specbuild.quantisation.packed import shared_activation
-from specbuild.quantisation.recipe import QFormat, Recipe
-from specbuild.quantisation.texts import TextOptions, read_texts
-from specbuild.stored_parts import stored_tensor
+from specbuild.artifacts.onnx_checkpoint import open_checkpoint
+from specbuild.graph.split import split_products
+from specbuild.graph.weight_slices import stored_tensor
+from specbuild.quantization.activation_ranges import calibrate, rounded
+from specbuild.quantization.calibration_data import TextOptions, read_texts
+from specbuild.quantization.quantize_model import pack_model
+from specbuild.quantization.recipe import QFormat, Recipe
+from specbuild.weights.activation import Activation
+from specbuild.weights.packed import shared_activation
 from specrun.engine_dir.config import open_engine
 from tests.conftest import make_engine, make_onnx
 from tests.families import TEXT, save_checkpoint
@@ -256,9 +256,9 @@ def test_verification_dequantises_weights_in_slices(
         sizes = [tensor.size for value in codes if (tensor := stored_tensor(value)) is not None]
         largest.append(max(sizes))
 
-    monkeypatch.setattr("specbuild.verify.SLICE", most)
-    monkeypatch.setattr("specbuild.verify._PIECE", most)
-    monkeypatch.setattr("specbuild.verify.split_products", split)
+    monkeypatch.setattr("specbuild.convert.verify.SLICE", most)
+    monkeypatch.setattr("specbuild.convert.verify._PIECE", most)
+    monkeypatch.setattr("specbuild.convert.verify.split_products", split)
     source = save_checkpoint(tmp_path / "hf", family, dtype=torch.bfloat16, tie_word_embeddings=False)
     make_onnx(source, tmp_path / "onnx", qformat=qformat, exclude=("model.embed_tokens",), verify=True)
     assert 0 < max(largest) <= 32 * 192  # A block of the widest weight.

@@ -10,9 +10,9 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-import specbuild.quantisation.checkpoints.stored
-from specbuild.quantisation.checkpoints.stored import CodeTensor
-from specbuild.quantisation.packed import Activation, Packed
+import specbuild.quantized_formats.unpack.stored
+from specbuild.quantized_formats.unpack.stored import CodeTensor
+from specbuild.weights.packed import Activation, Packed
 from specrun.backends.ort import session_options
 from tests.quantisation.stored import Array, Tensor, Vector, named
 
@@ -112,7 +112,7 @@ def test_written_in_parts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Codes are the same bytes when they are unpacked 64 rows at a time."""
     packed, _ = Vector(name, tmp_path).weight()
     whole = packed.codes.tobytes()
-    monkeypatch.setattr(specbuild.quantisation.checkpoints.stored, "_CHUNK", 1)
+    monkeypatch.setattr(specbuild.quantized_formats.unpack.stored, "_CHUNK", 1)
     file = io.BytesIO()
     assert isinstance(packed.codes, CodeTensor)
     packed.codes.tofile(file)

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from specbuild.quantisation.checkpoints.forms import CHANNEL, WHOLE, Form
-from specbuild.quantisation.checkpoints.from_torch import FromTorch
-from specbuild.quantisation.checkpoints.refused import REFUSED
-from specbuild.quantisation.checkpoints.scheme import CACHE_SCALES, KVCache, Scheme
-from specbuild.quantisation.checkpoints.schemes import METHODS, read_scheme
+from specbuild.quantized_formats.config.refused import REFUSED
+from specbuild.quantized_formats.config.scheme import CACHE_SCALES, KVCache, Scheme
+from specbuild.quantized_formats.config.schemes import METHODS, read_scheme
+from specbuild.quantized_formats.formats import CHANNEL, WHOLE, Form
+from specbuild.quantized_formats.from_torch import FromTorch
 from specrun.errors import CheckpointError, UnsupportedModelError
 from tests.quantisation.stored import Tensor
 
@@ -430,7 +430,7 @@ def test_torchao_in_pickles(tmp_path: Path) -> None:
 
 
 class Torch:
-    """As ``specbuild.tensors.StoredTensor``."""
+    """As ``specbuild.weights.lazy_tensors.StoredTensor``."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self.values = values

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specbuild.training.prepare import PrepareOptions, prepare_data
+from specbuild.training.data.prepare import PrepareOptions, prepare_data
 from tests.conftest import make_engine, make_onnx, once, quiet
 from tests.heads.made import make_pair
 from tests.training.made import LENGTH, PROMPTS, save_target, train

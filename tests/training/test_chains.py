@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from specbuild.heads.fusion import watched
+from specbuild.export.features import watched
 from specbuild.training import memory
+from specbuild.training.data.rows import Batch
 from specbuild.training.eagle3 import Eagle3Student
 from specbuild.training.losses import DECAY, Expected, Score, compare
-from specbuild.training.rows import Batch
 from specbuild.training.student import Student
 from tests.families import VOCAB
 from tests.heads.made import DIALECTS, head_tensors, save_head, save_target, states_of, target_matrix

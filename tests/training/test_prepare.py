@@ -12,10 +12,10 @@ from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
 from specbuild.cli import main
-from specbuild.training.answers import Prompt, Sampling, answer_with_model
-from specbuild.training.conversations import read_prompt
-from specbuild.training.prepare import PrepareOptions, prepare_data
-from specbuild.training.rows import RowMaker
+from specbuild.training.data.answers import Prompt, Sampling, answer_with_model
+from specbuild.training.data.conversations import read_prompt
+from specbuild.training.data.prepare import PrepareOptions, prepare_data
+from specbuild.training.data.rows import RowMaker
 from specrun.batch.lines import Place
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import BackendError, BuildConfigError, OutputExistsError, RequestError

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from specbuild.training.conversations import read_examples, read_prompt
-from specbuild.training.rows import Data, Row, RowMaker, join, read_data
+from specbuild.training.data.conversations import read_examples, read_prompt
+from specbuild.training.data.rows import Data, Row, RowMaker, join, read_data
 from specrun.errors import BuildConfigError
 from tests.training.made import write_lines
 

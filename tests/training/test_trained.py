@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from specbuild.heads.fusion import watched
+from specbuild.export.features import watched
+from specbuild.training.data.rows import RowMaker, join, read_data
 from specbuild.training.eagle3 import Eagle3Student
 from specbuild.training.losses import Score, compare
-from specbuild.training.rows import RowMaker, join, read_data
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.request.request import Request

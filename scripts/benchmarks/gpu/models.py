@@ -11,7 +11,7 @@ from pathlib import Path
 
 from scripts.benchmarks.gpu.results import Results
 from scripts.benchmarks.gpu.sizes import Size
-from specbuild.checkpoint import CheckpointConfig
+from specbuild.artifacts.onnx_checkpoint import CheckpointConfig
 from specrun.engine_dir.config import CONFIG_NAME
 from specrun.errors import BackendError
 

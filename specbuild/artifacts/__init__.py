@@ -1,0 +1,1 @@
+"""What specbuild writes, and how it is known again."""

@@ -1,0 +1,68 @@
+"""Checksums of what ``convert`` reads. A file that has not changed since its checksum was noted down is not read again.
+
+It has not where size, times of change and of its entry, inode and device are the same. The second of these times cannot
+be set, so that a file that was put in its place with the old times is found out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from specbuild.weights.safetensors_files import INDEX_NAME, SINGLE_NAME
+from specrun.engine_dir.config import Provenance, describe_file
+
+_SMALL = ("*.json", "tokenizer*", "*.model", "*.jinja", "*.py")
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+
+
+class Inputs(NamedTuple):
+    """Fields of ``Provenance``."""
+
+    inputs: dict[str, str]
+    input_states: dict[str, list[int]]
+
+
+def describe_inputs(sources: Mapping[str, Path], known: Provenance | None = None) -> Inputs:
+    """Checksums of all files of ``sources``, which are directories and files by name.
+
+    known: where checksums were noted down before.
+    """
+    found = Inputs({}, {})
+    for source, path in sources.items():
+        for file in _files(path) if path.is_dir() else [path]:
+            name = f"{source}/{file.name}" if path.is_dir() else source
+            state = _state(file)
+            found.input_states[name] = state
+            if known and known.input_states.get(name) == state and name in known.inputs:
+                found.inputs[name] = known.inputs[name]
+            else:
+                found.inputs[name] = describe_file(file).sha256
+    return found
+
+
+def _state(file: Path) -> list[int]:
+    stat = file.stat()
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev]
+
+
+def _files(directory: Path) -> list[Path]:
+    """What a checkpoint's conversion may read, in the order of the names."""
+    found = {path for pattern in _SMALL for path in directory.glob(pattern)}
+    return sorted(path for path in {*found, *_weights(directory)} if path.is_file())
+
+
+def _weights(directory: Path) -> Iterator[Path]:
+    """The weights of a checkpoint. Beside them some have the same ones in another form, which are not read."""
+    if (index := directory / INDEX_NAME).is_file():
+        try:
+            names = set(json.loads(index.read_bytes())["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return  # Whoever reads the checkpoint says what is wrong with it.
+        yield from (directory / name for name in names if isinstance(name, str) and Path(name).name == name)
+    elif (single := directory / SINGLE_NAME).is_file():
+        yield single
+    else:
+        yield from (path for pattern in _WEIGHTS for path in directory.glob(pattern))

@@ -1,0 +1,133 @@
+"""``specbuild convert --dry_run``: what would be made, and what that takes, as far as it is known before."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specbuild.artifacts.inspect import facts_table
+from specbuild.artifacts.provenance import require_same
+from specbuild.convert.check import conversion_memory, require_family
+from specbuild.convert.convert import (
+    ConvertOptions,
+    Layout,
+    Source,
+    dtype_name,
+    lay_out,
+    output_bytes,
+    read_source,
+    require_packages,
+    require_sound,
+    vocab_size_of,
+)
+from specbuild.convert.inputs import conversion_provenance, described_inputs
+from specbuild.files import existing, require_space
+from specbuild.hf.model_config import eos_token_ids, save_tokenizer
+from specbuild.progress import Stages, human_bytes
+from specrun.errors import BuildConfigError
+from specrun.kv_cache.host_memory import free_memory
+
+if TYPE_CHECKING:
+    from specbuild.weights.packed_model import PackedModel
+
+
+def describe_conversion(options: ConvertOptions, stages: Stages) -> str:
+    """A page for people. Nothing is written, but for small files of the Hub in its cache.
+
+    Raises what ``convert`` raises before it reads weights or exports the graph.
+    """
+    require_packages("torch", "transformers", "safetensors", "onnx_ir")
+    if options.head_of is not None:
+        raise BuildConfigError("--dry_run cannot stand beside --head_of: converting a head takes seconds")
+    stopped, found = require_sound(options)
+    with described_inputs(options) as (directories, download):
+        if found is not None and not download:
+            with stages.stage("compare with what is there"):
+                require_same(
+                    Path(options.output_dir), found, conversion_provenance(options, directories, found.provenance)
+                )
+            would_be = "left as it is: it is up to date"
+        else:
+            would_be = "converted" if found is None else "compared with the download"
+        if stopped and not download:
+            with stages.stage("compare with the run that has stopped"):
+                stopped.require_same(conversion_provenance(options, directories, stopped.made))
+        with stages.stage("check checkpoint"):
+            source = read_source(options, directories, stages)
+            require_family(source)
+        with stages.stage("lay out the model"):
+            layout = lay_out(source, options)
+            return facts_table(_facts(options, source, layout, would_be, download))
+
+
+def _facts(options: ConvertOptions, source: Source, layout: Layout, would_be: str, download: int) -> dict[str, str]:
+    from specbuild.export.exporter import cache_shapes
+    from specbuild.export.features import Fusion
+    from specrun.engine_dir.config import GraphInfo
+
+    model, notes = layout.model, list[str]()
+    packed = _packed(options, source, layout, notes)
+    info = GraphInfo(
+        vocab_size=vocab_size_of(model),
+        dtype=dtype_name(model),
+        kv_cache_dtype=source.kv_cache,
+        caches=cache_shapes(model),
+    )
+    eos_token_ids(model)
+    with tempfile.TemporaryDirectory() as name:
+        if not save_tokenizer(source.directory, Path(name), options.trust_remote_code):
+            notes.append("there is no tokenizer; specrun will need --tokenizer_dir")
+    if source.head:
+        notes.append(f"features for {options.head}: {Fusion(source.head, model).describe()}")
+    disk = output_bytes(model, packed)
+    place = Path(options.output_dir).absolute().parent
+    if would_be == "converted":
+        from huggingface_hub import constants
+
+        require_space({place: disk, **({Path(constants.HF_HUB_CACHE): download} if download else {})})
+    memory = free_memory()
+    free = "" if memory is None else f"; {human_bytes(memory)} are free"
+    forms = [f"{count} in {form}" for form, count in packed.forms().items()]
+    calibration = "{} rows of {} tokens".format(*source.texts.calibration.shape) if source.texts else "not needed"
+    return {
+        "checkpoint": options.model,
+        "output": str(options.output_dir),
+        "would be": would_be,
+        "model": f"{source.hf_config.model_type}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters",
+        "computes in": info.dtype,
+        "weights": ", ".join([*forms, f"the others in {info.dtype}"] if forms else [info.dtype]),
+        "KV cache": f"{info.cache_element.name}, {human_bytes(info.cache_bytes(1, 1))} a token",
+        "max_seq_len": str(source.max_seq_len),
+        "calibration": calibration,
+        **({"download": human_bytes(download)} if download else {}),
+        "disk": f"about {human_bytes(disk)}; {human_bytes(shutil.disk_usage(existing(place)).free)} are free",
+        "memory": f"up to about {human_bytes(_memory(info.layers, packed))} beyond Python with torch{free}",
+        "time": "not known before it was tried; it goes into reading and writing the weights, and comparing"
+        if options.verify
+        else "not known before it was tried; it goes into writing the weights",
+        **{f"note {number}": note for number, note in enumerate(notes, 1)},
+    }
+
+
+def _packed(options: ConvertOptions, source: Source, layout: Layout, notes: list[str]) -> PackedModel:
+    """The weights that would be quantised, or are; inputs as in the checkpoint, or not calibrated yet."""
+    from specbuild.quantization.quantize_model import pack_model, unmatched
+    from specbuild.quantized_formats.loading import packed_products
+    from specbuild.weights.packed_model import PackedModel
+
+    if source.recipe:
+        notes += [
+            f"--exclude {pattern} matches no module with a weight" for pattern in unmatched(layout.model, source.recipe)
+        ]
+        return pack_model(layout.model, source.recipe.without_inputs, layout.weights)
+    if source.scheme and not options.dequantize:
+        return packed_products(layout.model, source.scheme, layout.weights, notes)
+    return PackedModel()
+
+
+def _memory(layers: int, packed: PackedModel) -> int:
+    """The codes of one quantised weight are held as a whole, a byte each, and once more as they are written."""
+    codes = max((weight.codes.size for weight in packed.weights()), default=0)
+    return conversion_memory(layers) + 2 * codes

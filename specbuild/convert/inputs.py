@@ -1,0 +1,100 @@
+"""What a conversion or quantisation reads, and the record that says whether another one would give the same."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specbuild.artifacts.checksums import describe_inputs
+from specbuild.artifacts.provenance import provenance, releases
+from specbuild.hf.hub import locate
+from specbuild.hf.hub_metadata import described
+from specbuild.quantization.calibration_data import BUILTIN
+from specrun.engine_dir.config import Provenance
+
+if TYPE_CHECKING:
+    from specbuild.convert.convert import ConvertOptions
+    from specbuild.quantize.quantize import QuantiseOptions
+
+_INPUTS = {"model", "revision", "head", "head_of", "draft_dir", "texts"}
+"""Options that name what is read; it counts by its content."""
+_NOT_IN_FILES = {*_INPUTS, "output_dir", "resume", "force"}
+"""Those, and the ones that change nothing in the result."""
+_QUANTISERS = ("torch", "transformers", "onnx_ir", "safetensors", "tokenizers", "numpy")
+_CONVERTERS = (*_QUANTISERS, "onnx", "onnxscript")
+
+
+def locate_inputs(options: ConvertOptions) -> dict[str, Path]:
+    """The directories that are read, by the options that name them. Those on the Hub are downloaded.
+
+    A head inside its own target is of the same revision. Raises CheckpointError; OSError for a full disk.
+    """
+    code, pickles = options.trust_remote_code, options.allow_pickle
+    is_head = options.head_of not in (None, options.model)
+    found = {
+        "model_dir": locate(
+            options.model, options.revision, code=code and not is_head, head=is_head, pickles=is_head and pickles
+        )
+    }
+    same = found["model_dir"]
+    if options.head is not None:
+        is_same = options.head == options.model
+        found["head"] = same if is_same else locate(options.head, None, "--head", head=True, pickles=pickles)
+    if options.head_of is not None:
+        found["head_of"] = locate(options.head_of, None, "--head_of", code=code) if is_head else same
+    return found
+
+
+@contextmanager
+def described_inputs(options: ConvertOptions) -> Iterator[tuple[dict[str, Path], int]]:
+    """The same for ``--dry_run``: of a model on the Hub without its weights, whose bytes are the second value.
+
+    Heads are small, and downloaded. Raises CheckpointError.
+    """
+    with described(options.model, options.revision, "--model_dir", options.trust_remote_code) as (directory, download):
+        found = {"model_dir": directory}
+        if options.head == options.model:
+            found["head"] = directory
+        elif options.head is not None:
+            found["head"] = locate(options.head, None, "--head", head=True, pickles=options.allow_pickle)
+        yield found, download
+
+
+def conversion_provenance(
+    options: ConvertOptions, directories: Mapping[str, Path], known: Provenance | None = None
+) -> Provenance:
+    """Of what a conversion of ``directories`` makes. known: of an earlier one, for checksums of the same files."""
+    return _made_of("specbuild convert", options, _CONVERTERS, directories, known)
+
+
+def quantisation_provenance(
+    options: QuantiseOptions, directories: Mapping[str, Path], known: Provenance | None = None
+) -> Provenance:
+    """The same of ``specbuild quantize``."""
+    return _made_of("specbuild quantize", options, _QUANTISERS, directories, known)
+
+
+def _made_of(
+    tool: str,
+    options: ConvertOptions | QuantiseOptions,
+    packages: tuple[str, ...],
+    directories: Mapping[str, Path],
+    known: Provenance | None,
+) -> Provenance:
+    texts = options.texts
+    sources = dict(directories)
+    if texts.dataset != BUILTIN:
+        sources["calib_dataset"] = Path(texts.dataset).expanduser()
+    given = {name: value for name, value in asdict(options).items() if name not in _NOT_IN_FILES}
+    calibration = {"calib_size": texts.size, "calib_max_seq_length": texts.length}
+    return provenance(
+        tool,
+        options.model,
+        {**releases(*packages), "python": platform.python_version()},
+        options={**given, "exclude": list(options.exclude), **calibration},
+        **describe_inputs(sources, known)._asdict(),
+    )

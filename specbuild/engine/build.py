@@ -1,0 +1,160 @@
+"""``specbuild engine``: ONNX checkpoint directory -> engine directory."""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from pathlib import Path
+
+from specbuild.artifacts.provenance import made_before, require_same
+from specbuild.compilers import choose
+from specbuild.engine.cache import place_of, take
+from specbuild.engine.config import EngineOptions
+from specbuild.engine.plan import EnginePlan, plan_engine
+from specbuild.engine.size import disk_bytes
+from specbuild.engine.workers import run_side_by_side
+from specbuild.files import require_space, share_a_disk
+from specbuild.progress import Advance, Stages, human_bytes
+from specrun.backends import open_host_backend
+from specrun.backends.bit_exact_probe import probe
+from specrun.engine_dir.bit_exact import BitExact
+from specrun.engine_dir.config import CONFIG_NAME, WEIGHTS_NAME, EngineConfig, describe_file
+from specrun.engine_dir.contract import MARKOV_FILES
+from specrun.engine_dir.directories import new_directory, require_free
+from specrun.errors import BuildConfigError, CheckpointError
+from specrun.optional_packages import import_package
+from specrun.text.tokenizer import require_own_tokenizer, tokenizer_files
+
+
+def build_engines(
+    engines: list[EngineOptions], workers: int, force: bool, stages: Stages, cache_dir: Path | None = None
+) -> None:
+    """Build the engines that are not there yet, ``workers`` at a time. Raises SpecError.
+
+    All settings are checked before the first build. cache_dir: see ``build_cache``.
+    """
+    missing = [plan.options for plan in plan_engines(engines, force, stages, cache_dir) if not plan.is_there]
+    build = partial(build_engine, force=force, cache_dir=cache_dir)
+    if workers <= 1 or len(missing) <= 1:
+        for options in missing:
+            with stages.stage(f"build {options.output_dir}", 1.0) as advance:
+                summary = build(options, advance=advance)
+            stages.say(summary)
+        return
+    with stages.stage(f"build {len(missing)} engines", len(missing)) as advance:
+        load = partial(_load_compilers, missing)
+        summaries = run_side_by_side(build, missing, workers, advance, load)
+    for summary in summaries:
+        stages.say(summary)
+
+
+def plan_engines(
+    engines: list[EngineOptions], force: bool, stages: Stages, cache_dir: Path | None = None
+) -> list[EnginePlan]:
+    """Check everything that is known before a build, and say what is to be known of each. Raises SpecError, OSError."""
+    plans = [plan_engine(options) for options in engines]
+    for number, plan in enumerate(plans):
+        output, checkpoint = plan.options.output_dir, plan.options.checkpoint_dir
+        if output.resolve() == checkpoint.resolve():
+            raise BuildConfigError(f"{output}: is the checkpoint itself; choose another --output_dir")
+        if not force and (found := made_before(output, EngineConfig)):
+            require_same(output, found, plan.provenance)
+            stages.say(f"{output} is up to date")
+            plans[number] = plan.already_there()
+            continue
+        require_free(output, force)
+        stages.say(f"{output}: backend {plan.backend}: {plan.reason}")
+        for note in plan.notes:
+            stages.say(f"{output}: {note}")
+    require_space(_needed_space([plan for plan in plans if not plan.is_there], cache_dir))
+    return plans
+
+
+def _load_compilers(engines: list[EngineOptions]) -> None:
+    """Import every package that building the engines needs."""
+    for options in engines:
+        name, _, _ = choose(options.backend, options.device, options.compute_capabilities)
+        if name == "onnxruntime":
+            import_package("onnxruntime")
+
+
+def _needed_space(plans: list[EnginePlan], cache_dir: Path | None) -> dict[Path, int]:
+    """About how many bytes the engines will take beside each other in every directory."""
+    needs: dict[Path, int] = {}
+    for plan in plans:
+        places = [plan.options.output_dir.absolute().parent]
+        if cache_dir:
+            places = [] if share_a_disk(cache_dir, places[0]) else places  # A link takes no room.
+            # An entry that was altered is removed before it is built again.
+            places += [] if place_of(cache_dir, plan.provenance).is_dir() else [cache_dir]
+        for place in places:
+            needs[place] = needs.get(place, 0) + disk_bytes(plan)
+    return needs
+
+
+def build_engine(
+    options: EngineOptions, force: bool, advance: Advance = lambda _amount: None, cache_dir: Path | None = None
+) -> str:
+    """Build one engine directory, or take it from the cache; returns a summary line. Raises SpecError."""
+    stages = Stages()
+    plan = plan_engine(options)
+    how = ""
+    if cache_dir is None:
+        config = _build(plan, options.output_dir, force, advance)
+    else:
+        build = partial(_build_for_cache, plan, advance)
+        config, was_there = take(cache_dir, plan.provenance, build, options.output_dir, force)
+        how = f" from {cache_dir}" if was_there else f", kept in {cache_dir}"
+    size = sum(info.bytes for info in config.files.values())
+    notes = "".join(f"; {note}" for note in config.provenance.notes)
+    notes += f"; {config.bit_exact}" if config.bit_exact else ""
+    made = f"{config.backend.name} engine, {human_bytes(size)}, {stages.seconds:.1f} s{how}"
+    return f"{options.output_dir}: {made}{notes}"
+
+
+def _build_for_cache(plan: EnginePlan, advance: Advance, place: Path) -> EngineConfig:
+    """Others will trust what is built into ``place``, so the weights' checksum is compared, too."""
+    listed, weights = plan.checkpoint.files[WEIGHTS_NAME], plan.options.checkpoint_dir / WEIGHTS_NAME
+    if describe_file(weights) != listed:
+        raise CheckpointError(f"{weights}: wrong sha256 checksum, the file was altered; convert again")
+    return _build(plan, place, True, advance)
+
+
+def _build(plan: EnginePlan, output: Path, force: bool, advance: Advance) -> EngineConfig:
+    with new_directory(output, force) as work:
+        config = _compile(plan, work, advance)
+        if config.backend.device == "cpu" and not config.graph.is_head:  # Only the target's bits are the text's.
+            config = config.model_copy(update={"bit_exact": _probe(work, config)})
+        # Written last: a directory without it does not load.
+        (work / CONFIG_NAME).write_text(config.model_dump_json(indent=2) + "\n")
+    return config
+
+
+def _probe(directory: Path, config: EngineConfig) -> BitExact:
+    """Which passes of the engine that was just built give a row the same bits."""
+    backend = open_host_backend(directory, config, blocks=0)
+    try:
+        return probe(backend)
+    finally:
+        backend.close()
+
+
+def _compile(plan: EnginePlan, work: Path, advance: Advance) -> EngineConfig:
+    source, checkpoint = plan.options.checkpoint_dir, plan.checkpoint
+    compiled = plan.compiler(source, checkpoint.graph, plan.build, work, advance)
+    copied = [*tokenizer_files(source), *(name for name in MARKOV_FILES if name in checkpoint.files)]
+    for file in copied:
+        shutil.copyfile(source / file, work / file)
+    require_own_tokenizer(source, checkpoint.tokenizer, CheckpointError)
+    return EngineConfig(
+        backend=compiled.backend,
+        build_config=plan.build,
+        graph=compiled.graph,
+        io=compiled.io,
+        tokenizer=checkpoint.tokenizer,
+        eos_token_ids=checkpoint.eos_token_ids,
+        pretrained_config=checkpoint.pretrained_config,
+        provenance=plan.provenance.model_copy(update={"notes": compiled.notes}),
+        files={file: describe_file(work / file) for file in (*compiled.files, *copied)},
+        modified={file: (work / file).stat().st_mtime_ns for file in (*compiled.files, *copied)},
+    )

@@ -1,0 +1,67 @@
+"""``specbuild engine --dry_run``: what would be built, and what that takes, as far as it is known."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from specbuild.artifacts.inspect import facts_table, sizes
+from specbuild.engine.cache import look_up, place_of
+from specbuild.engine.plan import EnginePlan
+from specbuild.engine.size import build_memory, cache_bytes, disk_bytes, weight_bytes
+from specbuild.files import existing
+from specbuild.progress import human_bytes
+from specrun.kv_cache.host_memory import free_memory
+
+_COMPILES = {
+    "onnxruntime": "writing the weights; for a CPU also about a hundred passes of the engine, to compare their bits",
+    "tensorrt": "TensorRT's builder, which times kernels for every profile",
+    "tensorrt_rtx": "TensorRT-RTX's builder, once for all compute capabilities; kernels are compiled when it is run",
+}
+"""What the time goes into. How long that takes depends on the machine, and nobody knows before it was tried there."""
+
+
+def describe_plan(plan: EnginePlan, cache_dir: Path | None) -> str:
+    """A page for people. Nothing is written."""
+    build, options = plan.build, plan.options
+    profiles = build.profiles if plan.backend != "onnxruntime" else []
+    memory = free_memory()
+    free = "" if memory is None else f"; {human_bytes(memory)} are free"
+    facts = {
+        "engine": str(options.output_dir),
+        "would be": _what_would_be_done(plan, cache_dir),
+        "backend": f"{plan.backend} {plan.provenance.versions[plan.backend]} for {_device(plan)}: {plan.reason}",
+        "speculative_decoding_mode": build.speculative_decoding_mode,
+        "max_draft_len": str(build.max_draft_len),
+        "max_batch_size": str(build.max_batch_size),
+        "max_input_len": str(build.max_input_len),
+        "max_seq_len": str(build.max_seq_len),
+        "S_max": f"{build.cache_length} positions of a row in the cache",
+        **{f"profile {number}": f"{profile.name}, {sizes(profile)}" for number, profile in enumerate(profiles)},
+        "disk": f"about {human_bytes(disk_bytes(plan))}; {human_bytes(_free_disk(options.output_dir))} are free",
+        "memory to build": f"up to about {human_bytes(build_memory(plan))}{free}",
+        "memory to run": f"{human_bytes(weight_bytes(plan))} weights, {human_bytes(cache_bytes(plan))} KV cache for "
+        f"{build.max_batch_size} rows at their longest; beside it the prefix cache and what is computed in",
+        "time": f"not known before it was tried; it goes into {_COMPILES[plan.backend]}",
+        **{f"note {number}": note for number, note in enumerate(plan.notes, 1)},
+    }
+    return facts_table(facts)
+
+
+def _what_would_be_done(plan: EnginePlan, cache_dir: Path | None) -> str:
+    if plan.is_there:
+        return "left as it is: it is up to date"
+    if cache_dir and look_up(cache_dir, plan.provenance):
+        return f"taken from the cache: {place_of(cache_dir, plan.provenance)}"
+    return "built" + (f", and kept in the cache: {place_of(cache_dir, plan.provenance)}" if cache_dir else "")
+
+
+def _device(plan: EnginePlan) -> str:
+    if plan.device == "cpu":
+        return "the CPU"
+    named = ", ".join(f"{number // 10}.{number % 10}" for number in plan.options.compute_capabilities)
+    return f"compute capabilities {named}" if named else (plan.options.device or "cuda")
+
+
+def _free_disk(directory: Path) -> int:
+    return shutil.disk_usage(existing(directory)).free

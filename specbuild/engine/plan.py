@@ -1,0 +1,110 @@
+"""What follows from the options of ``specbuild engine``, before anything is built."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import onnx_ir as ir
+
+from specbuild.artifacts.onnx_checkpoint import CheckpointConfig, open_checkpoint
+from specbuild.artifacts.provenance import provenance, releases
+from specbuild.compilers import Compiler, choose
+from specbuild.engine.config import EngineOptions, plan_build
+from specbuild.graph.moe_gather import has_mixtures
+from specrun.devices.driver import compute_capability, gpu_name
+from specrun.devices.processor import describe_processor
+from specrun.engine_dir.config import GRAPH_NAME, BuildConfig, Provenance
+from specrun.errors import BackendError, BuildConfigError
+from specrun.optional_packages import import_package
+
+_MAKERS = ("onnx", "onnx_ir", "onnxscript", "numpy")
+_NOT_OF_THE_CONTENT = {"provenance", "max_logit_difference"}
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """One engine, as it would be built."""
+
+    options: EngineOptions
+    checkpoint: CheckpointConfig
+    build: BuildConfig
+    backend: str
+    device: Literal["cpu", "cuda"]
+    compiler: Compiler
+    reason: str
+    """Of the backend."""
+    notes: list[str]
+    provenance: Provenance
+    is_there: bool = False
+    """The output directory holds it already."""
+
+    def already_there(self) -> EnginePlan:
+        """The same, with ``is_there``."""
+        return replace(self, is_there=True)
+
+
+def plan_engine(options: EngineOptions) -> EnginePlan:
+    """Read the checkpoint and check the options. Raises SpecError, and ImportError where a package is missing."""
+    checkpoint = open_checkpoint(options.checkpoint_dir)
+    build, notes = plan_build(options, checkpoint)
+    backend, compiler, reason = choose(
+        options.backend, options.device, options.compute_capabilities, options.timing_cache
+    )
+    if options.multiple_profiles and backend == "onnxruntime":
+        raise BackendError(
+            "--multiple_profiles: an engine of onnxruntime has no profiles; leave it out, or give --backend tensorrt "
+            "or tensorrt_rtx"
+        )
+    if options.gather_experts:
+        _check_experts(options, backend)
+    device: Literal["cpu", "cuda"] = "cpu"
+    if backend != "onnxruntime" or options.device == "cuda":
+        device = "cuda"
+    made = provenance(
+        "specbuild engine",
+        str(options.checkpoint_dir),
+        {backend: import_package(backend).__version__, **releases(*_MAKERS)},
+        machine=_machine(backend, device, options.device),
+        options={
+            "backend": backend,
+            "device": device,
+            "compute_capabilities": list(options.compute_capabilities),
+            **build.model_dump(mode="json", exclude={"cache_length", "profiles"}),  # They follow from the others.
+        },
+        inputs=_inputs(checkpoint),
+    )
+    return EnginePlan(options, checkpoint, build, backend, device, compiler, reason, notes, made)
+
+
+def _check_experts(options: EngineOptions, backend: str) -> None:
+    """Raises SpecError where no experts can be gathered."""
+    if backend == "onnxruntime":
+        raise BackendError(
+            "--gather_experts: is for engines of TensorRT; those of onnxruntime for the CPU read only the experts that "
+            "a pass uses in any case; leave it out, or give --backend tensorrt or tensorrt_rtx"
+        )
+    if not has_mixtures(ir.load(options.checkpoint_dir / GRAPH_NAME)):
+        raise BuildConfigError(
+            f"--gather_experts: {options.checkpoint_dir} is no mixture of experts that specbuild knows; leave it out"
+        )
+
+
+def _inputs(checkpoint: CheckpointConfig) -> dict[str, str]:
+    """Checksums of the checkpoint's files, as it lists them, and of what else its configuration says."""
+    described = checkpoint.model_dump_json(exclude=_NOT_OF_THE_CONTENT)
+    files = {name: info.sha256 for name, info in sorted(checkpoint.files.items())}
+    return {**files, "config.json": hashlib.sha256(described.encode()).hexdigest()}
+
+
+def _machine(backend: str, device: str, given: str | None) -> str:
+    """What an engine is made for. Graphs for CUDA and plans of TensorRT-RTX are for no machine in particular."""
+    kind = platform.machine()
+    if device == "cpu":
+        return f"{kind}, {describe_processor()}"
+    if backend == "tensorrt":
+        gpu = int((given or "").partition(":")[2] or 0)
+        return f"{kind}, {gpu_name(gpu)}, compute capability {compute_capability(gpu)}"
+    return kind

@@ -1,0 +1,55 @@
+"""How much disk and memory an engine takes, as far as that is known before it is built."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from specbuild.engine.plan import EnginePlan
+from specbuild.graph import ops as graphs
+from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME
+
+_OF_A_GRAPH = 120_000_000
+"""Bytes that ONNX Runtime takes beside weights."""
+_LAYOUTS = 2
+"""TensorRT keeps weights twice where a profile is for one token of one row: see profiles in docs/gpu.md."""
+_OF_TENSORRT = 3
+"""TensorRT's builder has the weights in memory, and so is the plan."""
+
+
+def weight_bytes(plan: EnginePlan) -> int:
+    """About how large the engine's weights are. On the CPU those of 16 bits become float32."""
+    weights = plan.checkpoint.files[WEIGHTS_NAME].bytes
+    if plan.build.multiple_profiles:
+        weights *= _LAYOUTS
+    if plan.device == "cuda" or plan.checkpoint.graph.dtype == "float32":
+        return weights
+    model = ir.load(plan.options.checkpoint_dir / GRAPH_NAME)
+    stored = [value.const_value for value in model.graph.initializers.values()]
+    return weights + sum(tensor.nbytes for tensor in stored if tensor is not None and tensor.dtype in graphs.HALF)
+
+
+def disk_bytes(plan: EnginePlan) -> int:
+    """About how large the engine directory is."""
+    others = sum(info.bytes for name, info in plan.checkpoint.files.items() if name != WEIGHTS_NAME)
+    return weight_bytes(plan) + others
+
+
+def cache_bytes(plan: EnginePlan) -> int:
+    """Of the keys and values of all rows at their longest."""
+    graph = plan.checkpoint.graph
+    if plan.device == "cpu":
+        graph = graph.model_copy(update={"dtype": "float32"})
+    return graph.cache_bytes(plan.build.max_batch_size, plan.build.cache_length)
+
+
+def build_memory(plan: EnginePlan) -> int:
+    """At most about how much memory building takes beyond Python and the compiler, by docs/benchmarks.md.
+
+    For a CPU: that of running the engine for short texts. Kernels lay out quantised weights anew, in 8 bits at most.
+    """
+    if plan.backend != "onnxruntime":
+        return _OF_TENSORRT * weight_bytes(plan)
+    if plan.device == "cuda":  # Files are copied.
+        return _OF_A_GRAPH
+    laid_out = plan.checkpoint.parameters if plan.checkpoint.graph.quantised else 0
+    return weight_bytes(plan) + laid_out + _OF_A_GRAPH

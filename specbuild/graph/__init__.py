@@ -1,0 +1,1 @@
+"""ONNX to ONNX: one module for each change of a graph."""

@@ -1,0 +1,158 @@
+"""Attention whose mask only hides later positions needs no mask: the row's length says the same.
+
+ONNX Runtime's Flash attention on CUDA takes no mask. ``Attention`` with ``is_causal`` and ``nonpad_kv_seqlen`` (how
+many keys of a row count) lets query i of S see key j where j <= nonpad_kv_seqlen - S + i. With nonpad_kv_seqlen =
+write_index + S that is j <= write_index + i, which is the contract's position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from specbuild.graph.ops import BATCH, CACHE, SEQUENCE
+from specrun.engine_dir.contract import INPUT_IDS, WRITE_INDICES
+
+Array = npt.NDArray[Any]
+
+WIDEST_HEAD = 256
+"""The widest head of ONNX Runtime's Flash attention; keys and values are equally wide, a multiple of 8."""
+
+_OPERATORS: dict[str, Callable[..., Array]] = {
+    "Add": np.add,
+    "Sub": np.subtract,
+    "And": np.logical_and,
+    "Less": np.less,
+    "LessOrEqual": np.less_equal,
+    "Greater": np.greater,
+    "GreaterOrEqual": np.greater_equal,
+    "Range": np.arange,
+    "Squeeze": lambda value, axes=None: np.squeeze(value, None if axes is None else tuple(axes)),
+    "Unsqueeze": lambda value, axes: np.expand_dims(value, tuple(axes)),
+}
+"""What a mask may consist of: comparisons of sums of positions, keys and constants, joined by ``And``."""
+
+_ROWS = 16
+
+
+class _Unknown(Exception):
+    """The mask depends on something other than write_indices and sizes, or on another operator."""
+
+
+def drop_causal_masks(model: ir.Model, cache_length: int) -> tuple[int, int]:
+    """Give Attention the rows' lengths in place of a mask wherever that is proved to be the same. In place.
+
+    Only where Flash attention takes the heads. ``cache_length`` is the engine's S_max: a sliding window that is at
+    least as long hides nothing. Returns how many Attention nodes lost their mask, and how many there are.
+    """
+    nodes = [node for node in model.graph if node.op_type == "Attention"]
+    proved: dict[ir.Value, bool] = {}
+    lengths = None
+    changed = 0
+    for node in nodes:
+        if len(node.inputs) != 4 or node.inputs[3] is None or not _fits_flash(node):
+            continue
+        mask = node.inputs[3]
+        if mask not in proved:
+            proved[mask] = is_causal(mask, cache_length)
+        if not proved[mask]:
+            continue
+        if lengths is None:
+            lengths = _row_lengths(model)
+        masked = node.outputs[0]
+        causal = ir.node(
+            "Attention",
+            [*node.inputs[:3], None, None, None, lengths],
+            {**{name: value.value for name, value in node.attributes.items()}, "is_causal": 1},
+            name=node.name,
+        )
+        unmasked = causal.outputs[0]
+        unmasked.name, unmasked.type = masked.name, masked.type
+        ir.convenience.replace_nodes_and_values(model.graph, node, [node], [causal], [masked], [unmasked])
+        changed += 1
+    RemoveUnusedNodesPass()(model)
+    return changed, len(nodes)
+
+
+def is_causal(mask: ir.Value, cache_length: int) -> bool:
+    """Whether the mask is key <= position and nothing else, in a cache of ``cache_length``.
+
+    The mask is computed for rows from the first position to the last. That decides: a mask of ``_OPERATORS`` is an
+    intersection of half-planes over (position, key). One that hides a key that should be seen hides a corner of
+    the triangle, key 0 or the last key from the last position, or key 0 from the first. One that shows a key that
+    should be hidden does so along a line, which these rows meet.
+    """
+    sequences = [size for size in (1, 2, 5) if size <= cache_length]
+    for number, sequence in enumerate(sequences):
+        rows = _ROWS + number  # No size equals another, so that no axis is taken for another.
+        write_indices = np.linspace(0, cache_length - sequence, rows).astype(np.int64)
+        sizes = {BATCH: rows, SEQUENCE: sequence, CACHE: cache_length}
+        try:
+            found = _evaluate(mask, write_indices, sizes, {})
+        except _Unknown:
+            return False
+        positions = write_indices[:, None] + np.arange(sequence)
+        expected = np.arange(cache_length) <= positions[:, None, :, None]
+        if not np.array_equal(found, expected):
+            return False
+    return True
+
+
+def _evaluate(value: ir.Value, write_indices: Array, sizes: dict[str, int], known: dict[ir.Value, Array]) -> Array:
+    """The value for these rows. Raises _Unknown where it is more than index arithmetic."""
+    if value.name == WRITE_INDICES:
+        return write_indices
+    if value.const_value is not None:
+        return value.const_value.numpy()
+    if value in known:
+        return known[value]
+    node = value.producer()
+    if node is None:
+        raise _Unknown
+    if node.op_type == "Shape":
+        found = _shape(node, sizes)
+    elif node.op_type in _OPERATORS and all(given is not None for given in node.inputs):
+        inputs = [_evaluate(given, write_indices, sizes, known) for given in node.inputs if given is not None]
+        found = _OPERATORS[node.op_type](*inputs)
+    else:
+        raise _Unknown
+    known[value] = found
+    return found
+
+
+def _shape(node: ir.Node, sizes: dict[str, int]) -> Array:
+    shape = node.inputs[0].shape if node.inputs[0] is not None else None
+    if shape is None:
+        raise _Unknown
+    attributes = node.attributes
+    start = attributes["start"].as_int() if "start" in attributes else 0
+    end = attributes["end"].as_int() if "end" in attributes else len(shape)
+    found = []
+    for size in shape[start:end]:
+        known = size if isinstance(size, int) else sizes.get(str(size))
+        if known is None:
+            raise _Unknown
+        found.append(known)
+    return np.array(found, np.int64)
+
+
+def _fits_flash(node: ir.Node) -> bool:
+    widths = {value.shape[3] if value is not None and value.shape is not None else None for value in node.inputs[1:3]}
+    width = widths.pop()
+    return not widths and isinstance(width, int) and width <= WIDEST_HEAD and width % 8 == 0
+
+
+def _row_lengths(model: ir.Model) -> ir.Value:
+    """write_indices + S: the keys of every row, its new ones included."""
+    inputs = {value.name: value for value in model.graph.inputs}
+    tokens = ir.node("Shape", [inputs[INPUT_IDS]], {"start": 1, "end": 2}, name="row_lengths.tokens")
+    lengths = ir.node("Add", [inputs[WRITE_INDICES], tokens.outputs[0]], name="row_lengths")
+    for node in (tokens, lengths):
+        node.outputs[0].name, node.outputs[0].type = node.name, ir.TensorType(ir.DataType.INT64)
+    model.graph.insert_before(model.graph[0], [tokens, lengths])
+    return lengths.outputs[0]

@@ -1,0 +1,172 @@
+"""8-bit caches in a graph: QuantizeLinear -> TensorScatter into the cache -> DequantizeLinear, found and rewritten."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+
+from specbuild.graph import ops as graphs
+from specbuild.quantization.recipe import LARGEST_CODE
+from specrun.engine_dir.contract import INPUT_IDS, WRITE_INDICES
+from specrun.errors import BuildError
+
+
+class CacheUpdate(NamedTuple):
+    """The nodes that write new keys or values, and read all of them."""
+
+    quantise: ir.Node
+    scatter: ir.Node
+    dequantise: list[ir.Node]
+
+
+def cache_updates(model: ir.Model) -> list[CacheUpdate]:
+    """Those of every tensor of an 8-bit cache; none where the cache is not rounded."""
+    found = []
+    for node in model.graph:
+        producer = node.inputs[1].producer() if node.op_type == "TensorScatter" and node.inputs[1] else None
+        if producer is not None and producer.op_type == "QuantizeLinear":
+            readers = [use.node for use in node.outputs[0].uses() if use.node.op_type == "DequantizeLinear"]
+            found.append(CacheUpdate(producer, node, readers))
+    return found
+
+
+def drop_cache_rounding(model: ir.Model) -> int:
+    """Let keys and values pass unrounded, divided by their factors, in place. Returns how many tensors had rounding."""
+    updates = cache_updates(model)
+    for quantise, scatter, readers in updates:
+        x, past, present = quantise.inputs[0], scatter.inputs[0], scatter.outputs[0]
+        if x is None or past is None:
+            raise ValueError(f"{scatter.name}: without inputs")
+        scatter.replace_input_with(1, x)
+        past.type = present.type = ir.TensorType(ir.DataType.FLOAT)
+        for reader in readers:
+            # Factors are divided in float32, whatever the model computes in.
+            computed = reader.outputs[0].dtype or ir.DataType.FLOAT
+            cast = ir.node("Cast", [present], {"to": int(computed)}, name=f"{reader.name}.unrounded")
+            cast.outputs[0].name, cast.outputs[0].type = cast.name, ir.TensorType(computed)
+            ir.convenience.replace_nodes_and_values(
+                model.graph, reader, [reader], [cast], [reader.outputs[0]], [cast.outputs[0]]
+            )
+        if not quantise.outputs[0].uses():
+            model.graph.remove(quantise, safe=True)
+    return len(updates)
+
+
+def store_float8_as_int8(model: ir.Model) -> int:
+    """Let a cache of float8 be one of int8 with the same factors, in place. Returns how many tensors there were."""
+    updates = [update for update in cache_updates(model) if _codes(update) == ir.DataType.FLOAT8E4M3FN]
+    zero = ir.Tensor(np.zeros((), np.int8), name="kv_cache.zero_int8")
+    wider = np.float32(LARGEST_CODE["float8_e4m3fn"] / LARGEST_CODE["int8"])
+    for quantise, scatter, readers in updates:
+        for node in (quantise, *readers):
+            scale = node.inputs[1]
+            if scale is None or scale.const_value is None:
+                raise ValueError(f"{node.name}: without a constant scale")
+            name = f"{scale.name}.int8"
+            tensor = ir.Tensor(np.asarray(scale.const_value.numpy() * wider), name=name)
+            node.replace_input_with(1, graphs.initializer(model.graph, name, tensor))
+            node.replace_input_with(2, graphs.initializer(model.graph, str(zero.name), zero))
+        for value in (quantise.outputs[0], scatter.inputs[0], scatter.outputs[0]):
+            if value is not None:
+                value.dtype = ir.DataType.INT8
+    return len(updates)
+
+
+def leave_writing_to_caller(model: ir.Model, cache_length: int) -> int:
+    """Let the graph read an 8-bit cache and give the codes of new positions alone, in place of a cache with them.
+
+    For runtimes that update no 8-bit cache in place. Attention sees the old keys and behind them the new ones, under a
+    mask over both; ``present`` becomes [B, heads, S, head_dim], and whoever calls writes it at ``write_indices``.
+    Returns how many tensors the cache has. Raises BuildError where attention is spelled out: its mask is not found.
+    """
+    updates = cache_updates(model)
+    outputs = model.graph.outputs
+    masks = _Masks(model, cache_length)
+    for quantise, scatter, readers in updates:
+        codes, past, present = quantise.outputs[0], scatter.inputs[0], scatter.outputs[0]
+        name, heads, width = present.name, present.shape[1], present.shape[3]  # type: ignore[index]
+        if not isinstance(width, int) or width % 2:
+            raise BuildError(f"{name}: heads of {width} channels: new keys in 8 bits are written in pairs of bytes")
+        for reader in readers:
+            everything = reader.outputs[0]
+            uses = list(everything.uses())
+            reader.replace_input_with(0, past)
+            attributes = {given.name: given.value for given in reader.attributes.values()}
+            new = ir.node("DequantizeLinear", [codes, *reader.inputs[1:]], attributes, name=f"{reader.name}.new")
+            both = ir.node("Concat", [everything, new.outputs[0]], {"axis": 2}, name=f"{reader.name}.both")
+            for node in (new, both):
+                node.outputs[0].name, node.outputs[0].type = node.name, everything.type
+            model.graph.insert_after(reader, [new, both])
+            for use in uses:
+                if use.node.op_type != "Attention":
+                    raise BuildError(
+                        f"{use.node.name}: its attention is spelled out (soft-capped scores or sinks), and TensorRT "
+                        "takes an 8-bit cache of fused attention only; convert without --kv_cache_dtype"
+                    )
+                use.node.replace_input_with(use.idx, both.outputs[0])
+                masks.lengthen(use.node)
+        model.graph.remove(scatter)
+        present.name, codes.name = f"{name}.in_place", name
+        codes.shape = ir.Shape([graphs.BATCH, heads, graphs.SEQUENCE, width])
+        outputs[next(i for i, value in enumerate(outputs) if value is present)] = codes
+    return len(updates)
+
+
+class _Masks:
+    """Masks of Attention over a cache and the new positions behind it; each is made once."""
+
+    def __init__(self, model: ir.Model, cache_length: int) -> None:
+        self._graph, self._length = model.graph, cache_length
+        self._inputs = {value.name: value for value in model.graph.inputs}
+        self._longer: dict[ir.Value, ir.Value] = {}
+        self._done: set[ir.Node] = set()
+
+    def lengthen(self, node: ir.Node) -> None:
+        """Give ``node`` its mask, bool [B, 1, S, S_max], as [B, 1, S, S_max + S]."""
+        mask = node.inputs[3] if len(node.inputs) > 3 else None
+        if node in self._done:
+            return
+        if mask is None:
+            raise BuildError(f"{node.name}: attention without a mask")
+        if mask not in self._longer:
+            self._longer[mask] = self._make(mask, node, f"kv_cache.mask.{len(self._longer)}")
+        node.replace_input_with(3, self._longer[mask])
+        self._done.add(node)
+
+    def _make(self, mask: ir.Value, node: ir.Node, name: str) -> ir.Value:
+        """Old keys stand before write_indices; a new one's column is that of its position."""
+        nodes: list[ir.Node] = []
+
+        def add(op_type: str, kind: ir.DataType, *inputs: ir.Value, **attributes: int) -> ir.Value:
+            made = ir.node(op_type, inputs, attributes, name=f"{name}.{len(nodes)}")
+            made.outputs[0].name, made.outputs[0].type = made.name, ir.TensorType(kind)
+            nodes.append(made)
+            return made.outputs[0]
+
+        def constant(role: str, numbers: list[int]) -> ir.Value:
+            array = np.array(numbers, np.int64)
+            return graphs.initializer(self._graph, f"kv_cache.{role}", ir.Tensor(array, name=f"kv_cache.{role}"))
+
+        integer, boolean = ir.DataType.INT64, ir.DataType.BOOL
+        start = add("Unsqueeze", integer, self._inputs[WRITE_INDICES], constant("rows", [1, 2, 3]))
+        old = add("Less", boolean, constant("positions", list(range(self._length))), start)
+        batch = add("Shape", integer, self._inputs[INPUT_IDS], start=0, end=1)
+        tokens = add("Shape", integer, self._inputs[INPUT_IDS], start=1, end=2)
+        one = constant("one", [1])
+        shape = add("Concat", integer, batch, one, tokens, tokens, axis=0)
+        first, last = constant("zero", [0]), tokens
+        numbers = add("Slice", integer, constant("positions", list(range(self._length))), first, last)
+        places = add("Add", integer, start, numbers)
+        new = add("GatherElements", boolean, mask, add("Expand", integer, places, shape), axis=3)
+        # TensorRT-RTX 1.7 compiles no mask for one row that a Concat gives, so And comes last.
+        known = add("Concat", boolean, old, add("GreaterOrEqual", boolean, places, start), axis=3)
+        both = add("And", boolean, add("Concat", boolean, mask, new, axis=3), known)
+        self._graph.insert_before(node, nodes)
+        return both
+
+
+def _codes(update: CacheUpdate) -> ir.DataType | None:
+    zero = update.quantise.inputs[2]
+    return zero.dtype if zero is not None else None

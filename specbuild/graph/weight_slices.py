@@ -1,0 +1,82 @@
+"""Parts of weights that lie in a file, dense or as codes: each as a weight of its own, without reading it."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+
+from specbuild.graph import ops as graphs
+
+
+def stored_tensor(value: ir.Value | None) -> ir.ExternalTensor | None:
+    """The tensor in the file that ``value`` is, or that its numbers are made of; None where there is none."""
+    node = value.producer() if value is not None else None
+    if node is not None:
+        return stored_tensor(node.inputs[0]) if node.op_type == "DequantizeLinear" else None
+    tensor = value.const_value if value is not None and value.is_initializer() else None
+    return tensor if isinstance(tensor, ir.ExternalTensor) else None
+
+
+def block_size(value: ir.Value) -> int | None:
+    """How many rows of codes share a scale; None where they all do, or there are no codes."""
+    node = value.producer()
+    return node.attributes["block_size"].as_int() if node is not None and "block_size" in node.attributes else None
+
+
+class StoredPart(NamedTuple):
+    """Rows of a matrix [K, N], or of one expert's of [E, K, N]."""
+
+    expert: int | None
+    first: int
+    last: int
+
+    def of(self, value: ir.Value, nodes: list[ir.Node], row: bool = False) -> ir.Value:
+        """The part of a stored weight; ``nodes`` gets what makes numbers of codes. row: of [1, N] take [N]."""
+        node = value.producer()
+        if node is None:
+            return self._stored(value, row)
+        block, attributes = block_size(value), dict(node.attributes)
+        codes, *scales = (given for given in node.inputs if given is not None)
+        inputs = [self.of(codes, nodes, row)]
+        if block is None:  # One scale a channel or matrix; of stacked experts each has one.
+            inputs += [scale if self.expert is None else self._scalar(scale) for scale in scales]
+            if self.expert is not None:
+                attributes.pop("axis", None)
+        else:
+            tensor = scales[0] if (own := scales[0].producer()) is None else own.inputs[0]
+            assert tensor is not None and tensor.const_value is not None
+            one = int(tensor.const_value.shape.numpy()[-2]) == 1
+            groups = self._replace(first=self.first // block, last=-(-self.last // block))
+            inputs += [groups.of(scale, nodes, row=one) for scale in scales]
+            attributes["axis"] = ir.AttrInt64("axis", 1 if one else 0)
+            if one:  # A scale for each channel.
+                del attributes["block_size"]
+        made = ir.Node(node.domain, node.op_type, inputs, list(attributes.values()), num_outputs=1)
+        nodes.append(made)
+        return made.outputs[0]
+
+    def _stored(self, value: ir.Value, row: bool) -> ir.Value:
+        assert value.const_value is not None
+        rows, columns = (int(size) for size in value.const_value.shape.numpy()[-2:])
+        first = ((self.expert or 0) * rows + self.first) * columns
+        shape = [columns] if row else [self.last - self.first, columns]
+        return _part(value, first, shape, f"{value.name}.{self.expert or 0}.rows.{self.first}")
+
+    def _scalar(self, value: ir.Value) -> ir.Value:
+        return _part(value, self.expert or 0, [], f"{value.name}.{self.expert}.{self.first}")
+
+
+def _part(value: ir.Value, first: int, shape: list[int], name: str) -> ir.Value:
+    """Elements from number ``first`` on. What is small is not in the file, and copied."""
+    stored = value.const_value
+    assert stored is not None
+    part: ir.TensorProtocol
+    if isinstance(stored, ir.ExternalTensor):
+        part = graphs.part_of(stored, first, shape, name)
+    else:
+        numbers = np.asarray(stored.numpy()).reshape(-1)[first : first + math.prod(shape)]
+        part = ir.Tensor(numbers.reshape(shape), dtype=stored.dtype, name=name)
+    return ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(part.dtype), const_value=part)

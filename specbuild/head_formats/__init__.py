@@ -1,0 +1,1 @@
+"""Draft heads as other projects publish them."""

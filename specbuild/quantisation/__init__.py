@@ -1,1 +1,0 @@
-"""Weights in few bits: how they are made, read from checkpoints and put into the graph."""

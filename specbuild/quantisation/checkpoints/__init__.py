@@ -1,1 +1,0 @@
-"""Checkpoints that come quantised: what their configurations say, and their weights as ``Packed``."""

@@ -1,0 +1,1 @@
+"""Calibrates and rounds weights and activations."""

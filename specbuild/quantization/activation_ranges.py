@@ -1,0 +1,149 @@
+"""What a text makes of a model's inputs of products, keys and values; and what rounding makes of inputs."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from specbuild.artifacts.resume import Part
+from specbuild.export.reference import Float32, SeeInput, part_of
+from specbuild.quantization.rounding import FLOAT4_MAX, FLOAT8_MAX, nearest_float4
+from specbuild.weights.activation import Activation
+from specbuild.weights.kv_cache import Floats, ObservedCache
+from specbuild.weights.packed_model import PackedModel, parameter_names
+from specrun.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from specbuild.quantization.calibration_data import Rows
+
+_BATCH_BYTES = 256 << 20
+"""Of a layer's attention scores, or of logits, that may be held at a time."""
+
+
+class Largest(NamedTuple):
+    """The largest absolute values that a text made."""
+
+    inputs: dict[str, float]
+    """Of each product's inputs, by the names of their parameters."""
+    experts: dict[str, dict[int, float]]
+    """Of the inputs of stacked experts that tokens have reached: by name and number."""
+    cache: list[Floats]
+    """[heads, head_dim] of keys and values, [key_0, value_0, key_1, ...]; none where nobody asked."""
+
+    def or_larger(self, other: Largest) -> Largest:
+        """Of both texts."""
+        names = {**self.experts, **other.experts}
+        experts = {name: _larger(self.experts.get(name, {}), other.experts.get(name, {})) for name in names}
+        cache = [np.maximum(*pair) for pair in zip(self.cache, other.cache, strict=True)] if self.cache else other.cache
+        return Largest(_larger(self.inputs, other.inputs), experts, cache)
+
+    def as_json(self) -> dict[str, Any]:
+        """The same in lists and dictionaries; numbers come back as they are."""
+        return {**self._asdict(), "cache": [values.tolist() for values in self.cache]}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Largest:
+        """What ``as_json`` gave; of an empty one, of no text."""
+        experts = {name: {int(number): x for number, x in own.items()} for name, own in data.get("experts", {}).items()}
+        return cls(data.get("inputs", {}), experts, [np.array(values, np.float32) for values in data.get("cache", [])])
+
+
+_Key = TypeVar("_Key")
+
+
+def _larger(one: dict[_Key, float], other: dict[_Key, float]) -> dict[_Key, float]:
+    return {key: max(values.get(key, 0.0) for values in (one, other)) for key in {**one, **other}}
+
+
+def calibrate(
+    model: Any, rows: Rows, advance: Callable[[float], None], kv_cache: bool = False, part: Part | None = None
+) -> Largest:
+    """Run a skeleton over ``rows``: the largest absolute inputs of its products, and of its keys and values.
+
+    Every weight is read once for a batch of rows. ``advance`` is called with the rows that are done; what came of them
+    is kept in ``part``, whose rows are not run again.
+    Raises CheckpointError where a value is not finite: the weights are damaged.
+    """
+    part = part or Part()
+    largest = Largest.from_json(part.state)
+    # The logits of one token are enough.
+    few = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    for batch in batches(model, rows[part.rows :], every_logit=not few):
+        largest = largest.or_larger(_calibrate_batch(model, batch, kv_cache, few))
+        part.keep(part.rows + len(batch), largest.as_json())
+        advance(len(batch))
+    return largest
+
+
+def _calibrate_batch(model: Any, batch: Rows, kv_cache: bool, few: dict[str, int]) -> Largest:
+    cache = ObservedCache() if kv_cache else None
+    found: dict[str, float] = {}
+    experts: dict[str, dict[int, float]] = {}
+    names = parameter_names(model)
+
+    def see(weight: nn.Parameter, x: torch.Tensor) -> torch.Tensor:
+        whole, expert = part_of(weight)
+        largest = float(x.abs().max()) if x.numel() else 0.0
+        for name in names.get(id(whole), ()):
+            if not math.isfinite(largest):
+                raise CheckpointError(f"{name}: its input is not finite (NaN or inf) on the text of --calib_dataset")
+            if expert is None:
+                found[name] = max(largest, found.get(name, 0.0))
+            elif x.numel():
+                own = experts.setdefault(name, {})
+                own[expert] = max(largest, own.get(expert, 0.0))
+        return x
+
+    with torch.no_grad(), Float32(see):
+        model(input_ids=torch.from_numpy(batch), past_key_values=cache, use_cache=kv_cache, **few)
+    return Largest(found, experts, cache.largest() if cache else [])
+
+
+def batches(model: Any, rows: Rows, every_logit: bool) -> Iterator[Rows]:
+    """``rows`` in batches that need a bounded memory."""
+    config = model.config.get_text_config()
+    length = rows.shape[1]
+    row = 4 * length * max(length * config.num_attention_heads, config.vocab_size if every_logit else 0)
+    step = max(1, _BATCH_BYTES // row)
+    return (rows[start : start + step] for start in range(0, len(rows), step))
+
+
+def rounding(model: Any, packed: PackedModel) -> SeeInput:
+    """Rounds the inputs of a model's products as their formats say."""
+    names = parameter_names(model)
+    by_name = packed.activations()
+    activations = {own: by_name.get(all_names[0]) for own, all_names in names.items()}
+
+    def see(weight: nn.Parameter, x: torch.Tensor) -> torch.Tensor:
+        activation = activations.get(id(part_of(weight)[0]))
+        return x if activation is None else rounded(x.float(), activation)
+
+    return see
+
+
+def rounded(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """x [.., K] in float32, as it is once rounded."""
+    if activation.form == "float4":
+        return _rounded_to_float4(x, activation.scale or 1.0)
+    limit = FLOAT8_MAX if activation.form == "float8" else 127.0
+    scale: torch.Tensor | float | None = activation.scale
+    if scale is None:
+        scale = (x.abs().amax(dim=-1, keepdim=True) / limit).clamp(min=torch.finfo(torch.float32).tiny)
+    codes = (x / scale).clamp(-limit, limit)
+    codes = codes.to(torch.float8_e4m3fn).float() if activation.form == "float8" else codes.round()
+    return codes * scale
+
+
+def _rounded_to_float4(x: torch.Tensor, unit: float) -> torch.Tensor:
+    """Every 16 values have a float8 scale, which is multiplied by ``unit``."""
+    groups = x.reshape(*x.shape[:-1], -1, 16)
+    scales = (groups.abs().amax(dim=-1, keepdim=True) / FLOAT4_MAX / unit).clamp(max=FLOAT8_MAX)
+    scales = scales.to(torch.float8_e4m3fn).float() * unit
+    scales = torch.where(scales == 0, 1.0, scales)
+    return (nearest_float4(groups / scales) * scales).reshape(x.shape)

@@ -1,0 +1,59 @@
+"""Quantising a skeleton with what a text says of it, for ``convert`` and ``quantize``."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from specbuild.artifacts.resume import Part
+from specbuild.hf.model_config import save_tokenizer
+from specbuild.progress import Stages
+from specbuild.quantization.activation_ranges import Largest, calibrate
+from specbuild.quantization.calibration_data import TextOptions, Texts, read_texts
+from specbuild.quantization.quantize_model import pack_model, unmatched
+from specbuild.quantization.recipe import Recipe
+from specbuild.weights.lazy_tensors import Weight
+from specbuild.weights.packed_model import PackedModel
+
+
+def texts_of(options: TextOptions, source: Path, positions: int | None, trust_remote_code: bool) -> Texts:
+    """Rows of the checkpoint's own tokens, no longer than its ``positions``.
+
+    Raises BuildConfigError, CheckpointError.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        save_tokenizer(source, Path(name), trust_remote_code)  # In fast form, whatever the checkpoint's is.
+        return read_texts(options.within(positions), Path(name), source)
+
+
+def calibrate_on(texts: Texts, model: Any, kv_cache: bool, part: Part, stages: Stages) -> Largest:
+    """The largest values that ``texts`` make in a skeleton; keys and values too with ``kv_cache``. Raises SpecError.
+
+    part: what was done before and need not be done again.
+    """
+    with part.stage(stages, "calibrate", len(texts.calibration)) as advance:
+        return calibrate(model, texts.calibration, advance, kv_cache, part)
+
+
+def unreached_experts(packed: PackedModel, largest: Largest) -> dict[str, list[int]]:
+    """The numbers of quantised experts that no token of the text has reached, by the names of their modules."""
+    found = {}
+    for name, experts in packed.experts.items():
+        missing = sorted(set(range(len(experts))) - largest.experts.get(name, {}).keys())
+        if missing:
+            found[name.rpartition(".")[0]] = missing
+    return found
+
+
+def quantise_dense(
+    model: Any, weights: Mapping[str, Weight], recipe: Recipe, largest: Largest | None, stages: Stages
+) -> PackedModel:
+    """The weights of a skeleton by ``recipe``, and inputs by ``largest`` where it rounds them with fixed scales.
+
+    Codes are computed when they are asked for. Raises SpecError.
+    """
+    for pattern in unmatched(model, recipe):
+        stages.say(f"warning: --exclude {pattern} matches no module with a weight")
+    return pack_model(model, recipe, weights, largest if recipe.calibrated else None)

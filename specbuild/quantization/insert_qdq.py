@@ -1,0 +1,251 @@
+"""Quantised weights in the graph, as standard ONNX: DequantizeLinear in front of the product, [K, N].
+
+This is the form that ONNX Runtime makes MatMulNBits and MatMulIntegerToFloat of, and that TensorRT keeps packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+
+from specbuild.graph import ops as graphs
+from specbuild.quantization.rounding import FLOAT8_MAX
+from specbuild.weights.packed import Activation, Packed, Stack, block_sums, of_channels, shared_activation
+from specbuild.weights.packed_model import PackedModel
+from specrun.errors import UnsupportedModelError
+
+_ACTIVATIONS = {"int8": (ir.DataType.INT8, 127), "float8": (ir.DataType.FLOAT8E4M3FN, FLOAT8_MAX)}
+"""The type of an input's codes, and its largest code."""
+
+
+class Product(NamedTuple):
+    """A product of activations with a weight: MatMul, or Gemm with a bias."""
+
+    node: ir.Node
+    weight: ir.Value
+    transposed: bool
+    """The weight is [N, K], as torch's Linear keeps it, not [K, N]."""
+
+
+def products(model: ir.Model, axes: int = 2) -> list[Product]:
+    """The products whose weight is an initializer with so many dimensions, in the order of the graph."""
+    found = []
+    for node in model.graph:
+        if node.op_type not in ("MatMul", "Gemm"):
+            continue
+        factor = node.inputs[1]
+        producer = factor.producer() if factor is not None else None
+        transpose = producer if producer is not None and producer.op_type == "Transpose" else None
+        weight = transpose.inputs[0] if transpose is not None else factor
+        if weight is not None and weight.is_initializer() and weight.shape is not None and len(weight.shape) == axes:
+            transposed = transpose is not None or bool(_attribute(node, "transB"))
+            found.append(Product(node, weight, transposed))
+    return found
+
+
+def attach(model: ir.Model, packed: PackedModel, prefix: str) -> None:
+    """Put quantised weights into ``model``, as the exporter leaves it, in place of the dense ones.
+
+    prefix: what the exporter puts in front of parameters' names.
+    """
+    # Found before anything changes: a tied weight vanishes with its last reader.
+    lookups = [node for node in model.graph if node.op_type == "Gather"]
+    for product in products(model):
+        if weight := packed.products.get(str(product.weight.name).removeprefix(prefix)):
+            quantise_product(model, product, weight)
+    for product in products(model, axes=3):
+        if experts := packed.experts.get(str(product.weight.name).removeprefix(prefix)):
+            quantise_experts(model, product, experts)
+    for node in lookups:
+        table = node.inputs[0]
+        if table is not None and (rows := packed.tables.get(str(table.name).removeprefix(prefix))):
+            quantise_embedding(model, node, rows)
+
+
+def quantise_product(model: ir.Model, product: Product, packed: Packed) -> None:
+    """Let ``product`` multiply by ``packed``. The dense weight goes where nothing else reads it."""
+    node, dtype = product.node, product.weight.dtype
+    if dtype is None or node.inputs[0] is None:
+        raise ValueError(f"{node.name}: without an input or a dtype")
+    build = _Builder(model.graph, node, str(product.weight.name), dtype)
+    x = node.inputs[0]
+    if packed.input_factors is not None:
+        x = build.node("Mul", x, build.constant("input_factors", packed.input_factors))
+    if packed.channel_order is not None:
+        x = build.node("Gather", x, build.constant("channel_order", packed.channel_order), axis=-1)
+    y = _product(build, x, build.dequantised(packed), packed)
+    if node.op_type == "Gemm" and len(node.inputs) > 2 and node.inputs[2] is not None:
+        y = build.node("Add", y, node.inputs[2])
+    build.replace(y)
+    _drop_unused(model.graph, product.weight)
+
+
+def quantise_experts(model: ir.Model, product: Product, experts: Sequence[Packed]) -> None:
+    """Let ``product``, whose weight [E, K, N] or [E, N, K] holds stacked experts, multiply by ``experts``."""
+    node, dtype = product.node, product.weight.dtype
+    if dtype is None or node.inputs[0] is None:
+        raise ValueError(f"{node.name}: without an input or a dtype")
+    build = _Builder(model.graph, node, str(product.weight.name), dtype)
+    form = replace(experts[0], activation=shared_activation(experts))
+    build.replace(_product(build, node.inputs[0], build.dequantised_experts(experts), form))
+    _drop_unused(model.graph, product.weight)
+
+
+def _product(build: _Builder, x: ir.Value, weight: ir.Value, packed: Packed) -> ir.Value:
+    """``x`` times ``weight``, with the input rounded as ``packed`` says, and its offsets."""
+    factor = None
+    kept = packed.activation is not None and packed.activation.form == "float4"
+    if packed.activation is not None and not kept:
+        x, factor = _round_activation(build, x, packed.activation)
+    y = build.node("MatMul", x, weight)
+    build.nodes[-1].metadata_props.update(build.old.metadata_props)
+    if packed.activation is not None and kept:
+        build.nodes[-1].metadata_props[graphs.FLOAT4_INPUT] = repr(packed.activation.scale)
+    if packed.offsets is not None:
+        y = build.node("Add", y, _times_offsets(build, x, packed))
+    return y if factor is None else build.node("Mul", y, factor)
+
+
+def quantise_embedding(model: ir.Model, gather: ir.Node, packed: Packed) -> None:
+    """Let ``gather`` look rows of ``packed`` up, whose codes are [V, H] with one scale a row."""
+    weight = gather.inputs[0]
+    if weight is None or weight.dtype is None:
+        raise ValueError(f"{gather.name}: without a weight")
+    build = _Builder(model.graph, gather, f"{weight.name}.embedding", weight.dtype)
+    gather.replace_input_with(0, build.dequantised(packed))
+    build.insert()
+    _drop_unused(model.graph, weight)
+
+
+def _round_activation(build: _Builder, x: ir.Value, activation: Activation) -> tuple[ir.Value, ir.Value | None]:
+    """``x`` rounded, and what its product is to be multiplied by."""
+    if activation.form not in _ACTIVATIONS:
+        raise UnsupportedModelError(f"inputs in {activation.form} have no standard ONNX form")
+    codes, largest_code = _ACTIVATIONS[activation.form]
+    zero = build.tensor(f"quantisation.zero_{activation.form}", ir.tensor(np.zeros((), codes.numpy()), dtype=codes))
+    largest = None
+    if activation.scale is not None:
+        steps = build.constant("activation_scale", activation.scale)
+    else:  # Every token is divided by its largest value, so that one constant scale serves all of them.
+        largest = build.node("ReduceMax", build.node("Abs", x), build.shared("last_axis", np.array([-1])), keepdims=1)
+        largest = build.node("Max", largest, build.shared("smallest", _smallest(build.dtype)))
+        steps = build.shared(f"step_{activation.form}", 1 / largest_code)
+        x = build.node("Div", x, largest)
+    rounded = build.node("QuantizeLinear", x, steps, zero, dtype=codes)
+    return build.node("DequantizeLinear", rounded, steps, zero), largest
+
+
+def _times_offsets(build: _Builder, x: ir.Value, packed: Packed) -> ir.Value:
+    """The product of ``x`` with a matrix whose rows are equal within a block: sums over blocks times their rows."""
+    if packed.offsets is None:
+        raise ValueError(f"{build.name}: without offsets")
+    inputs, _ = packed.shape
+    block = packed.block or inputs
+    sums = build.node("MatMul", x, build.shared(f"blocks.{inputs}.{block}", block_sums(inputs, block)))
+    offsets = build.own("offsets", packed.offsets)
+    if offsets.dtype != build.dtype:
+        offsets = build.node("Cast", offsets, to=int(build.dtype))
+    return build.node("MatMul", sums, offsets)
+
+
+def _smallest(dtype: ir.DataType) -> float:
+    """A divisor for tokens that are zero throughout: the smallest normal number of ``dtype``."""
+    return 2.0**-14 if dtype == ir.DataType.FLOAT16 else 2.0**-126
+
+
+class _Builder:
+    """Makes nodes that take the place of one node, or stand in front of it."""
+
+    def __init__(self, graph: ir.Graph, old: ir.Node, name: str, dtype: ir.DataType) -> None:
+        self.graph, self.old, self.name, self.dtype = graph, old, name, dtype
+        self.nodes: list[ir.Node] = []
+
+    def node(self, op_type: str, *inputs: ir.Value, dtype: ir.DataType | None = None, **attributes: Any) -> ir.Value:
+        made = ir.node(op_type, inputs, attributes, name=f"{self.name}.{len(self.nodes)}.{op_type}")
+        value = made.outputs[0]
+        value.name, value.dtype = made.name, dtype or self.dtype
+        self.nodes.append(made)
+        return value
+
+    def dequantised(self, packed: Packed) -> ir.Value:
+        """The packed weight behind DequantizeLinear, in the graph's dtype."""
+        scales = self.own("scales", packed.scales)
+        if packed.global_scale is not None:
+            unit = self.own("global_scale", packed.global_scale)
+            scales = self.node("DequantizeLinear", scales, unit, dtype=unit.dtype)
+        inputs = [self.own("codes", packed.codes), scales]
+        if packed.zero_points is not None:
+            inputs.append(self.own("zero_points", packed.zero_points))
+        attributes: dict[str, Any] = {"axis": packed.axis}
+        if packed.block is not None:
+            attributes = {"axis": 0, "block_size": packed.block}
+        if scales.dtype != self.dtype:
+            attributes["output_dtype"] = int(self.dtype)
+        return self.node("DequantizeLinear", *inputs, **attributes)
+
+    def dequantised_experts(self, experts: Sequence[Packed]) -> ir.Value:
+        """Stacked experts [E, K, N] of one form behind DequantizeLinear, blocks along K, in the graph's dtype."""
+        first, (inputs, channels) = experts[0], experts[0].shape
+        block = first.block or inputs
+        groups = [-(-inputs // block), channels]
+
+        def stacked(role: str, tensors: Sequence[ir.TensorProtocol], shape: Sequence[int]) -> ir.Value:
+            return self.own(role, Stack(tensors, shape))
+
+        scales = stacked("scales", [of_channels(one, one.scales) for one in experts], groups)
+        if units := [one.global_scale for one in experts if one.global_scale is not None]:
+            unit = stacked("global_scale", units, [])
+            scales = self.node("DequantizeLinear", scales, unit, dtype=unit.dtype, axis=0)
+        values = [stacked("codes", [one.codes for one in experts], [inputs, channels]), scales]
+        if zeros := [of_channels(one, one.zero_points) for one in experts if one.zero_points is not None]:
+            values.append(stacked("zero_points", zeros, groups))
+        attributes: dict[str, Any] = {"axis": 1, "block_size": block}
+        if scales.dtype != self.dtype:
+            attributes["output_dtype"] = int(self.dtype)
+        return self.node("DequantizeLinear", *values, **attributes)
+
+    def own(self, role: str, tensor: ir.TensorProtocol) -> ir.Value:
+        """An initializer of this weight."""
+        return self.tensor(f"{self.name}.{role}", tensor)
+
+    def constant(self, role: str, array: Any) -> ir.Value:
+        """A constant of this weight: floats in the graph's dtype, integers as they are."""
+        return self.own(role, self._constant(array))
+
+    def shared(self, role: str, array: Any) -> ir.Value:
+        """A constant that is the same for all weights."""
+        return self.tensor(f"quantisation.{role}", self._constant(array))
+
+    def tensor(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
+        """An initializer."""
+        return graphs.initializer(self.graph, name, tensor)
+
+    def _constant(self, array: Any) -> ir.TensorProtocol:
+        array = np.asarray(array)
+        return ir.tensor(array if array.dtype.kind == "i" else array.astype(self.dtype.numpy()))
+
+    def insert(self) -> None:
+        """Put the nodes in front of the old one."""
+        self.graph.insert_before(self.old, self.nodes)
+
+    def replace(self, value: ir.Value) -> None:
+        """Put the nodes in the old one's place; ``value`` is read instead of its output."""
+        factor = self.old.inputs[1].producer() if self.old.inputs[1] is not None else None
+        ir.convenience.replace_nodes_and_values(
+            self.graph, self.old, [self.old], self.nodes, [self.old.outputs[0]], [value]
+        )
+        if factor is not None and not factor.outputs[0].uses():
+            self.graph.remove(factor, safe=True)
+
+
+def _drop_unused(graph: ir.Graph, weight: ir.Value) -> None:
+    if not weight.uses() and weight.name is not None:
+        graph.initializers.pop(weight.name, None)
+
+
+def _attribute(node: ir.Node, name: str) -> int:
+    return node.attributes[name].as_int() if name in node.attributes else 0

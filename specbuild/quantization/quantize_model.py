@@ -1,0 +1,144 @@
+"""Quantise a model's dense weights by a recipe. Weights are read and rounded when they are written."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from onnx_ir.tensor_adapters import from_torch_dtype
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from specbuild.quantization.recipe import Recipe, Storage
+from specbuild.quantization.rounding import FLOAT4_MAX, FLOAT8_MAX, CodeForm, Rounded, Rows, global_scale, round_weight
+from specbuild.weights.packed import Packed
+from specbuild.weights.packed_model import PackedModel, parameter_names
+from specrun.errors import BuildConfigError
+
+if TYPE_CHECKING:
+    from specbuild.quantization.activation_ranges import Largest
+
+_CODES: dict[CodeForm, ir.DataType] = {
+    "int8": ir.DataType.INT8,
+    "int4": ir.DataType.INT4,
+    "float8": ir.DataType.FLOAT8E4M3FN,
+    "float4": ir.DataType.FLOAT4E2M1,
+}
+
+
+def pack_model(model: Any, recipe: Recipe, weights: Mapping[str, Any], largest: Largest | None = None) -> PackedModel:
+    """Quantise the weights of a transformers model.
+
+    weights: by the parameters' names; they are read when codes are. An embedding and a head that are tied get codes of
+    their own. largest: inputs, for recipes that need it. An expert that no token reached has the largest of its layer.
+
+    Raises BuildConfigError where groups do not divide a weight, or where a weight was not used in calibration.
+    """
+    rounded: Any = functools.lru_cache(maxsize=1)(round_weight)  # Codes and scales are written one after the other.
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    names = parameter_names(model)
+    packed = PackedModel()
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear | Conv1D | nn.Embedding) or (own := names.get(id(module.weight))) is None:
+            continue
+        weight = weights[own[0]]
+        if isinstance(module, nn.Embedding):
+            if module is embedding and (storage := recipe.embedding(name)):
+                packed.tables.update(dict.fromkeys(own, _pack(weight, storage, rounded, by_row=True)))
+            continue
+        rows = _Columns(weight) if isinstance(module, Conv1D) else weight
+        if storage := recipe.product(name, rows.shape[1], module is head):
+            storage = _calibrated(storage, name, largest.inputs.get(own[0]) if largest else None)
+            packed.products.update(dict.fromkeys(own, _pack(rows, storage, rounded)))
+    for name, module in model.named_modules():
+        for parameter in stacked_weights(module):
+            stacked, weight = f"{name}.{parameter}", weights[f"{name}.{parameter}"]
+            parts = [weight.row(expert) for expert in range(weight.shape[0])]
+            parts = [_Columns(part) for part in parts] if module.is_transposed else parts
+            if storage := recipe.product(stacked, parts[0].shape[1], is_head=False):
+                reached = largest.experts.get(stacked, {}) if largest else {}
+                loudest = max(reached.values(), default=None)
+                packed.experts[stacked] = tuple(
+                    _pack(part, _calibrated(storage, stacked, reached.get(expert, loudest)), rounded)
+                    for expert, part in enumerate(parts)
+                )
+    return packed
+
+
+def stacked_weights(module: Any) -> list[str]:
+    """The parameters of a module of transformers that holds stacked experts; of another module none."""
+    names = ("gate_up_proj", "up_proj", "down_proj") if hasattr(module, "is_transposed") else ()
+    return [
+        name for name in names if isinstance(weight := getattr(module, name, None), nn.Parameter) and weight.ndim == 3
+    ]
+
+
+def unmatched(model: Any, recipe: Recipe) -> list[str]:
+    """The patterns of ``--exclude`` that mean no module of the model."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D | nn.Embedding)]
+    names += [f"{name}.{own}" for name, module in model.named_modules() for own in stacked_weights(module)]
+    return [pattern for pattern in recipe.exclude if not fnmatch.filter(names, pattern)]
+
+
+def _calibrated(storage: Storage, module: str, largest: float | None) -> Storage:
+    """``storage`` with the scale of its input, where that is fixed."""
+    if storage.activation is None or storage.activation.form == "int8":
+        return storage
+    if largest is None:
+        raise BuildConfigError(f"{module}: is not used on the text of --calib_dataset: give --exclude {module}")
+    steps = FLOAT8_MAX * (FLOAT4_MAX if storage.activation.form == "float4" else 1)
+    scale = largest / steps or 1.0
+    return replace(storage, activation=replace(storage.activation, scale=scale))
+
+
+class _Columns:
+    """The rows of a transposed matrix, for modules that keep their weight as [K, N]."""
+
+    def __init__(self, weight: Any) -> None:
+        self.weight, self.dtype = weight, weight.dtype
+        self.shape = (weight.shape[1], weight.shape[0])
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        columns: torch.Tensor = self.weight[:, rows]
+        return columns.T
+
+
+_Rounding = Callable[[Rows, CodeForm, int], Rounded]
+
+
+def _pack(weight: Any, storage: Storage, rounded: _Rounding, by_row: bool = False) -> Packed:
+    """weight [N, K] -> codes [K, N]; or, by_row, [N, K] for a table whose rows are looked up."""
+    channels, inputs = weight.shape
+    block = storage.block or inputs
+    codes_type, scale_type = _CODES[storage.form], from_torch_dtype(weight.dtype)
+
+    kept: list[Any] = []  # Scales of codes that were written: those of all experts follow the codes of all.
+
+    def codes() -> ir.TensorProtocol:
+        found = rounded(weight, storage.form, block)
+        kept[:] = [found.scales]
+        return ir.Tensor(np.ascontiguousarray(found.codes.T if by_row else found.codes), dtype=codes_type)
+
+    def scales() -> ir.TensorProtocol:
+        found = kept.pop() if kept else rounded(weight, storage.form, block).scales
+        return ir.Tensor(found if storage.block else found[0])
+
+    def unit() -> ir.TensorProtocol:
+        return ir.Tensor(np.asarray(global_scale(weight), scale_type.numpy()))
+
+    is_float4 = storage.form == "float4"
+    scale_shape = ir.Shape([inputs // block, channels] if storage.block else [channels])
+    return Packed(
+        codes=ir.LazyTensor(codes, codes_type, ir.Shape([channels, inputs] if by_row else [inputs, channels])),
+        scales=ir.LazyTensor(scales, ir.DataType.FLOAT8E4M3FN if is_float4 else scale_type, scale_shape),
+        block=storage.block,
+        axis=0 if by_row else 1,
+        global_scale=ir.LazyTensor(unit, scale_type, ir.Shape([])) if is_float4 else None,
+        activation=storage.activation,
+    )

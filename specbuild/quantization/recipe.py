@@ -1,0 +1,129 @@
+"""What ``--qformat`` and ``--kv_cache_dtype`` mean: how weights, the embedding, and keys and values are stored."""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from specbuild.weights.activation import Activation
+from specrun.errors import BuildConfigError
+
+CodeForm = Literal["int8", "int4", "float8", "float4"]
+QFormat = Literal["int8", "int8_wo", "int4", "fp8", "fp8_wo", "nvfp4", "nvfp4_wo"]
+QFORMATS: tuple[QFormat, ...] = get_args(QFormat)
+CacheCode = Literal["int8", "float8_e4m3fn"]
+KV_CACHE_DTYPES: dict[str, CacheCode | None] = {"auto": None, "int8": "int8", "fp8": "float8_e4m3fn"}
+"""What ``--kv_cache_dtype`` means; None: what is computed in."""
+LARGEST_CODE: dict[CacheCode, float] = {"int8": 127, "float8_e4m3fn": 448}
+
+_ROUTERS = ("*.gate", "*.router", "*.router.*", "*.shared_expert_gate")
+"""Choose a token's experts: they are small, and an error there is one of another kind."""
+_NVFP4_BLOCK = 16
+_GROUP, _SMALLEST_GROUP = 128, 16
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How one weight is stored."""
+
+    form: CodeForm
+    block: int | None = None
+    """Input channels that share a scale; None: all of them."""
+    activation: Activation | None = None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the weights of a model are stored; None: as they are."""
+
+    qformat: QFormat
+    group_size: int | None = None
+    """Input channels that share a scale in the formats with blocks. None: 128, or less where that divides a weight."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of module names (``*.down_proj``, ``lm_head``) that stay as they are."""
+    head: bool = True
+    """Whether the product that gives the logits is quantised, in formats that say so."""
+    embeddings: bool = True
+    """Whether the embedding is."""
+
+    def __post_init__(self) -> None:
+        """Raise BuildConfigError where the group is none that the formats have."""
+        if self.group_size is None:
+            return
+        if self.group_size < _SMALLEST_GROUP or self.group_size & (self.group_size - 1):
+            raise BuildConfigError(f"--group_size {self.group_size}: expected a power of two from {_SMALLEST_GROUP} on")
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether inputs are rounded with scales that a text fixes."""
+        return self.qformat in ("fp8", "nvfp4")
+
+    @property
+    def without_inputs(self) -> Recipe:
+        """The same for the weights, with inputs as they are: it needs no calibration."""
+        same: dict[QFormat, QFormat] = {"fp8": "fp8_wo", "nvfp4": "nvfp4_wo"}
+        return replace(self, qformat=same.get(self.qformat, self.qformat))
+
+    def product(self, module: str, inputs: int, is_head: bool) -> Storage | None:
+        """How the weight of ``module``'s product is stored. inputs: its channels; is_head: it gives the logits.
+
+        Raises BuildConfigError where the group does not divide the input channels.
+        """
+        if any(fnmatch.fnmatchcase(module, pattern) for pattern in (*_ROUTERS, *self.exclude)):
+            return None
+        if is_head and not self.head:
+            return None
+        match self.qformat:
+            case "int8":
+                return Storage("int8", activation=Activation("int8"))
+            case "int8_wo":
+                return Storage("int8", self._block(module, inputs))
+            case "int4":  # The head chooses the token: it stays in 8 bits.
+                return Storage("int8" if is_head else "int4", self._block(module, inputs))
+            case "fp8":
+                return None if is_head else Storage("float8", activation=Activation("float8"))
+            case "fp8_wo":
+                return None if is_head else Storage("float8")
+            case "nvfp4" | "nvfp4_wo":
+                if not is_head and inputs % _NVFP4_BLOCK:
+                    raise _does_not_divide(module, inputs, f"{_NVFP4_BLOCK}, nvfp4's block: give")
+                activation = Activation("float4") if self.qformat == "nvfp4" else None
+                return None if is_head else Storage("float4", _NVFP4_BLOCK, activation)
+
+    def _block(self, module: str, inputs: int) -> int:
+        block = self.group_size or min(_GROUP, inputs & -inputs)
+        if inputs % block or block < _SMALLEST_GROUP:
+            hint = f"--group_size {block}: give a group that divides them, or"
+            raise _does_not_divide(module, inputs, hint if self.group_size else f"{_SMALLEST_GROUP}: give")
+        return block
+
+    def embedding(self, module: str) -> Storage | None:
+        """How the embedding is stored: with the integer formats in 8 bits, one scale a token of the vocabulary."""
+        excluded = any(fnmatch.fnmatchcase(module, pattern) for pattern in self.exclude)
+        return Storage("int8") if self.embeddings and self.qformat.startswith("int") and not excluded else None
+
+
+def make_recipe(qformat: str, group_size: int | None, exclude: tuple[str, ...]) -> Recipe | None:
+    """The recipe of the command's options; None for ``auto``, which leaves weights as they are.
+
+    Raises BuildConfigError.
+    """
+    if qformat == "auto":
+        if group_size is not None or exclude:
+            raise BuildConfigError("--group_size and --exclude say how weights are quantised: give --qformat too")
+        return None
+    if qformat not in QFORMATS:
+        raise BuildConfigError(f"--qformat {qformat}: expected auto or one of {', '.join(QFORMATS)}")
+    return Recipe(qformat, group_size, exclude)
+
+
+def cache_code(option: str) -> CacheCode | None:
+    """What ``--kv_cache_dtype`` asks for. Raises BuildConfigError."""
+    if option not in KV_CACHE_DTYPES:
+        raise BuildConfigError(f"--kv_cache_dtype {option}: expected {', '.join(KV_CACHE_DTYPES)}")
+    return KV_CACHE_DTYPES[option]
+
+
+def _does_not_divide(module: str, inputs: int, group: str) -> BuildConfigError:
+    return BuildConfigError(f"{module}: {inputs} input channels are not a multiple of {group} --exclude {module}")

@@ -1,0 +1,152 @@
+"""Dense weights -> codes and scales, without data: a scale follows from the largest value that it covers.
+
+Weights come as modules keep them, [N, K] (output channels, input channels). Codes leave as products want them, [K, N].
+They are rounded against the scale as it is stored, so a 16-bit scale costs no accuracy. Only some output channels are
+rounded at a time, so the memory beside the result stays small for every size of weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from specbuild.quantization.recipe import CodeForm as CodeForm
+
+_AT_A_TIME = 1 << 18
+"""Elements that are rounded at a time."""
+_SHRUNK = (1.0, 0.9, 0.8)
+"""Shares of a 4-bit block's range that are tried: clipping its largest weight may serve the others."""
+FLOAT8_MAX, FLOAT4_MAX = 448.0, 6.0
+_FLOAT4_MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_FLOAT4_BOUNDS = (_FLOAT4_MAGNITUDES[1:] + _FLOAT4_MAGNITUDES[:-1]) / 2
+
+
+class Rows(Protocol):
+    """A weight [N, K] that is read some rows at a time; a torch tensor is one."""
+
+    @property
+    def shape(self) -> Any:
+        """[N, K]"""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parts."""
+
+    def __getitem__(self, rows: slice) -> torch.Tensor: ...
+
+
+class Rounded(NamedTuple):
+    """Codes [K, N] and scales [K / block, N], in the types of numpy and ml_dtypes."""
+
+    codes: npt.NDArray[Any]
+    scales: npt.NDArray[Any]
+
+
+def global_scale(weight: Rows) -> float:
+    """What float4's scales are to be multiplied by, so that they fit into float8; rounded to the weight's dtype."""
+    largest = torch.stack([weight[rows].abs().amax().float() for rows in _slices(weight)]).amax()
+    return float((largest / (FLOAT4_MAX * FLOAT8_MAX)).to(weight.dtype)) or 1.0
+
+
+def _slices(weight: Rows) -> Iterator[slice]:
+    channels, inputs = weight.shape
+    step = max(1, _AT_A_TIME // inputs)
+    return (slice(start, min(start + step, channels)) for start in range(0, channels, step))
+
+
+def round_weight(weight: Rows, form: CodeForm, block: int) -> Rounded:
+    """weight [N, K] in ``form``, one scale for ``block`` input channels of an output channel (K: for all of them).
+
+    Scales have the weight's dtype; those of float4 are float8 e4m3, to be multiplied by ``global_scale``.
+    Raises ValueError where blocks do not divide K.
+    """
+    channels, inputs = weight.shape
+    if inputs % block:
+        raise ValueError(f"{inputs} input channels are not a multiple of {block}")
+    unit = global_scale(weight) if form == "float4" else 1.0
+    kind, rounded = _FORMS[form]
+    scale_type = torch.float8_e4m3fn if form == "float4" else weight.dtype
+    codes = np.empty((inputs, channels), kind)
+    scales = torch.empty((inputs // block, channels))
+    for own in _slices(weight):
+        groups = weight[own].float().reshape(-1, block) / unit
+        own_codes, own_scales = rounded(groups, scale_type)
+        codes[:, own] = _cast(own_codes.reshape(-1, inputs).numpy(), kind).T
+        scales[:, own] = own_scales.reshape(-1, inputs // block).T
+    return Rounded(codes, _as_numpy(scales, scale_type))
+
+
+_Groups = tuple[torch.Tensor, torch.Tensor]
+"""Codes [G, block] and scales [G] of groups [G, block]."""
+
+
+def _int8(groups: torch.Tensor, scale_type: torch.dtype) -> _Groups:
+    """Symmetric: -127..127."""
+    scales = _stored(groups.abs().amax(dim=1) / 127, scale_type)
+    return (groups / scales[:, None]).round().clamp(-127, 127).to(torch.int8), scales
+
+
+def _int4(groups: torch.Tensor, scale_type: torch.dtype) -> _Groups:
+    """-8..7 with the least squared error. The largest value becomes -8, where the range has one code more."""
+    largest = groups.gather(1, groups.abs().argmax(dim=1, keepdim=True)).squeeze(1)
+    tried = torch.stack([_stored(largest / -8 * share, scale_type) for share in _SHRUNK])
+    ideal, codes = torch.empty_like(groups), torch.empty_like(groups)
+    errors = []
+    for scales in tried:  # In place: most of the time goes into reaching memory.
+        torch.mul(groups, (1 / scales)[:, None], out=ideal)
+        torch.round(ideal, out=codes).clamp_(-8, 7).sub_(ideal)
+        errors.append(torch.linalg.vector_norm(codes, dim=1) * scales.abs())
+    scales = tried.gather(0, torch.stack(errors).argmin(dim=0, keepdim=True)).squeeze(0)
+    return (groups / scales[:, None]).round_().clamp_(-8, 7).to(torch.int8), scales
+
+
+def _float8(groups: torch.Tensor, scale_type: torch.dtype) -> _Groups:
+    """e4m3, without infinities."""
+    scales = _stored(groups.abs().amax(dim=1) / FLOAT8_MAX, scale_type)
+    codes = (groups / scales[:, None]).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn)
+    return codes.view(torch.uint8), scales
+
+
+def _float4(groups: torch.Tensor, scale_type: torch.dtype) -> _Groups:
+    """e2m1: the sign bit, then the number of the magnitude."""
+    scales = _stored(groups.abs().amax(dim=1) / FLOAT4_MAX, scale_type)
+    scaled = groups / scales[:, None]
+    codes = torch.bucketize(scaled.abs(), _FLOAT4_BOUNDS).to(torch.uint8)
+    return codes | (torch.signbit(scaled).to(torch.uint8) << 3), scales
+
+
+def nearest_float4(x: torch.Tensor) -> torch.Tensor:
+    """Every value as the nearest one of float4."""
+    return _FLOAT4_MAGNITUDES[torch.bucketize(x.abs(), _FLOAT4_BOUNDS)].copysign(x)
+
+
+_FORMS: dict[CodeForm, tuple[Any, Callable[[torch.Tensor, torch.dtype], _Groups]]] = {
+    "int8": (np.int8, _int8),
+    "int4": (ml_dtypes.int4, _int4),
+    "float8": (ml_dtypes.float8_e4m3fn, _float8),
+    "float4": (ml_dtypes.float4_e2m1fn, _float4),
+}
+
+
+def _stored(scales: torch.Tensor, scale_type: torch.dtype) -> torch.Tensor:
+    """Scales in float32 as they are once stored in ``scale_type``; 1 where a group holds zeros only."""
+    stored = scales.to(scale_type).float()
+    return torch.where(stored == 0, 1.0, stored)
+
+
+def _cast(codes: npt.NDArray[Any], kind: Any) -> npt.NDArray[Any]:
+    """Codes as ``kind``: integers by value, floats by their bits."""
+    return codes.astype(kind) if codes.dtype == np.int8 else codes.view(kind)
+
+
+def _as_numpy(scales: torch.Tensor, scale_type: torch.dtype) -> npt.NDArray[Any]:
+    if scale_type == torch.bfloat16:
+        return scales.numpy().astype(ml_dtypes.bfloat16)
+    if scale_type == torch.float8_e4m3fn:
+        return scales.numpy().astype(ml_dtypes.float8_e4m3fn)
+    return scales.to(scale_type).numpy()

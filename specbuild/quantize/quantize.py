@@ -1,0 +1,245 @@
+"""``specbuild quantize``: dense Hugging Face checkpoint -> quantised one, in the format of compressed-tensors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from specbuild.artifacts.resume import Run, run_for, stopped_run
+from specbuild.convert.convert import positions_of, require_packages
+from specbuild.convert.inputs import quantisation_provenance
+from specbuild.files import require_space
+from specbuild.hf.hub import locate
+from specbuild.hf.model_config import read_model_config
+from specbuild.json_file import read_json
+from specbuild.progress import Stages, human_bytes, peak_memory
+from specbuild.quantization.calibration_data import TextOptions, Texts
+from specbuild.quantization.recipe import Recipe, cache_code, make_recipe
+from specbuild.weights.safetensors_files import Weights, check_weights, require_layers
+from specrun.engine_dir.directories import QUALITY_NAME, new_directory, require_free
+from specrun.errors import BuildConfigError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from specbuild.export.meta_model import Skeleton
+    from specbuild.quantize.checkpoint import Products
+    from specbuild.quantize.pair import Draft
+    from specbuild.quantize.quality import Quality
+    from specbuild.weights.packed_model import PackedModel
+
+LEAST_TOP1 = 0.9
+"""A format that keeps fewer of the original's likeliest tokens is not chosen unasked."""
+AUTO = "int8"
+"""What ``auto`` means: of the formats that keep to ``LEAST_TOP1`` the fastest with a draft on a CPU, as
+scripts/benchmarks/quantised.py measured them; a test compares."""
+
+
+@dataclass(frozen=True)
+class QuantiseOptions:
+    """What ``specbuild quantize`` was asked for."""
+
+    model: str
+    output_dir: str | Path
+    qformat: str = "auto"
+    group_size: int | None = None
+    exclude: tuple[str, ...] = ()
+    lm_head: bool = False
+    """Quantise it too; vLLM and others do not read that for every model."""
+    kv_cache_dtype: str = "auto"
+    """The type of cache that scales are written for."""
+    texts: TextOptions = field(default_factory=TextOptions)
+    quality: bool = True
+    """Compare the predictions with the original's."""
+    draft_dir: str | None = None
+    """A draft for the model: the comparison says what quantising does to the acceptance rate of the pair."""
+    revision: str | None = None
+    trust_remote_code: bool = False
+    resume: bool = False
+    force: bool = False
+
+
+class Source(NamedTuple):
+    """A checkpoint that was checked, and what of it is to be quantised."""
+
+    directory: Path
+    files: Weights
+    skeleton: Skeleton
+    products: Products
+    texts: Texts | None
+    """What is calibrated and compared on."""
+    draft: Draft | None
+
+
+def quantise(options: QuantiseOptions, stages: Stages) -> dict[str, Any]:
+    """Quantise one checkpoint and return what quality.json says. Raises SpecError."""
+    require_packages("torch", "transformers", "safetensors", "onnx_ir")
+    output_dir = Path(options.output_dir)
+    require_free(output_dir, options.force)
+    stopped = stopped_run(output_dir, options.resume, options.force)
+    if options.qformat == "auto":
+        stages.say(f"note: --qformat auto is {AUTO}; int4 is smaller and faster, and changes the text more")
+        options = replace(options, qformat=AUTO)
+    recipe = make_recipe(options.qformat, options.group_size, options.exclude)
+    assert recipe is not None
+    recipe = replace(recipe, head=options.lm_head, embeddings=False)
+    if options.draft_dir is not None and not options.quality:
+        raise BuildConfigError("--draft_dir is for the comparison with the original: leave out --no-quality")
+    kv_cache = cache_code(options.kv_cache_dtype)
+    if not (recipe.calibrated or kv_cache or options.quality):
+        options.texts.say_if_unused(f"--qformat {options.qformat} with --no-quality reads no text", stages)
+    from specbuild.export.meta_model import load_skeleton
+    from specbuild.quantization.calibration import texts_of
+    from specbuild.quantization.quantize_model import pack_model
+    from specbuild.quantize.checkpoint import output_bytes, stored_products
+    from specbuild.quantize.pair import load_draft
+    from specbuild.quantized_formats.loading import require_claimed
+    from specbuild.weights.lazy_tensors import Reader, StoredTensor
+
+    # Outside the stage, which has a bar: the Hub's client has bars of its own.
+    source = locate(options.model, options.revision, code=options.trust_remote_code)
+    draft_dir, directories = None, {"model_dir": source}
+    if options.draft_dir:
+        draft_dir = locate(options.draft_dir, option="--draft_dir", code=options.trust_remote_code)
+        directories["draft_dir"] = draft_dir
+    with stages.stage("check checkpoint"):
+        _require_dense(source)
+        hf_config = read_model_config(source, options.trust_remote_code)
+        files = check_weights(source)
+        require_layers(source, hf_config, files)
+        draft = load_draft(draft_dir, source, options.trust_remote_code) if draft_dir else None
+        texts = None
+        if recipe.calibrated or kv_cache or options.quality:
+            limits = (positions_of(hf_config), draft.positions if draft else None)
+            positions = min((limit for limit in limits if limit is not None), default=None)
+            texts = texts_of(options.texts, source, positions, options.trust_remote_code)
+    with stages.stage("lay out the model"):
+        stored: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in files.entries.items()}
+        skeleton = load_skeleton(source, hf_config, "auto", options.trust_remote_code, stored)
+        require_claimed(source, skeleton.weights)
+        plan = pack_model(skeleton.model, recipe.without_inputs, skeleton.weights)
+        products = stored_products(source, skeleton, plan, files.entries, stages)
+    with stages.stage("checksums of the checkpoint"):
+        made = quantisation_provenance(options, directories, stopped.made if stopped else None)
+    with run_for(output_dir, made, stopped, stages) as run:
+        if not run.written.exists():  # Known before calibrating.
+            require_space({output_dir.absolute().parent: output_bytes(files.entries, products, plan)})
+        report = _write(options, recipe, Source(source, files, skeleton, products, texts, draft), run, stages)
+        with new_directory(output_dir, options.force) as work:
+            work.rmdir()
+            run.written.rename(work)
+    for line in describe(report):
+        stages.say(line)
+    stages.say(f"{output_dir}: {stages.seconds:.1f} s, peak memory {human_bytes(peak_memory())}")
+    return report
+
+
+def _write(options: QuantiseOptions, recipe: Recipe, source: Source, run: Run, stages: Stages) -> dict[str, Any]:
+    """Calibrate, write ``run.written`` and compare it with the original, as far as that is not done yet.
+
+    Returns what quality.json says.
+    """
+    import torch
+
+    from specbuild.quantization.calibration import calibrate_on, quantise_dense, unreached_experts
+    from specbuild.quantize.checkpoint import read_back, stored_cache, write_config, write_weights
+    from specbuild.quantize.quality import measure
+    from specbuild.weights.kv_cache import coarser, rounding_for
+
+    directory, files, skeleton, products, texts, draft = source
+    kv_cache, largest, cache, quality = cache_code(options.kv_cache_dtype), None, None, None
+    if texts and (recipe.calibrated or kv_cache):
+        largest = calibrate_on(texts, skeleton.model, kv_cache is not None, run.part("calibration"), stages)
+    if kv_cache and largest:
+        cache = rounding_for(kv_cache, coarser(kv_cache, largest.cache), torch.float32)
+    packed = quantise_dense(skeleton.model, skeleton.weights, recipe, largest, stages)
+    scales = stored_cache(directory, skeleton.model, products, cache)
+    if not run.written.exists():
+        with new_directory(run.written, force=False) as work:
+            with stages.stage("write weights", len(files.entries)) as advance:
+                write_weights(directory, work, files.entries, products, packed, scales, advance)
+            write_config(directory, work, skeleton, files.entries, products, packed, kv_cache)
+    written, cache = read_back(run.written, cache, options.trust_remote_code)
+    if texts and options.quality:
+        part, rows = run.part("comparison"), texts.held_out
+        with part.stage(stages, "compare with the original", len(rows)) as advance:
+            quality = measure(skeleton.model, written, cache, directory, rows, advance, draft, part)
+    report = _report(options, skeleton, files.nbytes, check_weights(run.written).nbytes, written, quality)
+    report["unreached_experts"] = unreached_experts(packed, largest) if recipe.calibrated and largest else None
+    (run.written / QUALITY_NAME).write_text(json.dumps(report, indent=2) + "\n")
+    return report
+
+
+def _require_dense(source: Path) -> None:
+    """Raise SpecError where weights are quantised already."""
+    from specbuild.quantized_formats.config.schemes import read_scheme
+
+    path = source / "config.json"
+    if path.is_file() and (scheme := read_scheme(source, read_json(path))):
+        raise UnsupportedModelError(
+            f"{scheme.path}: weights are quantised already ({scheme.method}); give specbuild convert this checkpoint "
+            "as it is, or quantise the one that it was made of"
+        )
+
+
+def _report(
+    options: QuantiseOptions,
+    skeleton: Skeleton,
+    original_bytes: int,
+    nbytes: int,
+    packed: PackedModel,
+    quality: Quality | None,
+) -> dict[str, Any]:
+    """What quality.json holds."""
+    from specbuild.weights.packed_model import describe
+
+    model, names = skeleton.model, {id(parameter): name for name, parameter in skeleton.model.named_parameters()}
+
+    def form(module: Any) -> str:
+        weight = packed.products.get(names[id(module.weight)])
+        return describe(weight) if weight else str(module.weight.dtype).removeprefix("torch.")
+
+    return {
+        "tool": "specbuild quantize",
+        "source": options.model,
+        "qformat": options.qformat,
+        "kv_cache_dtype": options.kv_cache_dtype,
+        "forms": packed.forms(),
+        "embedding": form(model.get_input_embeddings()),
+        "lm_head": form(model.get_output_embeddings()),
+        "bytes": nbytes,
+        "original_bytes": original_bytes,
+        "text": options.texts.dataset,
+        "draft": options.draft_dir,
+        "quality": None if quality is None else vars(quality),
+    }
+
+
+def describe(report: dict[str, Any]) -> list[str]:
+    """The report as lines for people."""
+    rows = [("size", human_bytes(report["original_bytes"]), human_bytes(report["bytes"]))]
+    if quality := report["quality"]:
+        rows += [
+            ("perplexity", f"{quality['original_perplexity']:.3f}", f"{quality['perplexity']:.3f}"),
+            ("mean KL (nats)", "", f"{quality['mean_kl']:.2g}"),
+            ("same most likely token", "", f"{quality['top1_agreement']:.1%}"),
+        ]
+        if report["draft"] is not None:
+            before, after = quality["original_acceptance_rate"], quality["acceptance_rate"]
+            rows.append(("acceptance rate", f"{before:.1%}", f"{after:.1%}"))
+    forms = ", ".join(f"{count} in {form}" for form, count in report["forms"].items())
+    return [
+        f"{'':<24}{'original':>12}{report['qformat']:>12}",
+        *(f"{name:<24}{before:>12}{after:>12}" for name, before, after in rows),
+        f"weights: {forms}; embedding {report['embedding']}, lm_head {report['lm_head']}",
+        *([f"cache: {report['kv_cache_dtype']}"] if report["kv_cache_dtype"] != "auto" else []),
+        *([_say_unreached(unreached)] if (unreached := report["unreached_experts"]) else []),
+    ]
+
+
+def _say_unreached(unreached: dict[str, list[int]]) -> str:
+    count = sum(map(len, unreached.values()))
+    return (
+        f"calibration: no token reached {count} experts in {len(unreached)} layers; their inputs have the largest "
+        f"scale of their layer's ({QUALITY_NAME} names them; more or other --calib_dataset reaches more)"
+    )

@@ -1,0 +1,1 @@
+"""Quantized checkpoints of other tools: which weights they hold, and how these are unpacked."""

@@ -1,0 +1,1 @@
+"""Which weights of a checkpoint are quantized, and how: the configurations that other tools write."""

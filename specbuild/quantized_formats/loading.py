@@ -1,0 +1,138 @@
+"""Quantised weights of a checkpoint as tensors that can be read like dense ones, for transformers' own loading."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import onnx_ir as ir
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from specbuild.quantized_formats.config.scheme import Scheme
+from specbuild.quantized_formats.from_torch import FromTorch
+from specbuild.weights.lazy_tensors import Index, Reader, Stacked, StoredTensor, Weight
+from specbuild.weights.packed import Packed, shared_activation, side_by_side
+from specbuild.weights.packed_model import PackedModel
+from specbuild.weights.weight_map import Converted
+from specrun.errors import CheckpointError, UnsupportedModelError
+
+_SCALES = {ir.DataType.FLOAT16: torch.float16, ir.DataType.FLOAT: torch.float32}
+
+
+class PackedReader(NamedTuple):
+    """A quantised weight [N, K]; see ``tensors.Reader``."""
+
+    packed: Packed
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As a module keeps it."""
+        inputs, channels = self.packed.shape
+        return channels, inputs
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it was before it was quantised, as far as its scales tell."""
+        return _SCALES.get(self.packed.scales.dtype, torch.bfloat16)
+
+    def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
+        """A part in ``dtype``, dequantised."""
+        return torch.from_numpy(self.packed.dequantise(index[0])).T[:, index[1]].to(dtype)
+
+
+def with_packed(scheme: Scheme, stored: Mapping[str, Reader]) -> dict[str, Reader]:
+    """The tensors of a checkpoint, where codes, scales and so on of a module are one ``weight``.
+
+    Raises CheckpointError where tensors contradict the configuration or each other.
+    """
+    scheme.require_quantised(stored)
+    modules: dict[str, dict[str, FromTorch]] = {}
+    for name, tensor in stored.items():
+        if found := scheme.split(name):
+            modules.setdefault(found[0], {})[found[1]] = FromTorch(name, tensor)
+    readers = dict(stored)
+    for module, own in modules.items():
+        tensors: dict[str, Any] = dict(own)  # FromTorch is a StoredTensor of the readers.
+        if not scheme.is_quantised(tensors):
+            continue
+        for suffixed in own.values():
+            del readers[suffixed.name]
+        if "blocks" in tensors:
+            experts = scheme.experts(module, tensors)
+            readers[module] = Stacked(tuple(PackedReader(one) for one in experts), is_transposed=True)
+        elif packed := scheme.packed(module, tensors):
+            readers[f"{module}.weight"] = PackedReader(packed)
+    return readers
+
+
+def packed_products(model: Any, scheme: Scheme, weights: Mapping[str, Weight], notes: list[str]) -> PackedModel:
+    """The products of ``model`` whose weights the checkpoint holds in few bits.
+
+    ``notes`` gets sentences for people. What else is quantised (embeddings, say) is dequantised when it is written.
+    """
+    found = PackedModel()
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear | Conv1D) or (weight := weights.get(f"{name}.weight")) is None:
+            continue
+        if not isinstance(weight.reader, PackedReader):
+            if scheme.strict and weight.name == f"{name}.weight" and scheme.form(name) is not None:
+                raise CheckpointError(
+                    f"{scheme.path}: {name} is said to be quantised, and its weight is dense; download both again"
+                )
+            continue
+        if isinstance(module, Conv1D):
+            raise UnsupportedModelError(f"{scheme.path}: {name}: quantised weights of Conv1D modules are not read")
+        found.products[f"{name}.weight"] = _attachable(weight.reader.packed, notes)
+    for name, weight in weights.items():
+        if experts := _experts(weight.reader, notes):
+            found.experts[name] = experts
+    notes += scheme.notes
+    return found
+
+
+def _experts(reader: Reader, notes: list[str]) -> tuple[Packed, ...]:
+    """The weights of stacked experts, whose forms must be one; nothing where they stay dense."""
+    sources = reader.experts() if isinstance(reader, Converted | Stacked) else []
+    parts = [[own.packed for own in one if isinstance(own, PackedReader)] for one in sources]
+    if not any(parts):
+        return ()
+    alike = [[replace(one, activation=shared_activation(own)) for one in own] for own in parts]
+    found = [side_by_side(own) if len(own) == len(one) else None for own, one in zip(alike, sources, strict=True)]
+    experts = tuple(_attachable(one, notes) for one in found if one is not None)
+    forms = {(one.codes.dtype, one.scales.dtype, one.block, one.axis, one.zero_points is None) for one in experts}
+    if len(experts) == len(sources) and len(forms) == 1 and not any(one.has_extras for one in experts):
+        return experts
+    note = "experts are dequantised: their codes do not fit into one tensor"
+    if note not in notes:
+        notes.append(note)
+    return ()
+
+
+def _attachable(packed: Packed, notes: list[str]) -> Packed:
+    """``packed`` without what TensorRT does not compile; that is no less exact, and said."""
+    activation = packed.activation
+    form = activation and activation.form
+    if form == "float4" and activation and activation.scale and packed.codes.dtype == ir.DataType.FLOAT4E2M1:
+        return packed
+    if form != "float4" and not (form == "float8" and packed.block):
+        return packed
+    where = " of products whose weights have groups" if form == "float8" else ""
+    note = f"inputs in {form}{where} keep their precision here, which is no less exact"
+    if note not in notes:
+        notes.append(note)
+    return replace(packed, activation=None)
+
+
+def require_claimed(directory: Path, weights: Mapping[str, Weight]) -> None:
+    """Raise UnsupportedModelError where a weight is stored in few bits and nothing says what its codes mean."""
+    for name, weight in weights.items():
+        stored = weight.reader.dtype
+        if isinstance(weight.reader, StoredTensor) and weight.dtype.is_floating_point and stored.itemsize == 1:
+            raise UnsupportedModelError(
+                f"{directory}: {name} is stored as {str(stored).removeprefix('torch.')} in a way that "
+                "specbuild does not read; give the checkpoint as it was before quantisation"
+            )

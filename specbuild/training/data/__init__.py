@@ -1,0 +1,1 @@
+"""What drafts learn from: conversations, the target's answers, and rows of tokens."""

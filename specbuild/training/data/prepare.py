@@ -1,0 +1,109 @@
+"""``specbuild prepare_data``: prompts -> conversations with the target's own answers, line by line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from specbuild.progress import Stages
+from specbuild.training.data.answers import Answerer, Prompt, Sampling, answer_with_engines, answer_with_server
+from specbuild.training.data.conversations import read_prompt
+from specrun.batch.files import Answers, read_lines, require_readable
+from specrun.batch.lines import Place, digest_of
+from specrun.errors import BuildConfigError, RequestError
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """What ``specbuild prepare_data`` was asked for."""
+
+    prompts: Path
+    output_file: Path
+    engine_dir: Path | None = None
+    draft_engine_dir: Path | None = None
+    server: str | None = None
+    model: str | None = None
+    """Its name on the server."""
+    concurrency: int = 16
+    """Prompts that the server is asked at the same time."""
+    max_output_len: int = 512
+    temperature: float = 0.7
+    seed: int = 0
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise BuildConfigError where a value cannot be meant."""
+        if (self.engine_dir is None) == (self.server is None):
+            raise BuildConfigError("expected --engine_dir or --server, and not both")
+        if self.draft_engine_dir is not None and self.engine_dir is None:
+            raise BuildConfigError("--draft_engine_dir goes with --engine_dir")
+        for name, least in (("concurrency", 1), ("max_output_len", 1), ("seed", 0), ("temperature", 0)):
+            if (value := getattr(self, name)) < least:
+                raise BuildConfigError(f"--{name} {value}: expected at least {least}")
+
+    @property
+    def answerer(self) -> Answerer:
+        """Who answers."""
+        sampling = Sampling(self.max_output_len, self.temperature, self.seed)
+        if self.engine_dir is not None:
+            return partial(answer_with_engines, self.engine_dir, self.draft_engine_dir, sampling)
+        assert self.server is not None
+        return partial(answer_with_server, self.server, self.model, self.concurrency, sampling)
+
+
+def prepare_data(options: PrepareOptions, stages: Stages) -> int:
+    """Answer a file of prompts. Returns how many have no answer.
+
+    Raises SpecError; what was answered before stands, and ``resume`` goes on with it.
+    """
+    return answer_file(options.prompts, options.output_file, options.resume, options.answerer, stages)
+
+
+def answer_file(prompts: Path, output: Path, resume: bool, answer: Answerer, stages: Stages) -> int:
+    """Write a line for each prompt in the order in which they are answered. Prompts without an answer have none.
+
+    Returns how many those are.
+
+    Raises BuildConfigError for a bad prompt, naming its line, before any is answered; and where none could be.
+    """
+    require_readable(prompts)
+    total = sum(1 for _ in _prompts(prompts))
+    if not total:
+        raise BuildConfigError(f"--prompts {prompts}: is empty; expected a prompt a line")
+    unanswered: list[str] = []
+    with Answers.resume(output, prompts) if resume else Answers.create(output) as answers:
+        if answers.answered:
+            stages.say(f"{output}: {answers.answered} of {total} prompts are answered already")
+        missing = (prompt for prompt in _prompts(prompts) if not answers.has(prompt.place.line))
+        if answers.answered < total:
+            with stages.stage("answer prompts", total - answers.answered) as advance:
+                for prompt, text in answer(missing):
+                    advance(1)
+                    if isinstance(text, str) and text:
+                        answers.write(_line(prompt, text))
+                    else:
+                        unanswered.append(str(text) or "the answer is empty")
+        if unanswered:
+            stages.say(f"note: {len(unanswered)} of {total} prompts have no answer; the first: {unanswered[0]}")
+        if not answers.answered:
+            raise RequestError(f"{prompts}: no prompt could be answered; {unanswered[0]}")
+    return len(unanswered)
+
+
+def _prompts(path: Path) -> Iterator[Prompt]:
+    for line in read_lines(path):
+        where = f"--prompts {path}: line {line.number}"
+        try:
+            text = line.content.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise BuildConfigError(f"{where}: not UTF-8 ({error})") from error
+        yield Prompt(Place(line.number, digest_of(line.content)), read_prompt(text, where, path.suffix == ".jsonl"))
+
+
+def _line(prompt: Prompt, answer: str) -> dict[str, object]:
+    place = {"line": prompt.place.line, "line_sha256": prompt.place.digest}
+    if prompt.example.text is not None:
+        return {**place, "text": prompt.example.text + answer}
+    return {**place, "messages": [*prompt.example.messages, {"role": "assistant", "content": answer}]}

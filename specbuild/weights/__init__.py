@@ -1,0 +1,1 @@
+"""Tensors, read a part at a time: files of safetensors, quantized weights, and where each weight comes from."""

@@ -1,0 +1,218 @@
+"""The one form in which a quantised weight travels: codes and scales of a product ``x @ weight``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from specbuild.weights.activation import Activation as Activation
+
+Floats = npt.NDArray[np.float32]
+
+
+def block_sums(inputs: int, block: int) -> Floats:
+    """[K, K / block] of zeros and ones: a product with it adds up each block of channels."""
+    blocks = np.arange(inputs)[:, None] // block
+    sums: Floats = (blocks == np.arange(-(-inputs // block))).astype(np.float32)
+    return sums
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight [K, N] (input channels, output channels): ``(codes - zero_points) * scales + offsets``.
+
+    The tensors are read when they are needed, not before.
+    """
+
+    codes: ir.TensorProtocol
+    """[K, N] in INT8, UINT8, INT4, UINT4, FLOAT8E4M3FN or FLOAT4E2M1."""
+    scales: ir.TensorProtocol
+    """[], [N], or [K / block, N] where ``block`` is given; floating point."""
+    zero_points: ir.TensorProtocol | None = None
+    """As ``scales``, in the codes' type. None: zero."""
+    block: int | None = None
+    """Input channels that share a scale. None: all of them."""
+    axis: int = 1
+    """Which axis scales of one dimension run along. 0: every row has one (an embedding, [V, H])."""
+    global_scale: ir.TensorProtocol | None = None
+    """[]: what ``scales`` are to be multiplied by where they are float8 themselves (NVFP4)."""
+    activation: Activation | None = None
+    channel_order: npt.NDArray[np.int64] | None = None
+    """[K]: row k of the weight belongs to this channel of the input (GPTQ's act-order). None: to channel k."""
+    input_factors: Floats | None = None
+    """[K]: the input is multiplied by them first (AWQ's smoothing that no other layer could take over)."""
+    offsets: ir.TensorProtocol | None = None
+    """As ``scales``: what is added to the scaled codes (zero points of torchao's int4, which are no integers)."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where shapes contradict each other."""
+        rows, columns = _shape(self.codes)
+        expected: list[tuple[int, ...]] = [(), ((rows, columns)[self.axis],)]
+        if self.block is not None:
+            expected = [(-(-rows // self.block), columns)]
+        for name in ("scales", "zero_points", "offsets"):
+            tensor = getattr(self, name)
+            if tensor is not None and _shape(tensor) not in expected:
+                raise ValueError(
+                    f"{name} of shape {_shape(tensor)}, expected {expected[-1]} beside codes {rows, columns}"
+                )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[K, N]"""
+        rows, columns = _shape(self.codes)
+        return rows, columns
+
+    @property
+    def has_extras(self) -> bool:
+        """Whether its product needs more than codes, scales and zero points."""
+        return any(extra is not None for extra in (self.channel_order, self.input_factors, self.offsets))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors together."""
+        tensors = (self.codes, self.scales, self.zero_points, self.offsets)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    def dequantise(self, channels: slice = slice(None)) -> Floats:
+        """The weight in float32 [K, N], rows in the order of the input's channels; of a table [V, H], rows as they are.
+
+        channels: only these output channels; of a table, these rows.
+        """
+        weight = as_float32(self.codes, channels, self.axis)
+        if self.zero_points is not None:
+            weight = weight - self._spread(self.zero_points, channels)
+        scales = self._spread(self.scales, channels)
+        if self.global_scale is not None:
+            scales = scales * as_float32(self.global_scale)
+        weight = weight * scales
+        if self.offsets is not None:
+            weight = weight + self._spread(self.offsets, channels)
+        if self.channel_order is not None:
+            weight = weight[np.argsort(self.channel_order)]
+        if self.input_factors is not None:
+            weight = weight * self.input_factors[:, None]
+        return weight
+
+    def channels(self, first: int, last: int) -> Packed:
+        """Some output channels as a weight of their own; of a product, not of a table."""
+
+        def part(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+            def read() -> ir.TensorProtocol:
+                return ir.Tensor(np.asarray(tensor.numpy())[..., first:last], dtype=tensor.dtype)
+
+            *rows, _ = _shape(tensor) or (0,)
+            return ir.LazyTensor(read, tensor.dtype, ir.Shape([*rows, last - first])) if _shape(tensor) else tensor
+
+        parts: dict[str, Any] = {
+            name: part(tensor)
+            for name in ("codes", "scales", "zero_points", "offsets")
+            if (tensor := getattr(self, name)) is not None
+        }
+        return replace(self, **parts)
+
+    def _spread(self, tensor: ir.TensorProtocol, channels: slice) -> Floats:
+        """Scales or the like of these channels, in a shape that goes with codes."""
+        values = as_float32(tensor, channels)
+        if self.block is not None:
+            return np.repeat(values, min(self.block, self.shape[0]), axis=0)[: self.shape[0]]
+        return values[:, None] if self.axis == 0 else values
+
+
+def shared_activation(parts: Sequence[Packed]) -> Activation | None:
+    """How an input that several weights read is rounded; None: not at all, or not by all of them alike.
+
+    Of fixed scales it is the largest, which cuts nothing off. Codes are floats, so it costs next to nothing.
+    """
+    found = [one.activation for one in parts]
+    first, scales = found[0], [one.scale for one in found if one is not None and one.scale is not None]
+    if first is None or any(one is None or one.form != first.form for one in found) or 0 < len(scales) < len(found):
+        return None
+    return replace(first, scale=max(scales, default=None))
+
+
+def side_by_side(parts: Sequence[Packed]) -> Packed | None:
+    """Weights of the same input as one weight, channels behind channels; None where their forms have no common one."""
+    first, *others = parts
+    if not others:
+        return first
+    alike = all(
+        one.codes.dtype == first.codes.dtype
+        and one.scales.dtype == first.scales.dtype
+        and (one.zero_points is None) == (first.zero_points is None)
+        and (one.block, one.axis, one.activation) == (first.block, 1, first.activation)
+        and _value(one.global_scale) == _value(first.global_scale)
+        and not one.has_extras
+        for one in parts
+    )
+    if not alike:
+        return None
+    zero_points = [of_channels(one, one.zero_points) for one in parts if one.zero_points is not None]
+    return replace(
+        first,
+        codes=_joined([one.codes for one in parts]),
+        scales=_joined([of_channels(one, one.scales) for one in parts]),
+        zero_points=_joined(zero_points) if zero_points else None,
+    )
+
+
+def _value(tensor: ir.TensorProtocol | None) -> float | None:
+    """Of a tensor without axes."""
+    return None if tensor is None else float(as_float32(tensor))
+
+
+def of_channels(packed: Packed, tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    """Scales or the like with an entry for each output channel: a single one is repeated."""
+    if _shape(tensor):
+        return tensor
+    channels = packed.shape[1]
+
+    def repeat() -> ir.TensorProtocol:
+        return ir.Tensor(np.full(channels, np.asarray(tensor.numpy())), dtype=tensor.dtype)
+
+    return ir.LazyTensor(repeat, tensor.dtype, ir.Shape([channels]))
+
+
+def _joined(parts: Sequence[ir.TensorProtocol]) -> ir.LazyTensor:
+    """Tensors behind each other along the last axis."""
+
+    def join() -> ir.TensorProtocol:
+        return ir.Tensor(np.concatenate([np.asarray(part.numpy()) for part in parts], axis=-1), dtype=parts[0].dtype)
+
+    *shape, _ = _shape(parts[0])
+    return ir.LazyTensor(join, parts[0].dtype, ir.Shape([*shape, sum(_shape(part)[-1] for part in parts)]))
+
+
+class Stack(ir.LazyTensor):
+    """Tensors of one shape as the rows of one tensor; they are written one at a time."""
+
+    def __init__(self, rows: Sequence[ir.TensorProtocol], shape: Sequence[int]) -> None:
+        """shape: of each row in the stack; it has as many elements as the rows have."""
+        self._rows = rows
+        super().__init__(self._stacked, rows[0].dtype, ir.Shape([len(rows), *shape]))
+
+    def _stacked(self) -> ir.TensorProtocol:
+        rows = np.stack([np.asarray(row.numpy()) for row in self._rows])
+        return ir.Tensor(rows.reshape(_shape(self)), dtype=self.dtype)
+
+    def tofile(self, file: Any) -> None:
+        """Write all bytes."""
+        for row in self._rows:
+            file.write(row.tobytes())
+
+
+def _shape(tensor: ir.TensorProtocol) -> tuple[Any, ...]:
+    return tuple(tensor.shape.numpy())
+
+
+def as_float32(tensor: ir.TensorProtocol, part: slice = slice(None), axis: int = -1) -> Floats:
+    """The values of ``tensor``, or a part along an axis, in float32, which holds every code and scale exactly."""
+    values = np.asarray(tensor.numpy())
+    if values.ndim:
+        values = values[part] if axis == 0 else values[..., part]
+    return values.astype(np.float32)

@@ -1,0 +1,116 @@
+"""The quantised weights of a whole model, and how the model itself is run with them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from specbuild.weights.lazy_tensors import Index, Stacked, Weight
+from specbuild.weights.packed import Activation, Packed, shared_activation
+
+
+@dataclass(frozen=True)
+class PackedModel:
+    """Quantised weights by their parameters' names; a tied one stands under each of its names."""
+
+    products: dict[str, Packed] = field(default_factory=dict)
+    """Of Linear and the like: codes [K, N]."""
+    tables: dict[str, Packed] = field(default_factory=dict)
+    """Of the embedding: codes [V, H], a scale a row."""
+    experts: dict[str, tuple[Packed, ...]] = field(default_factory=dict)
+    """Of stacked experts: codes [K, N] of each."""
+
+    def __contains__(self, name: object) -> bool:
+        return any(name in weights for weights in (self.products, self.tables, self.experts))
+
+    def weights(self) -> list[Packed]:
+        """Each once."""
+        stacked = [packed for experts in self.experts.values() for packed in experts]
+        every = (*self.products.values(), *self.tables.values(), *stacked)
+        return list({id(packed): packed for packed in every}.values())
+
+    def forms(self) -> dict[str, int]:
+        """How many weights are stored in each form, as people call it."""
+        return dict(Counter(describe(packed) for packed in self.weights()))
+
+    def activations(self) -> dict[str, Activation | None]:
+        """How the inputs of products are rounded, by the names of their weights; None: not at all."""
+        stacked = {name: shared_activation(experts) for name, experts in self.experts.items()}
+        return {name: packed.activation for name, packed in self.products.items()} | stacked
+
+
+def describe(packed: Packed) -> str:
+    """The form of one weight, such as ``int4 in groups of 128``."""
+    form = packed.codes.dtype.name.lower()
+    form = {"float8e4m3fn": "float8", "float4e2m1": "float4"}.get(form, form)
+    if packed.activation is not None:
+        form += f", inputs {packed.activation.form}"
+        form += " by token" if packed.activation.scale is None else ""
+    return f"{form} in groups of {packed.block}" if packed.block else form
+
+
+def parameter_names(model: Any) -> dict[int, list[str]]:
+    """All names of every parameter, by its identity."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return names
+
+
+def use_dequantised(model: Any, packed: PackedModel, directory: Path) -> None:
+    """Let a skeleton compute with dequantised weights when it is run (``reference.py``)."""
+    transposed = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}
+    by_input = {name for name, module in model.named_modules() if getattr(module, "is_transposed", False)}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if weight := packed.products.get(name):
+            reader = _Dequantised(tuple(parameter.shape), weight, name in transposed)
+            parameter.source = Weight(name, torch.float32, reader, directory)
+        if experts := packed.experts.get(name):
+            matrices = tuple(_Dequantised(tuple(reversed(one.shape)), one, False) for one in experts)
+            stacked = Stacked(matrices, is_transposed=name.rpartition(".")[0] in by_input)
+            parameter.source = Weight(name, torch.float32, stacked, directory)
+        if table := packed.tables.get(name):
+            parameter.lookup = Weight(name, torch.float32, _Dequantised(table.shape, table, False), directory)
+
+
+@contextmanager
+def dequantised(model: Any, packed: PackedModel, directory: Path) -> Iterator[None]:
+    """``use_dequantised`` for as long as the block runs."""
+    parameters = dict(model.named_parameters()).values()
+    before = [dict(vars(parameter)) for parameter in parameters]
+    use_dequantised(model, packed, directory)
+    try:
+        yield
+    finally:
+        for parameter, attributes in zip(parameters, before, strict=True):
+            vars(parameter).clear()
+            vars(parameter).update(attributes)
+
+
+class _Dequantised(NamedTuple):
+    """See ``tensors.Reader``."""
+
+    shape: tuple[int, ...]
+    packed: Packed
+    transposed: bool
+    """The module keeps its weight as [K, N], not as [N, K]."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what comes out of dequantising."""
+        return torch.float32
+
+    def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
+        """A part in ``dtype``."""
+        channels, inputs = reversed(index) if self.transposed else index
+        part = torch.from_numpy(self.packed.dequantise(channels))
+        part = part if self.packed.axis == 0 else part.T
+        part = part[:, inputs]
+        return (part.T if self.transposed else part).to(dtype)
