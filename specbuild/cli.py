@@ -10,8 +10,9 @@ import click
 from specbuild import __version__
 from specbuild.engine.config import Backend
 from specbuild.quantization.calibration_data import BUILTIN, TextOptions
-from specbuild.quantization.recipe import KV_CACHE_DTYPES, QFORMATS
+from specbuild.quantization.recipe import QFORMATS
 from specbuild.training.options import DTYPES, KINDS, OPTIMIZERS, TrainOptions
+from specbuild.weights.cache_codes import KV_CACHE_DTYPES
 from specrun.command_line import CONTEXT, FolderPath, OneLineErrors
 from specrun.engine_dir.config import SpeculativeMode
 from specrun.engine_dir.dtypes import FLOAT_NAMES

@@ -68,3 +68,10 @@ class ContextLengthError(RequestError):
 def as_spec_error(error: BaseException) -> SpecError:
     """What went wrong, for the request that it ends."""
     return error if isinstance(error, SpecError) else BackendError(f"broken off: {error!r}")
+
+
+def first_line(error: Exception) -> str:
+    """What an error of another library says."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    # "Validation error for field 'hidden_size':" says nothing without the line after it.
+    return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])

@@ -30,8 +30,8 @@ from specbuild.export.meta_model import load_skeleton
 from specbuild.hf.model_config import read_model_config
 from specbuild.quantization.activation_ranges import calibrate
 from specbuild.quantization.calibration_data import TextOptions, read_texts
-from specbuild.quantization.recipe import KV_CACHE_DTYPES
 from specbuild.quantize.quality import measure
+from specbuild.weights.cache_codes import KV_CACHE_DTYPES
 from specbuild.weights.kv_cache import coarser, rounding_for
 from specbuild.weights.lazy_tensors import StoredTensor
 from specbuild.weights.packed_model import PackedModel

@@ -6,9 +6,10 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from specbuild.convert.convert import ConvertOptions, Source, lay_out, read_source, require_packages, vocab_size_of
+from specbuild.convert.convert import ConvertOptions, Source, lay_out, read_source
 from specbuild.hf.families import refused_family
 from specbuild.hf.hub_metadata import described
+from specbuild.hf.model_facts import require_packages, vocab_size_of
 from specbuild.hf.tokenizer_check import check_tokenizer
 from specbuild.progress import Stages, human_bytes
 from specbuild.weights.safetensors_files import Weights

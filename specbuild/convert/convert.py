@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from specbuild.artifacts.onnx_checkpoint import CheckpointConfig
 from specbuild.artifacts.provenance import made_before, require_same
@@ -17,10 +16,12 @@ from specbuild.files import require_space
 from specbuild.head_formats.detect import read_head, refuse_head
 from specbuild.head_formats.eagle import Head
 from specbuild.hf.model_config import eos_token_ids, read_model_config, save_generation_config, save_tokenizer
+from specbuild.hf.model_facts import dtype_name, plain, positions_of, require_packages, vocab_size_of
 from specbuild.json_file import read_json
 from specbuild.progress import Stages, human_bytes, peak_memory
 from specbuild.quantization.calibration_data import TextOptions, Texts
-from specbuild.quantization.recipe import CacheCode, Recipe, cache_code, make_recipe
+from specbuild.quantization.recipe import Recipe, make_recipe
+from specbuild.weights.cache_codes import CacheCode, cache_code
 from specbuild.weights.safetensors_files import Weights, check_weights, require_layers
 from specrun.engine_dir.config import (
     CONFIG_NAME,
@@ -31,7 +32,6 @@ from specrun.engine_dir.config import (
     describe_file,
 )
 from specrun.engine_dir.directories import new_directory, require_free
-from specrun.engine_dir.dtypes import FLOAT_NAMES
 from specrun.errors import BuildConfigError, UnsupportedModelError, VerificationError
 from specrun.text.tokenizer import describe_tokenizer, tokenizer_files
 
@@ -158,13 +158,6 @@ def require_sound(options: ConvertOptions) -> tuple[Run | None, CheckpointConfig
     if found is None:
         require_free(output_dir, options.force)
     return stopped, found
-
-
-def require_packages(*names: str) -> None:
-    """Raise ModuleNotFoundError where one is missing."""
-    for package in names:
-        if importlib.util.find_spec(package) is None:  # Importing them would take seconds, before bad input is told.
-            raise ModuleNotFoundError(f"no module named {package}", name=package)
 
 
 def read_source(options: ConvertOptions, directories: Mapping[str, Path], stages: Stages) -> Source:
@@ -356,12 +349,6 @@ def _far_reference(model: PreTrainedModel, info: GraphInfo, max_seq_len: int, st
         return None
 
 
-def positions_of(config: PreTrainedConfig) -> int | None:
-    """Positions that the model was trained for, where its configuration says so."""
-    trained = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return None if trained is None else int(trained)
-
-
 def choose_max_seq_len(source: Path, config: PreTrainedConfig, wanted: int | None) -> int:
     """Positions the graph serves: what was asked for, else what the model was trained for."""
     trained = positions_of(config)
@@ -379,22 +366,6 @@ def choose_max_seq_len(source: Path, config: PreTrainedConfig, wanted: int | Non
     return wanted
 
 
-def vocab_size_of(model: PreTrainedModel) -> int:
-    """How many logits it has. Raises UnsupportedModelError."""
-    head = model.get_output_embeddings()
-    if head is None:
-        raise UnsupportedModelError(f"{model.name_or_path}: {type(model).__name__} has no output embeddings (lm_head)")
-    return int(head.weight.shape[0])
-
-
-def dtype_name(model: PreTrainedModel) -> Any:
-    """What it computes in. Raises UnsupportedModelError."""
-    name = str(model.dtype).removeprefix("torch.")
-    if name not in FLOAT_NAMES:
-        raise UnsupportedModelError(f"{model.name_or_path}: weights are {name}; give --dtype {'|'.join(FLOAT_NAMES)}")
-    return name
-
-
 def check_opset(work: Path) -> None:
     """Only standard operators may stand in a checkpoint, so that every backend compiles the same graph."""
     import onnx
@@ -402,15 +373,6 @@ def check_opset(work: Path) -> None:
     domains = {opset.domain for opset in onnx.load(work / GRAPH_NAME, load_external_data=False).opset_import}
     if foreign := sorted(domains - {"", "ai.onnx"}):
         raise UnsupportedModelError(f"the exported graph needs operators outside standard ONNX: {', '.join(foreign)}")
-
-
-def plain(value: Any) -> Any:
-    """Config values as JSON can hold them."""
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 def _summarise(config: CheckpointConfig, weight_bytes: int, output: Path, stages: Stages) -> None:

@@ -10,21 +10,11 @@ from typing import TYPE_CHECKING
 from specbuild.artifacts.inspect import facts_table
 from specbuild.artifacts.provenance import require_same
 from specbuild.convert.check import conversion_memory, require_family
-from specbuild.convert.convert import (
-    ConvertOptions,
-    Layout,
-    Source,
-    dtype_name,
-    lay_out,
-    output_bytes,
-    read_source,
-    require_packages,
-    require_sound,
-    vocab_size_of,
-)
+from specbuild.convert.convert import ConvertOptions, Layout, Source, lay_out, output_bytes, read_source, require_sound
 from specbuild.convert.inputs import conversion_provenance, described_inputs
 from specbuild.files import existing, require_space
 from specbuild.hf.model_config import eos_token_ids, save_tokenizer
+from specbuild.hf.model_facts import dtype_name, require_packages, vocab_size_of
 from specbuild.progress import Stages, human_bytes
 from specrun.errors import BuildConfigError
 from specrun.kv_cache.host_memory import free_memory

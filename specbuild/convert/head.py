@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 from specbuild.artifacts.onnx_checkpoint import CheckpointConfig
 from specbuild.artifacts.resume import Run
-from specbuild.convert.convert import ConvertOptions, check_opset, choose_max_seq_len, dtype_name, plain, vocab_size_of
+from specbuild.convert.convert import ConvertOptions, check_opset, choose_max_seq_len
 from specbuild.files import require_space
 from specbuild.head_formats.dflash import DFlashHead
 from specbuild.head_formats.eagle import EagleHead, Head
 from specbuild.head_formats.medusa import MedusaHead
 from specbuild.head_formats.mtp import MtpHead
 from specbuild.hf.model_config import eos_token_ids, read_model_config, save_tokenizer
+from specbuild.hf.model_facts import dtype_name, plain, vocab_size_of
 from specbuild.json_file import read_json
 from specbuild.progress import Stages
 from specbuild.weights.safetensors_files import check_weights, require_layers

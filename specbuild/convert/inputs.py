@@ -5,20 +5,19 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import Field, asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from specbuild.artifacts.checksums import describe_inputs
 from specbuild.artifacts.provenance import provenance, releases
 from specbuild.hf.hub import locate
 from specbuild.hf.hub_metadata import described
-from specbuild.quantization.calibration_data import BUILTIN
+from specbuild.quantization.calibration_data import BUILTIN, TextOptions
 from specrun.engine_dir.config import Provenance
 
 if TYPE_CHECKING:
     from specbuild.convert.convert import ConvertOptions
-    from specbuild.quantize.quantize import QuantiseOptions
 
 _INPUTS = {"model", "revision", "head", "head_of", "draft_dir", "texts"}
 """Options that name what is read; it counts by its content."""
@@ -26,6 +25,24 @@ _NOT_IN_FILES = {*_INPUTS, "output_dir", "resume", "force"}
 """Those, and the ones that change nothing in the result."""
 _QUANTISERS = ("torch", "transformers", "onnx_ir", "safetensors", "tokenizers", "numpy")
 _CONVERTERS = (*_QUANTISERS, "onnx", "onnxscript")
+
+
+class Options(Protocol):
+    """What the options of both commands have in common."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @property
+    def model(self) -> str:
+        """Directory or Hub ID."""
+
+    @property
+    def exclude(self) -> tuple[str, ...]:
+        """Patterns of modules that stay as they are."""
+
+    @property
+    def texts(self) -> TextOptions:
+        """What is calibrated on."""
 
 
 def locate_inputs(options: ConvertOptions) -> dict[str, Path]:
@@ -72,7 +89,7 @@ def conversion_provenance(
 
 
 def quantisation_provenance(
-    options: QuantiseOptions, directories: Mapping[str, Path], known: Provenance | None = None
+    options: Options, directories: Mapping[str, Path], known: Provenance | None = None
 ) -> Provenance:
     """The same of ``specbuild quantize``."""
     return _made_of("specbuild quantize", options, _QUANTISERS, directories, known)
@@ -80,7 +97,7 @@ def quantisation_provenance(
 
 def _made_of(
     tool: str,
-    options: ConvertOptions | QuantiseOptions,
+    options: Options,
     packages: tuple[str, ...],
     directories: Mapping[str, Path],
     known: Provenance | None,

@@ -17,10 +17,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, modeling_utils
 
-from specbuild.hf.model_config import first_line
 from specbuild.weights.lazy_tensors import Reader, Weight, parts
 from specbuild.weights.weight_map import find_origins, stack_numbered
-from specrun.errors import CheckpointError, SpecError
+from specrun.errors import CheckpointError, SpecError, first_line
 
 _LOAD = "convert_and_load_state_dict_in_model"
 """transformers' function that takes tensors of files into a model."""

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from specbuild.graph import ops as graphs
-from specbuild.quantization.recipe import LARGEST_CODE
+from specbuild.weights.cache_codes import LARGEST_CODE
 from specrun.engine_dir.contract import INPUT_IDS, WRITE_INDICES
 from specrun.errors import BuildError
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import torch
 
-from specbuild.hf.model_config import first_line
 from specbuild.weights.lazy_tensors import Index, Reader
-from specrun.errors import CheckpointError
+from specrun.errors import CheckpointError, first_line
 
 PICKLE_NAME = "pytorch_model.bin"
 

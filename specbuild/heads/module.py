@@ -27,10 +27,9 @@ from specbuild.export.exporter import export_module
 from specbuild.export.features import is_fused
 from specbuild.export.meta_model import placeholder
 from specbuild.head_formats.eagle import EagleHead, Head, LayerHead
-from specbuild.hf.model_config import first_line
 from specbuild.weights.lazy_tensors import Weight
 from specrun.engine_dir.config import CacheTensor
-from specrun.errors import CheckpointError, UnsupportedModelError
+from specrun.errors import CheckpointError, UnsupportedModelError, first_line
 
 _CLASSES: dict[str, tuple[Any, Any, Any]] = {
     "llama": (modeling_llama.LlamaDecoderLayer, modeling_llama.LlamaRMSNorm, modeling_llama.LlamaRotaryEmbedding),

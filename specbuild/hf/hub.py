@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING
 from specbuild.files import require_space
 from specbuild.head_formats.detect import refuse_head
 from specbuild.head_formats.medusa import PICKLE_NAME as MEDUSA_PICKLE
-from specbuild.hf.model_config import first_line
 from specbuild.hf.unsupported import refuse_other_formats
 from specbuild.json_file import read_json
 from specbuild.weights.safetensors_files import INDEX_NAME, SINGLE_NAME, no_weights
 from specrun.engine_dir.links import require_own_files
-from specrun.errors import CheckpointError, SpecError
+from specrun.errors import CheckpointError, SpecError, first_line
 
 if TYPE_CHECKING:
     from huggingface_hub import ResolvedRevision

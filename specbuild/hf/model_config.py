@@ -13,7 +13,7 @@ from specbuild.hf.tokenizer_check import check_tokenizer
 from specbuild.hf.unsupported import LAYERS, MOST_LAYERS, REASONS, other_memory, refuse_other_formats
 from specbuild.json_file import read_json
 from specbuild.weights.safetensors_files import file_names
-from specrun.errors import CheckpointError, UnsupportedModelError
+from specrun.errors import CheckpointError, UnsupportedModelError, first_line
 from specrun.text.tokenizer import GENERATION_NAME, LEGACY_TEMPLATE_NAME
 
 if TYPE_CHECKING:
@@ -162,10 +162,3 @@ def _keep_rules(original: Path, written: Path) -> None:
     for section in ("normalizer", "pre_tokenizer", "model", "decoder"):
         tokenizer[section] = rules.get(section)
     written.write_text(json.dumps(tokenizer, ensure_ascii=False, indent=2), encoding="utf-8")
-
-
-def first_line(error: Exception) -> str:
-    """What an error of another library says."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    # "Validation error for field 'hidden_size':" says nothing without the line after it.
-    return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])

@@ -1,4 +1,4 @@
-"""What ``--qformat`` and ``--kv_cache_dtype`` mean: how weights, the embedding, and keys and values are stored."""
+"""What ``--qformat`` means: how weights and the embedding are stored."""
 
 from __future__ import annotations
 
@@ -12,10 +12,6 @@ from specrun.errors import BuildConfigError
 CodeForm = Literal["int8", "int4", "float8", "float4"]
 QFormat = Literal["int8", "int8_wo", "int4", "fp8", "fp8_wo", "nvfp4", "nvfp4_wo"]
 QFORMATS: tuple[QFormat, ...] = get_args(QFormat)
-CacheCode = Literal["int8", "float8_e4m3fn"]
-KV_CACHE_DTYPES: dict[str, CacheCode | None] = {"auto": None, "int8": "int8", "fp8": "float8_e4m3fn"}
-"""What ``--kv_cache_dtype`` means; None: what is computed in."""
-LARGEST_CODE: dict[CacheCode, float] = {"int8": 127, "float8_e4m3fn": 448}
 
 _ROUTERS = ("*.gate", "*.router", "*.router.*", "*.shared_expert_gate")
 """Choose a token's experts: they are small, and an error there is one of another kind."""
@@ -116,13 +112,6 @@ def make_recipe(qformat: str, group_size: int | None, exclude: tuple[str, ...]) 
     if qformat not in QFORMATS:
         raise BuildConfigError(f"--qformat {qformat}: expected auto or one of {', '.join(QFORMATS)}")
     return Recipe(qformat, group_size, exclude)
-
-
-def cache_code(option: str) -> CacheCode | None:
-    """What ``--kv_cache_dtype`` asks for. Raises BuildConfigError."""
-    if option not in KV_CACHE_DTYPES:
-        raise BuildConfigError(f"--kv_cache_dtype {option}: expected {', '.join(KV_CACHE_DTYPES)}")
-    return KV_CACHE_DTYPES[option]
 
 
 def _does_not_divide(module: str, inputs: int, group: str) -> BuildConfigError:

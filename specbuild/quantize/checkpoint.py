@@ -18,13 +18,13 @@ from specbuild.export.meta_model import Skeleton, load_skeleton
 from specbuild.hf.model_config import read_model_config
 from specbuild.json_file import read_json
 from specbuild.progress import Stages
-from specbuild.quantization.recipe import CacheCode
 from specbuild.quantize.compressed_tensors_format import SUFFIXES, cache_scales, configuration, targets, tensors
 from specbuild.quantize.shards import ShardWriter, copy_side_files
 from specbuild.quantized_formats.cache_scales import stored_rounding
 from specbuild.quantized_formats.config.scheme import CACHE_SCALES
 from specbuild.quantized_formats.config.schemes import read_scheme
 from specbuild.quantized_formats.loading import packed_products, with_packed
+from specbuild.weights.cache_codes import CacheCode
 from specbuild.weights.kv_cache import CacheRounding
 from specbuild.weights.lazy_tensors import Reader, StoredTensor, Weight, parts
 from specbuild.weights.packed import Packed

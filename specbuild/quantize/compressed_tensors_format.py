@@ -16,7 +16,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 import torch
 
-from specbuild.quantization.recipe import CacheCode
+from specbuild.weights.cache_codes import CacheCode
 from specbuild.weights.kv_cache import TensorRounding
 from specbuild.weights.packed import Packed
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specbuild.convert.convert import positions_of
 from specbuild.export.meta_model import load_skeleton
 from specbuild.export.reference import Float32, SeeInput
 from specbuild.hf.model_config import read_model_config, save_tokenizer
+from specbuild.hf.model_facts import positions_of
 from specbuild.json_file import read_json
 from specbuild.quantization.activation_ranges import rounding
 from specbuild.quantized_formats.config.schemes import read_scheme

@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specbuild.artifacts.resume import Run, run_for, stopped_run
-from specbuild.convert.convert import positions_of, require_packages
 from specbuild.convert.inputs import quantisation_provenance
 from specbuild.files import require_space
 from specbuild.hf.hub import locate
 from specbuild.hf.model_config import read_model_config
+from specbuild.hf.model_facts import positions_of, require_packages
 from specbuild.json_file import read_json
 from specbuild.progress import Stages, human_bytes, peak_memory
 from specbuild.quantization.calibration_data import TextOptions, Texts
-from specbuild.quantization.recipe import Recipe, cache_code, make_recipe
+from specbuild.quantization.recipe import Recipe, make_recipe
+from specbuild.weights.cache_codes import cache_code
 from specbuild.weights.safetensors_files import Weights, check_weights, require_layers
 from specrun.engine_dir.directories import QUALITY_NAME, new_directory, require_free
 from specrun.errors import BuildConfigError, UnsupportedModelError

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from specbuild.quantization.recipe import KV_CACHE_DTYPES
 from specbuild.quantized_formats.config.scheme import CACHE_SCALES, Scheme
 from specbuild.quantized_formats.from_torch import FromTorch
+from specbuild.weights.cache_codes import KV_CACHE_DTYPES
 from specbuild.weights.kv_cache import CacheRounding, tensor_rounding
 from specbuild.weights.lazy_tensors import Reader
 from specrun.engine_dir.config import CacheTensor

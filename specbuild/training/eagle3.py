@@ -16,12 +16,12 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from specbuild.convert.convert import plain, vocab_size_of
 from specbuild.export.features import Fusion, decoder_layers
 from specbuild.head_formats.detect import read_head
 from specbuild.head_formats.eagle import EagleHead
 from specbuild.head_formats.pickled import LoadedTensor
 from specbuild.heads.eagle3 import Eagle3
+from specbuild.hf.model_facts import plain, vocab_size_of
 from specbuild.json_file import read_json
 from specbuild.training.attention import NAME, ChainKeys
 from specbuild.training.options import TrainOptions

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from specbuild.convert.convert import vocab_size_of
 from specbuild.export.features import watched
+from specbuild.hf.model_facts import vocab_size_of
 from specbuild.training.data.rows import Batch, Data
 from specbuild.training.losses import Score, compare
 from specbuild.training.muon import Muon

@@ -11,9 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specbuild.export.features import decoder_layers
-from specbuild.hf.model_config import first_line
 from specbuild.training.student import Student
-from specrun.errors import BuildConfigError, CheckpointError
+from specrun.errors import BuildConfigError, CheckpointError, first_line
 
 
 class ModelStudent(Student):

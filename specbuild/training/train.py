@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbuild.artifacts.resume import stopped_there
-from specbuild.convert.convert import positions_of, require_packages, vocab_size_of
 from specbuild.files import require_space
 from specbuild.hf.hub import locate
-from specbuild.hf.model_config import first_line, read_model_config, save_generation_config, save_tokenizer
+from specbuild.hf.model_config import read_model_config, save_generation_config, save_tokenizer
+from specbuild.hf.model_facts import positions_of, require_packages, vocab_size_of
 from specbuild.json_file import read_json
 from specbuild.progress import Stages, human_bytes, peak_memory
 from specbuild.training.options import TrainOptions
 from specbuild.weights.safetensors_files import check_weights, require_layers
 from specrun.engine_dir.directories import new_directory, require_free
-from specrun.errors import BackendError, BuildConfigError, CheckpointError, UnsupportedModelError
+from specrun.errors import BackendError, BuildConfigError, CheckpointError, UnsupportedModelError, first_line
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from specbuild.quantization.recipe import LARGEST_CODE, CacheCode
+from specbuild.weights.cache_codes import LARGEST_CODE, CacheCode
 from specrun.errors import CheckpointError, UnsupportedModelError
 
 Floats = npt.NDArray[np.float32]

@@ -24,8 +24,8 @@ from specbuild.export.reference import reference_logits
 from specbuild.graph import ops as graphs
 from specbuild.graph.kv_cache_qdq import cache_updates
 from specbuild.quantization.calibration_data import TextOptions
-from specbuild.quantization.recipe import LARGEST_CODE, CacheCode
 from specbuild.quantize.quantize import QuantiseOptions, quantise
+from specbuild.weights.cache_codes import LARGEST_CODE, CacheCode
 from specbuild.weights.kv_cache import (
     CacheRounding,
     ObservedCache,

@@ -9,11 +9,11 @@ from typing import Literal
 
 import numpy as np
 
-from specbuild.quantization.recipe import KV_CACHE_DTYPES, CacheCode
 from specbuild.quantized_formats.formats import Form, Rule
 from specbuild.quantized_formats.unpack.codebooks import TABLE_SUFFIXES
 from specbuild.quantized_formats.unpack.readers import READERS
 from specbuild.quantized_formats.unpack.stored import FLOATS, Array, Module, StackedPart, StoredTensor
+from specbuild.weights.cache_codes import KV_CACHE_DTYPES, CacheCode
 from specbuild.weights.packed import Packed
 from specrun.errors import CheckpointError
 

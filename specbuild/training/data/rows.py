@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from specbuild.hf.model_config import first_line, save_tokenizer
+from specbuild.hf.model_config import save_tokenizer
 from specbuild.training.data.conversations import Example, read_examples
-from specrun.errors import BuildConfigError, RequestError
+from specrun.errors import BuildConfigError, RequestError, first_line
 from specrun.text.chat_template import ChatTemplate
 from specrun.text.tokenizer import load_tokenizer
 
