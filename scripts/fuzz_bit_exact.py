@@ -146,8 +146,8 @@ def _decode(dice: random.Random, decoder: SpeculativeDecoder, requests: Sequence
 def make_engines(root: Path, form: str) -> tuple[Path, list[Path]]:
     """A random target in ``form``, and drafts: one that often agrees, itself, and one that never does."""
     from tests.conftest import make_engine, make_onnx
-    from tests.families import save_checkpoint
-    from tests.quantised import quantised
+    from tests.helpers.families import save_checkpoint
+    from tests.helpers.quantized_onnx import quantised
 
     sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 3}
     checkpoint = make_onnx(save_checkpoint(root / "hf", "llama3", seed=1, **sizes), root / "onnx", verify=False)

@@ -36,7 +36,7 @@ from specbuild.convert.convert import ConvertOptions, convert
 from specbuild.hf.model_config import read_model_config
 from specbuild.progress import Stages
 from specrun.errors import SpecError, UnsupportedModelError
-from tests.families import spread_weights
+from tests.helpers.families import spread_weights
 
 OUTPUT = Path(__file__).parents[1] / "specbuild" / "hf" / "families.json"
 SECONDS, BYTES, PARAMETERS = 180, 12 << 30, 300e6

@@ -129,7 +129,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def hf(shared: Path) -> Path:
     """Random Hugging Face checkpoints: a target, a draft, and a second draft with a padded embedding."""
-    from tests.families import save_checkpoint
+    from tests.helpers.families import save_checkpoint
 
     def make(root: Path) -> None:
         save_checkpoint(root / "target", "llama3", seed=1)

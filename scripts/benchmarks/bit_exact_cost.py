@@ -29,7 +29,7 @@ from specrun.evaluation.bench_results import Spread
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from tests.conftest import make_engine
-from tests.quantised import quantised
+from tests.helpers.quantized_onnx import quantised
 
 PROMPTS = ("The try statement", "A class definition is", "The import statement", "Exceptions are")
 SIZES: dict[str, Any] = {"max_input_len": 64, "max_seq_len": 256}

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.conftest import make_engine, make_onnx
-from tests.families import FAMILIES, save_checkpoint
+from tests.helpers.families import FAMILIES, save_checkpoint
 
 
 def timed(call: Callable[[], object]) -> float:

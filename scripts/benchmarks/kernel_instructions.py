@@ -35,7 +35,8 @@ WARP, ISSUED = 32, 4
 def main(vocab_size: int, blocks: tuple[int, ...], clock: float, json_file: Path | None) -> None:
     """Count the instructions of a draw."""
     gpus.start(1, counting=True)
-    from tests import host_device, test_kernels
+    from tests.helpers import host_device
+    from tests.kernels import test_kernels
 
     os.environ["SPECRUN_TEST_DEVICE"] = "cuda"
     host_device.kernel_device()

@@ -14,7 +14,7 @@ from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from tests.gpu_simulator.tensorrt import as_plan
 from tests.heads.conftest import dspark, medusa, pair, target
-from tests.heads.trained import PROMPTS
+from tests.helpers.heads.trained import PROMPTS
 
 __all__ = ["dspark", "medusa", "pair", "target"]
 

@@ -12,15 +12,11 @@ from specrun import kernels
 from specrun.devices.cuda import CudaDevice
 from specrun.kernels.layout import BARRIER
 from specrun.sampling.sampler import SamplingParams
-from tests import host_device, test_kernels
 from tests.gpu_simulator import gpus
-from tests.host_device import HostDevice
-from tests.test_device_kv_cache import (
-    test_blocks_beyond_the_end_of_a_row,
-    test_new_positions_are_written_where_they_belong,
-    test_rows_and_blocks_are_numpys,
-)
-from tests.test_kernels import (
+from tests.helpers import host_device
+from tests.helpers.host_device import HostDevice
+from tests.kernels import test_kernels
+from tests.kernels.test_kernels import (
     test_a_row_that_has_ended_stays_as_it_is,
     test_adjusted_logits_are_numpys,
     test_commit_ends_where_the_text_ends,
@@ -28,6 +24,11 @@ from tests.test_kernels import (
     test_masked_logits_are_numpys,
     test_rounds_of_mixed_rows_are_numpys,
     test_two_arrays_change_places,
+)
+from tests.kv_cache.test_device_kv_cache import (
+    test_blocks_beyond_the_end_of_a_row,
+    test_new_positions_are_written_where_they_belong,
+    test_rows_and_blocks_are_numpys,
 )
 
 __all__ = [

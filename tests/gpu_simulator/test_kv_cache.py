@@ -16,7 +16,7 @@ from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from tests.gpu_simulator.tensorrt import as_plan
 from tests.gpu_simulator.test_rounds import narrow
-from tests.tables import decode
+from tests.helpers.tables import decode
 
 __all__ = ["narrow"]
 

@@ -10,11 +10,11 @@ from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import PairError
 from specrun.request.request import Request
+from tests.drafters.test_other_tokenizer import PARAMS, TEXTS
 from tests.gpu_simulator.tensorrt import as_plan
 from tests.gpu_simulator.test_rounds import narrow
-from tests.other_tokenizers import KINDS, save_reader
-from tests.tables import decode
-from tests.test_other_tokenizer import PARAMS, TEXTS
+from tests.helpers.other_tokenizers import KINDS, save_reader
+from tests.helpers.tables import decode
 
 __all__ = ["narrow"]
 

@@ -27,12 +27,12 @@ from specrun.scheduler.draft_length import DraftLength
 from specrun.speculative.device_records import QueuedRound
 from specrun.speculative.device_round import DeviceRound
 from specrun.text.detokenizer import Detokenizer, TextStream
-from tests.families import save_tokenizer
 from tests.gpu_simulator import gpus
 from tests.gpu_simulator.tensorrt import as_plan
 from tests.gpu_simulator.test_rounds import config, narrow
-from tests.tables import decode, normal, save_table_engine
-from tests.test_scheduler import MANNERS, V, run_staggered
+from tests.helpers.families import save_tokenizer
+from tests.helpers.tables import decode, normal, save_table_engine
+from tests.scheduler.test_scheduler import MANNERS, V, run_staggered
 
 __all__ = ["narrow"]
 

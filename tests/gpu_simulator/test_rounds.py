@@ -27,12 +27,12 @@ from specrun.kernels import calls
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from specrun.text.grammar import Constraint, Grammars
-from tests.families import save_tokenizer
 from tests.gpu_simulator import gpus
 from tests.gpu_simulator.tensorrt import CudaEngine, ExecutionContext, RuntimeConfig, as_plan
-from tests.tables import decode, normal, save_table_engine
-from tests.test_lossless import PROMPTS, near_ties
-from tests.test_scheduler import MANNERS, V, run_staggered
+from tests.helpers.families import save_tokenizer
+from tests.helpers.tables import decode, normal, save_table_engine
+from tests.scheduler.test_scheduler import MANNERS, V, run_staggered
+from tests.speculative.test_lossless import PROMPTS, near_ties
 
 DRAFTS = ["good", "noisy", "useless"]
 PLACES = {"one GPU": ((0,), (0,)), "the second": ((1,), (1,)), "apart": ((1,), (0,)), "the other way": ((0,), (1,))}

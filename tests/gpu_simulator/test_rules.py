@@ -24,7 +24,7 @@ from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from tests.gpu_simulator import gpus, ptx
 from tests.gpu_simulator.tensorrt import ExecutionContext, as_plan
-from tests.tables import decode, normal, save_table_engine
+from tests.helpers.tables import decode, normal, save_table_engine
 
 
 @pytest.fixture

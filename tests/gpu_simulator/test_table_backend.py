@@ -15,10 +15,10 @@ from specrun.devices.cuda import CudaDevice
 from specrun.kv_cache import BLOCK
 from tests.gpu_simulator import gpus
 from tests.gpu_simulator.test_rounds import BATCHES, PLACES, in_batches, narrow, requests
-from tests.table_backend import TableBackend, open_on_gpus
-from tests.tables import decode, normal, save_table_engine, table_config
+from tests.helpers.table_backend import TableBackend, open_on_gpus
+from tests.helpers.tables import decode, normal, save_table_engine, table_config
+from tests.scheduler.test_scheduler import V, run_staggered
 from tests.test_gpu import test_tables_are_the_cpus
-from tests.test_scheduler import V, run_staggered
 
 __all__ = ["narrow", "test_tables_are_the_cpus"]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import once
-from tests.heads.dflash import save_block_head, train_blocks
-from tests.heads.made import make_pair, save_head, save_target
-from tests.heads.medusa import save_medusa, trained_heads
-from tests.heads.trained import train
+from tests.helpers.heads.dflash import save_block_head, train_blocks
+from tests.helpers.heads.made import make_pair, save_head, save_target
+from tests.helpers.heads.medusa import save_medusa, trained_heads
+from tests.helpers.heads.trained import train
 
 TRAINED = "specforge"
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.commands.test_bad_input import build, error_line, run, says
 from tests.conftest import make_engine, make_onnx
-from tests.families import save_checkpoint
-from tests.heads.made import IDS, LAYERS, SMALL, Tensors, head_tensors, save_head
-from tests.test_bad_input import build, error_line, run, says
+from tests.helpers.families import save_checkpoint
+from tests.helpers.heads.made import IDS, LAYERS, SMALL, Tensors, head_tensors, save_head
 
 Change = Callable[[Tensors], object]
 

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specbuild.head_formats.detect import read_head
-from tests.heads.mtp import LAYERS, change_config, save_mtp_target
+from tests.commands.test_bad_input import says
 from tests.heads.test_bad_heads import head_error, own_error
-from tests.test_bad_input import says
+from tests.helpers.heads.mtp import LAYERS, change_config, save_mtp_target
 
 PREFIX = f"model.layers.{LAYERS}."
 FIELD = "num_nextn_predict_layers"

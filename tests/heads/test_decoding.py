@@ -23,10 +23,10 @@ from specrun.scheduler.draft_length import DraftLength
 from specrun.scheduler.scheduler import Scheduler
 from specrun.speculative.device_round import DeviceRound
 from specrun.text.grammar import Constraint, Grammars
-from tests.heads.trained import PROMPTS
-from tests.host_device import HostDevice
-from tests.test_device_round import Recordable
-from tests.test_scheduler import run_staggered
+from tests.helpers.heads.trained import PROMPTS
+from tests.helpers.host_device import HostDevice
+from tests.scheduler.test_scheduler import run_staggered
+from tests.speculative.test_device_round import Recordable
 
 LENGTH = 30
 GREEDY = SamplingParams()

@@ -17,9 +17,10 @@ from specrun.drafters.markov import Markov
 from specrun.engine_dir.config import open_engine
 from specrun.sampling.sampler import Floats
 from tests.conftest import make_engine, make_onnx
-from tests.families import VOCAB
-from tests.heads.as_read import as_read as read
-from tests.heads.dflash import (
+from tests.heads.test_dialects import TEXTS, TOLERANCE, difference
+from tests.helpers.families import VOCAB
+from tests.helpers.heads.as_read import as_read as read
+from tests.helpers.heads.dflash import (
     BLOCK,
     DIALECTS,
     MASK,
@@ -31,8 +32,7 @@ from tests.heads.dflash import (
     save_block_head,
     with_targets_matrices,
 )
-from tests.heads.made import LAYERS, SIZES, SMALL, TARGET_WIDTH, Tensors, make_pair, prefilled, states_of
-from tests.heads.test_dialects import TEXTS, TOLERANCE, difference
+from tests.helpers.heads.made import LAYERS, SIZES, SMALL, TARGET_WIDTH, Tensors, make_pair, prefilled, states_of
 
 DRAFTS = [[44, 260, 9, 18, 5], [12, 13, 310, 7, 99]]
 """Behind each of ``TEXTS``."""

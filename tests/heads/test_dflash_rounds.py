@@ -21,21 +21,21 @@ from specrun.sampling.sampler import Floats, probabilities
 from specrun.scheduler.draft_length import DraftLength
 from specrun.scheduler.scheduler import Scheduler
 from specrun.speculative.device_round import DeviceRound
-from tests.families import VOCAB
-from tests.heads.dflash import (
+from tests.heads.test_decoding import GREEDY, LENGTH, LONG, MANNERS, coming, decode, decode_all, open_pair
+from tests.heads.test_medusa import drawn, exact, misfit
+from tests.helpers.families import VOCAB
+from tests.helpers.heads.dflash import (
     BLOCK,
     DIALECTS,
     drafted,
     features_of,
     with_targets_matrices,
 )
-from tests.heads.made import Tensors, states_of
-from tests.heads.test_decoding import GREEDY, LENGTH, LONG, MANNERS, coming, decode, decode_all, open_pair
-from tests.heads.test_medusa import drawn, exact, misfit
-from tests.heads.trained import PROMPTS
-from tests.host_device import HostDevice
-from tests.test_device_round import Recordable
-from tests.test_scheduler import run_staggered
+from tests.helpers.heads.made import Tensors, states_of
+from tests.helpers.heads.trained import PROMPTS
+from tests.helpers.host_device import HostDevice
+from tests.scheduler.test_scheduler import run_staggered
+from tests.speculative.test_device_round import Recordable
 
 CONFIDENCE = 0.9
 """Of which the trained head is sometimes less sure."""

@@ -12,9 +12,9 @@ import torch
 
 from specbuild.convert.verify_head import reference_chain
 from specbuild.heads.module import HeadModule
-from tests.families import VOCAB
-from tests.heads.as_read import as_read as read
-from tests.heads.made import (
+from tests.helpers.families import VOCAB
+from tests.helpers.heads.as_read import as_read as read
+from tests.helpers.heads.made import (
     DIALECTS,
     LAYERS,
     Dialect,
@@ -25,7 +25,7 @@ from tests.heads.made import (
     states_of,
     target_matrix,
 )
-from tests.heads.reference import chain, fused
+from tests.helpers.heads.reference import chain, fused
 
 TEXTS = [[5, 9, 200, 31, 7, 7, 120, 64, 2], [300, 4, 81, 17]]
 DRAFTS = [[44, 260, 9], [12, 13, 310]]

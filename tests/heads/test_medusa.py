@@ -27,15 +27,15 @@ from specrun.scheduler.draft_length import DraftLength
 from specrun.scheduler.scheduler import Scheduler
 from specrun.speculative.device_round import DeviceRound
 from tests.conftest import make_engine, make_onnx
-from tests.families import VOCAB
-from tests.heads.made import SMALL, save_head, states_of
-from tests.heads.medusa import DIALECTS, HEADS, logits_of, make_head_engine, random_heads, save_medusa
 from tests.heads.test_decoding import GREEDY, LENGTH, LONG, MANNERS, coming, decode, decode_all, open_pair
 from tests.heads.test_dialects import TEXTS, TOLERANCE, difference
-from tests.heads.trained import PROMPTS
-from tests.host_device import HostDevice
-from tests.test_device_round import Recordable
-from tests.test_scheduler import run_staggered
+from tests.helpers.families import VOCAB
+from tests.helpers.heads.made import SMALL, save_head, states_of
+from tests.helpers.heads.medusa import DIALECTS, HEADS, logits_of, make_head_engine, random_heads, save_medusa
+from tests.helpers.heads.trained import PROMPTS
+from tests.helpers.host_device import HostDevice
+from tests.scheduler.test_scheduler import run_staggered
+from tests.speculative.test_device_round import Recordable
 
 WANTED = [HEADS, 2]
 """Of each of ``TEXTS``."""

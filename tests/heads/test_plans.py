@@ -7,7 +7,7 @@ from pathlib import Path
 from specbuild.artifacts.inspect import describe
 from specbuild.artifacts.onnx_checkpoint import open_checkpoint
 from specrun.engine_dir.config import open_engine
-from tests.heads.made import DIALECTS, SMALL, make_pair, save_head
+from tests.helpers.heads.made import DIALECTS, SMALL, make_pair, save_head
 
 NAME = "speculators"
 

@@ -21,7 +21,7 @@ from specrun.request.options import RequestOptions
 from specrun.sampling.sampler import SamplingParams
 from specrun.text.tools import HERMES
 from tests.conftest import make_engine, make_onnx, once
-from tests.families import save_checkpoint
+from tests.helpers.families import save_checkpoint
 from tests.serve.conftest import Server, running
 from tests.serve.test_answers import events
 from tests.serve.test_command import serving
@@ -294,7 +294,7 @@ def test_the_prompt_is_the_one_that_transformers_renders(server: Server) -> None
 
 
 def test_with_auto_the_text_is_the_models_own(server: Server) -> None:
-    """A random model calls nothing; tests of the parser are in tests/test_tool_calls.py."""
+    """A random model calls nothing; tests of the parser are in tests/text/test_tool_calls.py."""
     ids = server.post("/tokenize", {"messages": HELLO, "tools": TOOLS}).json()["tokens"]
     alone = server.post("/v1/completions", {"prompt": ids, "max_tokens": 40, "temperature": 0}).json()
     for more in ({}, {"tool_choice": "auto"}):

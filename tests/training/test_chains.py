@@ -15,9 +15,9 @@ from specbuild.training.data.rows import Batch
 from specbuild.training.eagle3 import Eagle3Student
 from specbuild.training.losses import DECAY, Expected, Score, compare
 from specbuild.training.student import Student
-from tests.families import VOCAB
-from tests.heads.made import DIALECTS, head_tensors, save_head, save_target, states_of, target_matrix
-from tests.heads.reference import chain, fused
+from tests.helpers.families import VOCAB
+from tests.helpers.heads.made import DIALECTS, head_tensors, save_head, save_target, states_of, target_matrix
+from tests.helpers.heads.reference import chain, fused
 
 TOKENS = [5, 9, 200, 31, 7, 7, 120, 64, 2]
 CHAIN = 3

@@ -12,9 +12,9 @@ from scripts import grow_head
 from scripts.grow_checkpoint import Growth
 from scripts.grow_checkpoint import main as grow_checkpoint
 from specrun.errors import SpecError
-from tests.heads.made import make_pair
+from tests.helpers.character_model import train
+from tests.helpers.heads.made import make_pair
 from tests.training.conftest import SMALL
-from tests.training.made import train
 from tests.training.test_trained import GREEDY, decode
 
 SIZES = MappingProxyType(

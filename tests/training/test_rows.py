@@ -11,7 +11,7 @@ import pytest
 from specbuild.training.data.conversations import read_examples, read_prompt
 from specbuild.training.data.rows import Data, Row, RowMaker, join, read_data
 from specrun.errors import BuildConfigError
-from tests.training.made import write_lines
+from tests.helpers.character_model import write_lines
 
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "good day"}
 NEXT, LAST = {"role": "user", "content": "and"}, {"role": "assistant", "content": "so on"}

@@ -21,9 +21,9 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from tests.conftest import make_engine, make_onnx
-from tests.heads.made import make_pair
+from tests.helpers.character_model import LENGTH, PROMPTS, train
+from tests.helpers.heads.made import make_pair
 from tests.training.conftest import SMALL
-from tests.training.made import LENGTH, PROMPTS, train
 
 GREEDY = SamplingParams()
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=3)

@@ -19,8 +19,8 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.devices.driver import why_no_gpu
 from specrun.request.request import Request
 from specrun.sampling.sampler import Floats, SamplingParams
-from tests.table_backend import open_on_gpus
-from tests.tables import table_config
+from tests.helpers.table_backend import open_on_gpus
+from tests.helpers.tables import table_config
 
 _ROWS = 64
 """Of the table: more would only take memory."""

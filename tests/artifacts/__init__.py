@@ -1,0 +1,1 @@
+"""What is written, and how it is known again."""

@@ -1,0 +1,1 @@
+"""``specbuild convert``."""

@@ -1,0 +1,187 @@
+"""Drafts by n-grams: what is looked up, and that the text stays the target's own, on the host and on a device."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from specrun.backends import open_host_backend
+from specrun.backends.ort import OrtDeviceBackend
+from specrun.cli import main
+from specrun.config import DraftTargetConfig
+from specrun.decoder import SpeculativeDecoder
+from specrun.drafters import Drafter
+from specrun.drafters.model import ModelDrafter
+from specrun.drafters.ngram import MAX_NGRAM, NgramDrafter, NgramIndex
+from specrun.drafters.uploaded import UploadedDrafter
+from specrun.engine_dir.config import open_engine
+from specrun.errors import PairError, RequestError
+from specrun.request.request import Request
+from specrun.runners.host_runner import ModelRunner
+from specrun.sampling.sampler import SamplingParams
+from specrun.scheduler.draft_length import DraftLength
+from specrun.speculative.device_round import DeviceRound
+from tests.helpers.host_device import HostDevice
+from tests.helpers.reference import exact_probabilities
+from tests.helpers.tables import decode, make_requests, normal, save_table_engine
+from tests.speculative.test_lossless_sampling import fits
+
+V = 12
+PARAMS = (
+    SamplingParams(),
+    SamplingParams(0.9, seed=5),
+    SamplingParams(0.8, top_k=6, top_p=0.9, repetition_penalty=1.1, seed=6),
+    SamplingParams(1.1, min_p=0.05, frequency_penalty=0.2, logit_bias={3: 1.5}, seed=7),
+)
+
+
+def searched(tokens: Sequence[int], count: int) -> list[int]:
+    """What ``NgramIndex.lookup`` finds, looked for from the end of the text."""
+    for n in range(min(MAX_NGRAM, len(tokens)), 0, -1):
+        for start in range(len(tokens) - 1, n - 1, -1):
+            if tokens[start - n : start] == tokens[-n:]:
+                found = list(tokens)
+                for i in range(count):
+                    found.append(found[start + i])
+                return found[len(tokens) :]
+    return []
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 5, 60])
+def test_the_latest_and_longest_ngram_is_found(vocab_size: int) -> None:
+    generator = random.Random(vocab_size)
+    for _ in range(30):
+        index, tokens = NgramIndex(), [generator.randrange(vocab_size) for _ in range(generator.randint(1, 12))]
+        while len(tokens) < 80:
+            count = generator.randint(0, 9)
+            assert index.lookup(tokens, count) == searched(tokens, count)
+            tokens += [generator.randrange(vocab_size) for _ in range(generator.randint(1, 5))]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A second-order chain, which repeats itself, beside a flat part of every distribution."""
+    return save_table_engine(tmp_path_factory.mktemp("ngram") / "target", normal(1, V, V, scale=2), weight=3)
+
+
+def on_host(target: Path, draft: str | None, draft_len: int | None, use_logits: bool = False) -> SpeculativeDecoder:
+    return SpeculativeDecoder.open(target, config=DraftTargetConfig(draft_len, use_logits=use_logits, draft=draft))  # type: ignore[arg-type]
+
+
+def on_device(
+    target: Path, drafter: Drafter, draft_len: int, auto: bool = False, use_logits: bool = False
+) -> SpeculativeDecoder:
+    config = open_engine(target)
+    backend = OrtDeviceBackend(target, config, HostDevice())
+    rounds = DeviceRound(backend, functools.partial(UploadedDrafter, drafter), draft_len, use_logits, 4)
+    rounds.allocate_pools(20)
+    return SpeculativeDecoder(rounds, DraftLength(draft_len, None if auto else draft_len), config, 4)
+
+
+def some_requests(length: int = 40) -> list[Request]:
+    prompts = [[3, 1, 3, 1], list(range(9)), [5], [2, 2, 2, 7, 2], [8] * 20, [4, 6]]
+    return [Request(prompt, PARAMS[n % 4], length + n) for n, prompt in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("draft_len", [1, 3, 8, None], ids=lambda value: value or "auto")
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_the_ids_are_the_targets_own(target: Path, place: str, draft_len: int | None) -> None:
+    alone = on_host(target, None, None)
+    expected = [decode(alone, [request])[0] for request in some_requests()]
+    pair = (
+        on_host(target, "ngram", draft_len)
+        if place == "host"
+        else on_device(target, NgramDrafter(), draft_len or 8, auto=draft_len is None)
+    )
+    requests = some_requests()
+    assert decode(pair, requests) == expected
+    if draft_len:  # Auto drafts where the clock says that it pays.
+        assert sum(request.stats.accepted for request in requests) > 20
+        assert sum(request.stats.evaluated - request.stats.accepted for request in requests) > 5
+    with pair:
+        left = pair.scheduler.round.drafter  # type: ignore[attr-defined]
+        assert not (left if place == "host" else left.drafter)._indices
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("params", [SamplingParams(1.0), SamplingParams(1.3, top_k=4)], ids=["all", "top_k"])
+def test_acceptance_by_logits_keeps_the_distribution(tmp_path: Path, place: str, params: SamplingParams) -> None:
+    logits = normal(3, V)
+    target = save_table_engine(tmp_path / "target", logits)
+    decoder = (
+        on_host(target, "ngram", 3, use_logits=True)
+        if place == "host"
+        else on_device(target, NgramDrafter(), 3, use_logits=True)
+    )
+    requests = make_requests(1000, 30, params)
+    tokens = np.array(decode(decoder, requests))
+    for fit in fits(tokens, exact_probabilities(logits, params)):
+        assert fit.good, fit
+    assert sum(request.stats.accepted for request in requests) > 1000
+
+
+def test_host_and_device_accept_the_same_by_logits(target: Path) -> None:
+    host, device = on_host(target, "ngram", 4, True), on_device(target, NgramDrafter(), 4, use_logits=True)
+    assert decode(host, some_requests()) == decode(device, some_requests())
+
+
+def test_a_text_without_repeats_is_not_drafted(tmp_path: Path) -> None:
+    """Every token is new: rounds without a match are plain ones."""
+    logits = np.full((50, 50), -5.0, np.float32)
+    logits[np.arange(50), (np.arange(50) + 1) % 50] = 5
+    target = save_table_engine(tmp_path / "target", logits)
+    for decoder in (on_host(target, "ngram", 4), on_device(target, NgramDrafter(), 4)):
+        request = Request([0], SamplingParams(), 48)
+        assert decode(decoder, [request]) == [list(range(1, 49))]
+        assert request.stats.drafted == 0 and request.stats.rounds == 48
+
+
+def test_a_draft_model_on_the_host_beside_a_target_on_a_device(target: Path, tmp_path: Path) -> None:
+    """Its tokens are uploaded as well; by logits they are taken for certain."""
+    draft = save_table_engine(tmp_path / "draft", normal(1, V, V, scale=2) + normal(2, V, V), weight=3)
+    expected = [decode(on_host(target, None, None), [request])[0] for request in some_requests()]
+
+    def drafter(use_logits: bool) -> ModelDrafter:
+        return ModelDrafter(ModelRunner(open_host_backend(draft, open_engine(draft), 20)), V, 4, use_logits)
+
+    requests = some_requests()
+    assert decode(on_device(target, drafter(False), 4), requests) == expected
+    accepted, evaluated = (sum(getattr(r.stats, name) for r in requests) for name in ("accepted", "evaluated"))
+    assert 0.3 < accepted / evaluated < 1
+    logits = normal(3, V)
+    flat = save_table_engine(tmp_path / "flat", logits)
+    draws = make_requests(1000, 20, SamplingParams(1.0))
+    tokens = np.array(decode(on_device(flat, drafter(True), 3, use_logits=True), draws))
+    for fit in fits(tokens, exact_probabilities(logits, SamplingParams(1.0))):
+        assert fit.good, fit
+
+
+def test_what_cannot_be_meant(target: Path, engines: Path) -> None:
+    with pytest.raises(PairError, match="drafts without a draft engine"):
+        SpeculativeDecoder.open(target, target, DraftTargetConfig(draft="ngram"))
+    with pytest.raises(RequestError, match="draft 'tree': expected ngram or suffix"):
+        DraftTargetConfig(draft="tree")  # type: ignore[arg-type]
+    with pytest.raises(PairError, match="built without draft tokens"):
+        SpeculativeDecoder.open(engines / "draft", config=DraftTargetConfig(draft="ngram"))
+
+
+def test_the_commands(engines: Path) -> None:
+    text = ["--engine_dir", str(engines / "target"), "--draft", "ngram", "--input_text", "abc abc abc abc abc"]
+    run = CliRunner().invoke
+    alone = run(main, ["generate", "--engine_dir", str(engines / "target"), *text[-2:], "--max_output_len", "30"])
+    found = run(main, ["generate", *text, "--max_output_len", "30", "--draft_len", "3"])
+    assert (found.exit_code, found.stdout) == (0, alone.stdout)
+    assert "draft tokens accepted" in found.stderr
+    assert run(main, ["bench", *text, "--output_len", "8", "--repetitions", "1"]).exit_code == 0
+    assert run(main, ["verify", *text, "--seconds", "1", "--temperature", "0"]).exit_code in (0, 3)
+    for command in ("generate", "bench", "verify"):
+        both = run(main, [command, *text, "--draft_engine_dir", str(engines / "draft")])
+        assert (both.exit_code, "exclude each other" in both.stderr) == (2, True)
+    neither = run(main, ["bench", "--engine_dir", str(engines / "target"), "--input_text", "a"])
+    assert (neither.exit_code, "--draft suffix" in neither.stderr) == (2, True)

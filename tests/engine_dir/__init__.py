@@ -1,0 +1,1 @@
+"""The format that both packages share."""

@@ -1,0 +1,245 @@
+"""``specrun bench``: what it counts is exact; of times only that there are some."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import TypeAdapter
+from rich.console import Console
+
+from scripts.benchmarks.draft_kinds import Figures, Run
+from specrun.config import DraftTargetConfig
+from specrun.decoder import SpeculativeDecoder
+from specrun.engine_dir.config import open_engine
+from specrun.errors import PairError, RequestError
+from specrun.evaluation.bench import Settings, _batches, _Pass, _split, _summarise, as_json, measure
+from specrun.evaluation.bench_results import Result, table
+from specrun.request.request import Request
+from specrun.request.stats import predicted_speedup
+from specrun.sampling.sampler import SamplingParams
+from tests.helpers.tables import normal, open_tables, save_table_engine
+
+PROMPTS = [[0], [3, 1], [2, 2, 1]]
+SAMPLED = SamplingParams(temperature=1.0, seed=5)
+TARGET = normal(1, 8, 8)
+CYCLE = np.roll(np.eye(4, dtype=np.float32), 1, axis=1)
+"""0, 1, 2, 3, 0, .."""
+HALF = CYCLE[[0, 0, 2, 2]]
+"""The same after even tokens, wrong after odd ones: a round's first draft token stands, its second does not."""
+
+Bench = Callable[..., list[Result]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Bench:
+    """Save two tables and measure them."""
+
+    def run(target: Any, draft: Any, prompts: list[list[int]] = PROMPTS, **settings: Any) -> list[Result]:
+        save_table_engine(tmp_path / "target", target, max_batch_size=4)
+        save_table_engine(tmp_path / "draft", draft, max_batch_size=4)
+        chosen = Settings(**{"output_len": 20, "repetitions": 2, **settings})
+        return measure(tmp_path / "target", tmp_path / "draft", prompts, chosen, lambda line: None)
+
+    return run
+
+
+def test_a_draft_that_is_the_target_is_always_accepted(run: Bench) -> None:
+    (result,) = run(TARGET, TARGET)
+    assert result.acceptance_rate == 1
+    assert result.acceptance_by_position == [1, 1, 1, 1]
+    assert result.tokens_per_round == 5
+    assert result.drafted_per_round == 4
+    assert result.identical_ids
+
+
+def test_the_table_of_kinds_counts_as_bench_does(run: Bench, tmp_path: Path) -> None:
+    (expected,) = run(CYCLE, HALF, [[0], [2]])
+    runs = [Run(), Run()]
+    for found, draft in zip(runs, (None, tmp_path / "draft"), strict=True):
+        config = DraftTargetConfig(draft_len=4 if draft else None, reuse_blocks=False)
+        with SpeculativeDecoder.open(tmp_path / "target", draft, config) as decoder:
+            for prompt in ([0], [2]):
+                found.decode(decoder, Request(prompt, SamplingParams(), 20))
+    figures = Figures.of(runs[1:], runs[:1])
+    assert figures.acceptance_by_position == expected.acceptance_by_position == [1, 0]
+    assert figures.tokens_per_round == expected.tokens_per_round
+    assert figures.drafted_per_round == pytest.approx(expected.drafted_per_round, abs=0.5)  # Last rounds draft less.
+    assert figures.same_ids
+    assert figures.draft_cost is not None and figures.draft_cost > 0
+
+
+def test_rounds_are_counted_one_by_one_while_another_prompt_is_read(run: Bench) -> None:
+    (result,) = run(TARGET, TARGET, [[1] * 60, [2]], batch_sizes=(2,))
+    assert (result.drafted_per_round, result.tokens_per_round) == (4, 5)
+    assert result.identical_ids
+
+
+def test_a_draft_that_disagrees_is_never_accepted(run: Bench) -> None:
+    (result,) = run(TARGET, -TARGET)
+    assert result.acceptance_rate == 0
+    assert result.acceptance_by_position == [0]
+    assert result.tokens_per_round == 1
+    assert result.identical_ids
+
+
+@pytest.mark.parametrize(("output_len", "evaluated"), [(20, 19), (21, 20)])
+def test_acceptance_by_position_with_rounds_cut_short(run: Bench, output_len: int, evaluated: int) -> None:
+    """Rounds draft 3 tokens and commit 2; the last one drafts 1 that stands, or none."""
+    (result,) = run(CYCLE, HALF, [[0], [2]], draft_lens=[3], output_len=output_len)
+    assert result.acceptance_by_position == [1, 0]
+    assert result.acceptance_rate == 10 / evaluated
+    rounds = (output_len + 1) // 2
+    assert result.tokens_per_round == 1 + 10 / rounds
+
+
+def test_every_batch_size_with_every_draft_length(run: Bench) -> None:
+    batch_sizes, draft_lens = [1, 4, 2], [1, None, 0, 3]
+    results = run(TARGET, TARGET, batch_sizes=batch_sizes, draft_lens=draft_lens, repetitions=1)
+    assert [(r.batch_size, r.draft_len) for r in results] == [(b, d) for b in batch_sizes for d in draft_lens]
+    assert all(r.identical_ids for r in results)
+    for result in results:
+        assert result.split
+        spreads = (result.tokens_per_second_alone, result.tokens_per_second, result.speedup, result.first_token_ms)
+        assert all(0 < s.lowest <= s.median <= s.highest for s in spreads)
+        assert 0 < result.split.overhead.median < 1
+        assert result.split.predicted_speedup.median > 0
+        if result.draft_len == 0:
+            assert result.acceptance_rate is None
+            assert result.acceptance_by_position == []
+            assert result.split.draft_ms.median == 0
+    console = Console(width=130, file=io.StringIO(), record=True)
+    console.print(table(results))
+    shown = console.export_text()
+    assert shown.count("auto") == 2 * len(batch_sizes), "in both tables"
+    assert max(map(len, map(str.rstrip, shown.splitlines()))) <= 80
+
+
+def test_a_prompt_that_comes_again_in_a_batch_is_another_text(tmp_path: Path) -> None:
+    ids = []
+    decoder = open_tables(tmp_path, normal(1, 64))
+    for size in (1, 3):
+        found = _Pass()
+        for requests in _batches([[0], [1]], size, Settings(params=SAMPLED, output_len=6))():
+            found.decode(decoder, requests)
+        ids.append(found.ids)
+    assert [len(found) for found in ids] == [2, 3]
+    assert ids[1][:2] == ids[0]
+    assert ids[1][2] not in ids[0]
+
+
+def test_sampled_ids_are_compared_where_they_should_agree(run: Bench, tmp_path: Path) -> None:
+    (tokens,) = run(TARGET, normal(2, 8, 8), params=SAMPLED)
+    assert tokens.identical_ids is True
+    assert tokens.acceptance_rate is not None and 0 < tokens.acceptance_rate < 1
+    settings = Settings(params=SAMPLED, use_logits=True, repetitions=1, output_len=8)
+    (logits,) = measure(tmp_path / "target", tmp_path / "draft", PROMPTS, settings, lambda line: None)
+    assert logits.identical_ids is None
+
+
+def test_json_holds_results_settings_and_machine(run: Bench, tmp_path: Path) -> None:
+    results = run(TARGET, TARGET, draft_lens=[2, "auto"])
+    config = open_engine(tmp_path / "target")
+    found = json.loads(as_json(results, config, Settings(draft_lens=[2, "auto"], params=SAMPLED)))
+    assert TypeAdapter(list[Result]).validate_python(found["results"]) == results
+    assert found["settings"]["draft_lens"] == [2, None]
+    assert found["settings"]["params"]["seed"] == SAMPLED.seed
+    assert found["machine"]["backend"]["version"] == config.backend.version
+    assert {"processor", "cores", "python", "date"} <= found["machine"].keys()
+
+
+def test_the_prediction_is_the_papers_with_the_times_of_a_repetition() -> None:
+    ours, theirs = _Pass(), _Pass()
+    ours.later[:] = (2.2, 2.0, 100, 0, 0)
+    theirs.later[:] = (2.0, 1.5, 50, 0.4, 200)
+    c, v = 0.1, 1.5
+    split = _split([(ours, theirs)], 0.5, [4])
+    figures = (split.draft_ms, split.verify_ms, split.host_ms, split.overhead, split.target_step_ms)
+    assert [f.median for f in figures] == pytest.approx([8, 30, 2, 0.05, 20])
+    assert split.predicted_speedup.median == pytest.approx(predicted_speedup(0.5, 4, c, v))
+    split = _split([(ours, theirs)], 0.5, [0, 2])
+    assert split.predicted_speedup.median == pytest.approx((1 + 1.75) / (v + 2 * c + v))
+
+
+def test_rounds_that_are_not_timed_have_no_split(tmp_path: Path) -> None:
+    """As on a GPU."""
+
+    class Untimed:
+        def __init__(self, rounds: Any) -> None:
+            self._rounds = rounds
+
+        def engine_times(self) -> None:
+            return None
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._rounds, name)
+
+    passes = (_Pass(), _Pass())
+    for found in passes:
+        decoder = open_tables(tmp_path, TARGET, TARGET)
+        decoder.scheduler.round = Untimed(decoder.scheduler.round)
+        found.decode(decoder, [Request([0], SamplingParams(), 10)])
+    result = _summarise(1, 4, [passes], Settings())
+    assert result.split is None
+    assert result.speedup.median > 0
+    Console(file=io.StringIO()).print(table([result]))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"batch_sizes": []}, "one or more"),
+        ({"batch_sizes": [2, 2]}, "once"),
+        ({"batch_sizes": [0]}, "batch size 0"),
+        ({"draft_lens": []}, "one or more"),
+        ({"draft_lens": ["auto", None]}, "once"),
+        ({"output_len": 0}, "output_len 0"),
+        ({"repetitions": 0}, "repetitions 0"),
+    ],
+)
+def test_settings_that_measure_nothing(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        Settings(**wrong)
+
+
+def test_what_does_not_fit_is_said_before_anything_is_measured(tmp_path: Path) -> None:
+    target = save_table_engine(tmp_path / "target", TARGET, max_batch_size=4, max_draft_len=4, max_seq_len=40)
+    draft = save_table_engine(tmp_path / "draft", TARGET, max_batch_size=2, max_seq_len=40)
+    fits = Settings(output_len=20)
+
+    def refused(error: type[Exception], message: str, settings: Settings, prompts: list[list[int]] = PROMPTS) -> None:
+        lines: list[str] = []
+        with pytest.raises(error, match=message):
+            measure(target, draft, prompts, settings, lines.append)
+        assert not lines
+
+    refused(RequestError, "batch size 3: .* at most 2", replace(fits, batch_sizes=[1, 3]))
+    refused(PairError, "draft_len 5", replace(fits, draft_lens=[None, 2, 5]))
+    refused(RequestError, "prompt 2: 21 tokens", fits, [[0], [0] * 21])
+    refused(RequestError, "no prompts", fits, [])
+
+
+def test_decoders_are_closed(run: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[SpeculativeDecoder] = []
+    closed: list[SpeculativeDecoder] = []
+    create, close = SpeculativeDecoder.open, SpeculativeDecoder.close
+
+    def opening(*arguments: Any, **options: Any) -> SpeculativeDecoder:
+        opened.append(create(*arguments, **options))
+        return opened[-1]
+
+    def closing(decoder: SpeculativeDecoder) -> None:
+        closed.append(decoder)
+        close(decoder)
+
+    monkeypatch.setattr(SpeculativeDecoder, "open", opening)
+    monkeypatch.setattr(SpeculativeDecoder, "close", closing)
+    run(TARGET, TARGET, draft_lens=[1, 2], repetitions=1)
+    assert len(opened) == 3
+    assert set(map(id, opened)) == set(map(id, closed))

@@ -1,0 +1,173 @@
+"""Every family: parity with Hugging Face through real files, and real TensorRT-RTX plans of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from specbuild.artifacts.onnx_checkpoint import open_checkpoint
+from specrun.backends import Backend, open_host_backend
+from specrun.backends.ort import OrtBackend
+from specrun.engine_dir.config import GRAPH_NAME, EngineConfig, open_engine
+from specrun.engine_dir.contract import past_names, present_names
+from specrun.sampling.sampler import Floats
+from tests.conftest import make_engine, make_onnx
+from tests.graph.test_causal_mask import kept_masks, walk
+from tests.helpers.families import FAMILIES, POSITIONS, VOCAB, save_checkpoint
+
+STEPS = [(7, 11), (1, 1), (5, 3), (1, 6)]
+"""Tokens fed to two rows in each call: prefill, one token, several, unequal."""
+
+MASKED = {"mistral": 2, "gemma3": 2, "llama4": 1}
+"""Attention layers that keep their mask, which has a window or chunks. Gemma 2's and DeepSeek's attention is no
+Attention node at all."""
+
+
+def forward(backend: Backend, ids: npt.NDArray[np.int64], starts: npt.ArrayLike, wanted: npt.ArrayLike) -> Floats:
+    rows, width = ids.shape
+    step = backend.bind(0, rows, width, np.shape(wanted)[1])
+    step.input_ids[...], step.write_indices[...], step.logits_indices[...] = ids, starts, wanted
+    step.run()
+    return step.logits
+
+
+def largest_difference(
+    checkpoint: Path, engine: Path, dtype: torch.dtype, steps: list[tuple[int, int]], kind: Any = AutoModelForCausalLM
+) -> float:
+    """Largest logit difference between an engine and the HF model computed in float32, relative to the logits.
+
+    Rows have different write indices and the cache starts full of junk.
+    """
+    model = kind.from_pretrained(checkpoint, dtype=dtype, attn_implementation="eager").float().eval()
+    backend = open_host_backend(engine, open_engine(engine), 0)
+    assert isinstance(backend, OrtBackend)
+    backend.resize(2, POSITIONS, 0)
+    for tensor in backend.cache.part(0, 2):
+        tensor.fill(1e3)
+    tokens = np.random.default_rng(0).integers(1, VOCAB, (2, sum(max(step) for step in steps)))
+    lengths = np.zeros(2, np.int64)
+    worst, scale = 0.0, 0.0
+    for step in steps:
+        width = max(step)
+        ids = np.zeros((2, width), np.int64)
+        for row, new in enumerate(step):
+            ids[row, :new] = tokens[row, lengths[row] : lengths[row] + new]
+        logits = forward(backend, ids, lengths, np.tile(np.arange(width), (2, 1)))
+        for row, new in enumerate(step):
+            with torch.no_grad():
+                seen = torch.from_numpy(tokens[row : row + 1, : lengths[row] + new])
+                expected = model(seen).logits[0, -new:].numpy()
+            worst = max(worst, float(np.abs(logits[row, :new] - expected).max()))
+            scale = max(scale, float(np.abs(expected).max()))
+        lengths += step
+    assert scale > 0.5, "logits so flat would hide mistakes"
+    return worst / scale
+
+
+def check_plan(engine: Path, dtype: str, draft_len: int) -> None:
+    """A compiled plan has the contract's inputs, its profiles, and every cache output in its input's memory."""
+    config = open_engine(engine)
+    layers = config.graph.layers
+    assert config.backend.name == "tensorrt_rtx"
+    assert not any("fused" in note for note in config.provenance.notes)
+    assert (engine / "rank0.engine").stat().st_size > 100_000
+    tensors = {tensor.name: tensor for tensor in config.io}
+    assert {name for name, tensor in tensors.items() if tensor.kind == "input"} == {
+        "input_ids",
+        "write_indices",
+        "logits_indices",
+        *past_names(layers),
+    }
+    length = config.build_config.max_seq_len + draft_len + 1
+    rounded = next(n for n in range(length, length + 8) if n % 8 == 0)
+    for past, present in zip(past_names(layers), present_names(layers), strict=True):
+        assert tensors[present].aliases == past
+        assert tensors[present].dtype == tensors[past].dtype == dtype
+        assert tensors[present].shape == tensors[past].shape
+        assert tensors[past].shape[2] == rounded == config.build_config.cache_length
+    assert tensors["logits"].dtype == "float32"
+    assert tensors["logits"].shape == ["batch", "logits", VOCAB]
+    context, generation = config.build_config.profiles
+    assert context.sequence[2] == config.build_config.max_input_len
+    widest = draft_len + 1 if draft_len else 2
+    assert (generation.sequence[0], generation.sequence[2]) == (1, widest)
+    assert generation.sequence[1] == (widest if draft_len else 1)
+    assert context.batch[2] == generation.batch[2] == config.build_config.max_batch_size
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family(family: str, tmp_path: Path) -> None:
+    """Saved in float32 (Mixtral in shards), converted to float16, verified, run, compiled."""
+    checkpoint = save_checkpoint(tmp_path / "hf", family, shards=family == "mixtral")
+    if family == "mixtral":
+        assert len(list(checkpoint.glob("*.safetensors"))) > 1
+    # longrope's long frequencies are tested below; transformers uses the short ones up to 32 positions.
+    limit = {"max_seq_len": 32} if family == "phi3-longrope" else {}
+    onnx_dir = make_onnx(checkpoint, tmp_path / "onnx", dtype="float16", **limit)
+    config = open_checkpoint(onnx_dir)
+    assert config.graph.dtype == "float16"
+    assert config.max_logit_difference is not None
+    assert config.max_logit_difference < 1e-2
+    opsets = onnx.load(onnx_dir / GRAPH_NAME, load_external_data=False).opset_import
+    assert [(opset.domain, opset.version) for opset in opsets] == [("", 24)]
+    engine = make_engine(onnx_dir, tmp_path / "ort")
+    assert largest_difference(checkpoint, engine, torch.float16, STEPS) < 1e-3
+    cuda = make_engine(onnx_dir, tmp_path / "cuda", backend="onnxruntime", device="cuda")
+    assert kept_masks(cuda / GRAPH_NAME) == MASKED.get(family, 0)
+    masked = walk(onnx_dir / GRAPH_NAME)
+    assert np.abs(walk(cuda / GRAPH_NAME) - masked).max() < 1e-3 * np.abs(masked).max()
+    check_plan(make_engine(onnx_dir, tmp_path / "target", backend="tensorrt_rtx", max_draft_len=4), "float16", 4)
+    if family in ("llama3.2", "gemma2"):
+        check_plan(make_engine(onnx_dir, tmp_path / "draft", backend="tensorrt_rtx"), "float16", 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama3.2", "gemma2"])
+def test_other_dtypes(family: str, dtype: str, tmp_path: Path) -> None:
+    """``--dtype auto`` keeps the checkpoint's own; float32 attention is taken apart for TensorRT."""
+    stored = getattr(torch, dtype)
+    checkpoint = save_checkpoint(tmp_path / "hf", family, dtype=stored)
+    onnx_dir = make_onnx(checkpoint, tmp_path / "onnx")
+    assert open_checkpoint(onnx_dir).graph.dtype == dtype
+    engine = make_engine(onnx_dir, tmp_path / "ort")
+    # Some constants (Gemma's embedding scale) are rounded to the checkpoint's 16 bits in the graph.
+    tolerance = 2e-2 if dtype == "bfloat16" else 1e-5
+    assert largest_difference(checkpoint, engine, stored, STEPS) < tolerance
+    plan = make_engine(onnx_dir, tmp_path / "rtx", backend="tensorrt_rtx", max_draft_len=4)
+    check_plan(plan, dtype, 4)
+
+
+def test_longrope_beyond_the_trained_length(tmp_path: Path) -> None:
+    """With room for more than the trained length, the long frequencies hold for every position, and it is said."""
+    checkpoint = save_checkpoint(tmp_path / "hf", "phi3-longrope")
+    onnx_dir = make_onnx(checkpoint, tmp_path / "onnx", max_seq_len=64)
+    assert any("long frequencies" in note for note in open_checkpoint(onnx_dir).provenance.notes)
+    engine = make_engine(onnx_dir, tmp_path / "ort")
+    # transformers chooses by the longest position, so every comparison is beyond the trained 32.
+    assert largest_difference(checkpoint, engine, torch.float32, [(35, 40), (1, 1), (5, 3)]) < 1e-4
+
+
+def test_tied_embeddings_are_stored_once(tmp_path: Path) -> None:
+    """A tied embedding is one tensor in the checkpoint directory, as it is in the HF checkpoint."""
+    checkpoint = save_checkpoint(tmp_path / "hf", "qwen2")
+    onnx_dir = make_onnx(checkpoint, tmp_path / "onnx", verify=False)
+    stored = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
+    assert (onnx_dir / "model.onnx.data").stat().st_size < 1.02 * stored
+
+
+def test_padding_beyond_learned_positions(tmp_path: Path) -> None:
+    """A row at the end of a learned position table beside a longer input: the padding must not read past the table."""
+    checkpoint = save_checkpoint(tmp_path / "hf", "gpt2")
+    engine = make_engine(make_onnx(checkpoint, tmp_path / "onnx", verify=False), tmp_path / "ort", max_draft_len=4)
+    config: EngineConfig = open_engine(engine)
+    backend = open_host_backend(engine, config, 0)
+    backend.resize(1, config.build_config.cache_length, 0)
+    logits = forward(backend, np.zeros((1, 5), np.int64), POSITIONS - 1, np.zeros((1, 1), np.int64))
+    assert np.isfinite(logits).all()

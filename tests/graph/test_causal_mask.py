@@ -1,0 +1,156 @@
+"""Masks that row lengths replace on CUDA: which ones, and that ONNX Runtime computes the same without them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+
+from specbuild.graph.causal_mask import drop_causal_masks, is_causal
+from specrun.backends.ort import require_release, session_options
+from specrun.engine_dir.config import open_engine
+from specrun.errors import BackendError
+from specrun.sampling.sampler import Floats
+from tests.conftest import make_engine, make_onnx
+from tests.helpers.families import POSITIONS, save_checkpoint
+
+CACHE_LENGTH = 24
+
+POSITION = """
+    tokens = Shape <start = 1, end = 2> (input_ids)
+    tokens0 = Squeeze (tokens)
+    offsets = Range (zero, tokens0, one)
+    rows = Unsqueeze (write_indices, axis1)
+    positions = Add (rows, offsets)
+    position = Unsqueeze (positions, axes13)
+    length = Shape <start = 2, end = 3> (past)
+    length0 = Squeeze (length)
+    keys = Range (zero, length0, one)
+    key = Unsqueeze (keys, axes012)
+"""
+CAUSAL = "mask = LessOrEqual (key, position)"
+
+
+def mask(rule: str) -> ir.Value:
+    """The mask of a graph whose last lines are ``rule``."""
+    model = ir.from_onnx_text(
+        f"""<ir_version: 10, opset_import: ["" : 24]>
+        agraph (int64[batch, sequence] input_ids, int64[batch] write_indices, float[batch, 2, cache_length, 8] past)
+            => (bool[batch, 1, sequence, cache_length] mask)
+        <int64 zero = {{0}}, int64 one = {{1}}, int64 six = {{6}}, int64 long = {{{CACHE_LENGTH}}}, bool yes = {{1}},
+         int64[1] axis1 = {{1}}, int64[2] axes13 = {{1, 3}}, int64[3] axes012 = {{0, 1, 2}},
+         int64[3] axes013 = {{0, 1, 3}}>
+        {{ {POSITION} {rule} }}"""
+    )
+    return model.graph.outputs[0]
+
+
+def window(size: str) -> str:
+    return f"""first = Sub (position, {size})
+    near = Greater (key, first)
+    inside = And (yes, near)
+    causal = LessOrEqual (key, position)
+    mask = And (inside, causal)"""
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        (CAUSAL, True),
+        ("mask = GreaterOrEqual (position, key)", True),
+        (window("long"), True),  # As long as the cache: it hides nothing.
+        (window("six"), False),
+        ("mask = Less (key, position)", False),
+        ("next = Add (position, one)\n mask = LessOrEqual (key, next)", False),
+        ("mask = LessOrEqual (position, key)", False),
+        ("mask = LessOrEqual (keys, key)", False),
+        ("column = Unsqueeze (keys, axes013)\n mask = LessOrEqual (column, position)", False),
+        # Rules that are not read: the first one is causal all the same, the second depends on the tokens.
+        ("later = Greater (key, position)\n mask = Not (later)", False),
+        (
+            "ids = Unsqueeze (input_ids, axes13)\n causal = LessOrEqual (key, position)\n"
+            "word = Greater (ids, zero)\n mask = And (word, causal)",
+            False,
+        ),
+    ],
+)
+def test_a_mask_is_causal_only_if_it_is_proved(rule: str, expected: bool) -> None:
+    assert is_causal(mask(rule), CACHE_LENGTH) is expected
+
+
+def test_a_window_that_a_longer_cache_needs_is_not_dropped() -> None:
+    assert is_causal(mask(window("long")), CACHE_LENGTH)
+    assert not is_causal(mask(window("long")), CACHE_LENGTH + 1)
+
+
+def test_heads_that_flash_attention_does_not_take_keep_their_mask(tmp_path: Path) -> None:
+    checkpoint = save_checkpoint(tmp_path / "hf", "llama3", head_dim=264)
+    graph = make_onnx(checkpoint, tmp_path / "onnx", dtype="float16", verify=False) / "model.onnx"
+    assert drop_causal_masks(ir.load(graph), POSITIONS) == (0, 2)
+
+
+def test_a_window_as_long_as_the_engine_is_dropped_and_a_shorter_one_not(tmp_path: Path) -> None:
+    checkpoint = save_checkpoint(tmp_path / "hf", "mistral", sliding_window=64)
+    onnx_dir = make_onnx(checkpoint, tmp_path / "onnx", dtype="float16", verify=False)
+    said = "Flash attention is possible in {} of 2 attention layers{}"
+    for max_seq_len, masks, others in ((56, 0, ""), (100, 2, "; the others need a mask")):
+        output = tmp_path / str(max_seq_len)
+        make_engine(onnx_dir, output, backend="onnxruntime", device="cuda", max_seq_len=max_seq_len)
+        assert kept_masks(output / "model.onnx") == masks
+        assert said.format(2 - masks, others) in open_engine(output).provenance.notes
+
+
+def test_float32_graphs_are_left_as_they_are(onnx: Path, tmp_path: Path) -> None:
+    engine = make_engine(onnx / "target", tmp_path / "engine", backend="onnxruntime", device="cuda")
+    assert (engine / "model.onnx").read_bytes() == (onnx / "target" / "model.onnx").read_bytes()
+
+
+def test_an_onnxruntime_that_aligns_causal_attention_otherwise_is_refused() -> None:
+    for version in ("1.30.2", "1.9.0", "0.99"):
+        with pytest.raises(BackendError, match=f"{version} is too old for CUDA"):
+            require_release(version)
+    for version in ("1.31.0", "1.31.1.dev20261101", "2.0.0", onnxruntime.__version__):
+        require_release(version)
+
+
+# The graphs in ONNX Runtime, for tests of families and of GPUs too.
+
+
+def kept_masks(graph: Path) -> int:
+    """How many Attention nodes have a mask; the others must be causal up to the row's length."""
+    nodes = [node for node in ir.load(graph).graph if node.op_type == "Attention"]
+    masked = [node for node in nodes if node.inputs[3] is not None]
+    for node in nodes:
+        if node not in masked:
+            assert node.attributes["is_causal"].as_int() == 1
+            assert node.inputs[6] is not None
+    return len(masked)
+
+
+def walk(graph: Path, provider: str = "CPUExecutionProvider") -> Floats:
+    """Logits of three rows of different lengths, the shorter ones padded on the right, over a cache full of junk."""
+    ort, options = session_options()
+    session = ort.InferenceSession(graph, options, providers=[provider])
+    assert session.get_providers()[0] == provider
+    feeds = {
+        value.name: np.full((3, value.shape[1], 40, value.shape[3]), 50, np.float16)
+        for value in session.get_inputs()
+        if value.name.startswith("past_key_values.")
+    }
+    names = [value.name for value in session.get_outputs()]
+    generator = np.random.default_rng(0)
+    lengths = np.zeros(3, np.int64)
+    logits = []
+    for step in ((7, 11, 1), (1, 1, 1), (5, 3, 4), (1, 6, 2)):
+        width = max(step)
+        feeds["input_ids"] = generator.integers(1, 300, (3, width))
+        feeds["write_indices"] = lengths
+        feeds["logits_indices"] = np.tile(np.arange(width), (3, 1))
+        found = dict(zip(names, session.run(None, feeds), strict=True))
+        logits += [found["logits"][row, :new] for row, new in enumerate(step)]
+        feeds |= {f"past_key_values.{name[8:]}": value for name, value in found.items() if name != "logits"}
+        lengths = lengths + step
+    return np.concatenate(logits)

@@ -1,0 +1,1 @@
+"""What tests share: models, engines, reference implementations."""

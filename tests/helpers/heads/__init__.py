@@ -1,0 +1,1 @@
+"""Small heads, as each trainer writes them, and what they compute."""

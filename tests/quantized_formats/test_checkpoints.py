@@ -1,0 +1,147 @@
+"""Whole checkpoints that come quantised: converted, compared, compiled."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specbuild.artifacts.onnx_checkpoint import open_checkpoint
+from specrun.engine_dir.config import open_engine
+from specrun.errors import BuildConfigError, BuildError, CheckpointError
+from tests.conftest import make_engine, make_onnx
+from tests.helpers.families import save_checkpoint
+
+Tensors = dict[str, torch.Tensor]
+GROUP = 32
+
+
+def fp8_blocks(weight: torch.Tensor) -> Tensors:
+    """DeepSeek's: float8 with a scale for every 32 x 32."""
+    blocks = weight.reshape(weight.shape[0] // GROUP, GROUP, weight.shape[1] // GROUP, GROUP)
+    scales = blocks.abs().amax(dim=(1, 3)) / 448
+    codes = (blocks / scales[:, None, :, None]).reshape(weight.shape).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale_inv": scales}
+
+
+def gptq(weight: torch.Tensor) -> Tensors:
+    """GPTQ with zero points and the channels' groups in another order (act-order)."""
+    inputs = weight.shape[1]
+    groups = torch.randperm(inputs, generator=torch.Generator().manual_seed(0)) // GROUP
+    low = torch.stack([weight[:, groups == group].amin(1) for group in range(inputs // GROUP)])
+    high = torch.stack([weight[:, groups == group].amax(1) for group in range(inputs // GROUP)])
+    scales = (high - low) / 15
+    zeros = (-low / scales).round().clamp(1, 15)
+    codes = (weight.T / scales[groups] + zeros[groups]).round().clamp(0, 15).to(torch.int32)
+    return {
+        "qweight": in_words(codes, 0),
+        "qzeros": in_words((zeros - 1).to(torch.int32), 1),
+        "scales": scales,
+        "g_idx": groups.to(torch.int32),
+    }
+
+
+def in_words(codes: torch.Tensor, axis: int) -> torch.Tensor:
+    """Eight 4-bit codes to an int32, the first in the lowest bits."""
+    parts = codes.numpy().astype(np.uint32).swapaxes(0, axis)
+    words = np.zeros((len(parts) // 8, *parts.shape[1:]), np.uint32)
+    for place in range(8):
+        words |= parts[place::8] << np.uint32(4 * place)
+    return torch.from_numpy(np.ascontiguousarray(words.swapaxes(0, axis)).view(np.int32))
+
+
+FORMATS: dict[str, tuple[Callable[[torch.Tensor], Tensors], dict[str, Any], str]] = {
+    "fp8": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": [GROUP, GROUP]}, "float8"),
+    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False}, "uint4"),
+}
+
+
+def quantised_checkpoint(directory: Path, method: str) -> Path:
+    """A small Llama whose layers' products are packed."""
+    save_checkpoint(directory, "llama3", intermediate_size=128)
+    pack, section, _ = FORMATS[method]
+    tensors: Tensors = {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        if "_proj." in name:
+            packed = pack(tensor.float())
+            tensors |= {f"{name.removesuffix('weight')}{suffix}": part.contiguous() for suffix, part in packed.items()}
+        else:
+            tensors[name] = tensor
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": section}))
+    return directory
+
+
+@pytest.fixture(scope="module", params=list(FORMATS))
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """The method, and an ONNX checkpoint of a quantised one; converting compares it with the dequantised model."""
+    directory = tmp_path_factory.mktemp(request.param)
+    quantised_checkpoint(directory / "hf", request.param)
+    return request.param, make_onnx(directory / "hf", directory / "onnx")
+
+
+def test_weights_stay_packed_and_the_graph_is_the_dequantised_model(checkpoint: tuple[str, Path]) -> None:
+    method, directory = checkpoint
+    config = open_checkpoint(directory)
+    assert config.max_logit_difference is not None
+    assert config.graph.quantised is not None
+    assert config.graph.quantised.source == method
+    assert config.graph.quantised.forms == {f"{FORMATS[method][2]} in groups of {GROUP}": 14} or method == "fp8"
+    stored = Counter(value.dtype for value in ir.load(directory / "model.onnx").graph.initializers.values())
+    codes = {"fp8": ir.DataType.FLOAT8E4M3FN, "gptq": ir.DataType.UINT4}[method]
+    assert stored[codes] >= 14
+
+
+def test_processors_multiply_by_packed_weights(checkpoint: tuple[str, Path], tmp_path: Path) -> None:
+    _, directory = checkpoint
+    engine = make_engine(directory, tmp_path / "engine", backend="onnxruntime", max_draft_len=2)
+    operators = Counter(node.op_type for node in ir.load(engine / "model.onnx").graph)
+    assert operators["MatMulNBits"] == 14, operators
+    assert "DequantizeLinear" not in operators, operators
+
+
+def test_tensorrt_keeps_them_packed(checkpoint: tuple[str, Path], tmp_path: Path) -> None:
+    _, directory = checkpoint
+    engine = make_engine(directory, tmp_path / "plan", backend="tensorrt_rtx", max_draft_len=2)
+    assert "12.0" in open_engine(engine).backend.compute_capabilities
+
+
+def test_dequantised_weights_are_dense(tmp_path: Path) -> None:
+    source = quantised_checkpoint(tmp_path / "hf", "fp8")
+    config = open_checkpoint(make_onnx(source, tmp_path / "onnx", dequantize=True))
+    assert config.graph.quantised is None
+    with pytest.raises(BuildConfigError, match="quantised already"):
+        make_onnx(source, tmp_path / "again", qformat="int8")
+
+
+def test_a_layer_that_is_dense_against_the_configuration_is_refused(tmp_path: Path) -> None:
+    source = quantised_checkpoint(tmp_path / "hf", "fp8")
+    tensors = load_file(source / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight_scale_inv"]
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model.layers.1.mlp.up_proj"):
+        make_onnx(source, tmp_path / "onnx")
+
+
+@pytest.mark.parametrize(
+    ("qformat", "first"),
+    [("int8", "8.0"), ("int8_wo", "8.0"), ("int4", "8.0"), ("fp8_wo", "8.9"), ("nvfp4_wo", "12.0")],
+)
+def test_tensorrt_compiles_every_format_for_the_gpus_that_have_it(qformat: str, first: str, tmp_path: Path) -> None:
+    source = save_checkpoint(tmp_path / "hf", "llama3", num_hidden_layers=1, intermediate_size=128)
+    onnx = make_onnx(source, tmp_path / "onnx", qformat=qformat, dtype="bfloat16", verify=False)
+    plan = make_engine(onnx, tmp_path / "plan", backend="tensorrt_rtx", max_draft_len=2)
+    assert open_engine(plan).backend.compute_capabilities[0] == first
+    if first != "8.0":
+        with pytest.raises(BuildError, match=r"--compute_capabilities 80: weights or the cache are float"):
+            make_engine(onnx, tmp_path / "old", backend="tensorrt_rtx", compute_capabilities="80,120")
+        assert not (tmp_path / "old").exists()

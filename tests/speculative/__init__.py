@@ -1,0 +1,1 @@
+"""Draft, verify, accept."""

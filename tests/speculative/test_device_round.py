@@ -1,0 +1,432 @@
+"""The round on the device decides what the round on the host decides: real kernels (host build), real engines."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from specrun.backends import Feed
+from specrun.backends.ort import OrtDeviceBackend
+from specrun.config import DraftTargetConfig
+from specrun.decoder import SpeculativeDecoder
+from specrun.devices import DeviceArray
+from specrun.drafters.device_model import device_model_drafter
+from specrun.drafters.draft_plan import DraftPlan
+from specrun.engine_dir.config import open_engine
+from specrun.errors import BackendError
+from specrun.request.request import Request
+from specrun.sampling.sampler import SamplingParams
+from specrun.scheduler.draft_length import DraftLength
+from specrun.scheduler.scheduler import Scheduler
+from specrun.speculative.device_records import QueuedRound
+from specrun.speculative.device_round import DeviceRound
+from specrun.text.grammar import Constraint, Grammar, Grammars, fill_masks
+from tests.conftest import make_engine
+from tests.helpers.families import save_tokenizer
+from tests.helpers.host_device import HostDevice
+from tests.helpers.tables import decode, normal, save_table_engine
+from tests.scheduler.test_scheduler import V as SMALL
+from tests.scheduler.test_scheduler import run_staggered, some_requests
+
+GREEDY = SamplingParams()
+WARM = SamplingParams(temperature=0.9, seed=5)
+CUT = SamplingParams(temperature=1.2, top_k=7, top_p=0.8, seed=6)
+EVERY = [GREEDY, WARM, CUT, SamplingParams(temperature=0.7, top_p=0.5, seed=7)]
+V = 300
+
+
+class Recordable(OrtDeviceBackend):
+    """As an engine that queues its work on the stream."""
+
+    capturable = True
+    device: HostDevice
+
+    def enqueue(self, feed: Feed, logits: DeviceArray, first: int, fixed: bool) -> None:
+        self.device.queue(functools.partial(super().enqueue, feed, logits, first, fixed))
+
+
+BUILD: dict[str, Any] = {"weight": 5, "max_input_len": 100, "max_seq_len": 400, "cache_length": 408}
+
+
+def device_round(
+    target: Path,
+    draft: Path | None,
+    draft_len: int,
+    use_logits: bool = False,
+    rows: int = 4,
+    kind: type[OrtDeviceBackend] = OrtDeviceBackend,
+    apart: bool = False,
+    blocks: int = 0,
+) -> DeviceRound:
+    device = HostDevice()
+    other = HostDevice() if apart else device
+    drafter = functools.partial(device_model_drafter, kind(draft, open_engine(draft), other), True) if draft else None
+    round_ = DeviceRound(
+        kind(target, open_engine(target), device),
+        drafter,
+        draft_len,
+        use_logits,
+        rows,
+    )
+    round_.allocate_pools(blocks)
+    return round_
+
+
+def on_device(round_: DeviceRound, requests: Sequence[Request]) -> list[list[int]]:
+    for _ in Scheduler(round_, DraftLength(round_.max_draft_len, round_.max_draft_len), 4).run(requests):
+        pass
+    return [request.output for request in requests]
+
+
+def on_host(
+    target: Path, draft: Path | None, draft_len: int, use_logits: bool, requests: Sequence[Request]
+) -> list[list[int]]:
+    config = DraftTargetConfig(draft_len if draft else None, use_logits=use_logits)
+    return decode(SpeculativeDecoder.open(target, draft, config), requests)
+
+
+def batch(params: Sequence[SamplingParams], stop_ids: frozenset[int] = frozenset()) -> list[Request]:
+    """Prompts and lengths that differ from row to row."""
+    return [Request([3 + row, *range(2 * row)], p, 30 + row, stop_ids) for row, p in enumerate(params)]
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target that is a second-order chain, and a draft that agrees with it often."""
+    root = tmp_path_factory.mktemp("tables")
+    logits = normal(1, V, V, scale=2)
+    other = logits + normal(2, V, V, scale=0.7)
+    return (
+        save_table_engine(root / "target", logits, weight=3, tokenizer="t"),
+        save_table_engine(root / "draft", np.hstack([other, np.full((V, 20), 9)]), weight=3, tokenizer="t"),
+    )
+
+
+@pytest.mark.parametrize("use_logits", [False, True])
+@pytest.mark.parametrize("draft_len", [1, 2, 4, 7])
+def test_same_ids_as_on_the_host(tables: tuple[Path, Path], draft_len: int, use_logits: bool) -> None:
+    """Greedy and sampled rows of different lengths in one batch, a draft with a padded vocabulary, stop ids."""
+    stop_ids = frozenset({7, 100, 200})
+    expected, found = batch(EVERY, stop_ids), batch(EVERY, stop_ids)
+    ids = on_host(*tables, draft_len, use_logits, expected)
+    assert on_device(device_round(*tables, draft_len, use_logits), found) == ids
+    assert [r.stats.accepted for r in found] == [r.stats.accepted for r in expected]
+    assert [r.stats.evaluated for r in found] == [r.stats.evaluated for r in expected]
+    assert [r.finish_reason for r in found] == [r.finish_reason for r in expected]
+    assert sum(r.stats.accepted for r in found) > 5
+
+
+@pytest.mark.parametrize("use_logits", [False, True])
+def test_a_recorded_round_is_the_same_round(tables: tuple[Path, Path], use_logits: bool) -> None:
+    ids = on_host(*tables, 4, use_logits, batch(EVERY))
+    recorded = device_round(*tables, 4, use_logits, kind=Recordable)
+    for size in (4, 2, 4, 1):  # Recordings of other batch sizes are kept.
+        assert on_device(recorded, batch(EVERY)[:size]) == ids[:size]
+    # Batches that shrink are padded.
+    assert [size for size in range(1, 5) if (size, 4) in recorded._captures] == [1, 2, 4]
+
+
+@pytest.mark.parametrize("kind", [OrtDeviceBackend, Recordable])
+@pytest.mark.parametrize("apart", [False, True])
+def test_after_a_warm_up_every_round_is_settled(
+    tables: tuple[Path, Path], kind: type[OrtDeviceBackend], apart: bool
+) -> None:
+    """And every row is as new, though prompts and rounds were run in it."""
+    round_, unprepared = (device_round(*tables, 4, kind=kind, apart=apart) for _ in range(2))
+    shown: list[tuple[int, int]] = []
+    round_.warm_up(lambda done, of: shown.append((done, of)))
+    assert shown == [(done, 2 + 2 * 3 * 5) for done in range(33)]
+    for size in (3, 1, 4):
+        states = []
+        for one in (round_, unprepared):
+            scheduler, requests = Scheduler(one, Cycle(4, None), 4), batch(EVERY)[:size]
+            for request in requests:
+                scheduler.add(request)
+            settled = []
+            while len(scheduler):
+                scheduler.step()
+                settled.append(one.is_steady_state)
+            assert [request.output for request in requests] == on_host(*tables, 4, False, batch(EVERY)[:size])
+            states.append(settled)
+        assert all(states[0])
+        assert not all(states[1])
+
+
+def test_what_cannot_be_recorded_is_queued_piece_by_piece(
+    tables: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    round_ = device_round(*tables, 4, kind=Recordable)
+
+    def refuse(work: object) -> None:
+        raise BackendError("not this one")
+
+    monkeypatch.setattr(round_.device, "capture", refuse)
+    with pytest.warns(UserWarning, match="not this one") as warned:
+        assert on_device(round_, batch(EVERY)) == on_host(*tables, 4, False, batch(EVERY))
+        assert on_device(round_, batch(EVERY)) == on_host(*tables, 4, False, batch(EVERY))
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize("use_logits", [False, True])
+def test_draft_on_another_device(tables: tuple[Path, Path], use_logits: bool) -> None:
+    ids = on_host(*tables, 4, use_logits, batch(EVERY))
+    assert on_device(device_round(*tables, 4, use_logits, apart=True), batch(EVERY)) == ids
+
+
+@pytest.mark.parametrize(
+    "kind, apart", [(OrtDeviceBackend, False), (OrtDeviceBackend, True), (Recordable, False), (Recordable, True)]
+)
+@pytest.mark.parametrize("blocks", [0, 3, 200])
+def test_requests_that_come_and_go(tmp_path: Path, kind: type[OrtDeviceBackend], apart: bool, blocks: int) -> None:
+    """Of every manner, with draft lengths, acceptance and penalties of their own, and prompts that begin alike."""
+    target = normal(1, SMALL, SMALL, scale=2)
+    build = {**BUILD, "max_batch_size": 5}
+    target_dir = save_table_engine(tmp_path / "target", target, **build)
+    draft_dir = save_table_engine(tmp_path / "draft", target + normal(2, SMALL, SMALL), **build)
+    requests = some_requests(40)
+    for request in requests[::3]:
+        request.logprobs, request.min_output_len, request.stop_ids = 4, 3, frozenset({1, 2})
+    expected = [replace(request) for request in requests]
+    on_host(target_dir, draft_dir, 4, False, expected)
+    round_ = device_round(target_dir, draft_dir, 4, rows=5, kind=kind, apart=apart, blocks=blocks)
+    decoder = SpeculativeDecoder(round_, DraftLength(4, 4), open_engine(target_dir), 5)
+    run_staggered(decoder, requests, 3)
+    for found, right in zip(requests, expected, strict=True):
+        assert found.output == right.output
+        assert found.finish_reason == right.finish_reason
+        assert found.stats.accepted == right.stats.accepted
+        for piece, other in zip(found.token_outputs, right.token_outputs, strict=True):
+            assert (piece.logprob is None) == (found.logprobs is None)
+            if piece.logprob and other.logprob:
+                assert piece.logprob.logprob == pytest.approx(other.logprob.logprob, abs=1e-5)
+                assert [token for token, _ in piece.logprob.top] == [token for token, _ in other.logprob.top]
+    assert sum(request.stats.cached for request in requests) > 0 or blocks == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_lengths_of_all_kinds_while_requests_come_and_go(tmp_path: Path, seed: int) -> None:
+    """Auto on device, where drafts rest, and requests with lengths of their own among rows that lag."""
+    target = normal(1, SMALL, SMALL, scale=2)
+    build = {**BUILD, "max_batch_size": 4}
+    target_dir = save_table_engine(tmp_path / "target", target, **build)
+    draft_dir = save_table_engine(tmp_path / "draft", target + normal(2, SMALL, SMALL), **build)
+    requests = [request for request in some_requests(60, seed) if request.use_logits is None]
+    expected = on_host(target_dir, None, 0, False, [replace(request, draft_len=None) for request in requests])
+    decoder = SpeculativeDecoder(device_round(target_dir, draft_dir, 4), Cycle(4, None), open_engine(target_dir), 4)
+    run_staggered(decoder, requests, seed)
+    assert [request.output for request in requests] == expected
+
+
+def test_a_round_that_is_interrupted_ends_its_requests(
+    tables: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device has gone on by then, and the host does not know how far."""
+    round_, expected = device_round(*tables, 4, blocks=50), on_host(*tables, 4, False, batch(EVERY))
+    requests = batch(EVERY)
+
+    def interrupted(self: QueuedRound) -> None:
+        if requests[0].token_outputs:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(QueuedRound, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        on_device(round_, requests)
+    assert {request.finish_reason for request in requests} == {"error"}
+    monkeypatch.undo()
+    assert on_device(round_, batch(EVERY)) == expected
+
+
+class Cycle(DraftLength):
+    """Another length every round, plain rounds in a row among them."""
+
+    def choose(
+        self, requests: Sequence[object], row_limits: Sequence[int], draft_lag: int = 0, drafts_end: bool = False
+    ) -> DraftPlan:
+        self.rounds = getattr(self, "rounds", -1) + 1
+        return DraftPlan((2, 0, 0, 0, 4, 1, 0, 3)[self.rounds % 8])
+
+
+@pytest.mark.parametrize("kind", [OrtDeviceBackend, Recordable])
+@pytest.mark.parametrize("apart", [False, True])
+def test_lengths_may_change_from_round_to_round(
+    tables: tuple[Path, Path], kind: type[OrtDeviceBackend], apart: bool
+) -> None:
+    rounds = device_round(*tables, 4), device_round(*tables, 4, kind=kind, apart=apart)
+    usual, requests = batch(EVERY), batch(EVERY)
+    for round_, some in zip(rounds, (usual, requests), strict=True):
+        for _ in Scheduler(round_, Cycle(4, None), 4).run(some):
+            pass
+    assert [r.output for r in requests] == on_host(*tables, 4, False, batch(EVERY))
+    # A draft that did not hear of plain rounds would draft behind another text.
+    assert [r.stats.accepted for r in requests] == [r.stats.accepted for r in usual]
+
+
+@pytest.mark.parametrize("longest", [48, 2])
+def test_a_draft_that_rested_reads_what_it_missed(engines: Path, onnx: Path, tmp_path: Path, longest: int) -> None:
+    """A draft that is the target is right after any number of plain rounds, if its cache has no gaps."""
+    draft = make_engine(onnx / "target", tmp_path / "draft", max_input_len=longest)
+    requests = [Request(prompt, GREEDY, 40) for prompt in ([5, 9, 200], list(range(30, 70)), [17])]
+    for _ in Scheduler(device_round(engines / "target", draft, 4), Cycle(4, None), 4).run(requests):
+        pass
+    assert all(r.stats.accepted == r.stats.evaluated > 5 for r in requests)
+
+
+def launched_kernels(round_: DeviceRound) -> list[str]:
+    assert isinstance(round_.device, HostDevice)
+    return round_.device.launched
+
+
+def test_target_alone(tables: tuple[Path, Path]) -> None:
+    ids = on_host(tables[0], None, 0, False, batch(EVERY))
+    round_ = device_round(tables[0], None, 0)
+    assert on_device(round_, batch(EVERY)) == ids
+    assert "sample_draft" not in launched_kernels(round_)
+
+
+def test_a_round_is_a_fixed_sequence_of_kernels(tables: tuple[Path, Path]) -> None:
+    round_ = device_round(*tables, 2, True)
+    on_device(round_, batch(EVERY))
+    # Between rounds, rows change places.
+    launched = " ".join(kernel for kernel in launched_kernels(round_) if "swap" not in kernel).split(" accept")
+    plain = "feed apply_penalties sample_target"
+    draft = "feed apply_penalties sample_draft"
+    rounds = {one.strip().removeprefix("log_probabilities ") for one in launched}
+    assert rounds == {f"{draft} {draft} {plain}", plain, "log_probabilities"}
+
+
+def test_up_to_the_last_position(tmp_path: Path) -> None:
+    """Rows that end at max_seq_len while others go on; drafts that would lie beyond the draft's cache."""
+    table = normal(4, 50, 50, scale=2)
+    sizes: dict[str, Any] = {"max_seq_len": 24, "max_input_len": 20, "cache_length": 24 + 5, "max_batch_size": 3}
+    target = save_table_engine(tmp_path / "target", table, weight=1, **sizes)
+    draft = save_table_engine(tmp_path / "draft", table, weight=1, **{**sizes, "cache_length": 25, "max_draft_len": 0})
+
+    def requests() -> list[Request]:
+        return [Request(list(range(n)), WARM, 24 - n) for n in (20, 1, 7)]
+
+    for use_logits in (False, True):
+        ids = on_host(target, draft, 4, use_logits, requests())
+        assert on_device(device_round(target, draft, 4, use_logits, rows=3), requests()) == ids
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("params", [GREEDY, WARM])
+@pytest.mark.parametrize("use_logits", [False, True])
+def test_target_logits_that_are_not_numbers(
+    tmp_path: Path, bad: float, params: SamplingParams, use_logits: bool
+) -> None:
+    good = normal(5, 40)
+    broken = good.copy()
+    broken[11] = bad
+    target, draft = save_table_engine(tmp_path / "target", broken), save_table_engine(tmp_path / "draft", good)
+    requests = [Request([1, 2], params, 9), Request([3, 4], params, 9)]
+    on_device(device_round(target, draft, 3, use_logits), requests)
+    assert all("not numbers" in str(request.error) for request in requests)
+
+
+def test_long_prompts_are_fed_in_pieces(engines: Path, onnx: Path, tmp_path: Path) -> None:
+    """A draft whose max_input_len is smaller than the prompt proposes the same."""
+    small = make_engine(onnx / "target", tmp_path / "small", max_input_len=7)
+    requests = [Request(prompt, GREEDY, 20) for prompt in (list(range(30, 70)), [5], list(range(100, 114)))]
+    on_device(device_round(engines / "target", small, 4), requests)
+    assert all(r.stats.accepted == r.stats.evaluated for r in requests)
+
+
+@pytest.mark.parametrize("use_logits", [False, True])
+def test_real_models(engines: Path, use_logits: bool) -> None:
+    """Attention over a cache with junk in it; greedy, since other sums of floats part at near-ties only."""
+    requests = [Request(prompt, GREEDY, 40) for prompt in ([5, 9, 200], list(range(30, 70)), [17])]
+    again = [Request(request.prompt, GREEDY, 40) for request in requests]
+    pair = engines / "target", engines / "draft"
+    assert on_device(device_round(*pair, 4, use_logits), again) == on_host(*pair, 4, use_logits, requests)
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> list[Grammar]:
+    """Grammars of small ids; the tokenizer has more ids than the tables."""
+    save_tokenizer(directory := tmp_path_factory.mktemp("tokenizer"))
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    grammars = Grammars(lambda: tokenizer, [0])
+    return [grammars.compile(Constraint("regex", text)) for text in ("[a-f]{9}", r"([a-m]+ ){2,5}\.", "(abc|dam|fe)+x")]
+
+
+def test_control_masks_that_do_not_know_the_drafts_are_seen(
+    tables: tuple[Path, Path], letters: list[Grammar], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def committed_only(matchers: Any, drafts: Any, vocab_size: int) -> Any:
+        return fill_masks(matchers, [()] * len(drafts), vocab_size)
+
+    expected, found = ([Request([3], WARM, 24, grammar=letters[1])] for _ in range(2))
+    ids = on_host(tables[0], None, 0, False, expected)
+    monkeypatch.setattr("specrun.speculative.device_round.fill_masks", committed_only)
+    assert on_device(device_round(*tables, 4), found) != ids
+
+
+def test_drafts_that_complete_a_text_whose_end_is_forbidden(
+    tables: tuple[Path, Path], letters: list[Grammar], tmp_path: Path
+) -> None:
+    """Behind them nothing may follow, the end-of-text id included; the round's own token there is of no account."""
+    save_tokenizer(tmp_path)
+    ids = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).get_vocab()
+    params = SamplingParams(logit_bias={0: -math.inf, **{ids[letter]: 50.0 for letter in "abcdef"}})
+    expected, found = ([Request([3], params, 24, grammar=letters[0])] for _ in range(2))
+    target = tables[0]
+    assert on_device(device_round(target, target, 4), found) == on_host(target, None, 0, False, expected)
+    assert found[0].stats.accepted > 0 and found[0].finish_reason == "stop"
+
+
+def constrained(grammars: list[Grammar]) -> list[Request]:
+    """Every grammar and no grammar with every way of sampling, some with penalties."""
+    made = batch([replace(params, presence_penalty=0.3 * (n % 2)) for n, params in enumerate(EVERY * 4)])
+    for number, request in enumerate(made):
+        request.max_output_len = 24
+        request.grammar = [*grammars, None][number % 4 if number < 4 else (number + number // 4) % 4]
+        request.__post_init__()
+    return made
+
+
+@pytest.mark.parametrize("use_logits", [False, True])
+def test_drafts_are_masked_as_on_the_host(
+    tables: tuple[Path, Path], letters: list[Grammar], use_logits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids and accepted drafts are the host's. Only the host drafts forced tokens for nothing."""
+    monkeypatch.setattr(Request, "forced", lambda *_: [])
+    expected, found = constrained(letters), constrained(letters)
+    ids = on_host(*tables, 4, use_logits, expected)
+    assert on_device(device_round(*tables, 4, use_logits, kind=Recordable), found) == ids
+    counts = [[(r.stats.accepted, r.stats.evaluated) for r in requests] for requests in (found, expected)]
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("use_logits", [False, True])
+@pytest.mark.parametrize("draft_len", [0, 1, 4])
+def test_constrained_rows_beside_free_ones(
+    tables: tuple[Path, Path], letters: list[Grammar], draft_len: int, use_logits: bool, apart: bool
+) -> None:
+    """Ids are the host's with the target alone."""
+    expected, found = constrained(letters), constrained(letters)
+    ids = on_host(tables[0], None, 0, False, expected)
+    draft = tables[1] if draft_len else None
+    round_ = device_round(tables[0], draft, draft_len, False, kind=Recordable, apart=apart)
+    by_tokens = on_device(round_, found)
+    assert by_tokens == ids
+    assert [r.finish_reason for r in found] == [r.finish_reason for r in expected]
+    assert {r.finish_reason for r in found if r.grammar} == {"stop", "length"}
+    if draft_len and use_logits:  # Its ids depend on the draft; every text follows its grammar.
+        drawn = constrained(letters)
+        on_device(device_round(tables[0], draft, draft_len, True, kind=Recordable, apart=apart), drawn)
+        for request in drawn:
+            if request.grammar:
+                matcher = request.grammar.start()
+                for token in request.output:
+                    matcher.commit(token)
+                assert matcher.is_complete == (request.finish_reason == "stop")

@@ -1,0 +1,327 @@
+"""Chat templates: the same text as transformers' own, and no more than a text."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+import specbuild.hf.model_config
+from specrun.errors import RequestError
+from specrun.text.chat_template import ChatTemplate
+from specrun.text.tokenizer import tokenizer_files
+from tests.helpers.families import save_tokenizer
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] }}"
+    "{{ '<|im_end|>' + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+LLAMA2 = """
+{%- if messages[0]['role'] == 'system' %}
+    {%- set loop_messages = messages[1:] %}
+    {%- set system_message = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}
+{%- else %}
+    {%- set loop_messages = messages %}
+    {%- set system_message = '' %}
+{%- endif %}
+{%- for message in loop_messages %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+    {%- endif %}
+    {%- set content = system_message + message['content'] if loop.index0 == 0 else message['content'] %}
+    {%- if message['role'] == 'user' %}
+        {{- bos_token + '[INST] ' + content.strip() + ' [/INST]' }}
+    {%- elif message['role'] == 'assistant' %}
+        {{- ' ' + content.strip() + ' ' + eos_token }}
+    {%- endif %}
+{%- endfor %}
+"""
+LLAMA3 = """
+{{- bos_token }}
+{%- if not date_string is defined %}
+    {%- if strftime_now is defined %}
+        {%- set date_string = strftime_now("%d %b %Y") %}
+    {%- else %}
+        {%- set date_string = "26 Jul 2024" %}
+    {%- endif %}
+{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
+{%- if tools is not none %}
+    {{- "Environment: ipython\\n" }}
+{%- endif %}
+{{- "Today Date: " + date_string + "\\n\\n" }}
+{{- system_message }}
+{{- "<|eot_id|>" }}
+{%- for message in messages %}
+    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+        {{- message['content'] | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+JSON = """
+{% for message in messages %}
+    {{ message | tojson }}
+    {{ message.content | tojson(indent=2, ensure_ascii=true) }}
+    {{ {"b": 1, "a": "<&>'"} | tojson(sort_keys=True, separators=(",", ":")) }}
+{% endfor %}
+"""
+LOOPS = """
+{%- set ns = namespace(last='', count=0) %}
+{%- for message in messages %}
+    {%- if message.role == 'system' %}{% continue %}{% endif %}
+    {%- if ns.count == 2 %}{% break %}{% endif %}
+    {%- set ns.last = message.content %}
+    {%- set ns.count = ns.count + 1 %}
+    {%- set extra = dict(role=message.role, n=ns.count) %}
+{{ extra.role }}{{ extra['n'] }}{{ dict.fromkeys(['a', 'b'], 0) }}: {{ message.content.split(' ')[0] }}
+{%- endfor %}
+[{{ ns.last }}]{{ pad_token is defined }}{{ unknown }}{{ documents is none }}
+"""
+GENERATION = """
+{% for message in messages %}
+    {% if message.role == 'assistant' %}
+<a>{% generation %}{{ message.content }}{% set inside = 1 %}
+
+{% endgeneration %}</a>
+{% else %}
+<{{ message.role }}>{{ message.content }}
+    {% endif %}
+  {% endfor %}
+{{ inside is defined }}
+"""
+TEMPLATES = {
+    "chatml": CHATML,
+    "llama2": LLAMA2,
+    "llama3": LLAMA3,
+    "json": JSON,
+    "loops": LOOPS,
+    "generation": GENERATION,
+}
+CONVERSATIONS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "Who wrote <Emma> & 'Persuasion'?"}],
+    [
+        {"role": "system", "content": " Be brief. "},
+        {"role": "user", "content": "naïve 漢字 {{ bos_token }}\n  two lines"},
+        {"role": "assistant", "content": 'Jane "Austen"\n'},
+        {"role": "user", "content": "And?", "name": None},
+    ],
+]
+
+
+def tokenizer_dir(directory: Path, template: str | dict[str, str], **settings: Any) -> Path:
+    """A tokenizer that transformers wrote."""
+    save_tokenizer(directory)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, **settings)
+    tokenizer.chat_template = template
+    (directory / "chat_template.jinja").unlink()  # It would come first.
+    tokenizer.save_pretrained(directory, save_jinja_files=isinstance(template, str))
+    return directory
+
+
+def theirs(directory: Path, messages: Any, **more: Any) -> str:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **more))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_text_is_transformers_own(tmp_path: Path, name: str) -> None:
+    directory = tokenizer_dir(tmp_path, TEMPLATES[name], bos_token="<s>", eos_token="</s>")
+    template = ChatTemplate.load(directory)
+    for messages in CONVERSATIONS:
+        text = template.render(messages)
+        assert text == theirs(directory, messages)
+        assert messages[0]["content"][:5].strip() in text or messages[1]["content"][:5] in text
+
+
+def test_a_conversation_that_transformers_refuses_is_refused(tmp_path: Path) -> None:
+    directory = tokenizer_dir(tmp_path, LLAMA2, bos_token="<s>", eos_token="</s>")
+    turns = [{"role": "user", "content": "x"}] * 2
+    with pytest.raises(Exception, match="roles must alternate"):
+        theirs(directory, turns)
+    with pytest.raises(RequestError, match="roles must alternate"):
+        ChatTemplate.load(directory).render(turns)
+
+
+def test_special_tokens_and_dates_are_in_the_text(tmp_path: Path) -> None:
+    text = ChatTemplate.load(tokenizer_dir(tmp_path, LLAMA3, bos_token="<s>")).render(CONVERSATIONS[0])
+    assert text.startswith("<s><|start_header_id|>system")
+    assert datetime.now().strftime("Today Date: %d %b %Y") in text
+    assert "&" in ChatTemplate(JSON, {}, tmp_path).render(CONVERSATIONS[0])
+
+
+def write(directory: Path, name: str, value: Any) -> None:
+    (directory / name).write_text(value if isinstance(value, str) else json.dumps(value), encoding="utf-8")
+
+
+def test_where_templates_are_found(tmp_path: Path) -> None:
+    """From the last place to the first: each one goes before those that are there already."""
+    say = [{"role": "user", "content": "x"}]
+    with pytest.raises(RequestError, match="has no chat template"):
+        ChatTemplate.load(tmp_path)
+    write(tmp_path, "chat_template.json", {"chat_template": "legacy {{ bos_token }}"})
+    write(tmp_path, "special_tokens_map.json", {"bos_token": {"content": "<b>", "lstrip": False}, "eos_token": "<e>"})
+    assert ChatTemplate.load(tmp_path).render(say) == "legacy <b>"
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "named {{ eos_token }}"}]
+    write(tmp_path, "tokenizer_config.json", {"chat_template": named, "eos_token": "<f>"})
+    assert ChatTemplate.load(tmp_path).render(say) == "named <e>"
+    write(tmp_path, "tokenizer_config.json", {"chat_template": named, "eos_token": "<f>", "added_tokens_decoder": {}})
+    assert ChatTemplate.load(tmp_path).render(say) == "named <f>"
+    write(tmp_path, "tokenizer_config.json", {"chat_template": "settings"})
+    assert ChatTemplate.load(tmp_path).render(say) == "settings"
+    write(tmp_path, "chat_template.jinja", "file")
+    assert ChatTemplate.load(tmp_path).render(say) == "file"
+
+
+def test_the_default_of_several_is_transformers_too(tmp_path: Path) -> None:
+    several = {"default": CHATML, "tool_use": "{{ raise_exception('tools') }}"}
+    directory = tokenizer_dir(tmp_path, several)
+    assert isinstance(json.loads((directory / "tokenizer_config.json").read_text())["chat_template"], list)
+    assert ChatTemplate.load(directory).render(CONVERSATIONS[1]) == theirs(directory, CONVERSATIONS[1])
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+
+
+def test_conversations_with_tools_have_a_template_of_their_own_where_there_is_one(tmp_path: Path) -> None:
+    """As Hermes 2 Pro has."""
+    for number, source in enumerate(("{{ tools | tojson }}{{ messages[0].content }}", "no such thing")):
+        directory = tokenizer_dir(tmp_path / str(number), {"default": CHATML, "tool_use": source})
+        template = ChatTemplate.load(directory)
+        assert template.render(CONVERSATIONS[0]) == theirs(directory, CONVERSATIONS[0])
+        assert template.render(CONVERSATIONS[0], TOOLS) == theirs(directory, CONVERSATIONS[0], tools=TOOLS)
+        assert template.tools_source == (None if number else source)
+    write(tmp_path, "tokenizer_config.json", {"chat_template": [
+        {"name": "default", "template": CHATML}, {"name": "tool_use", "template": "{% for"}
+    ]})  # fmt: skip
+    broken = ChatTemplate.load(tmp_path)
+    assert broken.render(CONVERSATIONS[0])
+    with pytest.raises(RequestError, match="the chat template failed"):
+        broken.render(CONVERSATIONS[0], TOOLS)
+    with pytest.raises(RequestError, match="the chat template failed"):
+        broken.tools_source  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("source", "has_tools"),
+    [
+        ("{% if not tools is defined %}{% set tools = none %}{% endif %}{% if tools %}x{% endif %}", True),
+        ("{% for tool in tools %}{{ tool }}{% endfor %}", True),
+        ("{% for m in messages %}{{ m.tools }} tools {# tools #}{% endfor %}", False),
+        (CHATML, False),
+        (LLAMA3, True),
+    ],
+)
+def test_whether_a_template_looks_at_tools(tmp_path: Path, source: str, has_tools: bool) -> None:
+    assert ChatTemplate(source, {}, tmp_path).tools_source == (source if has_tools else None)
+
+
+def test_a_template_that_transformers_does_not_keep_is_carried_along(tmp_path: Path) -> None:
+    directory = tokenizer_dir(tmp_path / "hf", CHATML)
+    (directory / "chat_template.jinja").rename(directory / "saved")
+    write(directory, "chat_template.json", {"chat_template": (directory / "saved").read_text()})
+    (tmp_path / "onnx").mkdir()
+    assert specbuild.hf.model_config.save_tokenizer(directory, tmp_path / "onnx", trust_remote_code=False)
+    assert "chat_template.json" in tokenizer_files(tmp_path / "onnx")
+    assert "<|im_start|>assistant" in ChatTemplate.load(tmp_path / "onnx").render(CONVERSATIONS[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("tokenizer_config.json", "{", "settings cannot be read"),
+        ("tokenizer_config.json", [1], "tokenizer_config.json: expected a JSON object"),
+        ("tokenizer_config.json", {"chat_template": 5}, "chat_template is of the type int"),
+        ("tokenizer_config.json", {"chat_template": [{"name": "rag", "template": "x"}]}, "no template called default"),
+        ("special_tokens_map.json", "[" * 100_000, "settings cannot be read"),
+        ("chat_template.jinja", "", "has no chat template"),
+        ("chat_template.jinja", "{% for", "the chat template failed"),
+        ("chat_template.jinja", "{{ raise_exception('no system role') }}", r"failed \(no system role\)"),
+        ("chat_template.jinja", "{{ messages[0].nothing.more }}", "the chat template failed"),
+    ],
+)
+def test_broken_templates_are_refused(tmp_path: Path, name: str, value: Any, words: str) -> None:
+    if not name.startswith("chat_template"):
+        write(tmp_path, "chat_template.jinja", "fine")
+    if "default" in words or "type int" in words:
+        (tmp_path / "chat_template.jinja").unlink()
+    write(tmp_path, name, value)
+    with pytest.raises(RequestError, match=words) as raised:
+        ChatTemplate.load(tmp_path).render([{"role": "user", "content": "x"}])
+    assert str(tmp_path) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ dict.mro() }}",
+        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+        "{{ namespace(__init__=1) }}",
+        "{{ cycler.__init__.__globals__ }}",
+    ],
+)
+def test_templates_reach_nothing_but_their_data(tmp_path: Path, template: str) -> None:
+    with pytest.raises(RequestError, match="the chat template failed"):
+        ChatTemplate(template, {}, tmp_path).render([{"role": "user", "content": "x"}])
+
+
+def test_objects_in_messages_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="a message holds a PosixPath"):
+        ChatTemplate(CHATML, {}, tmp_path).render([{"role": "user", "content": Path("x")}])
+
+
+# --- limits
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{% for a in range(99999) %}{{ m(n) if n else '' }}{% endfor %}{% endmacro %}{{ m(0) }}" * 50,
+        "{% set x %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endset %}",
+    ],
+)
+def test_a_template_that_does_not_end(tmp_path: Path, endless: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specrun.text.chat_template.SECONDS", 0.2)
+    template = ChatTemplate(endless, {}, tmp_path)
+    with pytest.raises(RequestError, match=r"the chat template failed \(it ran for more than 0.2 s\)"):
+        template.render(CONVERSATIONS[0])
+
+
+@pytest.mark.parametrize(
+    "long",
+    [
+        "{% for a in range(99999) %}{{ 'a' * 999 }}{% endfor %}",
+        "{% set x %}{% for a in range(99999) %}{{ 'a' * 999 }}{% endfor %}{% endset %}",
+        "{{ 'a' * 99999999999 }}",
+        "{{ [1] * 99999999999 }}",
+        "{{ 99999999999 * messages }}",
+        "{{ 10 ** 99999999999 }}",
+    ],
+)
+def test_a_template_that_writes_without_end(tmp_path: Path, long: str) -> None:
+    with pytest.raises(
+        RequestError, match=r"the chat template failed \(it (writes|makes something of) more than 16777"
+    ):
+        ChatTemplate(long, {}, tmp_path).render(CONVERSATIONS[0])
+
+
+def test_arithmetic_of_templates_is_as_before(tmp_path: Path) -> None:
+    source = "{{ 3 * 4 }} {{ 2 ** 10 }} {{ '-' * 3 }} {{ 2 ** -1 }} {{ 1.5 * 2 }} {{ 3 * [0] }} {{ 'a' * -1 }}"
+    assert ChatTemplate(source, {}, tmp_path).render(CONVERSATIONS[0]) == "12 1024 --- 0.5 3.0 [0, 0, 0] "
