@@ -145,7 +145,7 @@ def _decode(dice: random.Random, decoder: SpeculativeDecoder, requests: Sequence
 
 def make_engines(root: Path, form: str) -> tuple[Path, list[Path]]:
     """A random target in ``form``, and drafts: one that often agrees, itself, and one that never does."""
-    from tests.conftest import make_engine, make_onnx
+    from tests.helpers.engines import make_engine, make_onnx
     from tests.helpers.families import save_checkpoint
     from tests.helpers.quantized_onnx import quantised
 

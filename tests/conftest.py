@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
-import json
 import os
 import signal
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from rich.console import Console
 
-from specbuild.convert.convert import ConvertOptions, convert
-from specbuild.engine.build import build_engine
-from specbuild.engine.config import engine_options
-from specbuild.progress import Stages
 from specbuild.quantization.calibration_data import TextOptions
-from specrun.engine_dir.config import describe_file
-from specrun.text.tokenizer import describe_tokenizer
+from tests.helpers.engines import make_engine, make_onnx, once
 
 # A suite that was started in the background ignores Ctrl-C, and so would the programs that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -35,7 +24,7 @@ LONGEST_FIRST = [
     "more_families",
     "dialects",
     "gathered_experts",
-    "quantised_experts",
+    "experts",
     "kv_cache",
     "lossless_sampling",
     "used_experts",
@@ -50,7 +39,7 @@ LONGEST_FIRST = [
     "memory",
     "clients",
     "resume",
-    "quantise",
+    "quantize",
     "kernel_races",
     "tools",
     "bad_heads",
@@ -73,48 +62,6 @@ def pytest_collection_finish() -> None:
     """What was imported stays: the garbage collector need not look at it again and again."""
     gc.collect()
     gc.freeze()
-
-
-def quiet() -> Stages:
-    """Stages that show nothing."""
-    return Stages(Console(quiet=True, stderr=True))
-
-
-def make_onnx(checkpoint: Path, output: Path, **options: Any) -> Path:
-    """``specbuild convert``."""
-    convert(ConvertOptions(model=str(checkpoint), output_dir=str(output), **options), quiet())
-    return output
-
-
-def make_engine(checkpoint: Path, output: Path, **flags: Any) -> Path:
-    """``specbuild engine`` on an ONNX checkpoint directory."""
-    (options,) = engine_options({"checkpoint_dir": checkpoint, "output_dir": output, **flags}, None)
-    build_engine(options, force=False)
-    return output
-
-
-def redescribe(directory: Path) -> Path:
-    """Let ``config.json`` of an engine or checkpoint directory list the files that are there now."""
-    path = directory / "config.json"
-    config = json.loads(path.read_text())
-    files = sorted(file.name for file in directory.iterdir() if file.name != path.name)
-    config["files"] = {name: describe_file(directory / name).model_dump() for name in files}
-    tokenizer = describe_tokenizer(directory)
-    config["tokenizer"] = tokenizer and tokenizer.model_dump()
-    path.write_text(json.dumps(config))
-    return directory
-
-
-def once(directory: Path, make: Callable[[Path], None]) -> Path:
-    """``directory`` with what ``make`` writes into it, for the first process that asks; the others wait for it."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with directory.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not directory.exists():
-            with tempfile.TemporaryDirectory(dir=directory.parent) as work:
-                make(Path(work) / "made")
-                (Path(work) / "made").rename(directory)
-    return directory
 
 
 @pytest.fixture(scope="session")
@@ -173,6 +120,3 @@ def kv_caches(hf: Path, shared: Path) -> Path:
             make_engine(root / name, root / "engines" / name, max_input_len=48, max_batch_size=4, **draft_len)
 
     return once(shared / "kv_caches", make)
-
-
-EngineMaker = Callable[..., Path]

@@ -24,7 +24,7 @@ from specrun import (
 )
 from specrun.cli import main
 from specrun.output import as_json
-from tests.conftest import redescribe
+from tests.helpers.engines import redescribe
 
 SAMPLED = SamplingParams(temperature=0.8, seed=3)
 

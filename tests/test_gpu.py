@@ -16,13 +16,13 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.devices.driver import why_no_gpu
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
-from tests.conftest import make_engine, make_onnx
-from tests.graph.test_causal_mask import kept_masks, walk
+from tests.helpers.engines import make_engine, make_onnx
+from tests.helpers.masks import kept_masks, walk
+from tests.helpers.pairs import PROMPTS, near_ties
+from tests.helpers.staggered import V, run_staggered, some_requests
 from tests.helpers.table_backend import open_on_gpus
 from tests.helpers.tables import decode as decode_tables
 from tests.helpers.tables import normal, open_tables, table_config
-from tests.scheduler.test_scheduler import V, run_staggered, some_requests
-from tests.speculative.test_lossless import PROMPTS, near_ties
 
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(temperature=0.9, top_k=60, top_p=0.95, seed=11)

@@ -28,7 +28,7 @@ from specrun.engine_dir.config import open_engine
 from specrun.evaluation.bench_results import Spread
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
-from tests.conftest import make_engine
+from tests.helpers.engines import make_engine
 from tests.helpers.quantized_onnx import quantised
 
 PROMPTS = ("The try statement", "A class definition is", "The import statement", "Exceptions are")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.conftest import make_engine, make_onnx
+from tests.helpers.engines import make_engine, make_onnx
 from tests.helpers.families import FAMILIES, save_checkpoint
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,49 +14,17 @@ from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from specbuild.cli import main
 from specbuild.files import require_space
 from specrun.engine_dir.config import open_engine
 from specrun.engine_dir.directories import new_directory
 from specrun.errors import EngineDirError
-from tests.conftest import make_engine
+from tests.helpers.engines import make_engine
+from tests.helpers.interruptions import ENDED, Build, Moment, interrupted, with_small_files
 
-SPECBUILD = Path(sys.executable).parent / "specbuild"
-ENDED = {
-    signal.SIGINT: "specbuild: error: interrupted; nothing half-written was left behind",
-    signal.SIGTERM: "specbuild: error: terminated; nothing half-written was left behind",
-}
 SIGNALS = pytest.mark.parametrize("how", ENDED, ids=["Ctrl-C", "SIGTERM"])
-
-Moment = Callable[["Build"], bool]
-
-
-class Build:
-    """A running ``specbuild`` in a process group of its own, as a terminal starts one."""
-
-    def __init__(self, log: Path, *args: object, program: tuple[str, ...] = (str(SPECBUILD),), **options: Any) -> None:
-        self.log = log
-        with log.open("wb") as stderr:
-            command = [*program, *map(str, args)]
-            self.process = subprocess.Popen(command, stderr=stderr, start_new_session=True, **options)
-
-    def until(self, moment: Moment) -> None:
-        """Wait for ``moment``; it must come before the build ends."""
-        while not moment(self):
-            assert self.process.poll() is None, self.stderr
-            time.sleep(0.001)
-
-    def end(self, how: int | None = None) -> int:
-        """Send the signal ``how`` to the whole group and wait for the exit status."""
-        if how is not None:
-            os.killpg(self.process.pid, how)
-        return self.process.wait(60)
-
-    @property
-    def stderr(self) -> str:
-        return self.log.read_text()
 
 
 def importing_torch(build: Build) -> bool:
@@ -80,16 +46,6 @@ def out(tmp_path: Path) -> Path:
     """The parent of the outputs."""
     (tmp_path / "out").mkdir()
     return tmp_path / "out"
-
-
-def interrupted(build: Build, moment: Moment, how: int = signal.SIGINT) -> None:
-    build.until(moment)
-    if how == signal.SIGTERM:
-        os.kill(build.process.pid, how)  # Not the group: service managers and containers signal one process.
-    assert build.end(how if how == signal.SIGINT else None) == 128 + how, build.stderr
-    assert build.stderr.splitlines()[-1] == ENDED[signal.Signals(how)]
-    assert build.stderr.count("error") == 1
-    assert "Traceback" not in build.stderr
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="sees what is imported in /proc")
@@ -258,16 +214,6 @@ def workers(build: Build) -> list[int]:
         if b"spawn_main" in command:
             found.append(int(child))
     return found
-
-
-def with_small_files(*command: object) -> Result:
-    """A command in this process, where for its time no file can grow beyond 100 kB."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    try:
-        return CliRunner().invoke(main, [str(part) for part in command], prog_name="specbuild")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_convert_when_files_cannot_grow(hf: Path, out: Path) -> None:

@@ -19,7 +19,7 @@ from specbuild.artifacts.checksums import describe_inputs
 from specbuild.cli import main
 from specrun.engine_dir.config import EngineConfig, Provenance, describe_file, open_engine, read_config
 from specrun.errors import EngineDirError
-from tests.conftest import make_onnx, once, redescribe
+from tests.helpers.engines import make_onnx, once, redescribe
 
 SIZES = ("--max_input_len", 48, "--max_batch_size", 2, "--max_draft_len", 3)
 

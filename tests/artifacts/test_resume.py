@@ -31,8 +31,8 @@ from specbuild.quantization.activation_ranges import Largest
 from specbuild.quantization.calibration_data import TextOptions, read_texts
 from specbuild.quantize.quantize import QuantiseOptions, quantise
 from specrun.errors import BuildConfigError, CheckpointError, OutputExistsError
-from tests.artifacts.test_interrupted import Build, interrupted, with_small_files
 from tests.helpers.families import TEXT, VOCAB, save_checkpoint
+from tests.helpers.interruptions import Build, interrupted, with_small_files
 
 ROWS, HELD_OUT = 8, 2
 CALIBRATE, COMPARE, WRITE = "calibrate", "compare with the original", "write weights"

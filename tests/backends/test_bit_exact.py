@@ -20,7 +20,7 @@ from specrun.evaluation.verify import verify_pair
 from specrun.runners.host_runner import build_inputs
 from specrun.sampling.sampler import SamplingParams
 from specrun.speculative import exactness, loader
-from tests.conftest import make_engine, once
+from tests.helpers.engines import make_engine, once
 from tests.helpers.quantized_onnx import quantised, with_one_scale
 from tests.helpers.tables import table_config
 

@@ -27,7 +27,7 @@ from specrun.engine_dir.config import EngineConfig, Profile, open_engine
 from specrun.engine_dir.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
 from specrun.errors import BackendError, EngineDirError, PairError
 from specrun.speculative.loader import Engine, open_round
-from tests.conftest import make_engine
+from tests.helpers.engines import make_engine
 from tests.helpers.host_device import HostDevice
 
 trt = pytest.importorskip("tensorrt_rtx")

@@ -24,7 +24,7 @@ from specrun.errors import RequestError
 from specrun.kv_cache import BLOCK
 from specrun.sampling.sampler import SamplingParams
 from specrun.text.chat_template import ChatTemplate
-from tests.conftest import make_engine, redescribe
+from tests.helpers.engines import make_engine, redescribe
 
 ENDLESS = SamplingParams(temperature=0.5, seed=1, logit_bias={0: float("-inf")})
 """Answers that end by their length only."""

@@ -13,7 +13,7 @@ import torch
 from specbuild.compilers.trt_forms import set_apart_names
 from specbuild.quantization.calibration_data import TextOptions
 from specrun.engine_dir.config import EngineConfig, open_engine
-from tests.conftest import make_engine, make_onnx
+from tests.helpers.engines import make_engine, make_onnx
 from tests.helpers.families import save_checkpoint
 from tests.helpers.heads.made import save_head
 

@@ -20,7 +20,7 @@ from specbuild.engine.plan import plan_engine
 from specbuild.engine.size import weight_bytes
 from specrun.engine_dir.config import GRAPH_NAME, PLAN_NAME, describe_file, open_engine
 from specrun.errors import BackendError, BuildError
-from tests.conftest import make_engine, make_onnx
+from tests.helpers.engines import make_engine, make_onnx
 from tests.helpers.families import save_checkpoint
 
 

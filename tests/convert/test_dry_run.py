@@ -10,10 +10,10 @@ import pytest
 from specbuild.artifacts.onnx_checkpoint import open_checkpoint
 from specbuild.progress import human_bytes
 from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME
-from tests.commands.test_bad_input import build, copy_of, error_line, files_below, says
+from tests.helpers.command_errors import build, copy_of, error_line, files_below, says
 from tests.helpers.families import TEXT, save_checkpoint
-from tests.hf.test_hub import facts
-from tests.hf.test_multimodal import mistral3, save
+from tests.helpers.hub import facts
+from tests.helpers.multimodal import mistral3, save
 
 
 def dry_run(model: object, output: Path, *flags: object) -> dict[str, str]:

@@ -24,7 +24,7 @@ from specbuild.export.rope import pin_rope
 from specbuild.graph.ops import save, tidy
 from specrun.engine_dir.config import GRAPH_NAME, GraphInfo
 from specrun.errors import CheckpointError, SpecError, VerificationError
-from tests.conftest import make_onnx
+from tests.helpers.engines import make_onnx
 from tests.helpers.families import FAMILIES, LONG_ROPE, POSITIONS, SIZES, save_checkpoint
 
 

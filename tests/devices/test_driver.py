@@ -66,7 +66,7 @@ def test_the_gpu_of_a_thread(tmp_path: Path) -> None:
 
 def test_an_engine_for_a_gpu_that_is_not_there(tmp_path: Path, onnx: Path) -> None:
     """The whole command: one line, which engine, why; and it ends."""
-    from tests.conftest import make_engine
+    from tests.helpers.engines import make_engine
 
     engine = make_engine(onnx / "target", tmp_path / "engine", backend="onnxruntime", device="cuda")
     flags = ["--engine_dir", str(engine), "--target_model_device_list", "[3]", "--input_text", "a"]

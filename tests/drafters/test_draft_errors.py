@@ -5,58 +5,22 @@ On every device: a draft on the host beside a target on the host and on a device
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from specrun.backends import open_host_backend
-from specrun.backends.ort import OrtDeviceBackend
-from specrun.config import DraftTargetConfig
-from specrun.decoder import SpeculativeDecoder
-from specrun.drafters.device_model import device_model_drafter
-from specrun.drafters.model import ModelDrafter
-from specrun.drafters.uploaded import UploadedDrafter
-from specrun.engine_dir.config import open_engine
 from specrun.errors import BackendError
 from specrun.request.request import Request
-from specrun.runners.host_runner import ModelRunner
 from specrun.sampling.sampler import SamplingParams
-from specrun.scheduler.draft_length import DraftLength
-from specrun.speculative.device_round import DeviceRound
-from tests.helpers.host_device import HostDevice
-from tests.helpers.reference import exact_probabilities
+from tests.helpers.failing_pairs import PLACES, V, open_pair
+from tests.helpers.reference import exact_probabilities, fits
 from tests.helpers.tables import decode, make_requests, normal, save_table_engine
-from tests.speculative.test_lossless_sampling import fits
 
-V, G = 12, 4
-PLACES = ["host", "uploaded", "device", "another device"]
 WARM = SamplingParams(0.9, seed=5)
 PARAMS = [SamplingParams(), WARM, SamplingParams(0.8, top_k=6, repetition_penalty=1.2, seed=6)]
 pytestmark = pytest.mark.filterwarnings("ignore:the draft failed")
-
-
-def open_pair(place: str, target: Path, draft: Path | None, use_logits: bool = False) -> SpeculativeDecoder:
-    """A draft engine at ``place`` beside a target: on the host for ``host``, else on a device."""
-    config = open_engine(target)
-    if place == "host" or draft is None:
-        settings = DraftTargetConfig(G if draft else None, use_logits=use_logits)
-        return SpeculativeDecoder.open(target, draft, settings)
-    here = HostDevice()
-    drafter: Any
-    if place == "uploaded":
-        on_host = ModelDrafter(
-            ModelRunner(open_host_backend(draft, open_engine(draft), 20)), config.graph.vocab_size, G, use_logits
-        )
-        drafter = functools.partial(UploadedDrafter, on_host)
-    else:
-        there = here if place == "device" else HostDevice()
-        drafter = functools.partial(device_model_drafter, OrtDeviceBackend(draft, open_engine(draft), there), True)
-    rounds = DeviceRound(OrtDeviceBackend(target, config, here), drafter, G, use_logits, 4)
-    rounds.allocate_pools(20)
-    return SpeculativeDecoder(rounds, DraftLength(G, G), config, 4)
 
 
 def save_pair(folder: Path, bad: float, **build: Any) -> tuple[Path, Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,33 +11,19 @@ import pytest
 from click.testing import CliRunner
 
 from specrun.backends import open_host_backend
-from specrun.backends.ort import OrtDeviceBackend
 from specrun.cli import main
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.drafters import Drafter
 from specrun.drafters.model import ModelDrafter
 from specrun.drafters.ngram import MAX_NGRAM, NgramDrafter, NgramIndex
-from specrun.drafters.uploaded import UploadedDrafter
 from specrun.engine_dir.config import open_engine
 from specrun.errors import PairError, RequestError
 from specrun.request.request import Request
 from specrun.runners.host_runner import ModelRunner
 from specrun.sampling.sampler import SamplingParams
-from specrun.scheduler.draft_length import DraftLength
-from specrun.speculative.device_round import DeviceRound
-from tests.helpers.host_device import HostDevice
-from tests.helpers.reference import exact_probabilities
+from tests.helpers.reference import exact_probabilities, fits
+from tests.helpers.repetitive_requests import V, on_device, some_requests
 from tests.helpers.tables import decode, make_requests, normal, save_table_engine
-from tests.speculative.test_lossless_sampling import fits
-
-V = 12
-PARAMS = (
-    SamplingParams(),
-    SamplingParams(0.9, seed=5),
-    SamplingParams(0.8, top_k=6, top_p=0.9, repetition_penalty=1.1, seed=6),
-    SamplingParams(1.1, min_p=0.05, frequency_penalty=0.2, logit_bias={3: 1.5}, seed=7),
-)
 
 
 def searched(tokens: Sequence[int], count: int) -> list[int]:
@@ -72,21 +57,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def on_host(target: Path, draft: str | None, draft_len: int | None, use_logits: bool = False) -> SpeculativeDecoder:
     return SpeculativeDecoder.open(target, config=DraftTargetConfig(draft_len, use_logits=use_logits, draft=draft))  # type: ignore[arg-type]
-
-
-def on_device(
-    target: Path, drafter: Drafter, draft_len: int, auto: bool = False, use_logits: bool = False
-) -> SpeculativeDecoder:
-    config = open_engine(target)
-    backend = OrtDeviceBackend(target, config, HostDevice())
-    rounds = DeviceRound(backend, functools.partial(UploadedDrafter, drafter), draft_len, use_logits, 4)
-    rounds.allocate_pools(20)
-    return SpeculativeDecoder(rounds, DraftLength(draft_len, None if auto else draft_len), config, 4)
-
-
-def some_requests(length: int = 40) -> list[Request]:
-    prompts = [[3, 1, 3, 1], list(range(9)), [5], [2, 2, 2, 7, 2], [8] * 20, [4, 6]]
-    return [Request(prompt, PARAMS[n % 4], length + n) for n, prompt in enumerate(prompts)]
 
 
 @pytest.mark.parametrize("draft_len", [1, 3, 8, None], ids=lambda value: value or "auto")

@@ -35,10 +35,9 @@ from specrun.text.retokenizer import TranslatedText, Translator, open_translator
 from specrun.text.token_bytes import TokenBytes
 from specrun.text.vocab_mapping import ABSENT, Intersection
 from tests.helpers.host_device import HostDevice
-from tests.helpers.other_tokenizers import KINDS, save_reader
-from tests.helpers.reference import exact_probabilities
+from tests.helpers.other_tokenizers import KINDS, PARAMS, TEXTS, save_reader
+from tests.helpers.reference import exact_probabilities, fits
 from tests.helpers.tables import decode, make_requests, normal
-from tests.speculative.test_lossless_sampling import fits
 
 WHOLE = ["bytes", "fewer bytes", "pieces"]
 """Tokenizers that can write every text, and decode it to itself."""
@@ -147,9 +146,6 @@ def test_how_much_can_be_proposed_is_said() -> None:
 
 
 # --- decoding
-
-PARAMS = [SamplingParams(), SamplingParams(0.8, seed=3), SamplingParams(1.1, top_k=20, top_p=0.9, seed=4)]
-TEXTS = ["The committee", "def moving_average", "Zoë ordered a crème", "🎉", '{"name": "valve', "委员会在"]
 
 
 def some(decoder: SpeculativeDecoder, **options: Any) -> list[Request]:

@@ -19,10 +19,9 @@ from specrun.drafters.hybrid import HybridDrafter
 from specrun.drafters.suffix import MATCHED, MAX_MATCH, MAX_OCCURRENCES, Found, Index, PastTexts, SuffixDrafter, follow
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
-from tests.drafters.test_ngram import V, on_device, some_requests
-from tests.helpers.reference import exact_probabilities
+from tests.helpers.reference import exact_probabilities, fits
+from tests.helpers.repetitive_requests import V, on_device, some_requests
 from tests.helpers.tables import decode, make_requests, normal, save_table_engine
-from tests.speculative.test_lossless_sampling import fits
 
 
 def matched(known: Sequence[int], text: Sequence[int]) -> list[tuple[int, int]]:

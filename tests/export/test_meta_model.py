@@ -26,7 +26,7 @@ from specbuild.weights.safetensors_files import check_weights
 from specbuild.weights.weight_map import find_origins
 from specrun.engine_dir.config import GRAPH_NAME, GraphInfo
 from specrun.errors import CheckpointError, UnsupportedModelError
-from tests.conftest import make_onnx
+from tests.helpers.engines import make_onnx
 from tests.helpers.families import FAMILIES, POSITIONS, SIZES, save_checkpoint
 
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}

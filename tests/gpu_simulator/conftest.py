@@ -8,10 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.conftest import engines, hf, kv_caches, onnx, shared
+from specrun import kernels
+from specrun.kernels import calls
 from tests.gpu_simulator import gpus
-
-__all__ = ["engines", "hf", "kv_caches", "onnx", "shared"]
 
 gpus.start(2)
 os.environ["SPECRUN_TEST_DEVICE"] = "cuda"
@@ -34,3 +33,11 @@ def nothing_left() -> Iterator[None]:
     yield
     gc.collect()
     assert gpus.alive() == before
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of two blocks of fewer threads, which take less time; ``test_kernels`` has them all."""
+    for kernel, threads in kernels.THREADS.items():
+        monkeypatch.setitem(kernels.THREADS, kernel, min(threads, 32))
+    monkeypatch.setattr(calls, "blocks_per_group", lambda groups, vocab, multiprocessors: 2)

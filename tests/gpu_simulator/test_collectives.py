@@ -17,7 +17,7 @@ from specrun.devices.cuda import CudaDevice
 from specrun.engine_dir.config import Profile, Tensor
 from specrun.engine_dir.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, OPSET, WRITE_INDICES
 from tests.gpu_simulator import collectives, tensorrt
-from tests.gpu_simulator.test_rules import breaks
+from tests.gpu_simulator.rules import breaks
 
 V, HIDDEN, INNER, RANKS = 16, 8, 12, 2
 GENERATOR = np.random.default_rng(1)

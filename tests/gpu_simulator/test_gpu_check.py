@@ -14,11 +14,8 @@ from scripts import gpu_check
 from scripts.benchmarks.gpu.parts import PARTS, Settings
 from scripts.benchmarks.gpu.sizes import SIZES
 from scripts.benchmarks.gpu.tables import WAYS
-from tests.conftest import make_engine
 from tests.gpu_simulator.tensorrt import as_plan
-from tests.gpu_simulator.test_rounds import narrow
-
-__all__ = ["narrow"]
+from tests.helpers.engines import make_engine
 
 TINY = SIZES["tiny"]
 DRAFT_LEN = 3

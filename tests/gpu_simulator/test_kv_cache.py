@@ -15,10 +15,7 @@ from specrun.kernels import calls
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from tests.gpu_simulator.tensorrt import as_plan
-from tests.gpu_simulator.test_rounds import narrow
 from tests.helpers.tables import decode
-
-__all__ = ["narrow"]
 
 LENGTH = 12
 SETTINGS = (

@@ -10,13 +10,9 @@ from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import PairError
 from specrun.request.request import Request
-from tests.drafters.test_other_tokenizer import PARAMS, TEXTS
 from tests.gpu_simulator.tensorrt import as_plan
-from tests.gpu_simulator.test_rounds import narrow
-from tests.helpers.other_tokenizers import KINDS, save_reader
+from tests.helpers.other_tokenizers import KINDS, PARAMS, TEXTS, save_reader
 from tests.helpers.tables import decode
-
-__all__ = ["narrow"]
 
 
 def some(decoder: SpeculativeDecoder) -> list[Request]:

@@ -28,13 +28,11 @@ from specrun.speculative.device_records import QueuedRound
 from specrun.speculative.device_round import DeviceRound
 from specrun.text.detokenizer import Detokenizer, TextStream
 from tests.gpu_simulator import gpus
+from tests.gpu_simulator.rounds import config
 from tests.gpu_simulator.tensorrt import as_plan
-from tests.gpu_simulator.test_rounds import config, narrow
 from tests.helpers.families import save_tokenizer
+from tests.helpers.staggered import MANNERS, V, run_staggered
 from tests.helpers.tables import decode, normal, save_table_engine
-from tests.scheduler.test_scheduler import MANNERS, V, run_staggered
-
-__all__ = ["narrow"]
 
 DRAFT_LEN = 3
 LENGTH = 40

@@ -16,36 +16,24 @@ import pytest
 from click.testing import CliRunner
 from tokenizers import Tokenizer
 
-from specrun import kernels
 from specrun.cli import main
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import open_engine
 from specrun.engine_dir.contract import INPUT_IDS
 from specrun.errors import BackendError
-from specrun.kernels import calls
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from specrun.text.grammar import Constraint, Grammars
 from tests.gpu_simulator import gpus
+from tests.gpu_simulator.rounds import LENGTH, PLACES, config, in_batches, requests
 from tests.gpu_simulator.tensorrt import CudaEngine, ExecutionContext, RuntimeConfig, as_plan
 from tests.helpers.families import save_tokenizer
+from tests.helpers.pairs import PROMPTS, near_ties
+from tests.helpers.staggered import V
 from tests.helpers.tables import decode, normal, save_table_engine
-from tests.scheduler.test_scheduler import MANNERS, V, run_staggered
-from tests.speculative.test_lossless import PROMPTS, near_ties
 
 DRAFTS = ["good", "noisy", "useless"]
-PLACES = {"one GPU": ((0,), (0,)), "the second": ((1,), (1,)), "apart": ((1,), (0,)), "the other way": ((0,), (1,))}
-BATCHES = (1, 3, 4)
-LENGTH = 10
-
-
-@pytest.fixture
-def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups of two blocks of fewer threads, which take less time; ``test_kernels`` has them all."""
-    for kernel, threads in kernels.THREADS.items():
-        monkeypatch.setitem(kernels.THREADS, kernel, min(threads, 32))
-    monkeypatch.setattr(calls, "blocks_per_group", lambda groups, vocab, multiprocessors: 2)
 
 
 @pytest.fixture(scope="module")
@@ -62,31 +50,6 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, table in {"target": target, **drafts}.items():
         as_plan(save_table_engine(root / name, table, weight=5, **sizes), root / "plans" / name)
     return root
-
-
-def requests(count: int) -> list[Request]:
-    """Of every manner; the last is accepted by logits, where it samples."""
-    some = []
-    for number in range(count):
-        params = replace(MANNERS[number % len(MANNERS)], seed=number)
-        prompt = [*range(3, 20 + number % 3), number % V]
-        some.append(Request(prompt, params, LENGTH, use_logits=number % 7 == 6, logprobs=2 if number == 1 else None))
-    return some
-
-
-def in_batches(decoder: SpeculativeDecoder) -> list[list[int]]:
-    """Whole batches of each size, then requests that come and go."""
-    found = []
-    for size in BATCHES:
-        found += decode(decoder, requests(size))
-    coming = requests(14)
-    run_staggered(decoder, coming, 1)
-    return found + [request.output for request in coming]
-
-
-def config(place: str, **settings: Any) -> DraftTargetConfig:
-    draft, target = PLACES[place]
-    return DraftTargetConfig(3, draft, target, **settings)
 
 
 @pytest.fixture(scope="module")

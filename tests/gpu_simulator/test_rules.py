@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from specrun.errors import BackendError
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from tests.gpu_simulator import gpus, ptx
+from tests.gpu_simulator.rules import breaks
 from tests.gpu_simulator.tensorrt import ExecutionContext, as_plan
 from tests.helpers.tables import decode, normal, save_table_engine
 
@@ -33,13 +33,6 @@ def device() -> Iterator[CudaDevice]:
     yield device
     gpus.forgive()
     device.close()
-
-
-def breaks(rule: str) -> None:
-    """Something has broken ``rule`` since the last time."""
-    found = gpus.violations()
-    gpus.forgive()
-    assert any(re.search(rule, text) for text in found), found
 
 
 def run(device: CudaDevice, source: str, threads: int, *arguments: DeviceArray | int, blocks: int = 1) -> None:

@@ -14,13 +14,13 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.devices.cuda import CudaDevice
 from specrun.kv_cache import BLOCK
 from tests.gpu_simulator import gpus
-from tests.gpu_simulator.test_rounds import BATCHES, PLACES, in_batches, narrow, requests
+from tests.gpu_simulator.rounds import BATCHES, PLACES, in_batches, requests
+from tests.helpers.staggered import V, run_staggered
 from tests.helpers.table_backend import TableBackend, open_on_gpus
 from tests.helpers.tables import decode, normal, save_table_engine, table_config
-from tests.scheduler.test_scheduler import V, run_staggered
 from tests.test_gpu import test_tables_are_the_cpus
 
-__all__ = ["narrow", "test_tables_are_the_cpus"]
+__all__ = ["test_tables_are_the_cpus"]
 
 SIZES: dict[str, Any] = {"max_batch_size": 4, "max_input_len": 64, "max_seq_len": 501, "cache_length": 512}
 TARGET = normal(1, V, V, scale=2.0)

@@ -20,8 +20,8 @@ from specbuild.engine.plan import plan_engine
 from specbuild.graph.moe_gather import gather_used_experts
 from specrun.engine_dir.config import PLAN_NAME, open_engine
 from specrun.errors import BackendError, BuildConfigError
-from tests.conftest import make_engine, make_onnx
-from tests.graph.test_used_experts import CHOSEN, EXPERTS, break_experts, checkpoint_logits, int8_channels, mxfp4
+from tests.helpers.engines import make_engine, make_onnx
+from tests.helpers.experts import CHOSEN, EXPERTS, break_experts, checkpoint_logits, int8_channels, mxfp4
 from tests.helpers.families import VOCAB, save_checkpoint
 
 LENGTHS = (1, 2, 3, 5, 9, 64)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import once
+from tests.helpers.engines import once
 from tests.helpers.heads.dflash import save_block_head, train_blocks
 from tests.helpers.heads.made import make_pair, save_head, save_target
 from tests.helpers.heads.medusa import save_medusa, trained_heads

@@ -13,11 +13,11 @@ import torch
 
 from specrun.engine_dir.config import open_engine
 from specrun.errors import EngineDirError
-from tests.commands.test_bad_input import build, error_line, says
-from tests.heads.test_bad_heads import head_error, own_error
-from tests.heads.test_decoding import open_pair
+from tests.helpers.command_errors import build, error_line, says
 from tests.helpers.families import VOCAB
+from tests.helpers.heads.decoding import open_pair
 from tests.helpers.heads.dflash import DIALECTS, MARKOV, block_tensors, save_block_head
+from tests.helpers.heads.errors import head_error, own_error
 from tests.helpers.heads.made import Tensors
 
 Change = Callable[[Tensors], object]

@@ -12,26 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.commands.test_bad_input import build, error_line, run, says
-from tests.conftest import make_engine, make_onnx
+from tests.helpers.command_errors import build, error_line, run, says
+from tests.helpers.engines import make_engine, make_onnx
 from tests.helpers.families import save_checkpoint
+from tests.helpers.heads.errors import head_error, own_error
 from tests.helpers.heads.made import IDS, LAYERS, SMALL, Tensors, head_tensors, save_head
 
 Change = Callable[[Tensors], object]
-
-
-def own_error(target: Path, head: Path, output: Path) -> str:
-    """What the head's own conversion says."""
-    line = error_line(build("convert", "--model_dir", head, "--head_of", target, "--output_dir", output))
-    assert not output.exists()
-    return line
-
-
-def head_error(target: Path, head: Path, output: Path) -> str:
-    """What both conversions say, of the head and of the target with its features."""
-    line = error_line(build("convert", "--model_dir", target, "--head", head, "--output_dir", output))
-    assert line == own_error(target, head, output)
-    return line
 
 
 CONFIGS: list[tuple[str, dict[str, Any], list[str]]] = [

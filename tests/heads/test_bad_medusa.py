@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.commands.test_bad_input import build, error_line, run, says
-from tests.conftest import make_engine
-from tests.heads.test_bad_heads import head_error, own_error
+from tests.helpers.command_errors import build, error_line, run, says
+from tests.helpers.engines import make_engine
 from tests.helpers.families import VOCAB
+from tests.helpers.heads.errors import head_error, own_error
 from tests.helpers.heads.made import LAYERS, SMALL, TARGET_WIDTH, Tensors
 from tests.helpers.heads.medusa import HEADS, random_heads, save_medusa
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specbuild.head_formats.detect import read_head
-from tests.commands.test_bad_input import says
-from tests.heads.test_bad_heads import head_error, own_error
+from tests.helpers.command_errors import says
+from tests.helpers.heads.errors import head_error, own_error
 from tests.helpers.heads.mtp import LAYERS, change_config, save_mtp_target
 
 PREFIX = f"model.layers.{LAYERS}."

@@ -3,53 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
-from specrun.backends.ort import OrtDeviceBackend
-from specrun.config import DraftTargetConfig
-from specrun.decoder import SpeculativeDecoder
-from specrun.drafters.head import DeviceHeadDrafter, HeadDrafter
+from specrun.drafters.head import HeadDrafter
 from specrun.drafters.model import ModelDrafter
-from specrun.engine_dir.config import open_engine
 from specrun.request.request import Request
-from specrun.sampling.sampler import SamplingParams
 from specrun.scheduler.draft_length import DraftLength
 from specrun.scheduler.scheduler import Scheduler
-from specrun.speculative.device_round import DeviceRound
 from specrun.text.grammar import Constraint, Grammars
+from tests.helpers.heads.decoding import (
+    GREEDY,
+    LENGTH,
+    LONG,
+    MANNERS,
+    coming,
+    decode,
+    decode_all,
+    device_round,
+    open_pair,
+)
 from tests.helpers.heads.trained import PROMPTS
-from tests.helpers.host_device import HostDevice
-from tests.scheduler.test_scheduler import run_staggered
-from tests.speculative.test_device_round import Recordable
-
-LENGTH = 30
-GREEDY = SamplingParams()
-MANNERS = {
-    "greedy": GREEDY,
-    "sampled": SamplingParams(temperature=0.9, top_k=60, top_p=0.95, seed=11),
-    "penalties": SamplingParams(temperature=0.7, repetition_penalty=1.2, seed=3),
-}
-LONG = [*range(100, 148)]
-"""Three blocks of the prefix cache."""
-
-
-def open_pair(pair: Path, head: bool, **config: Any) -> SpeculativeDecoder:
-    return SpeculativeDecoder.open(pair / "target", pair / "head" if head else None, DraftTargetConfig(**config))
-
-
-def decode(
-    decoder: SpeculativeDecoder, prompts: Sequence[Sequence[int]], params: SamplingParams, **options: Any
-) -> list[Request]:
-    requests = [Request(prompt, params, LENGTH, **options) for prompt in prompts]
-    for _ in decoder.run(requests):
-        pass
-    return requests
+from tests.helpers.staggered import run_staggered
 
 
 @pytest.fixture(scope="module")
@@ -107,17 +85,6 @@ def test_prefixes_are_reused(pair: Path, alone: dict[str, list[list[int]]]) -> N
     assert (scored.output, scored.stats.accepted) == (plain[1].output, plain[1].stats.accepted)
 
 
-def coming(count: int, drafts: bool) -> list[Request]:
-    manners = list(MANNERS.values())
-    prompts = [*PROMPTS, [*LONG, 7], [*LONG, 8, 9]]
-    return [
-        Request(
-            prompts[n % 6], replace(manners[n % 3], seed=n), 5 + n, draft_len=[None, 0, 2][n % 3] if drafts else None
-        )
-        for n in range(count)
-    ]
-
-
 def test_requests_that_come_and_go(pair: Path) -> None:
     """Rows are exchanged, caches grow, and drafts rest in some rows."""
     with open_pair(pair, head=False) as decoder:
@@ -126,12 +93,6 @@ def test_requests_that_come_and_go(pair: Path) -> None:
         requests = coming(12, drafts=True)
         run_staggered(decoder, requests, 1)
         assert [request.output for request in requests] == expected
-
-
-def decode_all(decoder: SpeculativeDecoder, requests: Sequence[Request]) -> list[list[int]]:
-    for _ in decoder.run(requests):
-        pass
-    return [request.output for request in requests]
 
 
 def test_forced_tokens_are_read_one_by_one(pair: Path) -> None:
@@ -149,17 +110,6 @@ def test_forced_tokens_are_read_one_by_one(pair: Path) -> None:
 
 
 # -------------------------------------------------------------------------------------- the round on a device
-
-
-def device_round(
-    pair: Path, draft_len: int, use_logits: bool, kind: type[OrtDeviceBackend] = Recordable
-) -> DeviceRound:
-    device = HostDevice()
-    target = kind(pair / "target", open_engine(pair / "target"), device)
-    head = kind(pair / "head", open_engine(pair / "head"), device, target)
-    round_ = DeviceRound(target, lambda rows: DeviceHeadDrafter(head, rows), draft_len, use_logits, 4)
-    round_.allocate_pools(12)
-    return round_
 
 
 @pytest.mark.parametrize("use_logits", [False, True])

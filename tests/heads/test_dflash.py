@@ -16,9 +16,9 @@ from specbuild.heads.dflash import DFlash
 from specrun.drafters.markov import Markov
 from specrun.engine_dir.config import open_engine
 from specrun.sampling.sampler import Floats
-from tests.conftest import make_engine, make_onnx
-from tests.heads.test_dialects import TEXTS, TOLERANCE, difference
+from tests.helpers.engines import make_engine, make_onnx
 from tests.helpers.families import VOCAB
+from tests.helpers.heads.agreement import TEXTS, TOLERANCE, difference
 from tests.helpers.heads.as_read import as_read as read
 from tests.helpers.heads.dflash import (
     BLOCK,

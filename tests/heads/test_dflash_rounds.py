@@ -21,9 +21,21 @@ from specrun.sampling.sampler import Floats, probabilities
 from specrun.scheduler.draft_length import DraftLength
 from specrun.scheduler.scheduler import Scheduler
 from specrun.speculative.device_round import DeviceRound
-from tests.heads.test_decoding import GREEDY, LENGTH, LONG, MANNERS, coming, decode, decode_all, open_pair
-from tests.heads.test_medusa import drawn, exact, misfit
+from tests.helpers.device_rounds import Recordable
 from tests.helpers.families import VOCAB
+from tests.helpers.heads.decoding import (
+    GREEDY,
+    LENGTH,
+    LONG,
+    MANNERS,
+    coming,
+    decode,
+    decode_all,
+    drawn,
+    exact,
+    misfit,
+    open_pair,
+)
 from tests.helpers.heads.dflash import (
     BLOCK,
     DIALECTS,
@@ -34,8 +46,7 @@ from tests.helpers.heads.dflash import (
 from tests.helpers.heads.made import Tensors, states_of
 from tests.helpers.heads.trained import PROMPTS
 from tests.helpers.host_device import HostDevice
-from tests.scheduler.test_scheduler import run_staggered
-from tests.speculative.test_device_round import Recordable
+from tests.helpers.staggered import run_staggered
 
 CONFIDENCE = 0.9
 """Of which the trained head is sometimes less sure."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,20 +20,32 @@ from specrun.drafters.block_head import DeviceParallelDrafter, ParallelDrafter
 from specrun.engine_dir.config import open_engine
 from specrun.request.request import Request
 from specrun.runners.host_runner import ModelRunner
-from specrun.sampling.sampler import Floats, SamplingParams, probabilities
+from specrun.sampling.sampler import Floats
 from specrun.scheduler.draft_length import DraftLength
 from specrun.scheduler.scheduler import Scheduler
 from specrun.speculative.device_round import DeviceRound
-from tests.conftest import make_engine, make_onnx
-from tests.heads.test_decoding import GREEDY, LENGTH, LONG, MANNERS, coming, decode, decode_all, open_pair
-from tests.heads.test_dialects import TEXTS, TOLERANCE, difference
+from tests.helpers.device_rounds import Recordable
+from tests.helpers.engines import make_engine, make_onnx
 from tests.helpers.families import VOCAB
+from tests.helpers.heads.agreement import TEXTS, TOLERANCE, difference
+from tests.helpers.heads.decoding import (
+    GREEDY,
+    LENGTH,
+    LONG,
+    MANNERS,
+    coming,
+    decode,
+    decode_all,
+    drawn,
+    exact,
+    misfit,
+    open_pair,
+)
 from tests.helpers.heads.made import SMALL, save_head, states_of
 from tests.helpers.heads.medusa import DIALECTS, HEADS, logits_of, make_head_engine, random_heads, save_medusa
 from tests.helpers.heads.trained import PROMPTS
 from tests.helpers.host_device import HostDevice
-from tests.scheduler.test_scheduler import run_staggered
-from tests.speculative.test_device_round import Recordable
+from tests.helpers.staggered import run_staggered
 
 WANTED = [HEADS, 2]
 """Of each of ``TEXTS``."""
@@ -195,10 +205,6 @@ def device_round(
 
 # -------------------------------------------------------------------------------------- by logits
 
-WARM = SamplingParams(1.2, top_k=3, seed=1)
-TEXT = [5, 9, 200]
-DRAWS = 600
-
 
 def test_acceptance_by_logits_keeps_the_distribution(medusa: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three tokens. And it is seen where acceptance takes a draft for drawn from something else."""
@@ -212,35 +218,6 @@ def test_acceptance_by_logits_keeps_the_distribution(medusa: Path, monkeypatch: 
 
     monkeypatch.setattr(ParallelDrafter, "_draw", wrong)
     assert misfit(drawn(medusa), expected) > 120
-
-
-def drawn(pair: Path, **settings: Any) -> Counter[tuple[int, ...]]:
-    requests = [Request(TEXT, replace(WARM, seed=seed), 3) for seed in range(DRAWS)]
-    with open_pair(pair, head=True, draft_len=2, use_logits=True, **settings) as decoder:
-        return Counter(tuple(ids) for ids in decode_all(decoder, requests))
-
-
-def exact(pair: Path) -> dict[tuple[int, ...], float]:
-    """The probability of every three tokens that may follow ``TEXT``."""
-    target = ModelRunner(open_host_backend(pair / "target", open_engine(pair / "target"), 0))
-    target.reserve(1, 64)
-    known: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(3):
-        longer: dict[tuple[int, ...], float] = {}
-        for ids, so_far in known.items():
-            target.rows.rewind(0, len(TEXT) - 1)
-            p = probabilities(target.forward([[*TEXT, *ids]], [1])[0, 0], WARM)
-            longer |= {(*ids, int(token)): so_far * float(p[token]) for token in np.flatnonzero(p)}
-        known = longer
-    return known
-
-
-def misfit(seen: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
-    """The chi-squared statistic; infinite where something impossible was seen."""
-    assert seen.total() == DRAWS
-    if seen.keys() - expected.keys():
-        return float("inf")
-    return sum((seen[ids] - DRAWS * p) ** 2 / (DRAWS * p) for ids, p in expected.items())
 
 
 # -------------------------------------------------------------------------------------- TensorRT

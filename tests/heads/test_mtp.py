@@ -12,8 +12,8 @@ from transformers.modeling_layers import MtpModel
 from specrun.request.request import Request
 from specrun.scheduler.draft_length import DraftLength
 from specrun.scheduler.scheduler import Scheduler
-from tests.heads.test_decoding import LENGTH, MANNERS, decode, device_round, open_pair
-from tests.heads.test_dialects import DRAFTS, TEXTS, TOLERANCE, difference, found
+from tests.helpers.heads.agreement import DRAFTS, TEXTS, TOLERANCE, difference, found
+from tests.helpers.heads.decoding import LENGTH, MANNERS, decode, device_round, open_pair
 from tests.helpers.heads.made import make_pair
 from tests.helpers.heads.mtp import TARGETS, chain, load_reference, save_mtp_target, train_mtp
 from tests.helpers.heads.trained import PROMPTS

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from specbuild.training.options import TrainOptions
 from specbuild.training.train import train_draft
 from specrun.text.tokenizer import load_tokenizer
-from tests.conftest import quiet
+from tests.helpers.engines import quiet
 from tests.helpers.families import save_checkpoint, save_tokenizer
 
 LAYERS = 4

@@ -204,3 +204,7 @@ def serve() -> Iterator[Hub]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def facts(said: str) -> dict[str, str]:
+    return dict(re.findall(r"^(\w[\w ]*?)\s{2,}(.*)$", said, re.MULTILINE))

@@ -1,7 +1,7 @@
 """Tokenizers of several kinds, trained on one text, and engines that have read the text with them.
 
-An engine is a table (``tests/helpers/tables.py``): logits are how often a token followed the last one in the text. So drafts
-with other tokenizers are good ones, as far as one token tells what comes next.
+An engine is a table (``tests/helpers/tables.py``): logits are how often a token followed the last one in the text. So
+drafts with other tokenizers are good ones, as far as one token tells what comes next.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from specrun.sampling.sampler import Floats
-from tests.conftest import redescribe
+from specrun.sampling.sampler import Floats, SamplingParams
+from tests.helpers.engines import redescribe
 from tests.helpers.tables import normal, save_table_engine
 
 TEXT = (
@@ -127,3 +127,9 @@ def save_reader(directory: Path, tokenizer: Tokenizer, table: Floats | None = No
     save_table_engine(directory, counted(tokenizer, size) if table is None else table, **sizes)
     tokenizer.save(str(directory / "tokenizer.json"))
     return redescribe(directory)
+
+
+PARAMS = [SamplingParams(), SamplingParams(0.8, seed=3), SamplingParams(1.1, top_k=20, top_p=0.9, seed=4)]
+
+
+TEXTS = ["The committee", "def moving_average", "Zoë ordered a crème", "🎉", '{"name": "valve', "委员会在"]

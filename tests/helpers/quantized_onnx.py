@@ -14,7 +14,7 @@ from specbuild.graph import ops as graphs
 from specbuild.quantization.insert_qdq import Product, products, quantise_product
 from specbuild.weights.packed import Activation, Floats, Packed
 from specrun.engine_dir.config import GRAPH_NAME
-from tests.conftest import redescribe
+from tests.helpers.engines import redescribe
 
 BLOCK = 128
 

@@ -84,3 +84,13 @@ def chi_squared(tokens: npt.ArrayLike, probs: npt.NDArray[Any]) -> Fit:
         (wanted, found), (more, others) = bins.pop(), bins.pop()
         bins.append((wanted + more, found + others))
     return Fit(sum((found - wanted) ** 2 / wanted for wanted, found in bins), len(bins) - 1)
+
+
+Ints = npt.NDArray[np.int64]
+
+
+def fits(tokens: Ints, probs: Doubles) -> list[Fit]:
+    """Tokens [requests, positions] of a distribution that never changes: all of them, then each output position."""
+    found = [chi_squared(tokens, probs), *(chi_squared(tokens[:, i], probs) for i in range(tokens.shape[1]))]
+    print("; ".join(map(str, found)))
+    return found

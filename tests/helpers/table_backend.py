@@ -1,7 +1,7 @@
 """Tables on a real GPU: kernels of their own in place of an engine, so that whole rounds run where TensorRT does not.
 
-What a table computes stands in ``tests/helpers/tables.py``: the logits come from tokens that were read back from the cache.
-Its work lies on the stream as an engine's does, so that rounds of it are recorded.
+What a table computes stands in ``tests/helpers/tables.py``: the logits come from tokens that were read back from the
+cache. Its work lies on the stream as an engine's does, so that rounds of it are recorded.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -27,11 +26,11 @@ from specbuild.progress import human_bytes
 from specbuild.weights.safetensors_files import check_weights
 from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME, describe_file
 from specrun.errors import CheckpointError
-from tests.conftest import make_onnx
+from tests.helpers.engines import make_onnx
 from tests.helpers.families import save_checkpoint
 from tests.helpers.heads.mtp import save_mtp_target
-from tests.helpers.hub import SECRET, Hub, serve
-from tests.quantized_formats.test_checkpoints import quantised_checkpoint
+from tests.helpers.hub import SECRET, Hub, facts, serve
+from tests.helpers.quantized_checkpoints import quantised_checkpoint
 
 ID = "us/model"
 SMALL = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
@@ -283,10 +282,6 @@ def test_heads(hub: Hub, hf: Path, tmp_path: Path) -> None:
 def check(*names: object) -> tuple[int, str, str]:
     said = CliRunner().invoke(main, ["check", *map(str, names)], prog_name="specbuild")
     return said.exit_code, said.stdout, said.stderr
-
-
-def facts(said: str) -> dict[str, str]:
-    return dict(re.findall(r"^(\w[\w ]*?)\s{2,}(.*)$", said, re.MULTILINE))
 
 
 def test_check_reads_headers_alone(hub: Hub, sharded: Path, hf: Path) -> None:

@@ -19,18 +19,11 @@ from specbuild.hf.model_config import read_model_config
 from specbuild.hf.multimodal import text_tensors
 from specbuild.weights.lazy_tensors import Reader, StoredTensor
 from specbuild.weights.safetensors_files import check_weights
-from tests.conftest import make_engine
-from tests.export.test_families import STEPS, largest_difference
-from tests.helpers.families import SIZES, VOCAB, save_tokenizer, spread_weights
+from tests.helpers.engines import make_engine
+from tests.helpers.families import SIZES, VOCAB
+from tests.helpers.multimodal import IMAGES, mistral3, save
+from tests.helpers.parity import STEPS, largest_difference
 
-IMAGES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
 QWEN_IMAGES: dict[str, Any] = {"depth": 1, "num_heads": 2, "hidden_size": 32, "intermediate_size": 64}
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
 
@@ -43,11 +36,6 @@ def llava() -> PreTrainedConfig:
 def llava_next() -> PreTrainedConfig:
     text, images = transformers.MixtralConfig(**SIZES, num_local_experts=4), transformers.CLIPVisionConfig(**IMAGES)
     return transformers.LlavaNextConfig(text_config=text, vision_config=images, image_token_index=5)
-
-
-def mistral3() -> PreTrainedConfig:
-    text, images = transformers.MistralConfig(**SIZES), transformers.PixtralVisionConfig(**IMAGES)
-    return transformers.Mistral3Config(text_config=text, vision_config=images, image_token_index=5)
 
 
 def gemma3() -> PreTrainedConfig:
@@ -68,15 +56,6 @@ def qwen3_vl() -> PreTrainedConfig:
 
 
 WRAPPERS: list[Callable[[], PreTrainedConfig]] = [llava, llava_next, mistral3, gemma3, qwen2_5_vl, qwen3_vl]
-
-
-def save(directory: Path, make: Callable[[], PreTrainedConfig]) -> Path:
-    torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(make())
-    spread_weights(model)
-    model.save_pretrained(directory)
-    save_tokenizer(directory)
-    return directory
 
 
 def convert(model: Path, output: Path, *flags: str) -> Result:

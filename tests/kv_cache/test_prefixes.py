@@ -16,9 +16,9 @@ from specrun.kv_cache.prefix_cache import PrefixCache
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from specrun.speculative.host_round import HostRound
+from tests.helpers.pairs import near_ties
+from tests.helpers.staggered import Widths, run_staggered, some_requests
 from tests.helpers.tables import decode, normal, open_tables
-from tests.scheduler.test_scheduler import Widths, run_staggered, some_requests
-from tests.speculative.test_lossless import near_ties
 
 V = 24
 

@@ -41,8 +41,8 @@ from specrun.errors import BuildConfigError, BuildError, CheckpointError, Unsupp
 from specrun.evaluation.verify import verify_pair
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
-from tests.commands.test_bad_input import build, error_line, says
-from tests.conftest import make_engine, make_onnx, quiet, redescribe
+from tests.helpers.command_errors import build, error_line, says
+from tests.helpers.engines import make_engine, make_onnx, quiet, redescribe
 from tests.helpers.families import TEXT, VOCAB, save_checkpoint
 from tests.helpers.tables import decode
 

@@ -25,11 +25,11 @@ from specbuild.quantization.recipe import QFormat, Recipe
 from specbuild.weights.activation import Activation
 from specbuild.weights.packed import shared_activation
 from specrun.engine_dir.config import open_engine
-from tests.commands.test_bad_input import build, says
-from tests.conftest import make_engine, make_onnx
-from tests.graph.test_used_experts import TOKENS, checkpoint_logits, logits, opened, operators
+from tests.helpers.command_errors import build, says
+from tests.helpers.engines import make_engine, make_onnx
+from tests.helpers.experts import TOKENS, checkpoint_logits, logits, opened, operators
 from tests.helpers.families import TEXT, save_checkpoint
-from tests.quantize.test_quantize import TEXTS, run, skeleton
+from tests.helpers.quantize_command import TEXTS, run, skeleton
 
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss")
 """The files of the last have experts stacked, each [K, N], with biases."""

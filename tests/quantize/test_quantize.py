@@ -23,30 +23,22 @@ from transformers.pytorch_utils import Conv1D
 
 from specbuild.artifacts.onnx_checkpoint import open_checkpoint
 from specbuild.compilers.trt_forms import round_float4_inputs
-from specbuild.export.meta_model import Skeleton, load_skeleton
 from specbuild.graph.ops import FLOAT4_INPUT
-from specbuild.hf.model_config import read_model_config
-from specbuild.json_file import read_json
 from specbuild.quantization.activation_ranges import calibrate, rounded
 from specbuild.quantization.calibration_data import TextOptions, read_texts
 from specbuild.quantization.quantize_model import pack_model
 from specbuild.quantization.recipe import QFORMATS, QFormat, Recipe
 from specbuild.quantize.compressed_tensors_format import configuration, tensors
-from specbuild.quantize.quantize import AUTO, LEAST_TOP1, QuantiseOptions, quantise
-from specbuild.quantized_formats.config.schemes import read_scheme
-from specbuild.quantized_formats.loading import packed_products, with_packed
+from specbuild.quantize.quantize import AUTO, LEAST_TOP1
 from specbuild.weights.activation import Activation
-from specbuild.weights.lazy_tensors import Reader, StoredTensor
 from specbuild.weights.packed_model import PackedModel
-from specbuild.weights.safetensors_files import check_weights
 from specrun.engine_dir.config import open_engine
 from specrun.errors import BuildConfigError
-from tests.commands.test_bad_input import build, error_line, says
-from tests.conftest import make_engine, make_onnx, quiet
+from tests.helpers.command_errors import build, error_line, says
+from tests.helpers.engines import make_engine, make_onnx
 from tests.helpers.families import TEXT, save_checkpoint
+from tests.helpers.quantize_command import TEXTS, run, skeleton
 from tests.helpers.stored_tensors import Vector
-
-TEXTS = {"size": 3, "length": 16}
 
 
 @pytest.fixture(scope="module")
@@ -59,21 +51,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(tmp_path_factory.mktemp("dense") / "dense", "llama3", seed=1, dtype=torch.bfloat16)
-
-
-def run(source: Path, output: Path, text: Path, **options: Any) -> dict[str, Any]:
-    texts = TextOptions(str(text), **TEXTS)
-    return quantise(QuantiseOptions(str(source), output, texts=texts, **options), quiet())
-
-
-def skeleton(directory: Path) -> tuple[Skeleton, PackedModel]:
-    """A checkpoint's model and its quantised weights, as ``convert`` reads them."""
-    stored: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in check_weights(directory).entries.items()}
-    scheme = read_scheme(directory, read_json(directory / "config.json"))
-    loaded = load_skeleton(
-        directory, read_model_config(directory, False), "auto", False, with_packed(scheme, stored) if scheme else stored
-    )
-    return loaded, packed_products(loaded.model, scheme, loaded.weights, []) if scheme else PackedModel()
 
 
 @pytest.mark.parametrize("qformat", QFORMATS)

@@ -14,7 +14,7 @@ from specrun.cli import main
 from specrun.engine_dir.config import open_engine
 from specrun.errors import EngineDirError, RequestError
 from specrun.request.generation_config import recommended_sampling
-from tests.conftest import make_engine, make_onnx, redescribe
+from tests.helpers.engines import make_engine, make_onnx, redescribe
 
 WARM = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8}
 

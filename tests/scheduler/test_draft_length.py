@@ -15,7 +15,7 @@ from specrun.request.request import Request
 from specrun.request.stats import expected_tokens
 from specrun.sampling.sampler import SamplingParams
 from specrun.scheduler.draft_length import DraftLength, batch_tokens
-from tests.speculative.test_lossless import PROMPTS, SAMPLED, decode, near_ties
+from tests.helpers.pairs import PROMPTS, SAMPLED, decode, near_ties
 
 MOST = 10
 

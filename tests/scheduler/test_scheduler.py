@@ -6,7 +6,6 @@ import math
 import random
 import time
 import weakref
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,9 @@ from specrun.errors import BackendError, RequestError
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from specrun.speculative.host_round import HostRound
+from tests.helpers.pairs import PROMPTS, near_ties, open_pair
+from tests.helpers.staggered import V, Widths, run_staggered, some_requests
 from tests.helpers.tables import decode, normal, open_tables
-from tests.speculative.test_lossless import PROMPTS, near_ties, open_pair
-
-V = 24
-MANNERS = [
-    SamplingParams(),
-    SamplingParams(1.0),
-    SamplingParams(0.8, top_k=9, top_p=0.9, min_p=0.01),
-    SamplingParams(repetition_penalty=1.4),
-    SamplingParams(1.2, presence_penalty=0.7, frequency_penalty=0.3, logit_bias={3: 1.5, 4: -math.inf}),
-]
 
 
 @pytest.fixture
@@ -43,32 +34,8 @@ def open_five(directory: Path, kept: int | None = None) -> SpeculativeDecoder:
     return open_tables(directory, *tables, weight=5, max_batch_size=5, max_input_len=400, kept=kept)
 
 
-def some_requests(count: int, seed: int = 0, longest: int = 90) -> list[Request]:
-    """Of every manner; many begin alike."""
-    generator = random.Random(seed)
-    beginnings = [generator.choices(range(V), k=70) for _ in range(3)]
-    requests = []
-    for number in range(count):
-        beginning = generator.choice(beginnings)[: generator.randrange(71)]
-        own = generator.choices(range(V), k=generator.randint(1, max(1, longest - 70)))
-        params = replace(generator.choice(MANNERS), seed=number)
-        draft_len, use_logits = generator.choice([None, None, 0, 2]), generator.choice([None, True])
-        length = generator.randint(1, 30)
-        requests.append(Request([*beginning, *own], params, length, draft_len=draft_len, use_logits=use_logits))
-    return requests
-
-
 def anew(request: Request) -> Request:
     return replace(request)
-
-
-def run_staggered(decoder: SpeculativeDecoder, requests: Sequence[Request], seed: int) -> None:
-    """Requests arrive while others run."""
-    generator, waiting = random.Random(seed), list(requests)
-    while waiting or len(decoder.scheduler):
-        for _ in range(min(len(waiting), generator.choice([0, 0, 1, 3]))):
-            decoder.scheduler.add(waiting.pop())
-        decoder.scheduler.step()
 
 
 def test_a_request_does_not_depend_on_the_others(pair: SpeculativeDecoder) -> None:
@@ -132,20 +99,6 @@ def test_one_whose_logits_are_not_numbers_fails_alone(tmp_path: Path) -> None:
     assert "not numbers" in str(requests[0].error)
     with pytest.raises(BackendError, match="not numbers"):
         decoder.generate([[1, 5]])
-
-
-class Widths:
-    """Notes the shapes a runner feeds its engine."""
-
-    def __init__(self, decoder: SpeculativeDecoder) -> None:
-        assert isinstance(decoder.scheduler.round, HostRound)
-        backend: Any = decoder.scheduler.round.target.backend
-        self.shapes: list[tuple[int, int]] = []
-        self.bind, backend.bind = backend.bind, self
-
-    def __call__(self, first: int, rows: int, width: int, kept: int) -> Any:
-        self.shapes.append((rows, width))
-        return self.bind(first, rows, width, kept)
 
 
 def test_a_long_prompt_does_not_stall_the_others(pair: SpeculativeDecoder) -> None:

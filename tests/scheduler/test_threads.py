@@ -20,8 +20,8 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.errors import BackendError, RequestError
 from specrun.request.request import Request, TokenOutput
 from specrun.sampling.sampler import SamplingParams
+from tests.helpers.staggered import Widths
 from tests.helpers.tables import decode, normal, open_tables
-from tests.scheduler.test_scheduler import Widths
 
 V = 24
 LONG = 30.0

@@ -18,7 +18,7 @@ from scripts.benchmarks.gpu import models
 from scripts.grow_checkpoint import main as grow_checkpoint
 from specbuild.cli import main as specbuild
 from tests import all_cores
-from tests.conftest import make_onnx
+from tests.helpers.engines import make_onnx
 
 ROOT = Path(__file__).parents[2]
 PAIR = ROOT / ".cache" / "quick_pair"

@@ -27,9 +27,9 @@ from specrun.errors import BackendError
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from specrun.scheduler.draft_length import DraftLength
+from tests.helpers.device_rounds import device_round
 from tests.helpers.host_device import HostDevice
 from tests.helpers.tables import normal, save_table_engine
-from tests.speculative.test_device_round import device_round
 
 ROOT = Path(__file__).parents[2]
 

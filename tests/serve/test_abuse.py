@@ -21,8 +21,8 @@ from specrun.errors import BackendError, RequestError
 from specrun.serve import limits
 from specrun.serve.keys import read_keys
 from specrun.serve.limits import MAX_BODY_BYTES, MAX_HEADER_BYTES
-from tests.serve.conftest import Server, running
-from tests.serve.test_command import serving
+from tests.helpers.server_process import serving
+from tests.helpers.servers import Server, running
 
 LONG = {"prompt": "the cat", "max_tokens": 70, "temperature": 0}
 

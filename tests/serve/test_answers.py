@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from specrun.decoder import SpeculativeDecoder
 from specrun.request.options import RequestOptions
 from specrun.sampling.sampler import SamplingParams
-from tests.serve.conftest import Server, running
+from tests.helpers.servers import Server, events, running
 
 ROOT = Path(__file__).parents[2]
 GREEDY = {"temperature": 0, "max_tokens": 12}
@@ -37,13 +36,6 @@ def text(
     params = SamplingParams(temperature, seed=seed)
     found = server.decoder.generate(prompt, params, RequestOptions(max_output_len=12, **options), n=n)
     return [str(request.text) for request in found]
-
-
-def events(answer: Any) -> list[dict[str, Any]]:
-    """The chunks of a stream of server-sent events."""
-    lines = [line for line in answer.text.splitlines() if line]
-    assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
 def test_a_completion_is_the_decoders_text(server: Server) -> None:

@@ -14,7 +14,7 @@ from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import SecretStr
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.serve.conftest import Server
+from tests.helpers.servers import Server
 
 ROOT = Path(__file__).parents[2]
 KEY = SecretStr("none")

@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.serve.conftest import Server
+from tests.helpers.servers import Server
 
 SCHEMA = {
     "type": "object",

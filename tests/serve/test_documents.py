@@ -7,12 +7,10 @@ from pathlib import Path
 
 from specrun.decoder import SpeculativeDecoder
 from specrun.text.tools import HERMES
-from tests.serve.conftest import running
-from tests.serve.test_tools import QWEN, long_pair
+from tests.helpers.servers import running
+from tests.helpers.tool_pairs import QWEN
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
-
-__all__ = ["long_pair"]  # A fixture.
 
 
 def test_the_examples_of_the_page_run(long_pair: Path, tmp_path: Path) -> None:

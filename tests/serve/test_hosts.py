@@ -12,8 +12,8 @@ import pytest
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import RequestError
 from specrun.serve.hosts import read_hosts
-from tests.serve.conftest import Server, running
-from tests.serve.test_command import serving
+from tests.helpers.server_process import serving
+from tests.helpers.servers import Server, running
 
 BODY = {"prompt": "the cat", "max_tokens": 1}
 FOREIGN = [

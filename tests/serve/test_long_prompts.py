@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from specrun.decoder import SpeculativeDecoder
-from tests.serve.conftest import Server, running
+from tests.helpers.servers import Server, running
 
 TEXT = "the cat sat on a mat; " * (3 << 20 >> 4)
 """Four megabytes."""

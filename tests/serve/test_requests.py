@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import RequestError
 from specrun.text.chat_template import ChatTemplate
-from tests.serve.conftest import Server, running
+from tests.helpers.servers import Server, running
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</s>{% endfor %}"

@@ -21,7 +21,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.serve.test_command import Server, serving
+from tests.helpers.server_process import Server, serving
 
 ROOT = Path(__file__).parents[2]
 

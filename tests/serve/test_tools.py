@@ -11,7 +11,6 @@ import httpx
 import jsonschema
 import openai
 import pytest
-from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from specrun.batch.lines import Ask, Defaults, read_question
@@ -20,39 +19,10 @@ from specrun.openai.body import DEFAULTS
 from specrun.request.options import RequestOptions
 from specrun.sampling.sampler import SamplingParams
 from specrun.text.tools import HERMES
-from tests.conftest import make_engine, make_onnx, once
-from tests.helpers.families import save_checkpoint
-from tests.serve.conftest import Server, running
-from tests.serve.test_answers import events
-from tests.serve.test_command import serving
+from tests.helpers.server_process import serving
+from tests.helpers.servers import Server, events, running
+from tests.helpers.tool_pairs import QWEN
 
-QWEN = """
-{%- if tools %}
-    {{- '<|im_start|>system\\n' }}
-    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
-    {{- "# Tools\\n<tools>" }}
-    {%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}
-    {{- '\\n</tools>\\n<tool_call>\\n{"name": <name>, "arguments": <args>}\\n</tool_call><|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message.role == 'user' or (message.role == 'assistant' and not message.tool_calls) %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-    {%- elif message.role == 'assistant' %}
-        {{- '<|im_start|>assistant' }}
-        {%- if message.content %}{{- '\\n' + message.content }}{%- endif %}
-        {%- for tool_call in message.tool_calls %}
-            {%- set tool_call = tool_call.function %}
-            {{- '\\n<tool_call>\\n{"name": "' + tool_call.name + '", "arguments": ' }}
-            {{- tool_call.arguments | tojson }}
-            {{- '}\\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\\n' }}
-    {%- elif message.role == 'tool' %}
-        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
-"""
 LLAMA = """
 {%- if not tools is defined %}{%- set tools = none %}{%- endif %}
 {{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
@@ -102,31 +72,6 @@ NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
 HELLO: list[Any] = [{"role": "user", "content": "the weather"}]
 ASK: dict[str, Any] = {"model": "target", "messages": HELLO, "tools": TOOLS, "max_tokens": 200}
 STREAM = {"stream": True}
-TAGS = ("<tool_call>", "</tool_call>", "<|python_tag|>")
-
-
-@pytest.fixture(scope="module")
-def long_pair(shared: Path) -> Path:
-    """A pair with room for definitions of tools, and its tokenizer with tags as texts, and as tokens of both kinds."""
-
-    def make(root: Path) -> None:
-        for name, family, longest in (("target", "llama3", {"max_draft_len": 6}), ("draft", "qwen2", {})):
-            save_checkpoint(root / "hf" / name, family, seed=len(name), max_position_embeddings=2048)
-            make_onnx(root / "hf" / name, root / "onnx" / name, verify=False)
-            make_engine(root / "onnx" / name, root / name, max_input_len=1600, max_batch_size=4, **longest)
-        file = root / "target" / "tokenizer.json"
-        for name in ("plain", "special"):
-            content = json.loads(file.read_text())
-            for token in list(content["model"]["vocab"])[-len(TAGS) :]:
-                del content["model"]["vocab"][token]
-            del content["model"]["merges"][-len(TAGS) :]
-            tokenizer = Tokenizer.from_str(json.dumps(content))
-            tokenizer.add_tokens([AddedToken(tag, special=name == "special") for tag in TAGS])
-            assert tokenizer.get_vocab_size() == 320
-            (root / name).mkdir()
-            tokenizer.save(str(root / name / "tokenizer.json"))
-
-    return once(shared / "long_pair", make)
 
 
 Open = Callable[..., SpeculativeDecoder]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,12 +12,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from specrun.backends import Feed
 from specrun.backends.ort import OrtDeviceBackend
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.devices import DeviceArray
-from specrun.drafters.device_model import device_model_drafter
 from specrun.drafters.draft_plan import DraftPlan
 from specrun.engine_dir.config import open_engine
 from specrun.errors import BackendError
@@ -29,12 +25,13 @@ from specrun.scheduler.scheduler import Scheduler
 from specrun.speculative.device_records import QueuedRound
 from specrun.speculative.device_round import DeviceRound
 from specrun.text.grammar import Constraint, Grammar, Grammars, fill_masks
-from tests.conftest import make_engine
+from tests.helpers.device_rounds import Recordable, device_round
+from tests.helpers.engines import make_engine
 from tests.helpers.families import save_tokenizer
 from tests.helpers.host_device import HostDevice
+from tests.helpers.staggered import V as SMALL
+from tests.helpers.staggered import run_staggered, some_requests
 from tests.helpers.tables import decode, normal, save_table_engine
-from tests.scheduler.test_scheduler import V as SMALL
-from tests.scheduler.test_scheduler import run_staggered, some_requests
 
 GREEDY = SamplingParams()
 WARM = SamplingParams(temperature=0.9, seed=5)
@@ -43,41 +40,7 @@ EVERY = [GREEDY, WARM, CUT, SamplingParams(temperature=0.7, top_p=0.5, seed=7)]
 V = 300
 
 
-class Recordable(OrtDeviceBackend):
-    """As an engine that queues its work on the stream."""
-
-    capturable = True
-    device: HostDevice
-
-    def enqueue(self, feed: Feed, logits: DeviceArray, first: int, fixed: bool) -> None:
-        self.device.queue(functools.partial(super().enqueue, feed, logits, first, fixed))
-
-
 BUILD: dict[str, Any] = {"weight": 5, "max_input_len": 100, "max_seq_len": 400, "cache_length": 408}
-
-
-def device_round(
-    target: Path,
-    draft: Path | None,
-    draft_len: int,
-    use_logits: bool = False,
-    rows: int = 4,
-    kind: type[OrtDeviceBackend] = OrtDeviceBackend,
-    apart: bool = False,
-    blocks: int = 0,
-) -> DeviceRound:
-    device = HostDevice()
-    other = HostDevice() if apart else device
-    drafter = functools.partial(device_model_drafter, kind(draft, open_engine(draft), other), True) if draft else None
-    round_ = DeviceRound(
-        kind(target, open_engine(target), device),
-        drafter,
-        draft_len,
-        use_logits,
-        rows,
-    )
-    round_.allocate_pools(blocks)
-    return round_
 
 
 def on_device(round_: DeviceRound, requests: Sequence[Request]) -> list[list[int]]:

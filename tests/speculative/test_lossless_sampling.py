@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from specrun.decoder import SpeculativeDecoder
@@ -18,25 +17,17 @@ from specrun.drafters.model import ModelDrafter
 from specrun.request.request import Request
 from specrun.sampling.sampler import Floats, SamplingParams, probabilities, sample
 from specrun.speculative.host_round import HostRound
-from tests.helpers.reference import Doubles, Fit, chi_squared, exact_probabilities
+from tests.helpers.reference import Doubles, Ints, chi_squared, exact_probabilities, fits
 from tests.helpers.tables import decode, make_requests, normal, open_tables
 from tests.helpers.wrong_acceptance import accepts_always, accepts_tokens_always, draws_rejected_tokens_from_the_target
 
 ACCEPTANCE = pytest.mark.parametrize("use_logits", [False, True], ids=["tokens", "logits"])
 WARM = SamplingParams(1.0)
-Ints = npt.NDArray[np.int64]
 
 
 def draw(decoder: SpeculativeDecoder, count: int, length: int, params: SamplingParams) -> tuple[Ints, list[Request]]:
     requests = make_requests(count, length, params)
     return np.array(decode(decoder, requests)), requests
-
-
-def fits(tokens: Ints, probs: Doubles) -> list[Fit]:
-    """Tokens [requests, positions] of a distribution that never changes: all of them, then each output position."""
-    found = [chi_squared(tokens, probs), *(chi_squared(tokens[:, i], probs) for i in range(tokens.shape[1]))]
-    print("; ".join(map(str, found)))
-    return found
 
 
 def overlap(p: Doubles, q: Doubles) -> float:

@@ -16,7 +16,7 @@ from specrun.errors import BackendError, RequestError
 from specrun.request.request import Request
 from specrun.sampling.sampler import Floats, SamplingParams
 from specrun.text.grammar import Constraint, Grammar, Grammars
-from tests.drafters.test_draft_errors import PLACES, open_pair
+from tests.helpers.failing_pairs import PLACES, open_pair
 from tests.helpers.tables import save_table_engine
 
 V, END = 257, 256

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from specbuild.training.data.prepare import PrepareOptions, prepare_data
-from tests.conftest import make_engine, make_onnx, once, quiet
 from tests.helpers.character_model import LENGTH, PROMPTS, save_target, train
+from tests.helpers.engines import make_engine, make_onnx, once, quiet
 from tests.helpers.heads.made import make_pair
-
-SMALL: dict[str, Any] = {"max_input_len": 64, "max_batch_size": 4, "max_draft_len": 6}
+from tests.helpers.trained_drafts import SMALL
 
 
 @pytest.fixture(scope="session")

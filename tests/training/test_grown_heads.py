@@ -14,8 +14,7 @@ from scripts.grow_checkpoint import main as grow_checkpoint
 from specrun.errors import SpecError
 from tests.helpers.character_model import train
 from tests.helpers.heads.made import make_pair
-from tests.training.conftest import SMALL
-from tests.training.test_trained import GREEDY, decode
+from tests.helpers.trained_drafts import GREEDY, SMALL, decode
 
 SIZES = MappingProxyType(
     {"hidden_size": 128, "intermediate_size": 200, "num_layers": 6, "num_heads": 8, "num_kv_heads": 4}

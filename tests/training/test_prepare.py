@@ -19,10 +19,10 @@ from specbuild.training.data.rows import RowMaker
 from specrun.batch.lines import Place
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import BackendError, BuildConfigError, OutputExistsError, RequestError
-from tests.commands.test_bad_input import build, error_line, says
-from tests.conftest import quiet
 from tests.helpers.character_model import LENGTH, PROMPTS, train, write_lines
-from tests.serve.conftest import running
+from tests.helpers.command_errors import build, error_line, says
+from tests.helpers.engines import quiet
+from tests.helpers.servers import running
 
 GREEDY: dict[str, Any] = {"max_output_len": LENGTH, "temperature": 0.0}
 

@@ -19,8 +19,8 @@ from specbuild.progress import Advance, Stages
 from specbuild.training.options import TrainOptions
 from specbuild.training.train import train_draft
 from specrun.errors import BuildConfigError, OutputExistsError
-from tests.commands.test_bad_input import build, error_line, says
 from tests.helpers.character_model import train, write_lines
+from tests.helpers.command_errors import build, error_line, says
 
 SHORT: dict[str, Any] = {"steps": 6, "save_steps": 4, "batch_size": 4, "draft_len": 2}
 FILES = {"eagle3": "model.safetensors", "medusa": "medusa_lm_head.safetensors", "model": "model.safetensors"}

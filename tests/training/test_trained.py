@@ -16,24 +16,14 @@ from specbuild.export.features import watched
 from specbuild.training.data.rows import RowMaker, join, read_data
 from specbuild.training.eagle3 import Eagle3Student
 from specbuild.training.losses import Score, compare
-from specrun.config import DraftTargetConfig
-from specrun.decoder import SpeculativeDecoder
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
-from tests.conftest import make_engine, make_onnx
-from tests.helpers.character_model import LENGTH, PROMPTS, train
+from tests.helpers.character_model import train
+from tests.helpers.engines import make_engine, make_onnx
 from tests.helpers.heads.made import make_pair
-from tests.training.conftest import SMALL
+from tests.helpers.trained_drafts import GREEDY, SMALL, decode
 
-GREEDY = SamplingParams()
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=3)
-MESSAGES = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
-
-
-def decode(target: Path, draft: Path | None, params: SamplingParams, draft_len: int = 3) -> list[Request]:
-    config = DraftTargetConfig(draft_len=draft_len if draft else None)
-    with SpeculativeDecoder.open(target, draft, config) as decoder:
-        return decoder.generate(MESSAGES, params, max_output_len=LENGTH)
 
 
 def acceptance(requests: Sequence[Request]) -> float:

@@ -19,7 +19,7 @@ from specbuild.weights.safetensors_files import check_weights
 from specrun.backends import open_host_backend
 from specrun.engine_dir.config import open_engine
 from specrun.runners.host_runner import ModelRunner
-from tests.conftest import make_engine, make_onnx
+from tests.helpers.engines import make_engine, make_onnx
 from tests.helpers.families import POSITIONS, VOCAB, save_checkpoint
 
 LAYERS = 4

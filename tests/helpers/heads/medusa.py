@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-from tests.conftest import make_engine, make_onnx
+from tests.helpers.engines import make_engine, make_onnx
 from tests.helpers.families import VOCAB
 from tests.helpers.heads.made import SMALL, TARGET_WIDTH, Tensors, states_of, target_matrix
 from tests.helpers.heads.trained import continued

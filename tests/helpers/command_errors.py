@@ -1,0 +1,60 @@
+"""What the commands say of bad input, and what is left in the file system."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from click.testing import CliRunner, Result
+
+import specbuild.cli
+import specrun.cli
+
+Edit = Callable[[dict[str, Any]], object]
+
+
+def invoke(command: click.Command, name: str, *args: object, stdin: bytes | None = None) -> Result:
+    return CliRunner().invoke(command, [str(arg) for arg in args], input=stdin, prog_name=name)
+
+
+def build(*args: object) -> Result:
+    return invoke(specbuild.cli.main, "specbuild", *args)
+
+
+def run(*args: object, stdin: bytes | None = None) -> Result:
+    return invoke(specrun.cli.main, "specrun", *args, stdin=stdin)
+
+
+def error_line(result: Result, prints: bool = False) -> str:
+    """The one error line of a command that failed with status 1; stage lines may stand before it."""
+    assert isinstance(result.exception, SystemExit), repr(result.exception)
+    assert result.exit_code == 1
+    assert prints or result.stdout == ""
+    assert "Traceback" not in result.stderr
+    lines = result.stderr.splitlines()
+    assert [": error: " in line for line in lines] == [False] * (len(lines) - 1) + [True]
+    assert lines[-1].startswith(("specbuild: error: ", "specrun: error: "))
+    return lines[-1]
+
+
+def says(line: str, *fragments: object) -> None:
+    for fragment in fragments:
+        assert str(fragment) in line
+
+
+def files_below(directory: Path) -> list[str]:
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
+
+
+def copy_of(source: Path, target: Path, edit: Edit | None = None) -> Path:
+    """A copy of a directory with its config.json edited."""
+    shutil.copytree(source, target)
+    if edit:
+        config = json.loads((target / "config.json").read_text())
+        edit(config)
+        (target / "config.json").write_text(json.dumps(config))
+    return target

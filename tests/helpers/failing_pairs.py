@@ -1,0 +1,46 @@
+"""Pairs whose models fail at a chosen place."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from specrun.backends import open_host_backend
+from specrun.backends.ort import OrtDeviceBackend
+from specrun.config import DraftTargetConfig
+from specrun.decoder import SpeculativeDecoder
+from specrun.drafters.device_model import device_model_drafter
+from specrun.drafters.model import ModelDrafter
+from specrun.drafters.uploaded import UploadedDrafter
+from specrun.engine_dir.config import open_engine
+from specrun.runners.host_runner import ModelRunner
+from specrun.scheduler.draft_length import DraftLength
+from specrun.speculative.device_round import DeviceRound
+from tests.helpers.host_device import HostDevice
+
+V, G = 12, 4
+
+
+PLACES = ["host", "uploaded", "device", "another device"]
+
+
+def open_pair(place: str, target: Path, draft: Path | None, use_logits: bool = False) -> SpeculativeDecoder:
+    """A draft engine at ``place`` beside a target: on the host for ``host``, else on a device."""
+    config = open_engine(target)
+    if place == "host" or draft is None:
+        settings = DraftTargetConfig(G if draft else None, use_logits=use_logits)
+        return SpeculativeDecoder.open(target, draft, settings)
+    here = HostDevice()
+    drafter: Any
+    if place == "uploaded":
+        on_host = ModelDrafter(
+            ModelRunner(open_host_backend(draft, open_engine(draft), 20)), config.graph.vocab_size, G, use_logits
+        )
+        drafter = functools.partial(UploadedDrafter, on_host)
+    else:
+        there = here if place == "device" else HostDevice()
+        drafter = functools.partial(device_model_drafter, OrtDeviceBackend(draft, open_engine(draft), there), True)
+    rounds = DeviceRound(OrtDeviceBackend(target, config, here), drafter, G, use_logits, 4)
+    rounds.allocate_pools(20)
+    return SpeculativeDecoder(rounds, DraftLength(G, G), config, 4)

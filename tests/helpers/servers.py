@@ -1,0 +1,74 @@
+"""A server in a thread of this process, on a free port of the loopback address."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from specrun.decoder import SpeculativeDecoder
+from specrun.openai.body import DEFAULTS
+from specrun.serve.server import listen, serve
+
+
+@dataclass
+class Server:
+    """One that runs."""
+
+    url: str
+    decoder: SpeculativeDecoder
+
+    def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60, **more)
+
+    def get(self, path: str, **more: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=60, **more)
+
+    def metric(self, name: str) -> float:
+        """A metric without labels of its own."""
+        lines = self.get("/metrics").text.splitlines()
+        (value,) = [line.rpartition(" ")[2] for line in lines if line.startswith(f"specrun:{name}{{")]
+        return float(value)
+
+
+@contextmanager
+def running(decoder: SpeculativeDecoder, **options: Any) -> Iterator[Server]:
+    """A server of ``decoder``, which is closed at the end."""
+    listener = listen("127.0.0.1", 0)
+    settings: dict[str, Any] = {
+        "model": "target",
+        "keys": (),
+        "allowed_hosts": frozenset(),
+        "max_queue": 64,
+        "timeout": None,
+        "drain_seconds": 5,
+        "metrics_prefix": "specrun",
+        "log_prompts": False,
+        "defaults": DEFAULTS,
+    }
+    before = threading.enumerate()
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(serve(decoder, listener, **settings | options))
+    thread = threading.Thread(target=lambda: loop.run_until_complete(asyncio.wait([task])))
+    thread.start()
+    try:
+        yield Server(f"http://127.0.0.1:{listener.getsockname()[1]}", decoder)
+    finally:
+        loop.call_soon_threadsafe(task.cancel)
+        thread.join(30)
+        loop.close()
+    assert not thread.is_alive()
+    assert not any(other.name == "engine" for other in threading.enumerate() if other not in before)
+
+
+def events(answer: Any) -> list[dict[str, Any]]:
+    """The chunks of a stream of server-sent events."""
+    lines = [line for line in answer.text.splitlines() if line]
+    assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
