@@ -147,14 +147,14 @@ def make_engines(root: Path, form: str) -> tuple[Path, list[Path]]:
     """A random target in ``form``, and drafts: one that often agrees, itself, and one that never does."""
     from tests.helpers.engines import make_engine, make_onnx
     from tests.helpers.families import save_checkpoint
-    from tests.helpers.quantized_onnx import quantised
+    from tests.helpers.quantized_onnx import quantized
 
     sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 3}
     checkpoint = make_onnx(save_checkpoint(root / "hf", "llama3", seed=1, **sizes), root / "onnx", verify=False)
     other = make_onnx(save_checkpoint(root / "other_hf", "qwen2", seed=2), root / "other_onnx", verify=False)
-    rough = quantised(checkpoint, root / "rough_onnx", "int4" if form != "int4" else "int8")
+    rough = quantized(checkpoint, root / "rough_onnx", "int4" if form != "int4" else "int8")
     if form != "float32":
-        checkpoint = quantised(checkpoint, root / f"onnx_{form}", "int8" if form == "int8" else "int4")
+        checkpoint = quantized(checkpoint, root / f"onnx_{form}", "int8" if form == "int8" else "int4")
     target = make_engine(checkpoint, root / "target", max_draft_len=7, max_batch_size=5)
     drafts = [make_engine(source, root / source.name.removesuffix("_onnx")) for source in (rough, other)]
     return target, [drafts[0], target, drafts[1]]

@@ -43,7 +43,7 @@ def main(debug: bool) -> None:
 @click.option("--output_dir", required=True, type=FolderPath, help="Where the ONNX checkpoint goes.")
 @click.option("--dtype", type=click.Choice(["auto", *FLOAT_NAMES]), default="auto", show_default=True)
 @click.option("--qformat", type=click.Choice(["auto", *QFORMATS]), default="auto", show_default=True)
-@click.option("--dequantize", is_flag=True, help="Take weights that come quantised as dense ones.")
+@click.option("--dequantize", is_flag=True, help="Take weights that come quantized as dense ones.")
 @click.option("--group_size", type=int, help="Input channels that share a scale. Default: 128, or what divides them.")
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Modules to leave as they are; may be repeated.")
 @_KV_CACHE
@@ -80,11 +80,11 @@ def convert(model_dir: str, output_dir: Path, dry_run: bool, **options: Any) -> 
 
 @main.command()
 @click.option("--model_dir", required=True, metavar="DIR|HUB_ID", help="Hugging Face checkpoint, or its Hub ID.")
-@click.option("--output_dir", required=True, type=FolderPath, help="Where the quantised checkpoint goes.")
+@click.option("--output_dir", required=True, type=FolderPath, help="Where the quantized checkpoint goes.")
 @click.option("--qformat", type=click.Choice(["auto", *QFORMATS]), default="auto", show_default=True, help=AUTO_IS)
 @click.option("--group_size", type=int, help="Input channels that share a scale. Default: 128, or what divides them.")
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Modules to leave as they are; may be repeated.")
-@click.option("--lm_head/--no-lm_head", default=False, show_default=True, help="Quantise lm_head too.")
+@click.option("--lm_head/--no-lm_head", default=False, show_default=True, help="Quantize lm_head too.")
 @_KV_CACHE
 @click.option("--calib_dataset", default=BUILTIN, show_default=True, metavar="FILE|builtin", help=CALIB_DATASET)
 @click.option("--calib_size", type=int, default=TextOptions.size, show_default=True, help="Most rows to calibrate on.")
@@ -98,11 +98,11 @@ def convert(model_dir: str, output_dir: Path, dry_run: bool, **options: Any) -> 
 @_RESUME
 @_FORCE
 def quantize(model_dir: str, output_dir: Path, **options: Any) -> None:
-    """Hugging Face checkpoint -> quantised one, in the format of compressed-tensors."""
+    """Hugging Face checkpoint -> quantized one, in the format of compressed-tensors."""
     from specbuild.progress import Stages
-    from specbuild.quantize.quantize import QuantiseOptions, quantise
+    from specbuild.quantize.quantize import QuantizeOptions, quantize
 
-    quantise(QuantiseOptions(model=model_dir, output_dir=output_dir, texts=_texts(options), **options), Stages())
+    quantize(QuantizeOptions(model=model_dir, output_dir=output_dir, texts=_texts(options), **options), Stages())
 
 
 def _texts(options: dict[str, Any]) -> TextOptions:

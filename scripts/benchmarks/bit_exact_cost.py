@@ -29,7 +29,7 @@ from specrun.evaluation.bench_results import Spread
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from tests.helpers.engines import make_engine
-from tests.helpers.quantized_onnx import quantised
+from tests.helpers.quantized_onnx import quantized
 
 PROMPTS = ("The try statement", "A class definition is", "The import statement", "Exceptions are")
 SIZES: dict[str, Any] = {"max_input_len": 64, "max_seq_len": 256}
@@ -74,7 +74,7 @@ def main(
         for form in forms:
             with tempfile.TemporaryDirectory() as name, ExitStack() as opened:
                 work = Path(name)
-                onnx = target if form == "float32" else quantised(target, work / "onnx", form)
+                onnx = target if form == "float32" else quantized(target, work / "onnx", form)
                 engines = build_both(onnx, work)
                 drafting = make_engine(draft, work / "draft", **SIZES)
                 found = open_engine(engines[1]).bit_exact

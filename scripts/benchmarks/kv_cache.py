@@ -3,7 +3,7 @@
 
 Needs what scripts/demo leaves in demo/. Engines are built in a temporary directory. Text is what the target was not
 trained on. ``model`` is the Hugging Face model with rounded keys and values, as ``quality.json`` compares; ``engines``
-are the engines themselves beside the float32 one, with what ONNX Runtime does to quantised weights. Passes of all
+are the engines themselves beside the float32 one, with what ONNX Runtime does to quantized weights. Passes of all
 engines take turns in one run.
 """
 
@@ -24,8 +24,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.benchmarks.engines import build, fastest, to_onnx
-from scripts.benchmarks.quantise import unseen_text
-from scripts.benchmarks.quantised import log_probs, quality
+from scripts.benchmarks.quantize import unseen_text
+from scripts.benchmarks.quantized import log_probs, quality
 from specbuild.export.meta_model import load_skeleton
 from specbuild.hf.model_config import read_model_config
 from specbuild.quantization.activation_ranges import calibrate

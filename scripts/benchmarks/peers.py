@@ -8,7 +8,7 @@ process and back (below a millisecond a text), are in it. A turn is measured aga
 a share of the processor.
 
 A draft has the target's form, but 8 bits beside a target in 4 bits. Other settings are those that each has by default;
-with float32 the peers' caches are float32 too. Quality is as in quantised.py. Models and logits are kept in
+with float32 the peers' caches are float32 too. Quality is as in quantized.py. Models and logits are kept in
 --work_dir, so --repetitions 0 prepares what a later run measures.
 """
 
@@ -43,7 +43,7 @@ from scripts.benchmarks.peers_systems import (
     systems,
 )
 from scripts.benchmarks.prompts import PROMPTS
-from scripts.benchmarks.quantised import Floats, log_probs, quality, unseen_texts
+from scripts.benchmarks.quantized import Floats, log_probs, quality, unseen_texts
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import open_engine
 from specrun.evaluation.bench import Settings, as_json

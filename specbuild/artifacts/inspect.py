@@ -69,10 +69,10 @@ def _checkpoint(config: CheckpointConfig) -> str:
 
 
 def _weights(graph: GraphInfo) -> dict[str, str]:
-    if graph.quantised is None:
+    if graph.quantized is None:
         return {}
-    forms = ", ".join(f"{count} {form}" for form, count in graph.quantised.forms.items())
-    return {"weights": f"{forms} ({graph.quantised.source}); the others {graph.dtype}"}
+    forms = ", ".join(f"{count} {form}" for form, count in graph.quantized.forms.items())
+    return {"weights": f"{forms} ({graph.quantized.source}); the others {graph.dtype}"}
 
 
 def _features(graph: GraphInfo) -> dict[str, str]:

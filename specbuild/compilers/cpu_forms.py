@@ -1,7 +1,7 @@
-"""Quantised weights in the forms that ONNX Runtime has fast operators for on a processor.
+"""Quantized weights in the forms that ONNX Runtime has fast operators for on a processor.
 
 ONNX Runtime itself makes MatMulNBits of a blocked DequantizeLinear in front of a product, and MatMulIntegerToFloat of
-a product whose both sides are dequantised. What it would leave slow, or refuse, is rewritten here first.
+a product whose both sides are dequantized. What it would leave slow, or refuse, is rewritten here first.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ BLOCK = 128
 ACCURACY_LEVEL = "4"
 """Of MatMulNBits: activations in 8 bits too, with a scale for every block of every token."""
 HARMFUL = ["MatMulAddFusion"]
-"""Optimisers to leave out: a product that is joined with its bias first is not found to have quantised sides."""
+"""Optimizers to leave out: a product that is joined with its bias first is not found to have quantized sides."""
 HARMFUL_TO_CACHES = ["QDQPropagationTransformer"]
-"""It would round a whole dequantised cache once more, behind every change of its shape."""
+"""It would round a whole dequantized cache once more, behind every change of its shape."""
 _FLOATS = (ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT4E2M1)
 
 
@@ -37,7 +37,7 @@ def rounds_inputs(model: ir.Model) -> bool:
 
 
 def prepare(model: ir.Model, vnni: bool = True) -> list[str]:
-    """Rewrite the quantised parts of ``model``, which computes in float32, in place. Returns notes on recoded weights.
+    """Rewrite the quantized parts of ``model``, which computes in float32, in place. Returns notes on recoded weights.
 
     vnni: the processor adds up products of uint8 and int8 in 32 bits; see ``specrun.devices.processor.has_vnni``.
 
@@ -67,17 +67,17 @@ def prepare(model: ir.Model, vnni: bool = True) -> list[str]:
     ]
 
 
-def _prepare_activation(graph: ir.Graph, quantise: ir.Node) -> None:
+def _prepare_activation(graph: ir.Graph, quantize: ir.Node) -> None:
     """int8 with zero 0 becomes uint8 with zero 128, which is the same and has fast products."""
-    readers = [use.node for use in quantise.outputs[0].uses()]
-    zero = quantise.inputs[2]
+    readers = [use.node for use in quantize.outputs[0].uses()]
+    zero = quantize.inputs[2]
     if zero is None or zero.const_value is None:
-        raise ValueError(f"{quantise.name}: without a zero point")
+        raise ValueError(f"{quantize.name}: without a zero point")
     if zero.dtype == ir.DataType.INT8:
-        middle = graphs.initializer(graph, "quantisation.zero_uint8", ir.Tensor(np.array(128, np.uint8)))
-        for node in (quantise, *readers):
+        middle = graphs.initializer(graph, "quantization.zero_uint8", ir.Tensor(np.array(128, np.uint8)))
+        for node in (quantize, *readers):
             node.replace_input_with(2, middle)
-        quantise.outputs[0].dtype = ir.DataType.UINT8
+        quantize.outputs[0].dtype = ir.DataType.UINT8
 
 
 def _has_rounded_input(node: ir.Node) -> bool:
@@ -124,7 +124,7 @@ _Recoded = tuple[npt.NDArray[np.int8], Floats]
 
 
 def _replace_codes(node: ir.Node, read: Callable[[_Weight], _Recoded]) -> None:
-    """Let ``node`` dequantise int8 blocks instead of float8 or float4. They are computed when they are written."""
+    """Let ``node`` dequantize int8 blocks instead of float8 or float4. They are computed when they are written."""
     codes, scales = node.inputs[0], node.inputs[1]
     if codes is None or scales is None or codes.const_value is None:
         raise ValueError(f"{node.name}: without codes and scales")
@@ -156,7 +156,7 @@ def _recode(weight: _Weight) -> _Recoded:
 
 
 def _factors(value: ir.Value) -> Iterator[ir.TensorProtocol]:
-    """A constant, or those whose product it is dequantised to."""
+    """A constant, or those whose product it is dequantized to."""
     if value.const_value is not None:
         yield value.const_value
     elif (node := value.producer()) is not None and node.op_type in ("DequantizeLinear", "Cast"):
@@ -176,9 +176,9 @@ def _int8_blocks(weight: Floats, block: int) -> tuple[npt.NDArray[np.int8], Floa
     return np.rint(weight / spread).astype(np.int8), scales.astype(np.float32)
 
 
-def _look_up_codes(graph: ir.Graph, dequantise: ir.Node, gather: ir.Node) -> None:
-    """Look up codes and scales of the tokens alone, instead of dequantising the whole table in every pass."""
-    codes, scales = dequantise.inputs[0], dequantise.inputs[1]
+def _look_up_codes(graph: ir.Graph, dequantize: ir.Node, gather: ir.Node) -> None:
+    """Look up codes and scales of the tokens alone, instead of dequantizing the whole table in every pass."""
+    codes, scales = dequantize.inputs[0], dequantize.inputs[1]
     ids = gather.inputs[1]
     if codes is None or scales is None or ids is None:
         raise ValueError(f"{gather.name}: without a table")
@@ -192,5 +192,5 @@ def _look_up_codes(graph: ir.Graph, dequantise: ir.Node, gather: ir.Node) -> Non
     for node in nodes:
         node.outputs[0].name = node.name
     ir.convenience.replace_nodes_and_values(graph, gather, [gather], nodes, [gather.outputs[0]], [product.outputs[0]])
-    if not dequantise.outputs[0].uses():
-        graph.remove(dequantise, safe=True)
+    if not dequantize.outputs[0].uses():
+        graph.remove(dequantize, safe=True)

@@ -1,7 +1,7 @@
-"""ONNX Runtime: for the CPU, the graph optimised for this machine at build time and saved, so that loading is quick.
+"""ONNX Runtime: for the CPU, the graph optimized for this machine at build time and saved, so that loading is quick.
 
 For CUDA the graph is the checkpoint's own, less masks that would keep ONNX Runtime from Flash attention. ONNX Runtime
-optimises it on the GPU when it loads it.
+optimizes it on the GPU when it loads it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from specrun.errors import BuildError
 def compile_graph(
     checkpoint: Path, graph: GraphInfo, build: BuildConfig, output: Path, advance: Callable[[float], None]
 ) -> Compiled:
-    """Optimise the graph for this processor and save it. See ``Compiler``."""
+    """Optimize the graph for this processor and save it. See ``Compiler``."""
     ort, options = session_options()
     notes = []
     model = ir.load(checkpoint / GRAPH_NAME)
@@ -98,7 +98,7 @@ def copy_graph(
         shutil.copyfile(checkpoint / name, output / name)
         advance(0.5)
     model = ir.load(checkpoint / GRAPH_NAME)
-    notes = ["optimised on the GPU when it is loaded"]
+    notes = ["optimized on the GPU when it is loaded"]
     if graph.dtype != "float32":  # Flash attention has no float32.
         dropped, total = drop_causal_masks(model, build.cache_length)
         if total:

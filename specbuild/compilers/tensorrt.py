@@ -301,7 +301,7 @@ _FIRST_CAPABILITY = {
     ir.DataType.FLOAT8E4M3FN: 89,
     ir.DataType.FLOAT4E2M1: 120,
 }
-"""The first compute capability of GPUs that have the type; see quantisation in docs/gpu.md."""
+"""The first compute capability of GPUs that have the type; see quantization in docs/gpu.md."""
 _DEFAULT_FROM = 80
 """Older GPUs are compiled for when they are asked for."""
 

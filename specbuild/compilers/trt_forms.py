@@ -1,4 +1,4 @@
-"""Graphs in the forms that TensorRT takes: mostly quantised products.
+"""Graphs in the forms that TensorRT takes: mostly quantized products.
 
 Its weights have no zero points: ``x @ ((q - z) * s)`` is ``x @ ((q - m) * s) + sums(x) @ ((m - z) * s)``, where m is
 the middle of the codes and sums adds up the channels that share a scale. The first product keeps its packed weight,
@@ -153,4 +153,4 @@ def _move(graph: ir.Graph, node: ir.Node) -> None:
 
 def _block_sums(graph: ir.Graph, inputs: int, block: int, dtype: ir.DataType) -> ir.Value:
     sums = ir.Tensor(block_sums(inputs, block).astype(dtype.numpy()))
-    return graphs.initializer(graph, f"quantisation.blocks.{inputs}.{block}", sums)
+    return graphs.initializer(graph, f"quantization.blocks.{inputs}.{block}", sums)

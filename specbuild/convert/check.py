@@ -44,7 +44,7 @@ class Checked:
     memory_to_convert: int
     """Bytes beyond Python with torch."""
     memory_to_run: int
-    """Bytes of the weights in an engine for the CPU: float32, or as they come quantised."""
+    """Bytes of the weights in an engine for the CPU: float32, or as they come quantized."""
     tokenizer: TokenizerInfo | None
     has_template: bool
     download: int = 0

@@ -28,7 +28,7 @@ from specrun.engine_dir.config import (
     GRAPH_NAME,
     WEIGHTS_NAME,
     GraphInfo,
-    QuantisedWeights,
+    QuantizedWeights,
     describe_file,
 )
 from specrun.engine_dir.directories import new_directory, require_free
@@ -63,7 +63,7 @@ class ConvertOptions:
     texts: TextOptions = field(default_factory=TextOptions)
     """What scales are calibrated on: of 8-bit caches, and in formats whose inputs have fixed ones."""
     dequantize: bool = False
-    """Take quantised weights as dense ones."""
+    """Take quantized weights as dense ones."""
     text_model: bool = False
     """Take the language model inside a multimodal one."""
     head: str | None = None
@@ -85,10 +85,10 @@ class Source:
     hf_config: PreTrainedConfig
     files: Weights
     scheme: Scheme | None
-    """How its weights are quantised already."""
+    """How its weights are quantized already."""
     max_seq_len: int
     recipe: Recipe | None
-    """How its dense weights are to be quantised."""
+    """How its dense weights are to be quantized."""
     kv_cache: CacheCode | None
     """What keys and values are to be stored in."""
     texts: Texts | None
@@ -134,7 +134,7 @@ def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
     with run_for(output_dir, made, stopped, stages) as run, new_directory(output_dir, options.force) as work:
         config = write(run, work, stages)
         (work / CONFIG_NAME).write_text(config.model_dump_json(indent=2) + "\n")
-    _summarise(config, weight_bytes, output_dir, stages)
+    _summarize(config, weight_bytes, output_dir, stages)
     return config
 
 
@@ -173,10 +173,10 @@ def read_source(options: ConvertOptions, directories: Mapping[str, Path], stages
     hf_config = read_model_config(directory, options.trust_remote_code, options.text_model)
     scheme = read_scheme(directory, read_json(directory / CONFIG_NAME))
     if scheme and options.text_model:
-        raise BuildConfigError(f"--text_model: {directory} is quantised ({scheme.method}); give the dense checkpoint")
+        raise BuildConfigError(f"--text_model: {directory} is quantized ({scheme.method}); give the dense checkpoint")
     if scheme and recipe and not options.dequantize:
         raise BuildConfigError(
-            f"--qformat {options.qformat}: {directory} is quantised already ({scheme.method}); leave --qformat out, "
+            f"--qformat {options.qformat}: {directory} is quantized already ({scheme.method}); leave --qformat out, "
             "or give --dequantize to round it once more"
         )
     files = check_weights(directory)
@@ -231,14 +231,14 @@ def _write(source: Source, options: ConvertOptions, run: Run, work: Path, stages
     from specbuild.export.reference import reference_logits
     from specbuild.export.rope import pin_rope
     from specbuild.graph import ops as graphs
-    from specbuild.quantization.calibration import calibrate_on, quantise_dense
+    from specbuild.quantization.calibration import calibrate_on, quantize_dense
     from specbuild.quantization.insert_qdq import attach
     from specbuild.quantized_formats.cache_scales import stored_rounding
     from specbuild.quantized_formats.config.scheme import has_cache_scales
     from specbuild.quantized_formats.loading import packed_products
     from specbuild.weights.kv_cache import rounding_for
     from specbuild.weights.lazy_tensors import bind, give_back_freed_memory
-    from specbuild.weights.packed_model import PackedModel, use_dequantised
+    from specbuild.weights.packed_model import PackedModel, use_dequantized
 
     give_back_freed_memory()
     directory, scheme, recipe, max_seq_len = source.directory, source.scheme, source.recipe, source.max_seq_len
@@ -265,11 +265,11 @@ def _write(source: Source, options: ConvertOptions, run: Run, work: Path, stages
             f"made for a cache in {scheme.kv_cache.option}; --kv_cache_dtype {scheme.kv_cache.option} stores it so"
         )
     if recipe:
-        packed = quantise_dense(model, weights, recipe, largest, stages)
+        packed = quantize_dense(model, weights, recipe, largest, stages)
     elif scheme and not options.dequantize:
         packed = packed_products(model, scheme, weights, notes)
     require_space({Path(options.output_dir).absolute().parent: output_bytes(model, packed)})
-    use_dequantised(model, packed, directory)
+    use_dequantized(model, packed, directory)
     fusion = Fusion(source.head, model) if source.head else None
     features = None
     if source.head and fusion:
@@ -282,7 +282,7 @@ def _write(source: Source, options: ConvertOptions, run: Run, work: Path, stages
         dtype=dtype_name(model),
         kv_cache_dtype=source.kv_cache,
         caches=caches,
-        quantised=_quantised(options, scheme, packed),
+        quantized=_quantized(options, scheme, packed),
         features=features,
     )
     far = None
@@ -324,10 +324,10 @@ def _write(source: Source, options: ConvertOptions, run: Run, work: Path, stages
     )
 
 
-def _quantised(options: ConvertOptions, scheme: Scheme | None, packed: PackedModel) -> QuantisedWeights | None:
+def _quantized(options: ConvertOptions, scheme: Scheme | None, packed: PackedModel) -> QuantizedWeights | None:
     if not (packed.products or packed.experts):
         return None
-    return QuantisedWeights(source=scheme.method if scheme else options.qformat, forms=packed.forms())
+    return QuantizedWeights(source=scheme.method if scheme else options.qformat, forms=packed.forms())
 
 
 def output_bytes(model: PreTrainedModel, packed: PackedModel) -> int:
@@ -375,7 +375,7 @@ def check_opset(work: Path) -> None:
         raise UnsupportedModelError(f"the exported graph needs operators outside standard ONNX: {', '.join(foreign)}")
 
 
-def _summarise(config: CheckpointConfig, weight_bytes: int, output: Path, stages: Stages) -> None:
+def _summarize(config: CheckpointConfig, weight_bytes: int, output: Path, stages: Stages) -> None:
     graph = config.files[GRAPH_NAME].bytes
     weights = config.files[WEIGHTS_NAME].bytes
     stages.say(

@@ -102,7 +102,7 @@ def _facts(options: ConvertOptions, source: Source, layout: Layout, would_be: st
 
 
 def _packed(options: ConvertOptions, source: Source, layout: Layout, notes: list[str]) -> PackedModel:
-    """The weights that would be quantised, or are; inputs as in the checkpoint, or not calibrated yet."""
+    """The weights that would be quantized, or are; inputs as in the checkpoint, or not calibrated yet."""
     from specbuild.quantization.quantize_model import pack_model, unmatched
     from specbuild.quantized_formats.loading import packed_products
     from specbuild.weights.packed_model import PackedModel
@@ -118,6 +118,6 @@ def _packed(options: ConvertOptions, source: Source, layout: Layout, notes: list
 
 
 def _memory(layers: int, packed: PackedModel) -> int:
-    """The codes of one quantised weight are held as a whole, a byte each, and once more as they are written."""
+    """The codes of one quantized weight are held as a whole, a byte each, and once more as they are written."""
     codes = max((weight.codes.size for weight in packed.weights()), default=0)
     return conversion_memory(layers) + 2 * codes

@@ -1,4 +1,4 @@
-"""What a conversion or quantisation reads, and the record that says whether another one would give the same."""
+"""What a conversion or quantization reads, and the record that says whether another one would give the same."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _INPUTS = {"model", "revision", "head", "head_of", "draft_dir", "texts"}
 """Options that name what is read; it counts by its content."""
 _NOT_IN_FILES = {*_INPUTS, "output_dir", "resume", "force"}
 """Those, and the ones that change nothing in the result."""
-_QUANTISERS = ("torch", "transformers", "onnx_ir", "safetensors", "tokenizers", "numpy")
-_CONVERTERS = (*_QUANTISERS, "onnx", "onnxscript")
+_QUANTIZERS = ("torch", "transformers", "onnx_ir", "safetensors", "tokenizers", "numpy")
+_CONVERTERS = (*_QUANTIZERS, "onnx", "onnxscript")
 
 
 class Options(Protocol):
@@ -88,11 +88,11 @@ def conversion_provenance(
     return _made_of("specbuild convert", options, _CONVERTERS, directories, known)
 
 
-def quantisation_provenance(
+def quantization_provenance(
     options: Options, directories: Mapping[str, Path], known: Provenance | None = None
 ) -> Provenance:
     """The same of ``specbuild quantize``."""
-    return _made_of("specbuild quantize", options, _QUANTISERS, directories, known)
+    return _made_of("specbuild quantize", options, _QUANTIZERS, directories, known)
 
 
 def _made_of(

@@ -142,7 +142,7 @@ class _Walk:
 
 
 def _recode_float4(model: onnx.ModelProto, folder: Path) -> None:
-    """Let weights in float4, which ONNX Runtime cannot dequantise on a processor, be the same numbers in float8."""
+    """Let weights in float4, which ONNX Runtime cannot dequantize on a processor, be the same numbers in float8."""
     for tensor in model.graph.initializer:
         if tensor.data_type == onnx.TensorProto.FLOAT4E2M1:
             stored = ir.serde.deserialize_tensor(tensor, folder)
@@ -154,7 +154,7 @@ def open_piece(piece: Piece, graph: Path) -> Any:
     """A session on a piece, whose weights lie in ``graph``'s file. Raises VerificationError."""
     _recode_float4(piece.model, graph.parent)
     ort, options = session_options()
-    # Weights stay mapped from the file: no optimised copies, no packed copies, no arena that keeps temporaries.
+    # Weights stay mapped from the file: no optimized copies, no packed copies, no arena that keeps temporaries.
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.disable_prepacking", "1")
     options.enable_cpu_mem_arena = False

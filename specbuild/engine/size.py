@@ -45,11 +45,11 @@ def cache_bytes(plan: EnginePlan) -> int:
 def build_memory(plan: EnginePlan) -> int:
     """At most about how much memory building takes beyond Python and the compiler, by docs/benchmarks.md.
 
-    For a CPU: that of running the engine for short texts. Kernels lay out quantised weights anew, in 8 bits at most.
+    For a CPU: that of running the engine for short texts. Kernels lay out quantized weights anew, in 8 bits at most.
     """
     if plan.backend != "onnxruntime":
         return _OF_TENSORRT * weight_bytes(plan)
     if plan.device == "cuda":  # Files are copied.
         return _OF_A_GRAPH
-    laid_out = plan.checkpoint.parameters if plan.checkpoint.graph.quantised else 0
+    laid_out = plan.checkpoint.parameters if plan.checkpoint.graph.quantized else 0
     return weight_bytes(plan) + laid_out + _OF_A_GRAPH

@@ -36,7 +36,7 @@ def scatter(past: torch.Tensor, new: torch.Tensor, write_indices: torch.Tensor) 
 class ScatterLayer(CacheLayerMixin):
     """One layer's cache: a static tensor [B, H_kv, S_max, D] that ``TensorScatter`` updates in place.
 
-    In 8 bits new keys and values are rounded first, and all are dequantised for attention. So they are the same numbers
+    In 8 bits new keys and values are rounded first, and all are dequantized for attention. So they are the same numbers
     in the pass that writes them and in later ones.
     """
 
@@ -67,11 +67,11 @@ class ScatterLayer(CacheLayerMixin):
             self.values = self._scatter(self.values, value_states)
             return self.keys, self.values
         key_rounding, value_rounding = self.rounding
-        self.keys = self._scatter(self.keys, _quantised(key_states, key_rounding, self.keys.dtype))
-        self.values = self._scatter(self.values, _quantised(value_states, value_rounding, self.values.dtype))
+        self.keys = self._scatter(self.keys, _quantized(key_states, key_rounding, self.keys.dtype))
+        self.values = self._scatter(self.values, _quantized(value_states, value_rounding, self.values.dtype))
         return (
-            _dequantised(self.keys, key_rounding, key_states.dtype),
-            _dequantised(self.values, value_rounding, value_states.dtype),
+            _dequantized(self.keys, key_rounding, key_states.dtype),
+            _dequantized(self.values, value_rounding, value_states.dtype),
         )
 
     def _scatter(self, past: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
@@ -107,8 +107,8 @@ class ScatterCache(Cache):
         return [tensor for layer in self.scatter_layers for tensor in (layer.keys, layer.values)]
 
 
-def _quantised(new: torch.Tensor, rounding: TensorRounding, dtype: torch.dtype) -> torch.Tensor:
-    """The codes of new keys or values; see ``quantisation.kv_cache``."""
+def _quantized(new: torch.Tensor, rounding: TensorRounding, dtype: torch.dtype) -> torch.Tensor:
+    """The codes of new keys or values; see ``quantization.kv_cache``."""
     wide = new.float()
     if rounding.is_scaled:
         wide = wide / torch.from_numpy(rounding.factors)[:, None]
@@ -116,7 +116,7 @@ def _quantised(new: torch.Tensor, rounding: TensorRounding, dtype: torch.dtype) 
     return symbolic("QuantizeLinear", (wide, *constants), dtype=dtype, shape=new.shape, version=24)
 
 
-def _dequantised(codes: torch.Tensor, rounding: TensorRounding, dtype: torch.dtype) -> torch.Tensor:
+def _dequantized(codes: torch.Tensor, rounding: TensorRounding, dtype: torch.dtype) -> torch.Tensor:
     """What codes say, but for the factors."""
     constants = (torch.tensor(rounding.scale), torch.zeros((), dtype=codes.dtype))
     attributes: Any = {} if dtype == torch.float32 else {"output_dtype": int(from_torch_dtype(dtype))}

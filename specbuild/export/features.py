@@ -30,7 +30,7 @@ PREFIX = "fusion."
 
 
 class Fusion(nn.Module):
-    """``fc`` of the states of some layers, normalised before it, each or all, or behind it, as the head has it."""
+    """``fc`` of the states of some layers, normalized before it, each or all, or behind it, as the head has it."""
 
     def __init__(self, head: Head, target: PreTrainedModel) -> None:
         """Raises CheckpointError, and UnsupportedModelError where the target's layers are not found."""

@@ -1,4 +1,4 @@
-"""Swap hand-written RoPE and RMSNorm for the ONNX operators that compilers recognise.
+"""Swap hand-written RoPE and RMSNorm for the ONNX operators that compilers recognize.
 
 Each swap is proved on random inputs against the model's own code first; where the two differ, the model's code
 stays and the operator is simply not used.

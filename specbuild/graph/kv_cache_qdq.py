@@ -16,9 +16,9 @@ from specrun.errors import BuildError
 class CacheUpdate(NamedTuple):
     """The nodes that write new keys or values, and read all of them."""
 
-    quantise: ir.Node
+    quantize: ir.Node
     scatter: ir.Node
-    dequantise: list[ir.Node]
+    dequantize: list[ir.Node]
 
 
 def cache_updates(model: ir.Model) -> list[CacheUpdate]:
@@ -35,8 +35,8 @@ def cache_updates(model: ir.Model) -> list[CacheUpdate]:
 def drop_cache_rounding(model: ir.Model) -> int:
     """Let keys and values pass unrounded, divided by their factors, in place. Returns how many tensors had rounding."""
     updates = cache_updates(model)
-    for quantise, scatter, readers in updates:
-        x, past, present = quantise.inputs[0], scatter.inputs[0], scatter.outputs[0]
+    for quantize, scatter, readers in updates:
+        x, past, present = quantize.inputs[0], scatter.inputs[0], scatter.outputs[0]
         if x is None or past is None:
             raise ValueError(f"{scatter.name}: without inputs")
         scatter.replace_input_with(1, x)
@@ -49,8 +49,8 @@ def drop_cache_rounding(model: ir.Model) -> int:
             ir.convenience.replace_nodes_and_values(
                 model.graph, reader, [reader], [cast], [reader.outputs[0]], [cast.outputs[0]]
             )
-        if not quantise.outputs[0].uses():
-            model.graph.remove(quantise, safe=True)
+        if not quantize.outputs[0].uses():
+            model.graph.remove(quantize, safe=True)
     return len(updates)
 
 
@@ -59,8 +59,8 @@ def store_float8_as_int8(model: ir.Model) -> int:
     updates = [update for update in cache_updates(model) if _codes(update) == ir.DataType.FLOAT8E4M3FN]
     zero = ir.Tensor(np.zeros((), np.int8), name="kv_cache.zero_int8")
     wider = np.float32(LARGEST_CODE["float8_e4m3fn"] / LARGEST_CODE["int8"])
-    for quantise, scatter, readers in updates:
-        for node in (quantise, *readers):
+    for quantize, scatter, readers in updates:
+        for node in (quantize, *readers):
             scale = node.inputs[1]
             if scale is None or scale.const_value is None:
                 raise ValueError(f"{node.name}: without a constant scale")
@@ -68,7 +68,7 @@ def store_float8_as_int8(model: ir.Model) -> int:
             tensor = ir.Tensor(np.asarray(scale.const_value.numpy() * wider), name=name)
             node.replace_input_with(1, graphs.initializer(model.graph, name, tensor))
             node.replace_input_with(2, graphs.initializer(model.graph, str(zero.name), zero))
-        for value in (quantise.outputs[0], scatter.inputs[0], scatter.outputs[0]):
+        for value in (quantize.outputs[0], scatter.inputs[0], scatter.outputs[0]):
             if value is not None:
                 value.dtype = ir.DataType.INT8
     return len(updates)
@@ -84,8 +84,8 @@ def leave_writing_to_caller(model: ir.Model, cache_length: int) -> int:
     updates = cache_updates(model)
     outputs = model.graph.outputs
     masks = _Masks(model, cache_length)
-    for quantise, scatter, readers in updates:
-        codes, past, present = quantise.outputs[0], scatter.inputs[0], scatter.outputs[0]
+    for quantize, scatter, readers in updates:
+        codes, past, present = quantize.outputs[0], scatter.inputs[0], scatter.outputs[0]
         name, heads, width = present.name, present.shape[1], present.shape[3]  # type: ignore[index]
         if not isinstance(width, int) or width % 2:
             raise BuildError(f"{name}: heads of {width} channels: new keys in 8 bits are written in pairs of bytes")
@@ -168,5 +168,5 @@ class _Masks:
 
 
 def _codes(update: CacheUpdate) -> ir.DataType | None:
-    zero = update.quantise.inputs[2]
+    zero = update.quantize.inputs[2]
     return zero.dtype if zero is not None else None

@@ -22,7 +22,7 @@ def has_mixtures(model: ir.Model) -> bool:
 def gather_used_experts(model: ir.Model) -> int:
     """Let ``model`` multiply by as many experts as its tokens can use, in place. Returns how many mixtures there are.
 
-    Quantised weights are gathered behind their DequantizeLinear: TensorRT makes one kernel of both, and refuses codes
+    Quantized weights are gathered behind their DequantizeLinear: TensorRT makes one kernel of both, and refuses codes
     that anything else reads.
     """
     return rewrite(model, _gather)

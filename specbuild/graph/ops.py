@@ -36,7 +36,7 @@ EXPERTS_SUM = "sum"
 """Adds up what the experts give."""
 _RECODED = "recoded.onnx"
 """A checkpoint's graph with weights in other codes, while it is compiled."""
-_DEQUANTISE = {"DequantizeLinear"}
+_DEQUANTIZE = {"DequantizeLinear"}
 HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
@@ -205,7 +205,7 @@ def rounded_activations(model: ir.Model) -> list[ir.Node]:
     return [
         node
         for node in all_nodes(model)
-        if node.op_type == "QuantizeLinear" and {use.node.op_type for use in node.outputs[0].uses()} <= _DEQUANTISE
+        if node.op_type == "QuantizeLinear" and {use.node.op_type for use in node.outputs[0].uses()} <= _DEQUANTIZE
     ]
 
 
@@ -214,14 +214,14 @@ def drop_activation_rounding(model: ir.Model, codes: ir.DataType | None = None) 
 
     codes: only where the codes have this type.
     """
-    for quantise in rounded_activations(model):
-        x, zero = quantise.inputs[0], quantise.inputs[2]
+    for quantize in rounded_activations(model):
+        x, zero = quantize.inputs[0], quantize.inputs[2]
         if x is None or zero is None or codes not in (None, zero.dtype):
             continue
-        for use in list(quantise.outputs[0].uses()):
+        for use in list(quantize.outputs[0].uses()):
             use.node.outputs[0].replace_all_uses_with(x)
             graph_of(use.node).remove(use.node, safe=True)
-        graph_of(quantise).remove(quantise, safe=True)
+        graph_of(quantize).remove(quantize, safe=True)
 
 
 def _cast_uses(graph: ir.Graph, weight: ir.Value) -> None:

@@ -69,7 +69,7 @@ def _nbytes(tensor: onnx.TensorProto) -> int:
 def split_products(model: ir.Model, elements: int) -> None:
     """Multiply by weights of more than ``elements`` in slices, each a weight of its own that lies in the same file.
 
-    So casting, transposing or dequantising one copies a slice only, and pieces can be cut between them.
+    So casting, transposing or dequantizing one copies a slice only, and pieces can be cut between them.
     """
     for product in [node for node in model.graph if node.op_type == "MatMul"]:
         factor = product.inputs[1]
@@ -118,9 +118,9 @@ def _by_row(x: ir.Value | None, slices: Iterable[_Slice]) -> list[ir.Node]:
     """Sums over parts of the inner axis, one added to the others at a time."""
     nodes: list[ir.Node] = []
     total: ir.Value | None = None
-    for first, last, dequantise, part in slices:
+    for first, last, dequantize, part in slices:
         own = _range_of(x, first, last, axis=-1)
-        nodes += [*own, *dequantise, ir.node("MatMul", [own[-1].outputs[0], part])]
+        nodes += [*own, *dequantize, ir.node("MatMul", [own[-1].outputs[0], part])]
         if total is not None:
             nodes.append(ir.node("Add", [total, nodes[-1].outputs[0]]))
         total = nodes[-1].outputs[0]
@@ -131,9 +131,9 @@ def _by_column(product: ir.Node, slices: Iterable[_Slice]) -> list[ir.Node]:
     """Columns of the result side by side; the weight lies the other way round, so that its rows are the columns."""
     nodes: list[ir.Node] = []
     results = []
-    for _, _, dequantise, part in slices:
+    for _, _, dequantize, part in slices:
         turned = ir.node("Transpose", [part], {"perm": [1, 0]})
-        nodes += [*dequantise, turned, ir.node("MatMul", [product.inputs[0], turned.outputs[0]])]
+        nodes += [*dequantize, turned, ir.node("MatMul", [product.inputs[0], turned.outputs[0]])]
         results.append(nodes[-1].outputs[0])
     return [*nodes, ir.node("Concat", results, {"axis": -1})]
 

@@ -227,14 +227,14 @@ def require_values(path: Path, fields: Mapping[str, Any], wanted: Mapping[str, A
 
 
 def require_architectures(path: Path, data: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raise UnsupportedModelError, naming the field, for a kind of head that is not ``known``, and quantised ones."""
+    """Raise UnsupportedModelError, naming the field, for a kind of head that is not ``known``, and quantized ones."""
     for name in architectures(data):
         if name not in known:
             raise UnsupportedModelError(
                 f"{path}: architectures {name!r}: an unknown kind of head; known are {', '.join(known)}"
             )
     if "quantization_config" in data:
-        raise UnsupportedModelError(f"{path}: quantization_config: quantised heads cannot be read; give the original")
+        raise UnsupportedModelError(f"{path}: quantization_config: quantized heads cannot be read; give the original")
 
 
 def _canonical(name: str) -> str:

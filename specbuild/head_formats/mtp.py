@@ -33,7 +33,7 @@ class MtpHead(Head):
     """Of the target that it was published with."""
 
     def check_target(self, target: Path, weights: Weights) -> None:
-        """See ``Head``. It may be a copy of the target: a quantised one, or one that was trained further."""
+        """See ``Head``. It may be a copy of the target: a quantized one, or one that was trained further."""
         found = read_json(target / CONFIG_NAME).get("model_type")
         if found != self.model_type:
             raise CheckpointError(
@@ -50,7 +50,7 @@ def is_mtp(config: Mapping[str, Any]) -> bool:
 def read_mtp(directory: Path, data: Mapping[str, Any], allow_pickle: bool) -> MtpHead:
     """Read a target's configuration ``data`` and its weight files' headers. See ``read_head``.
 
-    Quantised weights are read as dense ones.
+    Quantized weights are read as dense ones.
     """
     from specbuild.quantized_formats.config.schemes import read_scheme
     from specbuild.quantized_formats.loading import with_packed

@@ -1,4 +1,4 @@
-"""Quantising a skeleton with what a text says of it, for ``convert`` and ``quantize``."""
+"""Quantizing a skeleton with what a text says of it, for ``convert`` and ``quantize``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def calibrate_on(texts: Texts, model: Any, kv_cache: bool, part: Part, stages: S
 
 
 def unreached_experts(packed: PackedModel, largest: Largest) -> dict[str, list[int]]:
-    """The numbers of quantised experts that no token of the text has reached, by the names of their modules."""
+    """The numbers of quantized experts that no token of the text has reached, by the names of their modules."""
     found = {}
     for name, experts in packed.experts.items():
         missing = sorted(set(range(len(experts))) - largest.experts.get(name, {}).keys())
@@ -47,7 +47,7 @@ def unreached_experts(packed: PackedModel, largest: Largest) -> dict[str, list[i
     return found
 
 
-def quantise_dense(
+def quantize_dense(
     model: Any, weights: Mapping[str, Weight], recipe: Recipe, largest: Largest | None, stages: Stages
 ) -> PackedModel:
     """The weights of a skeleton by ``recipe``, and inputs by ``largest`` where it rounds them with fixed scales.

@@ -1,4 +1,4 @@
-"""Quantised weights in the graph, as standard ONNX: DequantizeLinear in front of the product, [K, N].
+"""Quantized weights in the graph, as standard ONNX: DequantizeLinear in front of the product, [K, N].
 
 This is the form that ONNX Runtime makes MatMulNBits and MatMulIntegerToFloat of, and that TensorRT keeps packed.
 """
@@ -48,7 +48,7 @@ def products(model: ir.Model, axes: int = 2) -> list[Product]:
 
 
 def attach(model: ir.Model, packed: PackedModel, prefix: str) -> None:
-    """Put quantised weights into ``model``, as the exporter leaves it, in place of the dense ones.
+    """Put quantized weights into ``model``, as the exporter leaves it, in place of the dense ones.
 
     prefix: what the exporter puts in front of parameters' names.
     """
@@ -56,17 +56,17 @@ def attach(model: ir.Model, packed: PackedModel, prefix: str) -> None:
     lookups = [node for node in model.graph if node.op_type == "Gather"]
     for product in products(model):
         if weight := packed.products.get(str(product.weight.name).removeprefix(prefix)):
-            quantise_product(model, product, weight)
+            quantize_product(model, product, weight)
     for product in products(model, axes=3):
         if experts := packed.experts.get(str(product.weight.name).removeprefix(prefix)):
-            quantise_experts(model, product, experts)
+            quantize_experts(model, product, experts)
     for node in lookups:
         table = node.inputs[0]
         if table is not None and (rows := packed.tables.get(str(table.name).removeprefix(prefix))):
-            quantise_embedding(model, node, rows)
+            quantize_embedding(model, node, rows)
 
 
-def quantise_product(model: ir.Model, product: Product, packed: Packed) -> None:
+def quantize_product(model: ir.Model, product: Product, packed: Packed) -> None:
     """Let ``product`` multiply by ``packed``. The dense weight goes where nothing else reads it."""
     node, dtype = product.node, product.weight.dtype
     if dtype is None or node.inputs[0] is None:
@@ -77,21 +77,21 @@ def quantise_product(model: ir.Model, product: Product, packed: Packed) -> None:
         x = build.node("Mul", x, build.constant("input_factors", packed.input_factors))
     if packed.channel_order is not None:
         x = build.node("Gather", x, build.constant("channel_order", packed.channel_order), axis=-1)
-    y = _product(build, x, build.dequantised(packed), packed)
+    y = _product(build, x, build.dequantized(packed), packed)
     if node.op_type == "Gemm" and len(node.inputs) > 2 and node.inputs[2] is not None:
         y = build.node("Add", y, node.inputs[2])
     build.replace(y)
     _drop_unused(model.graph, product.weight)
 
 
-def quantise_experts(model: ir.Model, product: Product, experts: Sequence[Packed]) -> None:
+def quantize_experts(model: ir.Model, product: Product, experts: Sequence[Packed]) -> None:
     """Let ``product``, whose weight [E, K, N] or [E, N, K] holds stacked experts, multiply by ``experts``."""
     node, dtype = product.node, product.weight.dtype
     if dtype is None or node.inputs[0] is None:
         raise ValueError(f"{node.name}: without an input or a dtype")
     build = _Builder(model.graph, node, str(product.weight.name), dtype)
     form = replace(experts[0], activation=shared_activation(experts))
-    build.replace(_product(build, node.inputs[0], build.dequantised_experts(experts), form))
+    build.replace(_product(build, node.inputs[0], build.dequantized_experts(experts), form))
     _drop_unused(model.graph, product.weight)
 
 
@@ -110,13 +110,13 @@ def _product(build: _Builder, x: ir.Value, weight: ir.Value, packed: Packed) -> 
     return y if factor is None else build.node("Mul", y, factor)
 
 
-def quantise_embedding(model: ir.Model, gather: ir.Node, packed: Packed) -> None:
+def quantize_embedding(model: ir.Model, gather: ir.Node, packed: Packed) -> None:
     """Let ``gather`` look rows of ``packed`` up, whose codes are [V, H] with one scale a row."""
     weight = gather.inputs[0]
     if weight is None or weight.dtype is None:
         raise ValueError(f"{gather.name}: without a weight")
     build = _Builder(model.graph, gather, f"{weight.name}.embedding", weight.dtype)
-    gather.replace_input_with(0, build.dequantised(packed))
+    gather.replace_input_with(0, build.dequantized(packed))
     build.insert()
     _drop_unused(model.graph, weight)
 
@@ -126,7 +126,7 @@ def _round_activation(build: _Builder, x: ir.Value, activation: Activation) -> t
     if activation.form not in _ACTIVATIONS:
         raise UnsupportedModelError(f"inputs in {activation.form} have no standard ONNX form")
     codes, largest_code = _ACTIVATIONS[activation.form]
-    zero = build.tensor(f"quantisation.zero_{activation.form}", ir.tensor(np.zeros((), codes.numpy()), dtype=codes))
+    zero = build.tensor(f"quantization.zero_{activation.form}", ir.tensor(np.zeros((), codes.numpy()), dtype=codes))
     largest = None
     if activation.scale is not None:
         steps = build.constant("activation_scale", activation.scale)
@@ -171,7 +171,7 @@ class _Builder:
         self.nodes.append(made)
         return value
 
-    def dequantised(self, packed: Packed) -> ir.Value:
+    def dequantized(self, packed: Packed) -> ir.Value:
         """The packed weight behind DequantizeLinear, in the graph's dtype."""
         scales = self.own("scales", packed.scales)
         if packed.global_scale is not None:
@@ -187,7 +187,7 @@ class _Builder:
             attributes["output_dtype"] = int(self.dtype)
         return self.node("DequantizeLinear", *inputs, **attributes)
 
-    def dequantised_experts(self, experts: Sequence[Packed]) -> ir.Value:
+    def dequantized_experts(self, experts: Sequence[Packed]) -> ir.Value:
         """Stacked experts [E, K, N] of one form behind DequantizeLinear, blocks along K, in the graph's dtype."""
         first, (inputs, channels) = experts[0], experts[0].shape
         block = first.block or inputs
@@ -218,7 +218,7 @@ class _Builder:
 
     def shared(self, role: str, array: Any) -> ir.Value:
         """A constant that is the same for all weights."""
-        return self.tensor(f"quantisation.{role}", self._constant(array))
+        return self.tensor(f"quantization.{role}", self._constant(array))
 
     def tensor(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
         """An initializer."""

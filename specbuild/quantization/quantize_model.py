@@ -1,4 +1,4 @@
-"""Quantise a model's dense weights by a recipe. Weights are read and rounded when they are written."""
+"""Quantize a model's dense weights by a recipe. Weights are read and rounded when they are written."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CODES: dict[CodeForm, ir.DataType] = {
 
 
 def pack_model(model: Any, recipe: Recipe, weights: Mapping[str, Any], largest: Largest | None = None) -> PackedModel:
-    """Quantise the weights of a transformers model.
+    """Quantize the weights of a transformers model.
 
     weights: by the parameters' names; they are read when codes are. An embedding and a head that are tied get codes of
     their own. largest: inputs, for recipes that need it. An expert that no token reached has the largest of its layer.

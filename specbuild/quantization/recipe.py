@@ -39,7 +39,7 @@ class Recipe:
     exclude: tuple[str, ...] = ()
     """Patterns of module names (``*.down_proj``, ``lm_head``) that stay as they are."""
     head: bool = True
-    """Whether the product that gives the logits is quantised, in formats that say so."""
+    """Whether the product that gives the logits is quantized, in formats that say so."""
     embeddings: bool = True
     """Whether the embedding is."""
 
@@ -107,7 +107,7 @@ def make_recipe(qformat: str, group_size: int | None, exclude: tuple[str, ...]) 
     """
     if qformat == "auto":
         if group_size is not None or exclude:
-            raise BuildConfigError("--group_size and --exclude say how weights are quantised: give --qformat too")
+            raise BuildConfigError("--group_size and --exclude say how weights are quantized: give --qformat too")
         return None
     if qformat not in QFORMATS:
         raise BuildConfigError(f"--qformat {qformat}: expected auto or one of {', '.join(QFORMATS)}")

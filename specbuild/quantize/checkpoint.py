@@ -1,4 +1,4 @@
-"""The quantised Hugging Face checkpoint of a skeleton: chosen, written tensor by tensor, read back."""
+"""The quantized Hugging Face checkpoint of a skeleton: chosen, written tensor by tensor, read back."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from specrun.errors import UnsupportedModelError
 
 @dataclass(frozen=True)
 class Product:
-    """A weight that is stored quantised."""
+    """A weight that is stored quantized."""
 
     parameter: str
     """Its name in the model."""
@@ -57,13 +57,13 @@ class Product:
 
 
 Products = dict[str, list[Product]]
-"""What is stored quantised, by the names of the original's tensors; of stacked experts each by itself."""
+"""What is stored quantized, by the names of the original's tensors; of stacked experts each by itself."""
 
 
 def stored_products(
     source: Path, skeleton: Skeleton, packed: PackedModel, entries: dict[str, Entry], stages: Stages
 ) -> Products:
-    """What is stored quantised of ``packed``. Raises UnsupportedModelError."""
+    """What is stored quantized of ``packed``. Raises UnsupportedModelError."""
     names = {entry: name for name, entry in entries.items()}
     parameters = dict(skeleton.model.named_parameters(remove_duplicate=False))
     shared = parameter_names(skeleton.model)
@@ -76,7 +76,7 @@ def stored_products(
         if isinstance(owner, Conv1D):
             raise UnsupportedModelError(
                 f"{source}: {module} keeps its weight transposed (Conv1D), which compressed-tensors has no form for; "
-                "specbuild convert --qformat quantises it on the way to ONNX"
+                "specbuild convert --qformat quantizes it on the way to ONNX"
             )
         if len(shared[id(parameters[parameter])]) > 1:
             stages.say(f"note: {module} shares its weight with the embedding or another module and stays as it is")
@@ -92,7 +92,7 @@ def stored_products(
             stages.say(f"note: {parameter} is made of stored tensors that are turned or mixed, and stays as it is")
         found |= experts
     if not found:
-        raise UnsupportedModelError(f"{source}: these options leave no weight to quantise")
+        raise UnsupportedModelError(f"{source}: these options leave no weight to quantize")
     return found
 
 
@@ -163,9 +163,9 @@ def write_weights(
     scales: dict[str, torch.Tensor],
     advance: Callable[[float], None],
 ) -> None:
-    """Write every tensor of the original, quantised or as it is, and the cache's ``scales``; one at a time is read."""
-    quantised = [(product, 1 / len(own)) for own in products.values() for product in own]
-    made = [f"{product.module}.{suffix}" for product, _ in quantised for suffix in SUFFIXES]
+    """Write every tensor of the original, quantized or as it is, and the cache's ``scales``; one at a time is read."""
+    quantized = [(product, 1 / len(own)) for own in products.values() for product in own]
+    made = [f"{product.module}.{suffix}" for product, _ in quantized for suffix in SUFFIXES]
     dense = [name for name in entries if name not in products]
     writer = ShardWriter(work, [*scales, *made, *dense])
     for name, tensor in scales.items():
@@ -177,7 +177,7 @@ def write_weights(
         writer.write(name, weight.dtype, weight.shape, pieces)
         advance(1)
     # Parts of one expert behind each other: it is rounded once.
-    for product, share in sorted(quantised, key=lambda entry: (entry[0].parameter, entry[0].expert or 0)):
+    for product, share in sorted(quantized, key=lambda entry: (entry[0].parameter, entry[0].expert or 0)):
         for suffix, tensor in tensors(product.weight(packed)).items():
             writer.write(f"{product.module}.{suffix}", tensor.dtype, tensor.shape, [tensor])
         advance(share)
@@ -205,9 +205,9 @@ def write_config(
 
 def _dense_modules(skeleton: Skeleton, entries: dict[str, Entry], products: Products) -> list[str]:
     """Names of products that stay as they are, here or in other implementations of the model."""
-    quantised = {product.parameter for own in products.values() for product in own}
+    quantized = {product.parameter for own in products.values() for product in own}
     kinds = {f"{name}.weight": module for name, module in skeleton.model.named_modules()}
-    here = [name for name, module in kinds.items() if isinstance(module, nn.Linear) and name not in quantised]
+    here = [name for name, module in kinds.items() if isinstance(module, nn.Linear) and name not in quantized]
     matrices = [name for name, entry in entries.items() if len(entry.shape) == 2 and name not in products]
     stored = [name for name in matrices if name.endswith(".weight") and not isinstance(kinds.get(name), nn.Embedding)]
     return targets(name.removesuffix(".weight") for name in (*here, *stored))
@@ -216,7 +216,7 @@ def _dense_modules(skeleton: Skeleton, entries: dict[str, Entry], products: Prod
 def read_back(
     work: Path, cache: CacheRounding | None, trust_remote_code: bool
 ) -> tuple[PackedModel, CacheRounding | None]:
-    """The quantised weights and scales of the cache that were written, as ``convert`` reads them. cache: as written."""
+    """The quantized weights and scales of the cache that were written, as ``convert`` reads them. cache: as written."""
     scheme = read_scheme(work, read_json(work / "config.json"))
     assert scheme is not None
     stored: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in check_weights(work).entries.items()}

@@ -1,4 +1,4 @@
-"""The draft of a quantised target: what it would propose on a text."""
+"""The draft of a quantized target: what it would propose on a text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specbuild.quantization.activation_ranges import rounding
 from specbuild.quantized_formats.config.schemes import read_scheme
 from specbuild.quantized_formats.loading import packed_products, require_claimed, with_packed
 from specbuild.weights.lazy_tensors import Reader, StoredTensor
-from specbuild.weights.packed_model import PackedModel, use_dequantised
+from specbuild.weights.packed_model import PackedModel, use_dequantized
 from specbuild.weights.safetensors_files import check_weights, require_layers
 from specrun.errors import BuildConfigError, VerificationError
 from specrun.text.tokenizer import describe_tokenizer
@@ -35,7 +35,7 @@ class Draft:
     model: Any
     """A skeleton; see ``reference.py``."""
     see_input: SeeInput
-    """Rounds inputs, where the draft is quantised itself."""
+    """Rounds inputs, where the draft is quantized itself."""
     positions: int | None
     """That it was trained for."""
 
@@ -58,7 +58,7 @@ class Draft:
 
 
 def load_draft(directory: Path, target: Path, trust_remote_code: bool) -> Draft:
-    """The checkpoint in ``directory``, dense or quantised, as a draft for the one at ``target``.
+    """The checkpoint in ``directory``, dense or quantized, as a draft for the one at ``target``.
 
     Raises CheckpointError, UnsupportedModelError; BuildConfigError where the two have different tokenizers.
     """
@@ -77,7 +77,7 @@ def load_draft(directory: Path, target: Path, trust_remote_code: bool) -> Draft:
     )
     require_claimed(directory, weights)
     packed = packed_products(model, scheme, weights, []) if scheme else PackedModel()
-    use_dequantised(model, packed, directory)
+    use_dequantized(model, packed, directory)
     return Draft(directory, model, rounding(model, packed), positions_of(config))
 
 

@@ -1,4 +1,4 @@
-"""What quantising did to a model's predictions, found on text by running both models."""
+"""What quantizing did to a model's predictions, found on text by running both models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specbuild.artifacts.resume import Part
 from specbuild.export.reference import Float32
 from specbuild.quantization.activation_ranges import batches, rounding
 from specbuild.weights.kv_cache import CacheRounding, RoundedCache
-from specbuild.weights.packed_model import PackedModel, dequantised
+from specbuild.weights.packed_model import PackedModel, dequantized
 from specrun.errors import VerificationError
 
 if TYPE_CHECKING:
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Quality:
-    """The quantised model beside the original."""
+    """The quantized model beside the original."""
 
     tokens: int
     """That were predicted."""
     perplexity: float
-    """Of the quantised model."""
+    """Of the quantized model."""
     original_perplexity: float
     mean_kl: float
-    """Nats: of the original's distribution from the quantised one's, by token."""
+    """Nats: of the original's distribution from the quantized one's, by token."""
     top1_agreement: float
     """The share of tokens whose most likely one is the same."""
     acceptance_rate: float | None
-    """The share of tokens where the draft's most likely one is the quantised model's, both after the text itself: what
+    """The share of tokens where the draft's most likely one is the quantized model's, both after the text itself: what
     greedy token acceptance would accept of single draft tokens there. None without a draft."""
     original_acceptance_rate: float | None
     """The same with the original model."""
@@ -75,13 +75,13 @@ def measure(
     sums = _Sums(**part.state)
     for batch in batches(model, rows[part.rows :], every_logit=True):
         original = _logits(model, batch, Float32(), "the original")
-        with dequantised(model, packed, directory):
-            quantised = _logits(model, batch, Float32(see_input), "the quantised model", cache)
+        with dequantized(model, packed, directory):
+            quantized = _logits(model, batch, Float32(see_input), "the quantized model", cache)
         if draft is not None:
             proposed = draft.proposals(batch)[:, :-1]
-            for number, side in enumerate((original, quantised)):
+            for number, side in enumerate((original, quantized)):
                 sums.accepted[number] += int((side[:, :-1].argmax(dim=-1) == proposed).sum())
-        for ids, one, other in zip(batch, original, quantised, strict=True):
+        for ids, one, other in zip(batch, original, quantized, strict=True):
             expected, found = (logits[:-1].log_softmax(dim=-1) for logits in (one, other))
             following = torch.from_numpy(ids[1:, None])
             for number, side in enumerate((expected, found)):

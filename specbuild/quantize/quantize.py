@@ -1,4 +1,4 @@
-"""``specbuild quantize``: dense Hugging Face checkpoint -> quantised one, in the format of compressed-tensors."""
+"""``specbuild quantize``: dense Hugging Face checkpoint -> quantized one, in the format of compressed-tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specbuild.artifacts.resume import Run, run_for, stopped_run
-from specbuild.convert.inputs import quantisation_provenance
+from specbuild.convert.inputs import quantization_provenance
 from specbuild.files import require_space
 from specbuild.hf.hub import locate
 from specbuild.hf.model_config import read_model_config
@@ -33,11 +33,11 @@ LEAST_TOP1 = 0.9
 """A format that keeps fewer of the original's likeliest tokens is not chosen unasked."""
 AUTO = "int8"
 """What ``auto`` means: of the formats that keep to ``LEAST_TOP1`` the fastest with a draft on a CPU, as
-scripts/benchmarks/quantised.py measured them; a test compares."""
+scripts/benchmarks/quantized.py measured them; a test compares."""
 
 
 @dataclass(frozen=True)
-class QuantiseOptions:
+class QuantizeOptions:
     """What ``specbuild quantize`` was asked for."""
 
     model: str
@@ -46,14 +46,14 @@ class QuantiseOptions:
     group_size: int | None = None
     exclude: tuple[str, ...] = ()
     lm_head: bool = False
-    """Quantise it too; vLLM and others do not read that for every model."""
+    """Quantize it too; vLLM and others do not read that for every model."""
     kv_cache_dtype: str = "auto"
     """The type of cache that scales are written for."""
     texts: TextOptions = field(default_factory=TextOptions)
     quality: bool = True
     """Compare the predictions with the original's."""
     draft_dir: str | None = None
-    """A draft for the model: the comparison says what quantising does to the acceptance rate of the pair."""
+    """A draft for the model: the comparison says what quantizing does to the acceptance rate of the pair."""
     revision: str | None = None
     trust_remote_code: bool = False
     resume: bool = False
@@ -61,7 +61,7 @@ class QuantiseOptions:
 
 
 class Source(NamedTuple):
-    """A checkpoint that was checked, and what of it is to be quantised."""
+    """A checkpoint that was checked, and what of it is to be quantized."""
 
     directory: Path
     files: Weights
@@ -72,8 +72,8 @@ class Source(NamedTuple):
     draft: Draft | None
 
 
-def quantise(options: QuantiseOptions, stages: Stages) -> dict[str, Any]:
-    """Quantise one checkpoint and return what quality.json says. Raises SpecError."""
+def quantize(options: QuantizeOptions, stages: Stages) -> dict[str, Any]:
+    """Quantize one checkpoint and return what quality.json says. Raises SpecError."""
     require_packages("torch", "transformers", "safetensors", "onnx_ir")
     output_dir = Path(options.output_dir)
     require_free(output_dir, options.force)
@@ -121,7 +121,7 @@ def quantise(options: QuantiseOptions, stages: Stages) -> dict[str, Any]:
         plan = pack_model(skeleton.model, recipe.without_inputs, skeleton.weights)
         products = stored_products(source, skeleton, plan, files.entries, stages)
     with stages.stage("checksums of the checkpoint"):
-        made = quantisation_provenance(options, directories, stopped.made if stopped else None)
+        made = quantization_provenance(options, directories, stopped.made if stopped else None)
     with run_for(output_dir, made, stopped, stages) as run:
         if not run.written.exists():  # Known before calibrating.
             require_space({output_dir.absolute().parent: output_bytes(files.entries, products, plan)})
@@ -135,14 +135,14 @@ def quantise(options: QuantiseOptions, stages: Stages) -> dict[str, Any]:
     return report
 
 
-def _write(options: QuantiseOptions, recipe: Recipe, source: Source, run: Run, stages: Stages) -> dict[str, Any]:
+def _write(options: QuantizeOptions, recipe: Recipe, source: Source, run: Run, stages: Stages) -> dict[str, Any]:
     """Calibrate, write ``run.written`` and compare it with the original, as far as that is not done yet.
 
     Returns what quality.json says.
     """
     import torch
 
-    from specbuild.quantization.calibration import calibrate_on, quantise_dense, unreached_experts
+    from specbuild.quantization.calibration import calibrate_on, quantize_dense, unreached_experts
     from specbuild.quantize.checkpoint import read_back, stored_cache, write_config, write_weights
     from specbuild.quantize.quality import measure
     from specbuild.weights.kv_cache import coarser, rounding_for
@@ -153,7 +153,7 @@ def _write(options: QuantiseOptions, recipe: Recipe, source: Source, run: Run, s
         largest = calibrate_on(texts, skeleton.model, kv_cache is not None, run.part("calibration"), stages)
     if kv_cache and largest:
         cache = rounding_for(kv_cache, coarser(kv_cache, largest.cache), torch.float32)
-    packed = quantise_dense(skeleton.model, skeleton.weights, recipe, largest, stages)
+    packed = quantize_dense(skeleton.model, skeleton.weights, recipe, largest, stages)
     scales = stored_cache(directory, skeleton.model, products, cache)
     if not run.written.exists():
         with new_directory(run.written, force=False) as work:
@@ -172,19 +172,19 @@ def _write(options: QuantiseOptions, recipe: Recipe, source: Source, run: Run, s
 
 
 def _require_dense(source: Path) -> None:
-    """Raise SpecError where weights are quantised already."""
+    """Raise SpecError where weights are quantized already."""
     from specbuild.quantized_formats.config.schemes import read_scheme
 
     path = source / "config.json"
     if path.is_file() and (scheme := read_scheme(source, read_json(path))):
         raise UnsupportedModelError(
-            f"{scheme.path}: weights are quantised already ({scheme.method}); give specbuild convert this checkpoint "
-            "as it is, or quantise the one that it was made of"
+            f"{scheme.path}: weights are quantized already ({scheme.method}); give specbuild convert this checkpoint "
+            "as it is, or quantize the one that it was made of"
         )
 
 
 def _report(
-    options: QuantiseOptions,
+    options: QuantizeOptions,
     skeleton: Skeleton,
     original_bytes: int,
     nbytes: int,

@@ -1,4 +1,4 @@
-"""Quantised weights of a checkpoint as tensors that can be read like dense ones, for transformers' own loading."""
+"""Quantized weights of a checkpoint as tensors that can be read like dense ones, for transformers' own loading."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SCALES = {ir.DataType.FLOAT16: torch.float16, ir.DataType.FLOAT: torch.float32}
 
 
 class PackedReader(NamedTuple):
-    """A quantised weight [N, K]; see ``tensors.Reader``."""
+    """A quantized weight [N, K]; see ``tensors.Reader``."""
 
     packed: Packed
 
@@ -36,12 +36,12 @@ class PackedReader(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it was before it was quantised, as far as its scales tell."""
+        """What it was before it was quantized, as far as its scales tell."""
         return _SCALES.get(self.packed.scales.dtype, torch.bfloat16)
 
     def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
-        """A part in ``dtype``, dequantised."""
-        return torch.from_numpy(self.packed.dequantise(index[0])).T[:, index[1]].to(dtype)
+        """A part in ``dtype``, dequantized."""
+        return torch.from_numpy(self.packed.dequantize(index[0])).T[:, index[1]].to(dtype)
 
 
 def with_packed(scheme: Scheme, stored: Mapping[str, Reader]) -> dict[str, Reader]:
@@ -49,7 +49,7 @@ def with_packed(scheme: Scheme, stored: Mapping[str, Reader]) -> dict[str, Reade
 
     Raises CheckpointError where tensors contradict the configuration or each other.
     """
-    scheme.require_quantised(stored)
+    scheme.require_quantized(stored)
     modules: dict[str, dict[str, FromTorch]] = {}
     for name, tensor in stored.items():
         if found := scheme.split(name):
@@ -57,7 +57,7 @@ def with_packed(scheme: Scheme, stored: Mapping[str, Reader]) -> dict[str, Reade
     readers = dict(stored)
     for module, own in modules.items():
         tensors: dict[str, Any] = dict(own)  # FromTorch is a StoredTensor of the readers.
-        if not scheme.is_quantised(tensors):
+        if not scheme.is_quantized(tensors):
             continue
         for suffixed in own.values():
             del readers[suffixed.name]
@@ -72,7 +72,7 @@ def with_packed(scheme: Scheme, stored: Mapping[str, Reader]) -> dict[str, Reade
 def packed_products(model: Any, scheme: Scheme, weights: Mapping[str, Weight], notes: list[str]) -> PackedModel:
     """The products of ``model`` whose weights the checkpoint holds in few bits.
 
-    ``notes`` gets sentences for people. What else is quantised (embeddings, say) is dequantised when it is written.
+    ``notes`` gets sentences for people. What else is quantized (embeddings, say) is dequantized when it is written.
     """
     found = PackedModel()
     for name, module in model.named_modules():
@@ -81,11 +81,11 @@ def packed_products(model: Any, scheme: Scheme, weights: Mapping[str, Weight], n
         if not isinstance(weight.reader, PackedReader):
             if scheme.strict and weight.name == f"{name}.weight" and scheme.form(name) is not None:
                 raise CheckpointError(
-                    f"{scheme.path}: {name} is said to be quantised, and its weight is dense; download both again"
+                    f"{scheme.path}: {name} is said to be quantized, and its weight is dense; download both again"
                 )
             continue
         if isinstance(module, Conv1D):
-            raise UnsupportedModelError(f"{scheme.path}: {name}: quantised weights of Conv1D modules are not read")
+            raise UnsupportedModelError(f"{scheme.path}: {name}: quantized weights of Conv1D modules are not read")
         found.products[f"{name}.weight"] = _attachable(weight.reader.packed, notes)
     for name, weight in weights.items():
         if experts := _experts(weight.reader, notes):
@@ -106,7 +106,7 @@ def _experts(reader: Reader, notes: list[str]) -> tuple[Packed, ...]:
     forms = {(one.codes.dtype, one.scales.dtype, one.block, one.axis, one.zero_points is None) for one in experts}
     if len(experts) == len(sources) and len(forms) == 1 and not any(one.has_extras for one in experts):
         return experts
-    note = "experts are dequantised: their codes do not fit into one tensor"
+    note = "experts are dequantized: their codes do not fit into one tensor"
     if note not in notes:
         notes.append(note)
     return ()
@@ -134,5 +134,5 @@ def require_claimed(directory: Path, weights: Mapping[str, Weight]) -> None:
         if isinstance(weight.reader, StoredTensor) and weight.dtype.is_floating_point and stored.itemsize == 1:
             raise UnsupportedModelError(
                 f"{directory}: {name} is stored as {str(stored).removeprefix('torch.')} in a way that "
-                "specbuild does not read; give the checkpoint as it was before quantisation"
+                "specbuild does not read; give the checkpoint as it was before quantization"
             )

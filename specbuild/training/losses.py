@@ -1,4 +1,4 @@
-"""A draft beside its target: what is minimised, and how many of its tokens would stand."""
+"""A draft beside its target: what is minimized, and how many of its tokens would stand."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Expected:
     """The target's distributions where drafts are compared with them. They are made once, for all drafts."""
 
     def __init__(self, logits: torch.Tensor, vocabulary: torch.Tensor | None) -> None:
-        """logits [N, V]. With a ``vocabulary`` [V_draft] they are renormalised on it, as in SpecForge."""
+        """logits [N, V]. With a ``vocabulary`` [V_draft] they are renormalized on it, as in SpecForge."""
         self.best = logits.argmax(-1)
         """[N]: the likeliest token."""
         self._vocabulary = vocabulary

@@ -123,12 +123,12 @@ def train_draft(options: TrainOptions, stages: Stages) -> dict[str, Any]:
 
 
 def _require_dense(directory: Path) -> None:
-    """Raise UnsupportedModelError where weights are quantised."""
+    """Raise UnsupportedModelError where weights are quantized."""
     from specbuild.quantized_formats.config.schemes import read_scheme
 
     if scheme := read_scheme(directory, read_json(directory / "config.json")):
         raise UnsupportedModelError(
-            f"{scheme.path}: weights are quantised ({scheme.method}); train on the checkpoint that it was made of: the "
+            f"{scheme.path}: weights are quantized ({scheme.method}); train on the checkpoint that it was made of: the "
             "draft fits both"
         )
 

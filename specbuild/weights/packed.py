@@ -1,4 +1,4 @@
-"""The one form in which a quantised weight travels: codes and scales of a product ``x @ weight``."""
+"""The one form in which a quantized weight travels: codes and scales of a product ``x @ weight``."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Packed:
         tensors = (self.codes, self.scales, self.zero_points, self.offsets)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
-    def dequantise(self, channels: slice = slice(None)) -> Floats:
+    def dequantize(self, channels: slice = slice(None)) -> Floats:
         """The weight in float32 [K, N], rows in the order of the input's channels; of a table [V, H], rows as they are.
 
         channels: only these output channels; of a table, these rows.

@@ -1,4 +1,4 @@
-"""The quantised weights of a whole model, and how the model itself is run with them."""
+"""The quantized weights of a whole model, and how the model itself is run with them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specbuild.weights.packed import Activation, Packed, shared_activation
 
 @dataclass(frozen=True)
 class PackedModel:
-    """Quantised weights by their parameters' names; a tied one stands under each of its names."""
+    """Quantized weights by their parameters' names; a tied one stands under each of its names."""
 
     products: dict[str, Packed] = field(default_factory=dict)
     """Of Linear and the like: codes [K, N]."""
@@ -64,28 +64,28 @@ def parameter_names(model: Any) -> dict[int, list[str]]:
     return names
 
 
-def use_dequantised(model: Any, packed: PackedModel, directory: Path) -> None:
-    """Let a skeleton compute with dequantised weights when it is run (``reference.py``)."""
+def use_dequantized(model: Any, packed: PackedModel, directory: Path) -> None:
+    """Let a skeleton compute with dequantized weights when it is run (``reference.py``)."""
     transposed = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}
     by_input = {name for name, module in model.named_modules() if getattr(module, "is_transposed", False)}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if weight := packed.products.get(name):
-            reader = _Dequantised(tuple(parameter.shape), weight, name in transposed)
+            reader = _Dequantized(tuple(parameter.shape), weight, name in transposed)
             parameter.source = Weight(name, torch.float32, reader, directory)
         if experts := packed.experts.get(name):
-            matrices = tuple(_Dequantised(tuple(reversed(one.shape)), one, False) for one in experts)
+            matrices = tuple(_Dequantized(tuple(reversed(one.shape)), one, False) for one in experts)
             stacked = Stacked(matrices, is_transposed=name.rpartition(".")[0] in by_input)
             parameter.source = Weight(name, torch.float32, stacked, directory)
         if table := packed.tables.get(name):
-            parameter.lookup = Weight(name, torch.float32, _Dequantised(table.shape, table, False), directory)
+            parameter.lookup = Weight(name, torch.float32, _Dequantized(table.shape, table, False), directory)
 
 
 @contextmanager
-def dequantised(model: Any, packed: PackedModel, directory: Path) -> Iterator[None]:
-    """``use_dequantised`` for as long as the block runs."""
+def dequantized(model: Any, packed: PackedModel, directory: Path) -> Iterator[None]:
+    """``use_dequantized`` for as long as the block runs."""
     parameters = dict(model.named_parameters()).values()
     before = [dict(vars(parameter)) for parameter in parameters]
-    use_dequantised(model, packed, directory)
+    use_dequantized(model, packed, directory)
     try:
         yield
     finally:
@@ -94,7 +94,7 @@ def dequantised(model: Any, packed: PackedModel, directory: Path) -> Iterator[No
             vars(parameter).update(attributes)
 
 
-class _Dequantised(NamedTuple):
+class _Dequantized(NamedTuple):
     """See ``tensors.Reader``."""
 
     shape: tuple[int, ...]
@@ -104,13 +104,13 @@ class _Dequantised(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what comes out of dequantising."""
+        """Of what comes out of dequantizing."""
         return torch.float32
 
     def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
         """A part in ``dtype``."""
         channels, inputs = reversed(index) if self.transposed else index
-        part = torch.from_numpy(self.packed.dequantise(channels))
+        part = torch.from_numpy(self.packed.dequantize(channels))
         part = part if self.packed.axis == 0 else part.T
         part = part[:, inputs]
         return (part.T if self.transposed else part).to(dtype)

@@ -138,7 +138,7 @@ class OrtDeviceBackend:
         provider, options = "CPUExecutionProvider", {}
         if device.kind == "cuda":
             _load_cuda_libraries()
-            # On our own stream, kernels before and after need no synchronisation.
+            # On our own stream, kernels before and after need no synchronization.
             provider = "CUDAExecutionProvider"
             options = {
                 "device_id": str(device.number),
@@ -225,9 +225,9 @@ def _open(
         )
     if provider == "CUDAExecutionProvider":
         require_release(ort.__version__)
-    optimised = provider == "CPUExecutionProvider"  # When it was built, for this processor.
+    optimized = provider == "CPUExecutionProvider"  # When it was built, for this processor.
     level = ort.GraphOptimizationLevel
-    options.graph_optimization_level = level.ORT_DISABLE_ALL if optimised else level.ORT_ENABLE_ALL
+    options.graph_optimization_level = level.ORT_DISABLE_ALL if optimized else level.ORT_ENABLE_ALL
     try:
         session = ort.InferenceSession(directory / GRAPH_NAME, options, providers=[(provider, provider_options)])
     except Exception as error:  # ONNX Runtime's exceptions share no base class.

@@ -223,7 +223,7 @@ class TrtBackend:
         context.set_device_memory(self._workspace.address, self.workspace_bytes)
         if profile:
             done = context.set_optimization_profile_async(profile, self.device.stream)
-            self._require(done, f"optimisation profile {profile}")
+            self._require(done, f"optimization profile {profile}")
             self.device.wait()
         return context
 

@@ -39,7 +39,7 @@ GRAPH_NAME = "model.onnx"
 WEIGHTS_NAME = "model.onnx.data"
 """The graph's weights, beside it."""
 PLAN_NAME = "rank0.engine"
-"""TensorRT's serialised engine."""
+"""TensorRT's serialized engine."""
 _NEW_POSITIONS = 2048
 """Of one pass, where they have memory of their own."""
 _KINDS = {"engine": "an engine directory", "checkpoint": "a checkpoint directory"}
@@ -91,7 +91,7 @@ class CacheTensor(Strict):
     head_dim: int = Field(ge=1, le=1 << 16, validation_alias=AliasChoices("head_dim", "width"))
 
 
-class QuantisedWeights(Strict):
+class QuantizedWeights(Strict):
     """What the weights of products and the embedding are stored in; the others have the graph's dtype."""
 
     source: str
@@ -123,7 +123,7 @@ class GraphInfo(Strict):
     """Of everything that is computed."""
     kv_cache_dtype: CacheName | None = None
     """What keys and values are stored in; None: what is computed in."""
-    quantised: QuantisedWeights | None = None
+    quantized: QuantizedWeights | None = None
     caches: list[CacheTensor] = Field(max_length=1 << 16)
     features: Features | None = None
     """None: the graph has none."""
@@ -211,7 +211,7 @@ class Tensor(Strict):
 
 
 class Profile(Strict):
-    """The sizes one TensorRT optimisation profile covers."""
+    """The sizes one TensorRT optimization profile covers."""
 
     name: Literal["context", "generation"]
     batch: Range

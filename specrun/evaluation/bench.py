@@ -160,7 +160,7 @@ def measure(
                         report(f"note: {note}")
                     report(f"batch {size}, draft_len {shown_draft_len(draft_len)}")
                     passes = _interleave(alone, pair, _batches(prompts, size, settings), settings.repetitions, report)
-                    results[size, draft_len] = _summarise(size, draft_len, passes, settings)
+                    results[size, draft_len] = _summarize(size, draft_len, passes, settings)
     return [results[size, draft_len] for size in settings.batch_sizes for draft_len in settings.fixed_draft_lens]
 
 
@@ -198,7 +198,7 @@ def _interleave(
     return passes
 
 
-def _summarise(size: int, draft_len: int | None, passes: Sequence[tuple[_Pass, _Pass]], settings: Settings) -> Result:
+def _summarize(size: int, draft_len: int | None, passes: Sequence[tuple[_Pass, _Pass]], settings: Settings) -> Result:
     alone, pair = zip(*passes, strict=True)
     drafted, evaluated, accepted = np.array([counts for theirs in pair for counts in theirs.rounds]).T
     places = range(1, evaluated.max() + 1)

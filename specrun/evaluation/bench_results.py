@@ -20,7 +20,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
-        """Summarise one value a repetition."""
+        """Summarize one value a repetition."""
         known = sorted(map(float, values))
         return cls(median(known), known[0], known[-1])
 

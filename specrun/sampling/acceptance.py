@@ -34,7 +34,7 @@ def accept_logits(
     draft_tokens: g ids; draft_probs [g, V]: the distributions they were drawn from; target_probs [g + 1, V];
     uniforms: g numbers in [0, 1). No more of the latter two are taken than are needed.
     Draft token d stands with probability min(1, p(d) / q(d)).
-    Returns how many drafts stand and the weights [V] (not normalised) that the token after them must be drawn from:
+    Returns how many drafts stand and the weights [V] (not normalized) that the token after them must be drawn from:
     max(p - q, 0) after a rejection, p itself after full acceptance.
     """
     targets, numbers = iter(target_probs), iter(uniforms)

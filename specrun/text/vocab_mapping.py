@@ -1,7 +1,7 @@
 """Which tokens two vocabularies spell alike, for a draft whose tokenizer is not the target's.
 
 Token-level intersection (arXiv 2502.05202): the draft proposes only tokens that both have. Its logits are moved to the
-target's ids; the target's other tokens get -inf there. So q is the draft's distribution renormalised over the
+target's ids; the target's other tokens get -inf there. So q is the draft's distribution renormalized over the
 intersection, and everything behind it works as for any draft.
 """
 

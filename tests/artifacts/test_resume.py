@@ -29,7 +29,7 @@ from specbuild.progress import Advance, Stages
 from specbuild.quantization import activation_ranges as inputs
 from specbuild.quantization.activation_ranges import Largest
 from specbuild.quantization.calibration_data import TextOptions, read_texts
-from specbuild.quantize.quantize import QuantiseOptions, quantise
+from specbuild.quantize.quantize import QuantizeOptions, quantize
 from specrun.errors import BuildConfigError, CheckpointError, OutputExistsError
 from tests.helpers.families import TEXT, VOCAB, save_checkpoint
 from tests.helpers.interruptions import Build, interrupted, with_small_files
@@ -95,9 +95,9 @@ Run = Callable[..., Watched]
 def run(text: Path) -> Run:
     def run(source: Path, output: Path, stop: tuple[str, int] = ("", 0), **options: Any) -> Watched:
         stages, texts = Watched(*stop), TextOptions(str(text), ROWS, 16)
-        given = QuantiseOptions(str(source), output, **{"texts": texts, "qformat": "fp8", **options})
+        given = QuantizeOptions(str(source), output, **{"texts": texts, "qformat": "fp8", **options})
         try:
-            quantise(given, stages)
+            quantize(given, stages)
         except KeyboardInterrupt:
             assert stop[0], "nobody pressed Ctrl-C"
         return stages
@@ -110,7 +110,7 @@ def run(text: Path) -> Run:
     [("llama3", {"kv_cache_dtype": "int8", "draft": "qwen2"}), ("mixtral", {"kv_cache_dtype": "fp8"})],
     ids=["cache and draft", "experts"],
 )
-def test_a_quantisation_goes_on_to_the_same_files(
+def test_a_quantization_goes_on_to_the_same_files(
     family: str, options: dict[str, Any], tmp_path: Path, run: Run
 ) -> None:
     source, output, options = save_checkpoint(tmp_path / "source", family, seed=1), tmp_path / "out", dict(options)
@@ -249,7 +249,7 @@ def test_only_what_would_be_lost_is_kept(hf: Path, tmp_path: Path, text: Path, r
     save_file(weights, damaged / "model.safetensors", metadata={"format": "pt"})
     stages = Watched()
     with pytest.raises(CheckpointError, match="not finite"):
-        quantise(QuantiseOptions(str(damaged), output, "fp8", texts=texts), stages)
+        quantize(QuantizeOptions(str(damaged), output, "fp8", texts=texts), stages)
     assert stages.done[CALIBRATE] == ROWS
     assert not checkpoint_of(output).exists()
     checkpoint_of(output).mkdir()

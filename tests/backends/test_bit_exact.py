@@ -21,7 +21,7 @@ from specrun.runners.host_runner import build_inputs
 from specrun.sampling.sampler import SamplingParams
 from specrun.speculative import exactness, loader
 from tests.helpers.engines import make_engine, once
-from tests.helpers.quantized_onnx import quantised, with_one_scale
+from tests.helpers.quantized_onnx import quantized, with_one_scale
 from tests.helpers.tables import table_config
 
 PADDED = {"query_len": 2, "num_logits": 2, "row_multiple": 2}
@@ -34,7 +34,7 @@ def int4(onnx: Path, shared: Path) -> Path:
     """The target in blocks of 64 4-bit weights: kernels take two rows at a time, and a last one otherwise."""
 
     def make(root: Path) -> None:
-        checkpoint = quantised(onnx / "target", root / "onnx", "int4")
+        checkpoint = quantized(onnx / "target", root / "onnx", "int4")
         make_engine(checkpoint, root / "engine", max_input_len=48, max_batch_size=4, max_draft_len=6)
 
     return once(shared / "int4", make) / "engine"
@@ -111,7 +111,7 @@ def test_float32_needs_no_padding(engines: Path, single_queries: Path) -> None:
 
 @KNOWN
 def test_a_scale_a_token_needs_no_padding(onnx: Path, tmp_path: Path) -> None:
-    checkpoint = quantised(onnx / "target", tmp_path / "onnx", "int8")
+    checkpoint = quantized(onnx / "target", tmp_path / "onnx", "int8")
     found = open_engine(make_engine(checkpoint, tmp_path / "engine")).bit_exact
     assert found
     assert found.shapes == ANY_SHAPE

@@ -160,7 +160,7 @@ def test_config_that_is_no_config(out: Path, tmp_path: Path, text: str, fragment
             ["quantization_config.bits is missing", "download"],
         ),
         ({"model_type": "llama", "quantization_config": "yes"}, ["quantization_config 'yes'", "expected an object"]),
-        ({"model_type": "llama", "quantization_config": {"quant_method": "hqq"}}, ["quantised (HQQ"]),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "hqq"}}, ["quantized (HQQ"]),
         ({"model_type": "custom", "auto_map": {"AutoConfig": "code.Config"}}, ["auto_map", "--trust_remote_code"]),
         ({"model_type": "llama", "hidden_size": "wide"}, ["transformers cannot read it", "hidden_size", "'wide'"]),
     ],

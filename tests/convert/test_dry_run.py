@@ -41,7 +41,7 @@ def test_it_says_what_is_then_made(qformat: str, tmp_path: Path) -> None:
     assert said["computes in"] == made.graph.dtype
     assert said["KV cache"] == f"float32, {human_bytes(made.graph.cache_bytes(1, 1))} a token"
     assert said["calibration"] == ("2 rows of 16 tokens" if qformat == "fp8" else "not needed")
-    forms = made.graph.quantised.forms if made.graph.quantised else {}
+    forms = made.graph.quantized.forms if made.graph.quantized else {}
     assert all(f"{count} in {form.removesuffix(', inputs float8')}" in said["weights"] for form, count in forms.items())
     assert bool(forms) == (qformat != "auto")
     disk = float(said["disk"].split()[1]) * {"kB": 1e3, "MB": 1e6}[said["disk"].split()[2].rstrip(";")]

@@ -56,6 +56,6 @@ def test_convert_never_holds_the_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_experts_are_never_dequantised_together(tmp_path: Path) -> None:
+def test_experts_are_never_dequantized_together(tmp_path: Path) -> None:
     assert write_checkpoint(tmp_path / "hf", EXPERTS, torch.bfloat16) > 150e6
     assert peak_of_convert(tmp_path / "hf", "--qformat", "int8") < 300e6

@@ -19,7 +19,7 @@ from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import open_engine
 from specrun.errors import PairError, RequestError
-from specrun.evaluation.bench import Settings, _batches, _Pass, _split, _summarise, as_json, measure
+from specrun.evaluation.bench import Settings, _batches, _Pass, _split, _summarize, as_json, measure
 from specrun.evaluation.bench_results import Result, table
 from specrun.request.request import Request
 from specrun.request.stats import predicted_speedup
@@ -185,7 +185,7 @@ def test_rounds_that_are_not_timed_have_no_split(tmp_path: Path) -> None:
         decoder = open_tables(tmp_path, TARGET, TARGET)
         decoder.scheduler.round = Untimed(decoder.scheduler.round)
         found.decode(decoder, [Request([0], SamplingParams(), 10)])
-    result = _summarise(1, 4, [passes], Settings())
+    result = _summarize(1, 4, [passes], Settings())
     assert result.split is None
     assert result.speedup.median > 0
     Console(file=io.StringIO()).print(table([result]))

@@ -124,7 +124,7 @@ def test_a_plan_multiplies_by_the_gathered_experts(
 ) -> None:
     """No kernel writes anything of all experts, and their weights are in the plan once.
 
-    writes_all: all experts' weights are dequantised into memory in every pass where they are not gathered.
+    writes_all: all experts' weights are dequantized into memory in every pass where they are not gathered.
     """
     onnx_dir = make_onnx(save(tmp_path / "hf"), tmp_path / "onnx", qformat=qformat, verify=False)
     sizes = {"max_draft_len": 4, "max_input_len": 32, "max_seq_len": 64, "compute_capabilities": (120,)}

@@ -70,7 +70,7 @@ def test_unused_experts_are_not_read(tmp_path: Path) -> None:
     ("qformat", "operator"),
     [("int8", "MatMulIntegerToFloat"), ("int4", "MatMulNBits")],
 )
-def test_quantised_experts(qformat: str, operator: str, tmp_path: Path) -> None:
+def test_quantized_experts(qformat: str, operator: str, tmp_path: Path) -> None:
     """Every product of a branch is the fast operator, and the weights take few bits in the engine too."""
     checkpoint = save_checkpoint(tmp_path / "hf", "mixtral", intermediate_size=128)
     onnx_dir = make_onnx(checkpoint, tmp_path / "onnx", qformat=qformat)
@@ -88,7 +88,7 @@ def test_quantised_experts(qformat: str, operator: str, tmp_path: Path) -> None:
     assert np.abs(unrounded - expected).max() > 1e-3 * np.abs(expected).max()
 
 
-def test_a_plan_with_quantised_experts(tmp_path: Path) -> None:
+def test_a_plan_with_quantized_experts(tmp_path: Path) -> None:
     """TensorRT-RTX takes stacked codes, and they stay packed in its plan."""
     checkpoint = save_checkpoint(
         tmp_path / "hf", "mixtral", dtype=torch.bfloat16, hidden_size=256, intermediate_size=1024, num_hidden_layers=1
@@ -105,23 +105,23 @@ def test_a_plan_with_quantised_experts(tmp_path: Path) -> None:
     ("family", "store", "form"),
     [("gpt_oss", mxfp4, "float4 in groups of 32"), ("mixtral", int8_channels, "int8")],
 )
-def test_checkpoints_with_quantised_experts(
+def test_checkpoints_with_quantized_experts(
     family: str, store: Callable[[Path], None], form: str, tmp_path: Path
 ) -> None:
     """Their codes are taken over, and reach the engine."""
     checkpoint = save_checkpoint(tmp_path / "hf", family, dtype=torch.bfloat16)
     store(checkpoint)
-    onnx_dir = make_onnx(checkpoint, tmp_path / "onnx", dtype="float32")  # Verified beside the dequantised model.
+    onnx_dir = make_onnx(checkpoint, tmp_path / "onnx", dtype="float32")  # Verified beside the dequantized model.
     config = open_checkpoint(onnx_dir)
-    assert config.graph.quantised is not None
-    assert config.graph.quantised.forms == {form: 2 * 2 * 4}
-    assert not any("dequantised" in note for note in config.provenance.notes)
+    assert config.graph.quantized is not None
+    assert config.graph.quantized.forms == {form: 2 * 2 * 4}
+    assert not any("dequantized" in note for note in config.provenance.notes)
     engine = make_engine(onnx_dir, tmp_path / "engine")
     assert operators(engine)["MatMulNBits"] == 2 * 2 * 4
     dense = make_onnx(checkpoint, tmp_path / "dense", dtype="float32", dequantize=True, verify=False)
     (expected,) = checkpoint_logits(dense, [TOKENS])
     assert np.abs(logits(opened(engine), TOKENS) - expected).max() < 2e-2 * np.abs(expected).max()
-    if family == "gpt_oss":  # TensorRT dequantises float4 to 16 bits only.
+    if family == "gpt_oss":  # TensorRT dequantizes float4 to 16 bits only.
         bfloat16 = make_onnx(checkpoint, tmp_path / "bfloat16", verify=False)
         plan = make_engine(bfloat16, tmp_path / "plan", backend="tensorrt_rtx", max_draft_len=4)
         assert open_engine(plan).backend.name == "tensorrt_rtx"

@@ -72,7 +72,7 @@ def test_the_layer_of_another_target(mtp_target: Path, target: Path, tmp_path: P
     says(head_error(target, mtp_target, tmp_path / "out"), mtp_target, "glm4_moe", "llama", "another target")
 
 
-def test_quantised_tensors_are_read_as_dense_ones(copied: Path) -> None:
+def test_quantized_tensors_are_read_as_dense_ones(copied: Path) -> None:
     codes, scales = torch.randn(64, 128).to(torch.float8_e4m3fn), torch.tensor([[0.25]])
     change_tensors(copied, **{"eh_proj.weight": codes, "eh_proj.weight_scale_inv": scales})
     change_config(

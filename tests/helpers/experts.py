@@ -88,7 +88,7 @@ def mxfp4(directory: Path) -> None:
         tensors[f"{name}_blocks"] = torch.from_numpy(rng.integers(0, 256, (*shape, 16), dtype=np.uint8))
         tensors[f"{name}_scales"] = torch.from_numpy(rng.integers(122, 126, shape, dtype=np.uint8))
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    say_quantised(directory, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    say_quantized(directory, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
 
 
 def int8_channels(directory: Path, symmetric: bool = True) -> None:
@@ -110,9 +110,9 @@ def int8_channels(directory: Path, symmetric: bool = True) -> None:
     weights = {"num_bits": 8, "type": "int", "symmetric": symmetric, "strategy": "channel", "dynamic": False}
     group = {"targets": ["re:.*experts.*"], "weights": weights, "input_activations": None, "output_activations": None}
     config = {"quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed"}
-    say_quantised(directory, {**config, "config_groups": {"group_0": group}, "ignore": ["lm_head"]})
+    say_quantized(directory, {**config, "config_groups": {"group_0": group}, "ignore": ["lm_head"]})
 
 
-def say_quantised(directory: Path, section: dict[str, Any]) -> None:
+def say_quantized(directory: Path, section: dict[str, Any]) -> None:
     path = directory / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": section}))

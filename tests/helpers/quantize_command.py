@@ -9,7 +9,7 @@ from specbuild.export.meta_model import Skeleton, load_skeleton
 from specbuild.hf.model_config import read_model_config
 from specbuild.json_file import read_json
 from specbuild.quantization.calibration_data import TextOptions
-from specbuild.quantize.quantize import QuantiseOptions, quantise
+from specbuild.quantize.quantize import QuantizeOptions, quantize
 from specbuild.quantized_formats.config.schemes import read_scheme
 from specbuild.quantized_formats.loading import packed_products, with_packed
 from specbuild.weights.lazy_tensors import Reader, StoredTensor
@@ -22,11 +22,11 @@ TEXTS = {"size": 3, "length": 16}
 
 def run(source: Path, output: Path, text: Path, **options: Any) -> dict[str, Any]:
     texts = TextOptions(str(text), **TEXTS)
-    return quantise(QuantiseOptions(str(source), output, texts=texts, **options), quiet())
+    return quantize(QuantizeOptions(str(source), output, texts=texts, **options), quiet())
 
 
 def skeleton(directory: Path) -> tuple[Skeleton, PackedModel]:
-    """A checkpoint's model and its quantised weights, as ``convert`` reads them."""
+    """A checkpoint's model and its quantized weights, as ``convert`` reads them."""
     stored: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in check_weights(directory).entries.items()}
     scheme = read_scheme(directory, read_json(directory / "config.json"))
     loaded = load_skeleton(

@@ -59,7 +59,7 @@ FORMATS: dict[str, tuple[Callable[[torch.Tensor], Tensors], dict[str, Any], str]
 }
 
 
-def quantised_checkpoint(directory: Path, method: str) -> Path:
+def quantized_checkpoint(directory: Path, method: str) -> Path:
     """A small Llama whose layers' products are packed."""
     save_checkpoint(directory, "llama3", intermediate_size=128)
     pack, section, _ = FORMATS[method]

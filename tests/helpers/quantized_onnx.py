@@ -1,4 +1,4 @@
-"""Quantised ONNX checkpoints, made of exported ones: by formats that engines have, and by one that none has."""
+"""Quantized ONNX checkpoints, made of exported ones: by formats that engines have, and by one that none has."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from specbuild.graph import ops as graphs
-from specbuild.quantization.insert_qdq import Product, products, quantise_product
+from specbuild.quantization.insert_qdq import Product, products, quantize_product
 from specbuild.weights.packed import Activation, Floats, Packed
 from specrun.engine_dir.config import GRAPH_NAME
 from tests.helpers.engines import redescribe
@@ -19,11 +19,11 @@ from tests.helpers.engines import redescribe
 BLOCK = 128
 
 
-def quantised(checkpoint: Path, output: Path, form: str) -> Path:
+def quantized(checkpoint: Path, output: Path, form: str) -> Path:
     """``checkpoint`` in ``int8`` (a scale an output channel, and one a token), or in blocks of ``int4``."""
     model = ir.load(checkpoint / GRAPH_NAME)
     for product in products(model):
-        quantise_product(model, product, _int8(product) if form == "int8" else _int4(product))
+        quantize_product(model, product, _int8(product) if form == "int8" else _int4(product))
     return _save(model, checkpoint, output)
 
 

@@ -30,7 +30,7 @@ from tests.helpers.engines import make_onnx
 from tests.helpers.families import save_checkpoint
 from tests.helpers.heads.mtp import save_mtp_target
 from tests.helpers.hub import SECRET, Hub, facts, serve
-from tests.helpers.quantized_checkpoints import quantised_checkpoint
+from tests.helpers.quantized_checkpoints import quantized_checkpoint
 
 ID = "us/model"
 SMALL = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
@@ -315,7 +315,7 @@ def test_check_reads_no_more_than_it_must(hub: Hub, hf: Path, monkeypatch: pytes
 
 def test_check_reads_what_forms_depend_on(hub: Hub, tmp_path: Path) -> None:
     """GPTQ's order of channels: of zeros it would be refused."""
-    directory = quantised_checkpoint(tmp_path / "gptq", "gptq")
+    directory = quantized_checkpoint(tmp_path / "gptq", "gptq")
     repo = hub.add(ID, directory)
     status, said, error = check(ID)
     assert status == 0, error

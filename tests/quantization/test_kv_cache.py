@@ -24,7 +24,7 @@ from specbuild.export.reference import reference_logits
 from specbuild.graph import ops as graphs
 from specbuild.graph.kv_cache_qdq import cache_updates
 from specbuild.quantization.calibration_data import TextOptions
-from specbuild.quantize.quantize import QuantiseOptions, quantise
+from specbuild.quantize.quantize import QuantizeOptions, quantize
 from specbuild.weights.cache_codes import LARGEST_CODE, CacheCode
 from specbuild.weights.kv_cache import (
     CacheRounding,
@@ -216,9 +216,9 @@ def test_config_and_memory_follow_the_caches_type(kv_caches: Path, engines: Path
 
 def double_a_factor(model: ir.Model) -> None:
     """In one place of the three: what is divided by it, or multiplied."""
-    quantise = cache_updates(model)[1].quantise
-    assert quantise.inputs[0] is not None
-    divide = quantise.inputs[0].producer()
+    quantize = cache_updates(model)[1].quantize
+    assert quantize.inputs[0] is not None
+    divide = quantize.inputs[0].producer()
     assert divide is not None and divide.inputs[1] is not None and divide.inputs[1].const_value is not None
     factors = np.array(divide.inputs[1].const_value.numpy())
     factors[0, 0, 0] *= 1.5
@@ -301,7 +301,7 @@ def test_attention_that_is_spelled_out_and_16_bits(family: str, text: TextOption
 @pytest.mark.parametrize("name", ["fp8", "int8"])
 def test_scales_of_a_checkpoint_are_taken_over(hf: Path, text: TextOptions, tmp_path: Path, name: str) -> None:
     source = tmp_path / "hf"
-    report = quantise(QuantiseOptions(str(hf / "target"), source, kv_cache_dtype=name, texts=text), quiet())
+    report = quantize(QuantizeOptions(str(hf / "target"), source, kv_cache_dtype=name, texts=text), quiet())
     assert report["kv_cache_dtype"] == name
     assert report["quality"]["mean_kl"] > 0
     scheme = json.loads((source / "config.json").read_text())["quantization_config"]["kv_cache_scheme"]
@@ -312,12 +312,12 @@ def test_scales_of_a_checkpoint_are_taken_over(hf: Path, text: TextOptions, tmp_
     checkpoint = make_onnx(source, tmp_path / "onnx", kv_cache_dtype=name)
     config = open_checkpoint(checkpoint)
     assert "8-bit cache: scales as in the checkpoint" in config.provenance.notes
-    for (quantise_node, _, _), scale in zip(cache_updates(ir.load(checkpoint / GRAPH_NAME)), expected, strict=True):
-        constant = quantise_node.inputs[1]
+    for (quantize_node, _, _), scale in zip(cache_updates(ir.load(checkpoint / GRAPH_NAME)), expected, strict=True):
+        constant = quantize_node.inputs[1]
         assert constant is not None and constant.const_value is not None
         step = constant.const_value.numpy()
         if name == "int8":
-            divide = quantise_node.inputs[0].producer()  # type: ignore[union-attr]
+            divide = quantize_node.inputs[0].producer()  # type: ignore[union-attr]
             step = step * divide.inputs[1].const_value.numpy()[:, :, :1]  # type: ignore[union-attr]
         np.testing.assert_allclose(np.broadcast_to(step, scale.shape), scale.numpy(), rtol=1e-6)
     plain = open_checkpoint(make_onnx(source, tmp_path / "plain", verify=False))

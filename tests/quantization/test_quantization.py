@@ -16,7 +16,7 @@ import torch
 from specbuild.compilers import cpu_forms
 from specbuild.compilers.trt_forms import move_zero_points
 from specbuild.graph import ops as graphs
-from specbuild.quantization.insert_qdq import products, quantise_embedding, quantise_product
+from specbuild.quantization.insert_qdq import products, quantize_embedding, quantize_product
 from specbuild.quantization.recipe import Recipe
 from specbuild.quantization.rounding import CodeForm, global_scale, round_weight
 from specbuild.weights.packed import Activation, Packed
@@ -141,11 +141,11 @@ def graph_of(weight: npt.NDArray[Any], gemm: bool) -> ir.Model:
     return ir.Model(graph, ir_version=10)
 
 
-def run(model: ir.Model, x: npt.NDArray[Any], optimised: bool = False) -> tuple[npt.NDArray[Any], Counter[str]]:
+def run(model: ir.Model, x: npt.NDArray[Any], optimized: bool = False) -> tuple[npt.NDArray[Any], Counter[str]]:
     """The output of ``model`` in ONNX Runtime, and its operators."""
     ort, options = session_options()
     levels = ort.GraphOptimizationLevel
-    options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimised else levels.ORT_DISABLE_ALL
+    options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimized else levels.ORT_DISABLE_ALL
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", cpu_forms.ACCURACY_LEVEL)
     session = ort.InferenceSession(graphs.to_bytes(model), options, providers=["CPUExecutionProvider"])
     return session.run(None, {"x": x})[0], Counter(node.op_type for node in model.graph)
@@ -153,19 +153,19 @@ def run(model: ir.Model, x: npt.NDArray[Any], optimised: bool = False) -> tuple[
 
 @pytest.mark.parametrize("gemm", [False, True])
 @pytest.mark.parametrize("form", ["int8", "int4", "float8"])
-def test_a_product_multiplies_by_the_dequantised_weight(form: CodeForm, gemm: bool) -> None:
+def test_a_product_multiplies_by_the_dequantized_weight(form: CodeForm, gemm: bool) -> None:
     weight = weight_matrix()
     block = None if form == "float8" else 32
     stored = packed(form, weight, block)
     model = graph_of(weight.numpy(), gemm)
     (product,) = products(model)
-    quantise_product(model, product, stored)
+    quantize_product(model, product, stored)
     assert "w" not in model.graph.initializers
     x = np.random.default_rng(1).standard_normal((6, INPUTS) if gemm else (2, 3, INPUTS)).astype(np.float32)
     found, operators = run(model, x)
     assert operators["DequantizeLinear"] == 1
-    np.testing.assert_allclose(found, x @ stored.dequantise() + 1, atol=1e-5)
-    assert np.abs(stored.dequantise() - weight.numpy().T).max() > 1e-5
+    np.testing.assert_allclose(found, x @ stored.dequantize() + 1, atol=1e-5)
+    assert np.abs(stored.dequantize() - weight.numpy().T).max() > 1e-5
 
 
 def test_each_token_is_rounded_by_its_own_largest_value() -> None:
@@ -173,7 +173,7 @@ def test_each_token_is_rounded_by_its_own_largest_value() -> None:
     stored = packed("int8", weight, None, Activation("int8"))
     model = graph_of(weight.numpy(), gemm=False)
     (product,) = products(model)
-    quantise_product(model, product, stored)
+    quantize_product(model, product, stored)
     x = np.random.default_rng(1).standard_normal((2, 3, INPUTS)).astype(np.float32)
     x[0, 1] *= 1000
     x[1, 2] = 0
@@ -181,11 +181,11 @@ def test_each_token_is_rounded_by_its_own_largest_value() -> None:
     largest = np.maximum(np.abs(x).max(axis=-1, keepdims=True), np.float32(2.0**-126))
     step = np.float32(1 / 127)
     rounded = np.rint(x / largest / step) * step
-    np.testing.assert_allclose(found, rounded @ stored.dequantise() * largest + 1, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(found, rounded @ stored.dequantize() * largest + 1, rtol=1e-5, atol=1e-4)
     assert (found[1, 2] == 1).all()
     graphs.drop_activation_rounding(model)
     unrounded, _ = run(model, x)
-    np.testing.assert_allclose(unrounded, x @ stored.dequantise() + 1, rtol=1e-5, atol=1e-3)
+    np.testing.assert_allclose(unrounded, x @ stored.dequantize() + 1, rtol=1e-5, atol=1e-3)
 
 
 def test_reordered_channels_and_input_factors_reach_the_product() -> None:
@@ -198,10 +198,10 @@ def test_reordered_channels_and_input_factors_reach_the_product() -> None:
     )
     model = graph_of(weight.numpy(), gemm=True)
     (product,) = products(model)
-    quantise_product(model, product, stored)
+    quantize_product(model, product, stored)
     x = np.random.default_rng(1).standard_normal((6, INPUTS)).astype(np.float32)
     found, _ = run(model, x)
-    np.testing.assert_allclose(found, x @ stored.dequantise() + 1, atol=1e-4)
+    np.testing.assert_allclose(found, x @ stored.dequantize() + 1, atol=1e-4)
 
 
 def embedding_graph(table: npt.NDArray[Any]) -> ir.Model:
@@ -220,10 +220,10 @@ def test_an_embedding_has_one_scale_a_row_and_processors_look_codes_up() -> None
     rounded = round_weight(table, "int8", INPUTS)
     stored = Packed(ir.Tensor(np.ascontiguousarray(rounded.codes.T)), ir.Tensor(rounded.scales[0]), axis=0)
     model = embedding_graph(table.numpy())
-    quantise_embedding(model, next(iter(model.graph)), stored)
+    quantize_embedding(model, next(iter(model.graph)), stored)
     ids = np.array([[0, 3, 23], [4, 4, 1]])
     found, _ = run(model, ids)
-    np.testing.assert_array_equal(found, stored.dequantise()[ids])
+    np.testing.assert_array_equal(found, stored.dequantize()[ids])
     cpu_forms.prepare(model)
     looked_up, operators = run(model, ids)
     np.testing.assert_array_equal(looked_up, found)
@@ -251,10 +251,10 @@ def test_processors_get_a_fast_product_for_every_form(
     stored = packed(form, weight, block, activation)
     model = graph_of(weight.numpy(), gemm=False)
     (product,) = products(model)
-    quantise_product(model, product, stored)
+    quantize_product(model, product, stored)
     notes = cpu_forms.prepare(model, has_vnni())
     assert bool(notes) is (form in ("float8", "float4")) or not has_vnni()
-    path = tmp_path / "optimised.onnx"
+    path = tmp_path / "optimized.onnx"
     ort, options = session_options()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", cpu_forms.ACCURACY_LEVEL)
@@ -267,7 +267,7 @@ def test_processors_get_a_fast_product_for_every_form(
     assert operators[fast] == 1, operators
     assert not {"MatMul", "Gemm"} & operators.keys(), operators
     x = np.random.default_rng(1).standard_normal((2, 3, INPUTS)).astype(np.float32)
-    expected = x @ stored.dequantise() + 1
+    expected = x @ stored.dequantize() + 1
     (found,) = session.run(None, {"x": x})
     assert np.abs(found - expected).max() < 0.02 * np.abs(expected).max()
 
@@ -277,11 +277,11 @@ def test_float4_is_exact_in_8_bits() -> None:
     stored = packed("float4", weight, 16)
     model = graph_of(weight.numpy(), gemm=False)
     (product,) = products(model)
-    quantise_product(model, product, stored)
+    quantize_product(model, product, stored)
     cpu_forms.prepare(model)
     (node,) = [node for node in model.graph if node.op_type == "DequantizeLinear"]
     codes, scales = (value.const_value.numpy() for value in node.inputs[:2] if value and value.const_value)
-    np.testing.assert_array_equal(codes * np.repeat(scales, 16, axis=0), stored.dequantise())
+    np.testing.assert_array_equal(codes * np.repeat(scales, 16, axis=0), stored.dequantize())
     assert codes.dtype == np.int8
 
 
@@ -291,13 +291,13 @@ def test_a_16_bit_graph_keeps_float32_scales_and_is_widened(tmp_path: Path) -> N
     stored = Packed(ir.Tensor(rounded.codes), ir.Tensor(rounded.scales), block=32)
     model = graph_of(weight.numpy().astype(ml_dtypes.bfloat16), gemm=False)
     (product,) = products(model)
-    quantise_product(model, product, stored)
+    quantize_product(model, product, stored)
     node = next(node for node in model.graph if node.op_type == "DequantizeLinear")
     assert node.attributes["output_dtype"].as_int() == ir.DataType.BFLOAT16
     graphs.widen_to_float32(model)
     x = np.random.default_rng(1).standard_normal((2, 3, INPUTS)).astype(np.float32)
     found, _ = run(model, x)
-    np.testing.assert_allclose(found, x @ stored.dequantise() + 1, atol=1e-5)
+    np.testing.assert_allclose(found, x @ stored.dequantize() + 1, atol=1e-5)
 
 
 def test_tensorrt_gets_weights_without_zero_points() -> None:
@@ -316,14 +316,14 @@ def test_tensorrt_gets_weights_without_zero_points() -> None:
     )
     model = graph_of(weight.numpy(), gemm=False)
     (product,) = products(model)
-    quantise_product(model, product, stored)
+    quantize_product(model, product, stored)
     x = np.random.default_rng(1).standard_normal((2, 3, INPUTS)).astype(np.float32)
     before, _ = run(model, x)
     assert move_zero_points(model) == 1
     assert not any(value.dtype == ir.DataType.UINT4 for value in model.graph.initializers.values())
     after, _ = run(model, x)
     np.testing.assert_allclose(after, before, atol=1e-5)
-    np.testing.assert_allclose(before, x @ stored.dequantise() + 1, atol=1e-5)
+    np.testing.assert_allclose(before, x @ stored.dequantize() + 1, atol=1e-5)
 
 
 def test_processors_without_vnni_get_unsigned_weights() -> None:
@@ -335,7 +335,7 @@ def test_processors_without_vnni_get_unsigned_weights() -> None:
     for vnni in (True, False):
         model = graph_of(weight.numpy(), gemm=False)
         (product,) = products(model)
-        quantise_product(model, product, stored)
+        quantize_product(model, product, stored)
         notes = cpu_forms.prepare(model, vnni)
         assert bool(notes) is not vnni
         types = {value.dtype for value in model.graph.initializers.values() if len(value.shape or ()) == 2}

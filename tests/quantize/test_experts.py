@@ -59,7 +59,7 @@ def rows_of(source: Path, text: Path) -> Any:
 
 
 @pytest.mark.parametrize("qformat", FORMS)
-def test_experts_are_stored_as_convert_quantises_them(
+def test_experts_are_stored_as_convert_quantizes_them(
     qformat: QFormat, dense: Path, text: Path, tmp_path: Path
 ) -> None:
     report = run(dense, tmp_path / "out", text, qformat=qformat, quality=False)
@@ -74,7 +74,7 @@ def test_experts_are_stored_as_convert_quantises_them(
         for packed, wanted in zip(experts, expected.experts[name], strict=True):
             assert (packed.codes.numpy() == wanted.codes.numpy()).all()
             assert (packed.scales.numpy() == wanted.scales.numpy()).all()
-            assert np.allclose(packed.dequantise(), wanted.dequantise(), rtol=1e-6)
+            assert np.allclose(packed.dequantize(), wanted.dequantize(), rtol=1e-6)
         shared, wanted_activation = shared_activation(experts), shared_activation(expected.experts[name])
         assert (shared and shared.form) == (wanted_activation and wanted_activation.form)
         if shared and shared.scale:
@@ -160,10 +160,10 @@ def test_the_report_is_what_a_direct_computation_gives(qformat: QFormat, text: P
         before = model(rows).logits[:, :-1].log_softmax(-1)
         model = written_down(source, see)
         for name, weight in packed.products.items():
-            model.get_parameter(name).copy_(torch.from_numpy(weight.dequantise()).T)
+            model.get_parameter(name).copy_(torch.from_numpy(weight.dequantize()).T)
             model.get_submodule(name.removesuffix(".weight")).register_forward_pre_hook(hook(name))
         for name, experts in packed.experts.items():
-            weights = [torch.from_numpy(one.dequantise()).T for one in experts]
+            weights = [torch.from_numpy(one.dequantize()).T for one in experts]
             model.get_parameter(name).copy_(torch.stack(weights))
         after = model(rows).logits[:, :-1].log_softmax(-1)
     following = rows[:, 1:, None]
@@ -219,7 +219,7 @@ def test_convert_and_engine_take_what_quantize_wrote(
     run(source, tmp_path / "hf", text, qformat=qformat, quality=False)
     onnx_dir = make_onnx(tmp_path / "hf", tmp_path / "onnx", dtype="float32")  # Verified.
     notes = open_checkpoint(onnx_dir).provenance.notes
-    assert not any("dequantised" in note or "keep their precision" in note for note in notes)
+    assert not any("dequantized" in note or "keep their precision" in note for note in notes)
     engine = make_engine(onnx_dir, tmp_path / "engine")
     assert operators(engine)[operator] == 8 * 2 + 2 * 4
     (expected,) = checkpoint_logits(onnx_dir, [TOKENS])
@@ -233,9 +233,9 @@ def test_a_plan_rounds_the_inputs_of_experts(qformat: QFormat, text: Path, tmp_p
     source = save_checkpoint(tmp_path / "hf", "mixtral", dtype=torch.bfloat16, num_hidden_layers=1)
     texts = TextOptions(str(text), **TEXTS)
     onnx_dir = make_onnx(source, tmp_path / "onnx", qformat=qformat, texts=texts)
-    quantised = open_checkpoint(onnx_dir).graph.quantised
-    assert quantised is not None
-    assert quantised.forms == {FORMS[qformat]: 4 + 8}
+    quantized = open_checkpoint(onnx_dir).graph.quantized
+    assert quantized is not None
+    assert quantized.forms == {FORMS[qformat]: 4 + 8}
     plan = make_engine(onnx_dir, tmp_path / "plan", backend="tensorrt_rtx", max_draft_len=2)
     assert open_engine(plan).backend.name == "tensorrt_rtx"
 
@@ -243,7 +243,7 @@ def test_a_plan_rounds_the_inputs_of_experts(qformat: QFormat, text: Path, tmp_p
 @pytest.mark.parametrize(
     ("family", "qformat"), [("mixtral", "int8"), ("mixtral", "int4"), ("gpt_oss", "nvfp4_wo"), ("llama3", "int4")]
 )
-def test_verification_dequantises_weights_in_slices(
+def test_verification_dequantizes_weights_in_slices(
     family: str, qformat: QFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``convert`` compares the sliced graph with the model: a slice of other rows or scales would be found."""

@@ -69,7 +69,7 @@ def test_what_is_written_is_what_convert_makes_of_the_original(
         assert packed.codes.dtype == wanted.codes.dtype
         assert (packed.codes.numpy() == wanted.codes.numpy()).all()
         assert (packed.scales.numpy() == wanted.scales.numpy()).all()
-        assert (packed.dequantise() == wanted.dequantise()).all() or qformat.startswith("nvfp4")
+        assert (packed.dequantize() == wanted.dequantize()).all() or qformat.startswith("nvfp4")
         assert packed.block == wanted.block
         assert (packed.activation and packed.activation.form) == (wanted.activation and wanted.activation.form)
         if packed.activation and packed.activation.scale:
@@ -159,7 +159,7 @@ def test_the_report_is_what_a_direct_computation_gives(
     with torch.no_grad():
         before = model(torch.from_numpy(rows)).logits[:, :-1].log_softmax(-1)
         for name, weight in packed.items():
-            model.get_parameter(name).copy_(torch.from_numpy(weight.dequantise()).T)
+            model.get_parameter(name).copy_(torch.from_numpy(weight.dequantize()).T)
         with inputs_seen(model, see):
             after = model(torch.from_numpy(rows)).logits[:, :-1].log_softmax(-1)
     following = torch.from_numpy(rows[:, 1:, None])
@@ -175,7 +175,7 @@ def test_the_report_is_what_a_direct_computation_gives(
 
 
 def test_the_acceptance_rate_of_a_pair(dense: Path, text: Path, tmp_path: Path) -> None:
-    """The draft is the model itself, then another one, then that one quantised: each as transformers computes it."""
+    """The draft is the model itself, then another one, then that one quantized: each as transformers computes it."""
     other = save_checkpoint(tmp_path / "other", "qwen2", seed=2)
     run(other, tmp_path / "other-int8", text, qformat="int8", quality=False)
     rows = read_texts(TextOptions(str(text), **TEXTS), dense).held_out
@@ -189,7 +189,7 @@ def test_the_acceptance_rate_of_a_pair(dense: Path, text: Path, tmp_path: Path) 
 
         with torch.no_grad(), inputs_seen(model, see):
             for name, weight in packed.products.items():
-                model.get_parameter(name).copy_(torch.from_numpy(weight.dequantise()).T)
+                model.get_parameter(name).copy_(torch.from_numpy(weight.dequantize()).T)
             found: torch.Tensor = model(torch.from_numpy(rows)).logits[:, :-1].argmax(-1)
         return found
 
@@ -234,9 +234,9 @@ def test_inputs_beyond_the_calibrated_range_are_clipped_and_zeros_stay() -> None
 
 def test_convert_calibrates_on_the_way(dense: Path, text: Path, tmp_path: Path) -> None:
     onnx = make_onnx(dense, tmp_path / "onnx", qformat="fp8", texts=TextOptions(str(text), **TEXTS))
-    quantised = open_checkpoint(onnx).graph.quantised
-    assert quantised is not None
-    assert quantised.forms == {"float8, inputs float8": 14}
+    quantized = open_checkpoint(onnx).graph.quantized
+    assert quantized is not None
+    assert quantized.forms == {"float8, inputs float8": 14}
     graph = ir.load(onnx / "model.onnx").graph
     assert Counter(node.op_type for node in graph)["QuantizeLinear"] == 8  # Products that share an input share one.
 
@@ -250,9 +250,9 @@ def test_tensorrt_rounds_inputs_to_float4_where_the_checkpoint_has_their_scales(
     graph = ir.load(onnx / "model.onnx")
     marked = [node for node in graph.graph if FLOAT4_INPUT in node.metadata_props]
     assert len(marked) == 14
-    quantised = open_checkpoint(onnx).graph.quantised
-    assert quantised is not None
-    assert quantised.forms == {"float4, inputs float4 in groups of 16": 14}
+    quantized = open_checkpoint(onnx).graph.quantized
+    assert quantized is not None
+    assert quantized.forms == {"float4, inputs float4 in groups of 16": 14}
     config = json.loads((tmp_path / "hf" / "config.json").read_text())["quantization_config"]
     assert config["config_groups"]["group_0"]["input_activations"]["dynamic"] == "local"
     assert round_float4_inputs(graph) == 14
@@ -309,14 +309,14 @@ def test_the_command_says_what_it_did_and_replaces_only_its_own(dense: Path, tex
     assert again.exit_code == 0, again.stderr
     assert json.loads((out / "quality.json").read_text())["quality"] is None
     line = error_line(build("quantize", "--model_dir", out, "--output_dir", tmp_path / "twice"))
-    says(line, "quantised already (compressed-tensors)", "specbuild convert")
+    says(line, "quantized already (compressed-tensors)", "specbuild convert")
     copy = shutil.copytree(dense, tmp_path / "somebodys")
     line = error_line(build("quantize", "--model_dir", dense, "--output_dir", copy, "--force"))
     says(line, copy, "refusing to replace")
 
 
 def test_auto_is_what_measured_best_of_what_keeps_the_text() -> None:
-    path = Path(__file__).parents[2] / "scripts" / "benchmarks" / "results" / "quantised.json"
+    path = Path(__file__).parents[2] / "scripts" / "benchmarks" / "results" / "quantized.json"
     rows = json.loads(path.read_text())["results"]
     measured = {form: row for form, row in rows.items() if form in QFORMATS}
     fit = [form for form, row in measured.items() if row["quality"]["top1_same"] >= LEAST_TOP1]
@@ -373,7 +373,7 @@ def test_bad_options_and_checkpoints(dense: Path, text: Path, tmp_path: Path, mo
     says(refused(dense, "--calib_size", 0), "--calib_size 0", "at least 1")
     says(refused(dense, "--calib_max_seq_length", 1), "--calib_max_seq_length 1", "at least 8")
     says(refused(dense, "--no-quality", "--qformat", "int4", "--group_size", 64), "down_proj", "96", "--group_size 64")
-    says(refused(dense, "--no-quality", "--exclude", "*"), "leave no weight to quantise")
+    says(refused(dense, "--no-quality", "--exclude", "*"), "leave no weight to quantize")
     bare = tmp_path / "bare"
     shutil.copytree(dense, bare, ignore=shutil.ignore_patterns("tokenizer*"))
     says(refused(bare), bare, "no tokenizer")

@@ -47,7 +47,7 @@ def blob(text: str) -> Callable[[Array], Array]:
 
 def use(packed: Packed | None) -> None:
     assert packed is not None
-    packed.dequantise()
+    packed.dequantize()
 
 
 CASES: list[tuple[str, str, Edit, list[str]]] = [
@@ -164,29 +164,29 @@ def test_one_line(name: str, edit: Edit, fragments: list[str], tmp_path: Path) -
         assert fragment in line, line
 
 
-def test_said_to_be_quantised_and_dense(tmp_path: Path) -> None:
+def test_said_to_be_quantized_and_dense(tmp_path: Path) -> None:
     vector = Vector("ct-w4a16", tmp_path)
     dense = named(MODULE, {"weight": np.zeros((4, 8), np.float16)})
-    with pytest.raises(CheckpointError, match=r"weight is float16, though .* is said to be quantised"):
+    with pytest.raises(CheckpointError, match=r"weight is float16, though .* is said to be quantized"):
         vector.scheme.packed(MODULE, dense)
 
 
 @pytest.mark.parametrize("name", ["ct-w4a16", "awq", "bnb-nf4", "fp8-block", "modelopt-nvfp4"])
-def test_said_to_be_dense_and_quantised(name: str, tmp_path: Path) -> None:
+def test_said_to_be_dense_and_quantized(name: str, tmp_path: Path) -> None:
     vector = Vector(name, tmp_path)
     if name == "awq":
         vector.config["quantization_config"]["modules_to_not_convert"] = ["lm_head"]
     [tensors] = vector.modules.values()
-    with pytest.raises(CheckpointError, match="lm_head is said not to be quantised, and yet it has"):
+    with pytest.raises(CheckpointError, match="lm_head is said not to be quantized, and yet it has"):
         vector.read().packed("lm_head", tensors)
 
 
-def test_no_quantised_tensor_at_all(tmp_path: Path) -> None:
+def test_no_quantized_tensor_at_all(tmp_path: Path) -> None:
     for name in ("ct-w4a16", "gptq", "bnb-nf4", "mxfp4", "torchao-int8", "modelopt-fp8"):
         vector = Vector(name, tmp_path)
-        vector.scheme.require_quantised(vector.names)
-        with pytest.raises(CheckpointError, match=r"says that weights are quantised .* and no tensor is"):
-            vector.scheme.require_quantised(["model.layers.0.mlp.up_proj.weight", "model.norm.weight"])
+        vector.scheme.require_quantized(vector.names)
+        with pytest.raises(CheckpointError, match=r"says that weights are quantized .* and no tensor is"):
+            vector.scheme.require_quantized(["model.layers.0.mlp.up_proj.weight", "model.norm.weight"])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Whole checkpoints that come quantised: converted, compared, compiled."""
+"""Whole checkpoints that come quantized: converted, compared, compiled."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from tests.helpers.families import save_checkpoint
 from tests.helpers.quantized_checkpoints import (
     FORMATS,
     GROUP,
-    quantised_checkpoint,
+    quantized_checkpoint,
 )
 
 
 @pytest.fixture(scope="module", params=list(FORMATS))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """The method, and an ONNX checkpoint of a quantised one; converting compares it with the dequantised model."""
+    """The method, and an ONNX checkpoint of a quantized one; converting compares it with the dequantized model."""
     directory = tmp_path_factory.mktemp(request.param)
-    quantised_checkpoint(directory / "hf", request.param)
+    quantized_checkpoint(directory / "hf", request.param)
     return request.param, make_onnx(directory / "hf", directory / "onnx")
 
 
-def test_weights_stay_packed_and_the_graph_is_the_dequantised_model(checkpoint: tuple[str, Path]) -> None:
+def test_weights_stay_packed_and_the_graph_is_the_dequantized_model(checkpoint: tuple[str, Path]) -> None:
     method, directory = checkpoint
     config = open_checkpoint(directory)
     assert config.max_logit_difference is not None
-    assert config.graph.quantised is not None
-    assert config.graph.quantised.source == method
-    assert config.graph.quantised.forms == {f"{FORMATS[method][2]} in groups of {GROUP}": 14} or method == "fp8"
+    assert config.graph.quantized is not None
+    assert config.graph.quantized.source == method
+    assert config.graph.quantized.forms == {f"{FORMATS[method][2]} in groups of {GROUP}": 14} or method == "fp8"
     stored = Counter(value.dtype for value in ir.load(directory / "model.onnx").graph.initializers.values())
     codes = {"fp8": ir.DataType.FLOAT8E4M3FN, "gptq": ir.DataType.UINT4}[method]
     assert stored[codes] >= 14
@@ -55,16 +55,16 @@ def test_tensorrt_keeps_them_packed(checkpoint: tuple[str, Path], tmp_path: Path
     assert "12.0" in open_engine(engine).backend.compute_capabilities
 
 
-def test_dequantised_weights_are_dense(tmp_path: Path) -> None:
-    source = quantised_checkpoint(tmp_path / "hf", "fp8")
+def test_dequantized_weights_are_dense(tmp_path: Path) -> None:
+    source = quantized_checkpoint(tmp_path / "hf", "fp8")
     config = open_checkpoint(make_onnx(source, tmp_path / "onnx", dequantize=True))
-    assert config.graph.quantised is None
-    with pytest.raises(BuildConfigError, match="quantised already"):
+    assert config.graph.quantized is None
+    with pytest.raises(BuildConfigError, match="quantized already"):
         make_onnx(source, tmp_path / "again", qformat="int8")
 
 
 def test_a_layer_that_is_dense_against_the_configuration_is_refused(tmp_path: Path) -> None:
-    source = quantised_checkpoint(tmp_path / "hf", "fp8")
+    source = quantized_checkpoint(tmp_path / "hf", "fp8")
     tensors = load_file(source / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight_scale_inv"]
     save_file(tensors, source / "model.safetensors", {"format": "pt"})

@@ -1,4 +1,4 @@
-"""Readers of quantised checkpoints beside the libraries of their formats: tests/vectors, made by a script."""
+"""Readers of quantized checkpoints beside the libraries of their formats: tests/vectors, made by a script."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def test_weights_are_the_library_s(name: str, tmp_path: Path) -> None:
     packed, expected = Vector(name, tmp_path).weight()
     assert packed.shape == expected.shape
     if name in ONE_ROUNDING:
-        np.testing.assert_allclose(packed.dequantise(), expected.astype(np.float32), rtol=2**-8, atol=0)
-    np.testing.assert_array_equal(bits(packed.dequantise(), expected.dtype), bits(expected, expected.dtype))
+        np.testing.assert_allclose(packed.dequantize(), expected.astype(np.float32), rtol=2**-8, atol=0)
+    np.testing.assert_array_equal(bits(packed.dequantize(), expected.dtype), bits(expected, expected.dtype))
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -120,7 +120,7 @@ def test_written_in_parts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def in_onnx_runtime(packed: Packed, directory: Path) -> Array:
-    """The weight [K, N] as ONNX Runtime dequantises it, out of a file that onnx_ir wrote."""
+    """The weight [K, N] as ONNX Runtime dequantizes it, out of a file that onnx_ir wrote."""
     tensors = {"codes": packed.codes, "scales": packed.scales, "zero_points": packed.zero_points}
     values = {
         name: ir.Value(
@@ -152,7 +152,7 @@ def test_onnx_runtime_reads_the_same(name: str, tmp_path: Path) -> None:
     """Less what stands around the weight in a graph; ONNX Runtime has no float4 on a CPU."""
     packed, _ = Vector(name, tmp_path).weight()
     bare = replace(packed, channel_order=None, input_factors=None, offsets=None)
-    np.testing.assert_array_equal(in_onnx_runtime(packed, tmp_path), bare.dequantise())
+    np.testing.assert_array_equal(in_onnx_runtime(packed, tmp_path), bare.dequantize())
 
 
 def test_act_order(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_tables_become_int8(name: str, tmp_path: Path) -> None:
     packed, expected = Vector(name, tmp_path).weight()
     assert (packed.codes.dtype, packed.scales.dtype, packed.block) == (INT8, FLOAT, TABLES[name])
     steps = np.repeat(packed.scales.numpy(), TABLES[name], axis=0)[: packed.shape[0]]
-    error = np.abs(packed.dequantise() - expected)
+    error = np.abs(packed.dequantize() - expected)
     assert (error <= steps / 2 * (1 + 1e-5)).all()
     assert error.max() > 0
     blocks = np.abs(np.pad(expected, ((0, -packed.shape[0] % TABLES[name]), (0, 0)))).reshape(
@@ -215,7 +215,7 @@ def test_llm_int8(tmp_path: Path) -> None:
     """The library multiplies by the largest value, then by 1/127; we round their product."""
     packed, expected = Vector("bnb-int8", tmp_path).weight()
     assert (packed.codes.dtype, packed.scales.dtype, packed.block) == (INT8, FLOAT, None)
-    np.testing.assert_allclose(packed.dequantise(), expected, rtol=2**-22, atol=0)
+    np.testing.assert_allclose(packed.dequantize(), expected, rtol=2**-22, atol=0)
 
 
 def test_stacked_experts(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_stacked_experts(tmp_path: Path) -> None:
     assert len(experts) == 3
     for packed, expected in zip(experts, vector.expected[module], strict=True):
         assert (packed.codes.dtype, packed.scales.dtype, packed.block) == (FLOAT4, BFLOAT16, 32)
-        np.testing.assert_array_equal(packed.dequantise(), expected.T)
+        np.testing.assert_array_equal(packed.dequantize(), expected.T)
 
 
 def test_every_power_of_two_is_exact(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_every_power_of_two_is_exact(tmp_path: Path) -> None:
     tensors = named("experts", {"blocks": ones, "scales": exponents})
     [packed] = vector.scheme.experts("experts", tensors)
     expected = np.broadcast_to(np.exp2(np.arange(255) - 127.0), (32, 255))
-    np.testing.assert_array_equal(packed.dequantise().astype(np.float64), expected)
+    np.testing.assert_array_equal(packed.dequantize().astype(np.float64), expected)
 
 
 def test_dense_modules(tmp_path: Path) -> None:
@@ -283,11 +283,11 @@ def test_groups_larger_than_the_weight(tmp_path: Path) -> None:
             tensors[changed] = Tensor(changed, values[:, :1] if key == "group_size" else values[:1, :1])
         packed = vector.read().packed(module, tensors)
         assert packed is not None
-        assert packed.dequantise().shape == packed.shape
+        assert packed.dequantize().shape == packed.shape
 
 
 def test_one_scale_with_a_zero_point() -> None:
     """A whole weight may share both (``Packed`` with shapes [])."""
     codes = ir.tensor(np.array([[1, 2, 3]], np.int8))
     packed = Packed(codes, ir.tensor(np.float32(0.5)), ir.tensor(np.int8(1)))
-    np.testing.assert_array_equal(packed.dequantise(), [[0, 0.5, 1]])
+    np.testing.assert_array_equal(packed.dequantize(), [[0, 0.5, 1]])

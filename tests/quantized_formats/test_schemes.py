@@ -48,7 +48,7 @@ def modelopt(directory: Path, **quantization: Any) -> Scheme:
     return found
 
 
-def test_not_quantised(tmp_path: Path) -> None:
+def test_not_quantized(tmp_path: Path) -> None:
     assert read_scheme(tmp_path, {}) is None
     assert read_scheme(tmp_path, {"quantization_config": None, "quantization_config_old": 3}) is None
 
@@ -75,7 +75,7 @@ def test_targets_of_compressed_tensors() -> None:
     assert found.form("model.layers.0.mlp.gate_proj") is not None
 
 
-def test_only_what_is_targeted_is_quantised() -> None:
+def test_only_what_is_targeted_is_quantized() -> None:
     found = scheme(tensors({"targets": ["re:.*self_attn.*"], "weights": GROUP}))
     assert found.form("model.layers.0.self_attn.q_proj") is not None
     assert found.form(PROJ) is None
@@ -349,15 +349,15 @@ def test_refused_by_name(config: Json, fragment: str, tmp_path: Path) -> None:
         read_scheme(tmp_path, {"quantization_config": config})
     line = str(caught.value)
     assert fragment in line, line
-    assert line.endswith("; give the checkpoint as it was before quantisation")
+    assert line.endswith("; give the checkpoint as it was before quantization")
 
 
 @pytest.mark.parametrize("method", sorted(REFUSED))
 def test_recognised_and_not_read(method: str, tmp_path: Path) -> None:
     config: Json = {"quant_method": method, "bits": 4}
-    with pytest.raises(UnsupportedModelError, match="weights are quantised") as caught:
+    with pytest.raises(UnsupportedModelError, match="weights are quantized") as caught:
         read_scheme(tmp_path, {"quantization_config": config})
-    assert any(word in str(caught.value) for word in ("; give ", ", or ", "; export ", "; quantise "))
+    assert any(word in str(caught.value) for word in ("; give ", ", or ", "; export ", "; quantize "))
     assert method not in METHODS
 
 
@@ -404,7 +404,7 @@ def write_header(path: Path, metadata: Json) -> None:
         ({"a.weight": "{"}, "no torchao tensors in it"),
         ({"a.weight": '{"_type": "Int8Tensor"}'}, "'a.weight' has no '_data'"),
         ({"a.weight": '{"_type": "Int8Tensor", "_data": {"block_size": [0, 1]}}'}, "block_size [0, 1]: expected two"),
-        ({"a.experts": '{"_type": "Int8Tensor", "_data": {}}'}, "a.experts is quantised, and no weight of a product"),
+        ({"a.experts": '{"_type": "Int8Tensor", "_data": {}}'}, "a.experts is quantized, and no weight of a product"),
         ({"a.weight": '{"_type": "Int4TilePackedTo4dTensor", "_data": {}}'}, "laid out for kernels of its own"),
         (
             {"a.weight": '{"_type": "IntxUnpackedToInt8Tensor", "_data": {"target_dtype": {"_data": "uint7"}}}'},

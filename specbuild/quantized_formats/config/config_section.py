@@ -12,7 +12,7 @@ from specrun.errors import CheckpointError, UnsupportedModelError
 _LONGEST_NAME = 500
 """Characters of a module's name or pattern."""
 _MOST_NAMES = 200_000
-UNQUANTISED = "give the checkpoint as it was before quantisation"
+UNQUANTIZED = "give the checkpoint as it was before quantization"
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Section:
             "again"
         )
 
-    def refused(self, name: str, reason: str, instead: str = UNQUANTISED) -> UnsupportedModelError:
+    def refused(self, name: str, reason: str, instead: str = UNQUANTIZED) -> UnsupportedModelError:
         """The error for a value that is sound but cannot be read."""
         value = shown(self.values.get(name))
         return UnsupportedModelError(f"{self.path}: {self.key}.{name} {value}: {reason}; {instead}")

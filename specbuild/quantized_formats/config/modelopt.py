@@ -54,7 +54,7 @@ def _form(section: Section) -> Form:
 
 
 def _kv_cache(section: Section) -> KVCache | None:
-    """The cache's type; None where it is not quantised, or in a type that no backend has (NVFP4)."""
+    """The cache's type; None where it is not quantized, or in a type that no backend has (NVFP4)."""
     if isinstance(section.get("kv_cache_scheme"), dict):
         return kv_cache(section)
     forms: dict[str, KVCache] = {"fp8": KVCache("float8", static=True), "int8": KVCache("int8", static=True)}

@@ -1,8 +1,8 @@
-"""Quantised formats that are recognised and not read. ``hf.unsupported`` finds GGUF files and adapters."""
+"""Quantized formats that are recognized and not read. ``hf.unsupported`` finds GGUF files and adapters."""
 
 from __future__ import annotations
 
-_ORIGINAL = "give the checkpoint as it was before quantisation"
+_ORIGINAL = "give the checkpoint as it was before quantization"
 _CODEBOOK = f"codebooks of several values at once, which no backend multiplies; {_ORIGINAL}"
 _OWN_KERNEL = f"laid out for kernels of its own; {_ORIGINAL}"
 _CUSTOM = f"a layout that specbuild does not read; {_ORIGINAL}, or one of its checkpoints in FP8, AWQ or GPTQ"
@@ -28,7 +28,7 @@ REFUSED = {
     "marlin": f"Marlin: {_OWN_KERNEL}, or the GPTQ checkpoint before it was repacked",
     "metal": f"Metal: {_CUSTOM}",
     "mlx": f"MLX: {_CUSTOM}",
-    "nvfp4": "transformers' own NVFP4; quantise with ModelOpt or llm-compressor, whose NVFP4 checkpoints are read",
+    "nvfp4": "transformers' own NVFP4; quantize with ModelOpt or llm-compressor, whose NVFP4 checkpoints are read",
     "qqq": f"QQQ: {_OWN_KERNEL}",
     "quanto": f"Quanto: {_CUSTOM}",
     "quark": f"AMD Quark: {_CUSTOM}",

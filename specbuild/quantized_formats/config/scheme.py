@@ -1,4 +1,4 @@
-"""A checkpoint's quantisation: which modules, in which forms; and the weights of a module as ``Packed``."""
+"""A checkpoint's quantization: which modules, in which forms; and the weights of a module as ``Packed``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MARKS = {
     *("qweight", "qzeros", "scales", "SCB", "blocks", "_weight_qdata", "_weight_scale"),
     *TABLE_SUFFIXES,
 }
-"""Tensors that only a quantised weight has."""
+"""Tensors that only a quantized weight has."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class KVCache:
 
 @dataclass(frozen=True)
 class Scheme:
-    """What a checkpoint says of its quantised weights."""
+    """What a checkpoint says of its quantized weights."""
 
     path: Path
     """The file that says it."""
@@ -63,13 +63,13 @@ class Scheme:
     rules: tuple[Rule, ...]
     """The first that matches a module holds."""
     strict: bool = False
-    """Every product that no rule excepts is quantised. Otherwise the tensors tell."""
+    """Every product that no rule excepts is quantized. Otherwise the tensors tell."""
     kv_cache: KVCache | None = None
     notes: tuple[str, ...] = ()
     """What the user should know, in sentences."""
 
     def form(self, module: str) -> Form | None:
-        """How the weight of ``module``, a product, is stored if it is quantised. None: it is dense."""
+        """How the weight of ``module``, a product, is stored if it is quantized. None: it is dense."""
         return next((rule.form for rule in self.rules if rule.pattern.matches(module)), None)
 
     def split(self, name: str) -> tuple[str, str] | None:
@@ -80,16 +80,16 @@ class Scheme:
                 return name[: -len(suffix) - 1], suffix
         return None
 
-    def require_quantised(self, names: Iterable[str]) -> None:
-        """Raise CheckpointError where none of the tensors ``names`` is a quantised weight's."""
+    def require_quantized(self, names: Iterable[str]) -> None:
+        """Raise CheckpointError where none of the tensors ``names`` is a quantized weight's."""
         if not any((found := self.split(name)) and found[1] in _MARKS for name in names):
             raise CheckpointError(
-                f"{self.path}: says that weights are quantised ({self.method}), and no tensor is; remove "
-                "quantization_config if the weights were dequantised, or download them again"
+                f"{self.path}: says that weights are quantized ({self.method}), and no tensor is; remove "
+                "quantization_config if the weights were dequantized, or download them again"
             )
 
-    def is_quantised(self, tensors: Mapping[str, StoredTensor]) -> bool:
-        """Whether the tensors of a module, by suffix, are those of a quantised weight."""
+    def is_quantized(self, tensors: Mapping[str, StoredTensor]) -> bool:
+        """Whether the tensors of a module, by suffix, are those of a quantized weight."""
         weight = tensors.get("weight")
         return bool(_MARKS & tensors.keys()) or (weight is not None and weight.dtype not in _DENSE)
 
@@ -109,10 +109,10 @@ class Scheme:
             return None
         if form is None:
             raise found.error(
-                f"{module} is said not to be quantised, and yet it has {marks or [weight and weight.dtype]}"
+                f"{module} is said not to be quantized, and yet it has {marks or [weight and weight.dtype]}"
             )
         if dense and weight is not None:
-            raise found.error(f"{weight.name} is {weight.dtype}, though {module} is said to be quantised")
+            raise found.error(f"{weight.name} is {weight.dtype}, though {module} is said to be quantized")
         return READERS[form.reader](found, form)
 
     def experts(self, module: str, tensors: Mapping[str, StoredTensor]) -> tuple[Packed, ...]:

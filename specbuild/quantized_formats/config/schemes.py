@@ -1,4 +1,4 @@
-"""What a checkpoint says of its quantised weights, and the weights as it says.
+"""What a checkpoint says of its quantized weights, and the weights as it says.
 
 ``read_scheme`` reads ``quantization_config`` of config.json, or ModelOpt's hf_quant_config.json. All of it was written
 by somebody else and is checked.
@@ -12,7 +12,7 @@ from typing import Any
 from specbuild.json_file import read_json
 from specbuild.quantized_formats.config import methods
 from specbuild.quantized_formats.config.compressed_tensors import compressed_tensors
-from specbuild.quantized_formats.config.config_section import UNQUANTISED, Section, shown
+from specbuild.quantized_formats.config.config_section import UNQUANTIZED, Section, shown
 from specbuild.quantized_formats.config.modelopt import modelopt
 from specbuild.quantized_formats.config.refused import REFUSED
 from specbuild.quantized_formats.config.scheme import Scheme
@@ -33,7 +33,7 @@ METHODS = {
 
 
 def read_scheme(directory: Path, config_json: dict[str, Any]) -> Scheme | None:
-    """What config.json, or hf_quant_config.json beside it, says of quantised weights. None: there are none.
+    """What config.json, or hf_quant_config.json beside it, says of quantized weights. None: there are none.
 
     Raises CheckpointError; UnsupportedModelError names a method that is not read, and what to do.
     """
@@ -48,7 +48,7 @@ def read_scheme(directory: Path, config_json: dict[str, Any]) -> Scheme | None:
             raise CheckpointError(f"{path}: 'quantization' {shown(values)}: expected an object; download it again")
         return modelopt(Section(path, "quantization", values))
     if isinstance(values := config_json.get("quantization"), dict) and "bits" in values:
-        raise UnsupportedModelError(f"{directory / 'config.json'}: weights are quantised ({REFUSED['mlx']})")
+        raise UnsupportedModelError(f"{directory / 'config.json'}: weights are quantized ({REFUSED['mlx']})")
     return None
 
 
@@ -60,10 +60,10 @@ def _scheme(directory: Path, path: Path, key: str, values: object) -> Scheme:
     if method in METHODS:
         return METHODS[method](section)
     if method in REFUSED:
-        raise UnsupportedModelError(f"{path}: weights are quantised ({REFUSED[method]})")
+        raise UnsupportedModelError(f"{path}: weights are quantized ({REFUSED[method]})")
     raise UnsupportedModelError(
         f"{path}: {key}.quant_method {shown(section.get('quant_method'))} is not known; specbuild reads "
-        f"{', '.join(sorted(METHODS))}; {UNQUANTISED}"
+        f"{', '.join(sorted(METHODS))}; {UNQUANTIZED}"
     )
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specbuild.quantized_formats.config.config_section import UNQUANTISED, Section, shown
+from specbuild.quantized_formats.config.config_section import UNQUANTIZED, Section, shown
 from specbuild.quantized_formats.formats import Form
 from specrun.errors import CheckpointError, UnsupportedModelError
 
@@ -16,7 +16,7 @@ _LOW = "asymmetric inputs are rounded to 8 bits without a zero point here"
 
 
 def weight_forms(section: Section) -> tuple[dict[str, Form], tuple[str, ...]]:
-    """The form of every quantised module, and notes.
+    """The form of every quantized module, and notes.
 
     ``section`` is torchao's ``quantization_config``; the weight files lie beside its file. Raises CheckpointError;
     UnsupportedModelError names what is not read.
@@ -37,7 +37,7 @@ def weight_forms(section: Section) -> tuple[dict[str, Form], tuple[str, ...]]:
         if not isinstance(data, dict):
             raise CheckpointError(f"{path}: the header's entry {name!r} has no '_data'; download it again")
         if not name.endswith(".weight"):
-            raise UnsupportedModelError(f"{path}: {name} is quantised, and no weight of a product; {UNQUANTISED}")
+            raise UnsupportedModelError(f"{path}: {name} is quantized, and no weight of a product; {UNQUANTIZED}")
         forms[name.removesuffix(".weight")] = _form(Section(path, name, data), str(kind))
         if data.get("activation_quantization") is not None:
             notes.add(_LOW)
@@ -72,7 +72,7 @@ def _form(data: Section, kind: str) -> Form:
     raise UnsupportedModelError(
         f"{data.path}: {data.key} is a {shown(kind)} of torchao, laid out for kernels of its own; specbuild reads "
         "Float8Tensor, Int8Tensor, Int4Tensor and IntxUnpackedToInt8Tensor; "
-        f"{UNQUANTISED}"
+        f"{UNQUANTIZED}"
     )
 
 

@@ -58,7 +58,7 @@ def bitsandbytes_4bit(module: Module, form: Form) -> Packed:
     """nf4 and fp4: ``weight`` holds N * K / 2 bytes of the flattened weight [N, K], the first code in the high half.
 
     A value is ``quant_map`` [16] of its code times ``absmax`` of its block of the flattened weight. ``absmax`` may be
-    quantised itself ("double quantisation"). bitsandbytes 0.50: functional.py. Where blocks cross output channels, the
+    quantized itself ("double quantization"). bitsandbytes 0.50: functional.py. Where blocks cross output channels, the
     values are rounded anew in blocks of 64 input channels.
     """
     weight = module.need("weight", dtypes=_BYTES + FLOATS)  # Any type that holds bytes: bnb_4bit_quant_storage.

@@ -1,4 +1,4 @@
-"""Weights of quantised checkpoints as ``Packed``: one function a format, chosen by ``Form.reader``.
+"""Weights of quantized checkpoints as ``Packed``: one function a format, chosen by ``Form.reader``.
 
 Only single scales and the order of channels are read here; the rest is read when it is written. Packed weights stay
 packed, and scales keep their type and value. Each function names where its format is described. All raise

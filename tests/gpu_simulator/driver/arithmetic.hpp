@@ -10,7 +10,7 @@
 #include <limits>
 #include <type_traits>
 
-// Kernels are compiled quickly, with few other optimisations.
+// Kernels are compiled quickly, with few other optimizations.
 #define INLINE [[gnu::always_inline]] inline
 
 namespace gpu {

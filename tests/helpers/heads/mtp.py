@@ -118,7 +118,7 @@ def train_mtp(directory: Path) -> None:
     with torch.no_grad():
         hidden = model.model(texts).last_hidden_state[:, :-1]
     positions = torch.arange(1, texts.shape[1])[None]
-    optimiser = torch.optim.Adam(mtp.layers.parameters(), lr=3e-3)
+    optimizer = torch.optim.Adam(mtp.layers.parameters(), lr=3e-3)
     for _ in range(_STEPS):
         own, loss = hidden, torch.tensor(0.0)
         for step in range(3):
@@ -126,9 +126,9 @@ def train_mtp(directory: Path) -> None:
             logits = model.lm_head(y[:, :-1])
             loss = loss + 0.8**step * functional.cross_entropy(logits.flatten(0, 1), texts[:, 2:].flatten())
             own = torch.cat([own[:, :1], y[:, :-1]], dim=1)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
     path, prefix = directory / "model.safetensors", f"model.layers.{LAYERS}."
     tensors = load_file(path)
     for name, trained in mtp.layers.state_dict().items():

@@ -55,7 +55,7 @@ def measure(model: Path, text: Path, output: Path, qformat: str) -> dict[str, An
 @click.option("--forms", multiple=True, default=QFORMATS, show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Where the results go.")
 def main(demo_dir: Path, forms: tuple[str, ...], json_file: Path | None) -> None:
-    """Quantise the demo target in every format."""
+    """Quantize the demo target in every format."""
     with tempfile.TemporaryDirectory() as name:
         text = Path(name) / "text.txt"
         text.write_text(unseen_text(), encoding="utf-8")

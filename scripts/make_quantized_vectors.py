@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Write tests/vectors: small weights as the libraries of the quantised formats pack them, and what they make of them.
+"""Write tests/vectors: small weights as the libraries of the quantized formats pack them, and what they make of them.
 
     python -m venv /tmp/quant && /tmp/quant/bin/pip install torch==2.13.0 transformers==5.23.0 safetensors \
         compressed-tensors==0.20.0 bitsandbytes==0.50.2 torchao==0.18.0 nvidia-modelopt==0.47.0 accelerate
-    PYTHONPATH=AWQ:GPTQ /tmp/quant/bin/python scripts/make_quantised_vectors.py tests/vectors [NAME..]
+    PYTHONPATH=AWQ:GPTQ /tmp/quant/bin/python scripts/make_quantized_vectors.py tests/vectors [NAME..]
 
 AWQ and GPTQ are the unpacked source packages of autoawq 0.2.9 and gptqmodel 7.7.0, which are not built.
 compressed-tensors 0.10.2 is the last but few that wrote act-order: ``ct-actorder`` needs it in place of 0.20.0.
 
-A file holds tensors by their names in a checkpoint, and ``expected.MODULE``, the library's dequantised weight [N, K].
+A file holds tensors by their names in a checkpoint, and ``expected.MODULE``, the library's dequantized weight [N, K].
 Its metadata hold the configuration and the library with its version. The tests need none of these libraries.
 """
 
@@ -51,7 +51,7 @@ def prefixed(module: str, tensors: Tensors) -> Tensors:
 
 
 def compressed(outputs: int, inputs: int, format: str, weights: dict[str, Any], **scheme: Any) -> Vector:
-    """compressed-tensors: quantised by its own observers' rule (largest value), packed and unpacked by the library."""
+    """compressed-tensors: quantized by its own observers' rule (largest value), packed and unpacked by the library."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
     from compressed_tensors.quantization.utils import calculate_qparams
@@ -360,7 +360,7 @@ def torchao_dynamic() -> Vector:
 
 
 def modelopt(name: str) -> Vector:
-    """ModelOpt's own export of a small Llama, dequantised by its tensor classes."""
+    """ModelOpt's own export of a small Llama, dequantized by its tensor classes."""
     import copy
     import tempfile
 
@@ -408,7 +408,7 @@ def modelopt(name: str) -> Vector:
 
 
 def modelopt_nvfp4() -> Vector:
-    """ModelOpt's NVFP4QTensor; its fake quantisation of NVFP4 needs a GPU."""
+    """ModelOpt's NVFP4QTensor; its fake quantization of NVFP4 needs a GPU."""
     from modelopt.torch.export.quant_utils import process_layer_quant_config
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Quantised targets against float32: tokens/s alone and with the draft, and what they do to the distribution.
+"""Quantized targets against float32: tokens/s alone and with the draft, and what they do to the distribution.
 
 Needs what scripts/demo leaves in demo/. Engines are built in a temporary directory. Speeds are of engines that take
 turns in one run. Quality is that of the engines themselves, on text that the target was not trained on: perplexity,
@@ -52,7 +52,7 @@ TEXT_LEN = 256
 
 @dataclass(frozen=True)
 class Quality:
-    """What quantising did to the predictions of ``NUM_TOKENS`` tokens."""
+    """What quantizing did to the predictions of ``NUM_TOKENS`` tokens."""
 
     perplexity: float
     kl_mean: float
@@ -140,7 +140,7 @@ def acceptance_rate(decoder: SpeculativeDecoder, output_len: int) -> float:
 @click.option("--repetitions", type=int, default=5, show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
 def main(demo_dir: Path, forms: tuple[str, ...], output_len: int, repetitions: int, json_file: Path | None) -> None:
-    """Measure what quantised targets gain and cost."""
+    """Measure what quantized targets gain and cost."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as opened:
         work = Path(name)
         sizes = {"max_batch_size": 1, "max_input_len": 64}
