@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from scripts.benchmarks.engines import build, fastest, to_onnx
 from scripts.benchmarks.quantize import unseen_text
 from scripts.benchmarks.quantized import log_probs, quality
-from specbuild.export.meta_model import load_skeleton
+from specbuild.export.meta_model import load_meta_model
 from specbuild.hf.model_config import read_model_config
 from specbuild.quantization.activation_ranges import calibrate
 from specbuild.quantization.calibration_data import TextOptions, read_texts
@@ -60,7 +60,7 @@ def model_quality(model_dir: Path, text: Path) -> dict[str, Any]:
     """Of keys and values that are rounded with a step for every channel, and with fewer steps."""
     rows = read_texts(TextOptions(str(text), ROWS, LENGTH), model_dir)
     stored = {name: StoredTensor(entry) for name, entry in check_weights(model_dir).entries.items()}
-    model, _ = load_skeleton(model_dir, read_model_config(model_dir, False), "auto", False, dict(stored))
+    model, _ = load_meta_model(model_dir, read_model_config(model_dir, False), "auto", False, dict(stored))
     largest = calibrate(model, rows.calibration, lambda _rows: None, kv_cache=True).cache
     found = {}
     for option, code in KV_CACHE_DTYPES.items():

@@ -206,7 +206,7 @@ class Layout(NamedTuple):
 
 def lay_out(source: Source, options: ConvertOptions) -> Layout:
     """Lay the model of ``source`` out. Raises CheckpointError, UnsupportedModelError."""
-    from specbuild.export.meta_model import load_skeleton
+    from specbuild.export.meta_model import load_meta_model
     from specbuild.quantized_formats.loading import require_claimed, with_packed
     from specbuild.weights.lazy_tensors import StoredTensor
 
@@ -217,7 +217,7 @@ def lay_out(source: Source, options: ConvertOptions) -> Layout:
         from specbuild.hf.multimodal import text_tensors
 
         stored = text_tensors(directory, source.hf_config, tensors)
-    model, weights = load_skeleton(directory, source.hf_config, options.dtype, options.trust_remote_code, stored)
+    model, weights = load_meta_model(directory, source.hf_config, options.dtype, options.trust_remote_code, stored)
     require_claimed(directory, weights)
     return Layout(model, weights, tensors)
 

@@ -40,7 +40,7 @@ def convert_head(
     from specbuild.convert.verify_head import verify_head
     from specbuild.export.exporter import PREFIX
     from specbuild.export.features import Fusion, describe_features
-    from specbuild.export.meta_model import load_skeleton
+    from specbuild.export.meta_model import load_meta_model
     from specbuild.export.rope import pin_rope
     from specbuild.graph import ops as graphs
     from specbuild.heads.dflash import DFlash
@@ -58,7 +58,7 @@ def convert_head(
         tensors: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in files.entries.items()}
         scheme = read_scheme(directory, read_json(directory / CONFIG_NAME))
         stored = with_packed(scheme, tensors) if scheme else tensors
-        owner, weights = load_skeleton(directory, hf_config, options.dtype, options.trust_remote_code, stored)
+        owner, weights = load_meta_model(directory, hf_config, options.dtype, options.trust_remote_code, stored)
         fusion = Fusion(head, owner)  # It checks that the head is one of this target.
         model = _make(head, owner, weights)
     require_space({Path(options.output_dir).absolute().parent: sum(p.nbytes for p in model.parameters())})
@@ -123,7 +123,7 @@ def _make(head: Head, owner: PreTrainedModel, weights: dict[str, Weight]) -> Gra
         if "embed_tokens.weight" not in head.tensors and type(owner.get_input_embeddings()) is not nn.Embedding:
             raise UnsupportedModelError(
                 f"{owner.name_or_path}: {type(owner.get_input_embeddings()).__name__}: embeddings that are more than a "
-                "table cannot be lent to a head"
+                "table cannot be shared with a head"
             )
         return DFlash(head, owner.dtype, _lent(owner, weights), vocab_size_of(owner))
     if not isinstance(head, EagleHead):

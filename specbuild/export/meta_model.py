@@ -25,7 +25,7 @@ _LOAD = "convert_and_load_state_dict_in_model"
 """transformers' function that takes tensors of files into a model."""
 
 
-class Skeleton(NamedTuple):
+class MetaModel(NamedTuple):
     """A model and its weights, apart from each other."""
 
     model: PreTrainedModel
@@ -35,9 +35,9 @@ class Skeleton(NamedTuple):
     """Every parameter and stored buffer; a tied one under each of its names."""
 
 
-def load_skeleton(
+def load_meta_model(
     directory: Path, config: PreTrainedConfig, dtype: str, trust_remote_code: bool, stored: dict[str, Reader]
-) -> Skeleton:
+) -> MetaModel:
     """The model in ``dtype`` (``auto``: as stored) without its weights, which are ``stored`` under the files' names.
 
     Raises CheckpointError when it does not load, or tensors are missing or of the wrong shape.
@@ -66,7 +66,7 @@ def load_skeleton(
     weights = _weights(model, origins, directory)
     _tie_equal(model, weights)
     _take_real_values(model, weights)
-    return Skeleton(model, weights)
+    return MetaModel(model, weights)
 
 
 def _refuse(directory: Path, kind: str, names: set[Any]) -> None:

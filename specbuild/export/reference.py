@@ -192,10 +192,10 @@ def part_of(weight: nn.Parameter) -> tuple[nn.Parameter, int | None]:
 
 
 class Float32(TorchFunctionMode):
-    """While active, models compute in float32, and the weights of skeletons are read where they are used."""
+    """While active, models compute in float32, and the weights of meta models are read where they are used."""
 
     def __init__(self, see_input: SeeInput | None = None) -> None:
-        """see_input: sees, and may change, what is multiplied by each matrix of a skeleton."""
+        """see_input: sees, and may change, what is multiplied by each matrix of a meta model."""
         super().__init__()
         self.see_input = see_input or (lambda _weight, x: x)
 
@@ -222,7 +222,7 @@ class Float32(TorchFunctionMode):
 
 
 def _wide(value: Any) -> Any:
-    """Parameters as float32, those of a skeleton read from its checkpoint."""
+    """Parameters as float32, those of a meta model read from its checkpoint."""
     if isinstance(value, tuple | list):
         return type(value)(_wide(item) for item in value)
     if isinstance(value, dict):

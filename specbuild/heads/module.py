@@ -108,8 +108,8 @@ class LayerModule(GraphModule):
     norm: nn.Module
     """In front of ``lm_head``."""
 
-    def __init__(self, head: LayerHead, dtype: torch.dtype, lent: Mapping[str, Weight], vocab_size: int) -> None:
-        """lent: the target's embedding and output layer, by a head's names for them. vocab_size: the target's.
+    def __init__(self, head: LayerHead, dtype: torch.dtype, shared: Mapping[str, Weight], vocab_size: int) -> None:
+        """shared: the target's embedding and output layer, by a head's names for them. vocab_size: the target's.
 
         Raises CheckpointError where a tensor is missing, of another shape, or of no use.
         """
@@ -124,7 +124,7 @@ class LayerModule(GraphModule):
             self.lm_head = nn.Linear(head.hidden_size, head.draft_vocab_size, bias=False)
             self.add_parts(self.layers[0], lambda: make_norm(head.hidden_size, eps=head.epsilon))
         self.rotary = make_rotary(self.config)
-        self.weights = load_parameters(self, head, dtype, lent, self.is_elsewhere)
+        self.weights = load_parameters(self, head, dtype, shared, self.is_elsewhere)
         self.slots: torch.Tensor | None
         self.register_buffer("slots", slots, persistent=False)
         self.eval()
@@ -218,13 +218,14 @@ def load_parameters(
     module: nn.Module,
     head: Head,
     dtype: torch.dtype,
-    lent: Mapping[str, Weight] = MappingProxyType({}),
+    shared: Mapping[str, Weight] = MappingProxyType({}),
     is_elsewhere: Callable[[str], bool] = lambda _name: False,
 ) -> dict[str, Weight]:
     """Put placeholders in the places of a head's parameters, named as its tensors. Returns what they stand for.
 
-    lent: the target's, in place of tensors that the head lacks. is_elsewhere: whether a tensor has its place elsewhere.
-    Raises CheckpointError where a tensor is missing or of another shape, UnsupportedModelError where it is of no use.
+    shared: the target's, in place of tensors that the head lacks. is_elsewhere: whether a tensor has its place
+    elsewhere. Raises CheckpointError where a tensor is missing or of another shape, UnsupportedModelError where it is
+    of no use.
     """
     found, names = {}, dict(module.named_parameters())
     if unused := [name for name in head.tensors if name not in names and not is_elsewhere(name)]:
@@ -234,8 +235,8 @@ def load_parameters(
     for name, parameter in names.items():
         if name in head.tensors:
             weight = Weight(name, dtype, head.tensors[name], head.directory)
-        elif name in lent:
-            weight = lent[name]
+        elif name in shared:
+            weight = shared[name]
         else:
             raise CheckpointError(f"{head.directory}: the tensor {name} is missing; download the head again")
         if weight.shape != tuple(parameter.shape) and name in head.tensors:

@@ -41,7 +41,7 @@ class Mtp(ChainModule):
 
     head: MtpHead
 
-    def __init__(self, head: MtpHead, owner: PreTrainedModel, lent: Mapping[str, Weight], vocab_size: int) -> None:
+    def __init__(self, head: MtpHead, owner: PreTrainedModel, shared: Mapping[str, Weight], vocab_size: int) -> None:
         """owner: the target; the rest as ``LayerModule`` has it.
 
         Raises CheckpointError where a tensor is missing or of another shape, UnsupportedModelError where it has no use.
@@ -56,7 +56,7 @@ class Mtp(ChainModule):
         self.config, self.layers, self.rotary = made.config, made.layers, made.rotary_emb
         self.head = replace(head, tensors=_find_tensors(head, made, made.get_weight_conversions(owner)))
         buffers = self._take_buffers()
-        self.weights = load_parameters(self, self.head, self.dtype, lent, buffers.__contains__)
+        self.weights = load_parameters(self, self.head, self.dtype, shared, buffers.__contains__)
         self._caches = cache_shapes(owner)[-2:]
         self.eval()
 

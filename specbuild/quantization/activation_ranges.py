@@ -64,7 +64,7 @@ def _larger(one: dict[_Key, float], other: dict[_Key, float]) -> dict[_Key, floa
 def calibrate(
     model: Any, rows: Rows, advance: Callable[[float], None], kv_cache: bool = False, part: Part | None = None
 ) -> Largest:
-    """Run a skeleton over ``rows``: the largest absolute inputs of its products, and of its keys and values.
+    """Run a meta model over ``rows``: the largest absolute inputs of its products, and of its keys and values.
 
     Every weight is read once for a batch of rows. ``advance`` is called with the rows that are done; what came of them
     is kept in ``part``, whose rows are not run again.

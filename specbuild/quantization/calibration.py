@@ -1,4 +1,4 @@
-"""Quantizing a skeleton with what a text says of it, for ``convert`` and ``quantize``."""
+"""Quantizing a meta model with what a text says of it, for ``convert`` and ``quantize``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def texts_of(options: TextOptions, source: Path, positions: int | None, trust_re
 
 
 def calibrate_on(texts: Texts, model: Any, kv_cache: bool, part: Part, stages: Stages) -> Largest:
-    """The largest values that ``texts`` make in a skeleton; keys and values too with ``kv_cache``. Raises SpecError.
+    """The largest values that ``texts`` make in a meta model; keys and values too with ``kv_cache``. Raises SpecError.
 
     part: what was done before and need not be done again.
     """
@@ -50,7 +50,7 @@ def unreached_experts(packed: PackedModel, largest: Largest) -> dict[str, list[i
 def quantize_dense(
     model: Any, weights: Mapping[str, Weight], recipe: Recipe, largest: Largest | None, stages: Stages
 ) -> PackedModel:
-    """The weights of a skeleton by ``recipe``, and inputs by ``largest`` where it rounds them with fixed scales.
+    """The weights of a meta model by ``recipe``, and inputs by ``largest`` where it rounds them with fixed scales.
 
     Codes are computed when they are asked for. Raises SpecError.
     """

@@ -1,4 +1,4 @@
-"""The quantized Hugging Face checkpoint of a skeleton: chosen, written tensor by tensor, read back."""
+"""The quantized Hugging Face checkpoint of a meta model: chosen, written tensor by tensor, read back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from specbuild.export.meta_model import Skeleton, load_skeleton
+from specbuild.export.meta_model import MetaModel, load_meta_model
 from specbuild.hf.model_config import read_model_config
 from specbuild.json_file import read_json
 from specbuild.progress import Stages
@@ -61,16 +61,16 @@ Products = dict[str, list[Product]]
 
 
 def stored_products(
-    source: Path, skeleton: Skeleton, packed: PackedModel, entries: dict[str, Entry], stages: Stages
+    source: Path, meta_model: MetaModel, packed: PackedModel, entries: dict[str, Entry], stages: Stages
 ) -> Products:
     """What is stored quantized of ``packed``. Raises UnsupportedModelError."""
     names = {entry: name for name, entry in entries.items()}
-    parameters = dict(skeleton.model.named_parameters(remove_duplicate=False))
-    shared = parameter_names(skeleton.model)
+    parameters = dict(meta_model.model.named_parameters(remove_duplicate=False))
+    shared = parameter_names(meta_model.model)
     found: Products = {}
     for parameter in packed.products:
-        module, reader = parameter.removesuffix(".weight"), skeleton.weights[parameter].reader
-        owner = skeleton.model.get_submodule(module)
+        module, reader = parameter.removesuffix(".weight"), meta_model.weights[parameter].reader
+        owner = meta_model.model.get_submodule(module)
         if isinstance(owner, nn.Embedding):  # A tied one, under its other name.
             continue
         if isinstance(owner, Conv1D):
@@ -86,8 +86,8 @@ def stored_products(
             name = names[reader.entry]
             found[name] = [Product(parameter, name.removesuffix(".weight"))]
     for parameter in packed.experts:
-        owner = skeleton.model.get_submodule(parameter.rpartition(".")[0])
-        experts = _stored_experts(parameter, skeleton.weights[parameter].reader, names, bool(owner.is_transposed))
+        owner = meta_model.model.get_submodule(parameter.rpartition(".")[0])
+        experts = _stored_experts(parameter, meta_model.weights[parameter].reader, names, bool(owner.is_transposed))
         if not experts:
             stages.say(f"note: {parameter} is made of stored tensors that are turned or mixed, and stays as it is")
         found |= experts
@@ -187,7 +187,7 @@ def write_weights(
 def write_config(
     source: Path,
     work: Path,
-    skeleton: Skeleton,
+    meta_model: MetaModel,
     entries: dict[str, Entry],
     products: Products,
     packed: PackedModel,
@@ -197,16 +197,16 @@ def write_config(
     modules = {product.module: product.weight(packed) for own in products.values() for product in own}
     config = {
         **read_json(source / "config.json"),
-        "quantization_config": configuration(modules, _dense_modules(skeleton, entries, products), kv_cache),
+        "quantization_config": configuration(modules, _dense_modules(meta_model, entries, products), kv_cache),
     }
     copy_side_files(source, work)
     (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _dense_modules(skeleton: Skeleton, entries: dict[str, Entry], products: Products) -> list[str]:
+def _dense_modules(meta_model: MetaModel, entries: dict[str, Entry], products: Products) -> list[str]:
     """Names of products that stay as they are, here or in other implementations of the model."""
     quantized = {product.parameter for own in products.values() for product in own}
-    kinds = {f"{name}.weight": module for name, module in skeleton.model.named_modules()}
+    kinds = {f"{name}.weight": module for name, module in meta_model.model.named_modules()}
     here = [name for name, module in kinds.items() if isinstance(module, nn.Linear) and name not in quantized]
     matrices = [name for name, entry in entries.items() if len(entry.shape) == 2 and name not in products]
     stored = [name for name in matrices if name.endswith(".weight") and not isinstance(kinds.get(name), nn.Embedding)]
@@ -221,7 +221,7 @@ def read_back(
     assert scheme is not None
     stored: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in check_weights(work).entries.items()}
     config = read_model_config(work, trust_remote_code)
-    loaded = load_skeleton(work, config, "auto", trust_remote_code, with_packed(scheme, stored))
+    loaded = load_meta_model(work, config, "auto", trust_remote_code, with_packed(scheme, stored))
     found = packed_products(loaded.model, scheme, loaded.weights, [])
     if cache is None:
         return found, None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specbuild.export.meta_model import load_skeleton
+from specbuild.export.meta_model import load_meta_model
 from specbuild.export.reference import Float32, SeeInput
 from specbuild.hf.model_config import read_model_config, save_tokenizer
 from specbuild.hf.model_facts import positions_of
@@ -33,7 +33,7 @@ class Draft:
 
     directory: Path
     model: Any
-    """A skeleton; see ``reference.py``."""
+    """A meta model; see ``reference.py``."""
     see_input: SeeInput
     """Rounds inputs, where the draft is quantized itself."""
     positions: int | None
@@ -72,7 +72,7 @@ def load_draft(directory: Path, target: Path, trust_remote_code: bool) -> Draft:
         )
     scheme = read_scheme(directory, read_json(directory / "config.json"))
     stored: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in files.entries.items()}
-    model, weights = load_skeleton(
+    model, weights = load_meta_model(
         directory, config, "auto", trust_remote_code, with_packed(scheme, stored) if scheme else stored
     )
     require_claimed(directory, weights)

@@ -63,7 +63,7 @@ def measure(
     draft: Draft | None = None,
     part: Part | None = None,
 ) -> Quality:
-    """Run a skeleton over ``rows`` as it is, and with weights and inputs rounded by ``packed``, keys and values by
+    """Run a meta model over ``rows`` as it is, and with weights and inputs rounded by ``packed``, keys and values by
     ``cache``.
 
     ``advance`` is called with the rows that are done, and their sums are kept in ``part``, whose rows are not run

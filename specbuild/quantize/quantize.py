@@ -23,7 +23,7 @@ from specrun.engine_dir.directories import QUALITY_NAME, new_directory, require_
 from specrun.errors import BuildConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from specbuild.export.meta_model import Skeleton
+    from specbuild.export.meta_model import MetaModel
     from specbuild.quantize.checkpoint import Products
     from specbuild.quantize.pair import Draft
     from specbuild.quantize.quality import Quality
@@ -65,7 +65,7 @@ class Source(NamedTuple):
 
     directory: Path
     files: Weights
-    skeleton: Skeleton
+    meta_model: MetaModel
     products: Products
     texts: Texts | None
     """What is calibrated and compared on."""
@@ -89,7 +89,7 @@ def quantize(options: QuantizeOptions, stages: Stages) -> dict[str, Any]:
     kv_cache = cache_code(options.kv_cache_dtype)
     if not (recipe.calibrated or kv_cache or options.quality):
         options.texts.say_if_unused(f"--qformat {options.qformat} with --no-quality reads no text", stages)
-    from specbuild.export.meta_model import load_skeleton
+    from specbuild.export.meta_model import load_meta_model
     from specbuild.quantization.calibration import texts_of
     from specbuild.quantization.quantize_model import pack_model
     from specbuild.quantize.checkpoint import output_bytes, stored_products
@@ -116,16 +116,16 @@ def quantize(options: QuantizeOptions, stages: Stages) -> dict[str, Any]:
             texts = texts_of(options.texts, source, positions, options.trust_remote_code)
     with stages.stage("lay out the model"):
         stored: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in files.entries.items()}
-        skeleton = load_skeleton(source, hf_config, "auto", options.trust_remote_code, stored)
-        require_claimed(source, skeleton.weights)
-        plan = pack_model(skeleton.model, recipe.without_inputs, skeleton.weights)
-        products = stored_products(source, skeleton, plan, files.entries, stages)
+        meta_model = load_meta_model(source, hf_config, "auto", options.trust_remote_code, stored)
+        require_claimed(source, meta_model.weights)
+        plan = pack_model(meta_model.model, recipe.without_inputs, meta_model.weights)
+        products = stored_products(source, meta_model, plan, files.entries, stages)
     with stages.stage("checksums of the checkpoint"):
         made = quantization_provenance(options, directories, stopped.made if stopped else None)
     with run_for(output_dir, made, stopped, stages) as run:
         if not run.written.exists():  # Known before calibrating.
             require_space({output_dir.absolute().parent: output_bytes(files.entries, products, plan)})
-        report = _write(options, recipe, Source(source, files, skeleton, products, texts, draft), run, stages)
+        report = _write(options, recipe, Source(source, files, meta_model, products, texts, draft), run, stages)
         with new_directory(output_dir, options.force) as work:
             work.rmdir()
             run.written.rename(work)
@@ -147,25 +147,25 @@ def _write(options: QuantizeOptions, recipe: Recipe, source: Source, run: Run, s
     from specbuild.quantize.quality import measure
     from specbuild.weights.kv_cache import coarser, rounding_for
 
-    directory, files, skeleton, products, texts, draft = source
+    directory, files, meta_model, products, texts, draft = source
     kv_cache, largest, cache, quality = cache_code(options.kv_cache_dtype), None, None, None
     if texts and (recipe.calibrated or kv_cache):
-        largest = calibrate_on(texts, skeleton.model, kv_cache is not None, run.part("calibration"), stages)
+        largest = calibrate_on(texts, meta_model.model, kv_cache is not None, run.part("calibration"), stages)
     if kv_cache and largest:
         cache = rounding_for(kv_cache, coarser(kv_cache, largest.cache), torch.float32)
-    packed = quantize_dense(skeleton.model, skeleton.weights, recipe, largest, stages)
-    scales = stored_cache(directory, skeleton.model, products, cache)
+    packed = quantize_dense(meta_model.model, meta_model.weights, recipe, largest, stages)
+    scales = stored_cache(directory, meta_model.model, products, cache)
     if not run.written.exists():
         with new_directory(run.written, force=False) as work:
             with stages.stage("write weights", len(files.entries)) as advance:
                 write_weights(directory, work, files.entries, products, packed, scales, advance)
-            write_config(directory, work, skeleton, files.entries, products, packed, kv_cache)
+            write_config(directory, work, meta_model, files.entries, products, packed, kv_cache)
     written, cache = read_back(run.written, cache, options.trust_remote_code)
     if texts and options.quality:
         part, rows = run.part("comparison"), texts.held_out
         with part.stage(stages, "compare with the original", len(rows)) as advance:
-            quality = measure(skeleton.model, written, cache, directory, rows, advance, draft, part)
-    report = _report(options, skeleton, files.nbytes, check_weights(run.written).nbytes, written, quality)
+            quality = measure(meta_model.model, written, cache, directory, rows, advance, draft, part)
+    report = _report(options, meta_model, files.nbytes, check_weights(run.written).nbytes, written, quality)
     report["unreached_experts"] = unreached_experts(packed, largest) if recipe.calibrated and largest else None
     (run.written / QUALITY_NAME).write_text(json.dumps(report, indent=2) + "\n")
     return report
@@ -185,7 +185,7 @@ def _require_dense(source: Path) -> None:
 
 def _report(
     options: QuantizeOptions,
-    skeleton: Skeleton,
+    meta_model: MetaModel,
     original_bytes: int,
     nbytes: int,
     packed: PackedModel,
@@ -194,7 +194,7 @@ def _report(
     """What quality.json holds."""
     from specbuild.weights.packed_model import describe
 
-    model, names = skeleton.model, {id(parameter): name for name, parameter in skeleton.model.named_parameters()}
+    model, names = meta_model.model, {id(parameter): name for name, parameter in meta_model.model.named_parameters()}
 
     def form(module: Any) -> str:
         weight = packed.products.get(names[id(module.weight)])

@@ -50,12 +50,12 @@ class Eagle3Student(Student):
         self.head = head
         embedding = target.get_input_embeddings().weight
         assert isinstance(embedding, nn.Parameter)
-        lent = LoadedTensor(torch.empty_like(embedding, device="meta"))
+        shared = LoadedTensor(torch.empty_like(embedding, device="meta"))
         self._fusion = Fusion(self.head, target)
         self.module = Eagle3(
             self.head,
             torch.float32,
-            {"embed_tokens.weight": Weight("embed_tokens.weight", torch.float32, lent, directory)},
+            {"embed_tokens.weight": Weight("embed_tokens.weight", torch.float32, shared, directory)},
             vocab_size_of(target),
         )
         self.module.config._attn_implementation = NAME
@@ -148,9 +148,9 @@ def write_new_head(
         "norm.weight": ones.clone(),
         "lm_head.weight": (rows if vocabulary is None else rows[vocabulary]).contiguous(),
     }
-    lent = _lent_layer(target, config)
-    if all(tensors[name].shape == tensor.shape for name, tensor in lent.items() if ".mlp." not in name):
-        for name, tensor in lent.items():
+    shared = _shared_layer(target, config)
+    if all(tensors[name].shape == tensor.shape for name, tensor in shared.items() if ".mlp." not in name):
+        for name, tensor in shared.items():
             rows, *columns = (min(sizes) for sizes in zip(tensor.shape, tensors[name].shape, strict=True))
             own = (slice(rows), *map(slice, columns))
             tensors[name][own] = tensor[own]
@@ -161,7 +161,7 @@ def write_new_head(
     write_head(directory, config, tensors, vocabulary, vocab_size_of(target))
 
 
-def _lent_layer(target: PreTrainedModel, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _shared_layer(target: PreTrainedModel, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The target's last layer as a head's, which learns sooner from there; {} where the target has other layers.
 
     Projections of the embeddings are those of the first layer, which reads embeddings.

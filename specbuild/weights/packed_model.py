@@ -65,7 +65,7 @@ def parameter_names(model: Any) -> dict[int, list[str]]:
 
 
 def use_dequantized(model: Any, packed: PackedModel, directory: Path) -> None:
-    """Let a skeleton compute with dequantized weights when it is run (``reference.py``)."""
+    """Let a meta model compute with dequantized weights when it is run (``reference.py``)."""
     transposed = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}
     by_input = {name for name, module in model.named_modules() if getattr(module, "is_transposed", False)}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -40,7 +40,7 @@ class Backend(Protocol):
 
     config: EngineConfig
     cache: HostKVCache
-    lender: Backend | None
+    cache_owner: Backend | None
     """Of a head: the target whose features it shares, and whose rows and positions its own cache must have."""
 
     def resize(self, rows: int, length: int, used: int) -> None:
@@ -101,10 +101,10 @@ class DeviceBackend(Protocol):
         """Let go of the engine."""
 
 
-def bound_tensors(cache: DeviceKVCache, lender: DeviceBackend | None, first: int, rows: int) -> list[DeviceArray]:
+def bound_tensors(cache: DeviceKVCache, cache_owner: DeviceBackend | None, first: int, rows: int) -> list[DeviceArray]:
     """Rows ``first .. first + rows`` of all tensors of a cache, those that a target lends included."""
-    lent = lender.cache.part(first, rows)[-1:] if lender else []
-    return [*cache.part(first, rows), *lent]
+    shared = cache_owner.cache.part(first, rows)[-1:] if cache_owner else []
+    return [*cache.part(first, rows), *shared]
 
 
 def why_no_gpu_backend(name: BackendName) -> str | None:
@@ -121,28 +121,28 @@ def why_no_gpu_backend(name: BackendName) -> str | None:
 
 
 def open_host_backend(
-    directory: Path, config: EngineConfig, blocks: int, shared_pool: bool = False, lender: Backend | None = None
+    directory: Path, config: EngineConfig, blocks: int, shared_pool: bool = False, cache_owner: Backend | None = None
 ) -> Backend:
     """Load an engine for the CPU, with ``blocks`` prefix cache blocks; shared_pool: of threads.
 
-    lender: of a head, its target. Raises EngineDirError, and BackendError when its runtime is not installed.
+    cache_owner: of a head, its target. Raises EngineDirError, and BackendError when its runtime is not installed.
     """
     from specrun.backends.ort import OrtBackend
 
-    return OrtBackend(directory, config, blocks, shared_pool, lender)
+    return OrtBackend(directory, config, blocks, shared_pool, cache_owner)
 
 
 def open_device_backend(
-    directory: Path, config: EngineConfig, device: Device, lender: DeviceBackend | None = None
+    directory: Path, config: EngineConfig, device: Device, cache_owner: DeviceBackend | None = None
 ) -> DeviceBackend:
-    """Load an engine onto a GPU. lender: of a head, its target on the same GPU.
+    """Load an engine onto a GPU. cache_owner: of a head, its target on the same GPU.
 
     Raises EngineDirError, and BackendError when its runtime is not installed.
     """
     if config.backend.name == "onnxruntime":
         from specrun.backends.ort import OrtDeviceBackend
 
-        return OrtDeviceBackend(directory, config, device, lender)
+        return OrtDeviceBackend(directory, config, device, cache_owner)
     from specrun.backends.trt import TrtBackend
 
-    return TrtBackend(directory, config, device, compute_capability(device.number), lender)
+    return TrtBackend(directory, config, device, compute_capability(device.number), cache_owner)

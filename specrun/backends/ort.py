@@ -40,10 +40,10 @@ class OrtBackend:
         config: EngineConfig,
         blocks: int,
         shared_pool: bool = False,
-        lender: Backend | None = None,
+        cache_owner: Backend | None = None,
     ) -> None:
         self.config = config
-        self.lender = lender
+        self.cache_owner = cache_owner
         self._session = _open(
             directory, config, "CPUExecutionProvider", {}, shared_pool
         )  # It knows whether the sizes are true.
@@ -62,8 +62,8 @@ class OrtBackend:
         if known := self._passes.get(key):
             return known
         cache = self.cache.part(first, num_rows)
-        if self.lender:
-            cache.append(self.lender.cache.part(first, num_rows)[-1])
+        if self.cache_owner:
+            cache.append(self.cache_owner.cache.part(first, num_rows)[-1])
         shape = (num_rows, num_logits, self.config.graph.vocab_size)
         if (size := math.prod(shape)) > self._logits.size:
             self._passes.clear()
@@ -76,16 +76,16 @@ class OrtBackend:
         return made
 
     def _lent_memory(self) -> int:
-        """The address of the lender's cache, which is another one after it has grown; 0 without a lender.
+        """The address of the owner's cache, which is another one after it has grown; 0 without an owner.
 
         Raises RuntimeError where that cache has another size than this one.
         """
-        if not self.lender:
+        if not self.cache_owner:
             return 0
-        lent = self.lender.cache
-        if (lent.rows, lent.length) != (self.cache.rows, self.cache.length):
+        shared = self.cache_owner.cache
+        if (shared.rows, shared.length) != (self.cache.rows, self.cache.length):
             raise RuntimeError("a head's cache must be resized together with its target's")
-        return lent.address
+        return shared.address
 
     def close(self) -> None:
         """See ``Backend``."""
@@ -130,11 +130,11 @@ class OrtDeviceBackend:
     """See ``DeviceBackend``. The same graph on device memory: CUDA's, or for tests the host's."""
 
     def __init__(
-        self, directory: Path, config: EngineConfig, device: Device, lender: DeviceBackend | None = None
+        self, directory: Path, config: EngineConfig, device: Device, cache_owner: DeviceBackend | None = None
     ) -> None:
         self.config = config
         self.device = device
-        self._lender = lender
+        self._cache_owner = cache_owner
         provider, options = "CPUExecutionProvider", {}
         if device.kind == "cuda":
             _load_cuda_libraries()
@@ -182,7 +182,7 @@ class OrtDeviceBackend:
     def _bind_cache(self, first: int, rows: int) -> Any:
         binding, graph = self._session.io_binding(), self.config.graph
         element = graph.cache_element.onnx
-        cache = bound_tensors(self.cache, self._lender, first, rows)
+        cache = bound_tensors(self.cache, self._cache_owner, first, rows)
         for past, present, memory in zip(graph.past_names, graph.present_names, cache, strict=True):
             self._bind(binding.bind_input, past, memory, element)
             self._bind(binding.bind_output, present, memory, element)

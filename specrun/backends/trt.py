@@ -115,18 +115,18 @@ class TrtBackend:
         config: EngineConfig,
         device: Device,
         capability: str,
-        lender: DeviceBackend | None = None,
+        cache_owner: DeviceBackend | None = None,
     ) -> None:
         """Load the plan onto ``device``, whose compute capability is ``capability``, such as 9.0.
 
-        lender: of a head, its target on the same device.
+        cache_owner: of a head, its target on the same device.
 
         Raises EngineDirError where the plan does not fit the device or the contract, and BackendError where TensorRT is
         not installed.
         """
         self.config = config
         self.device = device
-        self._lender = lender
+        self._cache_owner = cache_owner
         try:
             self._trt = import_package(config.backend.name)
         except ImportError as error:
@@ -229,7 +229,7 @@ class TrtBackend:
 
     def _bind_cache(self, context: Any, first: int) -> None:
         """Bind the cache's rows from ``first`` on. Past and present have the same memory, unless those are new."""
-        cache = bound_tensors(self.cache, self._lender, first, 1)
+        cache = bound_tensors(self.cache, self._cache_owner, first, 1)
         written = cache if self.config.writes_cache else self.cache.new()
         names = (*self.config.graph.past_names, *self.config.graph.present_names)
         for name, memory in zip(names, (*cache, *written), strict=True):

@@ -32,7 +32,7 @@ class RowDrafter(Protocol):
     def admit(self, requests: Sequence[Request], first: int) -> None:
         """Give ``requests`` the rows from ``first`` on."""
 
-    def unread(self, requests: Sequence[Request], first: int) -> list[int]:
+    def tokens_to_prefill(self, requests: Sequence[Request], first: int) -> list[int]:
         """How many tokens of each prompt are still to be prefilled, in the rows from ``first`` on."""
 
     def prefill(self, requests: Sequence[Request], first: int, max_tokens: int) -> None:
@@ -143,7 +143,7 @@ class DeviceDrafter(RowDrafter, Protocol):
     def allocate_pool(self, blocks: int) -> None:
         """Allocate a prefix cache of ``blocks`` blocks. Called once, before any request."""
 
-    def wake(self, row: int, request: Request) -> None:
+    def activate_row(self, row: int, request: Request) -> None:
         """Let rounds work on ``row``, because its prompt is prefilled."""
 
     def prepare(self, requests: Sequence[Request], plan: DraftPlan) -> int:

@@ -58,8 +58,8 @@ class DeviceModelDrafter(CachedDraft[DeviceRunner]):
         """See ``DeviceDrafter``."""
         self.runner.allocate_pool(blocks)
 
-    def wake(self, row: int, request: Request) -> None:
-        """See ``DeviceDrafter``. The round's rows are woken by the round."""
+    def activate_row(self, row: int, request: Request) -> None:
+        """See ``DeviceDrafter``. The round's rows are activated by the round."""
 
     def missing_bytes(self, requests: Sequence[Request], used: int) -> int:
         """See ``RowDrafter``. Its memory is the device's."""
@@ -169,9 +169,9 @@ class RemoteModelDrafter(DeviceModelDrafter):
         self._rows.begin(first, requests)
         super().admit(requests, first)
 
-    def wake(self, row: int, request: Request) -> None:
+    def activate_row(self, row: int, request: Request) -> None:
         """See ``DeviceDrafter``."""
-        self._rows.wake(row, request)
+        self._rows.activate_row(row, request)
 
     def swap(self, one: int, other: int) -> None:
         """See ``DeviceDrafter``."""

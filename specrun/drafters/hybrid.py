@@ -94,9 +94,9 @@ class HybridDrafter:
         """See ``Drafter``."""
         return self.model.missing_bytes(requests, used)
 
-    def unread(self, requests: Sequence[Request], first: int) -> list[int]:
+    def tokens_to_prefill(self, requests: Sequence[Request], first: int) -> list[int]:
         """See ``Drafter``."""
-        return self.model.unread(requests, first)
+        return self.model.tokens_to_prefill(requests, first)
 
     def prefill(self, requests: Sequence[Request], first: int, max_tokens: int) -> None:
         """See ``Drafter``."""

@@ -15,7 +15,7 @@ class LookupDrafter:
         """See ``Drafter``. What an index takes is little beside a cache."""
         return 0
 
-    def unread(self, requests: Sequence[Request], first: int) -> list[int]:
+    def tokens_to_prefill(self, requests: Sequence[Request], first: int) -> list[int]:
         """See ``Drafter``. Nothing is prefilled."""
         return [0] * len(requests)
 

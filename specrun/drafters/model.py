@@ -14,7 +14,7 @@ from specrun.errors import RequestError, SpecError, as_spec_error
 from specrun.request.request import Outcome, Request, longest, num_accepted
 from specrun.runners.cached_texts import CachedDraft
 from specrun.runners.host_runner import ModelRunner
-from specrun.sampling.acceptance import certain
+from specrun.sampling.acceptance import deterministic
 from specrun.sampling.sampler import (
     Floats,
     Purpose,
@@ -172,7 +172,7 @@ class ModelDrafter(CachedDraft[ModelRunner]):
                 if missing := self._vocab_size - len(q):
                     q = np.pad(q, (0, missing))
                 token = gumbel_argmax(q, exponential_noise(params.seed, Purpose.DRAFT, position, len(q)))
-                proposal.probs = proposal.probs or certain(proposal.tokens, self._vocab_size)
+                proposal.probs = proposal.probs or deterministic(proposal.tokens, self._vocab_size)
                 proposal.probs.append(q)
             else:
                 token = sample(logits, params, position)

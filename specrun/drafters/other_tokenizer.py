@@ -57,9 +57,9 @@ class TranslatedDrafter(ModelDrafter):
 
     def lag(self, requests: Sequence[Request]) -> int:
         """See ``Drafter``. Tokens that are not translated yet count as one each."""
-        unread = self.runner.rows.num_uncached([self.ids(request) for request in requests], 0)
+        tokens_to_prefill = self.runner.rows.num_uncached([self.ids(request) for request in requests], 0)
         new = [self._texts[request].num_new(request.tokens) for request in requests]
-        return max(0, max(map(sum, zip(unread, new, strict=True))) - self.first_step_len)
+        return max(0, max(map(sum, zip(tokens_to_prefill, new, strict=True))) - self.first_step_len)
 
     def propose(
         self,
@@ -118,7 +118,7 @@ class TranslatedDrafter(ModelDrafter):
         return super()._read(requests, [ids[:most] for ids, most in zip(translated, room, strict=True)])
 
     def _own_id(self, token: int) -> int:
-        return self._translator.intersection.counterparts[token]
+        return self._translator.mapping.counterparts[token]
 
     def _longest(self, requests: Sequence[Request]) -> int:
         """See ``ModelDrafter``. A text may need more in the draft's tokens, and gets them when it does."""
@@ -126,5 +126,5 @@ class TranslatedDrafter(ModelDrafter):
         return min(longest + self._max_draft_len, self._limit) + 1
 
     def _draw(self, logits: Floats, request: Request, proposal: Proposal) -> None:
-        """See ``ModelDrafter``. Only tokens of the intersection are proposed."""
-        super()._draw(self._translator.intersection.move(logits), request, proposal)
+        """See ``ModelDrafter``. Only tokens of the vocab mapping are proposed."""
+        super()._draw(self._translator.mapping.move(logits), request, proposal)

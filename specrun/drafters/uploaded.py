@@ -79,16 +79,16 @@ class UploadedDrafter:
     def allocate_pool(self, blocks: int) -> None:
         """See ``DeviceDrafter``. The host's drafter has its own."""
 
-    def wake(self, row: int, request: Request) -> None:
+    def activate_row(self, row: int, request: Request) -> None:
         """See ``DeviceDrafter``."""
 
     def admit(self, requests: Sequence[Request], first: int) -> None:
         """See ``RowDrafter``, as all that follow."""
         self.drafter.admit(requests, first)
 
-    def unread(self, requests: Sequence[Request], first: int) -> list[int]:
+    def tokens_to_prefill(self, requests: Sequence[Request], first: int) -> list[int]:
         """See ``RowDrafter``."""
-        return self.drafter.unread(requests, first)
+        return self.drafter.tokens_to_prefill(requests, first)
 
     def prefill(self, requests: Sequence[Request], first: int, max_tokens: int) -> None:
         """See ``RowDrafter``."""

@@ -45,7 +45,7 @@ class CachedTexts(Generic[AnyRunner]):
         cached = [other.tokens[:-1] for other in others if other.reuse_blocks]
         return self._loads_prefix(request) and self.runner.rows.prefix_cache.should_wait(request.tokens[:-1], cached)
 
-    def unread(self, requests: Sequence[Request], first: int) -> list[int]:
+    def tokens_to_prefill(self, requests: Sequence[Request], first: int) -> list[int]:
         """How many tokens of each prompt are still to be prefilled, in the rows from ``first`` on."""
         return self.runner.rows.num_uncached([self.ids(request)[:-1] for request in requests], first)
 

@@ -60,7 +60,7 @@ class DeviceRows:
         return min(1 << (count - 1).bit_length(), self.max_rows)
 
     def begin(self, first: int, requests: Sequence[Request]) -> None:
-        """Write the state of new ``requests`` to the rows from ``first`` on. Rounds skip a row until ``wake``."""
+        """Write the state of new ``requests`` from row ``first`` on. Rounds skip a row until ``activate_row``."""
         tokens = np.zeros((len(requests), self.token_stride), np.int64)
         progress = np.zeros(len(requests), PROGRESS)
         stop_ids = np.zeros((len(requests), MAX_STOP_IDS), np.int64)
@@ -76,7 +76,7 @@ class DeviceRows:
             if request.has_logits_processors:
                 self._write_penalties(row, request)
 
-    def wake(self, row: int, request: Request) -> None:
+    def activate_row(self, row: int, request: Request) -> None:
         """Let rounds work on ``row``, because its prompt is prefilled."""
         self._write(self.progress, row, np.array([(len(request.tokens), request.remaining)], PROGRESS))
 

@@ -87,8 +87,8 @@ class ModelRunner:
         those of its target, which must be reserved first.
         """
         cache, (num_rows, length) = self.backend.cache, self._size(num_rows, length, used)
-        if lender := self.backend.lender:
-            num_rows, length = lender.cache.rows, lender.cache.length
+        if cache_owner := self.backend.cache_owner:
+            num_rows, length = cache_owner.cache.rows, cache_owner.cache.length
         held = self.rows.lengths[:used]
         if (num_rows, length) != (cache.rows, cache.length):
             self.rows.lengths = [0] * num_rows  # If resizing fails, the rows count as empty and are prefilled again.

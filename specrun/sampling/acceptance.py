@@ -48,6 +48,6 @@ def accept_logits(
     return len(draft_tokens), next(targets)
 
 
-def certain(tokens: Sequence[int], vocab_size: int) -> list[Floats]:
+def deterministic(tokens: Sequence[int], vocab_size: int) -> list[Floats]:
     """Distributions [g, V] of draft tokens that were not drawn: probability 1 for each of ``tokens`` [g]."""
     return list((np.arange(vocab_size) == np.asarray(tokens, np.int64)[:, None]).astype(np.float32))

@@ -1,7 +1,7 @@
 """How many tokens to draft: finds, while decoding, the draft length that yields the most tokens a second.
 
 A round of draft length g takes T(g) seconds and yields 1 + alpha + .. + alpha^g tokens, where alpha is the acceptance
-rate (arXiv 2211.17192). Both are measured. A plain round is one with g = 0. The draft length is chosen like this:
+rate (arXiv 2211.17192). Both are measured. A non-speculative step is a round with g = 0. How the length is chosen:
 
 1. The first rounds are plain and measure T(0). One round of draft length 1 follows.
 2. alpha of a request is estimated from its own draft tokens and from those of all requests.
@@ -9,7 +9,7 @@ rate (arXiv 2211.17192). Both are measured. A plain round is one with g = 0. The
 4. If the best g promises less than ``min_gain``, the round is plain. Now and then a trial round drafts nevertheless,
    because only drafting shows whether it has begun to pay. Trials cost at most ``trial_time_share`` of the time.
 5. Otherwise the best g by optimistic times is chosen. So a length that was rarely tried, but may be the best, is tried.
-   If drafting promises little, one of ``plain_round_every`` rounds is plain, so that T(0) stays known.
+   If drafting promises little, one of ``non_speculative_every`` rounds is plain, so that T(0) stays known.
 6. Where drafts can end by themselves, they may have as many tokens as the rows can use, and ``DraftPlan.end_below``
    says where another one no longer pays.
 """
@@ -33,16 +33,16 @@ class Tuning:
     """The algorithm's parameters."""
 
     min_gain: float = 1.02
-    """The factor by which drafting must promise more tokens a second than plain rounds."""
+    """The factor by which drafting must promise more tokens a second than non-speculative steps."""
     clear_gain: float = 1.25
     """If drafting promises less than this factor, T(0) is measured again from time to time."""
-    plain_round_every: int = 16
+    non_speculative_every: int = 16
     """T(0) is measured again every so many rounds."""
     trial_time_share: float = 0.01
     """The largest share of the time that trials may cost."""
     loss_window_seconds: float = 300.0
     """Seconds of decoding after which a trial's cost has lost most of its weight."""
-    first_plain_rounds: int = 3
+    first_non_speculative: int = 3
     """Plain rounds of the first batch size before anything is decided."""
     first_drafting_rounds: int = 4
     """Rounds of a new batch size before its first plain one, if drafting pays for another batch size."""
@@ -135,7 +135,7 @@ class DraftLength:
             return _PLAIN
         tuning, base = self.tuning, self._base(len(row_limits))
         known = self._of_batch(len(row_limits))
-        if base is None and known.count(0) < tuning.first_plain_rounds:
+        if base is None and known.count(0) < tuning.first_non_speculative:
             return _PLAIN
         if base is None and len(known.medians) < 2:
             return DraftPlan(1, (math.inf,) if drafts_end else ())
@@ -164,12 +164,12 @@ class DraftLength:
             trial_rates = rates([times.expected[min(g, tried)] for g in range(last + 1)])
             trial = max(range(1, last + 1), key=trial_rates.__getitem__)
             cost = times.expected[trial] - times.expected[0] + lag_time
-            # Only after a plain round: the cost of trials is known from the plain rounds between them.
+            # Only after a non-speculative step: those between trials tell what trials cost.
             can_afford = self._since_plain == 0 and self._trials.can_afford(cost * self._pace.pace)
             return DraftPlan(trial) if can_afford else _PLAIN
         rounds = sum(map(len, known.measured.values()))
         never_plain = known.count(0) == 0 and rounds >= tuning.first_drafting_rounds
-        if never_plain or (gain < tuning.clear_gain and self._since_plain >= tuning.plain_round_every):
+        if never_plain or (gain < tuning.clear_gain and self._since_plain >= tuning.non_speculative_every):
             return _PLAIN
         if drafts_end:
             # Lengths vary by themselves here, so times need no optimism to be found out.
@@ -241,7 +241,7 @@ class Trials:
     """What drafting has cost beyond what it has saved."""
 
     def add(self, seconds: float, lost: float) -> None:
-        """Count a round. lost: its seconds minus those of plain rounds that yield as many tokens."""
+        """Count a round. lost: its seconds minus those of non-speculative steps that yield as many tokens."""
         keep = math.exp(-seconds / self.tuning.loss_window_seconds)
         self.elapsed_seconds = self.elapsed_seconds * keep + seconds
         self.lost_seconds = max(0.0, self.lost_seconds * keep + lost)

@@ -60,16 +60,16 @@ class CachedRound(Generic[AnyRunner, AnyDrafter]):
         """See ``Round``. Every prompt gets the same share of the chunk, so a short one does not wait for a long one."""
         drafter = self.drafter if draft else None
 
-        def unread() -> list[int]:
-            left = self._texts.unread(requests, first)
-            return list(map(max, left, drafter.unread(requests, first))) if drafter else left
+        def tokens_to_prefill() -> list[int]:
+            left = self._texts.tokens_to_prefill(requests, first)
+            return list(map(max, left, drafter.tokens_to_prefill(requests, first))) if drafter else left
 
         chunk = max(1, self.prefill_chunk_size // len(requests))
-        max_tokens = chunk if chunked else max(chunk, min(unread()))
+        max_tokens = chunk if chunked else max(chunk, min(tokens_to_prefill()))
         self._texts.prefill(requests, first, max_tokens)
         if drafter:
             drafter.prefill(requests, first, max_tokens)
-        return [not left for left in unread()]
+        return [not left for left in tokens_to_prefill()]
 
     def draft_lag(self, requests: Sequence[Request]) -> int:
         """See ``Round``."""

@@ -141,9 +141,9 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
         done = super().prefill(requests, first, draft, chunked)
         for row, request in enumerate(requests, first):
             if done[row - first]:
-                self.rows.wake(row, request)
+                self.rows.activate_row(row, request)
                 if self.drafter:
-                    self.drafter.wake(row, request)
+                    self.drafter.activate_row(row, request)
         self._wait(self._devices)  # So that prefilling is not part of the next round's time.
         return done
 

@@ -12,7 +12,7 @@ from specrun.errors import BackendError, SpecError, as_spec_error
 from specrun.request.request import Outcome, Request, longest
 from specrun.runners.host_runner import ModelRunner
 from specrun.runners.prompt_logprobs import ScoredTexts
-from specrun.sampling.acceptance import accept_logits, accept_tokens, certain
+from specrun.sampling.acceptance import accept_logits, accept_tokens, deterministic
 from specrun.sampling.sampler import (
     NON_FINITE_LOGITS,
     Floats,
@@ -147,7 +147,7 @@ class HostRound(CachedRound[ModelRunner, Drafter]):
             return accept_tokens(drafts, (sample(row, params, position + i) for i, row in enumerate(logits)))
         target = (probabilities(row, params) for row in logits)
         uniforms = (uniform(params.seed, Purpose.ACCEPT, position + i) for i in range(len(drafts)))
-        probs = proposal.probs or certain(drafts, vocab_size)
+        probs = proposal.probs or deterministic(drafts, vocab_size)
         accepted, weights = accept_logits(drafts, probs, target, uniforms)
         noise = exponential_noise(params.seed, Purpose.TARGET, position + accepted, len(weights))
         return accepted, gumbel_argmax(weights, noise)

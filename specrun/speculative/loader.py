@@ -100,8 +100,8 @@ def _host_drafter(
     """
     if draft:
         graph = draft.config.graph
-        lender = target if graph.is_head else None
-        backend = open_host_backend(draft.directory, draft.config, blocks, config.shared_thread_pool, lender)
+        cache_owner = target if graph.is_head else None
+        backend = open_host_backend(draft.directory, draft.config, blocks, config.shared_thread_pool, cache_owner)
         runner, settings = ModelRunner(backend), (vocab_size, draft_len, config.use_logits, config.least_confidence)
         drafter: ModelDrafter
         if draft.translator:
@@ -170,8 +170,8 @@ def _open_on_gpus(
         _require_room(on_gpus, needs, devices, config)
         backends: dict[str, DeviceBackend] = {}
         for engine in on_gpus:
-            lender = backends["target"] if engine.config.graph.is_head else None
-            backend = open_device_backend(engine.directory, engine.config, devices[engine.gpu], lender)
+            cache_owner = backends["target"] if engine.config.graph.is_head else None
+            backend = open_device_backend(engine.directory, engine.config, devices[engine.gpu], cache_owner)
             backends[engine.role] = backend
             opened.callback(backend.close)
             # Its weights are allocated now, so they are no longer part of what must fit.

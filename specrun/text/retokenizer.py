@@ -17,7 +17,7 @@ import tokenizers
 from specrun.errors import PairError
 from specrun.text.token_bytes import TokenBytes
 from specrun.text.tokenizer import load_tokenizer, raise_unless_fault
-from specrun.text.vocab_mapping import ABSENT, Intersection, sample_tokens
+from specrun.text.vocab_mapping import ABSENT, VocabMapping, sample_tokens
 
 _LONGEST_WORD = 24
 """Tokens, for scripts without spaces."""
@@ -39,13 +39,13 @@ class Translator:
     ) -> None:
         """The sizes are how many ids the models know; None: those of the tokenizers."""
         names = TokenBytes(target)
-        self.intersection = Intersection(names, TokenBytes(draft), target_size, draft_size)
-        self.description = self.intersection.describe(sample_tokens(target))
+        self.mapping = VocabMapping(names, TokenBytes(draft), target_size, draft_size)
+        self.description = self.mapping.describe(sample_tokens(target))
         self.draft_prefix = _prefix(draft)
         """What the draft's tokenizer begins every text with."""
         self._target_prefix = _prefix(target)
         self._draft = draft
-        counts = range(len(self.intersection.counterparts))
+        counts = range(len(self.mapping.counterparts))
         self._spellings = [names.of(token) for token in counts]
         self._special = {token for token in counts if names.is_special(token)}
         self._spaced = b"".join(map(names.of, _ids(target, "a"))).startswith(b" ")
@@ -81,7 +81,7 @@ class Translator:
     def translate(self, word: Sequence[int], is_first: bool = False) -> Sequence[int]:
         """The draft's ids of a ``word`` of the target's. is_first: whether no text stands before it."""
         if len(word) == 1 and (not is_first or word[0] in self._special):
-            counterpart = self.intersection.counterparts[word[0]]
+            counterpart = self.mapping.counterparts[word[0]]
             if counterpart != ABSENT:
                 return (counterpart,)
         spelled = b"".join([self._spellings[token] for token in word])
@@ -110,7 +110,7 @@ class Translator:
 
     def _encode_not_text(self, data: bytes) -> Iterator[int]:
         """Tokens of the longest pieces of ``data`` that the draft has; bytes that it does not have are left out."""
-        pieces = self.intersection.draft_pieces
+        pieces = self.mapping.draft_pieces
         while data:
             size = next((size for size in (3, 2, 1) if data[:size] in pieces), 0)
             if size:
@@ -185,7 +185,7 @@ def open_translator(
         raise PairError(
             f"{draft}: cannot translate between its tokenizer and that of {target} ({problem})"
         ) from problem
-    if not found.intersection.num_texts:
+    if not found.mapping.num_texts:
         raise PairError(
             f"{draft}: its tokenizer has no token in common with that of {target}, so nothing can be drafted; use "
             "another draft"

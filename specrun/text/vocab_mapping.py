@@ -36,7 +36,7 @@ def moving_average(values: list[float], width: int = 3) -> list[float]:
 """Prose, code and JSON, to count the share of a text's tokens that both vocabularies have."""
 
 
-class Intersection:
+class VocabMapping:
     """The tokens that a target and a draft spell alike: the same bytes of text, or special tokens of one name.
 
     Where several tokens of a vocabulary have the same bytes, one that is not a byte-fallback token counts, and among

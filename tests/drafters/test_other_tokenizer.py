@@ -33,7 +33,7 @@ from specrun.speculative.loader import Engine
 from specrun.speculative.pair_checks import find_translator
 from specrun.text.retokenizer import TranslatedText, Translator, open_translator
 from specrun.text.token_bytes import TokenBytes
-from specrun.text.vocab_mapping import ABSENT, Intersection
+from specrun.text.vocab_mapping import ABSENT, VocabMapping
 from tests.helpers.host_device import HostDevice
 from tests.helpers.other_tokenizers import KINDS, PARAMS, TEXTS, save_reader
 from tests.helpers.reference import exact_probabilities, fits
@@ -124,7 +124,7 @@ def test_a_text_that_is_too_long_is_followed_no_further() -> None:
 
 @pytest.mark.parametrize(("target", "draft"), PAIRS)
 def test_the_intersection_is_what_both_spell_alike(target: str, draft: str) -> None:
-    found = translator(target, draft).intersection
+    found = translator(target, draft).mapping
     ours, theirs = TokenBytes(KINDS[target]()), TokenBytes(KINDS[draft]())
     assert len(set(found.draft_ids.tolist())) == len(found.draft_ids) == len(set(found.target_ids.tolist()))
     for token, other in enumerate(found.counterparts):
@@ -254,7 +254,7 @@ def test_constraints_and_stop_texts(readers: Path, place: str) -> None:
 def test_acceptance_by_logits_keeps_the_distribution(tmp_path: Path, place: str) -> None:
     """Through q of the intersection on the host; on a device tokens count as certain."""
     target, draft = (normal(seed, KINDS[name]().get_vocab_size()) for seed, name in ((1, "fewer bytes"), (2, "pieces")))
-    both = translator("fewer bytes", "pieces").intersection
+    both = translator("fewer bytes", "pieces").mapping
     draft[both.draft_ids] += 2 * target[both.target_ids]
     for name, tokenizer, row in (("target", "fewer bytes", target), ("draft", "pieces", draft)):
         save_reader(tmp_path / name, KINDS[tokenizer](), row, max_batch_size=64)
@@ -285,8 +285,8 @@ def test_a_good_draft_is_accepted(
 ) -> None:
     """A map that is shifted by one stays lossless; that it accepts nothing shows that the other one is right."""
     assert rate(readers, params, use_logits) > (0.25 if params.greedy else 0.4)
-    move = Intersection.move
-    monkeypatch.setattr(Intersection, "move", lambda self, logits: np.roll(move(self, logits), 1))
+    move = VocabMapping.move
+    monkeypatch.setattr(VocabMapping, "move", lambda self, logits: np.roll(move(self, logits), 1))
     assert rate(readers, params, use_logits) < 0.1
 
 

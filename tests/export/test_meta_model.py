@@ -19,7 +19,7 @@ from transformers.core_model_loading import Chunk, Concatenate, WeightConverter
 
 from specbuild.convert.verify import compare
 from specbuild.export.exporter import PREFIX, cache_shapes
-from specbuild.export.meta_model import Skeleton, load_skeleton
+from specbuild.export.meta_model import MetaModel, load_meta_model
 from specbuild.export.reference import far_reference, reference_logits
 from specbuild.weights.lazy_tensors import Reader, StoredTensor, Weight, WeightTensor, bind
 from specbuild.weights.safetensors_files import check_weights
@@ -52,9 +52,9 @@ def stored(directory: Path) -> dict[str, Reader]:
     return {name: StoredTensor(entry) for name, entry in check_weights(directory).entries.items()}
 
 
-def skeleton(directory: Path, dtype: str = "auto") -> Skeleton:
+def meta_model(directory: Path, dtype: str = "auto") -> MetaModel:
     config = transformers.AutoConfig.from_pretrained(directory)
-    return load_skeleton(directory, config, dtype, False, stored(directory))
+    return load_meta_model(directory, config, dtype, False, stored(directory))
 
 
 def loaded(directory: Path, dtype: str = "auto") -> PreTrainedModel:
@@ -77,7 +77,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE])
 def test_weights_are_those_that_transformers_loads(family: str, tmp_path: Path, small_parts: None) -> None:
     checkpoint = save(tmp_path, family)
-    model, weights = skeleton(checkpoint, "bfloat16")
+    model, weights = meta_model(checkpoint, "bfloat16")
     expected = loaded(checkpoint, "bfloat16")
     assert weights.keys() == expected.state_dict().keys()
     for name, tensor in expected.state_dict().items():
@@ -110,7 +110,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 @pytest.mark.parametrize("family", ["llama3", "gemma2", "mixtral", "qwen3_moe", "gpt_oss", "phi3", "gpt2"])
 def test_the_reference_is_the_models_own(family: str, tmp_path: Path, small_parts: None) -> None:
     checkpoint = save(tmp_path, family)
-    streamed, whole = skeleton(checkpoint, "bfloat16").model, loaded(checkpoint, "bfloat16")
+    streamed, whole = meta_model(checkpoint, "bfloat16").model, loaded(checkpoint, "bfloat16")
     info = GraphInfo(vocab_size=320, dtype="bfloat16", caches=cache_shapes(streamed))
     assert info.caches == cache_shapes(whole)
     near = [reference_logits(model, 320, POSITIONS).logits for model in (streamed, whole)]
@@ -129,7 +129,7 @@ def test_weights_stored_twice(tmp_path: Path) -> None:
         head = tensors["model.embed_tokens.weight"].clone()
         head[-1, -1] += change
         save_file({**tensors, "lm_head.weight": head}, weights, {"format": "pt"})
-        model: Any = skeleton(tmp_path).model
+        model: Any = meta_model(tmp_path).model
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
         assert torch.equal(model.lm_head.weight.source[...], head)
         before = loaded(tmp_path)
@@ -162,7 +162,7 @@ def test_weights_that_are_cut_from_stored_ones_and_joined(tmp_path: Path) -> Non
 
 
 def test_a_placeholder_is_never_written(tmp_path: Path) -> None:
-    model, weights = skeleton(save_checkpoint(tmp_path, "llama3"))
+    model, weights = meta_model(save_checkpoint(tmp_path, "llama3"))
     name = "model.lm_head.weight"
     value = ir.Value(name=name, const_value=TorchTensor(model.get_parameter("lm_head.weight"), name))
     graph = ir.Model(ir.Graph([], [], nodes=[], initializers=[value]), ir_version=10)
@@ -175,7 +175,7 @@ def test_a_placeholder_is_never_written(tmp_path: Path) -> None:
 
 
 def test_matrices_take_no_memory(tmp_path: Path) -> None:
-    model, weights = skeleton(save_checkpoint(tmp_path, "mixtral"))
+    model, weights = meta_model(save_checkpoint(tmp_path, "mixtral"))
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     assert matrices
     assert all(parameter.untyped_storage().nbytes() == parameter.itemsize for parameter in matrices)
@@ -188,14 +188,14 @@ def test_parts_and_pieces_make_no_difference(family: str, tmp_path: Path, small_
     """A graph that is written in parts, then compared in pieces with its products in slices."""
     checkpoint = save_checkpoint(tmp_path / "hf", family)
     make_onnx(checkpoint, tmp_path / "onnx", dtype="float16")  # Verified.
-    model = skeleton(checkpoint, "float16").model
+    model = meta_model(checkpoint, "float16").model
     info = GraphInfo(vocab_size=320, dtype="float16", caches=cache_shapes(model))
     right = reference_logits(model, 320, POSITIONS)
     assert compare(tmp_path / "onnx" / GRAPH_NAME, info, [right]) < 1e-4
 
 
 def test_a_file_that_becomes_shorter(tmp_path: Path) -> None:
-    weights = skeleton(save_checkpoint(tmp_path, "llama3")).weights
+    weights = meta_model(save_checkpoint(tmp_path, "llama3")).weights
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:2000])
     with pytest.raises(CheckpointError, match="became shorter while it was read"):

@@ -138,7 +138,7 @@ class Changing(DraftLength):
 
 @pytest.mark.parametrize("place", ["one GPU", "apart"])
 def test_lengths_that_change(tables: Path, place: str, when: None, ahead: list[bool]) -> None:
-    """A draft that did not hear of plain rounds would draft behind another text."""
+    """A draft that did not hear of non-speculative steps would draft behind another text."""
     expected, found = some(8, by_logits=False), some(8, by_logits=False)
     with SpeculativeDecoder.open(tables / "target", tables / "good", DraftTargetConfig(DRAFT_LEN)) as decoder:
         decode(decoder, expected)

@@ -57,7 +57,7 @@ WANTED = [HEADS, 2]
 def found(target: Path, head: Path) -> list[Floats]:
     """Logits [wanted, V] of each text: both rows at once, caches full of junk."""
     reader = ModelRunner(open_host_backend(target, open_engine(target), 0))
-    drafter = ModelRunner(open_host_backend(head, open_engine(head), 0, lender=reader.backend))
+    drafter = ModelRunner(open_host_backend(head, open_engine(head), 0, cache_owner=reader.backend))
     for runner in (reader, drafter):
         runner.reserve(2, 64)
     for tensor in reader.backend.cache.part(0, 2):

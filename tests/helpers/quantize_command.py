@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from specbuild.export.meta_model import Skeleton, load_skeleton
+from specbuild.export.meta_model import MetaModel, load_meta_model
 from specbuild.hf.model_config import read_model_config
 from specbuild.json_file import read_json
 from specbuild.quantization.calibration_data import TextOptions
@@ -25,11 +25,11 @@ def run(source: Path, output: Path, text: Path, **options: Any) -> dict[str, Any
     return quantize(QuantizeOptions(str(source), output, texts=texts, **options), quiet())
 
 
-def skeleton(directory: Path) -> tuple[Skeleton, PackedModel]:
+def meta_model(directory: Path) -> tuple[MetaModel, PackedModel]:
     """A checkpoint's model and its quantized weights, as ``convert`` reads them."""
     stored: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in check_weights(directory).entries.items()}
     scheme = read_scheme(directory, read_json(directory / "config.json"))
-    loaded = load_skeleton(
+    loaded = load_meta_model(
         directory, read_model_config(directory, False), "auto", False, with_packed(scheme, stored) if scheme else stored
     )
     return loaded, packed_products(loaded.model, scheme, loaded.weights, []) if scheme else PackedModel()

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from transformers import AutoModelForImageTextToText, PreTrainedConfig
 
 from specbuild.cli import main
-from specbuild.export.meta_model import load_skeleton
+from specbuild.export.meta_model import load_meta_model
 from specbuild.export.reference import reference_logits
 from specbuild.hf.model_config import read_model_config
 from specbuild.hf.multimodal import text_tensors
@@ -67,7 +67,7 @@ def test_it_says_what_the_whole_model_says_to_text(make: Callable[[], PreTrained
     directory = save(tmp_path / "hf", make)
     stored: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in check_weights(directory).entries.items()}
     config = read_model_config(directory, False, text_model=True)
-    model, _ = load_skeleton(directory, config, "auto", False, text_tensors(directory, config, stored))
+    model, _ = load_meta_model(directory, config, "auto", False, text_tensors(directory, config, stored))
     assert not [name for name, _ in model.named_parameters() if "vision" in name or "visual" in name]
     alone = reference_logits(model, VOCAB, 128)
     whole: Any = AutoModelForImageTextToText.from_pretrained(directory, attn_implementation="eager").eval()

@@ -29,7 +29,7 @@ from tests.helpers.command_errors import build, says
 from tests.helpers.engines import make_engine, make_onnx
 from tests.helpers.experts import TOKENS, checkpoint_logits, logits, opened, operators
 from tests.helpers.families import TEXT, save_checkpoint
-from tests.helpers.quantize_command import TEXTS, run, skeleton
+from tests.helpers.quantize_command import TEXTS, meta_model, run
 
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss")
 """The files of the last have experts stacked, each [K, N], with biases."""
@@ -63,10 +63,10 @@ def test_experts_are_stored_as_convert_quantizes_them(
     qformat: QFormat, dense: Path, text: Path, tmp_path: Path
 ) -> None:
     report = run(dense, tmp_path / "out", text, qformat=qformat, quality=False)
-    original, _ = skeleton(dense)
+    original, _ = meta_model(dense)
     largest = calibrate(original.model, rows_of(dense, text).calibration, lambda _rows: None)
     expected = pack_model(original.model, Recipe(qformat), original.weights, largest)
-    loaded, found = skeleton(tmp_path / "out")
+    loaded, found = meta_model(tmp_path / "out")
     assert found.experts.keys() == expected.experts.keys()
     assert len(found.experts) == 4
     for name, experts in found.experts.items():
@@ -123,7 +123,7 @@ def written_down(directory: Path, see: Callable[[str, int, torch.Tensor], torch.
 def test_calibration_sees_the_inputs_of_each_expert(text: Path, tmp_path: Path) -> None:
     directory = save_checkpoint(tmp_path / "mixtral", "mixtral", num_local_experts=6)
     rows = rows_of(directory, text).calibration
-    found = calibrate(skeleton(directory)[0].model, rows, lambda _rows: None).experts
+    found = calibrate(meta_model(directory)[0].model, rows, lambda _rows: None).experts
     seen: dict[str, dict[int, float]] = {}
 
     def see(name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
@@ -143,7 +143,7 @@ def test_calibration_sees_the_inputs_of_each_expert(text: Path, tmp_path: Path) 
 def test_the_report_is_what_a_direct_computation_gives(qformat: QFormat, text: Path, tmp_path: Path) -> None:
     source = save_checkpoint(tmp_path / "mixtral", "mixtral", dtype=torch.bfloat16)
     quality = run(source, tmp_path / "out", text, qformat=qformat)["quality"]
-    packed = skeleton(tmp_path / "out")[1]
+    packed = meta_model(tmp_path / "out")[1]
     activations = packed.activations()
 
     def see(name: str, _expert: int, x: torch.Tensor) -> torch.Tensor:
@@ -199,10 +199,10 @@ def test_experts_may_stay_as_they_are(dense: Path, text: Path, tmp_path: Path) -
     """All of them, or some projections."""
     for pattern, count in (("*.experts.*", 0), ("*.down_proj", 4)):
         report = run(dense, tmp_path / "out", text, qformat="fp8_wo", exclude=(pattern,), quality=False, force=True)
-        loaded, found = skeleton(tmp_path / "out")
+        loaded, found = meta_model(tmp_path / "out")
         assert sum(map(len, found.experts.values())) == count * 2
         assert report["forms"] == {"float8": 8 + count * 2}
-        original, _ = skeleton(dense)
+        original, _ = meta_model(dense)
         for name, weight in original.weights.items():
             if "experts" in name and name not in found.experts:
                 assert torch.equal(loaded.weights[name][...], weight[...]), name

@@ -37,7 +37,7 @@ from specrun.errors import BuildConfigError
 from tests.helpers.command_errors import build, error_line, says
 from tests.helpers.engines import make_engine, make_onnx
 from tests.helpers.families import TEXT, save_checkpoint
-from tests.helpers.quantize_command import TEXTS, run, skeleton
+from tests.helpers.quantize_command import TEXTS, meta_model, run
 from tests.helpers.stored_tensors import Vector
 
 
@@ -58,11 +58,11 @@ def test_what_is_written_is_what_convert_makes_of_the_original(
     qformat: QFormat, dense: Path, text: Path, tmp_path: Path
 ) -> None:
     report = run(dense, tmp_path / "out", text, qformat=qformat, lm_head=True, quality=False)
-    original, _ = skeleton(dense)
+    original, _ = meta_model(dense)
     rows = read_texts(TextOptions(str(text), **TEXTS), dense).calibration
     largest = calibrate(original.model, rows, lambda _rows: None)
     expected = pack_model(original.model, Recipe(qformat), original.weights, largest)
-    loaded, found = skeleton(tmp_path / "out")
+    loaded, found = meta_model(tmp_path / "out")
     assert found.products.keys() == expected.products.keys()
     for name, packed in found.products.items():
         wanted = expected.products[name]
@@ -125,7 +125,7 @@ def inputs_seen(model: Any, see: Callable[[str, torch.Tensor], torch.Tensor | No
 def test_calibration_sees_what_pytorchs_hooks_see(family: str, tmp_path: Path, text: Path) -> None:
     directory = save_checkpoint(tmp_path / family, family)
     rows = read_texts(TextOptions(str(text), **TEXTS), directory).calibration
-    found = calibrate(skeleton(directory)[0].model, rows, lambda _rows: None).inputs
+    found = calibrate(meta_model(directory)[0].model, rows, lambda _rows: None).inputs
     seen: dict[str, list[torch.Tensor]] = {}
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
     with (
@@ -150,7 +150,7 @@ def test_the_report_is_what_a_direct_computation_gives(
     assert json.loads((tmp_path / "out" / "quality.json").read_text()) == report
     rows = read_texts(TextOptions(str(text), **TEXTS), dense).held_out
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
-    packed = skeleton(tmp_path / "out")[1].products
+    packed = meta_model(tmp_path / "out")[1].products
 
     def see(name: str, x: torch.Tensor) -> torch.Tensor | None:
         activation = packed[name].activation if name in packed else None
@@ -196,11 +196,11 @@ def test_the_acceptance_rate_of_a_pair(dense: Path, text: Path, tmp_path: Path) 
     none = PackedModel()
     before = choices(dense, none)
     report = run(dense, tmp_path / "out", text, qformat="int4", draft_dir=str(dense))
-    after = choices(dense, skeleton(tmp_path / "out")[1])
+    after = choices(dense, meta_model(tmp_path / "out")[1])
     drafts = ((dense, dense, none), (other, other, none), (tmp_path / "other-int8", other, None))
     for directory, base, packed in drafts:
         quality = run(dense, tmp_path / "out", text, qformat="int4", draft_dir=str(directory), force=True)["quality"]
-        proposed = choices(base, packed or skeleton(directory)[1])
+        proposed = choices(base, packed or meta_model(directory)[1])
         for name, side in (("original_acceptance_rate", before), ("acceptance_rate", after)):
             assert quality[name] == pytest.approx(float((side == proposed).float().mean()), abs=0.04), directory
         if directory == dense:

@@ -151,7 +151,7 @@ def test_a_new_batch_size_begins_with_what_others_have_told() -> None:
         lengths.observe(g, 0.01 + 0.001 * g, rows[:2], [(g, g)] * 2)
         chosen.append(g)
     assert chosen[0] == 4
-    assert chosen.count(0) == 1, "its plain rounds are timed, but not before anything else"
+    assert chosen.count(0) == 1, "its non-speculative steps are timed, but not before anything else"
 
 
 def test_a_new_batch_size_where_drafting_has_not_paid() -> None:

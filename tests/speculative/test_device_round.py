@@ -208,7 +208,7 @@ def test_a_round_that_is_interrupted_ends_its_requests(
 
 
 class Cycle(DraftLength):
-    """Another length every round, plain rounds in a row among them."""
+    """Another length every round, non-speculative steps in a row among them."""
 
     def choose(
         self, requests: Sequence[object], row_limits: Sequence[int], draft_lag: int = 0, drafts_end: bool = False
@@ -228,13 +228,13 @@ def test_lengths_may_change_from_round_to_round(
         for _ in Scheduler(round_, Cycle(4, None), 4).run(some):
             pass
     assert [r.output for r in requests] == on_host(*tables, 4, False, batch(EVERY))
-    # A draft that did not hear of plain rounds would draft behind another text.
+    # A draft that did not hear of non-speculative steps would draft behind another text.
     assert [r.stats.accepted for r in requests] == [r.stats.accepted for r in usual]
 
 
 @pytest.mark.parametrize("longest", [48, 2])
 def test_a_draft_that_rested_reads_what_it_missed(engines: Path, onnx: Path, tmp_path: Path, longest: int) -> None:
-    """A draft that is the target is right after any number of plain rounds, if its cache has no gaps."""
+    """A draft that is the target is right after any number of non-speculative steps, if its cache has no gaps."""
     draft = make_engine(onnx / "target", tmp_path / "draft", max_input_len=longest)
     requests = [Request(prompt, GREEDY, 40) for prompt in ([5, 9, 200], list(range(30, 70)), [17])]
     for _ in Scheduler(device_round(engines / "target", draft, 4), Cycle(4, None), 4).run(requests):

@@ -8,7 +8,7 @@ import torch
 
 from specbuild.convert.head import _make
 from specbuild.export.features import Fusion, watched
-from specbuild.export.meta_model import load_skeleton
+from specbuild.export.meta_model import load_meta_model
 from specbuild.export.reference import Float32
 from specbuild.head_formats.detect import read_head
 from specbuild.heads.medusa import Medusa
@@ -23,7 +23,7 @@ def as_read(target: Path, directory: Path, texts: list[list[int]]) -> tuple[Grap
     """The head in ``directory``, and the features [S, width] of each text."""
     head, config = read_head(directory), read_model_config(target, False)
     stored: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in check_weights(target).entries.items()}
-    owner, weights = load_skeleton(target, config, "auto", False, stored)
+    owner, weights = load_meta_model(target, config, "auto", False, stored)
     fusion, features = Fusion(head, owner), []
     for text in texts:
         with torch.no_grad(), Float32(), watched(owner, fusion) as fused:

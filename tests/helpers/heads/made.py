@@ -255,7 +255,7 @@ def target_matrix(target: Path, name: str) -> torch.Tensor:
 def prefilled(pair: Path, texts: list[list[int]]) -> tuple[ModelRunner, ModelRunner]:
     """Runners of a target and its head that have read two texts in pieces, over caches full of junk."""
     target = ModelRunner(open_host_backend(pair / "target", open_engine(pair / "target"), 0))
-    head = ModelRunner(open_host_backend(pair / "head", open_engine(pair / "head"), 0, lender=target.backend))
+    head = ModelRunner(open_host_backend(pair / "head", open_engine(pair / "head"), 0, cache_owner=target.backend))
     for runner in (target, head):
         runner.reserve(2, 64)
         for tensor in runner.backend.cache.part(0, 2):
