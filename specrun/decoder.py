@@ -21,10 +21,10 @@ from specrun.request.request import Request, TokenOutput
 from specrun.sampling.sampler import SamplingParams
 from specrun.scheduler.draft_length import DraftLength
 from specrun.scheduler.scheduler import Event, Scheduler
-from specrun.speculative import Round
 from specrun.speculative.exactness import Exactness
 from specrun.speculative.loader import Engine, open_round
 from specrun.speculative.pair_checks import check_draft_len, check_fit, check_head, describe_sizes, find_translator
+from specrun.speculative.round import AnyRound
 from specrun.text.retokenizer import Translator
 from specrun.text.token_bytes import TokenBytes
 from specrun.text.tokenizer import require_own_tokenizer
@@ -44,7 +44,7 @@ class SpeculativeDecoder:
 
     def __init__(
         self,
-        rounds: Round,
+        rounds: AnyRound,
         lengths: DraftLength,
         target: EngineConfig,
         max_batch_size: int,

@@ -12,7 +12,7 @@ import click
 
 from specrun.request.request import Request, TokenOutput
 from specrun.scheduler.scheduler import Event
-from specrun.speculative import Round
+from specrun.speculative.round import AnyRound
 
 
 def as_json(request: Request) -> str:
@@ -154,7 +154,7 @@ class Totals:
         self.evaluated += stats.evaluated
         self.accepted += stats.accepted
 
-    def summary(self, method: Round, seconds: float) -> str:
+    def summary(self, method: AnyRound, seconds: float) -> str:
         """What happened, in one line for people."""
         line = f"{self.tokens} tokens in {seconds:.2f} s ({self.tokens / seconds:.1f} tokens/s)"
         if self.evaluated:
@@ -169,7 +169,7 @@ class Totals:
         return line
 
 
-def summary(requests: Sequence[Request], method: Round, seconds: float) -> str:
+def summary(requests: Sequence[Request], method: AnyRound, seconds: float) -> str:
     """What happened to ``requests``, in one line for people."""
     totals = Totals()
     for request in requests:

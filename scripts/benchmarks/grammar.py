@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.devices.processor import processor_name
+from specrun.drafters import Proposal
 from specrun.drafters.model import ModelDrafter
 from specrun.request.options import RequestOptions
 from specrun.request.request import Request
@@ -161,9 +162,9 @@ def pair(demo: Path, repeats: int) -> dict[str, Any]:
 def masked_drafts(demo: Path) -> dict[str, float]:
     """Tokens a round where the draft is masked like the target, and where it is not, as on a GPU."""
 
-    def unmasked(drafter: ModelDrafter, *arguments: Any) -> None:
+    def unmasked(drafter: ModelDrafter, *arguments: Any) -> list[Proposal]:
         with patch.object(Request, "apply_penalties", lambda _request, logits, _drafts: logits):
-            propose(drafter, *arguments)
+            return propose(drafter, *arguments)
 
     propose = ModelDrafter.propose
     found = {}

@@ -58,7 +58,7 @@ class OrtBackend:
 
     def bind(self, first: int, num_rows: int, query_len: int, num_logits: int) -> OrtPass:
         """See ``Backend``. Passes share the memory of their logits."""
-        key = (first, num_rows, query_len, num_logits, self._lent_memory())
+        key = (first, num_rows, query_len, num_logits, self._shared_memory())
         if known := self._passes.get(key):
             return known
         cache = self.cache.part(first, num_rows)
@@ -75,7 +75,7 @@ class OrtBackend:
             self._passes[key] = made
         return made
 
-    def _lent_memory(self) -> int:
+    def _shared_memory(self) -> int:
         """The address of the owner's cache, which is another one after it has grown; 0 without an owner.
 
         Raises RuntimeError where that cache has another size than this one.

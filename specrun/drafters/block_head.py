@@ -21,13 +21,14 @@ from specrun.drafters.head import DeviceHeadDrafter, HeadDrafter
 from specrun.drafters.markov import DeviceMarkov, Markov
 from specrun.errors import SpecError
 from specrun.request.request import Outcome, Request
+from specrun.runners.cached_texts import HostTexts
 from specrun.runners.device_rows import DeviceRows
 from specrun.runners.host_runner import ModelRunner
 from specrun.sampling.sampler import Floats
 
 
 class ParallelDrafter(HeadDrafter):
-    """See ``Drafter``."""
+    """All draft tokens of a round come from one pass."""
 
     def __init__(
         self,
@@ -44,12 +45,15 @@ class ParallelDrafter(HeadDrafter):
         self._graph = runner.backend.config.graph
         asks_head = self._graph.has_confidence and confidence is not None
         super().__init__(runner, vocab_size, max_draft_len, use_logits, 0.0 if asks_head else confidence)
-        self.first_step_len = self._graph.reread_len(max_draft_len)
         self._markov = markov
         self._least = _logit(confidence) if asks_head and confidence is not None else -math.inf
         """Of the confidence's logit."""
         self._places: Floats
         """The logits of this round's places, [B, g or more, V]."""
+
+    def _texts_of(self, runner: ModelRunner, max_draft_len: int) -> HostTexts:
+        first_step_len = runner.backend.config.graph.reread_len(max_draft_len)
+        return HostTexts(runner, max_draft_len, first_step_len, keeps_to_target=True)
 
     def ends_drafts(self, requests: Sequence[Request]) -> bool:
         """See ``Drafter``."""
@@ -63,7 +67,7 @@ class ParallelDrafter(HeadDrafter):
         self,
         requests: Sequence[Request],
         counts: Sequence[int],
-        begun: Sequence[Sequence[int]],
+        forced: Sequence[Sequence[int]],
         proposals: Sequence[Proposal],
         growing: Sequence[bool],
         step: int,

@@ -9,32 +9,33 @@ import numpy as np
 
 from specrun.backends import DeviceBackend
 from specrun.devices import Device, DeviceArray
-from specrun.drafters import DraftProbs
+from specrun.drafters import DeviceDrafter, DraftProbs
 from specrun.drafters.draft_plan import DraftPlan
 from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN
 from specrun.errors import BackendError, SpecError
 from specrun.kernels import calls
 from specrun.kernels.layout import DISTRIBUTION, record_len
 from specrun.request.request import Outcome, Request, num_accepted
-from specrun.runners.cached_texts import CachedDraft
+from specrun.runners.cached_texts import CachedTexts
 from specrun.runners.device_rows import DeviceRows
 from specrun.runners.device_runner import DeviceRunner
 from specrun.runners.graph_capture import Captures
 from specrun.sampling.sampler import NON_FINITE_LOGITS
 
 
-class DeviceModelDrafter(CachedDraft[DeviceRunner]):
-    """See ``DeviceDrafter``. On the target's device, drafting is captured together with the round."""
+class DeviceModelDrafter(DeviceDrafter):
+    """On the target's device, drafting is captured together with the round."""
 
-    needs_host = False
     draws_one_by_one = True
+    keeps_to_target = False
+    """Whether it reads the target's features."""
 
     def __init__(self, backend: DeviceBackend, rows: DeviceRows) -> None:
         """rows: the round's, to which the draft tokens are written."""
         first_step_len = self._first_step_len(rows.max_draft_len)
         sizes = (self._query_len(rows.max_draft_len), *self._passes(rows.max_draft_len))
-        super().__init__(DeviceRunner(backend, rows.max_rows, *sizes))
-        self.first_step_len = first_step_len
+        self.runner = DeviceRunner(backend, rows.max_rows, *sizes)
+        self.texts = CachedTexts(self.runner, first_step_len, self.keeps_to_target)
         self.devices: Sequence[Device] = [backend.device]
         self.captured: Sequence[DeviceBackend] = [backend]
         self._rows = rows
@@ -58,13 +59,6 @@ class DeviceModelDrafter(CachedDraft[DeviceRunner]):
         """See ``DeviceDrafter``."""
         self.runner.allocate_pool(blocks)
 
-    def activate_row(self, row: int, request: Request) -> None:
-        """See ``DeviceDrafter``. The round's rows are activated by the round."""
-
-    def missing_bytes(self, requests: Sequence[Request], used: int) -> int:
-        """See ``RowDrafter``. Its memory is the device's."""
-        return 0
-
     def prepare(self, requests: Sequence[Request], plan: DraftPlan) -> int:
         """See ``DeviceDrafter``. The draft reads what it has missed, up to what the first step feeds."""
         if plan.draft_len:
@@ -76,16 +70,9 @@ class DeviceModelDrafter(CachedDraft[DeviceRunner]):
                 self.runner.prefill(texts, 0, longest)
         return plan.draft_len
 
-    def queue_ahead(self, batch: int, draft_len: int, sends_logits: bool) -> bool:
-        """See ``DeviceDrafter``."""
-        return True
-
     def queue(self, batch: int, draft_len: int, steps: range, masks: DeviceArray | None) -> None:
         """See ``DeviceDrafter``."""
         self._draft(batch, draft_len, steps, masks)
-
-    def queue_behind(self, batch: int, draft_len: int, records: DeviceArray) -> None:
-        """See ``DeviceDrafter``."""
 
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
         """See ``DeviceDrafter``. A row drafts fewer tokens than asked for only where the draft failed.
@@ -97,10 +84,6 @@ class DeviceModelDrafter(CachedDraft[DeviceRunner]):
             asked = 0 if request.matcher else request.num_draft_tokens(draft_len)
             if isinstance(outcome, Outcome) and outcome.drafted < asked:
                 request.stop_drafting(BackendError(NON_FINITE_LOGITS))  # The device knows it already.
-
-    def close(self) -> None:
-        """See ``DeviceDrafter``."""
-        self.runner.backend.close()
 
     def _passes(self, draft_len: int) -> tuple[int, int]:
         """How many draft tokens of a row one pass gives logits of, and how many passes a round of ``draft_len`` has."""
@@ -140,7 +123,7 @@ class DeviceModelDrafter(CachedDraft[DeviceRunner]):
 
 
 class RemoteModelDrafter(DeviceModelDrafter):
-    """See ``DeviceDrafter``. On another device than the target's, it has rows of its own there.
+    """On another device than the target's, it has rows of its own there.
 
     Draft tokens go to the target's device before they are verified; what was committed comes back.
     """
@@ -151,7 +134,8 @@ class RemoteModelDrafter(DeviceModelDrafter):
         """rows: the round's, on the target's device; captures: whether drafting is captured."""
         here, there = rows.device, backend.device
         super().__init__(backend, rows.on(there))
-        self.captured = []
+        self.captured = ()
+        self.other_rows = self._rows
         self._target_rows = rows
         drawn, (max_rows, length) = self._drawn, self._drawn.distributions.shape
         distributions, logits = (here.zeros(array.shape, array.dtype) for array in (drawn.distributions, drawn.logits))
@@ -163,20 +147,6 @@ class RemoteModelDrafter(DeviceModelDrafter):
     def probs(self, draft_len: int) -> DraftProbs:
         """See ``DeviceDrafter``. They are sent to the target's device."""
         return self._sent
-
-    def admit(self, requests: Sequence[Request], first: int) -> None:
-        """See ``DeviceDrafter``."""
-        self._rows.begin(first, requests)
-        super().admit(requests, first)
-
-    def activate_row(self, row: int, request: Request) -> None:
-        """See ``DeviceDrafter``."""
-        self._rows.activate_row(row, request)
-
-    def swap(self, one: int, other: int) -> None:
-        """See ``DeviceDrafter``."""
-        super().swap(one, other)
-        self._rows.swap(one, other)
 
     def queue_ahead(self, batch: int, draft_len: int, sends_logits: bool) -> bool:
         """See ``DeviceDrafter``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 
@@ -13,11 +14,11 @@ from specrun.request.request import Outcome, Request
 
 _MIN_GAIN = 1.1
 """The factor by which suffix matching must promise more tokens a second. The model must read what it did not draft, and
-where one of two estimates is chosen because it is higher, it is mostly too high."""
+the higher of two estimates is mostly too high (winner's curse)."""
 
 
-class HybridDrafter:
-    """See ``Drafter``. Each row of each round is drafted by one of the two.
+class HybridDrafter(Drafter):
+    """Each row of each round is drafted by one of the two.
 
     The model's cache falls behind in rows that it does not draft for, as that of a draft that rests.
     """
@@ -25,6 +26,7 @@ class HybridDrafter:
     def __init__(self, model: Drafter, use_logits: bool) -> None:
         """use_logits: of requests that do not say."""
         self.model = model
+        self.texts = model.texts
         self.suffix = SuffixDrafter(use_logits)
         self._accepted = AcceptanceRate()
         """Of the model's draft tokens."""
@@ -40,26 +42,29 @@ class HybridDrafter:
         self,
         requests: Sequence[Request],
         counts: Sequence[int],
-        proposals: Sequence[Proposal],
+        forced: Sequence[Sequence[int]],
         end_below: Sequence[float] = (),
-    ) -> None:
+    ) -> list[Proposal]:
         """See ``Drafter``."""
-        left = list(counts)
-        for row, (request, proposal) in enumerate(zip(requests, proposals, strict=True)):
-            if counts[row] and not proposal.tokens:
-                found = self.suffix.find(request, counts[row])
-                if found.tokens and self._is_better(found.expected, counts[row]):
-                    proposal.tokens = found.tokens
-                    left[row] = 0
+        found: dict[int, Proposal] = {}
+        for row, request in enumerate(requests):
+            if counts[row] and not forced[row]:
+                match = self.suffix.find(request, counts[row])
+                if match.tokens and self._is_better(match.expected, counts[row]):
+                    found[row] = Proposal(match.tokens)
+        left = [0 if row in found else count for row, count in enumerate(counts)]
         self._by_model = {request for request, count in zip(requests, left, strict=True) if count}
         if self._by_model:
             began = time.perf_counter()
-            others = [proposal if count else Proposal() for proposal, count in zip(proposals, left, strict=True)]
-            self.model.propose(requests, left, others, end_below)
-            drafted = max(1, *(len(proposal.tokens) - proposal.forced for proposal in others))
+            proposals = self.model.propose(requests, left, forced, end_below)
+            drawn = (len(proposal.tokens) - proposal.forced for proposal in proposals)
+            drafted = max(1, *itertools.compress(drawn, left))
             self._step_seconds = _mean(self._step_seconds, (time.perf_counter() - began) / drafted)
             self._drafted = _mean(self._drafted, drafted)
+        else:
+            proposals = list(map(Proposal.begin, forced))
         self._proposed_at = time.perf_counter()
+        return [found.get(row, proposal) for row, proposal in enumerate(proposals)]
 
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
         """See ``Drafter``."""
@@ -80,55 +85,19 @@ class HybridDrafter:
         slower = 1 + count * self._step_seconds / self._verify_seconds if self._verify_seconds else 1.0
         return (1 + expected) * slower >= _MIN_GAIN * (1 + by_model)
 
-    def admit(self, requests: Sequence[Request], first: int) -> None:
-        """See ``Drafter``, as all that follow."""
-        self.suffix.admit(requests, first)
-        self.model.admit(requests, first)
-
-    def release(self, request: Request, row: int) -> None:
+    def admit(self, requests: Sequence[Request]) -> None:
         """See ``Drafter``."""
-        self.suffix.release(request, row)
-        self.model.release(request, row)
+        self.suffix.admit(requests)
+        self.model.admit(requests)
 
-    def missing_bytes(self, requests: Sequence[Request], used: int) -> int:
+    def release(self, request: Request) -> None:
         """See ``Drafter``."""
-        return self.model.missing_bytes(requests, used)
-
-    def tokens_to_prefill(self, requests: Sequence[Request], first: int) -> list[int]:
-        """See ``Drafter``."""
-        return self.model.tokens_to_prefill(requests, first)
-
-    def prefill(self, requests: Sequence[Request], first: int, max_tokens: int) -> None:
-        """See ``Drafter``."""
-        self.model.prefill(requests, first, max_tokens)
-
-    def lag(self, requests: Sequence[Request]) -> int:
-        """See ``Drafter``."""
-        return self.model.lag(requests)
+        self.suffix.release(request)
+        self.model.release(request)
 
     def ends_drafts(self, requests: Sequence[Request]) -> bool:
         """See ``Drafter``."""
         return self.model.ends_drafts(requests)
-
-    def cache_prefix(self, request: Request, row: int) -> None:
-        """See ``Drafter``."""
-        self.model.cache_prefix(request, row)
-
-    def swap(self, one: int, other: int) -> None:
-        """See ``Drafter``."""
-        self.model.swap(one, other)
-
-    def invalidate(self, row: int) -> None:
-        """See ``Drafter``."""
-        self.model.invalidate(row)
-
-    def engine_time(self) -> tuple[float, int]:
-        """See ``Drafter``."""
-        return self.model.engine_time()
-
-    def close(self) -> None:
-        """See ``Drafter``."""
-        self.model.close()
 
 
 def _mean(before: float, value: float) -> float:

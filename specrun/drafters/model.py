@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specrun.drafters import Proposal
+from specrun.drafters import Drafter, Proposal
 from specrun.drafters.acceptance_rate import Calibration
+from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN
 from specrun.errors import RequestError, SpecError, as_spec_error
-from specrun.request.request import Outcome, Request, longest, num_accepted
-from specrun.runners.cached_texts import CachedDraft
+from specrun.request.request import Outcome, Request, num_accepted
+from specrun.runners.cached_texts import HostTexts
 from specrun.runners.host_runner import ModelRunner
 from specrun.sampling.acceptance import deterministic
 from specrun.sampling.sampler import (
@@ -26,8 +27,8 @@ from specrun.sampling.sampler import (
 )
 
 
-class ModelDrafter(CachedDraft[ModelRunner]):
-    """See ``Drafter``. It draws with the target's own noise for token acceptance, else with noise of its own."""
+class ModelDrafter(Drafter):
+    """It draws with the target's own noise for token acceptance, else with noise of its own."""
 
     def __init__(
         self, runner: ModelRunner, vocab_size: int, max_draft_len: int, use_logits: bool, confidence: float | None = 0.0
@@ -37,56 +38,47 @@ class ModelDrafter(CachedDraft[ModelRunner]):
         confidence: a greedy text's draft ends behind a token with which all of it is less probable than this, by the
         draft's own probabilities; 0: never. None: it ends where a round's plan says so (``DraftPlan.end_below``).
         """
-        super().__init__(runner)
+        self.runner = runner
+        self.texts: HostTexts = self._texts_of(runner, max_draft_len)
         self._confidence = confidence
         self._calibration = Calibration()
         """Of greedy texts."""
         self._proposals: Sequence[Proposal] = ()
         """Of this round."""
         self._vocab_size = vocab_size
-        self._max_draft_len = max_draft_len
         self._use_logits = use_logits
-
-    def missing_bytes(self, requests: Sequence[Request], used: int) -> int:
-        """See ``Drafter``."""
-        return self.runner.missing_bytes(len(requests), self._longest(requests[used:]), used)
-
-    def admit(self, requests: Sequence[Request], first: int) -> None:
-        """See ``Drafter``."""
-        self.runner.reserve(first + len(requests), self._longest(requests), first)
-        super().admit(requests, first)
 
     def propose(
         self,
         requests: Sequence[Request],
         counts: Sequence[int],
-        proposals: Sequence[Proposal],
+        forced: Sequence[Sequence[int]],
         end_below: Sequence[float] = (),
-    ) -> None:
+    ) -> list[Proposal]:
         """See ``Drafter``. What follows a prompt, a rejection or full acceptance takes the same path."""
-        self._proposals = proposals
+        proposals = self._proposals = list(map(Proposal.begin, forced))
         for row, request in enumerate(requests):
-            self.runner.rows.rewind(row, len(self.ids(request)) - 1)  # The last token's logits start the round.
-        begun = [list(proposal.tokens) for proposal in proposals]
+            self.runner.rows.rewind(row, len(self.texts.ids(request)) - 1)  # The last token's logits start the round.
         end_below = end_below if self._confidence is None else ()
         least, survival = self._confidence or 0.0, [1.0] * len(requests)
-        for step in range(max(count - len(tokens) for count, tokens in zip(counts, begun, strict=True))):
+        for step in range(max(count - len(tokens) for count, tokens in zip(counts, forced, strict=True))):
             growing = [
                 len(proposal.tokens) == len(tokens) + step < count
                 and not request.draft_error
                 and math.prod(proposal.confidences) >= least
-                for request, proposal, tokens, count in zip(requests, proposals, begun, counts, strict=True)
+                for request, proposal, tokens, count in zip(requests, proposals, forced, counts, strict=True)
             ]
             if not any(growing):
                 break
             if step and end_below and sum(itertools.compress(survival, growing)) < end_below[step - 1]:
                 break
-            logits = self._logits(requests, counts, begun, proposals, growing, step)
+            logits = self._logits(requests, counts, forced, proposals, growing, step)
             for row, (request, proposal) in enumerate(zip(requests, proposals, strict=True)):
                 if growing[row]:
                     self._draw(logits[row], request, proposal)
                     if end_below and proposal.confidences:
                         survival[row] *= self._calibration.acceptance(proposal.confidences[-1])
+        return proposals
 
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
         """See ``Drafter``. The cache is valid as far as the draft tokens were accepted."""
@@ -102,13 +94,9 @@ class ModelDrafter(CachedDraft[ModelRunner]):
         """See ``Drafter``."""
         return all(self._ends(request) for request in requests)
 
-    def engine_time(self) -> tuple[float, int]:
-        """See ``Drafter``."""
-        return self.runner.seconds, self.runner.calls
-
-    def close(self) -> None:
-        """See ``Drafter``."""
-        self.runner.backend.close()
+    def _texts_of(self, runner: ModelRunner, max_draft_len: int) -> HostTexts:
+        """The cache of the model."""
+        return HostTexts(runner, max_draft_len, FIRST_DRAFT_STEP_LEN)
 
     def _num_valid(self, request: Request, outcome: Outcome | SpecError) -> int:
         """Positions of a row that are right behind a round, before its tokens are committed."""
@@ -118,34 +106,27 @@ class ModelDrafter(CachedDraft[ModelRunner]):
         self,
         requests: Sequence[Request],
         counts: Sequence[int],
-        begun: Sequence[Sequence[int]],
+        forced: Sequence[Sequence[int]],
         proposals: Sequence[Proposal],
         growing: Sequence[bool],
         step: int,
     ) -> Sequence[Floats] | Floats:
-        """The logits [V] of the next token of each row that is ``growing``.
-
-        begun: the proposals' tokens before ``step`` 0.
-        """
+        """The logits [V] of the next token of each row that is ``growing``."""
         if step == 0:
-            return self._read(requests, begun)[:, 0]
+            return self._read(requests, forced)[:, 0]
         rows = zip(proposals, growing, strict=True)
         return self.runner.extend([self._own_id(p.tokens[-1]) if grows else None for p, grows in rows])[:, 0]
 
-    def _read(self, requests: Sequence[Request], begun: Sequence[Sequence[int]]) -> Floats:
-        """Feed what the cache lacks of the requests' texts, and the tokens behind them that are drafted already.
+    def _read(self, requests: Sequence[Request], forced: Sequence[Sequence[int]]) -> Floats:
+        """Feed what the cache lacks of the requests' texts, and the forced tokens behind them.
 
         Returns the logits of the last ones, [B, 1 or more, V].
         """
-        return self.runner.forward([self.ids(request) for request in requests], [1] * len(requests), begun)
+        return self.runner.forward([self.texts.ids(request) for request in requests], [1] * len(requests), forced)
 
     def _own_id(self, token: int) -> int:
         """The model's own id of a token that it has proposed."""
         return token
-
-    def _longest(self, requests: Sequence[Request]) -> int:
-        """Positions of a row that the longest of ``requests`` may need, drafts included."""
-        return longest(requests, self._max_draft_len)
 
     def _ends(self, request: Request) -> bool:
         """Whether the request's drafts end where they are improbable.

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
-from specrun.drafters import Proposal
-from specrun.drafters.lookup import LookupDrafter
+from specrun.drafters import Drafter, Proposal
 from specrun.request.request import Request
 
 MAX_NGRAM = 4
@@ -42,13 +41,13 @@ class NgramIndex:
         return []
 
 
-class NgramDrafter(LookupDrafter):
-    """See ``Drafter``. It proposes nothing for a request whose last token is new to its text."""
+class NgramDrafter(Drafter):
+    """Its drafts are deterministic. It proposes nothing for a request whose last token is new to its text."""
 
     def __init__(self) -> None:
         self._indices: WeakKeyDictionary[Request, NgramIndex] = WeakKeyDictionary()
 
-    def admit(self, requests: Sequence[Request], first: int) -> None:
+    def admit(self, requests: Sequence[Request]) -> None:
         """See ``Drafter``."""
         self._indices.update((request, NgramIndex()) for request in requests)
 
@@ -56,14 +55,16 @@ class NgramDrafter(LookupDrafter):
         self,
         requests: Sequence[Request],
         counts: Sequence[int],
-        proposals: Sequence[Proposal],
+        forced: Sequence[Sequence[int]],
         end_below: Sequence[float] = (),
-    ) -> None:
-        """See ``Drafter``. A proposed token is certain: its probability is 1."""
+    ) -> list[Proposal]:
+        """See ``Drafter``."""
+        proposals = list(map(Proposal.begin, forced))
         for request, count, proposal in zip(requests, counts, proposals, strict=True):
             if count and not proposal.tokens:
                 proposal.tokens = self._indices[request].lookup(request.tokens, count)
+        return proposals
 
-    def release(self, request: Request, row: int) -> None:
+    def release(self, request: Request) -> None:
         """See ``Drafter``."""
         self._indices.pop(request, None)

@@ -12,8 +12,10 @@ from weakref import WeakKeyDictionary
 
 from specrun.drafters import Proposal
 from specrun.drafters.model import ModelDrafter
+from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN
 from specrun.errors import BackendError, SpecError
 from specrun.request.request import Outcome, Request, num_accepted
+from specrun.runners.cached_texts import HostTexts
 from specrun.runners.host_runner import ModelRunner
 from specrun.sampling.sampler import Floats
 from specrun.text.retokenizer import TranslatedText, Translator
@@ -23,8 +25,41 @@ _GROWTH = 256
 """Positions by which rows grow where a text has more of the draft's tokens than were expected."""
 
 
+class TranslatedTexts(HostTexts):
+    """The cache of a row holds the first ids of its text, as ``TranslatedText`` has them."""
+
+    def __init__(self, runner: ModelRunner, max_draft_len: int) -> None:
+        super().__init__(runner, max_draft_len, FIRST_DRAFT_STEP_LEN)
+        self.limit = runner.backend.config.build_config.max_seq_len
+        self.translated: WeakKeyDictionary[Request, TranslatedText] = WeakKeyDictionary()
+
+    def ids(self, request: Request) -> Sequence[int]:
+        """See ``CachedTexts``."""
+        text = self.translated.get(request)
+        return text.ids if text else request.tokens
+
+    def draft_lag(self, requests: Sequence[Request]) -> int:
+        """See ``CachedTexts``. Tokens that are not translated yet count as one each."""
+        left = self.runner.rows.num_uncached([self.ids(request) for request in requests], 0)
+        new = [self.translated[request].num_new(request.tokens) for request in requests]
+        return max(0, max(map(sum, zip(left, new, strict=True))) - FIRST_DRAFT_STEP_LEN)
+
+    def row_length(self, requests: Sequence[Request]) -> int:
+        """See ``HostTexts``. A text may need more in the draft's tokens, and gets them when it does."""
+        longest = max(len(self.ids(request)) + request.remaining for request in requests)
+        return min(longest + self.max_draft_len, self.limit) + 1
+
+    def grow(self, length: int) -> None:
+        """Let rows have ``length`` positions: one is behind each text, for rows that are not fed."""
+        cache = self.runner.backend.cache
+        if length > cache.length:
+            self.runner.reserve(cache.rows, min(length + _GROWTH, self.limit + 1), cache.rows)
+
+
 class TranslatedDrafter(ModelDrafter):
-    """See ``Drafter``. The cache of a row holds the first ids of its text, as ``TranslatedText`` has them."""
+    """It drafts in its own ids, and proposes the target's."""
+
+    texts: TranslatedTexts
 
     def __init__(
         self,
@@ -38,62 +73,52 @@ class TranslatedDrafter(ModelDrafter):
         """vocab_size: the target's. confidence: see ``ModelDrafter``."""
         super().__init__(runner, vocab_size, max_draft_len, use_logits, confidence)
         self._translator = translator
-        self._limit = runner.backend.config.build_config.max_seq_len
-        self._texts: WeakKeyDictionary[Request, TranslatedText] = WeakKeyDictionary()
-        self._translated: WeakKeyDictionary[Request, list[Sequence[int]]] = WeakKeyDictionary()
+        self._limit = self.texts.limit
+        self._drafted: WeakKeyDictionary[Request, list[Sequence[int]]] = WeakKeyDictionary()
         """What the model proposed in this round, each token in its own ids."""
 
-    def ids(self, request: Request) -> Sequence[int]:
-        """See ``CachedTexts``."""
-        text = self._texts.get(request)
-        return text.ids if text else request.tokens
-
-    def admit(self, requests: Sequence[Request], first: int) -> None:
+    def admit(self, requests: Sequence[Request]) -> None:
         """See ``Drafter``."""
         for request in requests:
-            self._texts[request] = TranslatedText(self._translator, self._limit)
+            self.texts.translated[request] = TranslatedText(self._translator, self._limit)
             self._follow(request)
-        super().admit(requests, first)
-
-    def lag(self, requests: Sequence[Request]) -> int:
-        """See ``Drafter``. Tokens that are not translated yet count as one each."""
-        tokens_to_prefill = self.runner.rows.num_uncached([self.ids(request) for request in requests], 0)
-        new = [self._texts[request].num_new(request.tokens) for request in requests]
-        return max(0, max(map(sum, zip(tokens_to_prefill, new, strict=True))) - self.first_step_len)
 
     def propose(
         self,
         requests: Sequence[Request],
         counts: Sequence[int],
-        proposals: Sequence[Proposal],
+        forced: Sequence[Sequence[int]],
         end_below: Sequence[float] = (),
-    ) -> None:
+    ) -> list[Proposal]:
         """See ``Drafter``. What follows tokens without a counterpart is read again from where the ids part."""
         lengths = []
-        for row, (request, proposal) in enumerate(zip(requests, proposals, strict=True)):
+        for row, request in enumerate(requests):
             self.runner.rows.rewind(row, self._follow(request))
-            begun = sum(map(len, self._translate(proposal.tokens)))
-            lengths.append(len(self.ids(request)) + begun + max(0, counts[row] - len(proposal.tokens)))
+            begun = sum(map(len, self._translate(forced[row])))
+            lengths.append(len(self.texts.ids(request)) + begun + max(0, counts[row] - len(forced[row])))
         fitting = [count if length <= self._limit else 0 for count, length in zip(counts, lengths, strict=True)]
-        self._grow(min(max(lengths), self._limit) + 1)
-        super().propose(requests, fitting, proposals, end_below)
+        self.texts.grow(min(max(lengths), self._limit) + 1)
+        proposals = super().propose(requests, fitting, forced, end_below)
         for request, proposal in zip(requests, proposals, strict=True):
-            self._translated[request] = self._translate(proposal.tokens)
+            self._drafted[request] = self._translate(proposal.tokens)
+        return proposals
 
-    def release(self, request: Request, row: int) -> None:
+    def release(self, request: Request) -> None:
         """See ``Drafter``."""
-        super().release(request, row)
-        self._texts.pop(request, None)
+        self.texts.translated.pop(request, None)
+
+    def _texts_of(self, runner: ModelRunner, max_draft_len: int) -> TranslatedTexts:
+        return TranslatedTexts(runner, max_draft_len)
 
     def _num_valid(self, request: Request, outcome: Outcome | SpecError) -> int:
         """See ``ModelDrafter``. What was accepted is in the draft's own ids already."""
-        text = self._texts[request]
-        text.extend(self._translated.pop(request, [])[: num_accepted(outcome)])
+        text = self.texts.translated[request]
+        text.extend(self._drafted.pop(request, [])[: num_accepted(outcome)])
         return len(text.ids)
 
     def _follow(self, request: Request) -> int:
         """Translate what is new of a text. Returns how many of its first ids are as they were."""
-        text = self._texts[request]
+        text = self.texts.translated[request]
         try:
             return text.follow(request.tokens)
         except BaseException as problem:
@@ -105,25 +130,14 @@ class TranslatedDrafter(ModelDrafter):
     def _translate(self, tokens: Sequence[int]) -> list[Sequence[int]]:
         return [self._translator.translate([token]) for token in tokens]
 
-    def _grow(self, length: int) -> None:
-        """Let rows have ``length`` positions: one is behind each text, for rows that are not fed."""
-        cache = self.runner.backend.cache
-        if length > cache.length:
-            self.runner.reserve(cache.rows, min(length + _GROWTH, self._limit + 1), cache.rows)
-
-    def _read(self, requests: Sequence[Request], begun: Sequence[Sequence[int]]) -> Floats:
+    def _read(self, requests: Sequence[Request], forced: Sequence[Sequence[int]]) -> Floats:
         """See ``ModelDrafter``."""
-        translated = [[token for ids in self._translate(tokens) for token in ids] for tokens in begun]
-        room = [self._limit - len(self.ids(request)) for request in requests]
+        translated = [[token for ids in self._translate(tokens) for token in ids] for tokens in forced]
+        room = [self._limit - len(self.texts.ids(request)) for request in requests]
         return super()._read(requests, [ids[:most] for ids, most in zip(translated, room, strict=True)])
 
     def _own_id(self, token: int) -> int:
         return self._translator.mapping.counterparts[token]
-
-    def _longest(self, requests: Sequence[Request]) -> int:
-        """See ``ModelDrafter``. A text may need more in the draft's tokens, and gets them when it does."""
-        longest = max(len(self.ids(request)) + request.remaining for request in requests)
-        return min(longest + self._max_draft_len, self._limit) + 1
 
     def _draw(self, logits: Floats, request: Request, proposal: Proposal) -> None:
         """See ``ModelDrafter``. Only tokens of the vocab mapping are proposed."""

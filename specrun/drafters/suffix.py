@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from specrun.drafters import Proposal
+from specrun.drafters import Drafter, Proposal
 from specrun.drafters.acceptance_rate import AcceptanceRate
 from specrun.drafters.edited_copy import EditedCopy
-from specrun.drafters.lookup import LookupDrafter
 from specrun.errors import SpecError
 from specrun.request.request import Outcome, Request
 
@@ -135,8 +134,8 @@ def follow(matches: Sequence[Match], count: int, rate: float) -> tuple[list[int]
     return drafts, expected
 
 
-class SuffixDrafter(LookupDrafter):
-    """See ``Drafter``. It proposes nothing for a text whose last tokens are new.
+class SuffixDrafter(Drafter):
+    """Its drafts are deterministic. It proposes nothing for a text whose last tokens are new.
 
     A request that shares no prefix cache (``Request.reuse_blocks``) neither sees other texts nor is seen. One that uses
     logits acceptance sees its own text alone: earlier output of the same seed would depend on the noise that is yet to
@@ -154,7 +153,7 @@ class SuffixDrafter(LookupDrafter):
         self._found: WeakKeyDictionary[Request, Found] = WeakKeyDictionary()
         """In this round."""
 
-    def admit(self, requests: Sequence[Request], first: int) -> None:
+    def admit(self, requests: Sequence[Request]) -> None:
         """See ``Drafter``."""
         self._own.update((request, (Index(), EditedCopy())) for request in requests)
 
@@ -184,13 +183,15 @@ class SuffixDrafter(LookupDrafter):
         self,
         requests: Sequence[Request],
         counts: Sequence[int],
-        proposals: Sequence[Proposal],
+        forced: Sequence[Sequence[int]],
         end_below: Sequence[float] = (),
-    ) -> None:
-        """See ``Drafter``. Proposed tokens are certain: their probability is 1."""
+    ) -> list[Proposal]:
+        """See ``Drafter``."""
+        proposals = list(map(Proposal.begin, forced))
         for request, count, proposal in zip(requests, counts, proposals, strict=True):
             if count and not proposal.tokens:
                 proposal.tokens = self.find(request, count).tokens
+        return proposals
 
     def ends_drafts(self, requests: Sequence[Request]) -> bool:
         """See ``Drafter``. In all texts: what was found does not depend on the noise."""
@@ -204,7 +205,7 @@ class SuffixDrafter(LookupDrafter):
                 agreed, compared = found.compare([*outcome.accepted, outcome.next_token])
                 found.rate.add(agreed, compared, 256.0)
 
-    def release(self, request: Request, row: int) -> None:
+    def release(self, request: Request) -> None:
         """See ``Drafter``."""
         self._found.pop(request, None)
         if self._own.pop(request, None) and request.reuse_blocks:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specrun.backends import DeviceBackend
 from specrun.devices import Device, DeviceArray
-from specrun.drafters import Drafter, DraftProbs, Proposal
+from specrun.drafters import DeviceDrafter, Drafter, DraftProbs
 from specrun.drafters.draft_plan import DraftPlan
 from specrun.errors import SpecError
 from specrun.kernels import calls
@@ -17,24 +16,23 @@ from specrun.request.request import Outcome, Request
 from specrun.runners.device_rows import DeviceRows
 
 
-class UploadedDrafter:
-    """See ``DeviceDrafter``. Acceptance takes its tokens for certain, whatever they were drawn from.
+class UploadedDrafter(DeviceDrafter):
+    """Acceptance takes its drafts for deterministic, whatever they were drawn from.
 
     That is exact: a token that did not depend on the target's noise is accepted with its probability p, and what
     replaces it comes from p without it. A draft model's own probabilities would accept more, but are not uploaded.
     """
 
     needs_host = True
-    draws_one_by_one = False
 
     def __init__(self, drafter: Drafter, rows: DeviceRows) -> None:
         """rows: the round's, to which the draft tokens are written."""
         self.drafter = drafter
+        self.texts = drafter.texts
         self.devices: Sequence[Device] = [rows.device]
-        self.captured: Sequence[DeviceBackend] = []
         self._rows = rows
         distributions = rows.device.zeros((rows.max_rows, rows.max_draft_len), DISTRIBUTION)
-        nothing = rows.device.zeros((1,), np.float32)  # Logits of tokens that are certain are not looked at.
+        nothing = rows.device.zeros((1,), np.float32)  # Logits of deterministic drafts are not looked at.
         self._probs = DraftProbs(distributions, nothing, 0, 0, rows.vocab)
         self._uploads = rows.device.zeros((rows.max_rows, 1 + rows.max_draft_len), np.int64)
 
@@ -47,8 +45,7 @@ class UploadedDrafter:
         if not plan.draft_len:
             return 0
         counts = [request.num_draft_tokens(plan.draft_len) for request in requests]
-        proposals = [Proposal() for _ in requests]
-        self.drafter.propose(requests, counts, proposals, plan.end_below)
+        proposals = self.drafter.propose(requests, counts, [()] * len(requests), plan.end_below)
         drafts = [proposal.tokens for proposal in proposals]
         length = max(map(len, drafts))
         if length:
@@ -58,74 +55,23 @@ class UploadedDrafter:
             self._rows.device.write(self._uploads.part(0, uploads.shape), uploads)
         return length
 
-    def queue_ahead(self, batch: int, draft_len: int, sends_logits: bool) -> bool:
-        """See ``DeviceDrafter``."""
-        return True
-
     def queue(self, batch: int, draft_len: int, steps: range, masks: DeviceArray | None) -> None:
         """See ``DeviceDrafter``. The host's drafter has masked them."""
         uploads = self._uploads.part(0, (batch, 1 + draft_len))
         calls.place_drafts(self._rows, uploads=uploads, q=self._probs.distributions)
 
-    def queue_behind(self, batch: int, draft_len: int, records: DeviceArray) -> None:
-        """See ``DeviceDrafter``."""
+    def admit(self, requests: Sequence[Request]) -> None:
+        """See ``BaseDrafter``."""
+        self.drafter.admit(requests)
 
-    def warm_up(self) -> None:
-        """See ``DeviceDrafter``."""
-
-    def save_kernels(self) -> None:
-        """See ``DeviceDrafter``."""
-
-    def allocate_pool(self, blocks: int) -> None:
-        """See ``DeviceDrafter``. The host's drafter has its own."""
-
-    def activate_row(self, row: int, request: Request) -> None:
-        """See ``DeviceDrafter``."""
-
-    def admit(self, requests: Sequence[Request], first: int) -> None:
-        """See ``RowDrafter``, as all that follow."""
-        self.drafter.admit(requests, first)
-
-    def tokens_to_prefill(self, requests: Sequence[Request], first: int) -> list[int]:
-        """See ``RowDrafter``."""
-        return self.drafter.tokens_to_prefill(requests, first)
-
-    def prefill(self, requests: Sequence[Request], first: int, max_tokens: int) -> None:
-        """See ``RowDrafter``."""
-        self.drafter.prefill(requests, first, max_tokens)
-
-    def lag(self, requests: Sequence[Request]) -> int:
-        """See ``RowDrafter``."""
-        return self.drafter.lag(requests)
+    def release(self, request: Request) -> None:
+        """See ``BaseDrafter``."""
+        self.drafter.release(request)
 
     def ends_drafts(self, requests: Sequence[Request]) -> bool:
-        """See ``RowDrafter``."""
+        """See ``BaseDrafter``."""
         return self.drafter.ends_drafts(requests)
 
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
-        """See ``RowDrafter``."""
+        """See ``BaseDrafter``."""
         self.drafter.observe(requests, outcomes, draft_len)
-
-    def cache_prefix(self, request: Request, row: int) -> None:
-        """See ``RowDrafter``."""
-        self.drafter.cache_prefix(request, row)
-
-    def swap(self, one: int, other: int) -> None:
-        """See ``RowDrafter``."""
-        self.drafter.swap(one, other)
-
-    def invalidate(self, row: int) -> None:
-        """See ``RowDrafter``."""
-        self.drafter.invalidate(row)
-
-    def missing_bytes(self, requests: Sequence[Request], used: int) -> int:
-        """See ``RowDrafter``."""
-        return self.drafter.missing_bytes(requests, used)
-
-    def release(self, request: Request, row: int) -> None:
-        """See ``RowDrafter``."""
-        self.drafter.release(request, row)
-
-    def close(self) -> None:
-        """See ``RowDrafter``."""
-        self.drafter.close()

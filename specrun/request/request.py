@@ -279,8 +279,3 @@ class Request:
 def num_accepted(outcome: Outcome | SpecError) -> int:
     """Draft tokens that were accepted; none of a request that failed."""
     return 0 if isinstance(outcome, SpecError) else len(outcome.accepted)
-
-
-def longest(requests: Sequence[Request], max_draft_len: int) -> int:
-    """Positions of a cache row that the longest of ``requests`` may need, drafts included."""
-    return max(len(request.tokens) + request.remaining for request in requests) + max_draft_len + 1

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN
 from specrun.kv_cache.rows import CacheRows
 from specrun.request.request import Request
+from specrun.runners.host_runner import ModelRunner
 
 
 class Runner(Protocol):
     """One model and its cache."""
 
+    backend: Any
     rows: CacheRows
 
     def prefill(self, token_ids: Sequence[Sequence[int]], first: int, max_tokens: int) -> None:
@@ -28,17 +29,29 @@ AnyRunner = TypeVar("AnyRunner", bound=Runner)
 class CachedTexts(Generic[AnyRunner]):
     """Prefills and caches requests' texts. A text's last token is left out, because its logits start a round."""
 
-    def __init__(self, runner: AnyRunner) -> None:
+    def __init__(self, runner: AnyRunner, first_step_len: int | None = None, keeps_to_target: bool = False) -> None:
+        """first_step_len: the most tokens that the first draft step feeds; None: the model is the target.
+
+        keeps_to_target: it reads the target's features, so nothing is cached where the target has cached nothing.
+        """
         self.runner = runner
+        self.first_step_len = first_step_len
+        self._keeps_to_target = keeps_to_target
 
     def ids(self, request: Request) -> Sequence[int]:
         """The request's text in the model's own ids."""
         return request.tokens
 
+    def missing_bytes(self, requests: Sequence[Request], used: int) -> int:
+        """Bytes of host memory that ``admit`` would allocate. The first ``used`` of ``requests`` have rows already."""
+        return 0
+
     def admit(self, requests: Sequence[Request], first: int) -> None:
         """Give ``requests`` the rows from ``first`` on, with their cached prefixes."""
         for row, request in enumerate(requests, first):
             self.runner.rows.admit(row, self.ids(request)[:-1] if self._loads_prefix(request) else ())
+            if self._keeps_to_target:
+                self.runner.rows.rewind(row, request.stats.cached)
 
     def should_wait_for_prefix(self, request: Request, others: Sequence[Request]) -> bool:
         """Whether more of the prompt will be cached once the prompts of ``others`` are prefilled."""
@@ -52,6 +65,10 @@ class CachedTexts(Generic[AnyRunner]):
     def prefill(self, requests: Sequence[Request], first: int, max_tokens: int) -> None:
         """Prefill at most ``max_tokens`` more tokens of each prompt."""
         self.runner.prefill([self.ids(request)[:-1] for request in requests], first, max_tokens)
+
+    def draft_lag(self, requests: Sequence[Request]) -> int:
+        """The most tokens that a row must read before the first draft step, which feeds the last ones itself."""
+        return max(0, max(self.runner.rows.num_uncached([r.tokens for r in requests], 0)) - (self.first_step_len or 0))
 
     def cache_prefix(self, request: Request, row: int) -> None:
         """Copy the request's text from its ``row`` to the prefix cache, unless it wants to be alone."""
@@ -68,7 +85,8 @@ class CachedTexts(Generic[AnyRunner]):
 
     def release(self, request: Request, row: int) -> None:
         """Free the ``row`` of a request that has ended. Its text is cached first, unless the model failed on it."""
-        if not self._failed(request):
+        draft_failed = self.first_step_len is not None and request.draft_error is not None
+        if request.error is None and not draft_failed:
             self.cache_prefix(request, row)
         else:
             self.runner.rows.cache.clear(row)  # Values that are not finite would spread to the row's next text.
@@ -78,24 +96,29 @@ class CachedTexts(Generic[AnyRunner]):
         """Whether the request's prompt may begin with what was cached of other texts."""
         return request.reuse_blocks
 
-    def _failed(self, request: Request) -> bool:
-        """Whether the row of ``request`` may hold values that are not finite."""
-        return request.error is not None
 
+class HostTexts(CachedTexts[ModelRunner]):
+    """Texts in a cache in host memory, which grows with what they need."""
 
-class CachedDraft(CachedTexts[AnyRunner]):
-    """What a draft model's cache holds."""
+    def __init__(
+        self,
+        runner: ModelRunner,
+        max_draft_len: int,
+        first_step_len: int | None = None,
+        keeps_to_target: bool = False,
+    ) -> None:
+        super().__init__(runner, first_step_len, keeps_to_target)
+        self.max_draft_len = max_draft_len
 
-    first_step_len = FIRST_DRAFT_STEP_LEN
-    """The most tokens that its cache lacks after a round."""
+    def missing_bytes(self, requests: Sequence[Request], used: int) -> int:
+        """See ``CachedTexts``."""
+        return self.runner.missing_bytes(len(requests), self.row_length(requests[used:]), used)
 
-    def lag(self, requests: Sequence[Request]) -> int:
-        """The most tokens that a row must read before the first draft step, which feeds the last ones itself."""
-        return max(0, max(self.runner.rows.num_uncached([r.tokens for r in requests], 0)) - self.first_step_len)
+    def admit(self, requests: Sequence[Request], first: int) -> None:
+        """See ``CachedTexts``."""
+        self.runner.reserve(first + len(requests), self.row_length(requests), first)
+        super().admit(requests, first)
 
-    def ends_drafts(self, requests: Sequence[Request]) -> bool:
-        """Whether it ends drafts for ``requests`` by itself, where they have become improbable."""
-        return False
-
-    def _failed(self, request: Request) -> bool:
-        return request.draft_error is not None or super()._failed(request)
+    def row_length(self, requests: Sequence[Request]) -> int:
+        """Positions of a row that the longest of ``requests`` may need, drafts included."""
+        return max(len(request.tokens) + request.remaining for request in requests) + self.max_draft_len + 1

@@ -7,16 +7,15 @@ from collections.abc import Sequence
 
 from specrun.errors import BackendError
 from specrun.request.request import Request
-from specrun.runners.cached_texts import CachedTexts
-from specrun.runners.host_runner import ModelRunner
+from specrun.runners.cached_texts import HostTexts
 from specrun.sampling.sampler import NON_FINITE_LOGITS, log_probability
 
 _CHUNK = 32
 """Tokens whose logits, [V] each, are in memory at a time."""
 
 
-class ScoredTexts(CachedTexts[ModelRunner]):
-    """See ``CachedTexts``. A prompt that is scored is read from its first token on."""
+class ScoredTexts(HostTexts):
+    """The target's texts. A prompt that is scored is read from its first token on."""
 
     def prefill(self, requests: Sequence[Request], first: int, max_tokens: int) -> None:
         """See ``CachedTexts``. Prompts that are scored are read one by one."""

@@ -12,13 +12,13 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from specrun.drafters.draft_plan import DraftPlan
-from specrun.errors import RequestError, SpecError, as_spec_error
+from specrun.errors import RequestError, as_spec_error
 from specrun.request.request import FinishReason, Request, TokenOutput
 from specrun.scheduler.draft_length import DraftLength
 from specrun.scheduler.step_turns import Turns
 from specrun.scheduler.waiting_queue import RequestQueue
-from specrun.speculative import Round
+from specrun.speculative.loop import run_round
+from specrun.speculative.round import AnyRound
 
 
 class Event(NamedTuple):
@@ -41,7 +41,7 @@ class Scheduler:
 
     def __init__(
         self,
-        rounds: Round,
+        rounds: AnyRound,
         lengths: DraftLength,
         max_rows: int,
         check: Callable[[Request], None] = lambda _request: None,
@@ -314,30 +314,8 @@ class Scheduler:
 
         The next one may be queued with it where nobody is about to join them. It then works on the same rows.
         """
-        draft_lag = self.round.draft_lag(requests)
-        counts = [request.num_draft_tokens(self.round.max_draft_len) for request in requests]
-        plan = DraftPlan(0)
-        if any(counts):
-            plan = self.lengths.choose(requests, counts, draft_lag, self.round.ends_drafts(requests))
-            # A request that sets its own draft length gets it, whatever is best for the others.
-            own = [count for request, count in zip(requests, counts, strict=True) if request.draft_len is not None]
-            plan = DraftPlan(max(plan.draft_len, *own)) if any(own) else plan
         with _Failing(self, requests):
-            outcomes = self.round.step(requests, plan, self._nobody_is_about_to_join(plan.draft_len))
-            seconds = self.round.seconds if self.round.is_steady_state else None
-            evaluated = [(0, 0) if isinstance(outcome, SpecError) else outcome.evaluated for outcome in outcomes]
-            # A drafter may have proposed fewer tokens.
-            drafted = (o.drafted - o.forced for o in outcomes if not isinstance(o, SpecError))
-            draft_len = max(drafted, default=plan.draft_len)
-            self.lengths.observe(draft_len, seconds, requests, evaluated, draft_lag)
-            for request, outcome in zip(requests, outcomes, strict=True):
-                if isinstance(outcome, SpecError):
-                    request.fail(outcome)
-                    continue
-                try:
-                    request.commit(outcome)
-                except Exception as error:  # An error of one text, in its tokenizer say, fails no other.
-                    request.fail(as_spec_error(error))
+            run_round(self.round, self.lengths, requests, self._nobody_is_about_to_join)
 
     def _nobody_is_about_to_join(self, draft_len: int) -> bool:
         """Whether the round behind one of ``draft_len`` is likely to have the same rows."""

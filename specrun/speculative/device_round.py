@@ -41,16 +41,16 @@ from specrun.request.request import Outcome, Request, num_accepted
 from specrun.runners.device_rows import DeviceRows
 from specrun.runners.device_runner import DeviceRunner
 from specrun.runners.graph_capture import Captures
-from specrun.speculative.base_round import CachedRound, Rows
 from specrun.speculative.device_records import DeviceRecords, QueuedRound
+from specrun.speculative.round import Round, Rows
 from specrun.text.grammar import fill_masks
 
 MakeDrafter = Callable[[DeviceRows], DeviceDrafter]
 """Makes the drafter of a round from the round's rows."""
 
 
-class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
-    """See ``Round``. It has no prefix cache before ``allocate_pools``, which gives it the memory that is left."""
+class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
+    """A round in kernels. It has no prefix cache before ``allocate_pools``, which gives it the memory that is left."""
 
     prefill_chunk_size = 512  # A GPU takes hardly longer for hundreds of tokens than for one.
 
@@ -68,12 +68,13 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
             max_draft_len = 0
         runner = DeviceRunner(target, max_rows, max_draft_len + 1, max_draft_len + 1, 1)
         self.device = target.device
-        self.max_draft_len = max_draft_len
-        self.use_logits = use_logits
         token_stride = target.config.build_config.max_seq_len + max_draft_len + 1
         sizes = (max_rows, token_stride, runner.vocab, max_draft_len + 1)
         self.rows = DeviceRows(self.device, *sizes, max_draft_len, use_logits)
-        super().__init__(runner, make_drafter(self.rows) if make_drafter and max_draft_len else None)
+        drafter = make_drafter(self.rows) if make_drafter and max_draft_len else None
+        super().__init__(runner, drafter, max_draft_len, use_logits)
+        other_rows = drafter.other_rows if drafter else None
+        self._all_rows = [self.rows, other_rows] if other_rows else [self.rows]
         positions = (max_rows, max_draft_len + 1)
         self._chosen = self.device.zeros(positions, np.int32)
         self._target_distributions = self.device.zeros(positions, DISTRIBUTION)
@@ -91,19 +92,11 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
         self._no_probs = DraftProbs(self._target_distributions, runner.logits, 0, 0, runner.vocab)
         self._devices = list(dict.fromkeys((self.device, *(self.drafter.devices if self.drafter else ()))))
         self._captures = Captures(captures, [target, *(self.drafter.captured if self.drafter else ())])
-        self.is_steady_state, self.seconds = False, 0.0
 
     @property
-    def next_is_queued(self) -> bool:
+    def next_is_queued(self) -> bool:  # type: ignore[override]
         """See ``Round``."""
         return self._next is not None
-
-    @property
-    def host_target(self) -> None:
-        """See ``Round``."""
-
-    def engine_times(self) -> None:
-        """See ``Round``."""
 
     def allocate_pools(self, blocks: int) -> None:
         """Give each model a prefix cache of ``blocks`` blocks, once, before any request. Raises BackendError."""
@@ -133,7 +126,8 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
 
     def admit(self, requests: Sequence[Request], first: int) -> None:
         """See ``Round``."""
-        self.rows.begin(first, requests)
+        for rows in self._all_rows:
+            rows.begin(first, requests)
         super().admit(requests, first)
 
     def prefill(self, requests: Sequence[Request], first: int, draft: bool, chunked: bool) -> list[bool]:
@@ -141,9 +135,8 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
         done = super().prefill(requests, first, draft, chunked)
         for row, request in enumerate(requests, first):
             if done[row - first]:
-                self.rows.activate_row(row, request)
-                if self.drafter:
-                    self.drafter.activate_row(row, request)
+                for rows in self._all_rows:
+                    rows.activate_row(row, request)
         self._wait(self._devices)  # So that prefilling is not part of the next round's time.
         return done
 
@@ -314,7 +307,7 @@ class DeviceRound(CachedRound[DeviceRunner, DeviceDrafter]):
         calls.log_probabilities(rows, logits=logits, records=records, found=logprobs)
 
     def _row_holders(self) -> Sequence[Rows]:
-        return [*super()._row_holders(), self.rows]
+        return [*super()._row_holders(), *self._all_rows]
 
     def _wait(self, devices: Sequence[Device]) -> None:
         for device in devices:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from specrun.drafters import Drafter, Proposal
 from specrun.drafters.draft_plan import DraftPlan
 from specrun.errors import BackendError, SpecError, as_spec_error
-from specrun.request.request import Outcome, Request, longest
+from specrun.request.request import Outcome, Request
 from specrun.runners.host_runner import ModelRunner
 from specrun.runners.prompt_logprobs import ScoredTexts
 from specrun.sampling.acceptance import accept_logits, accept_tokens, deterministic
@@ -24,44 +24,42 @@ from specrun.sampling.sampler import (
     sample,
     uniform,
 )
-from specrun.speculative import EngineTimes
-from specrun.speculative.base_round import CachedRound
+from specrun.speculative.loop import draft_verify_accept
+from specrun.speculative.round import EngineTimes, Round
 
 
-class HostRound(CachedRound[ModelRunner, Drafter]):
-    """See ``Round``."""
+class HostRound(Round[ModelRunner, Drafter]):
+    """A round in numpy."""
 
-    next_is_queued = False
     prefill_chunk_size = 64  # On a CPU, every further token of a call takes nearly as long as the first.
 
     def __init__(self, target: ModelRunner, drafter: Drafter | None, max_draft_len: int, use_logits: bool) -> None:
-        super().__init__(target, drafter if max_draft_len else None, ScoredTexts(target))
-        self.is_steady_state, self.seconds = False, 0.0
+        """See ``Round``."""
+        super().__init__(target, drafter, max_draft_len, use_logits, ScoredTexts(target, max_draft_len))
+        self.host_target = target
         self._seen: set[tuple[int, int]] = set()
-        self.max_draft_len = max_draft_len
-        self.use_logits = use_logits
-
-    @property
-    def host_target(self) -> ModelRunner:
-        """See ``Round``."""
-        return self.target
-
-    def engine_times(self) -> EngineTimes:
-        """See ``Round``."""
-        draft = self.drafter.engine_time() if self.drafter else (0.0, 0)
-        return EngineTimes(self.target.seconds, self.target.calls, *draft)
-
-    def admit(self, requests: Sequence[Request], first: int) -> None:
-        """See ``Round``."""
-        self.target.reserve(first + len(requests), longest(requests, self.max_draft_len), first)
-        super().admit(requests, first)
 
     def step(
         self, requests: Sequence[Request], plan: DraftPlan, may_queue_next: bool = False
     ) -> list[Outcome | SpecError]:
         """See ``Round``. Rounds after a prompt, a rejection or full acceptance are all the same."""
         began = time.perf_counter()
-        proposals = self._propose(requests, plan)
+        outcomes = draft_verify_accept(self, requests, plan)
+        if self.drafter:
+            self.drafter.observe(requests, outcomes, plan.draft_len)
+        self.seconds = time.perf_counter() - began
+        return outcomes
+
+    def draft(self, requests: Sequence[Request], plan: DraftPlan) -> list[Proposal]:
+        """What is proposed for each request. What its grammar forces needs no drafter, and may be more than planned."""
+        forced = [request.forced(request.num_draft_tokens(self.max_draft_len)) for request in requests]
+        counts = [request.num_draft_tokens(plan.draft_len) for request in requests]
+        if self.drafter and any(counts):
+            return self.drafter.propose(requests, counts, forced, plan.end_below)
+        return list(map(Proposal.begin, forced))
+
+    def verify(self, requests: Sequence[Request], proposals: Sequence[Proposal]) -> Floats:
+        """The target's logits behind each text and each of its g draft tokens: [B, max(g) + 1 or more, V]."""
         drafts = [proposal.tokens for proposal in proposals]
         shape = (len(requests), max(map(len, drafts)))
         self.is_steady_state = shape in self._seen  # An engine's first call of a shape takes longer.
@@ -70,38 +68,26 @@ class HostRound(CachedRound[ModelRunner, Drafter]):
             # The last committed token is fed in every round, because its logits start the round.
             self.target.rows.rewind(row, len(request.tokens) - 1)
         num_logits = [len(tokens) + 1 for tokens in drafts]
-        logits = self.target.forward([request.tokens for request in requests], num_logits, drafts)
-        outcomes = [
-            self._outcome(request, proposals[row], logits[row, : num_logits[row]])
-            for row, request in enumerate(requests)
-        ]
-        if self.drafter:
-            self.drafter.observe(requests, outcomes, plan.draft_len)
-        self.seconds = time.perf_counter() - began
-        return outcomes
+        return self.target.forward([request.tokens for request in requests], num_logits, drafts)
+
+    def accept(self, request: Request, proposal: Proposal, logits: Floats) -> Outcome | SpecError:
+        """What ``_accept`` returns, or the error that it raises. The error fails this request alone."""
+        try:
+            return self._accept(request, proposal, logits)
+        except Exception as error:
+            return as_spec_error(error)
+
+    def engine_times(self) -> EngineTimes:
+        """See ``Round``."""
+        draft = self._draft_texts.runner if self._draft_texts else None
+        drafted = (draft.seconds, draft.calls) if draft else (0.0, 0)
+        return EngineTimes(self.target.seconds, self.target.calls, *drafted)
 
     def close(self) -> None:
         """See ``Round``."""
         self.target.backend.close()
         if self.drafter:
             self.drafter.close()
-
-    def _missing_bytes(self, requests: Sequence[Request], used: int) -> int:
-        return self.target.missing_bytes(len(requests), longest(requests[used:], self.max_draft_len), used)
-
-    def _propose(self, requests: Sequence[Request], plan: DraftPlan) -> list[Proposal]:
-        counts = [request.num_draft_tokens(plan.draft_len) for request in requests]
-        proposals = [Proposal.begin(request, self.max_draft_len) for request in requests]
-        if self.drafter and any(counts):
-            self.drafter.propose(requests, counts, proposals, plan.end_below)
-        return proposals
-
-    def _outcome(self, request: Request, proposal: Proposal, logits: Floats) -> Outcome | SpecError:
-        """What ``_accept`` returns, or the error that it raises. The error fails this request alone."""
-        try:
-            return self._accept(request, proposal, logits)
-        except Exception as error:
-            return as_spec_error(error)
 
     def _accept(self, request: Request, proposal: Proposal, logits: Floats) -> Outcome:
         """Decide how many of the g proposed tokens stand, and the token after them.
@@ -123,17 +109,8 @@ class HostRound(CachedRound[ModelRunner, Drafter]):
             if not place:
                 raise
             accepted, next_token = place - 1, drafts[place - 1]
-        logprobs = None
-        if request.logprobs is not None:
-            chosen = zip(logits, (*drafts[:accepted], next_token), strict=False)
-            logprobs = [log_probability(row, token, request.logprobs) for row, token in chosen]
-            # A constraint may have hidden what is not finite from the choice.
-            sound = next((i for i, (logprob, _) in enumerate(logprobs) if math.isnan(logprob)), len(logprobs))
-            if not sound:
-                raise BackendError(NON_FINITE_LOGITS)
-            if sound <= accepted:
-                accepted, next_token = sound - 1, drafts[sound - 1]
-        return Outcome(len(drafts), drafts[:accepted], next_token, logprobs, proposal.forced)
+        outcome = Outcome(len(drafts), drafts[:accepted], next_token, None, proposal.forced)
+        return outcome if request.logprobs is None else _with_logprobs(outcome, logits, request.logprobs)
 
     def _decide(
         self, request: Request, proposal: Proposal, logits: Iterator[Floats], vocab_size: int
@@ -151,3 +128,17 @@ class HostRound(CachedRound[ModelRunner, Drafter]):
         accepted, weights = accept_logits(drafts, probs, target, uniforms)
         noise = exponential_noise(params.seed, Purpose.TARGET, position + accepted, len(weights))
         return accepted, gumbel_argmax(weights, noise)
+
+
+def _with_logprobs(outcome: Outcome, logits: Floats, count: int) -> Outcome:
+    """``outcome`` with log-probabilities, the ``count`` best among them. logits: the target's, [g + 1, V].
+
+    A constraint may have hidden logits that are not finite from the choice. Then the outcome ends before them. Raises
+    BackendError where nothing is before them.
+    """
+    tokens = [*outcome.accepted, outcome.next_token]
+    logprobs = [log_probability(row, token, count) for row, token in zip(logits, tokens, strict=False)]
+    sound = next((i for i, (logprob, _) in enumerate(logprobs) if math.isnan(logprob)), len(logprobs))
+    if not sound:
+        raise BackendError(NON_FINITE_LOGITS)
+    return outcome._replace(accepted=tokens[: sound - 1], next_token=tokens[sound - 1], logprobs=logprobs)

@@ -31,10 +31,10 @@ from specrun.kv_cache import BLOCK
 from specrun.kv_cache.device_memory import Need, blocks_that_fit, need, require_room
 from specrun.kv_cache.host_memory import free_memory, shortage
 from specrun.runners.host_runner import ModelRunner
-from specrun.speculative import Round
 from specrun.speculative.device_round import DeviceRound, MakeDrafter
 from specrun.speculative.exactness import choose_exactness
 from specrun.speculative.host_round import HostRound
+from specrun.speculative.round import AnyRound
 from specrun.text.retokenizer import Translator
 
 _PREFIX_CACHE_SHARE = 0.25
@@ -60,7 +60,7 @@ def open_round(
     rows: int,
     config: DraftTargetConfig,
     show: Callable[[int, int], None] = lambda _done, _of: None,
-) -> Round:
+) -> AnyRound:
     """Load the engines, and make a round of at most ``rows`` rows and ``draft_len`` draft tokens.
 
     Without a draft engine, ``config`` says what drafts. During the warm-up ``show`` is called with how many steps are
@@ -149,7 +149,7 @@ def _open_on_gpus(
     rows: int,
     config: DraftTargetConfig,
     show: Callable[[int, int], None],
-) -> Round:
+) -> AnyRound:
     on_gpus = [engine for engine in (target, draft) if engine and engine.config.backend.device != "cpu"]
     for engine in on_gpus:
         if reason := why_no_gpu(engine.gpu):

@@ -221,7 +221,7 @@ def test_a_round_goes_on_while_all_its_rows_together_are_worth_it(engines: tuple
         ):
             outcomes = rounds.step(requests, DraftPlan(G, limits))
             assert [outcome.drafted for outcome in outcomes if isinstance(outcome, Outcome)] == [expected] * 2
-            rounds.drafter._calibration = Calibration()  # type: ignore[attr-defined]
+            rounds.drafter._calibration = Calibration()  # type: ignore[union-attr]
 
 
 def test_what_was_accepted_teaches_what_a_probability_means() -> None:

@@ -100,7 +100,7 @@ def test_an_edited_function_takes_few_rounds() -> None:
     wanted = [token for old in source for token in {1: [5, 6, 7], 2: []}.get(old, [old])]
     request = Request([*source, 9], SamplingParams(), len(wanted))
     drafter, rounds = SuffixDrafter(False), 0
-    drafter.admit([request], 0)
+    drafter.admit([request])
     while request.remaining:
         left = wanted[len(request.output) :]
         drafts = drafter.find(request, request.num_draft_tokens(10)).tokens if request.num_draft_tokens(10) else []

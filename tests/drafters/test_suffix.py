@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.drafters import suffix
 from specrun.drafters.acceptance_rate import AcceptanceRate
 from specrun.drafters.hybrid import HybridDrafter
+from specrun.drafters.model import ModelDrafter
 from specrun.drafters.suffix import MATCHED, MAX_MATCH, MAX_OCCURRENCES, Found, Index, PastTexts, SuffixDrafter, follow
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
@@ -113,7 +115,7 @@ def test_the_ids_are_the_targets_own(target: Path, draft: Path, kind: str, draft
             requests = some_requests()
             assert decode(pair, requests) == expected
             accepted.append(sum(request.stats.accepted for request in requests))
-        left = pair.scheduler.round.drafter  # type: ignore[attr-defined]
+        left: Any = pair.scheduler.round.drafter
         drafter = {"suffix": left, "hybrid": getattr(left, "suffix", None), "device": getattr(left, "drafter", None)}[
             kind
         ]
@@ -153,7 +155,7 @@ def test_a_known_answer_is_drafted_from_its_first_token(target: Path) -> None:
 
 def test_what_is_found_is_compared_even_where_the_model_drafts(target: Path, draft: Path) -> None:
     with on_host(target, draft, 4) as decoder:
-        drafter = decoder.scheduler.round.drafter  # type: ignore[attr-defined]
+        drafter: Any = decoder.scheduler.round.drafter
         assert isinstance(drafter, HybridDrafter)
         drafter._is_better = lambda expected, count: False  # type: ignore[method-assign]
         for _ in range(2):
@@ -187,14 +189,14 @@ def test_acceptance_by_logits_keeps_the_distribution(tmp_path: Path, kind: str) 
 def test_each_row_is_drafted_by_what_promises_more(target: Path, draft: Path) -> None:
     """A new text by the model; one that is known from before by what is remembered."""
     with on_host(target, draft, 4) as decoder:
-        drafter = decoder.scheduler.round.drafter  # type: ignore[attr-defined]
-        assert isinstance(drafter, HybridDrafter)
+        drafter = decoder.scheduler.round.drafter
+        assert isinstance(drafter, HybridDrafter) and isinstance(drafter.model, ModelDrafter)
         model, request = drafter.model, Request([5], SamplingParams(1.0, seed=9), 60)
         decode(decoder, [request])
-        steps = model.engine_time()[1]
+        steps = model.runner.calls
         assert steps > 60
         decode(decoder, [Request([5], SamplingParams(1.0, seed=9), 60)])
-        assert model.engine_time()[1] - steps < steps / 2
+        assert model.runner.calls - steps < steps / 2
 
 
 def test_the_commands(engines: Path) -> None:

@@ -167,23 +167,12 @@ def test_the_prediction_is_the_papers_with_the_times_of_a_repetition() -> None:
     assert split.predicted_speedup.median == pytest.approx((1 + 1.75) / (v + 2 * c + v))
 
 
-def test_rounds_that_are_not_timed_have_no_split(tmp_path: Path) -> None:
+def test_rounds_that_are_not_timed_have_no_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
-
-    class Untimed:
-        def __init__(self, rounds: Any) -> None:
-            self._rounds = rounds
-
-        def engine_times(self) -> None:
-            return None
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._rounds, name)
-
     passes = (_Pass(), _Pass())
     for found in passes:
         decoder = open_tables(tmp_path, TARGET, TARGET)
-        decoder.scheduler.round = Untimed(decoder.scheduler.round)
+        monkeypatch.setattr(decoder.scheduler.round, "engine_times", lambda: None)
         found.decode(decoder, [Request([0], SamplingParams(), 10)])
     result = _summarize(1, 4, [passes], Settings())
     assert result.split is None

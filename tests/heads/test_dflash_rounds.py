@@ -68,11 +68,11 @@ def test_rounds_draft_what_the_formula_says(
         self: ParallelDrafter,
         requests: Sequence[Request],
         counts: Sequence[int],
-        proposals: Sequence[Proposal],
+        forced: Sequence[Sequence[int]],
         end_below: Sequence[float],
-    ) -> None:
+    ) -> list[Proposal]:
         nonlocal seen, ended
-        right(self, requests, counts, proposals, end_below)
+        proposals = right(self, requests, counts, forced, end_below)
         for request, count, proposal in zip(requests, counts, proposals, strict=True):
             text, before = list(request.tokens), [request.tokens[-1]]
             features = features_of(dialect, tensors, states_of(target, torch.tensor([text])))[0]
@@ -85,6 +85,7 @@ def test_rounds_draft_what_the_formula_says(
                 before.append(int(logits[place].argmax()))
             assert proposal.tokens == before[1:]
             seen += len(before) - 1
+        return proposals
 
     monkeypatch.setattr(ParallelDrafter, "propose", checked)
     with open_pair(dspark, head=True, draft_len=3, draft_confidence=confidence) as decoder:

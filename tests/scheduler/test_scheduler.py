@@ -209,7 +209,7 @@ def test_a_stream_may_be_closed_while_another_steps(pair: SpeculativeDecoder) ->
     expected = [decode(pair, [Request([n], SamplingParams(1.0, seed=n), 25)])[0] for n in range(3)]
     streams = [pair.stream([n], SamplingParams(1.0, seed=n), max_output_len=25) for n in range(3)]
     found = [[next(stream).token] for stream in streams]
-    drafter = pair.scheduler.round.drafter  # type: ignore[attr-defined]
+    drafter: Any = pair.scheduler.round.drafter
     propose, closed = drafter.propose, streams.pop(0)
 
     def closing(*arguments: Any) -> Any:
@@ -230,7 +230,7 @@ def test_rows_that_changed_places_in_one_model_only_hold_nothing(
     """Else they would be cached under the tokens of others."""
     requests = [Request([3 + n] * 20, SamplingParams(1.0, seed=n), 5 + 15 * n) for n in range(2)]
     expected = [decode(pair, [anew(request)])[0] for request in requests]
-    runner = pair.scheduler.round.drafter.runner  # type: ignore[attr-defined]
+    runner = pair.scheduler.round.drafter.runner  # type: ignore[union-attr]
     monkeypatch.setattr(runner.backend.cache, "swap", None)  # It comes after the target's.
     with pytest.raises(TypeError):
         decode(pair, requests)
@@ -279,7 +279,7 @@ def test_rows_that_are_broken_off_while_they_move(tmp_path: Path, where: str, mo
     pair = open_five(tmp_path, kept=100)
     requests = some_requests(60)
     expected = [decode(pair, [anew(request)])[0] for request in requests]
-    kind, generator = type(pair.scheduler.round.target.backend.cache), random.Random(2)  # type: ignore[attr-defined]
+    kind, generator = type(pair.scheduler.round.target.backend.cache), random.Random(2)
     right = getattr(kind, where)
 
     def sometimes(cache: Any, *arguments: Any) -> None:
@@ -361,9 +361,9 @@ def test_a_request_is_decoded_once(pair: SpeculativeDecoder) -> None:
 
 
 def test_nothing_is_drafted_where_nobody_wants_drafts(pair: SpeculativeDecoder) -> None:
-    before = pair.scheduler.round.drafter.runner.calls  # type: ignore[attr-defined]
+    before = pair.scheduler.round.drafter.runner.calls  # type: ignore[union-attr]
     decode(pair, [Request([1] * 50, SamplingParams(), 20, draft_len=0)])
-    assert pair.scheduler.round.drafter.runner.calls == before  # type: ignore[attr-defined]
+    assert pair.scheduler.round.drafter.runner.calls == before  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("length", [31, 32, 33])

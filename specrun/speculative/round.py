@@ -1,0 +1,197 @@
+"""What rounds on the host (numpy) and on a device (kernels) have in common: the texts of target and draft."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from specrun.drafters import BaseDrafter
+from specrun.drafters.draft_plan import DraftPlan
+from specrun.errors import SpecError
+from specrun.kv_cache.host_memory import shortage
+from specrun.request.request import Outcome, Request
+from specrun.runners.cached_texts import AnyRunner, CachedTexts
+from specrun.runners.host_runner import ModelRunner
+from specrun.speculative.exactness import Exactness
+
+
+class EngineTimes(NamedTuple):
+    """Seconds spent in the engines so far, and how often they were called. Prompts are included."""
+
+    target_seconds: float
+    target_calls: int
+    draft_seconds: float
+    draft_calls: int
+
+
+class DraftLengths(Protocol):
+    """Chooses draft lengths; see ``scheduler.draft_length``."""
+
+    def choose(
+        self, requests: Sequence[object], row_limits: Sequence[int], draft_lag: int = 0, drafts_end: bool = False
+    ) -> DraftPlan:
+        """How many tokens the next round drafts."""
+
+    def observe(
+        self,
+        draft_len: int,
+        seconds: float | None,
+        requests: Sequence[object],
+        rows: Sequence[tuple[int, int]],
+        draft_lag: int = 0,
+    ) -> None:
+        """Learn from a round."""
+
+
+class Rows(Protocol):
+    """Whatever has a row for each request."""
+
+    def swap(self, one: int, other: int) -> None:
+        """Exchange two rows."""
+
+
+DrafterT = TypeVar("DrafterT", bound=BaseDrafter)
+
+
+class Round(ABC, Generic[AnyRunner, DrafterT]):
+    """Decides tokens. ``loop`` commits them, and the scheduler decides which request has which row of the caches."""
+
+    prefill_chunk_size: int
+    """How many tokens of prompts are prefilled between two rounds of other requests, which wait for them."""
+    exactness = Exactness()
+    """Whether texts are the target's own to the bit."""
+    next_is_queued = False
+    """Whether the round of the next ``step`` is queued already. Before that step no row may change."""
+    host_target: ModelRunner | None = None
+    """The target's runner where the target runs on the host."""
+    is_steady_state = False
+    """False while the last round's shape was warming up; its time is then ignored."""
+    seconds = 0.0
+    """The time of the last round. A device measures it, as several rounds may be queued."""
+
+    def __init__(
+        self,
+        target: AnyRunner,
+        drafter: DrafterT | None,
+        max_draft_len: int,
+        use_logits: bool,
+        texts: CachedTexts[AnyRunner] | None = None,
+    ) -> None:
+        """max_draft_len: the most draft tokens of a round; 0: the target alone.
+
+        use_logits: rejection sampling instead of exact-match acceptance, for requests that do not set it. Greedy, both
+        are the same. texts: the target's; None: those that score no prompts.
+        """
+        self.target = target
+        self.drafter = drafter if max_draft_len else None
+        self.max_draft_len = max_draft_len
+        self.use_logits = use_logits
+        self._texts = texts or CachedTexts(target)
+        self._draft_texts = self.drafter.texts if self.drafter else None
+        self._caches: list[CachedTexts[Any]] = [one for one in (self._texts, self._draft_texts) if one]
+
+    @abstractmethod
+    def step(
+        self, requests: Sequence[Request], plan: DraftPlan, may_queue_next: bool = False
+    ) -> list[Outcome | SpecError]:
+        """Draft, verify and accept for the requests in rows 0, 1, .., or end the round that is queued. Commits nothing.
+
+        plan: how many tokens are drafted, in the round that this queues. may_queue_next: whether the next step
+        will have the same requests in the same rows, so that its round may be queued before this one is read.
+
+        Returns for each request what to commit. For a request that failed, for example because the target's logits are
+        not finite, it returns the error, and the others go on. So it does for one that has ended since its round was
+        queued: what that round decided for it is dropped.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the engines and their memory. Nothing may be called after it."""
+
+    def engine_times(self) -> EngineTimes | None:
+        """The engines' times so far; None on a device, where they are not measured."""
+        return None
+
+    def memory_shortage(self, requests: Sequence[Request], used: int) -> SpecError | None:
+        """Why memory is short for the rows of ``requests``, of which the first ``used`` have rows; None: it is not."""
+        size = sum(texts.missing_bytes(requests, used) for texts in self._caches)
+        advice = "ask for shorter outputs, or build with a smaller --max_batch_size"
+        return shortage(f"caches for {len(requests)} requests", size, advice) if size else None
+
+    def admit(self, requests: Sequence[Request], first: int) -> None:
+        """Give ``requests`` the rows from ``first`` on, with their cached prefixes."""
+        self._texts.admit(requests, first)
+        for row, request in enumerate(requests, first):
+            request.stats.cached = self.target.rows.lengths[row]
+        if self.drafter:
+            self.drafter.admit(requests)
+        if self._draft_texts:
+            self._draft_texts.admit(requests, first)
+
+    def should_wait_for_prefix(self, request: Request, others: Sequence[Request]) -> bool:
+        """Whether ``request`` has less to prefill once the prompts of ``others`` are prefilled."""
+        return self._texts.should_wait_for_prefix(request, others)
+
+    def prefill(self, requests: Sequence[Request], first: int, draft: bool, chunked: bool) -> list[bool]:
+        """Prefill more of the prompts in the rows from ``first`` on. Returns for each whether it is done.
+
+        The last token of a prompt is left out. Every prompt gets the same share of a chunk, so a short one does not
+        wait for a long one. draft: whether the drafter reads the prompts too; it can do so later. chunked: stop after
+        one chunk, because other requests wait. Else the first prompt is finished.
+        """
+        caches = self._caches if draft else [self._texts]
+
+        def tokens_to_prefill() -> list[int]:
+            left = [texts.tokens_to_prefill(requests, first) for texts in caches]
+            return list(map(max, *left)) if len(left) > 1 else left[0]
+
+        chunk = max(1, self.prefill_chunk_size // len(requests))
+        max_tokens = chunk if chunked else max(chunk, min(tokens_to_prefill()))
+        for texts in caches:
+            texts.prefill(requests, first, max_tokens)
+        return [not left for left in tokens_to_prefill()]
+
+    def draft_lag(self, requests: Sequence[Request]) -> int:
+        """The most tokens of a row that the drafter must read before it can draft, beside those of the last round.
+
+        requests: those in rows 0, 1, ..
+        """
+        return self._draft_texts.draft_lag(requests) if self._draft_texts else 0
+
+    def ends_drafts(self, requests: Sequence[Request]) -> bool:
+        """Whether drafts for ``requests`` end by themselves, where their acceptance has become improbable."""
+        return self.drafter is not None and self.drafter.ends_drafts(requests)
+
+    def cache_prefix(self, request: Request, row: int) -> None:
+        """Copy the request's text from its ``row`` to the prefix cache."""
+        for texts in self._caches:
+            texts.cache_prefix(request, row)
+
+    def swap(self, one: int, other: int) -> None:
+        """Exchange two rows. After an error both count as empty in every model."""
+        try:
+            for holder in self._row_holders():
+                holder.swap(one, other)
+        except BaseException:
+            for row in (one, other):
+                for texts in self._caches:
+                    texts.invalidate(row)
+            raise
+
+    def release(self, request: Request, row: int) -> None:
+        """Free the ``row`` of a request that has ended. Its text is cached first, unless it failed."""
+        with ExitStack() as stack:  # An error of one keeps none of the others from it.
+            if self.drafter:
+                stack.callback(self.drafter.release, request)
+            for texts in reversed(self._caches):
+                stack.callback(texts.release, request, row)
+
+    def _row_holders(self) -> Sequence[Rows]:
+        """Everything whose rows ``swap`` exchanges."""
+        return self._caches
+
+
+AnyRound = Round[Any, Any]
+"""A round on the host or on a device."""
