@@ -47,8 +47,8 @@ def draft_verify_accept(steps: HostSteps, requests: Sequence[Request], plan: Dra
     proposals = steps.draft(requests, plan)
     logits = steps.verify(requests, proposals)
     return [
-        steps.accept(request, proposal, row[: len(proposal.tokens) + 1])
-        for request, proposal, row in zip(requests, proposals, logits, strict=True)
+        steps.accept(request, proposal, logits[row, : len(proposal.tokens) + 1])
+        for row, (request, proposal) in enumerate(zip(requests, proposals, strict=True))
     ]
 
 
@@ -72,8 +72,8 @@ def learn(
     draft_lag: int,
 ) -> None:
     """Tell ``lengths`` what the round took and what was accepted. A drafter may have proposed less than ``plan``."""
-    decided = [outcome for outcome in outcomes if not isinstance(outcome, SpecError)]
-    draft_len = max((outcome.drafted - outcome.forced for outcome in decided), default=plan.draft_len)
+    drafted = (outcome.drafted - outcome.forced for outcome in outcomes if not isinstance(outcome, SpecError))
+    draft_len = max(drafted, default=plan.draft_len)
     evaluated = [(0, 0) if isinstance(outcome, SpecError) else outcome.evaluated for outcome in outcomes]
     seconds = round_.seconds if round_.is_steady_state else None
     lengths.observe(draft_len, seconds, requests, evaluated, draft_lag)
