@@ -207,4 +207,7 @@ def serve() -> Iterator[Hub]:
 
 
 def facts(said: str) -> dict[str, str]:
-    return dict(re.findall(r"^(\w[\w ]*?)\s{2,}(.*)$", said, re.MULTILINE))
+    found = dict(re.findall(r"^(\w[\w ]*?)\s{2,}(.*)$", said, re.MULTILINE))
+    if "memory" in found:  # What is free is not the same twice.
+        found["memory"] = found["memory"].rpartition("; ")[0]
+    return found

@@ -21,8 +21,8 @@ def test_it_leads_where_it_says(tmp_path: Path) -> None:
     path = re.findall(r"`([\w.]+)`", section[section.index("\n- ") :])
     assert len(path) > 20
     tokenizer = KINDS["bytes"]()
-    for name, build in (("target", {"max_draft_len": 4}), ("draft", {})):
-        save_reader(tmp_path / name, tokenizer, **build)
+    save_reader(tmp_path / "target", tokenizer, max_draft_len=4)
+    save_reader(tmp_path / "draft", tokenizer)
     calls: list[CodeType] = []
 
     def note(frame: FrameType, event: str, _argument: object) -> None:

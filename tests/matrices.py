@@ -1,0 +1,82 @@
+"""What ``scripts/test`` leaves to ``scripts/test --all``: the further members of matrices, and what needs much time.
+
+A rule keeps at least one test in ``scripts/test``; the comment says which. Each line here must fit a test.
+"""
+
+from __future__ import annotations
+
+FILES = {
+    "export/test_more_families.py": "families convert: export/test_families.py",
+    "compilers/test_deep_plans.py": "plans compile: compilers/test_tensorrt.py, quantization/test_kv_cache.py",
+    "heads/test_plans.py": "heads compile: heads/test_dflash.py::test_plans_write_back_what_they_read",
+    "kernels/test_kernel_races.py": "kernels compute what numpy does: kernels/test_kernels.py",
+    "serve/test_clients.py": "the API's shapes: serve/test_answers.py, serve/test_requests.py",
+    "serve/test_router.py": "health and answers of one server: serve/test_command.py, serve/test_answers.py",
+    "training/test_grown_heads.py": "heads are trained: training/test_trained.py",
+    "triton/test_server.py": "what is written: triton/test_repository.py; answers: serve/test_answers.py",
+    "gpu_simulator/test_gpu_check.py": "the same program on the host build: scripts/test_gpu_check.py",
+}
+"""Whole files, and what sees most of their faults without them."""
+
+TESTS = {
+    "convert/test_memory.py::test_convert_never_holds_the_weights",  # test_experts_are_never_dequantized_together
+    "heads/test_dflash.py::test_transformers_own_model_of_the_kind_agrees",  # test_logits_of_blocks
+    "heads/test_bad_medusa.py::test_heads_that_came_with_another_model",  # heads/test_bad_heads.py has its like
+    "scripts/test_end_to_end.py::test_gpu_check_makes_its_models",  # scripts/test_gpu_check.py
+    "scripts/test_end_to_end.py::test_chat_wraps_the_prompt_in_the_template",  # chat/test_chat.py
+    "text/test_text_encoder.py::test_memory_comes_back",  # serve/test_long_prompts.py
+    "training/test_trained.py::test_a_draft_model_is_distilled",  # training/test_chains.py has its losses
+    "training/test_trained.py::test_medusa_heads_learn",  # training/test_chains.py has its losses
+}
+"""Single tests. Behind each stands what sees most of its faults."""
+
+KEPT = {
+    "compilers/test_tensorrt.py::test_attention_is_one_kernel_or_it_is_said": ("float16-16-True",),
+    "convert/test_dry_run.py::test_it_says_what_is_then_made": ("auto",),
+    "convert/test_parity_check.py::test_a_window_that_is_wrong_by_one_position_is_seen": ("mistral",),
+    "drafters/test_draft_confidence.py::test_auto_has_all_that_the_best_fixed_length_has": ("1.0-1", "2.5-4", "0.4-8"),
+    "drafters/test_ngram.py::test_acceptance_by_logits_keeps_the_distribution": ("all-host",),
+    "drafters/test_other_tokenizer.py::test_the_ids_are_the_targets_own": ("-host-", "alone"),
+    "drafters/test_suffix.py::test_acceptance_by_logits_keeps_the_distribution": ("suffix",),
+    "export/test_families.py::test_family": ("deepseek_v2", "gpt2", "llama3", "mixtral", "phi3-longrope"),
+    "export/test_families.py::test_other_dtypes": ("llama3.2-bfloat16",),
+    "export/test_meta_model.py::test_parts_and_pieces_make_no_difference": ("llama3.2",),
+    "gpu_simulator/test_rounds.py::test_ids_are_the_cpus": ("graph",),
+    "graph/test_gathered_experts.py::test_a_plan_multiplies_by_the_gathered_experts": (
+        "mixtral-int8-False",
+        "mixtral-nvfp4-True",
+    ),
+    "graph/test_gathered_experts.py::test_the_logits_are_those_of_all_experts": ("mixtral",),
+    "graph/test_used_experts.py::test_checkpoints_with_quantized_experts": ("mixtral",),
+    "graph/test_used_experts.py::test_quantized_experts": ("int4",),
+    "heads/test_dflash.py::test_logits_of_blocks": ("z-lab",),
+    "heads/test_dflash.py::test_plans_write_back_what_they_read": ("z-lab",),
+    "heads/test_dialects.py::test_logits_along_a_chain": ("specforge, 3.1",),
+    "heads/test_medusa.py::test_logits_of_all_heads": ("safetensors",),
+    "heads/test_mtp.py::test_logits_along_a_chain": ("glm4_moe",),
+    "kernels/test_kernels.py::test_compiles_for_gpus": ("sm_80", "sm_120"),
+    "quantization/test_kv_cache.py::test_attention_that_is_spelled_out_and_16_bits": ("gpt2",),
+    "quantization/test_kv_cache.py::test_scales_of_a_checkpoint_are_taken_over": ("fp8",),
+    "quantize/test_experts.py::test_convert_and_engine_take_what_quantize_wrote": ("mixtral",),
+    "quantize/test_experts.py::test_verification_dequantizes_weights_in_slices": ("mixtral-int4",),
+    "quantized_formats/test_checkpoints.py::test_tensorrt_compiles_every_format_for_the_gpus_that_have_it": (
+        "int4",
+        "nvfp4_wo",
+    ),
+    "sampling/test_penalties.py::test_sampling_is_exact_with_penalties": ("all-logits",),
+    "scheduler/test_draft_length.py::test_nor_on_a_machine_that_gets_faster_and_slower": ("0.0", "0.8"),
+    "scheduler/test_draft_length.py::test_times_that_are_no_straight_line": ("12-1", "12-8"),
+    "scheduler/test_draft_length.py::test_within_five_percent_of_the_best_fixed_length": ("0.1", "0.03"),
+    "scheduler/test_draft_length.py::test_no_kind_of_draft_is_slower_whether_it_is_good_or_useless": ("-1",),
+    "speculative/test_lossless_sampling.py::test_narrow_with_a_draft_that_is_mostly_wrong": ("tokens",),
+    "speculative/test_lossless_sampling.py::test_wide": ("logits",),
+}
+"""Of a test with parameters: whose ids contain one of these strings stays in ``scripts/test``."""
+
+
+def is_left_out(test: str) -> bool:
+    """Whether ``scripts/test`` leaves out a test, named by its file in tests/, ``::``, its name and its parameters."""
+    name, _, parameters = test.partition("[")
+    if name.partition("::")[0] in FILES or name in TESTS:
+        return True
+    return name in KEPT and not any(kept in parameters for kept in KEPT[name])
