@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Unpack
 
@@ -14,6 +14,7 @@ from specrun import arguments
 from specrun.arguments import path, show
 from specrun.config import Check, DraftTargetConfig
 from specrun.engine_dir.config import EngineConfig, open_engine
+from specrun.engine_dir.pass_times import round_times
 from specrun.errors import BackendError, EngineDirError, PairError, RequestError
 from specrun.request.factory import Prompt, RequestFactory, as_prompts
 from specrun.request.options import OptionKeywords, RequestOptions, combine
@@ -94,7 +95,9 @@ class SpeculativeDecoder:
         engine, draft, draft_len = check_pair(target_dir, draft_dir, config)
         rows = min(one.config.build_config.max_batch_size for one in (engine, draft) if one)
         rounds = open_round(engine, draft if draft_len else None, draft_len, rows, config, on_warm_up)
-        lengths = DraftLength(draft_len, config.fixed_draft_len if draft_len else 0)
+        lengths = DraftLength(
+            draft_len, config.fixed_draft_len if draft_len else 0, _expected_times(engine, draft, draft_len)
+        )
         translator = draft.translator if draft else None
         sizes = describe_sizes(engine.config, draft.config) if draft else ""
         return cls(rounds, lengths, engine.config, rows, tokenizer_dir, chat_template, tool_format, translator, sizes)
@@ -288,3 +291,11 @@ def _open(role: str, directory: Path, devices: tuple[int, ...], check: Check) ->
             "device 0"
         )
     return Engine(role, directory, config, devices[0])
+
+
+def _expected_times(target: Engine, draft: Engine | None, draft_len: int) -> Callable[[int], Sequence[float]] | None:
+    """What rounds of so many rows take, by what was measured when the engines were built. None: they were not timed."""
+    verify, drafting = target.config.pass_times, draft.config.pass_times if draft else None
+    if verify is None or (draft and drafting is None):
+        return None
+    return cache(lambda rows: round_times(verify, drafting, rows, draft_len))

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """How much memory ``specbuild engine`` takes beside a model's weights, on the demo target in several forms.
 
 Needs what scripts/demo leaves in demo/. Each build has a process of its own, so that its peak is its own: one compiles
@@ -16,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from specbuild.engine.build import build_engine
 from specrun.engine_dir.config import WEIGHTS_NAME
@@ -46,7 +43,7 @@ def build(checkpoint: str, output: str, probes: str) -> None:
     (options,) = engine_options({"checkpoint_dir": checkpoint, "output_dir": output, "max_seq_len": 512}, None)
     before = _peak()
     if probes == "no":
-        specbuild.engine.build._probe = lambda _directory, _config: None  # type: ignore[assignment,return-value]
+        specbuild.engine.build._measure = lambda _directory, _config: {}
     build_engine(options, force=False)
     print(_peak() - before)
 
@@ -56,7 +53,15 @@ def measure(checkpoint: Path, work: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"checkpoint_bytes": (checkpoint / WEIGHTS_NAME).stat().st_size}
     for probes, name in (("no", "compile"), ("yes", "compile_and_probe")):
         output = work / f"{checkpoint.name}-{name}"
-        command = [sys.executable, __file__, "--build", str(checkpoint), str(output), probes]
+        command = [
+            sys.executable,
+            "-m",
+            "scripts.benchmarks.engine_memory",
+            "--build",
+            str(checkpoint),
+            str(output),
+            probes,
+        ]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         found[f"{name}_bytes"] = int(done.stdout)
         found["engine_bytes"] = (output / WEIGHTS_NAME).stat().st_size

@@ -17,10 +17,12 @@ from specbuild.files import require_space, share_a_disk
 from specbuild.progress import Advance, Stages, human_bytes
 from specrun.backends import open_host_backend
 from specrun.backends.bit_exact_probe import probe
+from specrun.backends.pass_timing import time_passes
 from specrun.engine_dir.bit_exact import BitExact
 from specrun.engine_dir.config import CONFIG_NAME, WEIGHTS_NAME, EngineConfig, describe_file
 from specrun.engine_dir.contract import MARKOV_FILES
 from specrun.engine_dir.directories import new_directory, require_free
+from specrun.engine_dir.pass_times import PassTimes
 from specrun.errors import BuildConfigError, CheckpointError
 from specrun.optional_packages import import_package
 from specrun.text.tokenizer import require_own_tokenizer, tokenizer_files
@@ -124,17 +126,17 @@ def _build(plan: EnginePlan, output: Path, force: bool, advance: Advance) -> Eng
     with new_directory(output, force) as work:
         config = _compile(plan, work, advance)
         if config.backend.device == "cpu" and not config.graph.is_head:  # Only the target's bits are the text's.
-            config = config.model_copy(update={"bit_exact": _probe(work, config)})
+            config = config.model_copy(update=_measure(work, config))
         # Written last: a directory without it does not load.
         (work / CONFIG_NAME).write_text(config.model_dump_json(indent=2) + "\n")
     return config
 
 
-def _probe(directory: Path, config: EngineConfig) -> BitExact:
-    """Which passes of the engine that was just built give a row the same bits."""
+def _measure(directory: Path, config: EngineConfig) -> dict[str, BitExact | PassTimes]:
+    """Which passes of the engine that was just built give a row the same bits, and how long they take."""
     backend = open_host_backend(directory, config, blocks=0)
     try:
-        return probe(backend)
+        return {"bit_exact": probe(backend), "pass_times": time_passes(backend)}
     finally:
         backend.close()
 

@@ -31,6 +31,7 @@ from specrun.devices.processor import has_vnni
 from specrun.engine_dir.bit_exact import BitExact
 from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN, MARKOV_FILES, NOTHING_WANTED, past_names, present_names
 from specrun.engine_dir.dtypes import DTYPES, CacheName, ElementType, FloatName
+from specrun.engine_dir.pass_times import PassTimes
 from specrun.errors import EngineDirError, SpecError
 
 FORMAT_VERSION = 1
@@ -276,6 +277,8 @@ class EngineConfig(Strict):
     build_config: BuildConfig
     graph: GraphInfo
     io: list[Tensor]
+    pass_times: PassTimes | None = None
+    """None: on a GPU, of a draft head, or built by an earlier release."""
     bit_exact: BitExact | None = None
     """None: not probed, as on GPUs and by earlier releases."""
     tokenizer: TokenizerInfo | None

@@ -3,14 +3,14 @@
 A round of draft length g takes T(g) seconds and yields 1 + alpha + .. + alpha^g tokens, where alpha is the acceptance
 rate (arXiv 2211.17192). Both are measured. A non-speculative step is a round with g = 0. How the length is chosen:
 
-1. The first rounds are plain and measure T(0). One round of draft length 1 follows.
+1. T(g) is estimated for every g, from what is expected before any round ran and from what was measured since
+   (``round_times``). Where no engine's passes were timed, the first two rounds have g = 0 and 1.
 2. alpha of a request is estimated from its own draft tokens and from those of all requests.
-3. T(g) is estimated for every g, from the rounds of this batch size and of the nearest other one (``round_times``).
-4. If the best g promises less than ``min_gain``, the round is plain. Now and then a trial round drafts nevertheless,
+3. If the best g promises less than ``min_gain``, the round is plain. Now and then a trial round drafts nevertheless,
    because only drafting shows whether it has begun to pay. Trials cost at most ``trial_time_share`` of the time.
-5. Otherwise the best g by optimistic times is chosen. So a length that was rarely tried, but may be the best, is tried.
-   If drafting promises little, one of ``non_speculative_every`` rounds is plain, so that T(0) stays known.
-6. Where drafts can end by themselves, they may have as many tokens as the rows can use, and ``DraftPlan.end_below``
+4. Otherwise the best g by optimistic times is chosen. So a length that was rarely tried, but may be the best, is tried.
+   If drafting promises little, plain rounds follow now and then, so that T(0) stays known.
+5. Where drafts can end by themselves, they may have as many tokens as the rows can use, and ``DraftPlan.end_below``
    says where another one no longer pays.
 """
 
@@ -19,13 +19,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from specrun.drafters.acceptance_rate import AcceptanceRate
 from specrun.drafters.draft_plan import DraftPlan
-from specrun.scheduler.round_times import Pace, RoundTimes, TimeTuning
+from specrun.scheduler.round_times import RoundTimes, TimeTuning
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,14 @@ class Tuning:
     """The largest share of the time that trials may cost."""
     loss_window_seconds: float = 300.0
     """Seconds of decoding after which a trial's cost has lost most of its weight."""
-    first_non_speculative: int = 3
-    """Plain rounds of the first batch size before anything is decided."""
-    first_drafting_rounds: int = 4
-    """Rounds of a new batch size before its first plain one, if drafting pays for another batch size."""
     own_rate_tokens: float = 12.0
     """A request's own rate counts as much as that of all requests once it has so many evaluated draft tokens."""
     rate_window_tokens: float = 128.0
     """Evaluated draft tokens after which older ones have lost most of their weight."""
     lag_token_share: float = 0.25
     """Time to read one token of the draft lag, as a share of a draft step's. It is used until it was measured."""
-    lag_rounds: int = 64
-    """The time to read the draft lag is spread over so many rounds."""
+    draft_token_share: float = 0.3
+    """Time that a draft token adds to a round, as a share of T(0), where nothing better is known before any round."""
     times: TimeTuning = field(default_factory=TimeTuning)
 
 
@@ -100,14 +96,24 @@ _PLAIN = DraftPlan(0)
 class DraftLength:
     """Chooses the draft length of every round. Owns the measured round times and acceptance rates of its decoder."""
 
-    def __init__(self, max_draft_len: int, fixed_draft_len: int | None, tuning: Tuning | None = None) -> None:
-        """fixed_draft_len: the draft length of every round; None: the best one, 0 to ``max_draft_len``."""
+    def __init__(
+        self,
+        max_draft_len: int,
+        fixed_draft_len: int | None,
+        prior: Callable[[int], Sequence[float]] | None = None,
+        tuning: Tuning | None = None,
+    ) -> None:
+        """fixed_draft_len: the draft length of every round; None: the best one, 0 to ``max_draft_len``.
+
+        prior: the expected times T(0) to T(max_draft_len) of rounds of so many rows.
+        """
         self.max_draft_len = max_draft_len
         self.fixed_draft_len = fixed_draft_len
         self.tuning = tuning or Tuning()
         self.drafting = bool(max_draft_len) and fixed_draft_len != 0
         """Whether drafting pays, as far as is known. If it does, the draft reads prompts when the target does."""
-        self._pace = Pace(self.tuning.times)
+        self._built_prior = prior
+        self._guess = [1 + self.tuning.draft_token_share * draft_len for draft_len in range(max_draft_len + 1)]
         self._times: dict[int, RoundTimes] = {}
         """By batch size."""
         self._overall = AcceptanceRate()
@@ -118,7 +124,7 @@ class DraftLength:
         self._since_plain = 0
         """Rounds since the last plain one."""
         self._lag_times: deque[float] = deque(maxlen=self.tuning.times.times_per_length)
-        """Measured times to read one token of the draft lag, in relation to the pace."""
+        """Measured times to read one token of the draft lag."""
 
     def choose(
         self, requests: Sequence[object], row_limits: Sequence[int], draft_lag: int = 0, drafts_end: bool = False
@@ -133,29 +139,25 @@ class DraftLength:
         longest = min(self.max_draft_len, max(row_limits))
         if longest == 0:
             return _PLAIN
-        tuning, base = self.tuning, self._base(len(row_limits))
-        known = self._of_batch(len(row_limits))
-        if base is None and known.count(0) < tuning.first_non_speculative:
-            return _PLAIN
-        if base is None and len(known.medians) < 2:
-            return DraftPlan(1, (math.inf,) if drafts_end else ())
-        times = known.estimate(self.max_draft_len, self._pace.noise, base)
-        prior = self._overall.rate(0.5, 2.0)
-        alphas = [self._own.get(request, _UNKNOWN).rate(prior, tuning.own_rate_tokens) for request in requests]
+        tuning, known = self.tuning, self._of_batch(len(row_limits))
+        prior = self._prior(len(row_limits))
+        if prior is None and len(known.medians) < 2:
+            return DraftPlan(1, (math.inf,) if drafts_end else ()) if known.medians else _PLAIN
+        times = known.estimate(prior or self._guess)
+        overall = self._overall.rate(0.5, 2.0)
+        alphas = [self._own.get(request, _UNKNOWN).rate(overall, tuning.own_rate_tokens) for request in requests]
         lag_time = draft_lag * self._lag_token_time(times.expected)
-        lag_share = lag_time / tuning.lag_rounds
 
         def rates(seconds: Sequence[float], doubt: float = 0.0) -> list[float]:
             tokens = batch_tokens([min(1.0, alpha + doubt) for alpha in alphas], row_limits, longest)
-            drafting = [yielded / (time + lag_share) for yielded, time in zip(tokens[1:], seconds[1:], strict=False)]
-            return [tokens[0] / seconds[0], *drafting]
+            return [yielded / time for yielded, time in zip(tokens, seconds, strict=False)]
 
         plain, *drafting = rates(times.expected)
         gain = max(drafting) / plain
         self.drafting = gain >= tuning.min_gain
         if not self.drafting:
             # A standard error of the acceptance rate: until it is known well, drafting goes on where it may pay.
-            doubt = math.sqrt(prior * (1 - prior) / (2 + self._evaluated))
+            doubt = math.sqrt(overall * (1 - overall) / (2 + self._evaluated))
             self.drafting = max(rates(times.expected, doubt)[1:]) >= tuning.min_gain * plain
         if not self.drafting:
             # Optimistically, a length beyond the longest tried one takes no longer than that one.
@@ -165,11 +167,9 @@ class DraftLength:
             trial = max(range(1, last + 1), key=trial_rates.__getitem__)
             cost = times.expected[trial] - times.expected[0] + lag_time
             # Only after a non-speculative step: those between trials tell what trials cost.
-            can_afford = self._since_plain == 0 and self._trials.can_afford(cost * self._pace.pace)
+            can_afford = self._since_plain == 0 and self._trials.can_afford(cost)
             return DraftPlan(trial) if can_afford else _PLAIN
-        rounds = sum(map(len, known.measured.values()))
-        never_plain = known.count(0) == 0 and rounds >= tuning.first_drafting_rounds
-        if never_plain or (gain < tuning.clear_gain and self._since_plain >= tuning.non_speculative_every):
+        if gain < tuning.clear_gain and self._since_plain >= tuning.non_speculative_every:
             return _PLAIN
         if drafts_end:
             # Lengths vary by themselves here, so times need no optimism to be found out.
@@ -203,26 +203,26 @@ class DraftLength:
             return
         known, lost = self._of_batch(len(rows)), 0.0
         if draft_len and 0 in known.medians:
-            plain = known.medians[0] * self._pace.pace
-            lost = seconds - plain * (1 + sum(accepted for accepted, _ in rows) / len(rows))
+            lost = seconds - known.medians[0] * (1 + sum(accepted for accepted, _ in rows) / len(rows))
         self._trials.add(seconds, lost)
         if not (draft_len and draft_lag):
-            known.add(draft_len, seconds, self._pace)
-        elif len(known.medians) > 1:
-            usual = known.estimate(self.max_draft_len, self._pace.noise).expected[draft_len]
-            self._lag_times.append(max(0.0, seconds / self._pace.pace - usual) / draft_lag)
+            known.add(draft_len, seconds)
+        elif known.medians:
+            usual = known.estimate(self._prior(len(rows)) or self._guess).expected[draft_len]
+            self._lag_times.append(max(0.0, seconds - usual) / draft_lag)
 
     def _of_batch(self, batch_size: int) -> RoundTimes:
         return self._times.setdefault(batch_size, RoundTimes(self.tuning.times))
 
-    def _base(self, batch_size: int) -> list[float] | None:
-        """Expected times of the nearest other batch size that has measured T(0) and another draft length."""
-        known = [size for size, times in self._times.items() if size != batch_size and len(times.medians) > 1]
-        known = [size for size in known if 0 in self._times[size].medians]
-        if not known:
+    def _prior(self, batch_size: int) -> Sequence[float] | None:
+        """The expected times T(0) to T(max_draft_len), whatever was measured of this batch size. None: not known."""
+        if self._built_prior:
+            return self._built_prior(batch_size)
+        others = [size for size, times in self._times.items() if size != batch_size and len(times.medians) > 1]
+        if not others:
             return None
-        nearest = min(known, key=lambda size: max(size, batch_size) / min(size, batch_size))
-        return self._times[nearest].estimate(self.max_draft_len, self._pace.noise).expected
+        nearest = min(others, key=lambda size: max(size, batch_size) / min(size, batch_size))
+        return self._times[nearest].estimate(self._guess).expected
 
     def _lag_token_time(self, times: Sequence[float]) -> float:
         """The time to read one token of the draft lag. times: those of rounds, by draft length."""

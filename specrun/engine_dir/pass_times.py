@@ -1,0 +1,62 @@
+"""How long an engine's passes take, measured when it was built: what ``auto`` expects before the first round."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN
+
+
+class PassTimes(BaseModel):
+    """Seconds of passes of so many rows and so many tokens of a row, on one processor."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rows: tuple[int, ...] = Field(min_length=1)
+    """[R], rising."""
+    tokens: tuple[int, ...] = Field(min_length=1)
+    """[T], rising."""
+    seconds: tuple[tuple[float, ...], ...]
+    """[R, T]"""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for sizes in (self.rows, self.tokens):
+            if sizes[0] < 1 or any(later <= earlier for earlier, later in itertools.pairwise(sizes)):
+                raise ValueError(f"sizes {list(sizes)}: expected rising numbers from 1 on")
+        if [len(row) for row in self.seconds] != [len(self.tokens)] * len(self.rows):
+            raise ValueError(f"expected {len(self.rows)} rows of {len(self.tokens)} times")
+        if not all(0 < time < float("inf") for row in self.seconds for time in row):
+            raise ValueError("expected times above 0")
+        return self
+
+    def of(self, rows: int, tokens: int) -> float:
+        """Seconds of a pass, on straight lines between the nearest sizes that were measured."""
+        return _between(self.rows, [_between(self.tokens, times, tokens) for times in self.seconds], rows)
+
+
+def round_times(target: PassTimes, draft: PassTimes | None, rows: int, max_draft_len: int) -> list[float]:
+    """Expected seconds of rounds of draft length 0 to ``max_draft_len``.
+
+    A round verifies g + 1 tokens. A draft model's first step reads two, its others one. draft None: drafts take no
+    time.
+    """
+    times = [target.of(rows, draft_len + 1) for draft_len in range(max_draft_len + 1)]
+    if draft is None:
+        return times
+    first, further = draft.of(rows, FIRST_DRAFT_STEP_LEN), draft.of(rows, 1)
+    return [time + (first + (g - 1) * further if g else 0.0) for g, time in enumerate(times)]
+
+
+def _between(sizes: Sequence[int], values: Sequence[float], size: int) -> float:
+    """The value at ``size``; beyond the outermost sizes, on the line through the nearest two."""
+    if len(sizes) == 1:
+        return values[0]
+    right = min(max(bisect_right(sizes, size), 1), len(sizes) - 1)
+    share = (size - sizes[right - 1]) / (sizes[right] - sizes[right - 1])
+    return values[right - 1] + share * (values[right] - values[right - 1])
