@@ -1,8 +1,12 @@
-"""What the demo pairs learn: texts that every Python installation carries."""
+"""What the demo pairs learn: texts that every Python installation carries.
+
+As a command it writes them down: ``python -m scripts.corpora --corpus edits --prompts_file prompts.jsonl``.
+"""
 
 from __future__ import annotations
 
 import ast
+import json
 import random
 import re
 import sysconfig
@@ -10,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import NamedTuple
+
+import click
 
 from scripts.benchmarks.prompts import PROMPTS, SENTENCES
 
@@ -126,3 +132,19 @@ CORPORA = {
         EDIT_CHARACTERS, lambda: ["".join(edit) for edit in edits()], lambda: [question for question, _ in edits()]
     ),
 }
+
+
+@click.command()
+@click.option("--corpus", type=click.Choice(list(CORPORA)), default="help", show_default=True)
+@click.option("--prompts_file", type=click.Path(path_type=Path), help="Gets beginnings of its texts.")
+@click.option("--parts_file", type=click.Path(path_type=Path), help="Gets parts of it, for specbuild train_draft.")
+def main(corpus: str, prompts_file: Path | None, parts_file: Path | None) -> None:
+    """Write lines of JSON with text."""
+    for file, texts in ((prompts_file, CORPORA[corpus].prompts), (parts_file, lambda: parts(CORPORA[corpus].texts()))):
+        if file:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts()))
+
+
+if __name__ == "__main__":
+    main()

@@ -53,7 +53,7 @@ def run_here(results: Results, part: Part, settings: Settings, backend: str) -> 
 def run_apart(path: Path, part: Part, settings: Settings, backend: str, seconds: float | None) -> str:
     """Do it in a process of its own; returns what became of it."""
     command = [sys.executable, str(Path(__file__).resolve()), "--here", "--part", part.name]
-    for option in ("size", "draft_len", "pair_dir", "work_dir", "output"):
+    for option in ("size", "draft_len", "work_dir", "output"):
         command += [f"--{option}", str(getattr(settings, option))]
     command += ["--backend", backend] if part.of_backend else []
     command += [] if seconds is None else ["--budget", str(seconds)]
@@ -81,7 +81,6 @@ def run_apart(path: Path, part: Part, settings: Settings, backend: str, seconds:
 @click.command(context_settings={"token_normalize_func": lambda name: name.replace("-", "_")})
 @click.option("--output", type=click.Path(path_type=Path), default=Path("gpu_check.json"), show_default=True)
 @click.option("--work_dir", type=click.Path(path_type=Path), help="Keeps the models for the next run.")
-@click.option("--pair_dir", type=click.Path(path_type=Path), default=ROOT / ".cache" / "pair", help="The trained pair.")
 @click.option("--size", type=click.Choice(list(SIZES)), default="demo", show_default=True)
 @click.option("--draft_len", type=click.IntRange(1), default=4, show_default=True)
 @click.option("--backend", "backends", multiple=True, type=click.Choice(BACKEND_NAMES), help="Default: all.")
@@ -91,7 +90,6 @@ def run_apart(path: Path, part: Part, settings: Settings, backend: str, seconds:
 def main(
     output: Path,
     work_dir: Path | None,
-    pair_dir: Path,
     size: str,
     draft_len: int,
     backends: tuple[BackendName, ...],
@@ -103,7 +101,7 @@ def main(
     chosen = [part for part in PARTS if not names or part.name in names]
     with tempfile.TemporaryDirectory() as scratch:
         work = (work_dir or Path(scratch)).resolve()
-        settings = Settings(size, draft_len, pair_dir.resolve(), work, output.resolve())
+        settings = Settings(size, draft_len, work, output.resolve())
         if here:
             results = Results.in_file(output, float("inf") if budget is None else budget)
             for part in chosen:

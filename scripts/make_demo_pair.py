@@ -1,10 +1,11 @@
-#!/usr/bin/env python3
-"""Train the demo pair: a small Llama target, and a draft distilled from it, in about two minutes and without network.
+"""Train a demo pair: a small Llama target, and a draft distilled from it, in a few minutes and without network.
 
 Both learn one of scripts/corpora.py, by default the help topics of Python. They are small enough to nearly memorise
 them: the target's text then reads like its corpus, and the draft agrees with the target often enough to show what
-speculative decoding gains. The result is a pair of ordinary Hugging Face checkpoints, the same at every run on the same
-machine.
+speculative decoding gains. The result is a pair of ordinary Hugging Face checkpoints in float16, the same at every run
+on the same machine. The pair of the help topics is kept in scripts/demo_pair, so that nobody has to wait for it:
+
+    python -m scripts.make_demo_pair --output_dir scripts/demo_pair --force
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import json
 import platform
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from scripts.corpora import CORPORA, parts
+from scripts.corpora import CORPORA
 from specbuild.progress import Advance, Stages
 from specbuild.training.muon import Muon
 from specrun.engine_dir.directories import new_directory
@@ -49,8 +47,6 @@ for word is lost after its first own mistake; these find the way back, and the d
 ADAM_RATE, MUON_RATE = 4e-3, 1.4e-2
 KIND = "demo pair"
 """Written to recipe.json, by which a pair is known that may be replaced."""
-QUICK = 6
-"""With --quick, which the tests use, models learn in this fraction of the steps; they memorise little."""
 
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
@@ -62,21 +58,20 @@ CHAT_TEMPLATE = """\
 LossOf = Callable[[Any, Tensor, Tensor], Tensor]
 
 
-def recipe(corpus: str, quick: bool) -> dict[str, Any]:
+def recipe(corpus: str) -> dict[str, Any]:
     """What is written beside the pair, which is up to date while this is the same.
 
     The version is raised with any change that nothing else here shows.
     """
-    target, draft = ({**model, "steps": model["steps"] // (QUICK if quick else 1)} for model in (TARGET, DRAFT))
     return {
         "kind": KIND,
-        "version": 2,
+        "version": 3,
         "python": platform.python_version(),
         "corpus": corpus,
         "corpus_characters": CORPORA[corpus].characters,
         "shape": SHAPE,
-        "target": target,
-        "draft": draft,
+        "target": TARGET,
+        "draft": DRAFT,
         "tokens_per_step": TOKENS_PER_STEP,
         "windows": [SHORT_WINDOW, LONG_WINDOW, LONG_SHARE],
         "learning_rates": [ADAM_RATE, MUON_RATE],
@@ -202,7 +197,7 @@ def make_pair(output: Path, wanted: dict[str, Any], stages: Stages) -> None:
         loss = train(draft, tokens, wanted["draft"], distillation_loss(target), advance)
     stages.say(f"draft: {draft.num_parameters() / 1e6:.2f}M parameters, divergence from the target {loss:.2f}")
     for name, model in (("target", target), ("draft", draft)):
-        model.save_pretrained(output / name)
+        model.to(torch.float16).save_pretrained(output / name)
         tokenizer.save_pretrained(output / name)
     (output / "recipe.json").write_text(json.dumps(wanted, indent=2) + "\n")
 
@@ -219,23 +214,14 @@ def recipe_of(directory: Path) -> Any:
 @click.command(context_settings={"token_normalize_func": lambda name: name.replace("-", "_")})
 @click.option("--output_dir", required=True, type=click.Path(path_type=Path), help="Gets target/ and draft/.")
 @click.option("--corpus", type=click.Choice(list(CORPORA)), default="help", show_default=True)
-@click.option("--prompts_file", type=click.Path(path_type=Path), help="Also write beginnings of its texts.")
-@click.option("--parts_file", type=click.Path(path_type=Path), help="Also write parts of the corpus, for train_draft.")
-@click.option("--quick", is_flag=True, help=f"Learn in a fraction of the steps, 1/{QUICK}: a pair for tests.")
 @click.option("--force", is_flag=True, help="Make the pair again if there is one.")
-def main(
-    output_dir: Path, corpus: str, prompts_file: Path | None, parts_file: Path | None, quick: bool, force: bool
-) -> None:
+def main(output_dir: Path, corpus: str, force: bool) -> None:
     """Train the demo pair, unless it is there already."""
-    for file, texts in ((prompts_file, CORPORA[corpus].prompts), (parts_file, lambda: parts(CORPORA[corpus].texts()))):
-        if file:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts()))
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     stages = Stages()
-    wanted, found = recipe(corpus, quick), recipe_of(output_dir)
+    wanted, found = recipe(corpus), recipe_of(output_dir)
     if found == wanted and not force:
         stages.say(f"{output_dir}: the demo pair is there already")
         return

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Time outside the engines, per round: specrun's, and that of a bare loop over the same engine calls. They take turns.
 
 The bare loop takes the largest logit, writes one number and calls the engine, and does nothing else: no scheduler,
@@ -13,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,8 +22,6 @@ from typing import Any, NamedTuple
 
 import click
 from transformers import Qwen2Config
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.benchmarks.engines import build, random_checkpoint, to_onnx
 from specrun.config import DraftKind, DraftTargetConfig
@@ -50,6 +46,7 @@ WAYS = {
     "top_p 0.9, logits": (NUCLEUS, True),
 }
 
+SMALL_PAIR = Path(__file__).parents[1] / "demo_pair"
 PAIRS = ("demo pair", "EAGLE-3", "Medusa", "suffix", "small pair", "wide pair")
 
 Times = list[tuple[float, float]]
@@ -181,14 +178,12 @@ def engines(pair: Pair, work: Path) -> tuple[Path, Path | None]:
 
 @click.command()
 @click.option("--demo_dir", type=click.Path(path_type=Path), default=Path("demo"), show_default=True)
-@click.option("--pair_dir", type=click.Path(path_type=Path), default=Path(".cache/pair"), show_default=True)
 @click.option("--pair", "names", type=click.Choice(PAIRS), multiple=True, default=PAIRS, show_default=True)
 @click.option("--output_len", type=int, default=200, show_default=True)
 @click.option("--repetitions", type=int, default=5, show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
 def main(
     demo_dir: Path,
-    pair_dir: Path,
     names: tuple[str, ...],
     output_len: int,
     repetitions: int,
@@ -207,10 +202,10 @@ def main(
         }
         pairs = {name: pair for name, pair in pairs.items() if name in names}
         if "small pair" in names:
-            small = converted(pair_dir, work / "small_onnx")
+            small = converted(SMALL_PAIR, work / "small_onnx")
             pairs["small pair"] = Pair(small / "target", small / "draft", None, output_len)
         if "wide pair" in names:
-            wide = converted(wide_pair(pair_dir / "target", work / "wide"), work / "wide_onnx")
+            wide = converted(wide_pair(SMALL_PAIR / "target", work / "wide"), work / "wide_onnx")
             pairs["wide pair"] = Pair(wide / "target", wide / "draft", None, output_len // 5)
         for pair, each in pairs.items():
             directories = engines(each, work / pair)

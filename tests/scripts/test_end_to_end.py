@@ -16,12 +16,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from scripts import gpu_check
 from scripts.benchmarks.gpu import models
 from scripts.grow_checkpoint import main as grow_checkpoint
+from scripts.make_demo_pair import recipe
 from specbuild.cli import main as specbuild
 from tests import all_cores
 from tests.helpers.engines import make_onnx
 
 ROOT = Path(__file__).parents[2]
-PAIR = ROOT / ".cache" / "quick_pair"
+PAIR = ROOT / "scripts" / "demo_pair"
 BIN = Path(sys.executable).parent
 PROMPT = "The import statement"
 LENGTH = 48
@@ -45,8 +46,13 @@ def ok(*command: str | Path, input: str | None = None, cwd: Path = ROOT) -> str:
 @pytest.fixture(scope="module")
 def pair() -> Path:
     """The trained pair as Hugging Face checkpoints."""
-    ok(sys.executable, ROOT / "scripts" / "make_demo_pair.py", "--output_dir", PAIR, "--quick")
     return PAIR
+
+
+def test_the_pair_is_what_its_script_makes() -> None:
+    """Python's release decides what the help topics say."""
+    found = json.loads((PAIR / "recipe.json").read_text())
+    assert found == {**recipe("help"), "python": found["python"]}
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +165,9 @@ def test_grown_checkpoints_compute_the_same(pair: Path, tmp_path: Path) -> None:
     grown = tmp_path / "grown"
     done = grow("--input_dir", pair / "draft", "--output_dir", grown, "--parameters", "20M")
     assert done.exit_code == 0, done.stderr
-    small, large = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (pair / "draft", grown))
+    small, large = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in (pair / "draft", grown)
+    )
     assert sum(p.numel() for p in large.parameters()) > 15e6
     ids = torch.tensor([AutoTokenizer.from_pretrained(grown)(PROMPT).input_ids])
     outputs = [model.generate(ids, max_new_tokens=24, do_sample=False).tolist() for model in (small, large)]
@@ -169,10 +177,12 @@ def test_grown_checkpoints_compute_the_same(pair: Path, tmp_path: Path) -> None:
 def test_a_grown_vocabulary_is_never_chosen(pair: Path, tmp_path: Path) -> None:
     """The same ids, greedy and sampled, beside thousands that no text has; in positions that nobody trained too."""
     grown = tmp_path / "grown"
-    done = grow("--input_dir", pair / "draft", "--output_dir", grown,
-                "--parameters", "12M", "--vocab_size", "9000", "--max_position_embeddings", "4096")  # fmt: skip
+    sizes = ("--parameters", "12M", "--vocab_size", "9000", "--max_position_embeddings", "4096", "--dtype", "float32")
+    done = grow("--input_dir", pair / "draft", "--output_dir", grown, *sizes)
     assert done.exit_code == 0, done.stderr
-    small, large = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (pair / "draft", grown))
+    small, large = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in (pair / "draft", grown)
+    )
     assert (large.config.vocab_size, large.config.max_position_embeddings) == (9000, 4096)
     ids = torch.tensor([AutoTokenizer.from_pretrained(grown)(PROMPT).input_ids])
     with torch.no_grad():
@@ -190,18 +200,18 @@ def test_gpu_check_makes_its_models(pair: Path, tmp_path: Path, monkeypatch: pyt
     """Without a GPU, as for a host that has one; once. The target's graph by a process, the rest by commands here."""
     apart = models._run
 
-    def run(program: str, *arguments: object) -> None:
-        if Path(program).name == "grow_checkpoint.py":
-            done = grow(*map(str, arguments))
+    def run(*arguments: object) -> None:
+        if "scripts.grow_checkpoint" in arguments:
+            done = grow(*map(str, arguments[2:]))
         elif tmp_path / "work" / "onnx" / "draft" in arguments:
-            done = CliRunner().invoke(specbuild, [str(part) for part in arguments[1:]])
+            done = CliRunner().invoke(specbuild, [str(part) for part in arguments[2:]])
         else:
-            apart(program, *arguments)
+            apart(*arguments)
             return
         assert done.exit_code == 0, done.stderr
 
     monkeypatch.setattr(models, "_run", run)
-    command = ["--here", "--part", "models", "--size", "tiny", "--pair_dir", pair]
+    command = ["--here", "--part", "models", "--size", "tiny"]
     command += ["--work_dir", tmp_path / "work", "--output", tmp_path / "check.json"]
 
     def check() -> None:

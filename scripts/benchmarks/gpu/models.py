@@ -20,17 +20,15 @@ _SPARE = 2 << 30
 """Bytes for workspaces, logits, contexts and graphs."""
 
 
-def make_pair(results: Results, size: Size, pair_dir: Path, work: Path) -> None:
-    """The small pair in ``pair_dir`` (trained here where missing), grown to ``size`` and converted."""
-    if not (pair_dir / "target" / "config.json").is_file():
-        _script("make_demo_pair.py", "--output_dir", pair_dir)
+def make_pair(results: Results, size: Size, work: Path) -> None:
+    """The small pair in scripts/demo_pair, grown to ``size`` and converted."""
     for role, shape in (("target", size.target), ("draft", size.draft)):
         checkpoint, onnx, began = work / "hf" / role, work / "onnx" / role, time.perf_counter()
         if (onnx / CONFIG_NAME).is_file():
             continue
         if not (checkpoint / "config.json").is_file():
-            where = ("--input_dir", pair_dir / role, "--output_dir", checkpoint)
-            _script("grow_checkpoint.py", *where, *shape.split(), "--dtype", size.dtype)
+            where = ("--input_dir", ROOT / "scripts" / "demo_pair" / role, "--output_dir", checkpoint)
+            _run("-m", "scripts.grow_checkpoint", *where, *shape.split(), "--dtype", size.dtype)
             results.part(role).put(grown_in_seconds=time.perf_counter() - began)
         results.require_time()
         _specbuild("convert", "--model_dir", checkpoint, "--output_dir", onnx, "--no-verify")
@@ -80,10 +78,6 @@ def fitting_batch(work: Path, max_seq_len: int, size: Size, free: int) -> int:
             f"into {free / 1e9:.1f} GB of GPU memory"
         )
     return max(fitting)
-
-
-def _script(name: str, *arguments: object) -> None:
-    _run(str(ROOT / "scripts" / name), *arguments)
 
 
 def _specbuild(*arguments: object) -> None:

@@ -27,7 +27,6 @@ class Settings:
 
     size: str
     draft_len: int
-    pair_dir: Path
     work_dir: Path
     output: Path
 
@@ -104,7 +103,7 @@ PARTS = (
     Part(
         "models",
         False,
-        lambda results, settings, _: make_pair(results, settings.sizes, settings.pair_dir, settings.work_dir),
+        lambda results, settings, _: make_pair(results, settings.sizes, settings.work_dir),
     ),
     Part("build", True, _build),
     Part("pair", True, _measure_pair),
