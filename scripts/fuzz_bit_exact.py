@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Random requests through random pairs, beside the target alone: how many texts differ in any token?
 
 Everything that shapes an engine's passes is random: prompts and their common beginnings, lengths, draft lengths, what
@@ -21,8 +20,6 @@ from typing import Any
 
 import click
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.devices.processor import describe_processor
@@ -30,7 +27,7 @@ from specrun.engine_dir.config import open_engine
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams, TokenLogprob
 
-RESULTS = Path(__file__).parent / "benchmarks" / "results" / "bit_exact.json"
+RESULTS = Path(__file__).parent / "benchmarks" / "results" / "fuzz_bit_exact.json"
 FORMS = ("float32", "int8", "int4")
 GROUP = 24
 """Requests that one pair decodes."""

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Enlarge a Llama checkpoint to any size without changing what it computes.
 
 A model that was trained in a minute writes passable text, but it is too small for a draft to pay off. Grown, it
@@ -20,15 +19,12 @@ import json
 import math
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.padded_vocabulary import check_padding, pad_vocabulary
 from specbuild.hf.model_config import read_model_config

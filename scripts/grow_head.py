@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Enlarge an EAGLE-3 head or Medusa heads as scripts/grow_checkpoint.py has enlarged their target.
 
 What they compute stays the same, so texts and acceptance are those of the small model and its head, at the cost of a
@@ -8,15 +7,12 @@ large pair. Heads are as ``specbuild train_draft`` writes them. What was written
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.grow_checkpoint import TOLERANCE, Growth, Shape, load_config, load_model
 from specrun.engine_dir.directories import new_directory

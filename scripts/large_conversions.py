@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Convert checkpoints larger than what a conversion may hold in memory, and say what it took.
 
     .venv/bin/python scripts/large_conversions.py --work_dir DIR --json FILE
@@ -22,8 +21,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Which families of the installed transformers convert: specbuild/hf/families.json, which `specbuild families` shows.
 
 Every causal language model is made small, with random weights, saved, and converted as a user would do it; what
@@ -15,7 +14,6 @@ import json
 import multiprocessing
 import re
 import resource
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
@@ -29,8 +27,6 @@ from rich.progress import track
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from specbuild.convert.convert import ConvertOptions, convert
 from specbuild.hf.model_config import read_model_config

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Every kind of draft on texts that are new, and on texts that were asked for before.
 
 All kinds take turns in one run, with --draft_len auto, one text at a time. Speed-ups are of the target alone in the
@@ -12,7 +11,6 @@ from __future__ import annotations
 import json
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -25,8 +23,6 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.benchmarks.prompts import SENTENCES
 from specrun.config import DraftKind, DraftTargetConfig

@@ -1,9 +1,9 @@
-#!/usr/bin/env python3
-"""--draft_len auto against every fixed length, on a pair that nothing was tuned on, in float32, 8 and 4 bits.
+"""``auto`` beside every fixed draft length, bad drafts beside none, and the cost of exactness to the bit.
 
-The pair learns other texts than the demo pair (the docstrings of Python's library), and has another shape: a target of
-197M parameters in 16 layers, a draft of 1.4M. It is made in --work_dir, once, in about ten minutes. Every group of
-texts is decoded by all ways in turns, and auto counts from its first text on.
+The pair is one that nothing was tuned on. It learns other texts than the demo pair (the docstrings of Python's library)
+and has another shape: a target of 197M parameters in 16 layers, a draft of 1.4M. It is made in --work_dir, once, in
+about ten minutes. A bad draft has random weights, or is the target itself and so takes as long. Every group of texts is
+decoded by all ways in turns. Each batch size opens its decoders anew, so ``auto`` counts from its first text on.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ import json
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
+from transformers import AutoConfig
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from scripts.benchmarks.engines import build, to_onnx
+from scripts.benchmarks.engines import build, random_checkpoint, to_onnx
+from scripts.corpora import main as write_texts
+from scripts.grow_checkpoint import main as grow_checkpoint
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import open_engine
@@ -27,26 +29,46 @@ from specrun.evaluation.bench import Settings, as_json
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 
-ROOT = Path(__file__).resolve().parents[2]
 FORMS = ("float32", "int8", "int4")
 MOST = 10
-LENGTHS = (0, 1, 2, 3, 4, 5, 7, MOST)
 SIZES = {
     "target": {"num_layers": 16, "hidden_size": 1024, "intermediate_size": 2944, "num_heads": 16, "num_kv_heads": 8},
     "draft": {"num_layers": 2, "hidden_size": 192, "intermediate_size": 512, "num_heads": 6, "num_kv_heads": 3},
 }
 
 
+class Way(NamedTuple):
+    """How texts are decoded."""
+
+    draft_len: int | None
+    """None: auto."""
+    draft: str = "draft"
+    bit_exact: bool | None = None
+
+
+ALONE, AUTO = "0", "auto"
+LENGTHS = {str(g): Way(g) for g in (0, 1, 2, 3, 4, 5, 7, MOST)}
+BAD_DRAFTS = {"auto, a draft that guesses": Way(None, "random"), "auto, the target as draft": Way(None, "target")}
+EXACTNESS = {
+    f"{g} {'exact' if exact else 'not exact'}": Way(g, bit_exact=exact) for g in (0, 3, 4) for exact in (True, False)
+}
+WAYS = {**LENGTHS, AUTO: Way(None), **BAD_DRAFTS, **EXACTNESS}
+
+
 def make_pair(work: Path) -> None:
     """Hugging Face checkpoints in ``work``/hf, and prompts in ``work``/prompts.jsonl."""
-    made = work / "pair"
-    files = ["--prompts_file", str(work / "prompts.jsonl"), "--output_dir", str(made)]
-    subprocess.run([sys.executable, ROOT / "scripts/make_demo_pair.py", "--corpus", "docstrings", *files], check=True)
+    made, hf = work / "pair", work / "hf"
+    write_texts(["--corpus", "docstrings", "--prompts_file", str(work / "prompts.jsonl")], standalone_mode=False)
+    train = [sys.executable, "-m", "scripts.make_demo_pair", "--corpus", "docstrings", "--output_dir"]
+    subprocess.run([*train, made.absolute()], cwd=Path(__file__).parents[2], check=True)
     for model, sizes in SIZES.items():
-        if not (work / "hf" / model / "config.json").exists():
+        if not (hf / model / "config.json").exists():
             flags = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
-            grown = ["--input_dir", str(made / model), "--output_dir", str(work / "hf" / model)]
-            subprocess.run([sys.executable, ROOT / "scripts/grow_checkpoint.py", *grown, *flags], check=True)
+            flags += ["--dtype", "float32"]
+            where = ["--input_dir", str(made / model), "--output_dir", str(hf / model)]
+            grow_checkpoint([*where, *flags], standalone_mode=False)
+    if not (hf / "random" / "config.json").exists():
+        random_checkpoint(AutoConfig.from_pretrained(hf / "draft"), hf / "draft", hf / "random")
 
 
 def make_engine(work: Path, model: str, form: str) -> Path:
@@ -68,38 +90,54 @@ def seconds_of(decoder: SpeculativeDecoder, ids: list[list[int]], draft_len: int
     return time.perf_counter() - began
 
 
-def measure(pair: tuple[Path, Path], prompts: list[str], batch: int, output_len: int) -> dict[str, Any]:
-    """Seconds of each group of ``batch`` texts by each way, and what auto has of the best fixed length."""
-    seconds: dict[str, list[float]] = {str(g): [] for g in (*LENGTHS, "auto")}
-    with (
-        SpeculativeDecoder.open(*pair, DraftTargetConfig(MOST, reuse_blocks=False)) as fixed,
-        SpeculativeDecoder.open(*pair, DraftTargetConfig(reuse_blocks=False)) as auto,
-    ):
-        ids = [fixed.tokenizer.encode(text).ids for text in prompts]
-        for decoder in (fixed, auto):
+def measure(engines: dict[str, Path], ways: dict[str, Way], prompts: list[str], batch: int, output_len: int) -> Any:
+    """Seconds of each group of ``batch`` texts by each way."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    with ExitStack() as opened:
+        decoders: dict[Way, SpeculativeDecoder] = {}
+        for way in ways.values():
+            kind = way._replace(draft_len=None if way.draft_len is None else MOST)  # All fixed lengths share one.
+            if kind not in decoders:
+                config = DraftTargetConfig(kind.draft_len, reuse_blocks=False, bit_exact=kind.bit_exact)
+                decoder = SpeculativeDecoder.open(engines["target"], engines[kind.draft], config)
+                decoders[kind] = opened.enter_context(decoder)
+            decoders[way] = decoders[kind]
+        ids = [next(iter(decoders.values())).tokenizer.encode(text).ids for text in prompts]
+        for decoder in set(decoders.values()):
             seconds_of(decoder, ids[:batch], None, 1)  # Memory is allocated; no round says anything of draft lengths.
         for first in range(0, len(ids), batch):
-            ways = list(seconds)
             turn = first // batch % len(ways)  # Nobody is always behind the same one.
-            for way in ways[turn:] + ways[:turn]:
-                decoder, draft_len = (auto, None) if way == "auto" else (fixed, int(way))
-                seconds[way].append(seconds_of(decoder, ids[first : first + batch], draft_len, output_len))
-    speedups = {way: sum(seconds["0"]) / sum(own) for way, own in seconds.items()}
-    best = max((str(g) for g in LENGTHS), key=speedups.__getitem__)
-    return {
-        "batch_size": batch,
-        "speedups": speedups,
-        "best": int(best),
-        "auto_of_best": speedups["auto"] / speedups[best],
-        "auto_of_best_in_first_group": seconds[best][0] / seconds["auto"][0],
-        "seconds": seconds,
+            for name in [*ways][turn:] + [*ways][:turn]:
+                group = ids[first : first + batch]
+                seconds[name].append(seconds_of(decoders[ways[name]], group, ways[name].draft_len, output_len))
+    return seconds
+
+
+def summary(seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """Speeds in those of the target alone, what auto has of the best fixed length, and what exactness costs."""
+    total = {name: sum(own) for name, own in seconds.items()}
+    found: dict[str, Any] = {"speedups": {name: total[ALONE] / own for name, own in total.items()}}
+    if AUTO in total:
+        best = min((name for name in LENGTHS if name in total), key=total.__getitem__)
+        found["best"] = int(best)
+        found["auto_of_best"] = total[best] / total[AUTO]
+        found["auto_of_best_in_first_group"] = seconds[best][0] / seconds[AUTO][0]
+    exact = {name for name in total if name.endswith(" exact")}
+    found["exactness_costs"] = {
+        name.split()[0]: total[name] / total[f"{name.split()[0]} not exact"]
+        for name in sorted(exact)
+        if "not" not in name
     }
+    return found
 
 
 @click.command()
 @click.option("--work_dir", type=click.Path(path_type=Path), default=Path(".cache/aside"), show_default=True)
 @click.option("--form", "forms", type=click.Choice(FORMS), multiple=True, default=FORMS, show_default=True)
 @click.option("--batch_size", "batches", type=int, multiple=True, default=(1, 2, 4, 8), show_default=True)
+@click.option(
+    "--way", "chosen", type=click.Choice([*WAYS]), multiple=True, help="Beside the target alone; default: all."
+)
 @click.option("--texts", type=int, default=16, show_default=True)
 @click.option("--output_len", type=int, default=64, show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
@@ -107,24 +145,29 @@ def main(
     work_dir: Path,
     forms: tuple[str, ...],
     batches: tuple[int, ...],
+    chosen: tuple[str, ...],
     texts: int,
     output_len: int,
     json_file: Path | None,
 ) -> None:
-    """Measure how close auto comes to the best fixed draft length."""
+    """Measure draft lengths, fixed ones and auto, and exactness to the bit."""
     make_pair(work_dir)
     prompts = [json.loads(line)["text"] for line in (work_dir / "prompts.jsonl").read_text().splitlines()[:texts]]
+    ways = {name: way for name, way in WAYS.items() if name == ALONE or not chosen or name in chosen}
     results: dict[str, list[dict[str, Any]]] = {}
     for form in forms:
-        pair = make_engine(work_dir, "target", form), make_engine(work_dir, "draft", "float32")
+        engines = {model: make_engine(work_dir, model, "float32") for model in ("draft", "random")}
+        engines["target"] = make_engine(work_dir, "target", form)
         for batch in batches:
-            found = measure(pair, prompts, batch, output_len)
+            seconds = measure(engines, ways, prompts, batch, output_len)
+            found = {"batch_size": batch, **summary(seconds), "seconds": seconds}
             results.setdefault(form, []).append(found)
-            speeds = "  ".join(f"{way} {speed:.2f}x" for way, speed in found["speedups"].items())
-            shares = f"{found['auto_of_best']:.1%}, in the first group {found['auto_of_best_in_first_group']:.1%}"
-            click.echo(f"{form} batch {batch}: {speeds}  auto has {shares} of {found['best']}'s")
+            click.echo(f"{form} batch {batch}: " + "  ".join(f"{way} {x:.2f}x" for way, x in found["speedups"].items()))
+            if AUTO in ways:
+                shares = f"{found['auto_of_best']:.1%}, in the first group {found['auto_of_best_in_first_group']:.1%}"
+                click.echo(f"  auto has {shares} of {found['best']}'s")
     if json_file:
-        machine = json.loads(as_json([], open_engine(pair[0]), Settings()))["machine"]
+        machine = json.loads(as_json([], open_engine(engines["target"]), Settings()))["machine"]
         json_file.write_text(json.dumps({"machine": machine, "results": results}, indent=2) + "\n")
 
 

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Mixtures of experts on a CPU: engines that read the experts a pass uses, beside engines that compute all of them.
 
 Weights are random, so tokens choose experts evenly, as trained routers are made to do. Checkpoints and engines are
@@ -8,7 +7,6 @@ made in a temporary directory and take turns in one run. Needs demo/ for its tok
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -19,8 +17,6 @@ import click
 import numpy as np
 import numpy.typing as npt
 import transformers
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.benchmarks.engines import build, fastest, random_checkpoint, to_onnx
 from specbuild.compilers import onnxruntime

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Seconds to convert and to compile each family's small test checkpoint, as a Markdown table.
 
 The checkpoints are those of the tests (two to six layers, random weights): the figures show fixed costs, not size.
@@ -6,13 +5,10 @@ The checkpoints are those of the tests (two to six layers, random weights): the 
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.helpers.engines import make_engine, make_onnx
 from tests.helpers.families import FAMILIES, save_checkpoint

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """What constraints cost and what forced tokens gain.
 
 Masks: microseconds of one mask, of its application to a row of logits, and of a round's masks on a device, for a
@@ -12,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
@@ -25,8 +23,6 @@ from unittest.mock import patch
 import click
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder

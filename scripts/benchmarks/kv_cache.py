@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """8-bit caches beside float32 ones on a CPU: what they do to the predictions, the time of passes and the memory.
 
 Needs what scripts/demo leaves in demo/. Engines are built in a temporary directory. Text is what the target was not
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -20,8 +18,6 @@ from typing import Any
 import click
 import numpy as np
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.benchmarks.engines import build, fastest, to_onnx
 from scripts.benchmarks.quantize import unseen_text

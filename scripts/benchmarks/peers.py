@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """specrun beside OpenVINO GenAI and llama.cpp: the same pair, the same processor, the same bits.
 
 Needs what scripts/demo leaves in demo/, and what scripts/benchmarks/peers_setup makes. The three take turns within one
@@ -17,7 +16,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -27,8 +25,6 @@ import click
 import numpy as np
 import numpy.typing as npt
 from scipy.special import log_softmax
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.benchmarks.peers_systems import (
     AUTO,

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """``specbuild quantize`` on the demo target in every format: size, quality, seconds, memory.
 
 Needs what scripts/demo leaves in demo/. Text is what the pair was not trained on. Each format has a process of its own,
@@ -17,8 +16,6 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import click
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.corpora import help_topics
 from specbuild.quantization.recipe import QFORMATS

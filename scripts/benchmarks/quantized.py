@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Quantized targets against float32: tokens/s alone and with the draft, and what they do to the distribution.
 
 Needs what scripts/demo leaves in demo/. Engines are built in a temporary directory. Speeds are of engines that take
@@ -9,7 +8,6 @@ the mean Kullback-Leibler divergence from float32, and how often the likeliest t
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -21,8 +19,6 @@ import click
 import numpy as np
 import numpy.typing as npt
 from scipy.special import log_softmax
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.benchmarks.draft_lengths import seconds_of
 from scripts.benchmarks.engines import build, to_onnx

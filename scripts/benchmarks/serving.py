@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Requests that come and go, on the demo pair: rows that fall free, long prompts, and prompts that begin alike.
 
 Each way against the other, interleaved in one run. Needs what scripts/demo leaves in demo/; engines for batches of 8
@@ -9,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -18,8 +16,6 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import click
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.benchmarks.engines import build
 from specrun.config import DraftTargetConfig

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Thousands of requests to `specrun serve`, many of which are cut off, while its memory is watched.
 
 The pair is small and random, made here. Requests come from a pool of bodies with seeds, so every answer is asked for
@@ -25,8 +24,6 @@ from typing import Any
 import click
 import httpx
 from transformers import LlamaConfig
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.benchmarks.engines import build, random_checkpoint, to_onnx
 from specrun.devices.processor import describe_processor

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Sixteen honest streams beside clients that attack a `specrun serve`: are the answers right, and how much later?
 
 First the streams run alone. Then attackers join them: prompts of megabytes, as texts, ids, messages, tools and
@@ -29,8 +28,6 @@ import click
 import httpx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.benchmarks.soak import ROOT, WORDS, make_pair, resources
 from specrun.devices.processor import describe_processor

@@ -23,7 +23,6 @@ _DRIVER = Path(__file__).parent / "driver"
 _CACHE = Path(__file__).parents[2] / ".cache" / "gpu_simulator"
 _COMPILER = ("c++", "-std=c++20", "-fPIC", "-ffp-contract=off", "-march=native", f"-I{_DRIVER}")
 _loaded: ctypes.CDLL | None = None
-_counting = False
 
 
 @dataclass(frozen=True)
@@ -38,12 +37,11 @@ class Alive:
     executables: int
 
 
-def start(count: int, counting: bool = False) -> None:
-    """Give this process ``count`` GPUs, which it keeps; with ``counting`` their kernels count instructions."""
-    global _loaded, _counting
+def start(count: int) -> None:
+    """Give this process ``count`` GPUs, which it keeps."""
+    global _loaded
     if _loaded is not None:
         return
-    _counting = counting
     # Whoever asks for a library of this name from now on finds this one.
     _loaded = ctypes.CDLL(str(_build_driver()), mode=ctypes.RTLD_GLOBAL)
     _loaded.gpu_violation.restype = ctypes.c_char_p
@@ -115,11 +113,6 @@ def calls(function: str) -> int:
     return int(library().gpu_calls(function.encode()))
 
 
-def instructions() -> int:
-    """PTX instructions that all threads have run, of the kernels that were loaded last."""
-    return ctypes.c_ulonglong.in_dll(ctypes.CDLL(_keep[-1].decode()), "gpu_instructions").value
-
-
 def violations() -> list[str]:
     """The rules that were broken, since ``forgive``."""
     found: list[str] = []
@@ -178,13 +171,11 @@ def _compile(path: Path, arguments: Sequence[str]) -> None:
 def build_kernels(text: str) -> Path:
     """A library of the kernels of a PTX module. Raises PtxError."""
     sources = [_DRIVER / "kernel.hpp", _DRIVER / "arithmetic.hpp", Path(ptx.__file__)]
-    key = b"".join(
-        [text.encode(), bytes([_counting]), *(path.read_bytes() for path in sources), repr(_COMPILER).encode()]
-    )
+    key = b"".join([text.encode(), *(path.read_bytes() for path in sources), repr(_COMPILER).encode()])
     path = _CACHE / f"kernels-{hashlib.sha256(key).hexdigest()[:16]}.so"
     with _alone(path):
         if not path.exists():
-            _compile_kernels(path, ptx.kernels(text, _counting))
+            _compile_kernels(path, ptx.kernels(text))
     return path
 
 
@@ -205,8 +196,7 @@ def _compile_kernels(path: Path, kernels: Sequence[ptx.Kernel]) -> None:
     listed = ", ".join(f"&kernel_{name}" for name in names)
     table = folder / "table.cpp"
     exported = f'extern "C" {{ const gpu::Kernel* gpu_kernels[] = {{{listed}, nullptr}}; }}'
-    count = 'extern "C" { unsigned long long gpu_instructions = 0; }'
-    table.write_text(f'#include "kernel.hpp"\n{declared}\n{exported}\n{count}\n')
+    table.write_text(f'#include "kernel.hpp"\n{declared}\n{exported}\n')
     _compile(path, ["-O1", "-shared", str(table), *objects])
 
 

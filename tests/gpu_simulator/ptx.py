@@ -53,11 +53,11 @@ class _Function:
     lines: list[str] = field(default_factory=list)
 
 
-def kernels(ptx: str, counting: bool = False) -> list[Kernel]:
-    """Every kernel of a module; with ``counting`` they add up the instructions they run. Raises PtxError."""
+def kernels(ptx: str) -> list[Kernel]:
+    """Every kernel of a module. Raises PtxError."""
     text = re.sub(r"//[^\n]*", "", ptx)
     shared, size = _shared(text)
-    found = [_kernel(match, text, shared, size, counting) for match in _ENTRY.finditer(text)]
+    found = [_kernel(match, text, shared, size) for match in _ENTRY.finditer(text)]
     if len(found) != text.count(".entry"):
         raise PtxError(f"{text.count('.entry')} kernels, of which {len(found)} are understood")
     return found
@@ -84,15 +84,13 @@ def _parameters(text: str) -> list[Parameter]:
     return found
 
 
-def _kernel(match: re.Match[str], text: str, shared: dict[str, int], shared_bytes: int, counting: bool) -> Kernel:
+def _kernel(match: re.Match[str], text: str, shared: dict[str, int], shared_bytes: int) -> Kernel:
     name, head, directives, body = match.groups()
     parameters = _parameters(head)
     function = _Function({parameter.name: parameter for parameter in parameters}, shared)
     first_line = text.count("\n", 0, match.start(4)) + 1
     for number, statement in _statements(body, first_line):
-        line = _statement(statement, number, function)
-        is_instruction = line.startswith(("{ ", "if ("))
-        function.lines.append(f"  gpu_instructions++; {line}" if counting and is_instruction else f"  {line}")
+        function.lines.append(f"  {_statement(statement, number, function)}")
     limit = re.search(r"\.(?:max|req)ntid (\d+)", directives)
     max_threads = int(limit.group(1)) if limit else 1024
     source = "\n".join(
@@ -100,7 +98,6 @@ def _kernel(match: re.Match[str], text: str, shared: dict[str, int], shared_byte
             '#include "arithmetic.hpp"',
             '#include "kernel.hpp"',
             "using namespace gpu;",
-            'extern "C" { extern unsigned long long gpu_instructions; }' if counting else "",
             f"static Range ranges[{function.ranges + 1}];",
             "static void run(Thread* thread, const char* parameters) {",
             "  (void)parameters;",
