@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from specbuild.progress import human_bytes
 
@@ -40,11 +41,22 @@ def existing(directory: Path) -> Path:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """No other process is in the same block for ``path`` meanwhile."""
-    with path.with_name(f"{path.name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+def locked(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """No other process is in the same block for ``path`` meanwhile; ``on_wait`` is called where one is. Leaves no file.
+
+    A file that is removed while it is locked is safe: filelock compares what it has locked with what has the name.
+    """
+    lock = FileLock(f"{path}.lock")
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        on_wait()
+        lock.acquire()
+    try:
         yield
+    finally:
+        Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
 
 
 def write_whole(path: Path, content: bytes | memoryview) -> None:

@@ -6,7 +6,6 @@ packages stay apart: ``specbuild`` runs in a process of its own.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.util
 import json
@@ -22,6 +21,8 @@ from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from specrun import __version__
 from specrun.engine_dir.config import CONFIG_NAME, FORMAT_VERSION, describe_file
@@ -234,24 +235,14 @@ def _known_digests(path: Path) -> Iterator[dict[str, Sequence[Any]]]:
 @contextmanager
 def _locked(path: Path, say: Callable[[str], None]) -> Iterator[None]:
     """No other process is in the same block meanwhile. The file is gone afterwards."""
-    while True:
-        with path.open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                say("another process is building this pair; waiting for it")
-                fcntl.flock(file, fcntl.LOCK_EX)
-            if not _is_at(file.fileno(), path):
-                continue  # The one that was waited for has removed it; others may have made it anew.
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)
-            return
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
+    lock = FileLock(path)
     try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
+        lock.acquire(blocking=False)
+    except Timeout:
+        say("another process is building this pair; waiting for it")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        lock.release()

@@ -5,12 +5,13 @@ No file is ever held in memory. Of the answers of an earlier run 8 bytes a line 
 
 from __future__ import annotations
 
-import fcntl
 import json
 from array import array
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
+
+from filelock import lock_descriptor
 
 from specrun.batch.lines import MAX_LINE_BYTES, Place, digest_of, is_failure, place_of
 from specrun.errors import OutputExistsError, RequestError
@@ -65,7 +66,6 @@ class Answers:
     """
 
     def __init__(self, file: BinaryIO, path: Path, digests: array[int], failed: int) -> None:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._file = file
         self._path = path
         self._digests = digests
@@ -81,6 +81,7 @@ class Answers:
             file = path.open("xb", buffering=0)
         except FileExistsError as error:
             raise OutputExistsError(f"{path} exists; give --resume to go on with it, or another file") from error
+        lock_descriptor(file.fileno(), blocking=False)
         return cls(file, path, array("Q"), 0)
 
     @classmethod
@@ -94,15 +95,14 @@ class Answers:
             return cls.create(path)
         file = path.open("r+b", buffering=0)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not lock_descriptor(file.fileno(), blocking=False):
+                raise RequestError(f"{path}: another process is writing it")
             digests, failed, end = _read_answers(path, questions)
             _require_same_questions(path, questions, digests)
             file.truncate(end)
             file.seek(end)
-        except BaseException as error:
+        except BaseException:
             file.close()
-            if isinstance(error, BlockingIOError):
-                raise RequestError(f"{path}: another process is writing it") from error
             raise
         return cls(file, path, digests, failed)
 

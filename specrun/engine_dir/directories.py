@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from filelock import lock_descriptor
 
 from specrun.engine_dir.config import CONFIG_NAME
 from specrun.errors import OutputExistsError
@@ -130,9 +131,8 @@ def _lock(directory: Path) -> int | None:
         descriptor = os.open(directory, os.O_RDONLY)
     except OSError:
         return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
+    with suppress(OSError):
+        if lock_descriptor(descriptor, blocking=False):
+            return descriptor
+    os.close(descriptor)
+    return None

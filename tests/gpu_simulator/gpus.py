@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import functools
 import hashlib
 import os
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specbuild.files import locked
 from tests import all_cores
 from tests.gpu_simulator import ptx
 
@@ -152,10 +152,8 @@ def _build_driver() -> Path:
 def _alone(path: Path) -> Iterator[None]:
     """Others who want ``path`` wait until this process has made it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with all_cores():
-            yield
+    with locked(path), all_cores():
+        yield
 
 
 def _compile(path: Path, arguments: Sequence[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import tempfile
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from rich.console import Console
 from specbuild.convert.convert import ConvertOptions, convert
 from specbuild.engine.build import build_engine
 from specbuild.engine.config import engine_options
+from specbuild.files import locked
 from specbuild.progress import Stages
 from specrun.engine_dir.config import describe_file
 from specrun.text.tokenizer import describe_tokenizer
@@ -52,8 +52,7 @@ def redescribe(directory: Path) -> Path:
 def once(directory: Path, make: Callable[[Path], None]) -> Path:
     """``directory`` with what ``make`` writes into it, for the first process that asks; the others wait for it."""
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with directory.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(directory):
         if not directory.exists():
             with tempfile.TemporaryDirectory(dir=directory.parent) as work:
                 make(Path(work) / "made")
