@@ -25,7 +25,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from specrun import __version__
-from specrun.engine_dir.config import CONFIG_NAME, FORMAT_VERSION, describe_file
+from specrun.engine_dir.checksums import checksum_of, state_of
+from specrun.engine_dir.config import CONFIG_NAME, FORMAT_VERSION
 from specrun.engine_dir.links import require_own_files
 from specrun.errors import BackendError, PairError
 from specrun.optional_packages import how_to_install
@@ -207,12 +208,11 @@ def _is_wanted(name: str) -> bool:
 
 
 def _digest(path: Path, known: dict[str, Sequence[Any]]) -> str:
-    """The file's sha256. One whose size and times have not changed is not read again."""
-    stat, name = path.stat(), str(path.resolve())
-    state = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+    """The file's sha256. One that has not changed is not read again."""
+    state, name = state_of(path), str(path.resolve())
     found = known.get(name)
     if not (isinstance(found, list) and found[:-1] == state and isinstance(found[-1], str)):
-        known[name] = found = [*state, describe_file(path).sha256]
+        known[name] = found = [*state, checksum_of(path)]
     return str(found[-1])
 
 

@@ -1,8 +1,4 @@
-"""Checksums of what ``convert`` reads. A file that has not changed since its checksum was noted down is not read again.
-
-It has not where size, times of change and of its entry, inode and device are the same. The second of these times cannot
-be set, so that a file that was put in its place with the old times is found out.
-"""
+"""Checksums of what ``convert`` reads. A file that has not changed since its checksum was noted is not read again."""
 
 from __future__ import annotations
 
@@ -12,7 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from specbuild.weights.safetensors_files import INDEX_NAME, SINGLE_NAME
-from specrun.engine_dir.config import Provenance, describe_file
+from specrun.engine_dir.checksums import checksum_of, is_unchanged, state_of
+from specrun.engine_dir.config import Provenance
 
 _SMALL = ("*.json", "tokenizer*", "*.model", "*.jinja", "*.py")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
@@ -25,7 +22,7 @@ class Inputs(NamedTuple):
     input_states: dict[str, list[int]]
 
 
-def describe_inputs(sources: Mapping[str, Path], known: Provenance | None = None) -> Inputs:
+def describe_inputs(sources: Mapping[str, Path], known: Provenance | Inputs | None = None) -> Inputs:
     """Checksums of all files of ``sources``, which are directories and files by name.
 
     known: where checksums were noted down before.
@@ -34,18 +31,12 @@ def describe_inputs(sources: Mapping[str, Path], known: Provenance | None = None
     for source, path in sources.items():
         for file in _files(path) if path.is_dir() else [path]:
             name = f"{source}/{file.name}" if path.is_dir() else source
-            state = _state(file)
-            found.input_states[name] = state
-            if known and known.input_states.get(name) == state and name in known.inputs:
+            found.input_states[name] = state_of(file)
+            if known and name in known.inputs and is_unchanged(file, known.input_states.get(name, [])):
                 found.inputs[name] = known.inputs[name]
             else:
-                found.inputs[name] = describe_file(file).sha256
+                found.inputs[name] = checksum_of(file)
     return found
-
-
-def _state(file: Path) -> list[int]:
-    stat = file.stat()
-    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev]
 
 
 def _files(directory: Path) -> list[Path]:

@@ -6,7 +6,6 @@ Everything read here comes from a file somebody else may have written, so all of
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -29,6 +28,7 @@ from pydantic import (
 
 from specrun.devices.processor import has_vnni
 from specrun.engine_dir.bit_exact import BitExact
+from specrun.engine_dir.checksums import checksum_of, is_unchanged
 from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN, MARKOV_FILES, NOTHING_WANTED, past_names, present_names
 from specrun.engine_dir.dtypes import DTYPES, CacheName, ElementType, FloatName
 from specrun.engine_dir.pass_times import PassTimes
@@ -264,7 +264,7 @@ class Provenance(Strict):
     inputs: dict[str, str] = {}
     """The sha256 of everything that was read, by name."""
     input_states: dict[str, list[int]] = {}
-    """By which an input is known to be the same without reading it: see ``specbuild.artifacts.checksums``."""
+    """By which an input is known to be the same without reading it: see ``specrun.engine_dir.checksums``."""
     notes: list[str] = []
 
 
@@ -366,8 +366,7 @@ def read_config(directory: Path, model: type[Config], error: type[SpecError], ma
 def open_engine(directory: Path, every_byte: bool = True) -> EngineConfig:
     """Check an engine directory (config, files, checksums, hardware) and return its config.
 
-    every_byte: compare the checksums of files, too, that have not been changed since theirs were taken, as far as
-    their sizes and time stamps tell. Raises EngineDirError.
+    every_byte: compare the checksums of unchanged files, too. Raises EngineDirError.
     """
     config = read_config(directory, EngineConfig, EngineDirError, "specbuild engine")
     check_files(directory, config.files, {} if every_byte else config.modified)
@@ -380,19 +379,18 @@ def check_files(
 ) -> None:
     """Raise EngineDirError unless every listed file is there with its size and sha256.
 
-    modified: time stamps; the checksum of a file that has its own is not compared.
+    modified: when files were last changed as their checksums were taken; those of unchanged files are not compared.
     """
     for name, info in files.items():
         path = directory / name
         if not path.is_file():
             raise EngineDirError(f"{path}: missing, though {CONFIG_NAME} lists it; build the engine again")
-        stat = path.stat()
-        if stat.st_size != info.bytes:
+        if (size := path.stat().st_size) != info.bytes:
             raise EngineDirError(
-                f"{path}: {stat.st_size} bytes, expected {info.bytes}; it is truncated or altered: build the engine "
-                "again"
+                f"{path}: {size} bytes, expected {info.bytes}; it is truncated or altered: build the engine again"
             )
-        if modified.get(name) != stat.st_mtime_ns and describe_file(path).sha256 != info.sha256:
+        noted = [info.bytes, modified[name]] if name in modified else []
+        if not is_unchanged(path, noted) and checksum_of(path) != info.sha256:
             raise EngineDirError(f"{path}: wrong sha256 checksum, the file was altered; build the engine again")
 
 
@@ -412,6 +410,4 @@ def check_hardware(directory: Path, backend: BackendInfo) -> None:
 
 def describe_file(path: Path) -> FileInfo:
     """Size and sha256 of ``path``."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return FileInfo(bytes=path.stat().st_size, sha256=digest)
+    return FileInfo(bytes=path.stat().st_size, sha256=checksum_of(path))
