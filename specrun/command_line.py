@@ -44,7 +44,7 @@ class OneLineErrors(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; turn what it raises into one line and an exit status."""
-        with _stop_signals() as received:
+        with stop_signals() as received:
             cause: BaseException | None = None
             try:
                 result = super().invoke(ctx)
@@ -59,27 +59,29 @@ class OneLineErrors(click.Group):
             except Exception as error:
                 # A C++ module that is interrupted while it is imported raises ImportError, with one reason or another.
                 if not received:
-                    _explain(ctx, error)
+                    if reason := explain_error(error, ctx.invoked_subcommand):
+                        _fail(ctx, reason, error)
                     raise
                 cause = error
             what = "terminated" if received[0] == signal.SIGTERM else "interrupted"
             return _fail(ctx, f"{what}; nothing half-written was left behind", cause, status=128 + received[0])
 
 
-def _explain(ctx: click.Context, error: Exception) -> None:
-    """Show the errors of users, files and machines in one line and exit; return for all others."""
+def explain_error(error: Exception, command: str | None) -> str | None:
+    """What is shown of errors of users, files and machines in ``command``; None for all others."""
     if isinstance(error, SpecError):
-        _fail(ctx, str(error), error)
+        return str(error)
     if isinstance(error, OSError) and error.errno != errno.EPIPE:
         full = "; free some space and run it again" if error.errno == errno.ENOSPC else ""
         where = f"{error.filename}: " if error.filename else ""
-        _fail(ctx, f"{where}{error.strerror or error}{full}", error)
+        return f"{where}{error.strerror or error}{full}"
     if isinstance(error, ImportError) and (reason := explain(error)):
-        _fail(ctx, f"{ctx.invoked_subcommand} needs {reason}", error)
+        return f"{command} needs {reason}"
+    return None
 
 
 @contextmanager
-def _stop_signals() -> Iterator[list[int]]:
+def stop_signals() -> Iterator[list[int]]:
     """While the block runs, SIGTERM, which service managers and containers send, does what Ctrl-C does.
 
     Yields the numbers of the signals that came.

@@ -14,8 +14,8 @@ import pytest
 
 from specbuild.engine.workers import run_side_by_side
 from specbuild.hf.tokenizer_check import check_tokenizer
-from specrun.errors import BackendError
-from specrun.pair_cache import _specbuild
+from specrun.builder import engines_of
+from specrun.errors import CheckpointError
 
 ROOT = Path(__file__).parent.parent
 NAMES = ("tokenizers", "transformers", "multiprocessing", "specbuild", "specrun", "click", "json", "signal")
@@ -59,8 +59,9 @@ def test_a_worker_of_a_fresh_process(planted: Path) -> None:
 
 
 def test_a_pair_is_built(planted: Path) -> None:
-    with pytest.raises(BackendError, match="exit status 1"):
-        _specbuild("engine", {"checkpoint_dir": planted, "output_dir": planted / "engine"})
+    (planted / "file").touch()
+    with pytest.raises(CheckpointError, match="is a file"):
+        engines_of(target="file", draft=str(planted))
 
 
 def test_every_command_of_python_leaves_the_working_directory_out() -> None:

@@ -98,6 +98,8 @@ class Source:
 
 
 _Write = Callable[[Run, Path, Stages], CheckpointConfig]
+PACKAGES = ("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_ir")
+"""What a conversion needs."""
 
 
 def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
@@ -105,8 +107,7 @@ def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
 
     Raises SpecError, and ImportError where a package is missing.
     """
-    verifying = ("onnxruntime",) if options.verify else ()
-    require_packages("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_ir", *verifying)
+    require_packages(*PACKAGES, *(["onnxruntime"] if options.verify else []))
     output_dir = Path(options.output_dir)
     stopped, found = require_sound(options)
     directories = locate_inputs(options)  # Outside a stage, which has a bar: the Hub's client has bars of its own.

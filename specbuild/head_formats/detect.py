@@ -31,17 +31,19 @@ def read_head(directory: Path, allow_pickle: bool = False) -> Head:
 
 
 def refuse_head(directory: Path, names: Collection[str] | None = None) -> None:
-    """Raise CheckpointError where ``directory`` holds a head, and a whole model is expected.
+    """Raise CheckpointError where ``directory`` holds a head, and a whole model is expected. See ``holds_head``."""
+    if holds_head(directory, names):
+        raise CheckpointError(f"{directory}: holds a draft head, not a whole model; give its target with --head_of")
 
-    names: of its files, where some of them have not been downloaded yet.
+
+def holds_head(directory: Path, names: Collection[str] | None = None) -> bool:
+    """Whether ``directory`` holds a head that is a checkpoint of its own.
+
+    names: of its files, where some of them have not been downloaded yet. Raises CheckpointError.
     """
     names = file_names(directory) if names is None else names
     path = directory / CONFIG_NAME
     config = read_json(path) if path.is_file() else {}
     is_eagle = any(mark in config for mark in MARKS) or any("Eagle" in str(name) for name in architectures(config))
-    if (
-        is_eagle
-        or is_dflash(config)
-        or (is_medusa(config) and not any(fnmatch(name, "model*.safetensors") for name in names))
-    ):
-        raise CheckpointError(f"{directory}: holds a draft head, not a whole model; give its target with --head_of")
+    is_alone = not any(fnmatch(name, "model*.safetensors") for name in names)
+    return is_eagle or is_dflash(config) or (is_medusa(config) and is_alone)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -43,10 +42,9 @@ def run(target: str, draft: str, qformat: str, max_seq_len: int | None, max_draf
     options = {**engines, **options}
     pair_config(options)  # What contradicts itself is said before anything is built.
 
-    from specrun.pair_cache import BuildSettings, check_pair, engines_of, find_checkpoint
+    from specrun.builder import engines_of
 
-    target_dir, draft_dir = find_checkpoint(target), find_checkpoint(draft)
-    check_pair(target_dir, draft_dir, options["chat_template"])
-    settings = BuildSettings(qformat, max_draft_len, max_seq_len)
-    place: Path = engines_of(target_dir, draft_dir, settings, lambda line: click.echo(line, err=True))
-    talk({**options, "engine_dir": place / "target", "draft_engine_dir": place / "draft"})
+    template = options["chat_template"] and str(options["chat_template"])
+    sizes = {"max_seq_len": max_seq_len, "max_draft_len": max_draft_len}
+    engine_dirs = engines_of(target=target, draft=draft, qformat=qformat, chat_template=template, **sizes)
+    talk({**options, "engine_dir": engine_dirs["target"], "draft_engine_dir": engine_dirs["draft"]})

@@ -16,12 +16,15 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from specbuild import pair
+from specbuild.files import locked
+from specbuild.pair import PairRequest, engines_of
 from specbuild.quantization.recipe import QFORMATS as convert_formats
-from specrun import pair_cache
+from specrun import builder
 from specrun.cli import main
 from specrun.commands.run import QFORMATS
-from specrun.errors import BackendError, PairError
-from specrun.pair_cache import BuildSettings, check_pair, engines_of, find_checkpoint
+from specrun.errors import BackendError, BuildConfigError
+from tests.helpers.engines import quiet
 
 SETTINGS = ("--max_seq_len", 64, "--max_draft_len", 4)
 SAME = ("--max_output_len", 12, "--seed", 1)
@@ -54,65 +57,69 @@ def environment(cache: Path) -> dict[str, str]:
 
 
 def inside(cache: Path, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> Result:
-    """In this process, where nothing can be built: starting a program fails."""
+    """In this process; what looks for the pair has one of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    return CliRunner().invoke(main, [str(part) for part in ("run", *arguments)], input="the quick\n")
 
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(1, "no program is started here")
 
-    with monkeypatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(cache))
-        patch.setattr(subprocess, "Popen", refuse)
-        return CliRunner().invoke(main, [str(part) for part in ("run", *arguments)], input="the quick\n")
+@pytest.fixture
+def without_torch(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be built into ``cache``, and what is there is found."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setitem(sys.modules, "torch", None)
+
+
+def found(target: Path, draft: Path, **settings: Any) -> dict[str, Path]:
+    """The engines of ``cache``. Raises ModuleNotFoundError where they would have to be built."""
+    request = {"max_seq_len": 64, "max_draft_len": 4, **settings}
+    return engines_of(PairRequest(str(target), str(draft), **request), quiet())
 
 
 def test_a_pair_that_was_built_is_found_again(
-    hf: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hf: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_torch: None
 ) -> None:
-    first = inside(cache, monkeypatch, hf / "target", hf / "draft", *SETTINGS, *SAME)
-    assert first.exit_code == 0, first.output
-    assert "built" not in first.stderr
-    assert first.stdout.strip()
+    said = inside(cache, monkeypatch, hf / "target", hf / "draft", *SETTINGS, *SAME)
+    assert said.exit_code == 0, said.output
+    assert "built" not in said.stderr
+    assert said.stdout.strip()
     # By content: elsewhere and later is the same.
     for name in ("target", "draft"):
         shutil.copytree(hf / name, tmp_path / name, copy_function=shutil.copyfile)
-    again = inside(cache, monkeypatch, tmp_path / "target", tmp_path / "draft", *SETTINGS, *SAME)
-    assert (again.exit_code, again.stdout) == (0, first.stdout)
+    assert found(tmp_path / "target", tmp_path / "draft") == found(hf / "target", hf / "draft")
 
 
 @pytest.mark.parametrize(
-    "settings", [(), ("--max_seq_len", 65, "--max_draft_len", 4), (*SETTINGS, "--qformat", "int8")]
+    "settings", [{"max_seq_len": None, "max_draft_len": 10}, {"max_seq_len": 65}, {"qformat": "int8"}]
 )
-def test_other_settings_are_another_pair(
-    hf: Path, cache: Path, settings: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown = inside(cache, monkeypatch, hf / "target", hf / "draft", *settings)
-    assert shown.exit_code == 1
-    assert "no program is started here" in shown.stderr
-    assert not list((cache / "specrun" / "pairs").glob("*.part"))
+def test_other_settings_are_another_pair(hf: Path, cache: Path, settings: dict[str, Any], without_torch: None) -> None:
+    with pytest.raises(ModuleNotFoundError, match="torch"):
+        found(hf / "target", hf / "draft", **settings)
+
+
+def test_another_template_is_the_same_pair(hf: Path, without_torch: None) -> None:
+    found(hf / "target", hf / "draft", chat_template="elsewhere.jinja")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer_config.json"])
-def test_another_content_is_another_pair(
-    hf: Path, cache: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_content_is_another_pair(hf: Path, tmp_path: Path, name: str, without_torch: None) -> None:
     target = shutil.copytree(hf / "target", tmp_path / "target")
-    arguments = (target, hf / "draft", *SETTINGS, *SAME)
-    assert inside(cache, monkeypatch, *arguments).exit_code == 0, "the file's digest is known from here"
+    found(target, hf / "draft")  # The file's checksum is known from here.
     content = bytearray((target / name).read_bytes())
     content[-2:] = b" }" if name.endswith("json") else b"\x00\x01"
     (target / name).write_bytes(content)
-    shown = inside(cache, monkeypatch, *arguments)
-    assert "the pair is built once" in shown.stderr
+    with pytest.raises(ModuleNotFoundError, match="torch"):
+        found(target, hf / "draft")
 
 
 def test_files_that_no_engine_depends_on_do_not_count(
-    hf: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hf: Path, cache: Path, tmp_path: Path, without_torch: None
 ) -> None:
     target = shutil.copytree(hf / "target", tmp_path / "target")
     (target / "README.md").write_text("notes")
-    assert inside(cache, monkeypatch, target, hf / "draft", *SETTINGS, *SAME).exit_code == 0
-    (cache / "specrun" / "pairs" / "digests.json").write_text("[")
-    assert inside(cache, monkeypatch, target, hf / "draft", *SETTINGS, *SAME).exit_code == 0
+    found(target, hf / "draft")
+    for content in ("[", "[]", '{"/there": 1}'):
+        (cache / "specrun" / "pairs" / "digests.json").write_text(content)
+        found(target, hf / "draft")
 
 
 def test_what_is_wrong_is_said_before_anything_is_built(
@@ -126,15 +133,15 @@ def test_what_is_wrong_is_said_before_anything_is_built(
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     (tmp_path / "empty").mkdir()
     (tmp_path / "odd").mkdir()
-    (tmp_path / "odd" / "config.json").write_text("[]")
+    (tmp_path / "odd" / "config.json").write_text("{}")
     (tmp_path / "file").touch()
     for target, draft, reason in (
         (hf / "target", other, "no token in common"),
         (plain, hf / "draft", "no chat template"),
         (tmp_path / "none", hf / "draft", "no such directory"),
-        (tmp_path / "file", hf / "draft", "no such directory"),
+        (tmp_path / "file", hf / "draft", "is a file; TARGET wants the directory that holds config.json"),
         (hf / "target", tmp_path / "empty", "no config.json"),
-        (hf / "target", tmp_path / "odd", "no model_type"),
+        (hf / "target", tmp_path / "odd", "no 'model_type'"),
     ):
         shown = inside(tmp_path / "cache", monkeypatch, target, draft)
         assert (shown.exit_code, shown.stdout) == (1, "")
@@ -144,22 +151,20 @@ def test_what_is_wrong_is_said_before_anything_is_built(
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_package_that_is_missing_is_named_with_its_extra(
-    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
-    shown = inside(tmp_path, monkeypatch, hf / "target", hf / "draft")
-    assert shown.exit_code == 1
-    assert shown.stderr == (
-        "specrun: error: run needs torch, which is not installed: pip install '.[build]' in a clone of the project\n"
-    ).replace("specrun:", f"{shown.stderr.split(':')[0]}:")
+def test_a_package_that_is_missing_is_named_with_its_extra(hf: Path, without_torch: None) -> None:
+    assert pair._answer(PairRequest(str(hf / "target"), str(hf / "padded"))) == {
+        "error": "specbuild needs torch, which is not installed: pip install '.[build]' in a clone of the project",
+        "kind": "ModuleNotFoundError",
+    }
 
 
 def test_a_build_that_fails_leaves_nothing(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with pytest.raises(BackendError, match="specbuild convert failed with exit status 2"):
-        engines_of(hf / "target", hf / "draft", BuildSettings(qformat="int3"), lambda _line: None)
+    with pytest.raises(BuildConfigError, match="int3"):
+        builder.engines_of(target=str(hf / "target"), draft=str(hf / "draft"), qformat="int3")
     assert left(tmp_path / "cache") == []
+    with pytest.raises(BackendError, match="exit status 1; the pair was not built"):  # A fault of ours.
+        builder.engines_of(model=str(hf / "target"))
 
 
 def left(cache: Path) -> list[str]:
@@ -169,7 +174,7 @@ def left(cache: Path) -> list[str]:
 
 def test_a_build_that_is_stopped_leaves_nothing(hf: Path, tmp_path: Path) -> None:
     pairs = tmp_path / "specrun" / "pairs"
-    (pairs / "target-old.part").mkdir(parents=True)
+    (pairs / ".target-old.0123abcd.tmp").mkdir(parents=True)
     with subprocess.Popen(
         command(hf / "target", hf / "draft"), env=environment(tmp_path), stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -180,7 +185,7 @@ def test_a_build_that_is_stopped_leaves_nothing(hf: Path, tmp_path: Path) -> Non
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=60)  # Its end means that specbuild has ended: it has the same stderr.
     assert process.returncode == 143, said
-    assert left(tmp_path) == ["target-old.part"], "another pair's is another process's"
+    assert left(tmp_path) == [".target-old.0123abcd.tmp"], "another pair's is another process's"
 
 
 def test_hub_ids_are_found_in_the_hubs_cache(hf: Path, tmp_path: Path) -> None:
@@ -189,24 +194,23 @@ def test_hub_ids_are_found_in_the_hubs_cache(hf: Path, tmp_path: Path) -> None:
     shutil.copytree(hf / "target", snapshot)
     (tmp_path / "hub" / "models--us--big" / "refs").mkdir()
     (tmp_path / "hub" / "models--us--big" / "refs" / "main").write_text("0123")
-    code = "import sys; from specrun.pair_cache import find_checkpoint; print(find_checkpoint(sys.argv[1]))"
-    offline = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    code = "import sys; sys.modules['torch'] = None; from specbuild import pair; print(pair._answer(pair.PairRequest"
+    offline = {**environment(tmp_path), "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     offline.pop("HF_HUB_CACHE", None)
-    for name, wanted in (("us/big", str(snapshot)), ("us/none", "the Hub did not deliver it")):
-        said = subprocess.run([sys.executable, "-c", code, name], env=offline, capture_output=True, text=True)
-        assert wanted in (said.stdout if name == "us/big" else said.stderr), said.stderr
+    for name, wanted in (("us/big", "specbuild needs torch"), ("us/none", "us/none: no such directory, and it is not")):
+        arguments = [sys.executable, "-c", f"{code}(*sys.argv[1:])))", name, str(hf / "draft")]
+        said = subprocess.run(arguments, env=offline, capture_output=True, text=True)
+        assert wanted in said.stdout, said.stderr
 
 
 def test_padded_embeddings_are_no_difference(hf: Path) -> None:
-    check_pair(hf / "target", hf / "padded", None)
-    with pytest.raises(PairError):
-        find_checkpoint("no/such/directory")
+    pair.require_fit(hf / "target", hf / "padded", None)
 
 
 def test_the_cache_is_where_xdg_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", "/home/someone")
-    assert pair_cache.cache_folder() == Path("/home/someone/.cache/specrun/pairs")
+    assert pair.cache_folder() == Path("/home/someone/.cache/specrun/pairs")
 
 
 def test_the_formats_are_those_of_specbuild(hf: Path, tmp_path: Path) -> None:
@@ -218,10 +222,10 @@ def test_the_formats_are_those_of_specbuild(hf: Path, tmp_path: Path) -> None:
 
 def test_no_lock_stays_behind(tmp_path: Path) -> None:
     """Also where several wait for it: each has it alone."""
-    path, inside = tmp_path / "pair.lock", list[int]()
+    path, inside = tmp_path / "pair", list[int]()
 
     def work(number: int) -> None:
-        with pair_cache._locked(path, lambda _: None):
+        with locked(path):
             inside.append(number)
             assert inside == [number]
             time.sleep(0.01)
@@ -230,4 +234,4 @@ def test_no_lock_stays_behind(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         for done in [pool.submit(work, number) for number in range(8)]:
             done.result()
-    assert not path.exists()
+    assert not list(tmp_path.iterdir())

@@ -9,8 +9,7 @@ import pytest
 
 from specbuild.artifacts.onnx_checkpoint import open_checkpoint
 from specbuild.hf.hub import locate
-from specrun.errors import CheckpointError, PairError
-from specrun.pair_cache import find_checkpoint
+from specrun.errors import CheckpointError
 
 LEAVES = r"chat_template\.jinja: a symbolic link that leaves the checkpoint"
 
@@ -32,8 +31,6 @@ def test_a_link_out_of_a_checkpoint_is_refused(hf: Path, onnx: Path, tmp_path: P
     (checkpoint / "chat_template.jinja").symlink_to(secret)
     with pytest.raises(CheckpointError, match=LEAVES):
         locate(str(checkpoint))
-    with pytest.raises(PairError, match=LEAVES):
-        find_checkpoint(str(checkpoint))
     converted = copy_of(onnx / "target", tmp_path / "onnx")
     (converted / "chat_template.jinja").symlink_to("../secret")
     with pytest.raises(CheckpointError, match=LEAVES):
@@ -61,7 +58,7 @@ def test_links_that_stay_and_those_of_the_hubs_cache_are_followed(hf: Path, tmp_
     snapshot.mkdir(parents=True)
     for blob in blobs.iterdir():
         (snapshot / blob.name).symlink_to(f"../../blobs/{blob.name}")
-    assert locate(str(snapshot)) == find_checkpoint(str(snapshot)) == snapshot
+    assert locate(str(snapshot)) == snapshot
     (snapshot / "other").symlink_to(secret)
     with pytest.raises(CheckpointError, match="other: a symbolic link that leaves the checkpoint"):
         locate(str(snapshot))

@@ -1,0 +1,192 @@
+"""Engines of a target and its draft, built once and kept: what ``specrun run`` asks for, in a process of its own.
+
+    python -P -m specbuild.pair '{"target": "owner/big", "draft": "/models/small"}'
+
+The argument holds fields of ``PairRequest``. Standard output gets a line of JSON: the engine directories by name, or
+``error``, with the name of its class as ``kind``. A pair's place depends on the content of both checkpoints and on the
+settings, not on where the checkpoints are. Nothing heavy is imported for a pair that is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from specbuild import __version__
+from specbuild.artifacts.checksums import Inputs, describe_inputs
+from specbuild.artifacts.provenance import key
+from specbuild.files import locked, write_whole
+from specbuild.head_formats.detect import holds_head
+from specbuild.hf.hub import locate
+from specbuild.hf.model_facts import require_packages
+from specbuild.progress import Stages
+from specrun.command_line import explain_error, stop_signals
+from specrun.engine_dir.config import FORMAT_VERSION, Provenance
+from specrun.engine_dir.directories import new_directory
+from specrun.errors import PairError
+
+MAX_SEQ_LEN = 4096
+"""Of engines, where the models have more positions."""
+
+
+@dataclass(frozen=True)
+class PairRequest:
+    """What is wanted, by the names of ``specbuild``'s options."""
+
+    target: str
+    """Directory or Hub ID, as of the draft."""
+    draft: str
+    qformat: str = "auto"
+    """Of both models."""
+    max_draft_len: int = 10
+    max_seq_len: int | None = None
+    """None: what both models have, ``MAX_SEQ_LEN`` at most."""
+    chat_template: str | None = None
+    """A file that replaces the target's own template in chats. It is in no engine."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those that decide what is in the engines, beside the checkpoints."""
+        return {name: value for name, value in asdict(self).items() if name not in ("target", "draft", "chat_template")}
+
+
+def cache_folder() -> Path:
+    """Where pairs are kept, by the XDG base directory specification."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specrun" / "pairs"
+
+
+def engines_of(request: PairRequest, stages: Stages) -> dict[str, Path]:
+    """The engine directories ``target`` and ``draft``; they are built where they are not there.
+
+    Another process that builds the same pair is waited for. Raises SpecError, and ImportError where a package is
+    missing.
+    """
+    models = {name: locate(getattr(request, name), option=name.upper()) for name in ("target", "draft")}
+    digests = _Digests(cache_folder() / "digests.json")
+    made = Provenance(
+        tool="specbuild pair",
+        created="",
+        source="",
+        versions={"specbuild": __version__, "format": str(FORMAT_VERSION)},
+        machine=platform.machine(),
+        options=request.settings,
+        inputs={f"{name}{file}": digest for name, path in models.items() for file, digest in digests.of(path).items()},
+    )
+    place = cache_folder() / f"{models['target'].resolve().name}-{key(made)[:16]}"
+    if not place.is_dir():
+        require_fit(models["target"], models["draft"], request.chat_template)
+    digests.save()
+    if not place.is_dir():
+        with locked(place, lambda: stages.say("another process is building this pair; waiting for it")):
+            if not place.is_dir():
+                stages.say(f"the pair is built once and kept in {place}")
+                with new_directory(place, force=False) as work:
+                    _build(models, request, work)
+    return {name: place / name for name in models}
+
+
+class _Digests:
+    """Checksums of checkpoints' files by directory, kept in ``path``; what cannot be read there counts as nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._known = {name: Inputs(*noted) for name, noted in json.loads(path.read_bytes()).items()}
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+            self._known = {}
+        self._found = dict(self._known)
+
+    def of(self, checkpoint: Path) -> dict[str, str]:
+        """The sha256 of each file by its name, with a slash before it. One that has not changed is not read."""
+        name = str(checkpoint.resolve())
+        self._found[name] = described = describe_inputs({"": checkpoint}, self._known.get(name))
+        return described.inputs
+
+    def save(self) -> None:
+        """Keep what was found."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._found != self._known:
+            with locked(self._path):
+                write_whole(self._path, json.dumps(self._found).encode())
+
+
+def require_fit(target: Path, draft: Path, chat_template: str | None) -> None:
+    """Raise SpecError for what would fail after the engines are built, as far as it shows before.
+
+    Raises ImportError where a package is missing.
+    """
+    from specbuild.convert.convert import PACKAGES
+    from specbuild.hf.model_config import read_model_config
+    from specrun.text.chat_template import ChatTemplate
+    from specrun.text.retokenizer import open_translator
+    from specrun.text.tokenizer import describe_tokenizer
+
+    require_packages(*PACKAGES, "onnxruntime")
+    if holds_head(draft):
+        raise PairError(
+            f"{draft}: is a draft head; build the pair with 'specbuild convert --head' and '--head_of', and "
+            "'specbuild engine'"
+        )
+    ours, theirs = (describe_tokenizer(directory, PairError) for directory in (target, draft))
+    if ours and theirs and ours.fingerprint != theirs.fingerprint:
+        open_translator(target, draft)
+    template = Path(chat_template) if chat_template else None
+    ChatTemplate.load(target, template).render([{"role": "user", "content": "?"}])
+    for directory in (target, draft):
+        read_model_config(directory, trust_remote_code=False)
+
+
+def _build(models: Mapping[str, Path], request: PairRequest, work: Path) -> None:
+    from specbuild.convert.convert import ConvertOptions, convert
+    from specbuild.engine.build import build_engines
+    from specbuild.engine.config import EngineOptions
+
+    onnx = work / "onnx"
+    converted = {
+        name: convert(ConvertOptions(str(model), onnx / name, qformat=request.qformat), Stages())
+        for name, model in models.items()
+    }
+    longest = request.max_seq_len or min(MAX_SEQ_LEN, *(config.max_seq_len for config in converted.values()))
+    engines = [
+        EngineOptions(
+            checkpoint_dir=onnx / name,
+            output_dir=work / name,
+            max_batch_size=1,
+            max_seq_len=longest,
+            max_input_len=longest - 1,
+            max_draft_len=request.max_draft_len if name == "target" else None,
+        )
+        for name in models
+    ]
+    build_engines(engines, workers=1, force=False, stages=Stages())
+    shutil.rmtree(onnx)
+
+
+def main() -> None:
+    """Answer the request in the first argument. What libraries print goes to standard error."""
+    with os.fdopen(os.dup(1), "w") as answer:
+        os.dup2(2, 1)
+        json.dump(_answer(PairRequest(**json.loads(sys.argv[1]))), answer)
+
+
+def _answer(request: PairRequest) -> dict[str, str]:
+    with stop_signals() as received:
+        try:
+            return {name: str(path) for name, path in engines_of(request, Stages()).items()}
+        except BaseException as error:
+            if received:
+                sys.exit(128 + received[0])  # Whoever has started this process says so.
+            if isinstance(error, Exception) and (reason := explain_error(error, "specbuild")):
+                return {"error": reason, "kind": type(error).__name__}
+            raise
+
+
+if __name__ == "__main__":
+    main()
