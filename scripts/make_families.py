@@ -28,7 +28,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from specbuild.convert.convert import ConvertOptions, convert
+from specbuild.convert.convert import convert
+from specbuild.convert.options import ConvertOptions
 from specbuild.hf.model_config import read_model_config
 from specbuild.progress import Stages
 from specrun.errors import SpecError, UnsupportedModelError

@@ -65,8 +65,8 @@ def main(debug: bool) -> None:
 @_FORCE
 def convert(model_dir: str, output_dir: Path, dry_run: bool, **options: Any) -> None:
     """Hugging Face checkpoint -> ONNX checkpoint directory."""
-    from specbuild.convert.convert import ConvertOptions
     from specbuild.convert.convert import convert as run
+    from specbuild.convert.options import ConvertOptions
     from specbuild.progress import Stages
 
     given = ConvertOptions(model=model_dir, output_dir=output_dir, texts=_texts(options), **options)

@@ -144,7 +144,8 @@ def require_fit(target: Path, draft: Path, chat_template: str | None) -> None:
 
 
 def _build(models: Mapping[str, Path], request: PairRequest, work: Path) -> None:
-    from specbuild.convert.convert import ConvertOptions, convert
+    from specbuild.convert.convert import convert
+    from specbuild.convert.options import ConvertOptions
     from specbuild.engine.build import build_engines
     from specbuild.engine.config import EngineOptions
 

@@ -12,7 +12,8 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from specbuild.convert.convert import ConvertOptions, convert
+from specbuild.convert.convert import convert
+from specbuild.convert.options import ConvertOptions
 from specbuild.engine.build import build_engine
 from specbuild.engine.config import engine_options
 from specbuild.progress import Stages

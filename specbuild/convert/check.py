@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from specbuild.convert.convert import ConvertOptions, Source, lay_out, read_source
+from specbuild.convert.options import ConvertOptions
+from specbuild.convert.source import Source, lay_out, read_source
 from specbuild.hf.families import refused_family
 from specbuild.hf.hub_metadata import described
 from specbuild.hf.model_facts import require_packages, vocab_size_of

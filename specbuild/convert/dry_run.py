@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 from specbuild.artifacts.inspect import facts_table
 from specbuild.artifacts.provenance import require_same
 from specbuild.convert.check import conversion_memory, require_family
-from specbuild.convert.convert import ConvertOptions, Layout, Source, lay_out, output_bytes, read_source, require_sound
+from specbuild.convert.convert import require_sound
 from specbuild.convert.inputs import conversion_provenance, described_inputs
+from specbuild.convert.options import ConvertOptions
+from specbuild.convert.source import Layout, Source, lay_out, read_source
 from specbuild.files import existing, require_space
 from specbuild.hf.model_config import eos_token_ids, save_tokenizer
 from specbuild.hf.model_facts import dtype_name, require_packages, vocab_size_of
@@ -53,12 +55,13 @@ def describe_conversion(options: ConvertOptions, stages: Stages) -> str:
 
 
 def _facts(options: ConvertOptions, source: Source, layout: Layout, would_be: str, download: int) -> dict[str, str]:
+    from specbuild.convert.model import output_bytes, pack
     from specbuild.export.exporter import cache_shapes
     from specbuild.export.features import Fusion
     from specrun.engine_dir.config import GraphInfo
 
     model, notes = layout.model, list[str]()
-    packed = _packed(options, source, layout, notes)
+    packed = pack(source, options, layout, None, notes)
     info = GraphInfo(
         vocab_size=vocab_size_of(model),
         dtype=dtype_name(model),
@@ -99,22 +102,6 @@ def _facts(options: ConvertOptions, source: Source, layout: Layout, would_be: st
         else "not known before it was tried; it goes into writing the weights",
         **{f"note {number}": note for number, note in enumerate(notes, 1)},
     }
-
-
-def _packed(options: ConvertOptions, source: Source, layout: Layout, notes: list[str]) -> PackedModel:
-    """The weights that would be quantized, or are; inputs as in the checkpoint, or not calibrated yet."""
-    from specbuild.quantization.quantize_model import pack_model, unmatched
-    from specbuild.quantized_formats.loading import packed_products
-    from specbuild.weights.packed_model import PackedModel
-
-    if source.recipe:
-        notes += [
-            f"--exclude {pattern} matches no module with a weight" for pattern in unmatched(layout.model, source.recipe)
-        ]
-        return pack_model(layout.model, source.recipe.without_inputs, layout.weights)
-    if source.scheme and not options.dequantize:
-        return packed_products(layout.model, source.scheme, layout.weights, notes)
-    return PackedModel()
 
 
 def _memory(layers: int, packed: PackedModel) -> int:

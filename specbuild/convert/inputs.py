@@ -17,7 +17,7 @@ from specbuild.quantization.calibration_data import BUILTIN, TextOptions
 from specrun.engine_dir.config import Provenance
 
 if TYPE_CHECKING:
-    from specbuild.convert.convert import ConvertOptions
+    from specbuild.convert.options import ConvertOptions
 
 _INPUTS = {"model", "revision", "head", "head_of", "draft_dir", "texts"}
 """Options that name what is read; it counts by its content."""

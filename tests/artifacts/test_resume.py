@@ -23,8 +23,9 @@ from safetensors.torch import load_file, save_file
 
 from specbuild.artifacts.resume import PROGRESS_NAME, checkpoint_of
 from specbuild.cli import main
-from specbuild.convert.convert import ConvertOptions, convert
+from specbuild.convert.convert import convert
 from specbuild.convert.dry_run import describe_conversion
+from specbuild.convert.options import ConvertOptions
 from specbuild.progress import Advance, Stages
 from specbuild.quantization import activation_ranges as inputs
 from specbuild.quantization.activation_ranges import Largest

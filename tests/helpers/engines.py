@@ -10,7 +10,8 @@ from typing import Any
 
 from rich.console import Console
 
-from specbuild.convert.convert import ConvertOptions, convert
+from specbuild.convert.convert import convert
+from specbuild.convert.options import ConvertOptions
 from specbuild.engine.build import build_engine
 from specbuild.engine.config import engine_options
 from specbuild.files import locked

@@ -18,8 +18,8 @@ from click.testing import CliRunner
 from huggingface_hub import constants
 
 from specbuild.cli import main
-from specbuild.convert.convert import ConvertOptions
 from specbuild.convert.inputs import locate_inputs
+from specbuild.convert.options import ConvertOptions
 from specbuild.head_formats.detect import read_head
 from specbuild.hf.hub import locate
 from specbuild.progress import human_bytes

@@ -1,0 +1,61 @@
+"""What ``specbuild convert`` can be asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from specbuild.quantization.calibration_data import TextOptions
+from specbuild.quantization.recipe import make_recipe
+from specbuild.weights.cache_codes import cache_code
+from specrun.errors import BuildConfigError
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """What ``specbuild convert`` was asked for."""
+
+    model: str
+    output_dir: str | Path
+    dtype: str = "auto"
+    max_seq_len: int | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    qformat: str = "auto"
+    """``auto``: as the checkpoint is."""
+    group_size: int | None = None
+    exclude: tuple[str, ...] = ()
+    kv_cache_dtype: str = "auto"
+    """What keys and values are stored in; ``auto``: what is computed in."""
+    texts: TextOptions = field(default_factory=TextOptions)
+    """What scales are calibrated on: of 8-bit caches, and in formats whose inputs have fixed ones."""
+    dequantize: bool = False
+    """Take quantized weights as dense ones."""
+    text_model: bool = False
+    """Take the language model inside a multimodal one."""
+    head: str | None = None
+    """A draft head that the model is to give its features to."""
+    head_of: str | None = None
+    """The model is a draft head; this is its target."""
+    allow_pickle: bool = False
+    """Read a head's weights from a pickle, where there are no others."""
+    verify: bool = True
+    resume: bool = False
+    force: bool = False
+
+    def require_consistent(self) -> None:
+        """Raise BuildConfigError where options cannot stand beside each other."""
+        make_recipe(self.qformat, self.group_size, self.exclude)
+        of_models = {
+            "--head": self.head is not None,
+            "--qformat": self.qformat != "auto",
+            "--kv_cache_dtype": self.kv_cache_dtype != "auto",
+            "--text_model": self.text_model,
+        }
+        for name, is_given in of_models.items():
+            if self.head_of is not None and is_given:
+                raise BuildConfigError(f"{name} cannot stand beside --head_of: a head is computed as its target is")
+        if self.head is not None and cache_code(self.kv_cache_dtype):
+            raise BuildConfigError("--kv_cache_dtype cannot stand beside --head: features are not stored in 8 bits")
+        if self.head is not None and self.text_model:
+            raise BuildConfigError("--text_model cannot stand beside --head: heads read features of whole models")
