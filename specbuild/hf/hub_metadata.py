@@ -63,7 +63,7 @@ def without_weights(repository: Repository) -> Iterator[tuple[Path, int]]:
         yield Path(name), sum(repository.sizes[file] for file in missing)
 
 
-class _Part(NamedTuple):
+class _Span(NamedTuple):
     """Bytes of a file that are to be read, too."""
 
     path: Path
@@ -72,7 +72,7 @@ class _Part(NamedTuple):
     stop: int
 
 
-def _write(repository: Repository, directory: Path, name: str) -> list[_Part]:
+def _write(repository: Repository, directory: Path, name: str) -> list[_Span]:
     """Write the header of a weight file; returns what else is read. What is wrong with it is left to those who do."""
     path, size, url = directory / name, repository.sizes[name], _url(repository, name)
     first = _read(url, 0, min(size, _FIRST)) if size else b""
@@ -87,10 +87,10 @@ def _write(repository: Repository, directory: Path, name: str) -> list[_Part]:
         return []
     stops = dict(pairwise(sorted([*(entry.offset for entry in entries.values()), size])))
     starts = [entry.offset for tensor, entry in entries.items() if _WITH_VALUES.search(tensor)]
-    return [_Part(path, url, start, stops[start]) for start in starts]
+    return [_Span(path, url, start, stops[start]) for start in starts]
 
 
-def _fill(part: _Part) -> None:
+def _fill(part: _Span) -> None:
     with part.path.open("r+b") as file:
         file.seek(part.start)
         file.write(_read(part.url, part.start, part.stop))

@@ -60,7 +60,7 @@ class QuantizeOptions:
     force: bool = False
 
 
-class Source(NamedTuple):
+class Quantizable(NamedTuple):
     """A checkpoint that was checked, and what of it is to be quantized."""
 
     directory: Path
@@ -125,7 +125,7 @@ def quantize(options: QuantizeOptions, stages: Stages) -> dict[str, Any]:
     with run_for(output_dir, made, stopped, stages) as run:
         if not run.written.exists():  # Known before calibrating.
             require_space({output_dir.absolute().parent: output_bytes(files.entries, products, plan)})
-        report = _write(options, recipe, Source(source, files, meta_model, products, texts, draft), run, stages)
+        report = _write(options, recipe, Quantizable(source, files, meta_model, products, texts, draft), run, stages)
         with new_directory(output_dir, options.force) as work:
             work.rmdir()
             run.written.rename(work)
@@ -135,7 +135,7 @@ def quantize(options: QuantizeOptions, stages: Stages) -> dict[str, Any]:
     return report
 
 
-def _write(options: QuantizeOptions, recipe: Recipe, source: Source, run: Run, stages: Stages) -> dict[str, Any]:
+def _write(options: QuantizeOptions, recipe: Recipe, source: Quantizable, run: Run, stages: Stages) -> dict[str, Any]:
     """Calibrate, write ``run.written`` and compare it with the original, as far as that is not done yet.
 
     Returns what quality.json says.

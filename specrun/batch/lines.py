@@ -78,7 +78,7 @@ class Ask(NamedTuple):
     asked: Asked = NOTHING
 
 
-class Form(Protocol):
+class AnswerForm(Protocol):
     """How a question is answered."""
 
     def answer(self, requests: Sequence[Request], ask: Ask, names: TokenBytes | None) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class Form(Protocol):
 class Question(NamedTuple):
     """A line of the input."""
 
-    form: Form
+    form: AnswerForm
     ask: Ask | RequestError
     """What is wrong with the line, where it asks for nothing."""
 
@@ -110,7 +110,7 @@ def digest_of(line: bytes) -> str:
 def read_question(line: bytes, number: int, defaults: Defaults) -> Question:
     """The question in a line. number: the line's, from 1."""
     place = Place(number, digest_of(line))
-    form: Form = _OwnForm(place)
+    form: AnswerForm = _OwnForm(place)
     try:
         content = _content(line)
         if any(name in content for name in _OPENAI):
@@ -195,11 +195,11 @@ class _OwnForm:
     """The question's ``id``, where it has one."""
 
     def answer(self, requests: Sequence[Request], ask: Ask, names: TokenBytes | None) -> dict[str, Any]:
-        """See Form."""
+        """See AnswerForm."""
         return self._line({"answers": [as_object(request) for request in requests]})
 
     def failure(self, error: SpecError) -> dict[str, Any]:
-        """See Form."""
+        """See AnswerForm."""
         return self._line({"error": str(error)})
 
     def _line(self, rest: dict[str, Any]) -> dict[str, Any]:
@@ -238,13 +238,13 @@ class _OpenAIForm:
         self._url = content.get("url", "")
 
     def answer(self, requests: Sequence[Request], ask: Ask, names: TokenBytes | None) -> dict[str, Any]:
-        """See Form."""
+        """See AnswerForm."""
         answers = [Answer.of(request, names, ask.asked) for request in requests]
         shape, created = _SHAPES[self._url], int(time.time())
         return self._line(200, whole_answer(shape, answers, ask.n, Head(self._identity, created, self._model)))
 
     def failure(self, error: SpecError) -> dict[str, Any]:
-        """See Form."""
+        """See AnswerForm."""
         if isinstance(error, RequestError):
             return self._line(400, error_body(str(error), "invalid_request_error", field_of(error)))
         return self._line(500, error_body(str(error), "server_error"))

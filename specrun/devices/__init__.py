@@ -38,7 +38,7 @@ Grid = tuple[int, int, int]
 """How many blocks a kernel is started with, in three dimensions."""
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point in a device's work. It may be recorded again; what is said of it holds for the last time."""
 
     def record(self) -> None:
@@ -47,7 +47,7 @@ class Event(Protocol):
     def wait(self) -> None:
         """Return when the device has reached it. Work that is queued behind it may still run."""
 
-    def seconds_since(self, earlier: Event) -> float:
+    def seconds_since(self, earlier: DeviceEvent) -> float:
         """The device's time from ``earlier`` to here. Both were waited for."""
 
 
@@ -95,7 +95,7 @@ class Device(Protocol):
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
         """What ``work`` queues as one piece, to be queued again and again. It is not run now."""
 
-    def event(self) -> Event:
+    def event(self) -> DeviceEvent:
         """A new event, which lives as long as the device is open."""
 
     def seconds(self, work: Callable[[], object]) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specrun.devices import Device, DeviceArray, Event, Grid
+from specrun.devices import Device, DeviceArray, DeviceEvent, Grid
 from specrun.devices.driver import why_no_gpu
 from specrun.errors import BackendError
 from specrun.optional_packages import how_to_install
@@ -61,7 +61,7 @@ class CudaDevice:
         self._memory: list[int] = []
         self._pinned: list[Any] = []
         self._events: list[CudaEvent] = []
-        self._timer: tuple[Event, Event] | None = None
+        self._timer: tuple[DeviceEvent, DeviceEvent] | None = None
         self._done: Any = None
         """The event that others wait for. One is enough: a wait is for what was recorded last before it."""
 
@@ -172,7 +172,7 @@ class CudaDevice:
 
         return replay
 
-    def event(self) -> Event:
+    def event(self) -> DeviceEvent:
         """See ``Device.event``."""
         with self._errors("refused an event"):
             self.activate()
@@ -250,26 +250,26 @@ class CudaDevice:
 
 
 class CudaEvent:
-    """See ``Event``. Made by ``CudaDevice.event``."""
+    """See ``DeviceEvent``. Made by ``CudaDevice.event``."""
 
     def __init__(self, device: CudaDevice, event: Any) -> None:
         self._device = device
         self.event = event
 
     def record(self) -> None:
-        """See ``Event.record``."""
+        """See ``DeviceEvent.record``."""
         with self._device._errors("refused an event"):
             self._device.activate()
             self._device._stream.record(self.event)
 
     def wait(self) -> None:
-        """See ``Event.wait``."""
+        """See ``DeviceEvent.wait``."""
         with self._device._errors("failed in a round"):
             self._device.activate()
             self.event.sync()
 
-    def seconds_since(self, earlier: Event) -> float:
-        """See ``Event.seconds_since``."""
+    def seconds_since(self, earlier: DeviceEvent) -> float:
+        """See ``DeviceEvent.seconds_since``."""
         if not isinstance(earlier, CudaEvent):
             raise ValueError("an event of another kind of device")
         with self._device._errors("does not tell a time"):

@@ -13,7 +13,7 @@ from specrun.triton.tensors import Array
 
 
 @dataclass
-class Answer:
+class UnsentAnswer:
     """What has come and was not sent yet."""
 
     stream: bool

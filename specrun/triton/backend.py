@@ -22,8 +22,8 @@ from specrun.request.stats import Stats
 from specrun.request.updates import Ended, Update
 from specrun.serve.engine import EngineStoppedError, EngineThread
 from specrun.serve.log import log
-from specrun.triton.answer import Answer
-from specrun.triton.metrics import Metrics
+from specrun.triton.answer import UnsentAnswer
+from specrun.triton.metrics import TritonMetrics
 from specrun.triton.repository import DRAFT, MAX_QUEUE, TARGET, TOKENIZER
 from specrun.triton.responses import Response, ResponseThread
 from specrun.triton.tensors import Ask, read_inputs
@@ -56,7 +56,7 @@ class TritonPythonModel:
         )
         for note in self.decoder.notes:
             log.warning(note)
-        self.metrics = Metrics(args["model_name"])
+        self.metrics = TritonMetrics(args["model_name"])
         self.responses = ResponseThread()
         self.engine = EngineThread(self.decoder, self.responses.deliver, max_queue)
         self._readers = ThreadPoolExecutor(READERS, "reader")
@@ -90,7 +90,7 @@ class TritonPythonModel:
 
     def _give_to_engine(self, ask: Ask, response: Response) -> None:
         made = self.decoder.request(ask.prompt, ask.params, ask.options, name=ask.prompt_name)
-        response.answer = Answer(ask.stream, made.logprobs is not None, made.echo, len(made.prompt), ask.is_probe)
+        response.answer = UnsentAnswer(ask.stream, made.logprobs is not None, made.echo, len(made.prompt), ask.is_probe)
         if ask.is_probe and self._is_busy():
             ended = Ended("length", 0, Stats(), None)
             self.responses.do(partial(response.receive, 0, Update((), 0, (), ended)))

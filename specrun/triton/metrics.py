@@ -10,7 +10,7 @@ from specrun.request.updates import Ended
 from specrun.serve.log import log
 
 
-class Metrics:
+class TritonMetrics:
     """Counts what the requests of one model did. Of the thread of the responses alone."""
 
     def __init__(self, model: str) -> None:

@@ -15,8 +15,8 @@ from specrun.errors import RequestError, SpecError
 from specrun.request.updates import Update
 from specrun.serve.engine import EngineStoppedError, Job, News, QueueFullError
 from specrun.serve.log import log
-from specrun.triton.answer import Answer
-from specrun.triton.metrics import Metrics
+from specrun.triton.answer import UnsentAnswer
+from specrun.triton.metrics import TritonMetrics
 from specrun.triton.tensors import in_tritons_words
 
 CANCEL_SECONDS = 0.1
@@ -26,8 +26,8 @@ CANCEL_SECONDS = 0.1
 class Response:
     """Everything that one request is answered with."""
 
-    def __init__(self, sender: Any, metrics: Metrics) -> None:
-        self.answer: Answer | None = None
+    def __init__(self, sender: Any, metrics: TritonMetrics) -> None:
+        self.answer: UnsentAnswer | None = None
         self.job: Job | None = None
         """Set once the engine has the request."""
         self.is_closed = False
@@ -51,7 +51,7 @@ class Response:
             self.job.cancel()
         self.fail(error)
 
-    def _send_answer(self, answer: Answer) -> None:
+    def _send_answer(self, answer: UnsentAnswer) -> None:
         ended = answer.ended
         if ended and ended.error:
             self.fail(ended.error)

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specrun import kernels
-from specrun.devices import Device, DeviceArray, Event, Grid
+from specrun.devices import Device, DeviceArray, DeviceEvent, Grid
 from specrun.kernels import calls
 from specrun.kernels.layout import BARRIER
 
@@ -101,7 +101,7 @@ def fetched(device: Device, array: DeviceArray) -> npt.NDArray[Any]:
 
 
 class HostEvent:
-    """See ``Event``."""
+    """See ``DeviceEvent``."""
 
     when = 0.0
 
@@ -111,7 +111,7 @@ class HostEvent:
     def wait(self) -> None:
         pass
 
-    def seconds_since(self, earlier: Event) -> float:
+    def seconds_since(self, earlier: DeviceEvent) -> float:
         assert isinstance(earlier, HostEvent)
         return self.when - earlier.when
 
@@ -208,7 +208,7 @@ class HostDevice:
 
         return play
 
-    def event(self) -> Event:
+    def event(self) -> DeviceEvent:
         return HostEvent()
 
     def seconds(self, work: Callable[[], object]) -> float:

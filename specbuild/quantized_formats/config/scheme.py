@@ -12,7 +12,7 @@ import numpy as np
 from specbuild.quantized_formats.formats import Form, Rule
 from specbuild.quantized_formats.unpack.codebooks import TABLE_SUFFIXES
 from specbuild.quantized_formats.unpack.readers import READERS
-from specbuild.quantized_formats.unpack.stored import FLOATS, Array, Module, StackedPart, StoredTensor
+from specbuild.quantized_formats.unpack.stored import FLOATS, Array, Module, NumpyTensor, StackedPart
 from specbuild.weights.cache_codes import KV_CACHE_DTYPES, CacheCode
 from specbuild.weights.packed import Packed
 from specrun.errors import CheckpointError
@@ -88,12 +88,12 @@ class Scheme:
                 "quantization_config if the weights were dequantized, or download them again"
             )
 
-    def is_quantized(self, tensors: Mapping[str, StoredTensor]) -> bool:
+    def is_quantized(self, tensors: Mapping[str, NumpyTensor]) -> bool:
         """Whether the tensors of a module, by suffix, are those of a quantized weight."""
         weight = tensors.get("weight")
         return bool(_MARKS & tensors.keys()) or (weight is not None and weight.dtype not in _DENSE)
 
-    def packed(self, module: str, tensors: Mapping[str, StoredTensor]) -> Packed | None:
+    def packed(self, module: str, tensors: Mapping[str, NumpyTensor]) -> Packed | None:
         """The weight of ``module``, a product, from its ``tensors`` by suffix. None: it is dense.
 
         Raises CheckpointError where the tensors contradict the configuration or each other.
@@ -115,7 +115,7 @@ class Scheme:
             raise found.error(f"{weight.name} is {weight.dtype}, though {module} is said to be quantized")
         return READERS[form.reader](found, form)
 
-    def experts(self, module: str, tensors: Mapping[str, StoredTensor]) -> tuple[Packed, ...]:
+    def experts(self, module: str, tensors: Mapping[str, NumpyTensor]) -> tuple[Packed, ...]:
         """The weights of stacked experts in MXFP4: uint8 ``blocks`` [E, N, K / 32, 16], ``scales`` [E, N, K / 32].
 
         transformers: integrations/mxfp4.py, convert_moe_packed_tensors. Raises CheckpointError.
@@ -145,7 +145,7 @@ class Scheme:
             for index in range(count)
         )
 
-    def cache_scales(self, tensor: StoredTensor, heads: int) -> Array:
+    def cache_scales(self, tensor: NumpyTensor, heads: int) -> Array:
         """The values of ``tensor``, one of ``CACHE_SCALES``: of each head, [heads]. Raises CheckpointError."""
         found = Module(self.path, tensor.name, {})
         if int(np.prod(tensor.shape)) == 1:

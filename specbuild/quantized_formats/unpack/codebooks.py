@@ -26,8 +26,8 @@ from specbuild.quantized_formats.unpack.stored import (
     Array,
     CodeTensor,
     Module,
+    NumpyTensor,
     Ranges,
-    StoredTensor,
     lazy,
     unpacked_rows,
 )
@@ -103,7 +103,7 @@ class _Values:
     """What the tensors of a four-bit weight hold."""
 
     module: Module
-    weight: StoredTensor
+    weight: NumpyTensor
     state: _State
 
     def codes(self, ranges: Ranges) -> Iterator[Array]:

@@ -38,8 +38,8 @@ from specbuild.quantized_formats.unpack.stored import (
     Array,
     CodeTensor,
     Module,
+    NumpyTensor,
     Ranges,
-    StoredTensor,
     in_pairs,
     lazy,
     once,
@@ -249,7 +249,7 @@ def modelopt_int4(module: Module, form: Form) -> Packed:
     )
 
 
-def _unpacked_shape(module: Module, packed: StoredTensor, bits: int) -> tuple[int, int]:
+def _unpacked_shape(module: Module, packed: NumpyTensor, bits: int) -> tuple[int, int]:
     """[K, N] of a weight that is packed along K."""
     stated = module.find("weight_shape")
     if stated is None:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from specbuild.quantized_formats.formats import Block, Form
-from specbuild.quantized_formats.unpack.stored import EXPONENTS, FLOATS, Array, Module, StoredTensor, lazy
+from specbuild.quantized_formats.unpack.stored import EXPONENTS, FLOATS, Array, Module, NumpyTensor, lazy
 from specbuild.weights.packed import Activation
 
 _INTEGERS = (np.dtype(np.int32), np.dtype(np.int64))
@@ -37,7 +37,7 @@ def canonical(values: Array, shape: tuple[int, int], block: Block) -> Array:
     return values.T.reshape(canonical_shape(shape, block)) if block != (None, None) else values[0, 0]
 
 
-def scales(module: Module, tensor: StoredTensor, shape: tuple[int, int], block: Block) -> ir.TensorProtocol:
+def scales(module: Module, tensor: NumpyTensor, shape: tuple[int, int], block: Block) -> ir.TensorProtocol:
     """The scales of a weight [K, N] that stand by output and input channel; ones in the shape may be left out.
 
     Powers of two that are stored as exponents become bfloat16, which holds them all. Raises CheckpointError.
@@ -57,7 +57,7 @@ def scales(module: Module, tensor: StoredTensor, shape: tuple[int, int], block: 
     return lazy(ir.DataType.from_numpy(dtype), canonical_shape(shape, block), values)
 
 
-def grouped(module: Module, tensor: StoredTensor, shape: tuple[int, int], group: int | None) -> ir.TensorProtocol:
+def grouped(module: Module, tensor: NumpyTensor, shape: tuple[int, int], group: int | None) -> ir.TensorProtocol:
     """Scales that stand as [K / group, N] already (AWQ, GPTQ, torchao's INT4). Raises CheckpointError."""
     block: Block = (1, group)
     module.shaped(tensor, tuple(reversed(grid(shape, block))))
@@ -65,7 +65,7 @@ def grouped(module: Module, tensor: StoredTensor, shape: tuple[int, int], group:
     return lazy(ir.DataType.from_numpy(tensor.dtype), size, lambda: module.finite(tensor).reshape(size))
 
 
-def powers_of_two(module: Module, tensor: StoredTensor) -> Array:
+def powers_of_two(module: Module, tensor: NumpyTensor) -> Array:
     """2^(value - 127) in bfloat16; 255 is NaN. Raises CheckpointError."""
     exponents = tensor.read().view(np.uint8).astype(np.int32)
     if (exponents == 255).any():
@@ -73,7 +73,7 @@ def powers_of_two(module: Module, tensor: StoredTensor) -> Array:
     return np.ldexp(np.float32(1), exponents - 127).astype(ml_dtypes.bfloat16)
 
 
-def require_whole_groups(module: Module, tensor: StoredTensor, inputs: int, group: int | None) -> None:
+def require_whole_groups(module: Module, tensor: NumpyTensor, inputs: int, group: int | None) -> None:
     """Raise CheckpointError where groups do not divide the input channels, in formats that know no shorter group."""
     if group is not None and inputs % group:
         raise module.error(f"{tensor.name}: {inputs} input channels, which groups of {group} do not divide")

@@ -32,14 +32,14 @@ FLOATS = tuple(np.dtype(kind) for kind in (np.float16, ml_dtypes.bfloat16, np.fl
 Index = tuple[slice, ...]
 """A range of every axis. Empty: the whole tensor."""
 Ranges = Iterable[tuple[int, int]]
-Rows = Callable[[Ranges], Iterable[Array]]
+CodeRows = Callable[[Ranges], Iterable[Array]]
 """Gives [stop - start, N] for each range of rows: the bits of a code in the low bits of a byte.
 
 A range starts at a multiple of 64, so no word is cut.
 """
 
 
-class StoredTensor(Protocol):
+class NumpyTensor(Protocol):
     """A tensor in a checkpoint's file."""
 
     @property
@@ -64,56 +64,56 @@ class Module:
 
     path: Path
     name: str
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, NumpyTensor]
 
     def error(self, text: str) -> CheckpointError:
         """What is wrong with this module's tensors."""
         return CheckpointError(f"{self.path}: {text}; the tensors do not fit the configuration: download both again")
 
-    def find(self, *suffixes: str) -> StoredTensor | None:
+    def find(self, *suffixes: str) -> NumpyTensor | None:
         """The first of these tensors that is there."""
         return next((self.tensors[suffix] for suffix in suffixes if suffix in self.tensors), None)
 
-    def need(self, *suffixes: str, dtypes: tuple[np.dtype[Any], ...]) -> StoredTensor:
+    def need(self, *suffixes: str, dtypes: tuple[np.dtype[Any], ...]) -> NumpyTensor:
         """The first of these tensors that is there, of one of ``dtypes``. Raises CheckpointError."""
         tensor = self.find(*suffixes)
         if tensor is None:
             raise self.error(f"{self.name}: no tensor {suffixes[0]!r} beside {sorted(self.tensors)[:8]}")
         return self.check(tensor, dtypes)
 
-    def matrix(self, *suffixes: str, dtypes: tuple[np.dtype[Any], ...]) -> StoredTensor:
+    def matrix(self, *suffixes: str, dtypes: tuple[np.dtype[Any], ...]) -> NumpyTensor:
         """As ``need``, of two dimensions."""
         tensor = self.need(*suffixes, dtypes=dtypes)
         if len(tensor.shape) != 2 or 0 in tensor.shape:
             raise self.error(f"{tensor.name} of shape {list(tensor.shape)}, expected two dimensions")
         return tensor
 
-    def check(self, tensor: StoredTensor, dtypes: tuple[np.dtype[Any], ...]) -> StoredTensor:
+    def check(self, tensor: NumpyTensor, dtypes: tuple[np.dtype[Any], ...]) -> NumpyTensor:
         """``tensor``; raises CheckpointError where it is of none of ``dtypes``."""
         if tensor.dtype not in dtypes:
             raise self.error(f"{tensor.name} is {tensor.dtype}, expected {' or '.join(map(str, dtypes))}")
         return tensor
 
-    def shaped(self, tensor: StoredTensor, *shapes: tuple[int, ...]) -> StoredTensor:
+    def shaped(self, tensor: NumpyTensor, *shapes: tuple[int, ...]) -> NumpyTensor:
         """``tensor``; raises CheckpointError where it has none of ``shapes``."""
         if tuple(tensor.shape) not in shapes:
             raise self.error(f"{tensor.name} of shape {list(tensor.shape)}, expected {list(shapes[0])}")
         return tensor
 
-    def finite(self, tensor: StoredTensor) -> Array:
+    def finite(self, tensor: NumpyTensor) -> Array:
         """The values of ``tensor``; raises CheckpointError where one is NaN or infinite."""
         values = tensor.read()
         if not np.isfinite(values.astype(np.float32)).all():
             raise self.not_finite(tensor)
         return values
 
-    def not_finite(self, tensor: StoredTensor) -> CheckpointError:
+    def not_finite(self, tensor: NumpyTensor) -> CheckpointError:
         """The error for values that are no numbers."""
         return CheckpointError(
             f"{self.path}: the values of {tensor.name} are not finite (NaN or inf); download them again"
         )
 
-    def scalar(self, tensor: StoredTensor) -> float:
+    def scalar(self, tensor: NumpyTensor) -> float:
         """The one value of ``tensor``, a scale. Raises CheckpointError."""
         if int(np.prod(tensor.shape)) != 1:
             raise self.error(f"{tensor.name} of shape {list(tensor.shape)}, expected one value")
@@ -131,7 +131,7 @@ def lazy(dtype: ir.DataType, shape: tuple[int, ...], make: Callable[[], Array]) 
 class CodeTensor(ir.LazyTensor):
     """Codes [K, N] that are unpacked, transposed and written some rows at a time, so that little is held."""
 
-    def __init__(self, dtype: ir.DataType, shape: tuple[int, ...], rows: Rows) -> None:
+    def __init__(self, dtype: ir.DataType, shape: tuple[int, ...], rows: CodeRows) -> None:
         """A shape of one dimension is one row."""
         super().__init__(self._whole, dtype, ir.Shape(shape))
         self._rows = rows
@@ -169,7 +169,7 @@ class CodeTensor(ir.LazyTensor):
 class StackedPart:
     """One of the tensors that are stacked in another, as a tensor of its own."""
 
-    stack: StoredTensor
+    stack: NumpyTensor
     index: int
     shape: tuple[int, ...]
 
@@ -190,7 +190,7 @@ class StackedPart:
         return values[index]
 
 
-def outputs_first(tensor: StoredTensor, per_column: int, codes: Callable[[Array], Array]) -> Rows:
+def outputs_first(tensor: NumpyTensor, per_column: int, codes: Callable[[Array], Array]) -> CodeRows:
     """The rows of a weight whose output channels come first, ``per_column`` input channels in a column of ``tensor``.
 
     ``codes`` unpacks [N, columns] to [columns * per_column, N].
@@ -204,12 +204,12 @@ def outputs_first(tensor: StoredTensor, per_column: int, codes: Callable[[Array]
     return rows
 
 
-def in_pairs(tensor: StoredTensor) -> Rows:
+def in_pairs(tensor: NumpyTensor) -> CodeRows:
     """The rows of a weight [N, K / 2] of bytes with two codes each, the first in the low half."""
     return outputs_first(tensor, 2, lambda part: unpack.by_output(part, 4))
 
 
-def unpacked_rows(module: Module, tensor: StoredTensor) -> Rows:
+def unpacked_rows(module: Module, tensor: NumpyTensor) -> CodeRows:
     """The rows of a weight [N, K] that stands one code a byte: int8, or float8_e4m3fn without NaN."""
 
     def codes(part: Array) -> Array:
@@ -221,7 +221,7 @@ def unpacked_rows(module: Module, tensor: StoredTensor) -> Rows:
     return outputs_first(tensor, 1, codes)
 
 
-def once(whole: Callable[[], Array]) -> Rows:
+def once(whole: Callable[[], Array]) -> CodeRows:
     """The rows of something small that is computed as a whole."""
 
     def rows(ranges: Ranges) -> Iterator[Array]:

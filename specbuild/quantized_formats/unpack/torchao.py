@@ -30,7 +30,7 @@ from specbuild.quantized_formats.unpack.stored import (
     Array,
     CodeTensor,
     Module,
-    StoredTensor,
+    NumpyTensor,
     in_pairs,
     lazy,
     once,
@@ -100,7 +100,7 @@ def _whole_dimensions(form: Form, shape: tuple[int, int]) -> Form:
 
 def _zero_points(module: Module, form: Form, shape: tuple[int, int], kind: ir.DataType) -> ir.TensorProtocol | None:
     """Zero points by block; None where all are zero, which torchao writes for symmetric weights."""
-    tensor: StoredTensor | None = module.find("_weight_zero_point")
+    tensor: NumpyTensor | None = module.find("_weight_zero_point")
     if tensor is None:
         return None
     module.shaped(tensor, grid(shape, form.block))

@@ -65,8 +65,8 @@ def answer_with_engines(
     from specrun.request.options import RequestOptions
     from specrun.sampling.sampler import SamplingParams
 
-    class Form:
-        """See ``batch_lines.Form``: here a prompt's answer is a text."""
+    class TextAnswer:
+        """See ``AnswerForm``: here a prompt's answer is a text."""
 
         def __init__(self, prompt: Prompt) -> None:
             self.prompt = prompt
@@ -82,13 +82,13 @@ def answer_with_engines(
         asked: Any = example.messages if example.text is None else example.text
         params = SamplingParams(temperature=sampling.temperature, seed=sampling.seed + prompt.place.line)
         options = RequestOptions(max_output_len=sampling.max_output_len)
-        return Question(Form(prompt), Ask([asked], params, options, 1))
+        return Question(TextAnswer(prompt), Ask([asked], params, options, 1))
 
     with SpeculativeDecoder.open(target, draft) as decoder:
         for ended in Batch(decoder, map(question, prompts)).answer():
             for answered in ended:
                 form = answered.question.form
-                assert isinstance(form, Form)
+                assert isinstance(form, TextAnswer)
                 yield form.prompt, answered.error or answered.requests[0].text or RequestError("the answer is empty")
 
 
