@@ -21,15 +21,9 @@ from typing import Any
 
 from specbuild import __version__
 from specbuild.artifacts.checksums import Inputs, describe_inputs
-from specbuild.artifacts.provenance import key
-from specbuild.files import locked, write_whole
-from specbuild.head_formats.detect import holds_head
-from specbuild.hf.hub import locate
-from specbuild.hf.model_facts import require_packages
-from specbuild.progress import Stages
+from specbuild.hf.local import local_directory
 from specrun.command_line import explain_error, stop_signals
-from specrun.engine_dir.config import FORMAT_VERSION, Provenance
-from specrun.engine_dir.directories import new_directory
+from specrun.engine_dir.checksums import key_of
 from specrun.errors import PairError
 
 MAX_SEQ_LEN = 4096
@@ -62,34 +56,34 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specrun" / "pairs"
 
 
-def engines_of(request: PairRequest, stages: Stages) -> dict[str, Path]:
+def engines_of(request: PairRequest) -> dict[str, Path]:
     """The engine directories ``target`` and ``draft``; they are built where they are not there.
 
-    Another process that builds the same pair is waited for. Raises SpecError, and ImportError where a package is
-    missing.
+    Raises SpecError, and ImportError where a package is missing.
     """
-    models = {name: locate(getattr(request, name), option=name.upper()) for name in ("target", "draft")}
+    models = {name: _locate(getattr(request, name), name.upper()) for name in ("target", "draft")}
     digests = _Digests(cache_folder() / "digests.json")
-    made = Provenance(
-        tool="specbuild pair",
-        created="",
-        source="",
-        versions={"specbuild": __version__, "format": str(FORMAT_VERSION)},
-        machine=platform.machine(),
-        options=request.settings,
-        inputs={f"{name}{file}": digest for name, path in models.items() for file, digest in digests.of(path).items()},
-    )
-    place = cache_folder() / f"{models['target'].resolve().name}-{key(made)[:16]}"
+    made_of = {
+        "release": __version__,
+        "machine": platform.machine(),
+        "settings": request.settings,
+        **{name: digests.of(directory) for name, directory in models.items()},
+    }
+    place = cache_folder() / f"{models['target'].resolve().name}-{key_of(made_of)[:16]}"
     if not place.is_dir():
         require_fit(models["target"], models["draft"], request.chat_template)
     digests.save()
     if not place.is_dir():
-        with locked(place, lambda: stages.say("another process is building this pair; waiting for it")):
-            if not place.is_dir():
-                stages.say(f"the pair is built once and kept in {place}")
-                with new_directory(place, force=False) as work:
-                    _build(models, request, work)
+        _build(models, request, place)
     return {name: place / name for name in models}
+
+
+def _locate(model: str, option: str) -> Path:
+    if (directory := local_directory(model, option)) is not None:
+        return directory
+    from specbuild.hf.hub import locate
+
+    return locate(model, option=option)
 
 
 class _Digests:
@@ -104,7 +98,7 @@ class _Digests:
         self._found = dict(self._known)
 
     def of(self, checkpoint: Path) -> dict[str, str]:
-        """The sha256 of each file by its name, with a slash before it. One that has not changed is not read."""
+        """The sha256 of each file by its name. One that has not changed is not read."""
         name = str(checkpoint.resolve())
         self._found[name] = described = describe_inputs({"": checkpoint}, self._known.get(name))
         return described.inputs
@@ -113,6 +107,8 @@ class _Digests:
         """Keep what was found."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._found != self._known:
+            from specbuild.files import locked, write_whole
+
             with locked(self._path):
                 write_whole(self._path, json.dumps(self._found).encode())
 
@@ -123,7 +119,9 @@ def require_fit(target: Path, draft: Path, chat_template: str | None) -> None:
     Raises ImportError where a package is missing.
     """
     from specbuild.convert.convert import PACKAGES
+    from specbuild.head_formats.detect import holds_head
     from specbuild.hf.model_config import read_model_config
+    from specbuild.hf.model_facts import require_packages
     from specrun.text.chat_template import ChatTemplate
     from specrun.text.retokenizer import open_translator
     from specrun.text.tokenizer import describe_tokenizer
@@ -143,11 +141,26 @@ def require_fit(target: Path, draft: Path, chat_template: str | None) -> None:
         read_model_config(directory, trust_remote_code=False)
 
 
-def _build(models: Mapping[str, Path], request: PairRequest, work: Path) -> None:
+def _build(models: Mapping[str, Path], request: PairRequest, place: Path) -> None:
+    """Build the pair, unless another process has done so meanwhile."""
+    from specbuild.files import locked
+    from specbuild.progress import Stages
+    from specrun.engine_dir.directories import new_directory
+
+    say = Stages().say
+    with locked(place, lambda: say("another process is building this pair; waiting for it")):
+        if not place.is_dir():
+            say(f"the pair is built once and kept in {place}")
+            with new_directory(place, force=False) as work:
+                _write(models, request, work)
+
+
+def _write(models: Mapping[str, Path], request: PairRequest, work: Path) -> None:
     from specbuild.convert.convert import convert
     from specbuild.convert.options import ConvertOptions
     from specbuild.engine.build import build_engines
     from specbuild.engine.config import EngineOptions
+    from specbuild.progress import Stages
 
     onnx = work / "onnx"
     converted = {
@@ -180,7 +193,7 @@ def main() -> None:
 def _answer(request: PairRequest) -> dict[str, str]:
     with stop_signals() as received:
         try:
-            return {name: str(path) for name, path in engines_of(request, Stages()).items()}
+            return {name: str(path) for name, path in engines_of(request).items()}
         except BaseException as error:
             if received:
                 sys.exit(128 + received[0])  # Whoever has started this process says so.

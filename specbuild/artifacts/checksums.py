@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from specbuild.weights.safetensors_files import INDEX_NAME, SINGLE_NAME
 from specrun.engine_dir.checksums import checksum_of, is_unchanged, state_of
-from specrun.engine_dir.config import Provenance
+
+if TYPE_CHECKING:
+    from specrun.engine_dir.config import Provenance
 
 _SMALL = ("*.json", "tokenizer*", "*.model", "*.jinja", "*.py")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import specbuild
 import specrun
 from specbuild.artifacts.onnx_checkpoint import CheckpointConfig
+from specrun.engine_dir.checksums import key_of
 from specrun.engine_dir.config import EngineConfig, Provenance, describe_file, read_config
 from specrun.errors import OutputExistsError
 
@@ -49,8 +50,7 @@ def own_version() -> str:
 
 def key(made: Provenance) -> str:
     """32 hexadecimal digits that are the same where the files would be."""
-    parts = made.model_dump(mode="json", include={"tool", "versions", "machine", "options", "inputs"})
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+    return key_of(made.model_dump(mode="json", include={"tool", "versions", "machine", "options", "inputs"}))
 
 
 def difference(found: Provenance, wanted: Provenance) -> str | None:

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 from specbuild.files import require_space
 from specbuild.head_formats.detect import refuse_head
 from specbuild.head_formats.medusa import PICKLE_NAME as MEDUSA_PICKLE
+from specbuild.hf.local import local_directory
 from specbuild.hf.unsupported import refuse_other_formats
 from specbuild.json_file import read_json
 from specbuild.weights.safetensors_files import INDEX_NAME, SINGLE_NAME, no_weights
-from specrun.engine_dir.links import require_own_files
 from specrun.errors import CheckpointError, SpecError, first_line
 
 if TYPE_CHECKING:
@@ -101,35 +101,6 @@ def locate(
     if missing := repository.missing(weights):
         _download(repository, missing)
     return repository.directory
-
-
-def local_directory(model: str, option: str) -> Path | None:
-    """``model`` as a directory; None where it is a Hub id (owner/name). Raises CheckpointError where it is neither."""
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return require_own_files(path, CheckpointError)
-    if path.exists():
-        raise CheckpointError(f"{model}: is a file; {option} wants the directory that holds config.json")
-    if not _is_hub_id(model):
-        raise CheckpointError(
-            f"{model}: no such directory; {option} wants a checkpoint directory or a Hub ID (owner/name)"
-        )
-    if path.parent.is_dir():
-        raise CheckpointError(
-            f"{model}: no such directory, though {path.parent} is one here, so it is not taken for a Hub ID; for that, "
-            "work in another directory"
-        )
-    return None
-
-
-def _is_hub_id(model: str) -> bool:
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
-
-    try:
-        validate_repo_id(model)
-    except HFValidationError:
-        return False
-    return "/" in model
 
 
 def open_repository(model: str, revision: str | None = None, code: bool = False) -> Repository:

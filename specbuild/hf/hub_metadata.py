@@ -16,7 +16,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from specbuild.hf.hub import Repository, explained, local_directory, named, open_repository
+from specbuild.hf.hub import Repository, explained, named, open_repository
+from specbuild.hf.local import local_directory
 from specbuild.weights.safetensors_files import LONGEST_HEADER, check_file
 from specrun.errors import CheckpointError
 

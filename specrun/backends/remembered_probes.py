@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import tempfile
 from pathlib import Path
 
+from specrun.engine_dir import checksums
 from specrun.engine_dir.bit_exact import ShapeClass
 from specrun.engine_dir.config import EngineConfig
 
@@ -18,8 +18,7 @@ _MOST = 1000
 def key_of(config: EngineConfig, shapes: ShapeClass, processor: str) -> str:
     """A name for an engine's content, what it is padded to, and the processor and runtime."""
     files = {name: info.sha256 for name, info in config.files.items()}
-    described = json.dumps([files, shapes.model_dump(), processor], sort_keys=True)
-    return hashlib.sha256(described.encode()).hexdigest()[:32]
+    return checksums.key_of([files, shapes.model_dump(), processor])
 
 
 def recall(key: str) -> bool | None:

@@ -7,6 +7,7 @@ does. Of a file that stays where it is those are all; of one that is copied and 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,11 @@ def checksum_of(path: Path) -> str:
     """The sha256 of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def key_of(parts: object) -> str:
+    """32 hexadecimal digits of something in JSON's types: a name for what is made of it."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def state_of(path: Path) -> list[int]:

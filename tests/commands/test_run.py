@@ -24,7 +24,6 @@ from specrun import builder
 from specrun.cli import main
 from specrun.commands.run import QFORMATS
 from specrun.errors import BackendError, BuildConfigError
-from tests.helpers.engines import quiet
 
 SETTINGS = ("--max_seq_len", 64, "--max_draft_len", 4)
 SAME = ("--max_output_len", 12, "--seed", 1)
@@ -72,7 +71,7 @@ def without_torch(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def found(target: Path, draft: Path, **settings: Any) -> dict[str, Path]:
     """The engines of ``cache``. Raises ModuleNotFoundError where they would have to be built."""
     request = {"max_seq_len": 64, "max_draft_len": 4, **settings}
-    return engines_of(PairRequest(str(target), str(draft), **request), quiet())
+    return engines_of(PairRequest(str(target), str(draft), **request))
 
 
 def test_a_pair_that_was_built_is_found_again(
