@@ -17,7 +17,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from specbuild import __version__
 from specbuild.artifacts.checksums import Inputs, describe_inputs
@@ -45,11 +44,6 @@ class PairRequest:
     chat_template: str | None = None
     """A file that replaces the target's own template in chats. It is in no engine."""
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Those that decide what is in the engines, beside the checkpoints."""
-        return {name: value for name, value in asdict(self).items() if name not in ("target", "draft", "chat_template")}
-
 
 def cache_folder() -> Path:
     """Where pairs are kept, by the XDG base directory specification."""
@@ -61,18 +55,21 @@ def engines_of(request: PairRequest) -> dict[str, Path]:
 
     Raises SpecError, and ImportError where a package is missing.
     """
-    models = {name: _locate(getattr(request, name), name.upper()) for name in ("target", "draft")}
-    digests = _Digests(cache_folder() / "digests.json")
-    made_of = {
-        "release": __version__,
-        "machine": platform.machine(),
-        "settings": request.settings,
-        **{name: digests.of(directory) for name, directory in models.items()},
-    }
-    place = cache_folder() / f"{models['target'].resolve().name}-{key_of(made_of)[:16]}"
+    models = {name: _locate(getattr(request, name), name.upper()).resolve() for name in ("target", "draft")}
+    memory = cache_folder() / "digests.json"
+    known = _read_digests(memory)
+    digests = known | {str(path): describe_inputs({"": path}, known.get(str(path))) for path in models.values()}
+    content = {name: digests[str(path)].inputs for name, path in models.items()}
+    made_of = [__version__, platform.machine(), {**asdict(request), **content, "chat_template": None}]
+    place = cache_folder() / f"{models['target'].name}-{key_of(made_of)[:16]}"
     if not place.is_dir():
         require_fit(models["target"], models["draft"], request.chat_template)
-    digests.save()
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if digests != known:
+        from specbuild.files import locked, write_whole
+
+        with locked(memory):
+            write_whole(memory, json.dumps(digests).encode())
     if not place.is_dir():
         _build(models, request, place)
     return {name: place / name for name in models}
@@ -86,31 +83,12 @@ def _locate(model: str, option: str) -> Path:
     return locate(model, option=option)
 
 
-class _Digests:
-    """Checksums of checkpoints' files by directory, kept in ``path``; what cannot be read there counts as nothing."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            self._known = {name: Inputs(*noted) for name, noted in json.loads(path.read_bytes()).items()}
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-            self._known = {}
-        self._found = dict(self._known)
-
-    def of(self, checkpoint: Path) -> dict[str, str]:
-        """The sha256 of each file by its name. One that has not changed is not read."""
-        name = str(checkpoint.resolve())
-        self._found[name] = described = describe_inputs({"": checkpoint}, self._known.get(name))
-        return described.inputs
-
-    def save(self) -> None:
-        """Keep what was found."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        if self._found != self._known:
-            from specbuild.files import locked, write_whole
-
-            with locked(self._path):
-                write_whole(self._path, json.dumps(self._found).encode())
+def _read_digests(path: Path) -> dict[str, Inputs]:
+    """Checksums of checkpoints' files, by directory; what cannot be read there counts as nothing."""
+    try:
+        return {name: Inputs(*noted) for name, noted in json.loads(path.read_bytes()).items()}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return {}
 
 
 def require_fit(target: Path, draft: Path, chat_template: str | None) -> None:

@@ -111,7 +111,7 @@ def open_repository(model: str, revision: str | None = None, code: bool = False)
 
     if not sys.stderr.isatty():
         disable_progress_bars()
-    with _explained(model, revision):
+    with explained(model, revision):
         # One commit for all that follows, even if somebody pushes meanwhile.
         commit = resolve_revision(model, revision=revision, local_files_only=is_offline_mode())
         patterns = [*_SMALL, "*.py"] if code else [*_SMALL]
@@ -133,7 +133,7 @@ def _download(repository: Repository, names: list[str]) -> None:
 
     # The client itself checks each file alone, and only warns.
     require_space({Path(constants.HF_HUB_CACHE): sum(repository.sizes[name] for name in names)})
-    with _explained(repository.name, repository.revision.initial, is_download=True):
+    with explained(repository.name, repository.revision.initial, is_download=True):
         patterns = [glob.escape(name) for name in names]
         snapshot_download(repository.name, revision=repository.revision, allow_patterns=patterns)
 
@@ -148,14 +148,8 @@ def named(model: str, directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def explained(repository: Repository) -> Iterator[None]:
-    """Let errors of the Hub's client in the block, which reads files, be CheckpointErrors of one line."""
-    with _explained(repository.name, repository.revision.initial, is_download=True):
-        yield
-
-
-@contextmanager
-def _explained(model: str, revision: str | None, is_download: bool = False) -> Iterator[None]:
+def explained(model: str, revision: str | None, is_download: bool = False) -> Iterator[None]:
+    """Let errors of the Hub's client in the block be CheckpointErrors of one line. is_download: it reads files."""
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError
 

@@ -58,7 +58,8 @@ def without_weights(repository: Repository) -> Iterator[tuple[Path, int]]:
     with tempfile.TemporaryDirectory(prefix="specbuild-") as name, named(repository.name, Path(name)):
         for present in {*repository.small_files(), *names} - {*missing}:
             (Path(name) / present).symlink_to(repository.directory / present)
-        with explained(repository), ThreadPoolExecutor(_AT_ONCE) as pool:
+        revision = repository.revision.initial
+        with explained(repository.name, revision, is_download=True), ThreadPoolExecutor(_AT_ONCE) as pool:
             parts = [part for found in pool.map(partial(_write, repository, Path(name)), missing) for part in found]
             list(pool.map(_fill, parts))
         yield Path(name), sum(repository.sizes[file] for file in missing)
