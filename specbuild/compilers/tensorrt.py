@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import onnx_ir as ir
 
@@ -26,6 +26,18 @@ from specrun.engine_dir.contract import INPUT_IDS, LOGITS_INDICES, WRITE_INDICES
 from specrun.engine_dir.dtypes import DTYPES
 from specrun.errors import BuildError
 from specrun.optional_packages import how_to_install, import_package
+
+if TYPE_CHECKING:
+    from tensorrt import (
+        Builder,
+        Dims,
+        IHostMemory,
+        ILogger,
+        INetworkDefinition,
+        IOptimizationProfile,
+        ITensor,
+        OnnxParser,
+    )
 
 
 def why_unusable(name: str, gpu: int = 0) -> str | None:
@@ -124,7 +136,7 @@ class Tensorrt:
 class _Built(NamedTuple):
     """What one run of the builder gave; ``plan`` is None where it refused."""
 
-    plan: Any
+    plan: IHostMemory | None
     log: Any
     io: list[Tensor]
 
@@ -158,13 +170,12 @@ def _build(
     config.clear_flag(trt.BuilderFlag.TF32)  # float32 means float32.
     if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
         config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # Or the plan cannot be part of a CUDA graph.
-    if hasattr(trt, "IProgressMonitor"):
-        config.progress_monitor = progress_monitor(trt, advance, interrupted)
+    config.progress_monitor = progress_monitor(trt, advance, interrupted)
     cache = load_timings(config, timing_cache, log) if timing_cache else None
     plan = builder.build_serialized_network(network, config)
     if interrupted.is_set():
         raise KeyboardInterrupt
-    if timing_cache and plan is not None:
+    if timing_cache and cache and plan is not None:
         save_timings(config, cache, timing_cache, log)
     return _Built(plan, log, io)
 
@@ -193,7 +204,7 @@ def _log(trt: Any) -> Any:
             self.warnings: list[str] = []
             self.problems: list[str] = []
 
-        def log(self, severity: Any, message: str) -> None:
+        def log(self, severity: ILogger.Severity, message: str) -> None:
             if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
                 self.errors.append(message)
             elif severity == trt.ILogger.WARNING:
@@ -214,7 +225,7 @@ def _log(trt: Any) -> Any:
     return Log()
 
 
-def _parse(parser: Any, weights: Path, model: ir.Model) -> None:
+def _parse(parser: OnnxParser, weights: Path, model: ir.Model) -> None:
     # The path is that of any file beside the weights; the graph itself is parsed from memory.
     if not parser.parse(graphs.to_bytes(model), str(weights / GRAPH_NAME)):
         errors = [parser.get_error(i) for i in range(parser.num_errors)]
@@ -222,7 +233,7 @@ def _parse(parser: Any, weights: Path, model: ir.Model) -> None:
         raise BuildError(f"{weights}: TensorRT's ONNX parser refused the graph: {reasons}")
 
 
-def _check_network(trt: Any, network: Any, graph: GraphInfo) -> list[Tensor]:
+def _check_network(trt: Any, network: INetworkDefinition, graph: GraphInfo) -> list[Tensor]:
     """The network's inputs and outputs, each cache output with the input whose memory it shares.
 
     Raises BuildError where a contract tensor is missing or a cache is not updated in place.
@@ -255,7 +266,7 @@ def _check_network(trt: Any, network: Any, graph: GraphInfo) -> list[Tensor]:
     ]
 
 
-def _dtype(tensor: Any) -> str:
+def _dtype(tensor: ITensor) -> str:
     name = str(tensor.dtype).rpartition(".")[2].lower()
     return {dtype.tensorrt: dtype.name for dtype in DTYPES.values()}.get(name, name)
 
@@ -268,17 +279,17 @@ _VARIABLE = {
 }
 
 
-def _shape(name: str, dims: Any, new_positions: bool = False) -> list[int | str]:
+def _shape(name: str, dims: Dims, new_positions: bool = False) -> list[int | str]:
     names = (graphs.BATCH, "", graphs.SEQUENCE) if new_positions else _VARIABLE.get(name, (graphs.BATCH,))
     return [names[i] if dim < 0 and i < len(names) else int(dim) for i, dim in enumerate(dims)]
 
 
-def _profile(builder: Any, network: Any, sizes: Profile) -> Any:
+def _profile(builder: Builder, network: INetworkDefinition, sizes: Profile) -> IOptimizationProfile:
     profile = builder.create_optimization_profile()
     for index in range(network.num_inputs):
         tensor = network.get_input(index)
         by_name = {INPUT_IDS: sizes.sequence, LOGITS_INDICES: sizes.logits}
-        shapes = []
+        shapes: list[tuple[int, ...]] = []
         for step in range(3):
             batch = sizes.batch[step]
             if tensor.name in by_name:

@@ -6,13 +6,16 @@ A build that finds its layers in the cache does not time them again, and chooses
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specbuild.files import locked, write_whole
 from specrun.errors import BuildError
 
+if TYPE_CHECKING:
+    from tensorrt import IBuilderConfig, ITimingCache
 
-def load_timings(config: Any, file: Path, log: Any) -> Any:
+
+def load_timings(config: IBuilderConfig, file: Path, log: Any) -> ITimingCache:
     """Let a builder's configuration have the timings in ``file``, or none where there is no file yet.
 
     log: the builder's. Returns the cache, which must outlive the build. Raises BuildError where it is not taken.
@@ -27,7 +30,7 @@ def load_timings(config: Any, file: Path, log: Any) -> Any:
     return cache
 
 
-def save_timings(config: Any, cache: Any, file: Path, log: Any) -> None:
+def save_timings(config: IBuilderConfig, cache: ITimingCache, file: Path, log: Any) -> None:
     """Write the timings to ``file``, beside those that other builds have put there meanwhile.
 
     Where the file has become something else since, it is left, with a warning in the log: the plan is worth more.
@@ -42,7 +45,7 @@ def save_timings(config: Any, cache: Any, file: Path, log: Any) -> None:
         write_whole(file, memoryview(cache.serialize()))
 
 
-def _parse(config: Any, content: bytes, log: Any) -> Any:
+def _parse(config: IBuilderConfig, content: bytes, log: Any) -> ITimingCache | None:
     """A cache; None where TensorRT cannot read ``content``: it warns then, and gives an empty cache."""
     before = len(log.problems)
     cache = config.create_timing_cache(content)

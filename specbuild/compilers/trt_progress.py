@@ -6,7 +6,10 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tensorrt import IProgressMonitor
 
 
 @contextmanager
@@ -38,7 +41,7 @@ def interruptible() -> Iterator[threading.Event]:
             handlers[signal.Signals(received[0])](received[0], None)
 
 
-def progress_monitor(trt: Any, advance: Callable[[float], None], interrupted: threading.Event) -> Any:
+def progress_monitor(trt: Any, advance: Callable[[float], None], interrupted: threading.Event) -> IProgressMonitor:
     """Forward the builder's top-level phases to the progress bar, and stop the builder once ``interrupted``."""
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]

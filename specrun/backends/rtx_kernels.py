@@ -10,29 +10,26 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tensorrt import ICudaEngine, IRuntimeConfig
 
 
 class KernelCache:
-    """The runtime cache that one engine's contexts share. See ``open``."""
+    """The runtime cache that one engine's contexts share."""
 
-    def __init__(self, engine: Any, cache: Any, file: Path) -> None:
+    def __init__(self, engine: ICudaEngine, name: str) -> None:
+        """Load the kernels that an earlier run stored under the same ``name``."""
         self._engine = engine
-        self._cache = cache
-        self._file = file
-        self._configs: list[Any] = []  # They must outlive the contexts that were made with them.
-
-    @classmethod
-    def open(cls, engine: Any, name: str) -> KernelCache:
-        """The cache of ``engine``, with the kernels that an earlier run stored under the same ``name``."""
-        file = _folder() / f"{name}.kernels"
+        self._file = _folder() / f"{name}.kernels"
+        self._configs: list[IRuntimeConfig] = []  # They must outlive the contexts that were made with them.
         config = engine.create_runtime_config()
-        cache = config.create_runtime_cache() if hasattr(config, "create_runtime_cache") else None
-        if cache is not None and file.is_file():
-            cache.deserialize(file.read_bytes())  # Returns False where it refuses; the cache stays empty.
-        return cls(engine, cache, file)
+        self._cache = config.create_runtime_cache() if hasattr(config, "create_runtime_cache") else None
+        if self._cache is not None and self._file.is_file():
+            self._cache.deserialize(self._file.read_bytes())  # Returns False where it refuses; the cache stays empty.
 
-    def runtime_config(self, trt: Any, fixed: bool) -> Any:
+    def runtime_config(self, trt: Any, fixed: bool) -> IRuntimeConfig:
         """The configuration of a new context, which gets its memory from us and shares the runtime cache.
 
         fixed: whether the context's shapes never change.
@@ -66,7 +63,7 @@ class KernelCache:
         """Store the compiled kernels and let go of the engine. All its contexts must have been freed before."""
         self.save()
         self._configs.clear()
-        self._engine = self._cache = None
+        del self._engine, self._cache
 
 
 def _folder() -> Path:

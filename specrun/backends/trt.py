@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from specrun.engine_dir.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE
 from specrun.errors import BackendError, EngineDirError
 from specrun.kv_cache.device import DeviceKVCache
 from specrun.optional_packages import how_to_install, import_package
+
+if TYPE_CHECKING:
+    from tensorrt import ICudaEngine, IExecutionContext, ILogger, Runtime
 
 
 class Call(NamedTuple):
@@ -65,7 +68,7 @@ def input_shapes(config: EngineConfig, call: Call) -> dict[str, tuple[int, ...]]
     return shapes
 
 
-def check_plan(directory: Path, config: EngineConfig, trt: Any, runtime: Any, gpu: int, capability: str) -> None:
+def check_plan(directory: Path, config: EngineConfig, trt: Any, runtime: Runtime, gpu: int, capability: str) -> None:
     """Raise EngineDirError where this version of TensorRT or this GPU cannot run the plan. Nothing is loaded yet.
 
     trt: the vendor's package; runtime: its Runtime. gpu: the GPU's number; capability: its compute capability, such as
@@ -100,7 +103,7 @@ def check_plan(directory: Path, config: EngineConfig, trt: Any, runtime: Any, gp
 class _Context:
     """An execution context, and the shapes and the cache row that it was last given."""
 
-    execution: Any
+    execution: IExecutionContext
     call: Call | None = None
     first: int | None = None
     """The cache's row that is bound as its first one."""
@@ -135,13 +138,13 @@ class TrtBackend:
         device.activate()
         self._log = _log(self._trt)
         # TensorRT's objects must outlive what was made from them. Python's garbage collection does not know that.
-        self._runtime = self._trt.Runtime(self._log)
+        self._runtime: Runtime = self._trt.Runtime(self._log)
         check_plan(directory, config, self._trt, self._runtime, device.number, capability)
-        self._engine = self._runtime.deserialize_cuda_engine((directory / PLAN_NAME).read_bytes())
+        self._engine: ICudaEngine = self._runtime.deserialize_cuda_engine((directory / PLAN_NAME).read_bytes())
         if self._engine is None:
             raise EngineDirError(f"{directory}: {config.backend.name} does not load the plan: {self._log.reason()}")
         _check_engine(directory, config, self._engine)
-        self._kernels = KernelCache.open(self._engine, f"{config.files[PLAN_NAME].sha256[:16]}-{capability}")
+        self._kernels = KernelCache(self._engine, f"{config.files[PLAN_NAME].sha256[:16]}-{capability}")
         self._contexts: dict[Call | int, _Context] = {}
         self._workspace: DeviceArray | None = None
 
@@ -150,9 +153,8 @@ class TrtBackend:
         """See ``DeviceBackend.capturable``. TensorRT's contexts always are; TensorRT-RTX's are asked."""
         fixed = [context.execution for key, context in self._contexts.items() if isinstance(key, Call)]
         return all(
-            context.is_stream_capturable(self.device.stream)
+            not hasattr(context, "is_stream_capturable") or context.is_stream_capturable(self.device.stream)
             for context in fixed
-            if hasattr(context, "is_stream_capturable")
         )
 
     @property
@@ -205,14 +207,14 @@ class TrtBackend:
 
     def close(self) -> None:
         """See ``DeviceBackend.close``. The order matters: contexts, their configurations, the engine, its runtime."""
-        if self._engine is None:
+        if "_engine" not in vars(self):
             return
         self.device.activate()
         self._contexts.clear()
         self._kernels.close()
-        self._engine = self._runtime = None
+        del self._engine, self._runtime
 
-    def _new_execution(self, profile: int, fixed: bool) -> Any:
+    def _new_execution(self, profile: int, fixed: bool) -> IExecutionContext:
         """A context that computes in the shared workspace. Raises BackendError."""
         if self._workspace is None:
             raise RuntimeError("allocate_cache comes before enqueue")
@@ -227,7 +229,7 @@ class TrtBackend:
             self.device.wait()
         return context
 
-    def _bind_cache(self, context: Any, first: int) -> None:
+    def _bind_cache(self, context: IExecutionContext, first: int) -> None:
         """Bind the cache's rows from ``first`` on. Past and present have the same memory, unless those are new."""
         cache = bound_tensors(self.cache, self._cache_owner, first, 1)
         written = cache if self.config.writes_cache else self.cache.new()
@@ -241,7 +243,7 @@ class TrtBackend:
             raise BackendError(f"{self.config.backend.name} refused {what}: {self._log.reason()}")
 
 
-def _check_engine(directory: Path, config: EngineConfig, engine: Any) -> None:
+def _check_engine(directory: Path, config: EngineConfig, engine: ICudaEngine) -> None:
     """Raise EngineDirError unless the plan has the contract's tensors and updates its caches as config.json says."""
     length = config.build_config.cache_length
     for cache in config.graph.cache_tensors:
@@ -273,7 +275,7 @@ def _log(trt: Any) -> Any:
             trt.ILogger.__init__(self)
             self.errors: list[str] = []
 
-        def log(self, severity: Any, message: str) -> None:
+        def log(self, severity: ILogger.Severity, message: str) -> None:
             if severity <= trt.ILogger.Severity.ERROR:
                 self.errors.append(message)
 

@@ -331,13 +331,13 @@ def test_compiled_kernels_are_kept_from_run_to_run(tmp_path: Path, monkeypatch: 
         set_execution_context_allocation_strategy=lambda strategy: None,
     )
     engine = SimpleNamespace(create_runtime_config=lambda: config)
-    kernels = KernelCache.open(engine, "plan-8.9")
+    kernels = KernelCache(engine, "plan-8.9")
     for fixed, strategy in ((True, "EAGER"), (False, "LAZY")):
         found = kernels.runtime_config(trt, fixed).dynamic_shapes_kernel_specialization_strategy
         assert found.name == strategy
     kernels.save()
     assert given == []
-    KernelCache.open(engine, "plan-8.9").save()
+    KernelCache(engine, "plan-8.9").save()
     assert given == [b"compiled"]
     assert [path.name for path in (tmp_path / "specrun").iterdir()] == ["plan-8.9.kernels"]
 

@@ -7,27 +7,58 @@ empty ones take their place: the bindings import, and tell their classes and sig
 from __future__ import annotations
 
 import ctypes
-import json
+import functools
+import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 from zipfile import ZipFile
 
-from tests.bindings.api import Api
+import pytest
 
-TENSORRT_VERSIONS = ("10.15.1.29", "11.4.0.106")
-"""The oldest TensorRT that the compiler takes, and the newest; pyproject.toml says ``tensorrt>=10.15``."""
+TENSORRT_RTX = "tensorrt_rtx"
+BUILDS = ("10.15.1.29", "11.4.0.106", TENSORRT_RTX)
+"""TensorRT's oldest version that the compiler takes, its newest (pyproject.toml says ``tensorrt>=10.15``), and RTX."""
 PACKAGE = "tensorrt-cu13-bindings"
-CACHE = Path(__file__).parent.parent.parent / ".cache" / "bindings"
+CACHE = Path(__file__).parents[2] / ".cache" / "bindings"
 
 
 class DownloadError(Exception):
     """The wheel cannot be had."""
 
 
-def bindings(version: str) -> Path:
+def folder(build: str) -> Path | None:
+    """Where a build is imported from; None for TensorRT-RTX, which is installed.
+
+    Skips the test where the build cannot be had; in CI that is an error.
+    """
+    if build == TENSORRT_RTX:
+        pytest.importorskip(TENSORRT_RTX)
+        return None
+    found = _fetched(build)
+    if isinstance(found, Path):
+        return found
+    if "CI" in os.environ:
+        raise found
+    pytest.skip(str(found))
+
+
+def module(build: str) -> str:
+    """Its name in ``import``."""
+    return "tensorrt_rtx_bindings" if build == TENSORRT_RTX else "tensorrt_bindings"
+
+
+@functools.cache
+def _fetched(version: str) -> Path | DownloadError:
+    """One try, however many tests ask: without network it takes a while to fail."""
+    try:
+        return _bindings(version)
+    except DownloadError as error:
+        return error
+
+
+def _bindings(version: str) -> Path:
     """A folder to import ``tensorrt_bindings`` of this version from. Raises DownloadError."""
     folder = CACHE / f"{version}-{sys.implementation.cache_tag}"
     if not folder.exists():
@@ -44,16 +75,6 @@ def bindings(version: str) -> Path:
                 if not folder.exists():  # Else another process was quicker.
                     raise
     return folder
-
-
-def describe(module: str, folder: Path | None = None) -> Api:
-    """What the bindings called ``module`` offer; they are imported in another process, from ``folder`` if given."""
-    command = [sys.executable, str(Path(__file__).parent / "describe.py"), module, *([str(folder)] if folder else [])]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{module} does not import: {done.stderr}")
-    found: dict[str, Any] = json.loads(done.stdout)
-    return Api(module, found["version"], found["classes"])
 
 
 def _download(version: str, folder: Path) -> Path:
