@@ -1,15 +1,28 @@
-"""The types of what callers pass: JSON and numpy write whole numbers in several ways, and mistakes get one message."""
+"""What callers pass, checked by the declared types: JSON and numpy write whole numbers in several ways."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import operator
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import NoneType, UnionType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from specrun.errors import RequestError
 
@@ -17,17 +30,81 @@ _LONGEST_SHOWN = 60
 """Characters of a wrong value that a message shows."""
 
 
-class Named:
-    """Base of dataclasses of options. Raises RequestError, with the nearest name, for an option that does not exist."""
+_Check = Callable[[str, Any], Any]
+"""Takes an argument's name and value. Returns the value, written in one way; raises RequestError."""
+_T = TypeVar("_T")
+
+
+class Limit(NamedTuple):
+    """Which values of a type may be given. In ``Annotated`` it limits the field of a ``Checked`` dataclass."""
+
+    expected: str
+    """What a message says is expected."""
+    holds: Callable[[Any], bool]
+
+    def check(self, name: str, value: _T) -> _T:
+        """``value``. Raises RequestError, naming the argument, where it may not be given."""
+        if not self.holds(value):
+            raise RequestError(f"{name} {show(value)}: expected {self.expected}")
+        return value
+
+
+def at_least(least: int) -> Limit:
+    """The limit of numbers from ``least`` on."""
+    return Limit(f"{least} or more", lambda value: bool(value >= least))
+
+
+def between(least: int, most: int) -> Limit:
+    """The limit of numbers from ``least`` to ``most``."""
+    return Limit(f"{least} to {most}", lambda value: bool(least <= value <= most))
+
+
+class Checked:
+    """Base of dataclasses that check what they are given, each field by its annotation.
+
+    In ``Annotated``, a Limit adds to the check of the type, and a function (name, value) takes its place. Raises
+    RequestError, with the field's name, for a wrong value, and with the nearest name for a field that does not exist.
+    """
 
     if not TYPE_CHECKING:  # Type checkers and editors read the dataclass.
 
         def __new__(cls, *_, **given):  # noqa: D102
-            require_names(given, [field.name for field in dataclasses.fields(cls)])
+            require_names(given, _checks(cls))
             return super().__new__(cls)
 
+    def __post_init__(self) -> None:
+        """Check every field, and write its value in one way."""
+        for name, check in _checks(type(self)).items():  # type: ignore[arg-type]  # Classes are hashable.
+            object.__setattr__(self, name, check(name, getattr(self, name)))
 
-def require_names(given: Iterable[str], known: Sequence[str]) -> None:
+
+@functools.cache
+def _checks(owner: type) -> dict[str, _Check]:
+    """The checks of a dataclass's fields, by name."""
+    hints = get_type_hints(owner, include_extras=True)
+    return {field.name: _check_of(hints[field.name]) for field in dataclasses.fields(owner) if field.init}
+
+
+def _check_of(hint: Any) -> _Check:
+    """The check that an annotation declares."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if hint in _CHECKS:
+        return _CHECKS[hint]
+    if origin is Annotated:
+        kind, extra = parts
+        if not isinstance(extra, Limit):
+            return extra  # type: ignore[no-any-return]
+        inner = _check_of(kind)
+        return lambda name, value: None if (found := inner(name, value)) is None else extra.check(name, found)
+    if origin in (Union, UnionType) and NoneType in parts:
+        check = _check_of(functools.reduce(operator.or_, (part for part in parts if part is not NoneType)))
+        return lambda name, value: None if value is None else check(name, value)
+    if origin is Literal:
+        return Limit(" or ".join(parts), lambda value: isinstance(value, str) and value in parts).check
+    return instance_of(hint, hint.__name__)
+
+
+def require_names(given: Iterable[str], known: Collection[str]) -> None:
     """Raise RequestError, with the nearest of the ``known`` names, for a name that is not among them."""
     for name in given:
         if name not in known:
@@ -56,11 +133,6 @@ def whole(name: str, value: Any) -> int:
     raise RequestError(f"{name} {show(value)}: expected a whole number")
 
 
-def optional_whole(name: str, value: Any) -> int | None:
-    """A whole number or None. Raises RequestError, naming the argument."""
-    return None if value is None else whole(name, value)
-
-
 def number(name: str, value: Any) -> float:
     """A number. Raises RequestError, naming the argument."""
     if isinstance(value, Real) and not isinstance(value, bool):
@@ -71,18 +143,17 @@ def number(name: str, value: Any) -> float:
     raise RequestError(f"{name} {show(value)}: expected a number")
 
 
-def flag(name: str, value: Any) -> bool:
-    """True or False. Raises RequestError, naming the argument."""
-    if isinstance(value, bool):
-        return value
-    raise RequestError(f"{name} {show(value)}: expected True or False")
+def instance_of(kind: type[_T], expected: str) -> Callable[[str, Any], _T]:
+    """The check of a type whose values are written in one way only. expected: what messages call them."""
+    return Limit(expected, lambda value: isinstance(value, kind)).check
 
 
-def text(name: str, value: Any) -> str:
-    """A text. Raises RequestError, naming the argument."""
-    if isinstance(value, str):
-        return value
-    raise RequestError(f"{name} {show(value)}: expected a text")
+flag = instance_of(bool, "True or False")
+text = instance_of(str, "a text")
+json_object: Callable[[str, Any], Mapping[str, Any]] = Limit(
+    "an object", lambda value: isinstance(value, Mapping)
+).check
+"""What JSON calls an object."""
 
 
 def optional_text(name: str, value: Any) -> str | None:
@@ -124,3 +195,15 @@ def _items(name: str, value: Any, expected: str) -> Sequence[Any]:
         return list(value)
     except TypeError as error:
         raise RequestError(f"{name} {show(value)}: expected {expected}") from error
+
+
+_CHECKS: dict[Any, _Check] = {
+    int: whole,
+    float: number,
+    bool: flag,
+    str: text,
+    str | Sequence[str]: texts,
+    **dict.fromkeys((Sequence[int], tuple[int, ...]), lambda name, value: tuple(wholes(name, value))),
+    frozenset[int]: lambda name, value: frozenset(wholes(name, value)),
+    Mapping[str, Any]: json_object,
+}

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from specrun import arguments
-from specrun.errors import RequestError
+from specrun.arguments import Checked, at_least, between, whole
 
 AUTO = "auto"
 
@@ -15,11 +14,18 @@ DraftKind = Literal["ngram", "suffix"]
 Check = Literal["quick", "full"]
 
 
+def draft_length(name: str, value: Any) -> int | str | None:
+    """A number of draft tokens, ``auto`` or None. Raises RequestError, naming the argument."""
+    if value is None or (isinstance(value, str) and value == AUTO):
+        return value
+    return at_least(0).check(name, whole(name, value))
+
+
 @dataclass(frozen=True)
-class DraftTargetConfig(arguments.Named):
+class DraftTargetConfig(Checked):
     """TensorRT-LLM's four, and how GPUs are used."""
 
-    draft_len: int | Literal["auto"] | None = None
+    draft_len: Annotated[int | Literal["auto"] | None, draft_length] = None
     """Draft tokens a round; None, or ``auto``: as many as pay, found while decoding."""
     draft_devices: tuple[int, ...] = (0,)
     target_devices: tuple[int, ...] = (0,)
@@ -33,7 +39,7 @@ class DraftTargetConfig(arguments.Named):
     time. The prefix cache gets the memory that is left then. False: each is prepared when a request first needs it."""
     reuse_blocks: bool = True
     """Keep what was read of prompts and written after them for prompts that begin alike."""
-    max_tokens_in_kv_cache: int | None = None
+    max_tokens_in_kv_cache: Annotated[int | None, at_least(0)] = None
     """Tokens that are kept for it, of each model; None: as many as the rows of a full batch hold."""
     shared_thread_pool: bool = False
     """Let CPU engines share one pool of threads, onnxruntime's for the whole process: sessions of other libraries that
@@ -50,7 +56,7 @@ class DraftTargetConfig(arguments.Named):
     suffix: the same for longer ends of the text, in earlier outputs too, and through edits; beside a draft engine, each
     round takes for each text what promises more tokens a second."""
 
-    draft_confidence: float | None = None
+    draft_confidence: Annotated[float | None, between(0, 1)] = None
     """End a greedy text's draft behind a token with which the whole draft is less probable than this, by the draft's
     own probabilities. Of a DSpark head, its confidence head ends drafts of any text before a token of which it expects
     less. Drafts on GPUs are not ended. 0: never. None: with ``auto``, where another token is not likely enough to be
@@ -65,34 +71,6 @@ class DraftTargetConfig(arguments.Named):
     def fixed_draft_len(self) -> int | None:
         """Draft tokens of every round; None: as many as pay."""
         return None if self.draft_len == "auto" else self.draft_len
-
-    def __post_init__(self) -> None:
-        """Raise RequestError, naming the setting, for values of the wrong type."""
-        found: dict[str, Any] = {
-            "draft_len": arguments.optional_whole("draft_len", self.fixed_draft_len),
-            "max_tokens_in_kv_cache": arguments.optional_whole("max_tokens_in_kv_cache", self.max_tokens_in_kv_cache),
-            "kv_cache_free_gpu_memory_fraction": arguments.number(
-                "kv_cache_free_gpu_memory_fraction", self.kv_cache_free_gpu_memory_fraction
-            ),
-        }
-        if self.draft_confidence is not None:
-            found["draft_confidence"] = arguments.number("draft_confidence", self.draft_confidence)
-            if not 0 <= found["draft_confidence"] <= 1:
-                raise RequestError(f"draft_confidence {self.draft_confidence:g}: expected 0 to 1")
-        for name in ("draft_devices", "target_devices"):
-            found[name] = tuple(arguments.wholes(name, getattr(self, name)))
-        for name in ("use_logits", "cuda_graph", "warm_up", "reuse_blocks", "shared_thread_pool"):
-            found[name] = arguments.flag(name, getattr(self, name))
-        if self.bit_exact is not None:
-            found["bit_exact"] = arguments.flag("bit_exact", self.bit_exact)
-        if self.draft not in (None, "ngram", "suffix"):
-            raise RequestError(f"draft {arguments.show(self.draft)}: expected ngram or suffix")
-        if self.check not in ("quick", "full"):
-            raise RequestError(f"check {arguments.show(self.check)}: expected quick or full")
-        for name, value in found.items():
-            if name in ("draft_len", "max_tokens_in_kv_cache") and value is not None and value < 0:
-                raise RequestError(f"{name} {value}: expected 0 or more")
-            object.__setattr__(self, name, value)
 
 
 def parse_draft_target_config(text: str) -> DraftTargetConfig:

@@ -186,15 +186,14 @@ class SpeculativeDecoder:
         A request that cannot be served has failed (``finish_reason`` error, ``error``) without harm to the others.
         Raises the RequestError where no prompt can be served, and for arguments of the wrong type.
         """
-        params, chosen, n = _params(params), combine(options, keywords), arguments.whole("n", n)
-        if n < 1:
-            raise RequestError(f"n {n}: expected 1 or more")
+        params, chosen = _params(params), combine(options, keywords)
+        n = arguments.at_least(1).check("n", arguments.whole("n", n))
         requests: list[Request] = []
         for number, prompt in enumerate(as_prompts(prompts), 1):
             try:
                 requests += self._factory.requests(prompt, params, chosen, n, f"prompt {number}")
             except RequestError as error:
-                failed = [Request((), params, 0) for _ in range(n)]
+                failed = [Request((), params, 1) for _ in range(n)]
                 for request in failed:
                     request.fail(error)
                 requests += failed

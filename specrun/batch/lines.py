@@ -164,9 +164,7 @@ def _own_ask(content: Mapping[str, Any], defaults: Defaults) -> Ask:
     prompts = [given.pop(name) for name in ("prompt", "messages") if name in given]
     if len(prompts) != 1:
         raise RequestError("prompt: expected a prompt or messages, and not both")
-    n = arguments.whole("n", given.pop("n", defaults.n))
-    if not 1 <= n <= MAX_N:
-        raise RequestError(f"n {n}: expected 1 to {MAX_N}")
+    n = arguments.between(1, MAX_N).check("n", arguments.whole("n", given.pop("n", defaults.n)))
     for name in [name for name in given if name in _OTHER_NAMES]:
         ours = _OTHER_NAMES[name]
         if ours in given:

@@ -198,26 +198,26 @@ def _params(fields: Fields, defaults: SamplingParams) -> SamplingParams:
         "logit_bias": fields.take("logit_bias", token_biases),
     }
     for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-        found[name] = fields.take(name, arguments.number)
+        found[name] = fields.pop(name)
     given = {name: value for name, value in found.items() if value is not None}
     return _named(lambda: replace(defaults, **given))
 
 
 def _options(fields: Fields, chat: bool) -> tuple[RequestOptions, bool]:
-    """The options, and whether no output is wanted."""
+    """The options, which ``RequestOptions`` checks, and whether no output is wanted."""
     longest, shortest = _lengths(fields, chat)
     found: dict[str, Any] = {
         "max_output_len": 1 if longest == 0 else longest,
         "min_output_len": shortest,
         "stop": fields.take("stop", _stop_texts),
         "stop_ids": fields.take("stop_token_ids", _token_ids),
-        "logprobs": _chat_logprobs(fields) if chat else fields.whole("logprobs", 0, MAX_LOGPROBS),
-        "echo": fields.take("echo", arguments.flag),
-        "draft_len": fields.take("draft_len", _draft_len),
-        "prompt_logprobs": fields.whole("prompt_logprobs", 0, MAX_LOGPROBS),
-        "add_special_tokens": fields.take("add_special_tokens", arguments.flag),
+        "logprobs": _chat_logprobs(fields) if chat else fields.pop("logprobs"),
+        "echo": fields.pop("echo"),
+        "draft_len": fields.pop("draft_len"),
+        "prompt_logprobs": fields.pop("prompt_logprobs"),
+        "add_special_tokens": fields.pop("add_special_tokens"),
         **(_template_options(fields) if chat else {}),
-        "acceptance": fields.take("acceptance", arguments.text),
+        "acceptance": fields.pop("acceptance"),
         **read_constraint(fields),
         "tools": read_tools(fields) if chat else None,
     }
@@ -231,9 +231,7 @@ def _options(fields: Fields, chat: bool) -> tuple[RequestOptions, bool]:
 
 def _template_options(fields: Fields) -> dict[str, Any]:
     """How the template is rendered. transformers and vLLM refuse the same combination."""
-    opens, continues = (
-        fields.take(name, arguments.flag) for name in ("add_generation_prompt", "continue_final_message")
-    )
+    opens, continues = fields.pop("add_generation_prompt"), fields.pop("continue_final_message")
     if opens and continues:
         raise BodyError("continue_final_message: goes with add_generation_prompt false only", "continue_final_message")
     return {
@@ -287,13 +285,6 @@ def _token_ids(name: str, value: Any) -> Sequence[int]:
     if not are_ids(value):
         raise wrong(name, value, "a list of token ids")
     return value
-
-
-def _draft_len(name: str, value: Any) -> int | str:
-    length = "auto" if value == "auto" else arguments.whole(name, value)
-    if isinstance(length, int) and length < 0:
-        raise wrong(name, length, "auto, or 0 or more")
-    return length
 
 
 def _named(make: Callable[[], _T]) -> _T:

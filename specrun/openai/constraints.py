@@ -31,11 +31,11 @@ def read_constraint(fields: Fields) -> dict[str, Any]:
     """
     found = fields.take("response_format", _response_format) or {}
     for name, option in _GUIDED.items():
-        if (value := fields.take(name, lambda _, value: value)) is not None:
+        if (value := fields.pop(name)) is not None:
             found[option] = value
     structured = Fields(fields.take("structured_outputs", as_object) or {}, "structured_outputs.")
     for name, option in _STRUCTURED.items():
-        if (value := structured.take(name, lambda _, value: value)) is not None:
+        if (value := structured.pop(name)) is not None:
             found[option] = value
     if structured.left:
         name = next(iter(structured.left))

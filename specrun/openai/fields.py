@@ -58,6 +58,10 @@ class Fields:
         except RequestError as error:
             raise BodyError(str(error), full) from error
 
+    def pop(self, name: str) -> Any:
+        """A field as it is, which somebody else checks; None where it is missing."""
+        return self.left.pop(name, None)
+
     def required(self, name: str, check: Callable[[str, Any], _T]) -> _T:
         """The same for a field that must be there."""
         found = self.take(name, check)
@@ -67,14 +71,8 @@ class Fields:
 
     def whole(self, name: str, low: int, high: int | None = None) -> int | None:
         """A whole number in a range."""
-
-        def check(name: str, value: Any) -> int:
-            number = arguments.whole(name, value)
-            if number < low or (high is not None and number > high):
-                raise wrong(name, number, f"{low} or more" if high is None else f"{low} to {high}")
-            return number
-
-        return self.take(name, check)
+        limit = arguments.at_least(low) if high is None else arguments.between(low, high)
+        return self.take(name, lambda name, value: limit.check(name, arguments.whole(name, value)))
 
     def refuse(self, unsupported: Mapping[str, Sequence[Any]]) -> None:
         """Raise BodyError for fields that are not supported, but for values that ask for nothing."""

@@ -16,7 +16,7 @@ from specrun.engine_dir.config import EngineConfig
 from specrun.errors import ContextLengthError, RequestError
 from specrun.request.options import RequestOptions
 from specrun.request.request import Request
-from specrun.sampling.limits import MAX_LOGPROBS, MAX_STOP_IDS
+from specrun.sampling.limits import MAX_STOP_IDS
 from specrun.sampling.sampler import SamplingParams
 from specrun.text.chat_prompts import ChatPrompts
 from specrun.text.detokenizer import Detokenizer, TextStream
@@ -164,7 +164,6 @@ class RequestFactory:
         build = self.target.build_config
         length, draft_len = request.max_output_len, request.draft_len
         self._check_prompt(request.prompt, "prompt")
-        _require(length >= 1, f"max_output_len {length}: expected 1 or more")
         if len(request.prompt) + length > build.max_seq_len:
             raise ContextLengthError(
                 f"prompt: {len(request.prompt)} tokens + {length} of output, the engine's max_seq_len is "
@@ -172,8 +171,6 @@ class RequestFactory:
             )
         stops = len(request.stop_ids)
         _require(stops <= MAX_STOP_IDS, f"stop_ids: {stops} with the model's own, expected at most {MAX_STOP_IDS}")
-        for name, count in (("logprobs", request.logprobs), ("prompt_logprobs", request.prompt_logprobs)):
-            _require(count is None or 0 <= count <= MAX_LOGPROBS, f"{name} {count}: expected 0 to {MAX_LOGPROBS}")
         _require(
             request.prompt_logprobs is None or self.target.backend.device == "cpu",
             "prompt_logprobs: only a target on the CPU gives the log-probabilities of a prompt",
@@ -185,14 +182,11 @@ class RequestFactory:
 
     def _check_options(self, request: Request) -> None:
         """Raise RequestError, naming the parameter, for what is harmless but cannot be meant."""
-        vocab, timeout = self.target.graph.vocab_size, request.timeout
+        shortest, length, vocab = request.min_output_len, request.max_output_len, self.target.graph.vocab_size
+        _require(shortest <= length, f"min_output_len {shortest}: more than the {length} tokens there may be")
         for name, ids in (("stop_ids", request.stop_ids), ("logit_bias", request.params.logit_bias)):
             for token in ids:
                 _require(0 <= token < vocab, f"{name}: no token has the id {token}, the model has {vocab}")
-        _require(timeout is None or timeout > 0, f"timeout {timeout}: expected a positive number of seconds")
-        shortest, length = request.min_output_len, request.max_output_len
-        _require(shortest >= 0, f"min_output_len {shortest}: expected 0 or more")
-        _require(shortest <= length, f"min_output_len {shortest}: more than the {length} tokens there may be")
 
     def _check_length(self, tokens: int, name: str) -> None:
         longest = self.target.build_config.max_input_len

@@ -8,11 +8,12 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from specrun import arguments
+from specrun.arguments import Checked, at_least, between, wholes
 from specrun.errors import RequestError, SpecError
 from specrun.request.stats import Stats
+from specrun.sampling.limits import MAX_LOGPROBS
 from specrun.sampling.penalties import TokenCounts, apply_penalties
 from specrun.sampling.sampler import Floats, SamplingParams, TokenLogprob
 from specrun.text.detokenizer import TextStream
@@ -51,28 +52,28 @@ class Outcome(NamedTuple):
 
 
 @dataclass(eq=False)
-class Request:
+class Request(Checked):
     """Owns the committed tokens (prompt and output). Nothing else may change them, and they only grow.
 
-    Raises RequestError, naming the argument, for values of the wrong type.
+    Raises RequestError, naming the argument, for values that are not allowed.
     """
 
-    prompt: Sequence[int]
+    prompt: Annotated[Sequence[int], wholes]
     params: SamplingParams
     """With a seed: a new one where none was given."""
-    max_output_len: int
+    max_output_len: Annotated[int, at_least(1)]
     stop_ids: frozenset[int] = frozenset()
     stream: TextStream | None = None
     """Turns tokens into text and looks for stop texts; None where only ids are wanted."""
-    min_output_len: int = 0
+    min_output_len: Annotated[int, at_least(0)] = 0
     """Tokens of output before which no stop id may come."""
     draft_len: int | None = None
     """Draft tokens a round, 0 for none; None: as the decoder has it."""
     use_logits: bool | None = None
     """Modified rejection sampling instead of comparing tokens; None: as the decoder has it."""
-    logprobs: int | None = None
+    logprobs: Annotated[int | None, between(0, MAX_LOGPROBS)] = None
     """Log-probabilities of every committed token, and of this many likeliest ones beside it; None: of none."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Annotated[int | None, between(0, MAX_LOGPROBS)] = None
     """Log-probabilities of the prompt's tokens, and of this many likeliest ones beside each; None: of none."""
     reuse_blocks: bool = True
     """Whether its text shares the prefix cache with other texts."""
@@ -107,30 +108,13 @@ class Request:
 
     def __post_init__(self) -> None:
         """The prompt is committed from the start."""
-        self._check_types()
+        super().__post_init__()
         self.params = self.params.seeded()
         self.tokens = list(self.prompt)
         self.matcher = self.grammar.start() if self.grammar else None
         self._has_penalties = self.params.has_logits_processors or self.min_output_len > 0
         self.has_logits_processors = self._has_penalties or self.matcher is not None
         self._counts = TokenCounts.of(self.prompt if self._has_penalties else ())
-
-    def _check_types(self) -> None:
-        self.prompt = arguments.wholes("token ids", self.prompt)
-        if not isinstance(self.params, SamplingParams):
-            raise RequestError(f"params {arguments.show(self.params)}: expected SamplingParams")
-        self.max_output_len = arguments.whole("max_output_len", self.max_output_len)
-        self.stop_ids = frozenset(arguments.wholes("stop_ids", self.stop_ids))
-        self.min_output_len = arguments.whole("min_output_len", self.min_output_len)
-        self.draft_len = arguments.optional_whole("draft_len", self.draft_len)
-        self.use_logits = None if self.use_logits is None else arguments.flag("use_logits", self.use_logits)
-        self.logprobs = arguments.optional_whole("logprobs", self.logprobs)
-        self.prompt_logprobs = arguments.optional_whole("prompt_logprobs", self.prompt_logprobs)
-        self.reuse_blocks = arguments.flag("reuse_blocks", self.reuse_blocks)
-        self.echo = arguments.text("echo", self.echo)
-        self.timeout = None if self.timeout is None else arguments.number("timeout", self.timeout)
-        if not isinstance(self.grammar, Grammar | None):
-            raise RequestError(f"grammar {arguments.show(self.grammar)}: expected a Grammar")
 
     @property
     def output(self) -> list[int]:

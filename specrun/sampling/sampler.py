@@ -15,12 +15,12 @@ import secrets
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from specrun import arguments
+from specrun.arguments import Checked, Limit, number, show, whole
 from specrun.errors import BackendError, RequestError
 from specrun.sampling.limits import MAX_BIASES
 
@@ -45,68 +45,50 @@ class Purpose(enum.IntEnum):
     ACCEPT = 2
 
 
+_TEMPERATURE = Limit("0 (greedy) or a positive number", lambda value: 0 <= value < math.inf)
+_TOP_K = Limit("0 (off) or a positive number", lambda value: value >= 0)
+_TOP_P = Limit("more than 0 and at most 1 (off)", lambda value: 0 < value <= 1)
+_MIN_P = Limit("0 (off) to 1", lambda value: 0 <= value <= 1)
+_SEED = Limit("0 to 2**64 - 1", lambda value: 0 <= value < SEEDS)
+_FACTOR = Limit(
+    f"1 (off), or {1 / LARGEST_BIAS} to {LARGEST_BIAS}", lambda value: 1 / LARGEST_BIAS <= value <= LARGEST_BIAS
+)
+_SUMMAND = Limit(f"0 (off), or -{LARGEST_BIAS} to {LARGEST_BIAS}", lambda value: abs(value) <= LARGEST_BIAS)
+
+
+def _biases(name: str, biases: Any) -> dict[int, float]:
+    """A ``logit_bias``. Raises RequestError."""
+    if not isinstance(biases, Mapping):
+        raise RequestError(f"{name} {show(biases)}: expected token ids and numbers")
+    if len(biases) > MAX_BIASES:
+        raise RequestError(f"{name}: {len(biases)} tokens, expected at most {MAX_BIASES}")
+    found = {whole(name, token): number(f"{name} {token}", bias) for token, bias in biases.items()}
+    for token, bias in found.items():
+        if token < 0 or not (abs(bias) <= LARGEST_BIAS or bias == -math.inf):
+            raise RequestError(
+                f"{name} {token}: {bias}: expected a token id, and -{LARGEST_BIAS} to {LARGEST_BIAS} or -inf"
+            )
+    return found
+
+
 @dataclass(frozen=True)
-class SamplingParams(arguments.Named):
+class SamplingParams(Checked):
     """How one request chooses tokens. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off.
 
     ``repetition_penalty`` 1, the other penalties 0 and an empty ``logit_bias`` are off too; see ``penalties.adjust``.
     The same ``seed`` gives the same text. None: every request draws one, and ``request.params.seed`` tells it.
+    Raises RequestError, naming the parameter, for values of the wrong type and such that mean nothing.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int | None = None
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Raise RequestError, naming the parameter, for values of the wrong type and such that mean nothing."""
-        self._check_types()
-        if not 0 <= self.temperature < float("inf"):
-            raise RequestError(f"temperature {self.temperature}: expected 0 (greedy) or a positive number")
-        if self.top_k < 0:
-            raise RequestError(f"top_k {self.top_k}: expected 0 (off) or a positive number")
-        if not 0 < self.top_p <= 1:
-            raise RequestError(f"top_p {self.top_p}: expected more than 0 and at most 1 (off)")
-        if not 0 <= self.min_p <= 1:
-            raise RequestError(f"min_p {self.min_p}: expected 0 (off) to 1")
-        if self.seed is not None and not 0 <= self.seed < SEEDS:
-            raise RequestError(f"seed {self.seed}: expected 0 to 2**64 - 1")
-        if not 1 / LARGEST_BIAS <= self.repetition_penalty <= LARGEST_BIAS:
-            raise RequestError(
-                f"repetition_penalty {self.repetition_penalty}: expected 1 (off), "
-                f"or {1 / LARGEST_BIAS} to {LARGEST_BIAS}"
-            )
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not abs(value := getattr(self, name)) <= LARGEST_BIAS:
-                raise RequestError(f"{name} {value}: expected 0 (off), or -{LARGEST_BIAS} to {LARGEST_BIAS}")
-        if len(self.logit_bias) > MAX_BIASES:
-            raise RequestError(f"logit_bias: {len(self.logit_bias)} tokens, expected at most {MAX_BIASES}")
-        for token, bias in self.logit_bias.items():
-            if token < 0 or not (abs(bias) <= LARGEST_BIAS or bias == -math.inf):
-                raise RequestError(
-                    f"logit_bias {token}: {bias}: expected a token id, and -{LARGEST_BIAS} to {LARGEST_BIAS} or -inf"
-                )
-
-    def _check_types(self) -> None:
-        found: dict[str, Any] = {
-            "top_k": arguments.whole("top_k", self.top_k),
-            "seed": arguments.optional_whole("seed", self.seed),
-        }
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-            found[name] = arguments.number(name, getattr(self, name))
-        if not isinstance(self.logit_bias, Mapping):
-            raise RequestError(f"logit_bias {arguments.show(self.logit_bias)}: expected token ids and numbers")
-        found["logit_bias"] = {
-            arguments.whole("logit_bias", token): arguments.number(f"logit_bias {token}", bias)
-            for token, bias in self.logit_bias.items()
-        }
-        for name, value in found.items():
-            object.__setattr__(self, name, value)
+    temperature: Annotated[float, _TEMPERATURE] = 0.0
+    top_k: Annotated[int, _TOP_K] = 0
+    top_p: Annotated[float, _TOP_P] = 1.0
+    seed: Annotated[int | None, _SEED] = None
+    min_p: Annotated[float, _MIN_P] = 0.0
+    repetition_penalty: Annotated[float, _FACTOR] = 1.0
+    presence_penalty: Annotated[float, _SUMMAND] = 0.0
+    frequency_penalty: Annotated[float, _SUMMAND] = 0.0
+    logit_bias: Annotated[Mapping[int, float], _biases] = field(default_factory=dict)
 
     def seeded(self, offset: int = 0) -> SamplingParams:
         """The same with a seed: its own plus ``offset``; a new one where it has none, or 0 where greedy needs none."""

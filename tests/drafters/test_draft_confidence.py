@@ -121,7 +121,7 @@ def test_what_ends_drafts_by_default() -> None:
     assert DraftTargetConfig(4).least_confidence == 0.0
     assert DraftTargetConfig(4, draft_confidence=0.7).least_confidence == 0.7
     assert DraftTargetConfig(draft_confidence=0.0).least_confidence == 0.0
-    with pytest.raises(RequestError, match="draft_confidence 2: expected 0 to 1"):
+    with pytest.raises(RequestError, match=r"draft_confidence 2\.0: expected 0 to 1"):
         DraftTargetConfig(draft_confidence=2)
 
 

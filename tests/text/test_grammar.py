@@ -513,7 +513,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"regex": r"[^\s\S]"}, "regex: no text fulfils it"),
     ({"regex": "\ud800"}, "regex: not Unicode"),
     ({"regex": 3}, "regex 3: expected a text"),
-    ({"choice": ["a", ""]}, "choice: expected texts that are not empty"),
+    ({"choice": ["a", ""]}, "choice ('a', ''): expected texts that are not empty"),
     ({"choice": ["a", 3]}, "choice 3: expected a text"),
     ({"choice": ["\ud800"]}, "choice: "),
     ({"choice": 3}, "choice 3: expected a text or several"),
