@@ -64,7 +64,7 @@ _MODULES = {
     "SamplingParams": "sampling.sampler",
     "SpeculativeDecoder": "decoder",
 }
-"""Where the names are that are loaded when they are first used."""
+"""The modules of the names that are loaded on first use."""
 
 
 def __getattr__(name: str) -> Any:

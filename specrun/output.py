@@ -100,7 +100,7 @@ class TextPrinter:
         self._color = color
         self._waiting: dict[Request, list[TokenOutput]] = {request: [] for request in requests}
         self._ended: set[Request] = set()
-        """As far as was told: of one that has ended, the last tokens may still come."""
+        """Requests whose last event was shown."""
         self._current = -1
         self._next()
 

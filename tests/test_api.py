@@ -134,7 +134,7 @@ def test_echo_of_token_ids_shows_their_text(engines: Path) -> None:
         for prompt in ("alpha beta", ids):
             (request,) = decoder.generate([prompt], max_output_len=9, echo=True)
             assert request.text == "alpha beta" + decoder.tokenizer.decode(request.output)
-        with pytest.raises(RequestError, match="chat: goes with a text or messages"):
+        with pytest.raises(RequestError, match="chat: only for texts and messages"):
             decoder.request(ids, chat=True)
 
 

@@ -51,11 +51,11 @@ def choose(
     found = _choose(backend, kind, int(number or 0), compute_capabilities, timing_cache)
     if timing_cache and found[0] != "tensorrt":
         hint = "; its kernels are compiled where they run, and specrun keeps them" if found[0] == "tensorrt_rtx" else ""
-        raise BackendError(f"--timing_cache: {found[0]} times no kernels when it builds{hint}; leave it out")
+        raise BackendError(f"--timing_cache is supported only by tensorrt, not by {found[0]}{hint}; leave it out")
     if compute_capabilities and found[0] != "tensorrt_rtx":
         raise BackendError(
-            f"--compute_capabilities: an engine of {found[0]} has no choice of GPUs; leave it out, or give --backend "
-            "tensorrt_rtx"
+            f"--compute_capabilities is supported only by tensorrt_rtx, not by {found[0]}; leave it out, or give "
+            "--backend tensorrt_rtx"
         )
     if number and found[0] != "tensorrt":
         raise BackendError(

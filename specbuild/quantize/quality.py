@@ -27,7 +27,7 @@ class Quality:
     """The quantized model beside the original."""
 
     tokens: int
-    """That were predicted."""
+    """Number of predicted tokens."""
     perplexity: float
     """Of the quantized model."""
     original_perplexity: float

@@ -41,7 +41,7 @@ class Backend(Protocol):
     config: EngineConfig
     cache: HostKVCache
     cache_owner: Backend | None
-    """Of a head: the target whose features it shares, and whose rows and positions its own cache must have."""
+    """The target of a head: it shares the target's features, and its cache has the target's rows and positions."""
 
     def resize(self, rows: int, length: int, used: int) -> None:
         """Have a cache of ``rows`` rows of ``length`` positions, keeping what the first ``used`` rows hold."""

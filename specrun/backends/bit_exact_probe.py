@@ -40,7 +40,7 @@ _NUDGES = 4
 _NUDGE = 1e-7
 """Passes whose keys and values are moved by so much of their size: about a bit of float32."""
 _MOVED_CODES = 1e-4
-"""Where they are stored in 8 bits, such a bit moves few codes, and those by one: this share of them."""
+"""The share of 8-bit codes that such a change moves, each by one."""
 _CODES_OF_ONE = 30
 """Codes of 8-bit keys and values from 0 to 1."""
 
@@ -52,7 +52,7 @@ class _Way(NamedTuple):
     row: int
     chunks: tuple[int, ...]
     num_logits: int
-    """Of how many last tokens of a chunk logits are wanted, at most."""
+    """The most last tokens of a chunk whose logits are wanted."""
     more_positions: int = 0
     """Positions of the cache beyond what is needed."""
 

@@ -23,7 +23,7 @@ from specrun.kv_cache.device import DeviceKVCache
 from specrun.kv_cache.host import HostKVCache
 
 _OLDEST_FOR_CUDA = (1, 31)
-"""Before its change 28958 onnxruntime counted ``is_causal`` from the cache's first key: wrong tokens and no error.
+"""The first release with change 28958: before, ``is_causal`` counted from the cache's first key, and tokens were wrong.
 
 1.31 is the release that the graphs were tried with.
 """

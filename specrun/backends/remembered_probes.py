@@ -40,7 +40,7 @@ def remember(key: str, holds: bool) -> None:
 
 
 def _place() -> Path:
-    """By the XDG base directory specification."""
+    """The file of all probes, by the XDG base directory specification."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specrun" / "probes.json"
 
 

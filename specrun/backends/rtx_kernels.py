@@ -67,5 +67,5 @@ class KernelCache:
 
 
 def _folder() -> Path:
-    """Where caches are stored, by the XDG base directory specification."""
+    """The folder of all caches, by the XDG base directory specification."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specrun"

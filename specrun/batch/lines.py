@@ -34,7 +34,7 @@ _SHAPES: Mapping[str, CompletionShape | ChatShape] = {
     "/v1/completions": CompletionShape(),
     "/v1/chat/completions": ChatShape(),
 }
-"""By the questions' ``url``."""
+"""The shape of the answer, by the question's ``url``."""
 _OTHER_NAMES = {
     "max_tokens": "max_output_len",
     "max_completion_tokens": "max_output_len",
@@ -54,7 +54,7 @@ class Defaults:
     options: RequestOptions
     n: int
     openai_params: SamplingParams
-    """For lines of OpenAI's form."""
+    """The same for lines of OpenAI's form."""
     model: str
     """The name of the model, in OpenAI's answers."""
 
@@ -63,9 +63,9 @@ class Place(NamedTuple):
     """What ties an answer to its question."""
 
     line: int
-    """From 1."""
+    """The line's number, from 1."""
     digest: str
-    """Of the line: the same question has the same one."""
+    """A digest of the line: the same question has the same one."""
 
 
 class Ask(NamedTuple):

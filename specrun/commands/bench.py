@@ -29,7 +29,7 @@ from specrun.config import AUTO, DraftKind
     default=(4, AUTO),
     show_default=True,
     metavar="auto|N",
-    help="This and --batch_size may be given several times.",
+    help="Draft tokens a round; this and --batch_size may be repeated.",
 )
 @click.option("--output_len", type=click.IntRange(1), default=96, show_default=True, help="Tokens of every output.")
 @click.option("--repetitions", type=click.IntRange(1), default=3, show_default=True)

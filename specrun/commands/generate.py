@@ -33,25 +33,27 @@ NOT_OF_A_REQUEST = (
 
 @click.command()
 @pair_options
-@click.option("--max_output_len", type=click.IntRange(1), help="Default: 256, or what fits.")
-@click.option("--min_output_len", type=click.IntRange(0), default=0, show_default=True, help="No end before.")
+@click.option("--max_output_len", type=click.IntRange(1), help="Most tokens of output. Default: 256, or what fits.")
+@click.option("--min_output_len", type=click.IntRange(0), default=0, show_default=True, help="Fewest tokens of output.")
 @prompt_options
-@click.option("--output_file", type=FolderPath, help="Answer --input_file's lines of JSON into this file.")
-@click.option("--resume", is_flag=True, help="Go on with an --output_file that an earlier run has begun.")
+@click.option("--output_file", type=FolderPath, help="Write the answers to --input_file's JSON lines into this file.")
+@click.option("--resume", is_flag=True, help="Continue an --output_file that an earlier run began.")
 @sampling_options()
 @seed_option
 @click.option(
     "--n", type=click.IntRange(1), default=1, show_default=True, help="Answers to each prompt; seeds count up."
 )
-@click.option("--num_beams", type=int, default=1, show_default=True, help="Only 1.")
+@click.option("--num_beams", type=int, default=1, show_default=True, help="Beam search is not supported: only 1.")
 @click.option("--chat", is_flag=True, help="Wrap each prompt in the tokenizer's chat template.")
 @click.option("--system", metavar="TEXT", help="The chat's system message; implies --chat.")
-@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be given several times.")
-@click.option("--stop_id", "stop_ids", type=int, multiple=True, metavar="ID", help="End with this token; likewise.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this text; may be repeated.")
+@click.option(
+    "--stop_id", "stop_ids", type=int, multiple=True, metavar="ID", help="Stop after this token id; may be repeated."
+)
 @click.option("--logprobs", type=int, metavar="N", help="Log-probabilities of tokens and the N likeliest, in the JSON.")
 @click.option("--echo", is_flag=True, help="Begin the text with the prompt.")
 @constraint_options
-@click.option("--timeout", type=float, metavar="SECONDS", help="End a prompt's text as it is after so long.")
+@click.option("--timeout", type=float, metavar="SECONDS", help="Time limit of each prompt; its text ends as it is.")
 @click.option("--output_format", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("--stream", is_flag=True, help="Print tokens as they are committed; JSON: events.")
 @click.option("--color/--no_color", default=None, help="Show the draft's text in green. Default: on a terminal.")
@@ -74,7 +76,7 @@ def generate(
     require_one_source(input_text, input_file)
     require_files(input_text, input_file, output_file, resume, stream)
     if num_beams != 1:
-        raise RequestError(f"--num_beams {num_beams}: beam search has no draft-target form; give --num_beams 1")
+        raise RequestError(f"--num_beams {num_beams}: beam search is not supported; give --num_beams 1")
     config = pair_config(options)
     if options["logprobs"] is not None and output_format != "json" and output_file is None:
         raise click.UsageError("--logprobs are part of --output_format json and of --output_file")

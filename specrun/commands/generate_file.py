@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 def require_files(
     input_text: tuple[str, ...], input_file: Path | None, output_file: Path | None, resume: bool, stream: bool
 ) -> None:
-    """Raise click's UsageError for options that do not go together."""
+    """Raise click's UsageError for options that cannot be combined."""
     if output_file is None:
         if resume:
-            raise click.UsageError("--resume goes with --output_file")
+            raise click.UsageError("--resume needs --output_file")
         return
     if input_file is None or input_text:
         raise click.UsageError("--output_file answers a file of JSON lines; give --input_file, and no --input_text")
     if stream:
-        raise click.UsageError("--stream prints text as it comes; it does not go with --output_file")
+        raise click.UsageError("--stream cannot be combined with --output_file: it prints text as it comes")
     if output_file.exists() and input_file.exists() and output_file.samefile(input_file):
         raise click.UsageError("--input_file and --output_file are the same file")
 

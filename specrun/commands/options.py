@@ -53,9 +53,9 @@ _NUMBERS: dict[str, tuple[int | float, str]] = {
     "top_k": (0, "0: off."),
     "top_p": (1.0, "1: off."),
     "min_p": (0.0, "0: off."),
-    "repetition_penalty": (1.0, "Of every token of prompt and output; 1: off."),
-    "presence_penalty": (0.0, "Of every token that was written; 0: off."),
-    "frequency_penalty": (0.0, "Of every token as often as it was written; 0: off."),
+    "repetition_penalty": (1.0, "Penalty of every token of prompt and output; 1: off."),
+    "presence_penalty": (0.0, "Penalty of every token of the output; 0: off."),
+    "frequency_penalty": (0.0, "Penalty of every token, times its count in the output; 0: off."),
 }
 SAMPLING = (*_NUMBERS, "logit_bias")
 """Names of the options of ``SamplingParams`` but for the seed."""
@@ -68,7 +68,7 @@ def sampling_options(temperature: float = 0.0) -> Decorator:
         click.option(f"--{name}", type=type(default), default=default, show_default=True, help=_NUMBERS[name][1])
         for name, default in defaults.items()
     ]
-    kind, meaning = Parsed("list", parse_logit_bias), "Added to these tokens' logits; -inf: never."
+    kind, meaning = Parsed("list", parse_logit_bias), "Numbers to add to these tokens' logits; -inf forbids a token."
     return together(*numbers, click.option("--logit_bias", type=kind, default="", metavar="ID:BIAS,..", help=meaning))
 
 
@@ -92,7 +92,7 @@ def given_sampling(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def note_unused_sampling(options: dict[str, Any]) -> None:
-    """Say which of the options that were given do nothing, because greedy texts are not drawn."""
+    """Say which of the given options do nothing, because greedy texts are not drawn."""
     names = [name for name in given_sampling(options) if name in ("top_k", "top_p", "min_p", "seed")]
     if names and options["temperature"] == 0:
         wanted = " and ".join(f"--{name}" for name in names)
@@ -105,7 +105,7 @@ draft_option = click.option(
     "--draft",
     type=click.Choice(["ngram", "suffix"]),
     help="Draft without a draft engine. ngram: what followed the last tokens where they came before in the text. "
-    "suffix: longer matches, also in earlier outputs and through edits; it may stand beside a draft engine.",
+    "suffix: longer matches, also in earlier outputs and through edits; it can be combined with a draft engine.",
 )
 bit_exact_option = click.option(
     "--bit_exact/--no_bit_exact",
@@ -145,7 +145,7 @@ def _read(name: str, file: Path) -> str:
 
 prompt_options = together(
     click.option("--input_text", multiple=True, help="A prompt; may be given several times."),
-    click.option("--input_file", type=FolderPath, help="Prompts, one a line. Default: standard input."),
+    click.option("--input_file", type=FolderPath, help="A file of prompts, one a line. Default: standard input."),
 )
 
 
@@ -153,7 +153,7 @@ def comparison_options(temperature: float = 0.0) -> Decorator:
     """The options of every command that compares a pair with its target alone. temperature: its default."""
     return together(
         engine_dir_option,
-        click.option("--draft_engine_dir", type=FolderPath, help="The draft's."),
+        click.option("--draft_engine_dir", type=FolderPath, help="The draft's engine directory."),
         draft_option,
         tokenizer_dir_option,
         bit_exact_option,
@@ -165,9 +165,9 @@ def comparison_options(temperature: float = 0.0) -> Decorator:
 
 
 def require_one_draft(draft: str | None, draft_engine_dir: Path | None, needed: bool = False) -> None:
-    """Raise click's UsageError where the two do not go together, or one is ``needed`` and there is none."""
+    """Raise click's UsageError where the two cannot be combined, or one is ``needed`` and there is none."""
     if draft == "ngram" and draft_engine_dir:
-        raise click.UsageError("--draft ngram and --draft_engine_dir exclude each other")
+        raise click.UsageError("--draft ngram cannot be combined with --draft_engine_dir")
     if needed and not (draft or draft_engine_dir):
         raise click.UsageError("give --draft_engine_dir, or --draft suffix")
 
@@ -177,7 +177,7 @@ generation_config_option = click.option(
     type=click.Choice(["auto", "none"]),
     default="auto",
     show_default=True,
-    help="Sample as the target's generation_config.json recommends, but for what is given here.",
+    help="auto: sample as the target's generation_config.json recommends, unless options say otherwise.",
 )
 
 
@@ -213,7 +213,7 @@ def use_color(wanted: bool | None) -> bool:
 def require_one_source(input_text: tuple[str, ...], input_file: Path | None) -> None:
     """Prompts come from one place. Raises click's UsageError."""
     if input_text and input_file:
-        raise click.UsageError("--input_text and --input_file exclude each other")
+        raise click.UsageError("--input_text cannot be combined with --input_file")
 
 
 def prompt_ids(tokenizer_dir: Path, input_text: tuple[str, ...], input_file: Path | None) -> list[list[int]]:

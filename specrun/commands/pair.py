@@ -30,31 +30,39 @@ if TYPE_CHECKING:
 
 pair_options = together(
     engine_dir_option,
-    click.option("--draft_engine_dir", type=FolderPath, help="The draft's; without it the target runs alone."),
+    click.option(
+        "--draft_engine_dir", type=FolderPath, help="The draft's engine directory. Without it the target runs alone."
+    ),
     draft_option,
     tokenizer_dir_option,
-    click.option("--chat_template", type=FolderPath, help="A file with a template. Default: the tokenizer's."),
+    click.option("--chat_template", type=FolderPath, help="A file with a chat template. Default: the tokenizer's."),
     click.option(
         "--draft_target_model_config",
         type=Parsed("list", parse_draft_target_config),
         metavar='"[4,[0],[0],False]"',
         help="[draft_len, draft_device_list, target_device_list, use_logits], as TensorRT-LLM writes it.",
     ),
-    click.option("--draft_len", type=DRAFT_LEN, metavar="auto|N", help="Draft tokens a round. Default: what pays."),
+    click.option(
+        "--draft_len", type=DRAFT_LEN, metavar="auto|N", help="Draft tokens a round. Default: auto, as many as pay."
+    ),
     click.option(
         "--draft_confidence",
         type=click.FloatRange(0, 1),
-        help="End a draft where it is less sure of itself; 0: never. Default: found out with --draft_len auto.",
+        help="End a draft if its joint probability falls below this; 0: never. Default: measured (--draft_len auto).",
     ),
-    click.option("--draft_model_device_list", type=DEVICES, help="Default: [0]."),
-    click.option("--target_model_device_list", type=DEVICES, help="Default: [0]."),
-    click.option("--acceptance", type=click.Choice(["tokens", "logits"]), help="Default: tokens."),
+    click.option("--draft_model_device_list", type=DEVICES, help="The GPU of the draft. Default: [0]."),
+    click.option("--target_model_device_list", type=DEVICES, help="The GPU of the target. Default: [0]."),
+    click.option(
+        "--acceptance",
+        type=click.Choice(["tokens", "logits"]),
+        help="Accept draft tokens by exact match (tokens) or by rejection sampling (logits). Default: tokens.",
+    ),
     click.option(
         "--kv_cache_free_gpu_memory_fraction",
         type=click.FloatRange(0, 1, min_open=True),
         default=0.9,
         show_default=True,
-        help="Share of a GPU's memory that caches may take of what weights leave free.",
+        help="Share of the GPU memory left free by the weights that caches may take.",
     ),
     bit_exact_option,
     click.option(
@@ -62,23 +70,28 @@ pair_options = together(
         type=click.Choice(["quick", "full"]),
         default="quick",
         show_default=True,
-        help="Compare with their checksums the files that were changed since, or all.",
+        help="Files to compare with their checksums: those changed since (quick), or all (full).",
     ),
-    click.option("--cuda_graph/--no_cuda_graph", default=True, show_default=True, help="Queue a round as one piece."),
     click.option(
-        "--warm_up/--no_warm_up", default=True, show_default=True, help="Prepare GPUs for all rounds when opening."
+        "--cuda_graph/--no_cuda_graph", default=True, show_default=True, help="Queue each round as one CUDA graph."
+    ),
+    click.option(
+        "--warm_up/--no_warm_up",
+        default=True,
+        show_default=True,
+        help="Prepare GPUs for all sizes of rounds when opening.",
     ),
     click.option(
         "--kv_cache_enable_block_reuse/--no_kv_cache_enable_block_reuse",
         "reuse_blocks",
         default=True,
         show_default=True,
-        help="Read what prompts have in common once.",
+        help="Reuse the KV cache of shared prompt prefixes.",
     ),
     click.option(
         "--max_tokens_in_kv_cache",
         type=click.IntRange(0),
-        help="Tokens kept for it, of each model. Default: as many as a full batch has.",
+        help="Capacity of the prefix cache in tokens, per model. Default: as many as a full batch has.",
     ),
 )
 
@@ -113,12 +126,12 @@ def pair_config(options: dict[str, Any]) -> DraftTargetConfig:
             if options[name] is not None:
                 raise click.UsageError(f"--{name} needs a draft; give --draft_engine_dir or --draft suffix")
     if options["max_tokens_in_kv_cache"] is not None and not options["reuse_blocks"]:
-        raise click.UsageError(
-            "--max_tokens_in_kv_cache is the size of the prefix cache; leave --no_kv_cache_enable_block_reuse out"
-        )
+        raise click.UsageError("--max_tokens_in_kv_cache cannot be combined with --no_kv_cache_enable_block_reuse")
     if options["draft_target_model_config"] is not None:
         if given:
-            raise click.UsageError(f"--draft_target_model_config already sets --{given[0]}; leave out one of them")
+            raise click.UsageError(
+                f"--draft_target_model_config cannot be combined with --{given[0]}, which it sets too"
+            )
         config: DraftTargetConfig = options["draft_target_model_config"]
         return replace(config, **own)
     return DraftTargetConfig(

@@ -23,15 +23,25 @@ QFORMATS = ("auto", "int8", "int8_wo", "int4", "fp8", "fp8_wo", "nvfp4", "nvfp4_
     type=click.Choice(QFORMATS),
     default="auto",
     show_default=True,
-    help="As specbuild convert has it, for both models.",
+    help="The dtype of both models, as for specbuild convert.",
 )
-@click.option("--max_seq_len", type=click.IntRange(2), help="Longest conversation. Default: 4096, or what both have.")
+@click.option(
+    "--max_seq_len",
+    type=click.IntRange(2),
+    help="Tokens of the longest conversation. Default: 4096, or the models' limit.",
+)
 @click.option(
     "--max_draft_len", type=click.IntRange(1), default=10, show_default=True, help="Most draft tokens a round."
 )
-@click.option("--draft_len", type=DRAFT_LEN, metavar="auto|N", help="Draft tokens a round. Default: what pays.")
-@click.option("--acceptance", type=click.Choice(["tokens", "logits"]), help="Default: tokens.")
-@click.option("--chat_template", type=FolderPath, help="A file with a template. Default: the tokenizer's.")
+@click.option(
+    "--draft_len", type=DRAFT_LEN, metavar="auto|N", help="Draft tokens a round. Default: auto, as many as pay."
+)
+@click.option(
+    "--acceptance",
+    type=click.Choice(["tokens", "logits"]),
+    help="Accept draft tokens by exact match (tokens) or by rejection sampling (logits). Default: tokens.",
+)
+@click.option("--chat_template", type=FolderPath, help="A file with a chat template. Default: the tokenizer's.")
 @chat_options
 def run(target: str, draft: str, qformat: str, max_seq_len: int | None, max_draft_len: int, **options: Any) -> None:
     """Chat with a pair of Hugging Face checkpoints: directories, or Hub IDs, which are downloaded.

@@ -17,19 +17,25 @@ from specrun.commands.pair import open_pair, pair_config, pair_options
 @click.command()
 @pair_options
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free one, shown.")
-@click.option("--api_key_file", type=FolderPath, help="Keys, one a line; clients must send one of them.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="The port; 0: any free one, shown."
+)
+@click.option("--api_key_file", type=FolderPath, help="A file of API keys, one a line; clients must send one of them.")
 @click.option(
     "--allowed_hosts",
     metavar="NAME,..",
-    help="Names in Host and Origin that are answered, beside this machine's; *: all. Default: all where keys are given"
+    help="Names in Host and Origin that are answered, beside this machine's; *: all. Default: all if keys are given"
     " or --host is not this machine.",
 )
 @click.option("--model_name", metavar="NAME", help="What clients call the model. Default: the name of engine_dir.")
-@click.option("--max_queue", type=click.IntRange(1), default=256, show_default=True, help="Requests that may wait.")
-@click.option("--request_timeout", type=float, metavar="SECONDS", help="End an answer as it is after so long.")
+@click.option("--max_queue", type=click.IntRange(1), default=256, show_default=True, help="Most requests that wait.")
+@click.option("--request_timeout", type=float, metavar="SECONDS", help="Time limit of an answer; it ends as it is.")
 @click.option(
-    "--drain_seconds", type=click.IntRange(1), default=30, show_default=True, help="For answers, when stopped."
+    "--drain_seconds",
+    type=click.IntRange(1),
+    default=30,
+    show_default=True,
+    help="Seconds for answers to end when the server stops.",
 )
 @generation_config_option
 @click.option(
@@ -37,9 +43,9 @@ from specrun.commands.pair import open_pair, pair_config, pair_options
     type=click.Choice(["auto", "hermes", "llama3"]),
     default="auto",
     show_default=True,
-    help="How the model writes calls of tools; auto: as its chat template says.",
+    help="How the model writes tool calls; auto: as its chat template says.",
 )
-@click.option("--metrics_prefix", default="specrun", show_default=True, help="Of the names in /metrics, as in vllm:..")
+@click.option("--metrics_prefix", default="specrun", show_default=True, help="Prefix of the names in /metrics.")
 @click.option("--log_prompts", is_flag=True, help="Write prompts to the log.")
 def serve(
     host: str,

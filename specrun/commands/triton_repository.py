@@ -13,9 +13,9 @@ from specrun.commands.pair import pair_config, pair_options
 
 @click.command("triton_repository")
 @pair_options
-@click.option("--output_dir", required=True, type=FolderPath, help="Where the repository goes.")
+@click.option("--output_dir", required=True, type=FolderPath, help="The directory to write the repository to.")
 @click.option("--copy", is_flag=True, help="Copy the engines. Default: link to their directories.")
-@click.option("--max_queue", type=click.IntRange(1), default=256, show_default=True, help="Requests that may wait.")
+@click.option("--max_queue", type=click.IntRange(1), default=256, show_default=True, help="Most requests that wait.")
 @click.option("--force", is_flag=True, help="Replace output_dir if it exists.")
 def triton_repository(output_dir: Path, copy: bool, max_queue: int, force: bool, **options: Any) -> None:
     """Two engine directories -> a model repository for Triton Inference Server.

@@ -30,7 +30,13 @@ INCONCLUSIVE = 3
 @comparison_options(temperature=0.8)
 @constraint_options
 @click.option("--draft_len", type=DRAFT_LEN, metavar="auto|N", help="Draft tokens a round. Default: 4.")
-@click.option("--seconds", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True, help="About.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0, min_open=True),
+    default=60.0,
+    show_default=True,
+    help="Approximate time to spend.",
+)
 @click.option("--output_format", type=click.Choice(["text", "json"]), default="text", show_default=True)
 def verify(
     engine_dir: Path,

@@ -58,7 +58,7 @@ class Device(Protocol):
     """
 
     kind: str
-    """As ONNX Runtime names it: cuda, cpu."""
+    """ONNX Runtime's name of the kind: cuda or cpu."""
     number: int
     stream: int
     """The stream's handle, for libraries that queue work of their own on it."""

@@ -24,7 +24,7 @@ def _info() -> dict[str, str]:
 
 
 def processor_name() -> str:
-    """As people call it."""
+    """The processor's name for people."""
     return _info().get("model name") or platform.processor() or platform.machine()
 
 

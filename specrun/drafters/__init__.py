@@ -36,7 +36,7 @@ class Proposal:
     confidences: list[float] = field(default_factory=list)
     """[g], or none: the drafter's own probability of each token that it drew, where it may end the draft."""
     forced: int = 0
-    """So many of the first tokens are from the request's grammar, which allows no others there."""
+    """Number of first tokens that the request's grammar forces."""
 
     @classmethod
     def begin(cls, forced: Sequence[int]) -> Proposal:
@@ -88,7 +88,7 @@ class Drafter(BaseDrafter, ABC):
 
 @dataclass(frozen=True)
 class DraftProbs:
-    """Where acceptance finds what draft tokens were drawn from: memory on the target's device."""
+    """The distributions that draft tokens were drawn from, in memory of the target's device."""
 
     distributions: DeviceArray
     """DISTRIBUTION [B, draft_len]."""
@@ -110,9 +110,9 @@ class DeviceDrafter(BaseDrafter, ABC):
     devices: Sequence[Device]
     """The devices on which it queues work."""
     needs_host = False
-    """Whether the host proposes, so that it must have read the round before."""
+    """True if the host proposes, after it has read the last round."""
     draws_one_by_one = False
-    """Whether the tokens of a round may be drawn one after the other, each with a mask of its own from the host."""
+    """True if a round's tokens may be drawn one by one, each with its own mask from the host."""
     captured: Sequence[DeviceBackend] = ()
     """Engines whose work is part of the round's capture."""
     other_rows: DeviceRows | None = None
@@ -138,7 +138,7 @@ class DeviceDrafter(BaseDrafter, ABC):
     def queue_ahead(self, batch: int, draft_len: int, sends_logits: bool) -> bool:
         """Queue the part of drafting that another device does. It is not part of the round's capture.
 
-        Returns whether it takes the time that later rounds of its kind will take. sends_logits: whether any row uses
+        Returns False while this shape is warming up; its time is then ignored. sends_logits: whether any row uses
         rejection sampling, which needs the draft's logits.
         """
         return True

@@ -47,7 +47,7 @@ class ParallelDrafter(HeadDrafter):
         super().__init__(runner, vocab_size, max_draft_len, use_logits, 0.0 if asks_head else confidence)
         self._markov = markov
         self._least = _logit(confidence) if asks_head and confidence is not None else -math.inf
-        """Of the confidence's logit."""
+        """The lowest logit of the confidence head with which a draft goes on."""
         self._places: Floats
         """The logits of this round's places, [B, g or more, V]."""
 

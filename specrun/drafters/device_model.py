@@ -28,7 +28,7 @@ class DeviceModelDrafter(DeviceDrafter):
 
     draws_one_by_one = True
     keeps_to_target = False
-    """Whether it reads the target's features."""
+    """True if it reads the target's features."""
 
     def __init__(self, backend: DeviceBackend, rows: DeviceRows) -> None:
         """rows: the round's, to which the draft tokens are written."""

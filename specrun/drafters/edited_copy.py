@@ -17,7 +17,7 @@ class Edit(NamedTuple):
 
 
 class EditedCopy:
-    """Where a text stands in a source that it repeats, and the edits that it has made so far.
+    """The position of a text in a source that it repeats, and its edits so far.
 
     An edit that came once, a new name say, is expected wherever the same tokens of the source come again.
     """
@@ -29,7 +29,7 @@ class EditedCopy:
         self._position = self._end = 0
         """The text's token at ``_end`` stands against the source's at ``_position``."""
         self._edits: dict[tuple[int, ...], Edit] = {}
-        """By the tokens that were replaced."""
+        """The edits so far, by the tokens that they replaced."""
 
     def begin(self, source: Sequence[int], position: int, end: int, matched: int) -> None:
         """The text goes on at ``end`` as ``source`` at ``position``: the ``matched`` tokens before them are alike."""

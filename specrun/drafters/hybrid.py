@@ -29,13 +29,13 @@ class HybridDrafter(Drafter):
         self.texts = model.texts
         self.suffix = SuffixDrafter(use_logits)
         self._accepted = AcceptanceRate()
-        """Of the model's draft tokens."""
+        """The acceptance rate of the model's draft tokens."""
         self._by_model: set[Request] = set()
         """The requests for which the model drafted in this round."""
         self._drafted = 0.0
         """Tokens that the model drafts in a round: a running mean. It may end drafts early."""
         self._step_seconds = self._verify_seconds = 0.0
-        """Of one draft step, and of what follows drafting in a round: running means."""
+        """Running means: seconds of a draft step, and of the part of a round after drafting."""
         self._proposed_at = 0.0
 
     def propose(

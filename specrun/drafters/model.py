@@ -42,9 +42,9 @@ class ModelDrafter(Drafter):
         self.texts: HostTexts = self._texts_of(runner, max_draft_len)
         self._confidence = confidence
         self._calibration = Calibration()
-        """Of greedy texts."""
+        """Calibration of the draft's probabilities in greedy texts."""
         self._proposals: Sequence[Proposal] = ()
-        """Of this round."""
+        """The proposals of this round."""
         self._vocab_size = vocab_size
         self._use_logits = use_logits
 

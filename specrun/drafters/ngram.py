@@ -16,7 +16,7 @@ MAX_NGRAM = 4
 
 
 class NgramIndex:
-    """Where each n-gram of one text came last. It grows with the text."""
+    """The latest place of each n-gram of one text. It grows with the text."""
 
     def __init__(self) -> None:
         self._following: dict[tuple[int, ...], int] = {}

@@ -23,30 +23,30 @@ MAX_MATCH = 32
 """Tokens after which a match is not followed further back. So many of a prompt are kept with its output, so that the
 first token of an answer to the same prompt is known."""
 MAX_OCCURRENCES = 8
-"""Of one n-gram, the latest."""
+"""The most occurrences of an n-gram that are kept: its latest."""
 MAX_PAST_TOKENS = 1 << 16
-"""Of earlier texts. An index takes about 0.7 kB a token."""
+"""The most tokens of earlier texts in the index, which takes about 0.7 kB a token."""
 MIN_PROBABILITY = 0.2
-"""Of a draft token to be accepted. A draft ends before it falls below."""
+"""The lowest probability with which a draft token must be accepted; a draft ends before it falls below."""
 MIN_RATE = 0.25
 """The lowest acceptance rate that is believed, so that one token is tried where a match is found."""
 _BETWEEN = -1
-"""Behind each of several texts; no token."""
+"""The separator of texts in an index; no token."""
 
 
 class Match(NamedTuple):
-    """Where the end of a text occurs."""
+    """An earlier occurrence of the end of a text."""
 
     length: int
     """Tokens that match, at most MAX_MATCH."""
     tokens: Sequence[int]
-    """Of the text, or the texts, where they occur."""
+    """The tokens of the text or texts with the occurrence."""
     end: int
     """The position behind them."""
 
 
 class Index:
-    """Where n-grams of a text, or of several, ended, and what followed them. It grows with the text."""
+    """An index of the places where n-grams of one or more texts ended. It grows with the text."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -66,7 +66,7 @@ class Index:
             self.tokens.append(token)
 
     def matches(self, text: Sequence[int]) -> list[Match]:
-        """Where the end of ``text`` occurs, the latest place first."""
+        """The occurrences of the end of ``text``, the latest first."""
         for n, ends in self._ends.items():
             if found := ends.get(tuple(text[-n:])):
                 return [Match(self._length(text, n, end), self.tokens, end) for end in reversed(found)]
@@ -101,7 +101,7 @@ class Found(NamedTuple):
     expected: float
     """How many of them are likely to be accepted."""
     rate: AcceptanceRate
-    """Of tokens that were found in this way."""
+    """The acceptance rate of tokens that are found in this way."""
 
     def compare(self, committed: Sequence[int]) -> tuple[int, int]:
         """How many of the tokens are the committed ones, and how many of them this round could tell of."""
@@ -149,9 +149,9 @@ class SuffixDrafter(Drafter):
         """Its text, and what that repeats."""
         self._past = PastTexts()
         self._accepted: dict[int, AcceptanceRate] = {}
-        """By the bits of the match's length."""
+        """Acceptance rates by the bits of the match's length."""
         self._found: WeakKeyDictionary[Request, Found] = WeakKeyDictionary()
-        """In this round."""
+        """What was found in this round."""
 
     def admit(self, requests: Sequence[Request]) -> None:
         """See ``Drafter``."""

@@ -38,14 +38,14 @@ LOGITS = "logits"
 OPSET = 24
 
 MARKOV_FILES = ("markov_w1.npy", "markov_w2.npy")
-"""Beside the graph of a head with ``GraphInfo.markov_rank``: float32 [V, rank] and [rank, logits], see ``Markov``."""
+"""Files beside a head's graph with ``GraphInfo.markov_rank``: float32 [V, rank] and [rank, logits]; see ``Markov``."""
 
 FIRST_DRAFT_STEP_LEN = 2
 """Tokens of a round's first draft step. The draft's cache lacks two after a round in which every draft was accepted."""
 
 
 NOTHING_WANTED = -1
-"""In ``logits_indices`` of a head: no logits, and no feature."""
+"""An entry of a head's ``logits_indices`` that asks for no logits and no feature."""
 
 
 def past_names(layers: int, features: bool = False) -> list[str]:

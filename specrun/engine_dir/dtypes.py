@@ -19,7 +19,7 @@ class ElementType:
     """One element type. Where nothing is computed in it, its shares are 0."""
 
     name: str
-    """As torch, numpy and our configs call it."""
+    """The name in torch, numpy and our configs."""
     storage: np.dtype[Any]
     """What numpy stores it as; numpy has no bfloat16 and no float8, so there only the size is right."""
     onnx: int

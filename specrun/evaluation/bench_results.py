@@ -32,13 +32,13 @@ class Split:
     draft_ms: Spread
     verify_ms: Spread
     host_ms: Spread
-    """Outside both engines."""
+    """Milliseconds of a round outside both engines."""
     overhead: Spread
     """(round time - engine time) / round time."""
     target_step_ms: Spread
-    """In the engine, when the target runs alone."""
+    """Milliseconds of a step in the engine when the target runs alone."""
     predicted_speedup: Spread
-    """From the acceptance rate and these times."""
+    """The speed-up that the acceptance rate and these times predict."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +52,17 @@ class Result:
     tokens_per_second: Spread
     speedup: Spread
     first_token_ms_alone: Spread
-    """From a batch's start."""
+    """Milliseconds from a batch's start to its first tokens."""
     first_token_ms: Spread
     drafted_per_round: float
     acceptance_rate: float | None
     """accepted / evaluated draft tokens; None where nothing was drafted."""
     acceptance_by_position: list[float]
-    """The same of a round's first draft token, its second, ..; one is evaluated where all before it stand."""
+    """Acceptance rates of a round's first draft token, its second, ..; tokens behind accepted ones are evaluated."""
     tokens_per_round: float
     """1 + accepted / rounds of a request."""
     identical_ids: bool | None
-    """Whether the ids are the target's own; None where only their distribution is to be."""
+    """True if the ids are the target's own; None if only their distribution has to be."""
     split: Split | None
     """None on a GPU, where a round's parts are not timed, and where first rounds were all there was."""
 
@@ -102,5 +102,5 @@ def _table(*columns: str) -> Table:
 
 
 def shown_draft_len(draft_len: int | None) -> str:
-    """Of a result or setting, where None is ``auto``."""
+    """A draft length as it is shown; None is ``auto``."""
     return "auto" if draft_len is None else str(draft_len)

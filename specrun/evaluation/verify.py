@@ -31,7 +31,7 @@ from specrun.sampling.sampler import Floats, SamplingParams, probabilities, samp
 from specrun.text.grammar import Grammar, Mask, apply_mask
 
 DRAFT_LEN = 4
-"""Where none is given: the loop might find that drafting does not pay, and nothing would be checked."""
+"""The default: with ``auto`` the loop might find that drafting does not pay, and nothing would be checked."""
 LENGTH = 32
 """Tokens of a text whose ids are compared."""
 FEWEST = 64
@@ -42,7 +42,7 @@ DRAWN_PROMPTS = 4
 """Draws share few prompts, so that each prompt's first token is drawn often."""
 BINS = 20
 BLIND = 0.25
-"""Where more of the probability than this could be out of place without showing, draws tell nothing."""
+"""The largest misplaced share of the probability that may go unseen; beyond it a test by draws is inconclusive."""
 Outcome = Literal["good", "wrong", "inconclusive"]
 
 
@@ -91,7 +91,7 @@ class Part:
             self.example = f"{place}: {token} (logit {logits[token]:g}), the target has {own} ({logits[own]:g})"
 
     def lines(self, bit_exact: bool) -> list[str]:
-        """For people; bit_exact: see ``Verdict``."""
+        """The result in lines for people. bit_exact: see ``Verdict``."""
         drafts = f"{self.accepted} of {self.evaluated} drafts accepted"
         if not bit_exact:
             drafts += f", near-ties {self.near_ties}"
@@ -110,7 +110,7 @@ class Verdict:
     parts: tuple[Part, ...]
     seconds: float
     bit_exact: bool = False
-    """Whether texts had to be the target's own to the byte; else near-ties are excused."""
+    """True if texts had to be the target's own to the byte; False if near-ties are excused."""
 
     @property
     def outcome(self) -> Outcome:
@@ -125,7 +125,7 @@ class Verdict:
         return self.outcome == "good"
 
     def lines(self) -> list[str]:
-        """For people; the verdict comes last."""
+        """The result in lines for people; the verdict comes last."""
         found = {
             "good": "no difference from the target alone",
             "wrong": "NOT what the target alone writes",

@@ -11,12 +11,12 @@ from typing import Protocol
 from specrun.devices import Device, DeviceArray
 
 _MOST_BLOCKS = 32
-"""Of a row."""
+"""The most blocks that work on a row."""
 _LOGITS_OF_A_BLOCK = 1024 * 4
-"""With fewer, a block more does not pay."""
+"""The fewest logits for which another block pays."""
 _BYTES_OF_A_BLOCK = 1 << 14
 _COLUMNS_OF_A_BLOCK = 256
-"""Of a Markov head's W2: a thread each."""
+"""Columns of a Markov head's W2 in a block, one a thread."""
 
 
 class RowState(Protocol):

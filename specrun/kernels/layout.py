@@ -85,7 +85,7 @@ BARRIER = np.dtype(
         ("values", "<u8", (3, _MAX_SUMS)),  # What they combine in this phase, in the next and in the one before.
     ]
 )
-"""Where the blocks that work on one row wait for each other. All zeros before a kernel and after it."""
+"""The barrier of the blocks that work on one row. All zeros before a kernel and after it."""
 
 STRUCTS = {
     "Sampling": SAMPLING,
@@ -99,7 +99,7 @@ STRUCTS = {
 
 
 class Record(enum.IntEnum):
-    """Where what a round decided for a row stands in the row's record, of 64-bit integers."""
+    """Indices into a row's record of 64-bit integers, which holds what a round decided for the row."""
 
     DRAFTED = 0  # How many tokens were drafted: fewer than asked for where the draft failed.
     ACCEPTED = 1  # How many of them stand.

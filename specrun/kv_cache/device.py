@@ -101,7 +101,7 @@ class DeviceKVCache:
         self._copy(row, start, blocks, saving=False)
 
     def new(self) -> list[DeviceArray]:
-        """Where an engine whose outputs are new keys and values leaves them, [B, heads, S, head_dim] of each tensor."""
+        """Memory for an engine's new keys and values, if they are outputs: [B, heads, S, head_dim] of each tensor."""
         return self._new
 
     def write_new(self, first: int, write_indices: DeviceArray, query_len: int) -> None:

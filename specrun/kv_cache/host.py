@@ -31,7 +31,7 @@ class HostKVCache:
         self._bounds = [0, *accumulate(shape.heads * shape.head_dim for shape in shapes)]
         self._memory = np.empty(0, storage)
         self.address = 0
-        """Of the memory for rows. It is kept because asking numpy takes microseconds."""
+        """The address of the rows' memory, kept because asking numpy takes microseconds."""
         self._tensors = self._divide(0, 0)
         # Block after block: the operating system provides no memory for blocks that were never written.
         pool = np.empty((blocks, BLOCK * self._bounds[-1]), storage)

@@ -14,7 +14,10 @@ _MEMINFO, _GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 def free_memory() -> int | None:
-    """Bytes that this process may still take: of the machine, and of its control group. None where nobody tells."""
+    """Bytes that this process may still take, by the machine's free memory and the limit of its control group.
+
+    None if the operating system does not report it.
+    """
     try:
         lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
         free = int(lines["MemAvailable"].split()[0]) * 1024

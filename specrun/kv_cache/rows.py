@@ -17,7 +17,7 @@ class KVCache(Protocol):
     length: int
     """Positions of a row, S_max."""
     blocks: int
-    """Of the pool."""
+    """Number of blocks in the pool."""
 
     def clear(self, row: int) -> None:
         """Write zeros to ``row``. An infinity in it would become NaN, even at positions that the mask hides."""
@@ -89,7 +89,7 @@ class CacheRows:
 
 
 class NoCacheRows(CacheRows):
-    """Of a model that keeps nothing of texts, so that it lacks nothing: its lengths are wherever a round begins."""
+    """The rows of a model that keeps nothing of texts and so lacks nothing: its lengths are wherever a round begins."""
 
     def admit(self, row: int, tokens: Sequence[int]) -> int:
         """See ``CacheRows``."""

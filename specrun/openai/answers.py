@@ -53,11 +53,11 @@ class Asked(NamedTuple):
     """What a body wants to see of its answers."""
 
     echoes: bool = False
-    """Whether the text, and so its log-probabilities, begins with the prompt."""
+    """True if the text and its log-probabilities begin with the prompt."""
     shows_prompt_logprobs: bool = False
-    """Whether the prompt's log-probabilities were asked for by themselves."""
+    """True if the prompt's log-probabilities were asked for by themselves."""
     drops_output: bool = False
-    """Whether no output is wanted (``max_tokens`` 0)."""
+    """True if no output is wanted (``max_tokens`` 0)."""
 
 
 NOTHING = Asked()
@@ -72,7 +72,7 @@ class Answer:
     names: TokenBytes | None
     asked: Asked = NOTHING
     is_streamed: bool = False
-    """Whether arguments of calls are given as they arrive."""
+    """True if arguments of calls are given as they arrive."""
     calls: list[ToolCall] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     scores: list[Scored] = field(default_factory=list)

@@ -31,7 +31,7 @@ MAX_ANSWERS = 1024
 """Answers to one body: prompts times ``n``."""
 MAX_STOP_TEXTS = 16
 MAX_STOP_CHARACTERS = 256
-"""Of one stop text."""
+"""The most characters of a stop text."""
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default of ``max_tokens`` for completions. Chats have the decoder's."""
 DEFAULTS = SamplingParams(temperature=1.0)
@@ -98,12 +98,12 @@ class OpenAIBody:
     continuous_usage: bool
     """Every chunk does (vLLM's ``continuous_usage_stats``)."""
     drops_output: bool
-    """Whether no output is wanted (``max_tokens`` 0). The decoder writes one token then."""
+    """True if no output is wanted (``max_tokens`` 0). The decoder writes one token then."""
     user: str | None
     ignored: Sequence[str]
     """Names of unknown fields."""
     shows_prompt_logprobs: bool = False
-    """Whether the answer has the prompt's log-probabilities."""
+    """True if the answer has the prompt's log-probabilities."""
 
     @property
     def asked(self) -> Asked:
@@ -167,10 +167,10 @@ def _read(body: object, defaults: SamplingParams, max_prompt_len: int | None, ch
     options, drops_output = _options(fields, chat)
     stream = fields.take("stream", arguments.flag) or False
     if wants_prompt_logprobs and stream:
-        raise BodyError("prompt_logprobs: goes with stream false only", "prompt_logprobs")
+        raise BodyError("prompt_logprobs: cannot be combined with stream", "prompt_logprobs")
     stream_options = Fields(fields.take("stream_options", as_object) or {}, "stream_options.")
     if stream_options and not stream:
-        raise BodyError("stream_options: goes with stream true only", "stream_options")
+        raise BodyError("stream_options: needs stream true", "stream_options")
     return OpenAIBody(
         prompts=prompts,
         params=_params(fields, defaults),
@@ -223,7 +223,7 @@ def _options(fields: Fields, chat: bool) -> tuple[RequestOptions, bool]:
     }
     if found["echo"] and found["logprobs"] is not None:
         if found["prompt_logprobs"] not in (None, found["logprobs"]):
-            raise BodyError("prompt_logprobs: with echo and logprobs it is as many as logprobs", "prompt_logprobs")
+            raise BodyError("prompt_logprobs: must equal logprobs when echo is given", "prompt_logprobs")
         found["prompt_logprobs"] = found["logprobs"]
     given = {name: value for name, value in found.items() if value is not None}
     return _named(lambda: RequestOptions(**given)), longest == 0
@@ -233,7 +233,9 @@ def _template_options(fields: Fields) -> dict[str, Any]:
     """How the template is rendered. transformers and vLLM refuse the same combination."""
     opens, continues = fields.pop("add_generation_prompt"), fields.pop("continue_final_message")
     if opens and continues:
-        raise BodyError("continue_final_message: goes with add_generation_prompt false only", "continue_final_message")
+        raise BodyError(
+            "continue_final_message: cannot be combined with add_generation_prompt", "continue_final_message"
+        )
     return {
         "chat_template_kwargs": fields.take("chat_template_kwargs", as_object) or None,
         "add_generation_prompt": opens,
@@ -263,7 +265,7 @@ def _chat_logprobs(fields: Fields) -> int | None:
     """Likeliest tokens beside each token; None: no log-probabilities."""
     wanted, most = fields.take("logprobs", arguments.flag), fields.whole("top_logprobs", 0, MAX_LOGPROBS)
     if most is not None and not wanted:
-        raise BodyError("top_logprobs: goes with logprobs true only", "top_logprobs")
+        raise BodyError("top_logprobs: needs logprobs true", "top_logprobs")
     return (most or 0) if wanted else None
 
 

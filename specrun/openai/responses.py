@@ -35,7 +35,7 @@ _NO_CHANGE = ("store", "stream_options", "max_tool_calls", "parallel_tool_calls"
 
 
 class ResponseShape:
-    """Of one body: it remembers what the answer repeats."""
+    """The shape of one body's answer; it remembers what the answer repeats."""
 
     def __init__(self) -> None:
         self._told: dict[str, Any] = {}
@@ -57,7 +57,7 @@ class ResponseShape:
             messages.insert(0, {"role": "system", "content": instructions})
         self._with_logprobs = bool(fields.take("include", _include))
         if "top_logprobs" in fields.left and not self._with_logprobs:
-            raise BodyError(f"top_logprobs: goes with include {_LOGPROBS} only", "top_logprobs")
+            raise BodyError(f"top_logprobs: needs {_LOGPROBS} in include", "top_logprobs")
         text = fields.take("text", as_object) or {}
         longest = fields.whole("max_output_tokens", 1)
         self._told = {

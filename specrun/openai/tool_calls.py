@@ -28,9 +28,9 @@ class CallDelta:
     """What is new of a call."""
 
     index: int
-    """Of the text's calls, from 0."""
+    """The call's number in the text, from 0."""
     name: str | None
-    """The function's, with the first delta of a call."""
+    """The function's name, with the first delta of a call."""
     arguments: str
     """JSON text that follows what came before."""
 
@@ -55,13 +55,13 @@ class ToolCallParser:
         self._text = ""
         """What has come and is not decided."""
         self._object: _Object | None = None
-        """That of a call which has begun."""
+        """The JSON object of a call that has begun."""
         self._before = ""
         """Whitespace and tag before ``_object``: text, where it is no call."""
         self._in_end = False
-        """Whether a call's end may follow."""
+        """True if a call's end may follow."""
         self._is_fresh = True
-        """Whether nothing but whitespace has come since the beginning or the last call."""
+        """True if nothing but whitespace has come since the beginning or the last call."""
         self._count = 0
         """Calls so far."""
         self._content: list[str] = []
@@ -103,7 +103,7 @@ class ToolCallParser:
         return True
 
     def _find_object(self, ended: bool) -> tuple[int, int | None]:
-        """Where the text in front of a call ends, as far as is known, and where the call's object begins."""
+        """Positions: the end of the text before a call, as far as is known, and the begin of the call's object."""
         if self._form.is_bare and self._is_fresh and (bare := re.match(r"\s*\{", self._text)):
             return 0, bare.end() - 1
         for tag in self._opening.finditer(self._text):
@@ -157,12 +157,12 @@ class _Object:
     def __init__(self) -> None:
         self.text = ""
         self.has_ended = False
-        """Whether it is complete, or something follows that no JSON has."""
+        """True once it is complete, or something follows that no JSON has."""
         self.name = ""
         self.begin: int | None = None
-        """Where in ``text`` the arguments begin; None where they have not, or stand in another place than usual."""
+        """The position in ``text`` of the arguments; None before they begin, and if they are in an unusual place."""
         self.end: int | None = None
-        """Where they end."""
+        """The position in ``text`` behind the arguments."""
         self.num_sent = 0
         """Characters of the arguments that were given away."""
         self._depth = 0

@@ -31,7 +31,7 @@ def read_tools(fields: Fields) -> Tools | None:
     several = fields.take("parallel_tool_calls", arguments.flag)
     if tools is None:
         if choice.kind in ("required", "function"):
-            raise BodyError("tool_choice: goes with tools only", "tool_choice")
+            raise BodyError("tool_choice: needs tools", "tool_choice")
         return None
     if choice.kind == "none":
         return None

@@ -222,13 +222,13 @@ class RequestFactory:
             turns: list[Message] = [{"role": "system", "content": options.system}] if options.system is not None else []
             turns.append({"role": "user", "content": prompt})
         elif options.system is not None:
-            raise RequestError("system: goes with a text; messages have their own, token ids none")
+            raise RequestError("system: only for texts; messages have their own, and token ids have none")
         elif is_conversation(prompt):
             turns = _messages(prompt, name)
         elif options.chat:
-            raise RequestError("chat: goes with a text or messages; token ids are not wrapped in a template")
+            raise RequestError("chat: only for texts and messages; token ids are not wrapped in a template")
         elif options.tools:
-            raise RequestError("tools: go with messages, whose template tells the model of them")
+            raise RequestError("tools: only for messages, whose template tells the model of them")
         else:
             try:
                 return None, arguments.wholes("token ids", prompt)

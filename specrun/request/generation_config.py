@@ -34,5 +34,5 @@ def recommended_sampling(directory: Path) -> dict[str, Any]:
             found.setdefault("temperature", 1.0)
         SamplingParams(**found)
     except (OSError, ValueError, RecursionError, RequestError) as error:
-        raise RequestError(f"{path}: {error}; --generation_config none goes without it") from error
+        raise RequestError(f"{path}: {error}; --generation_config none ignores it") from error
     return found

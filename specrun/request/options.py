@@ -46,7 +46,7 @@ class RequestOptions(Checked):
     logprobs: Annotated[int | None, between(0, MAX_LOGPROBS)] = None
     """Log-probabilities of every token, and of this many likeliest tokens beside it. None: of no token."""
     prompt_logprobs: Annotated[int | None, between(0, MAX_LOGPROBS)] = None
-    """The same of the prompt's tokens. Only targets on the CPU give them."""
+    """Log-probabilities of the prompt's tokens, likewise. Only targets on the CPU give them."""
     reuse_blocks: bool = True
     """Share the prefix cache with other texts: read what they have read, and leave what this one reads."""
     echo: bool = False
@@ -60,9 +60,9 @@ class RequestOptions(Checked):
     chat_template_kwargs: Mapping[str, Any] | None = None
     """More variables of the chat template, as ``{"enable_thinking": False}``."""
     add_generation_prompt: bool = True
-    """Whether a conversation's text ends with the beginning of an answer."""
+    """End a conversation's text with the beginning of an answer."""
     continue_final_message: bool = False
-    """Whether a conversation's text ends inside its last message, which the output continues."""
+    """End a conversation's text inside its last message, which the output continues."""
     add_special_tokens: bool | None = None
     """Put the tokenizer's special tokens around the prompt. None: around texts, and not around conversations."""
     json_schema: Annotated[Mapping[str, Any] | bool | str | None, _optional_schema] = None
@@ -79,14 +79,14 @@ class RequestOptions(Checked):
     """Functions that the chat template tells the model of. The output is calls of them, or what a schema describes."""
 
     def __post_init__(self) -> None:
-        """Check every option, and that they go together."""
+        """Check every option, and that they can be combined."""
         super().__post_init__()
         self._check_constraints()
 
     def _check_constraints(self) -> None:
         given = [kind for kind in get_args(Kind) if getattr(self, kind) not in (None, False, ())]
         if len(given) > 1 and not (len(given) == 2 and self.tools and self.answer_schema is not None):
-            raise RequestError(f"{given[0]} and {given[1]} exclude each other")
+            raise RequestError(f"{given[0]} cannot be combined with {given[1]}")
 
     @property
     def answer_schema(self) -> str | None:

@@ -40,9 +40,9 @@ class Outcome(NamedTuple):
     accepted: Sequence[int]
     next_token: int
     logprobs: Sequence[TokenLogprob] | None = None
-    """Of the accepted tokens and the next token, where the request wants them."""
+    """Log-probabilities of the accepted tokens and the next token, if the request wants them."""
     forced: int = 0
-    """So many of the first draft tokens were the grammar's, not the drafter's."""
+    """Number of first draft tokens that the grammar forced."""
 
     @property
     def evaluated(self) -> tuple[int, int]:
@@ -60,7 +60,7 @@ class Request(Checked):
 
     prompt: Annotated[Sequence[int], wholes]
     params: SamplingParams
-    """With a seed: a new one where none was given."""
+    """Sampling parameters with a seed: a new one if none was given."""
     max_output_len: Annotated[int, at_least(1)]
     stop_ids: frozenset[int] = frozenset()
     stream: TextStream | None = None
@@ -76,7 +76,7 @@ class Request(Checked):
     prompt_logprobs: Annotated[int | None, between(0, MAX_LOGPROBS)] = None
     """Log-probabilities of the prompt's tokens, and of this many likeliest ones beside each; None: of none."""
     reuse_blocks: bool = True
-    """Whether its text shares the prefix cache with other texts."""
+    """True if its text shares the prefix cache with other texts."""
     echo: str = ""
     """What ``text`` begins with."""
     timeout: float | None = None
@@ -86,14 +86,14 @@ class Request(Checked):
     expected_calls: ExpectedCalls | None = None
     """Calls of tools that the text may hold; whoever answers reads them."""
     has_logits_processors: bool = field(init=False)
-    """Whether its logits are changed before they become a distribution."""
+    """True if its logits are changed before they become a distribution."""
     matcher: Matcher | None = field(init=False)
-    """Where the output stands in ``grammar``."""
+    """The output's position in ``grammar``."""
     tokens: list[int] = field(init=False)
     token_outputs: list[TokenOutput] = field(init=False, default_factory=list)
     """The output, token by token."""
     prompt_token_logprobs: list[TokenLogprob] = field(init=False, default_factory=list)
-    """Of the prompt's tokens from the second on, where ``prompt_logprobs`` asks for them."""
+    """Log-probabilities of the prompt's tokens from the second on, if ``prompt_logprobs`` asks for them."""
     finish_reason: FinishReason | None = field(init=False, default=None)
     error: SpecError | None = field(init=False, default=None)
     """Why it failed, where ``finish_reason`` is error."""

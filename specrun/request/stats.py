@@ -14,7 +14,7 @@ class Stats:
     evaluated: int = 0
     accepted: int = 0
     forced: int = 0
-    """Of ``drafted``: tokens that a grammar left no choice about, for which no drafter worked."""
+    """Draft tokens that a grammar forced; ``drafted`` includes them."""
     cached: int = 0
     """Tokens of the prompt that the target did not read again: a text before it began alike."""
     queue_seconds: float = 0.0
@@ -22,7 +22,7 @@ class Stats:
     seconds: float = 0.0
     """Wall time from the request's start to its last token, the prompt and waiting for a row included."""
     first_token_seconds: float = 0.0
-    """The same to its first."""
+    """Wall time from the request's start to its first token."""
 
     @property
     def acceptance_rate(self) -> float | None:

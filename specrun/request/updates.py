@@ -29,7 +29,7 @@ class Update(NamedTuple):
     drafted: int
     """Draft tokens of the rounds. Those accepted are in ``token_outputs``."""
     prompt_logprobs: Sequence[TokenLogprob]
-    """Of the prompt's tokens from the second on, with the first update of a request that wants them."""
+    """Log-probabilities of the prompt's tokens from the second on, in a request's first update if it wants them."""
     ended: Ended | None
     """None: another update follows."""
 

@@ -25,12 +25,12 @@ class TokenCounts(NamedTuple):
 
     @classmethod
     def of(cls, prompt: Sequence[int]) -> TokenCounts:
-        """Of a text without output."""
+        """The counts of a text without output."""
         ids = np.unique(np.array(prompt, np.int64))
         return cls(ids, np.zeros(len(ids), np.float32))
 
     def add(self, token: int) -> TokenCounts:
-        """With one more token of output."""
+        """The counts with one more token of output."""
         own = self.ids == token
         if own.any():
             return TokenCounts(self.ids, self.counts + own)

@@ -29,7 +29,7 @@ Floats = npt.NDArray[np.float32]
 SEEDS = 1 << 64
 """How many seeds there are."""
 LARGEST_BIAS = 1000
-"""Of a penalty or bias: beyond it logits would leave float32, or nothing would change any more."""
+"""The largest penalty or bias: beyond it logits would leave float32, or nothing would change any more."""
 
 _BLOCK, _FEW = 64, 1024
 """Vocabularies are large and what is looked for is among few tokens: values of a block, tokens that are looked at."""
@@ -124,7 +124,7 @@ def probabilities(logits: Floats, params: SamplingParams) -> Floats:
 
 
 def largest_probability(logits: Floats) -> float:
-    """Of the tokens at temperature 1: logits [V]."""
+    """The largest probability of a token at temperature 1: logits [V]."""
     weights: Floats = logits - logits.max()
     np.exp(weights, out=weights)
     return float(1 / weights.sum())

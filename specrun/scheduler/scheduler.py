@@ -51,7 +51,7 @@ class Scheduler:
         self.lengths = lengths
         self.max_rows = max_rows
         self.always_chunk = False
-        """Whether prompts are prefilled in chunks even where nobody waits for them: somebody may come, or leave."""
+        """True if prompts are prefilled in chunks even while no request waits: one may come, or be cancelled."""
         self._check = check
         self._turns = Turns()
         self._queue = RequestQueue()
@@ -59,7 +59,7 @@ class Scheduler:
         """Held while requests join the queue, so that none joins after ``close``."""
         self._closed = self._shut_down = False
         self._in_step = False
-        """Whether a step is running or was interrupted. Then rows must not move before the next step."""
+        """True while a step is running, and after it was interrupted. Then rows must not move before the next step."""
         self._failed: Sequence[Request] = ()
         """The requests that an error in the last turn has failed."""
         self._joining: list[Request] = []

@@ -58,7 +58,7 @@ def make_app(service: Service) -> ASGIApp:
 
 
 class _Door:
-    """In front of all handlers: the request's id, its key, and its line of the log."""
+    """The middleware before all handlers: gives a request its id, checks its key, and logs it in one line."""
 
     def __init__(self, service: Service, app: ASGIApp) -> None:
         self._service, self._app = service, app

@@ -36,9 +36,9 @@ class Crowd:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._new: OrderedDict[Connection, None] = OrderedDict()
-        """Those that wait for their first request, and some that no longer do. The oldest comes first."""
+        """Connections that wait for their first request, and some that no longer do. The oldest comes first."""
         self._known: OrderedDict[Connection, None] = OrderedDict()
-        """The same of those that wait for another one."""
+        """Connections that wait for another request, likewise."""
 
     def wait(self, connection: Connection) -> None:
         """From now on ``connection`` waits for a request."""

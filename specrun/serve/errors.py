@@ -11,7 +11,7 @@ from specrun.openai.shapes import error_body
 from specrun.serve.engine import EngineStoppedError, QueueFullError
 
 RETRY_SECONDS = 1
-"""After which a client that met a full queue may try again."""
+"""Seconds after which a client that met a full queue may try again."""
 
 
 class ApiError(Exception):
@@ -31,12 +31,12 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """As OpenAI's API answers."""
+        """The body of the response, in the form of OpenAI's API."""
         return error_body(self.message, _kind(self.status), self.param, self.code)
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The answer to whoever caused ``error``, or suffers from it."""
+    """Map an exception to the HTTP error response."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):

@@ -49,7 +49,7 @@ class Generation:
             yield number, update
 
     def _receive(self, number: int, update: Update) -> None:
-        """In the event loop, even where nobody listens any more: what was done counts."""
+        """Count an update, in the event loop. Work counts even if nobody listens any more."""
         now = time.perf_counter()
         if count := len(update.token_outputs):
             before = self._last[number]

@@ -20,7 +20,7 @@ class ApiKey:
 
     secret: bytes
     reuse_blocks: bool = True
-    """Whether its requests share the prefix cache with others."""
+    """True if its requests share the prefix cache with others."""
 
 
 def read_keys(path: Path | None) -> list[ApiKey]:

@@ -8,7 +8,7 @@ LARGE_BODY_BYTES = 256 << 10
 MAX_LARGE_BODIES = 16
 """Number of large bodies that may wait to be read."""
 MAX_BODY_SECONDS = 30.0
-"""In which a body must have come."""
+"""Seconds in which a body must have come."""
 MAX_HEADER_BYTES = 64 << 10
 MAX_IDLE_SECONDS = 60.0
 """A connection is closed when no whole request came on it between two looks that far apart."""

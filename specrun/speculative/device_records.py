@@ -18,14 +18,14 @@ class DeviceRecords:
     """Each row's record and log-probabilities, in one piece of device memory: one copy brings them to the host."""
 
     def __init__(self, device: Device, rows: int, draft_len: int) -> None:
-        """For ``rows`` rows and ``draft_len`` draft tokens at most."""
+        """rows, draft_len: the most rows, and draft tokens of a row."""
         self.device = device
         self.first_logprob = rows * record_len(draft_len)
         size = self.first_logprob + rows * (draft_len + 1) * (1 + MAX_LOGPROBS)
         self.memory = device.zeros((size,), np.int64)  # A TOKEN_VALUE has 8 bytes too.
 
     def of(self, batch: int, draft_len: int) -> tuple[DeviceArray, DeviceArray]:
-        """Where a round's kernels write: int64 records [batch, record_len], and log-probabilities.
+        """The memory that a round's kernels write: int64 records [batch, record_len], and log-probabilities.
 
         These are TOKEN_VALUEs [batch, draft_len + 1, 1 + MAX_LOGPROBS].
         """
@@ -43,7 +43,7 @@ class QueuedRound:
         self.draft_len = -1
         """-1: there was no round yet."""
         self.is_steady_state = False
-        """Whether later rounds of its kind will take the same time."""
+        """False while this shape is warming up; its time is then ignored."""
         self._records = records
         self._pinned = records.device.pinned_like(records.memory)
         self._began, self._ended = records.device.event(), records.device.event()

@@ -199,7 +199,7 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
         return this
 
     def _queue(self, batch: int, draft_len: int, sends_logits: bool) -> bool:
-        """Queue a round. Returns whether it takes the time that later rounds of its kind will take.
+        """Queue a round. Returns False while this shape is warming up; its time is then ignored.
 
         sends_logits: whether any row uses logits acceptance, which needs the draft's logits.
         """

@@ -17,7 +17,7 @@ class Exactness(NamedTuple):
 
     on: bool = False
     note: str = "engines on GPUs are not exact to the bit: texts are exact up to near-ties"
-    """For people: why not, or since when; may be empty."""
+    """A reason or a condition for people to read; may be empty."""
     shapes: ShapeClass = ANY_SHAPE
     """What the target's passes are padded to."""
 

@@ -38,7 +38,7 @@ from specrun.speculative.round import AnyRound
 from specrun.text.retokenizer import Translator
 
 _PREFIX_CACHE_SHARE = 0.25
-"""On the CPU, the prefix cache takes at most this share of the memory beside the weights, by default."""
+"""The default share of the memory beside the weights that the prefix cache may take on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Engine:
     config: EngineConfig
     gpu: int
     translator: Translator | None = None
-    """Of a draft whose tokenizer is not the target's."""
+    """The translator of a draft whose tokenizer is not the target's."""
 
 
 def open_round(

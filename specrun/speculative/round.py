@@ -61,9 +61,9 @@ class Round(ABC, Generic[AnyRunner, DrafterT]):
     prefill_chunk_size: int
     """How many tokens of prompts are prefilled between two rounds of other requests, which wait for them."""
     exactness = Exactness()
-    """Whether texts are the target's own to the bit."""
+    """Tells if texts are the target's own to the bit."""
     next_is_queued = False
-    """Whether the round of the next ``step`` is queued already. Before that step no row may change."""
+    """True if the round of the next ``step`` is queued already. Before that step no row may change."""
     host_target: ModelRunner | None = None
     """The target's runner where the target runs on the host."""
     is_steady_state = False

@@ -36,9 +36,9 @@ _SETTINGS = ("messages", "tools", "documents", "add_generation_prompt", *_SPECIA
 """Variables of templates that no caller sets."""
 _INSTEAD = "prompts of plain text need none"
 SECONDS = 10
-"""That a template may take for a conversation; it takes milliseconds."""
+"""The most seconds that a template may take for a conversation; it takes milliseconds."""
 MOST_CHARACTERS = 1 << 24
-"""That a template may write for a conversation."""
+"""The most characters that a template may write for a conversation."""
 
 
 class ChatTemplate:
@@ -228,7 +228,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset({"*", "**"})
     concat = staticmethod(_joined)
-    """Of what macros and blocks write."""
+    """Joins what macros and blocks write."""
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """The product or power. Raises ValueError where it would be long."""

@@ -72,7 +72,7 @@ class TextStream:
         """Text that is certain, but may be the beginning of a stop text."""
         self._shown: list[str] = []
         self.stopped = False
-        """Whether a stop text was met; the text ends before it."""
+        """True once a stop text was met; the text ends before it."""
 
     @property
     def text(self) -> str:

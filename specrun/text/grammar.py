@@ -31,7 +31,7 @@ Mask = npt.NDArray[np.uint8]
 """[ceil(V / 8)] bytes. Token i may follow where bit i % 8 of byte i // 8 is set; ids beyond its end may not."""
 
 MAX_CONSTRAINT_BYTES = 1 << 16
-"""Of a schema or grammar as UTF-8. The time to compile one grows with its square at worst: a second for this size."""
+"""The largest schema or grammar, in UTF-8. Compiling takes up to the square of its size: a second for this one."""
 _KEPT_GRAMMARS = 64
 """Compiled grammars that are kept for later requests."""
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
@@ -177,7 +177,7 @@ class Grammar:
 
 
 class Matcher:
-    """Where a text stands in its grammar. Draft tokens behind the committed ones are taken back where they fall.
+    """The position of a text in its grammar. Draft tokens behind the committed ones are taken back where they fall.
 
     Raises RequestError where the grammar grows too complex. Behind draft tokens that says nothing of the text itself,
     so the matcher is good for other draft tokens.
@@ -191,9 +191,9 @@ class Matcher:
         self._ahead: list[int] = []
         """Draft tokens that ``_matcher`` has consumed behind the committed text."""
         self._masks: list[Mask | None] = [None]
-        """After the committed text and each of ``_ahead``; None: not asked for yet."""
+        """The masks after the committed text and after each of ``_ahead``; None: not asked for yet."""
         self._complete = [self._is_complete()]
-        """At the same places: whether nothing may follow."""
+        """True, at each of the same places, if nothing may follow."""
 
     @property
     def is_complete(self) -> bool:

@@ -49,7 +49,7 @@ class Translator:
         self._spellings = [names.of(token) for token in counts]
         self._special = {token for token in counts if names.is_special(token)}
         self._spaced = b"".join(map(names.of, _ids(target, "a"))).startswith(b" ")
-        """Whether the target's tokenizer puts a space before a text."""
+        """True if the target's tokenizer puts a space before a text."""
         self._anchors = {anchor: _ids(draft, anchor) for anchor in ("a", "\n")}
         self._encode = functools.lru_cache(_KNOWN_WORDS)(self._encode_bytes)
 
@@ -127,13 +127,13 @@ class TranslatedText:
         self._limit = limit
         self.ids = list(translator.draft_prefix)
         self.num_tokens = 0
-        """Of the target, which ``ids`` stand for."""
+        """Number of the target's tokens that ``ids`` stand for."""
         self.is_full = False
-        """Whether the text is followed no further."""
+        """True once the text is followed no further."""
         self._begin = self._word = -1
-        """Where the text and its last word begin: the target's token."""
+        """Indices of the target's tokens with which the text and its last word begin."""
         self._word_ids = len(self.ids)
-        """Where the last word begins in ``ids``."""
+        """The index in ``ids`` at which the last word begins."""
 
     def follow(self, tokens: Sequence[int]) -> int:
         """Translate ``tokens``, the whole text. Returns how many of the first ``ids`` are as they were."""

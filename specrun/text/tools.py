@@ -24,11 +24,11 @@ class Tools:
     """
 
     definitions: Sequence[Mapping[str, Any]]
-    """As OpenAI's API has them: ``{"type": "function", "function": {"name": .., "parameters": JSON schema}}``."""
+    """OpenAI's definitions: ``{"type": "function", "function": {"name": .., "parameters": JSON schema}}``."""
     must_call: Sequence[str] = ()
     """The output is a call of one of these functions; none given: the model decides, and nothing is constrained."""
     several: bool = True
-    """Whether the model may call more than once."""
+    """True if the model may call more than once."""
 
     def __post_init__(self) -> None:
         """Check the definitions, and that what must be called is defined."""
@@ -134,9 +134,9 @@ class ExpectedCalls(NamedTuple):
 
     form: ToolFormat
     several: bool
-    """Whether more than the first one counts."""
+    """True if more calls than the first count."""
     are_certain: bool = False
-    """Whether the text is nothing but calls."""
+    """True if the text is nothing but calls."""
 
 
 HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", "arguments", is_bare=False)

@@ -19,7 +19,7 @@ from specrun.text.token_bytes import TokenBytes
 ABSENT = -1
 """Stands for a token without a counterpart."""
 LOW_SHARE = 0.75
-"""Of a text's tokens. Where fewer can be proposed, little is to be expected of a draft."""
+"""The share of a text's tokens that a draft must be able to propose; below it little is to be expected of it."""
 SAMPLE = """\
 The committee met on Thursday evening to discuss what the engineers had found. "It isn't as simple as we thought," said
 Dr. Elena Martínez, who had spent 14 years on the project; "but we're close to understanding why the valves failed."
@@ -60,7 +60,7 @@ class VocabMapping:
         self.num_texts = sum(not is_special for _, is_special in ours.keys() & theirs.keys())
         """How many of them are no special tokens."""
         self.share = len(common) / max(1, len(ours))
-        """Of the target's vocabulary."""
+        """The share of the target's vocabulary that the draft's has too."""
         known = np.full(target_size or _num_ids(target), ABSENT, np.int64)
         known[self.target_ids] = self.draft_ids
         self.counterparts: list[int] = known.tolist()

@@ -17,13 +17,13 @@ class UnsentAnswer:
     """What has come and was not sent yet."""
 
     stream: bool
-    """Whether every round may have a response of its own."""
+    """True if every round may have a response of its own."""
     with_log_probs: bool
     text_before: str
     """What the text begins with: the prompt, or nothing."""
     prompt_tokens: int
     is_dropped: bool
-    """Whether no output is wanted (``max_tokens`` 0)."""
+    """True if no output is wanted (``max_tokens`` 0)."""
     ended: Ended | None = None
     _new: list[TokenOutput] = field(default_factory=list)
     _cumulated: float = 0.0

@@ -31,7 +31,7 @@ from specrun.triton.tensors import Ask, read_inputs
 READERS = 4
 """Number of threads that read requests."""
 DRAIN_SECONDS = 20.0
-"""For answers, when the model is unloaded. tritonserver kills the process 30 s after it was told to stop."""
+"""Seconds that answers have when the model is unloaded; tritonserver kills the process 30 s after its own stop."""
 
 
 class TritonPythonModel:
@@ -82,7 +82,7 @@ class TritonPythonModel:
         self.responses.stop(DRAIN_SECONDS)
 
     def _submit(self, ask: Ask, response: Response) -> None:
-        """In a thread of its own, because a long prompt takes seconds and others must not wait for it."""
+        """Encode and submit a request, in a thread of its own, because a long prompt takes seconds."""
         try:
             self._give_to_engine(ask, response)
         except BaseException as error:  # The tokenizer's faults are no Exceptions.

@@ -104,7 +104,7 @@ class Ask:
     options: RequestOptions
     stream: bool
     is_probe: bool
-    """Whether it only asks if the engine works (``max_tokens`` 0)."""
+    """True if it only asks whether the engine works (``max_tokens`` 0)."""
 
 
 def read_inputs(tensors: Mapping[str, Array], parameters: Iterable[str] = ()) -> Ask:

@@ -869,7 +869,7 @@ def test_malformed_config_list(engines: Path, text: str, fragment: str) -> None:
         (("--draft_len", "2"), ["--draft_len needs a draft", "--draft_engine_dir"]),
         (("--acceptance", "logits"), ["--acceptance needs a draft"]),
         (("--draft_target_model_config", "[4,[0],[0],False]"), ["--draft_target_model_config needs a draft"]),
-        (("--input_file", "f"), ["--input_text and --input_file exclude each other"]),
+        (("--input_file", "f"), ["--input_text cannot be combined with --input_file"]),
         (("--target_model_device_list", "zero"), ["--target_model_device_list", "'zero' is not a device list"]),
         (("--max_output_len", "0"), ["--max_output_len"]),
     ],
@@ -881,7 +881,7 @@ def test_flags_that_contradict(engines: Path, flags: tuple[str, ...], fragments:
 def test_list_and_flags_say_the_same_thing_twice(engines: Path) -> None:
     pair = ("--engine_dir", engines / "target", "--draft_engine_dir", engines / "draft", "--input_text", "a")
     message = usage_error(run("generate", *pair, "--draft_target_model_config", "[4,[0],[0],False]", "--draft_len", 3))
-    says(message, "--draft_target_model_config already sets --draft_len", "leave out one of them")
+    says(message, "--draft_target_model_config cannot be combined with --draft_len")
 
 
 # --- prompts and parameters
@@ -1033,7 +1033,7 @@ def test_more_prompts_than_a_batch_run_in_several(engines: Path) -> None:
         (("--draft_confidence", 0.5), "--draft_confidence needs a draft"),
         (
             ("--max_tokens_in_kv_cache", 64, "--no_kv_cache_enable_block_reuse"),
-            "--max_tokens_in_kv_cache is the size of the prefix cache; leave --no_kv_cache_enable_block_reuse out",
+            "--max_tokens_in_kv_cache cannot be combined with --no_kv_cache_enable_block_reuse",
         ),
     ],
 )

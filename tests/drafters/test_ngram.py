@@ -153,6 +153,6 @@ def test_the_commands(engines: Path) -> None:
     assert run(main, ["verify", *text, "--seconds", "1", "--temperature", "0"]).exit_code in (0, 3)
     for command in ("generate", "bench", "verify"):
         both = run(main, [command, *text, "--draft_engine_dir", str(engines / "draft")])
-        assert (both.exit_code, "exclude each other" in both.stderr) == (2, True)
+        assert (both.exit_code, "cannot be combined with" in both.stderr) == (2, True)
     neither = run(main, ["bench", "--engine_dir", str(engines / "target"), "--input_text", "a"])
     assert (neither.exit_code, "--draft suffix" in neither.stderr) == (2, True)

@@ -524,8 +524,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"grammar": 'start: %json {"type": "hiccup"}'}, "grammar: at 1(8): failed to compile JSON schema"),
     ({"grammar": "start: " + "(" * 9999 + '"a"' + ")" * 9999}, "grammar: "),
     ({"grammar": "start: <[0-9999999]>"}, "grammar: at 1(8): Token range end too large"),
-    ({"regex": "a", "grammar": "start: /a/"}, "regex and grammar exclude each other"),
-    ({"json_object": True, "choice": ["a"]}, "json_object and choice exclude each other"),
+    ({"regex": "a", "grammar": "start: /a/"}, "regex cannot be combined with grammar"),
+    ({"json_object": True, "choice": ["a"]}, "json_object cannot be combined with choice"),
 ]
 
 
