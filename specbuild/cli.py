@@ -25,10 +25,10 @@ _KV_CACHE = click.option(
     type=click.Choice(list(KV_CACHE_DTYPES)),
     default="auto",
     show_default=True,
-    help="What keys and values are stored in. auto: what is computed in.",
+    help="Dtype of stored keys and values. auto: that of the computation.",
 )
-_RESUME = click.option("--resume", is_flag=True, help="Go on with a run that has stopped.")
-_FORCE = click.option("--force", is_flag=True, help="Replace output_dir, and what a stopped run has left.")
+_RESUME = click.option("--resume", is_flag=True, help="Continue a run that was stopped.")
+_FORCE = click.option("--force", is_flag=True, help="Replace output_dir, and what a stopped run left.")
 
 
 @click.group(cls=OneLineErrors, context_settings=CONTEXT)
@@ -39,28 +39,34 @@ def main(debug: bool) -> None:
 
 
 @main.command()
-@click.option("--model_dir", required=True, metavar="DIR|HUB_ID", help="Hugging Face checkpoint, or its Hub ID.")
-@click.option("--output_dir", required=True, type=FolderPath, help="Where the ONNX checkpoint goes.")
+@click.option("--model_dir", required=True, metavar="DIR|HUB_ID", help="A Hugging Face checkpoint, or its Hub ID.")
+@click.option("--output_dir", required=True, type=FolderPath, help="Directory of the new ONNX checkpoint.")
 @click.option("--dtype", type=click.Choice(["auto", *FLOAT_NAMES]), default="auto", show_default=True)
 @click.option("--qformat", type=click.Choice(["auto", *QFORMATS]), default="auto", show_default=True)
-@click.option("--dequantize", is_flag=True, help="Take weights that come quantized as dense ones.")
-@click.option("--group_size", type=int, help="Input channels that share a scale. Default: 128, or what divides them.")
-@click.option("--exclude", multiple=True, metavar="PATTERN", help="Modules to leave as they are; may be repeated.")
+@click.option("--dequantize", is_flag=True, help="Dequantize weights that come quantized.")
+@click.option("--group_size", type=int, help="Input channels for each scale. Default: 128, or what divides them.")
+@click.option("--exclude", multiple=True, metavar="PATTERN", help="Modules to leave unquantized; may be repeated.")
 @_KV_CACHE
 @click.option("--calib_dataset", default=BUILTIN, show_default=True, metavar="FILE|builtin", help=CALIB_DATASET)
 @click.option("--calib_size", type=int, default=TextOptions.size, show_default=True, help="Most rows to calibrate on.")
 @click.option(
-    "--calib_max_seq_length", type=int, default=TextOptions.length, show_default=True, help="Tokens of a row."
+    "--calib_max_seq_length",
+    type=int,
+    default=TextOptions.length,
+    show_default=True,
+    help="Tokens of a calibration row.",
 )
-@click.option("--max_seq_len", type=int, help="Positions to serve; default: what the model was trained for.")
-@click.option("--revision", help="Branch, tag or commit, for a Hub ID.")
+@click.option("--max_seq_len", type=int, help="Number of positions to serve. Default: those it was trained for.")
+@click.option("--revision", help="Branch, tag or commit of a Hub ID.")
 @click.option("--trust_remote_code", is_flag=True, help="Run Python code that comes with the checkpoint.")
 @click.option("--text_model", is_flag=True, help="Take the language model inside a multimodal model.")
-@click.option("--head", metavar="DIR|HUB_ID", help="A draft head: the graph gets the features that it reads.")
+@click.option(
+    "--head", metavar="DIR|HUB_ID", help="A draft head of the model: the graph gives the features that it reads."
+)
 @click.option("--head_of", metavar="DIR|HUB_ID", help="The model is a draft head; this is its target.")
 @click.option("--allow_pickle", is_flag=True, help="Read a head's weights from a pickle, as tensors alone.")
 @click.option("--verify/--no-verify", default=True, show_default=True, help="Compare the graph with the model.")
-@click.option("--dry_run", is_flag=True, help="Say what would be made and what it takes, and write nothing.")
+@click.option("--dry_run", is_flag=True, help="Show what would be made and what it takes; write nothing.")
 @_RESUME
 @_FORCE
 def convert(model_dir: str, output_dir: Path, dry_run: bool, **options: Any) -> None:
@@ -79,21 +85,25 @@ def convert(model_dir: str, output_dir: Path, dry_run: bool, **options: Any) -> 
 
 
 @main.command()
-@click.option("--model_dir", required=True, metavar="DIR|HUB_ID", help="Hugging Face checkpoint, or its Hub ID.")
-@click.option("--output_dir", required=True, type=FolderPath, help="Where the quantized checkpoint goes.")
+@click.option("--model_dir", required=True, metavar="DIR|HUB_ID", help="A Hugging Face checkpoint, or its Hub ID.")
+@click.option("--output_dir", required=True, type=FolderPath, help="Directory of the new checkpoint.")
 @click.option("--qformat", type=click.Choice(["auto", *QFORMATS]), default="auto", show_default=True, help=AUTO_IS)
-@click.option("--group_size", type=int, help="Input channels that share a scale. Default: 128, or what divides them.")
-@click.option("--exclude", multiple=True, metavar="PATTERN", help="Modules to leave as they are; may be repeated.")
+@click.option("--group_size", type=int, help="Input channels for each scale. Default: 128, or what divides them.")
+@click.option("--exclude", multiple=True, metavar="PATTERN", help="Modules to leave unquantized; may be repeated.")
 @click.option("--lm_head/--no-lm_head", default=False, show_default=True, help="Quantize lm_head too.")
 @_KV_CACHE
 @click.option("--calib_dataset", default=BUILTIN, show_default=True, metavar="FILE|builtin", help=CALIB_DATASET)
 @click.option("--calib_size", type=int, default=TextOptions.size, show_default=True, help="Most rows to calibrate on.")
 @click.option(
-    "--calib_max_seq_length", type=int, default=TextOptions.length, show_default=True, help="Tokens of a row."
+    "--calib_max_seq_length",
+    type=int,
+    default=TextOptions.length,
+    show_default=True,
+    help="Tokens of a calibration row.",
 )
 @click.option("--quality/--no-quality", default=True, show_default=True, help="Compare with the original.")
-@click.option("--draft_dir", metavar="DIR|HUB_ID", help="A draft for it: compare the pair's acceptance rate too.")
-@click.option("--revision", help="Branch, tag or commit, for a Hub ID.")
+@click.option("--draft_dir", metavar="DIR|HUB_ID", help="A draft of the model: compare the acceptance rate too.")
+@click.option("--revision", help="Branch, tag or commit of a Hub ID.")
 @click.option("--trust_remote_code", is_flag=True, help="Run Python code that comes with the checkpoint.")
 @_RESUME
 @_FORCE
@@ -113,24 +123,24 @@ def _texts(options: dict[str, Any]) -> TextOptions:
 
 @main.command()
 @click.option("--checkpoint_dir", type=FolderPath, help="ONNX checkpoint directory (from specbuild convert).")
-@click.option("--output_dir", type=FolderPath, help="Where the engine goes.")
-@click.option("--config", "config_file", type=click.Path(path_type=Path), help="YAML file with these settings.")
+@click.option("--output_dir", type=FolderPath, help="Directory of the new engine.")
+@click.option("--config", "config_file", type=click.Path(path_type=Path), help="A YAML file with these settings.")
 @click.option("--backend", type=click.Choice(get_args(Backend)), help="Default: auto.")
-@click.option("--device", metavar="cpu|cuda|cuda:N", help="What the engine runs on; TensorRT builds for GPU N.")
-@click.option("--max_batch_size", type=int, help="Default: 4.")
-@click.option("--max_input_len", type=int, help="Longest prompt, tokens. Default: 3200, or what the model has.")
-@click.option("--max_seq_len", type=int, help="Longest prompt + output. Default: 4800, or what the model has.")
+@click.option("--device", metavar="cpu|cuda|cuda:N", help="The engine's device; TensorRT builds for GPU N.")
+@click.option("--max_batch_size", type=int, help="Most texts in a batch. Default: 4.")
+@click.option("--max_input_len", type=int, help="Most tokens of a prompt. Default: 3200, or the model's limit.")
+@click.option("--max_seq_len", type=int, help="Most tokens of prompt and output. Default: 4800, or the model's limit.")
 @click.option("--speculative_decoding_mode", type=click.Choice(get_args(SpeculativeMode)))
 @click.option("--max_draft_len", type=int, help="Draft tokens a target checks in one pass; implies the mode.")
 @click.option("--gather_generation_logits", is_flag=True, default=None, help="Allow the logits of every position.")
 @click.option("--multiple_profiles", is_flag=True, default=None, help="TensorRT: a profile for each size of a round.")
 @click.option("--gather_experts", is_flag=True, default=None, help="TensorRT: multiply by the experts a pass can use.")
 @click.option("--compute_capabilities", metavar="86,89,..", help="GPUs of a TensorRT-RTX plan. Default: all that can.")
-@click.option("--timing_cache", type=FolderPath, metavar="FILE", help="TensorRT: timings of kernels of other builds.")
-@click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Engines built side by side.")
-@click.option("--cache_dir", type=FolderPath, help="Engines that were built before, by what they were made of.")
-@click.option("--dry_run", is_flag=True, help="Say what would be built and what it takes, and build nothing.")
-@click.option("--force", is_flag=True, help="Build engines that are there, too; replace what exists.")
+@click.option("--timing_cache", type=FolderPath, metavar="FILE", help="TensorRT: keep kernel timings in this file.")
+@click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Engines to build side by side.")
+@click.option("--cache_dir", type=FolderPath, help="Directory of engines that were built before.")
+@click.option("--dry_run", is_flag=True, help="Show what would be built and what it takes; build nothing.")
+@click.option("--force", is_flag=True, help="Build all engines again; replace those that exist.")
 def engine(
     config_file: Path | None, workers: int, cache_dir: Path | None, dry_run: bool, force: bool, **flags: Any
 ) -> None:
@@ -152,15 +162,15 @@ def engine(
 
 @main.command("prepare_data")
 @click.option("--prompts", required=True, type=FolderPath, metavar="FILE", help="JSON lines, or a user's turn a line.")
-@click.option("--output_file", required=True, type=FolderPath, help="Gets a line of JSON for every answer.")
-@click.option("--engine_dir", type=FolderPath, help="The target's engine, which answers.")
-@click.option("--draft_engine_dir", type=FolderPath, help="A draft for it.")
-@click.option("--server", metavar="URL", help="A server of the target with OpenAI's API, in place of an engine.")
-@click.option("--model", help="The target's name on the server. Default: its first.")
-@click.option("--concurrency", type=int, default=16, show_default=True, help="Prompts that a server has at a time.")
+@click.option("--output_file", required=True, type=FolderPath, help="File of the answers, one JSON line each.")
+@click.option("--engine_dir", type=FolderPath, help="Engine directory of the target, which answers.")
+@click.option("--draft_engine_dir", type=FolderPath, help="A draft's engine directory, for speed.")
+@click.option("--server", metavar="URL", help="A server of the target (OpenAI's API), instead of an engine.")
+@click.option("--model", help="The target's name on the server. Default: its first model.")
+@click.option("--concurrency", type=int, default=16, show_default=True, help="Prompts that a server gets at a time.")
 @click.option("--max_output_len", type=int, default=512, show_default=True, help="Most tokens of an answer.")
 @click.option("--temperature", type=float, default=0.7, show_default=True, help="0: greedy.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Each prompt's is this plus its line.")
+@click.option("--seed", type=int, default=0, show_default=True, help="A prompt's seed is this plus its line.")
 @click.option("--resume", is_flag=True, help="Answer what output_file has no answer to yet.")
 def prepare_data(**options: Any) -> None:
     """Prompts -> conversations with the target's own answers, for train_draft."""
@@ -174,29 +184,31 @@ def prepare_data(**options: Any) -> None:
 
 @main.command("train_draft")
 @click.option("--model_dir", required=True, metavar="DIR|HUB_ID", help="The target: a checkpoint, or its Hub ID.")
-@click.option("--output_dir", required=True, type=FolderPath, help="Where the draft goes.")
+@click.option("--output_dir", required=True, type=FolderPath, help="Directory of the new draft.")
 @click.option("--kind", required=True, type=click.Choice(KINDS), help="model: an ordinary draft model.")
 @click.option("--data", type=FolderPath, metavar="FILE", help="JSON lines: conversations, or a 'text'.")
 @click.option("--prompts", type=FolderPath, metavar="FILE", help="Prompts that the target answers first.")
-@click.option("--draft_vocab_size", type=int, help="EAGLE: so many tokens, the data's commonest. Default: all.")
+@click.option("--draft_vocab_size", type=int, help="EAGLE: size of its vocabulary, the data's commonest tokens.")
 @click.option("--intermediate_size", type=int, help="EAGLE: width of its MLP. Default: the target's.")
-@click.option("--num_layers", type=int, help="model: layers of the target's to keep. Default: half.")
+@click.option("--num_layers", type=int, help="model: target layers to keep. Default: half.")
 @click.option("--hidden_size", type=int, help="model: another width, from scratch.")
 @click.option("--draft_len", type=int, help="Drafts of a chain, or heads. Default: 7 for EAGLE, else 5.")
-@click.option("--max_length", type=int, default=2048, show_default=True, help="Tokens of a text; the rest is cut off.")
-@click.option("--batch_size", type=int, default=8, show_default=True, help="Texts of a step.")
-@click.option("--epochs", type=int, default=3, show_default=True, help="How often each text is read.")
-@click.option("--steps", type=int, help="In place of epochs.")
-@click.option("--learning_rate", type=float, help="Default: 0.4 / the target's width.")
+@click.option(
+    "--max_length", type=int, default=2048, show_default=True, help="Most tokens of a text; the rest is cut off."
+)
+@click.option("--batch_size", type=int, default=8, show_default=True, help="Number of texts in a step.")
+@click.option("--epochs", type=int, default=3, show_default=True, help="Passes over all texts.")
+@click.option("--steps", type=int, help="Steps, instead of epochs.")
+@click.option("--learning_rate", type=float, help="Learning rate. Default: 0.4 / the target's width.")
 @click.option("--optimizer", type=click.Choice(OPTIMIZERS), default="adamw", show_default=True)
-@click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="What is computed in.")
-@click.option("--device", metavar="cpu|cuda|cuda:N", help="Default: a GPU where PyTorch finds one.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of new weights and the texts' order.")
+@click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="Dtype of the computation.")
+@click.option("--device", metavar="cpu|cuda|cuda:N", help="Default: a GPU if PyTorch finds one.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of new weights and the texts' order.")
 @click.option(
     "--save_steps", type=int, default=200, show_default=True, help="Steps between comparisons and checkpoints."
 )
 @_RESUME
-@click.option("--revision", help="Branch, tag or commit, for a Hub ID.")
+@click.option("--revision", help="Branch, tag or commit of a Hub ID.")
 @click.option("--trust_remote_code", is_flag=True, help="Run Python code that comes with the checkpoint.")
 @_FORCE
 def train_draft(model_dir: str, **options: Any) -> None:
@@ -210,7 +222,7 @@ def train_draft(model_dir: str, **options: Any) -> None:
 @main.command()
 @click.argument("directory", type=FolderPath)
 @click.option("--all", "show_all", is_flag=True, help="Also list the cache's tensors.")
-@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
 def inspect(directory: Path, show_all: bool, as_json: bool) -> None:
     """Show what a checkpoint or engine directory holds."""
     from specbuild.artifacts.inspect import describe
@@ -239,7 +251,7 @@ def check(model_dir: str, draft_dir: str | None, revision: str | None, text_mode
 
 
 @main.command()
-@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
 def families(as_json: bool) -> None:
     """List the families of models that convert, and why the others do not."""
     from specbuild.hf.families import TABLE, describe_families

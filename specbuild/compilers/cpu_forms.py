@@ -1,7 +1,7 @@
 """Quantized weights in the forms that ONNX Runtime has fast operators for on a processor.
 
-ONNX Runtime itself makes MatMulNBits of a blocked DequantizeLinear in front of a product, and MatMulIntegerToFloat of
-a product whose both sides are dequantized. What it would leave slow, or refuse, is rewritten here first.
+ONNX Runtime itself makes MatMulNBits of a blocked DequantizeLinear in front of a MatMul, and MatMulIntegerToFloat of
+a MatMul whose both sides are dequantized. What it would leave slow, or refuse, is rewritten here first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from specbuild.weights.packed import Floats, as_float32
 BLOCK = 128
 """Input channels that share a scale in 8-bit weights that are made of float8."""
 ACCURACY_LEVEL = "4"
-"""Of MatMulNBits: activations in 8 bits too, with a scale for every block of every token."""
+"""MatMulNBits' accuracy level with activations in 8 bits too, and a scale for every block of every token."""
 HARMFUL = ["MatMulAddFusion"]
 """Optimizers to leave out: a product that is joined with its bias first is not found to have quantized sides."""
 HARMFUL_TO_CACHES = ["QDQPropagationTransformer"]

@@ -1,4 +1,4 @@
-"""Graphs in the forms that TensorRT takes: mostly quantized products.
+"""Graphs in the forms that TensorRT takes: mostly quantized linear layers.
 
 Its weights have no zero points: ``x @ ((q - z) * s)`` is ``x @ ((q - m) * s) + sums(x) @ ((m - z) * s)``, where m is
 the middle of the codes and sums adds up the channels that share a scale. The first product keeps its packed weight,
@@ -39,7 +39,7 @@ def move_zero_points(model: ir.Model) -> int:
 
 
 def round_float4_inputs(model: ir.Model) -> int:
-    """Let TensorRT round the inputs of products that ask for float4, in place. Returns how many products do.
+    """Let TensorRT round the inputs of linear layers that ask for float4, in place. Returns how many do.
 
     Its operator finds a float8 scale for every 16 values itself.
     """
@@ -116,7 +116,7 @@ def _move(graph: ir.Graph, node: ir.Node) -> None:
     if codes is None or codes.const_value is None or scales is None or scales.const_value is None or zeros is None:
         raise BuildError(f"{node.name}: TensorRT takes zero points of constant weights only")
     if any(reader.op_type != "MatMul" for reader in readers):
-        raise BuildError(f"{node.name}: TensorRT takes zero points of products only, not of {readers[0].op_type}")
+        raise BuildError(f"{node.name}: TensorRT takes zero points of MatMul only, not of {readers[0].op_type}")
     stored, steps, middle = codes.const_value, scales.const_value, _MIDDLE[codes.const_value.dtype]
     kind = _SIGNED[stored.dtype]
     *experts, rows, columns = (int(size) for size in stored.shape.numpy())

@@ -72,7 +72,7 @@ class ContractModule(nn.Module):
 
 
 PREFIX = "model."
-"""In front of the model's names for its weights, in the graph."""
+"""Prefix in the graph of the model's names for its weights."""
 
 
 class _WithoutProducts(TorchFunctionMode):

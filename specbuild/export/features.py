@@ -22,11 +22,11 @@ from specrun.engine_dir.config import Features
 from specrun.errors import CheckpointError, UnsupportedModelError
 
 _FINAL = -1
-"""In place of a layer: the model's last state, behind its final norm."""
+"""Number that stands for the model's last state, behind its final norm, in place of a layer's."""
 _FUSED = {"eagle3": ("fc.weight", "fc_norm.", "input_norm."), "dflash": ("fc.weight", "hidden_norm.")}
 """How the names of a head's tensors begin that are on the target's side, by its kind."""
 PREFIX = "fusion."
-"""In front of the names of its weights, in a target's graph."""
+"""Prefix of the names of its weights in a target's graph."""
 
 
 class Fusion(nn.Module):
@@ -47,7 +47,7 @@ class Fusion(nn.Module):
         self.weights = {
             PREFIX + name: Weight(name, target.dtype, head.tensors[name], head.directory) for name in self.names
         }
-        """By their names in the graph."""
+        """Weights by their names in the graph."""
         for name in self.names:
             module, _, parameter = name.rpartition(".")
             owner: nn.Module = self

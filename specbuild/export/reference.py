@@ -37,7 +37,7 @@ Floats = npt.NDArray[np.float32]
 STEPS = ((5, 9), (1, 1), (4, 3), (1, 5))
 """New tokens of the two rows in each call: prefill, one token, several, unequal."""
 FAR_STEPS = ((4,), (1,), (1,))
-"""The same behind a long text."""
+"""New tokens of the one row in each call behind a long text."""
 _FAR_TOKENS = sum(step for (step,) in FAR_STEPS)
 
 SeeInput = Callable[[nn.Parameter, torch.Tensor], torch.Tensor]
@@ -46,7 +46,7 @@ SeeInput = Callable[[nn.Parameter, torch.Tensor], torch.Tensor]
 SLICE = 1 << 23
 """Weights that are multiplied by at a time."""
 _MOST_FAR_BYTES = 128 << 20
-"""Of a layer's keys and values for a long text; longer texts are not walked behind."""
+"""The most bytes of a layer's keys and values for a long text; behind longer ones nothing is compared."""
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ _KNOWN = (
     *("mask_token_id", "target_layer_ids", "block_size", "projector_type", "shift_label", "swa_window_size"),
     *("attention_mode", "markov_rank", "enable_confidence_head", "use_confidence_head", "confidence_head_with_markov"),
 )
-"""Of ``dflash_config``. What others mean is not known, so they are refused."""
+"""Known keys of ``dflash_config``. What others mean is not known, so they are refused."""
 _RENAMED = {
     "markov_w1.": "markov_head.markov_w1.",
     "markov_w2.": "markov_head.markov_w2.",
@@ -64,7 +64,7 @@ class DFlashHead(LayerHead):
     """Tokens of a block in training: the last committed one, and masks."""
     mask_token_id: int
     sample_from_anchor: bool
-    """Whether the place of the last committed token drafts the first token; else the first mask does."""
+    """True if the place of the last committed token drafts the first token; else the first mask does."""
     markov_rank: int
     """0: no Markov head."""
     has_confidence: bool

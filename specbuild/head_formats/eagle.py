@@ -48,14 +48,14 @@ class Head:
     kind: Kind
     hidden_size: int
     vocab_size: int
-    """Of its target."""
+    """Size of its target's vocabulary."""
     tensors: Mapping[str, Reader]
-    """By names that every dialect's are brought to."""
+    """Tensors, by the names to which every dialect's are brought."""
     nbytes: int
-    """Of its weight files."""
+    """Size of its weight files."""
     num_layers: int
     epsilon: float = 0.0
-    """Of its RMS norms, where it has some."""
+    """Epsilon of its RMS norms, if it has some."""
 
     @property
     def config_file(self) -> Path:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 FILE_NAME, PICKLE_NAME = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 _NAME = re.compile(r"(?:medusa_heads?\.)?(\d{1,6}\.\d{1,6}\.(?:weight|linear\.(?:weight|bias)))")
-"""Of a head's tensor; with a prefix where the model is in the same file."""
+"""The name of a head's tensor, with a prefix if the model is in the same file."""
 _COMPARED_ROWS = 16
-"""Of each of the model's tensors: training changes all rows of a matrix."""
+"""Rows to compare of each of the model's tensors: training changes all rows of a matrix."""
 
 
 @dataclass(frozen=True, kw_only=True)

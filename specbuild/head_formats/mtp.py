@@ -30,7 +30,7 @@ class MtpHead(Head):
     """See ``Head``. Tensors have the names of the files."""
 
     model_type: str
-    """Of the target that it was published with."""
+    """Model type of the target that it was published with."""
 
     def check_target(self, target: Path, weights: Weights) -> None:
         """See ``Head``. It may be a copy of the target: a quantized one, or one that was trained further."""

@@ -54,7 +54,7 @@ class Medusa(nn.ModuleList):
             )
         self.head, self.dtype, self.vocab_size = head, dtype, vocab_size
         self.weights = load_parameters(self, head, dtype)
-        """By their names here."""
+        """Weights by their names here."""
         self.eval()
 
     @property

@@ -35,7 +35,7 @@ _CLASSES: dict[str, tuple[Any, Any, Any]] = {
     "llama": (modeling_llama.LlamaDecoderLayer, modeling_llama.LlamaRMSNorm, modeling_llama.LlamaRotaryEmbedding),
     "qwen3": (modeling_qwen3.Qwen3DecoderLayer, modeling_qwen3.Qwen3RMSNorm, modeling_qwen3.Qwen3RotaryEmbedding),
 }
-"""Of each type of layers: the layer, its norm and its rotary embedding."""
+"""Classes of each type of layers: the layer, its norm and its rotary embedding."""
 
 
 class GraphModule(nn.Module):
@@ -48,7 +48,7 @@ class GraphModule(nn.Module):
     config: Any
     """transformers' of its layers."""
     weights: dict[str, Weight]
-    """By their names here."""
+    """Weights by their names here."""
 
     @property
     def caches(self) -> list[CacheTensor]:
@@ -106,7 +106,7 @@ class LayerModule(GraphModule):
 
     head: LayerHead
     norm: nn.Module
-    """In front of ``lm_head``."""
+    """The norm before ``lm_head``."""
 
     def __init__(self, head: LayerHead, dtype: torch.dtype, shared: Mapping[str, Weight], vocab_size: int) -> None:
         """shared: the target's embedding and output layer, by a head's names for them. vocab_size: the target's.

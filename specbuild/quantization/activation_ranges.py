@@ -1,4 +1,4 @@
-"""What a text makes of a model's inputs of products, keys and values; and what rounding makes of inputs."""
+"""The amax of a model's linear layers' inputs, keys and values; and what rounding makes of inputs."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ if TYPE_CHECKING:
     from specbuild.quantization.calibration_data import Rows
 
 _BATCH_BYTES = 256 << 20
-"""Of a layer's attention scores, or of logits, that may be held at a time."""
+"""The most bytes of a layer's attention scores, or of logits, that may be held at a time."""
 
 
-class Largest(NamedTuple):
-    """The largest absolute values that a text made."""
+class Amax(NamedTuple):
+    """The amax of what texts made in a model."""
 
     inputs: dict[str, float]
-    """Of each product's inputs, by the names of their parameters."""
+    """The amax of each linear layer's inputs, by the name of its parameter."""
     experts: dict[str, dict[int, float]]
-    """Of the inputs of stacked experts that tokens have reached: by name and number."""
+    """The amax of the inputs of stacked experts that tokens reached, by name and number."""
     cache: list[Floats]
-    """[heads, head_dim] of keys and values, [key_0, value_0, key_1, ...]; none where nobody asked."""
+    """The amax [heads, head_dim] of keys and values, [key_0, value_0, key_1, ...]; empty if not asked for."""
 
-    def or_larger(self, other: Largest) -> Largest:
-        """Of both texts."""
+    def or_larger(self, other: Amax) -> Amax:
+        """The amax of both texts."""
         names = {**self.experts, **other.experts}
         experts = {name: _larger(self.experts.get(name, {}), other.experts.get(name, {})) for name in names}
         cache = [np.maximum(*pair) for pair in zip(self.cache, other.cache, strict=True)] if self.cache else other.cache
-        return Largest(_larger(self.inputs, other.inputs), experts, cache)
+        return Amax(_larger(self.inputs, other.inputs), experts, cache)
 
     def as_json(self) -> dict[str, Any]:
         """The same in lists and dictionaries; numbers come back as they are."""
         return {**self._asdict(), "cache": [values.tolist() for values in self.cache]}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Largest:
-        """What ``as_json`` gave; of an empty one, of no text."""
+    def from_json(cls, data: dict[str, Any]) -> Amax:
+        """What ``as_json`` gave; an empty one is that of no text."""
         experts = {name: {int(number): x for number, x in own.items()} for name, own in data.get("experts", {}).items()}
         return cls(data.get("inputs", {}), experts, [np.array(values, np.float32) for values in data.get("cache", [])])
 
@@ -63,25 +63,25 @@ def _larger(one: dict[_Key, float], other: dict[_Key, float]) -> dict[_Key, floa
 
 def calibrate(
     model: Any, rows: Rows, advance: Callable[[float], None], kv_cache: bool = False, part: Part | None = None
-) -> Largest:
-    """Run a meta model over ``rows``: the largest absolute inputs of its products, and of its keys and values.
+) -> Amax:
+    """Run a meta model over ``rows``: the amax of its linear layers' inputs, and of its keys and values.
 
     Every weight is read once for a batch of rows. ``advance`` is called with the rows that are done; what came of them
     is kept in ``part``, whose rows are not run again.
     Raises CheckpointError where a value is not finite: the weights are damaged.
     """
     part = part or Part()
-    largest = Largest.from_json(part.state)
+    amax = Amax.from_json(part.state)
     # The logits of one token are enough.
     few = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     for batch in batches(model, rows[part.rows :], every_logit=not few):
-        largest = largest.or_larger(_calibrate_batch(model, batch, kv_cache, few))
-        part.keep(part.rows + len(batch), largest.as_json())
+        amax = amax.or_larger(_calibrate_batch(model, batch, kv_cache, few))
+        part.keep(part.rows + len(batch), amax.as_json())
         advance(len(batch))
-    return largest
+    return amax
 
 
-def _calibrate_batch(model: Any, batch: Rows, kv_cache: bool, few: dict[str, int]) -> Largest:
+def _calibrate_batch(model: Any, batch: Rows, kv_cache: bool, few: dict[str, int]) -> Amax:
     cache = ObservedCache() if kv_cache else None
     found: dict[str, float] = {}
     experts: dict[str, dict[int, float]] = {}
@@ -89,20 +89,20 @@ def _calibrate_batch(model: Any, batch: Rows, kv_cache: bool, few: dict[str, int
 
     def see(weight: nn.Parameter, x: torch.Tensor) -> torch.Tensor:
         whole, expert = part_of(weight)
-        largest = float(x.abs().max()) if x.numel() else 0.0
+        amax = float(x.abs().max()) if x.numel() else 0.0
         for name in names.get(id(whole), ()):
-            if not math.isfinite(largest):
+            if not math.isfinite(amax):
                 raise CheckpointError(f"{name}: its input is not finite (NaN or inf) on the text of --calib_dataset")
             if expert is None:
-                found[name] = max(largest, found.get(name, 0.0))
+                found[name] = max(amax, found.get(name, 0.0))
             elif x.numel():
                 own = experts.setdefault(name, {})
-                own[expert] = max(largest, own.get(expert, 0.0))
+                own[expert] = max(amax, own.get(expert, 0.0))
         return x
 
     with torch.no_grad(), Float32(see):
         model(input_ids=torch.from_numpy(batch), past_key_values=cache, use_cache=kv_cache, **few)
-    return Largest(found, experts, cache.largest() if cache else [])
+    return Amax(found, experts, cache.amax() if cache else [])
 
 
 def batches(model: Any, rows: Rows, every_logit: bool) -> Iterator[Rows]:
@@ -115,7 +115,7 @@ def batches(model: Any, rows: Rows, every_logit: bool) -> Iterator[Rows]:
 
 
 def rounding(model: Any, packed: PackedModel) -> SeeInput:
-    """Rounds the inputs of a model's products as their formats say."""
+    """Rounds the inputs of a model's linear layers as their formats say."""
     names = parameter_names(model)
     by_name = packed.activations()
     activations = {own: by_name.get(all_names[0]) for own, all_names in names.items()}

@@ -10,7 +10,7 @@ from typing import Any
 from specbuild.artifacts.resume import Part
 from specbuild.hf.model_config import save_tokenizer
 from specbuild.progress import Stages
-from specbuild.quantization.activation_ranges import Largest, calibrate
+from specbuild.quantization.activation_ranges import Amax, calibrate
 from specbuild.quantization.calibration_data import TextOptions, Texts, read_texts
 from specbuild.quantization.quantize_model import pack_model, unmatched
 from specbuild.quantization.recipe import Recipe
@@ -28,8 +28,8 @@ def texts_of(options: TextOptions, source: Path, positions: int | None, trust_re
         return read_texts(options.within(positions), Path(name), source)
 
 
-def calibrate_on(texts: Texts, model: Any, kv_cache: bool, part: Part, stages: Stages) -> Largest:
-    """The largest values that ``texts`` make in a meta model; keys and values too with ``kv_cache``. Raises SpecError.
+def calibrate_on(texts: Texts, model: Any, kv_cache: bool, part: Part, stages: Stages) -> Amax:
+    """The amax of inputs over ``texts`` in a meta model; of keys and values too with ``kv_cache``. Raises SpecError.
 
     part: what was done before and need not be done again.
     """
@@ -37,23 +37,23 @@ def calibrate_on(texts: Texts, model: Any, kv_cache: bool, part: Part, stages: S
         return calibrate(model, texts.calibration, advance, kv_cache, part)
 
 
-def unreached_experts(packed: PackedModel, largest: Largest) -> dict[str, list[int]]:
+def unreached_experts(packed: PackedModel, amax: Amax) -> dict[str, list[int]]:
     """The numbers of quantized experts that no token of the text has reached, by the names of their modules."""
     found = {}
     for name, experts in packed.experts.items():
-        missing = sorted(set(range(len(experts))) - largest.experts.get(name, {}).keys())
+        missing = sorted(set(range(len(experts))) - amax.experts.get(name, {}).keys())
         if missing:
             found[name.rpartition(".")[0]] = missing
     return found
 
 
 def quantize_dense(
-    model: Any, weights: Mapping[str, Weight], recipe: Recipe, largest: Largest | None, stages: Stages
+    model: Any, weights: Mapping[str, Weight], recipe: Recipe, amax: Amax | None, stages: Stages
 ) -> PackedModel:
-    """The weights of a meta model by ``recipe``, and inputs by ``largest`` where it rounds them with fixed scales.
+    """The weights of a meta model by ``recipe``, and inputs by ``amax`` where it rounds them with fixed scales.
 
     Codes are computed when they are asked for. Raises SpecError.
     """
     for pattern in unmatched(model, recipe):
         stages.say(f"warning: --exclude {pattern} matches no module with a weight")
-    return pack_model(model, recipe, weights, largest if recipe.calibrated else None)
+    return pack_model(model, recipe, weights, amax if recipe.calibrated else None)

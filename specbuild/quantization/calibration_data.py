@@ -24,7 +24,7 @@ BUILTIN = "builtin"
 HELD_OUT_EVERY = 5
 """One row of so many is kept for the comparison, and never calibrated with."""
 _CHARACTERS = 1 << 20
-"""Of a text that are read and tokenized at a time."""
+"""Characters of a text that are read and tokenized at a time."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Quantized weights in the graph, as standard ONNX: DequantizeLinear in front of the product, [K, N].
+"""Quantized weights in the graph, as standard ONNX: DequantizeLinear in front of the linear layer, [K, N].
 
 This is the form that ONNX Runtime makes MatMulNBits and MatMulIntegerToFloat of, and that TensorRT keeps packed.
 """
@@ -127,16 +127,16 @@ def _round_activation(build: _Builder, x: ir.Value, activation: Activation) -> t
         raise UnsupportedModelError(f"inputs in {activation.form} have no standard ONNX form")
     codes, largest_code = _ACTIVATIONS[activation.form]
     zero = build.tensor(f"quantization.zero_{activation.form}", ir.tensor(np.zeros((), codes.numpy()), dtype=codes))
-    largest = None
+    amax = None
     if activation.scale is not None:
         steps = build.constant("activation_scale", activation.scale)
     else:  # Every token is divided by its largest value, so that one constant scale serves all of them.
-        largest = build.node("ReduceMax", build.node("Abs", x), build.shared("last_axis", np.array([-1])), keepdims=1)
-        largest = build.node("Max", largest, build.shared("smallest", _smallest(build.dtype)))
+        amax = build.node("ReduceMax", build.node("Abs", x), build.shared("last_axis", np.array([-1])), keepdims=1)
+        amax = build.node("Max", amax, build.shared("smallest", _smallest(build.dtype)))
         steps = build.shared(f"step_{activation.form}", 1 / largest_code)
-        x = build.node("Div", x, largest)
+        x = build.node("Div", x, amax)
     rounded = build.node("QuantizeLinear", x, steps, zero, dtype=codes)
-    return build.node("DequantizeLinear", rounded, steps, zero), largest
+    return build.node("DequantizeLinear", rounded, steps, zero), amax
 
 
 def _times_offsets(build: _Builder, x: ir.Value, packed: Packed) -> ir.Value:

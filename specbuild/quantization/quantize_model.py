@@ -22,7 +22,7 @@ from specbuild.weights.packed_model import PackedModel, parameter_names
 from specrun.errors import BuildConfigError
 
 if TYPE_CHECKING:
-    from specbuild.quantization.activation_ranges import Largest
+    from specbuild.quantization.activation_ranges import Amax
 
 _CODES: dict[CodeForm, ir.DataType] = {
     "int8": ir.DataType.INT8,
@@ -32,11 +32,11 @@ _CODES: dict[CodeForm, ir.DataType] = {
 }
 
 
-def pack_model(model: Any, recipe: Recipe, weights: Mapping[str, Any], largest: Largest | None = None) -> PackedModel:
+def pack_model(model: Any, recipe: Recipe, weights: Mapping[str, Any], amax: Amax | None = None) -> PackedModel:
     """Quantize the weights of a transformers model.
 
     weights: by the parameters' names; they are read when codes are. An embedding and a head that are tied get codes of
-    their own. largest: inputs, for recipes that need it. An expert that no token reached has the largest of its layer.
+    their own. amax: of inputs, for recipes that need it. An expert that no token reached has its layer's largest one.
 
     Raises BuildConfigError where groups do not divide a weight, or where a weight was not used in calibration.
     """
@@ -54,7 +54,7 @@ def pack_model(model: Any, recipe: Recipe, weights: Mapping[str, Any], largest: 
             continue
         rows = _Columns(weight) if isinstance(module, Conv1D) else weight
         if storage := recipe.product(name, rows.shape[1], module is head):
-            storage = _calibrated(storage, name, largest.inputs.get(own[0]) if largest else None)
+            storage = _calibrated(storage, name, amax.inputs.get(own[0]) if amax else None)
             packed.products.update(dict.fromkeys(own, _pack(rows, storage, rounded)))
     for name, module in model.named_modules():
         for parameter in stacked_weights(module):
@@ -62,7 +62,7 @@ def pack_model(model: Any, recipe: Recipe, weights: Mapping[str, Any], largest: 
             parts = [weight.row(expert) for expert in range(weight.shape[0])]
             parts = [_Columns(part) for part in parts] if module.is_transposed else parts
             if storage := recipe.product(stacked, parts[0].shape[1], is_head=False):
-                reached = largest.experts.get(stacked, {}) if largest else {}
+                reached = amax.experts.get(stacked, {}) if amax else {}
                 loudest = max(reached.values(), default=None)
                 packed.experts[stacked] = tuple(
                     _pack(part, _calibrated(storage, stacked, reached.get(expert, loudest)), rounded)
@@ -86,14 +86,14 @@ def unmatched(model: Any, recipe: Recipe) -> list[str]:
     return [pattern for pattern in recipe.exclude if not fnmatch.filter(names, pattern)]
 
 
-def _calibrated(storage: Storage, module: str, largest: float | None) -> Storage:
+def _calibrated(storage: Storage, module: str, amax: float | None) -> Storage:
     """``storage`` with the scale of its input, where that is fixed."""
     if storage.activation is None or storage.activation.form == "int8":
         return storage
-    if largest is None:
+    if amax is None:
         raise BuildConfigError(f"{module}: is not used on the text of --calib_dataset: give --exclude {module}")
     steps = FLOAT8_MAX * (FLOAT4_MAX if storage.activation.form == "float4" else 1)
-    scale = largest / steps or 1.0
+    scale = amax / steps or 1.0
     return replace(storage, activation=replace(storage.activation, scale=scale))
 
 

@@ -39,9 +39,9 @@ class Recipe:
     exclude: tuple[str, ...] = ()
     """Patterns of module names (``*.down_proj``, ``lm_head``) that stay as they are."""
     head: bool = True
-    """Whether the product that gives the logits is quantized, in formats that say so."""
+    """True if the linear layer that gives the logits is quantized, in formats that say so."""
     embeddings: bool = True
-    """Whether the embedding is."""
+    """True if the embedding is quantized."""
 
     def __post_init__(self) -> None:
         """Raise BuildConfigError where the group is none that the formats have."""
@@ -62,7 +62,7 @@ class Recipe:
         return replace(self, qformat=same.get(self.qformat, self.qformat))
 
     def product(self, module: str, inputs: int, is_head: bool) -> Storage | None:
-        """How the weight of ``module``'s product is stored. inputs: its channels; is_head: it gives the logits.
+        """How the weight of the linear layer ``module`` is stored. inputs: its channels; is_head: it gives the logits.
 
         Raises BuildConfigError where the group does not divide the input channels.
         """

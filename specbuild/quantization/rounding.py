@@ -1,6 +1,6 @@
 """Dense weights -> codes and scales, without data: a scale follows from the largest value that it covers.
 
-Weights come as modules keep them, [N, K] (output channels, input channels). Codes leave as products want them, [K, N].
+Weights come as modules keep them, [N, K] (output channels, input channels). Codes leave as MatMul wants them, [K, N].
 They are rounded against the scale as it is stored, so a 16-bit scale costs no accuracy. Only some output channels are
 rounded at a time, so the memory beside the result stays small for every size of weight.
 """
@@ -49,8 +49,8 @@ class Rounded(NamedTuple):
 
 def global_scale(weight: Rows) -> float:
     """What float4's scales are to be multiplied by, so that they fit into float8; rounded to the weight's dtype."""
-    largest = torch.stack([weight[rows].abs().amax().float() for rows in _slices(weight)]).amax()
-    return float((largest / (FLOAT4_MAX * FLOAT8_MAX)).to(weight.dtype)) or 1.0
+    amax = torch.stack([weight[rows].abs().amax().float() for rows in _slices(weight)]).amax()
+    return float((amax / (FLOAT4_MAX * FLOAT8_MAX)).to(weight.dtype)) or 1.0
 
 
 def _slices(weight: Rows) -> Iterator[slice]:

@@ -146,7 +146,7 @@ def stored_cache(source: Path, model: Any, products: Products, cache: CacheRound
 
 
 def _in_files(module: str, products: Products) -> str:
-    """What the files call a module, by one of its products."""
+    """What the files call a module, by one of its linear layers."""
     for product in itertools.chain.from_iterable(products.values()):
         inner = product.parameter.removesuffix(".weight").removeprefix(f"{module}.")
         if product.parameter.startswith(f"{module}.") and product.module.endswith(f".{inner}"):
@@ -204,7 +204,7 @@ def write_config(
 
 
 def _dense_modules(meta_model: MetaModel, entries: dict[str, Entry], products: Products) -> list[str]:
-    """Names of products that stay as they are, here or in other implementations of the model."""
+    """Names of linear layers that stay as they are, here or in other implementations of the model."""
     quantized = {product.parameter for own in products.values() for product in own}
     kinds = {f"{name}.weight": module for name, module in meta_model.model.named_modules()}
     here = [name for name, module in kinds.items() if isinstance(module, nn.Linear) and name not in quantized]

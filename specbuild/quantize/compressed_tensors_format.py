@@ -25,7 +25,7 @@ SUFFIXES = (
     *("weight", "weight_packed", "weight_scale", "weight_shape", "weight_global_scale"),
     *("input_scale", "input_global_scale"),
 )
-"""Of all tensors that may stand in place of a module's ``weight``."""
+"""Suffixes of all tensors that may stand in place of a module's ``weight``."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 _AT_A_TIME = 1 << 22
@@ -111,7 +111,7 @@ def cache_scales(rounding: TensorRounding, dtype: CacheCode) -> torch.Tensor:
 
 
 def configuration(modules: Mapping[str, Packed], dense: list[str], kv_cache: CacheCode | None = None) -> dict[str, Any]:
-    """``quantization_config`` for ``modules`` by name; ``dense`` names the products that stay as they are."""
+    """``quantization_config`` for ``modules`` by name; ``dense`` names the linear layers that stay as they are."""
     groups: dict[str, dict[str, Any]] = {}
     for name, packed in modules.items():
         group = _group(packed)

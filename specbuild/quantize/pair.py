@@ -37,7 +37,7 @@ class Draft:
     see_input: SeeInput
     """Rounds inputs, where the draft is quantized itself."""
     positions: int | None
-    """That it was trained for."""
+    """Number of positions that it was trained for."""
 
     def proposals(self, batch: Rows) -> torch.Tensor:
         """[B, S]: after every token of ``batch``, the most likely next one.

@@ -29,7 +29,7 @@ class Quality:
     tokens: int
     """Number of predicted tokens."""
     perplexity: float
-    """Of the quantized model."""
+    """Perplexity of the quantized model."""
     original_perplexity: float
     mean_kl: float
     """Nats: of the original's distribution from the quantized one's, by token."""
@@ -39,7 +39,7 @@ class Quality:
     """The share of tokens where the draft's most likely one is the quantized model's, both after the text itself: what
     greedy token acceptance would accept of single draft tokens there. None without a draft."""
     original_acceptance_rate: float | None
-    """The same with the original model."""
+    """Acceptance rate with the original model."""
 
 
 @dataclass

@@ -148,12 +148,12 @@ def _write(options: QuantizeOptions, recipe: Recipe, source: Quantizable, run: R
     from specbuild.weights.kv_cache import coarser, rounding_for
 
     directory, files, meta_model, products, texts, draft = source
-    kv_cache, largest, cache, quality = cache_code(options.kv_cache_dtype), None, None, None
+    kv_cache, amax, cache, quality = cache_code(options.kv_cache_dtype), None, None, None
     if texts and (recipe.calibrated or kv_cache):
-        largest = calibrate_on(texts, meta_model.model, kv_cache is not None, run.part("calibration"), stages)
-    if kv_cache and largest:
-        cache = rounding_for(kv_cache, coarser(kv_cache, largest.cache), torch.float32)
-    packed = quantize_dense(meta_model.model, meta_model.weights, recipe, largest, stages)
+        amax = calibrate_on(texts, meta_model.model, kv_cache is not None, run.part("calibration"), stages)
+    if kv_cache and amax:
+        cache = rounding_for(kv_cache, coarser(kv_cache, amax.cache), torch.float32)
+    packed = quantize_dense(meta_model.model, meta_model.weights, recipe, amax, stages)
     scales = stored_cache(directory, meta_model.model, products, cache)
     if not run.written.exists():
         with new_directory(run.written, force=False) as work:
@@ -166,7 +166,7 @@ def _write(options: QuantizeOptions, recipe: Recipe, source: Quantizable, run: R
         with part.stage(stages, "compare with the original", len(rows)) as advance:
             quality = measure(meta_model.model, written, cache, directory, rows, advance, draft, part)
     report = _report(options, meta_model, files.nbytes, check_weights(run.written).nbytes, written, quality)
-    report["unreached_experts"] = unreached_experts(packed, largest) if recipe.calibrated and largest else None
+    report["unreached_experts"] = unreached_experts(packed, amax) if recipe.calibrated and amax else None
     (run.written / QUALITY_NAME).write_text(json.dumps(report, indent=2) + "\n")
     return report
 

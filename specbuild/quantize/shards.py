@@ -12,9 +12,9 @@ from typing import Any, BinaryIO, cast
 import torch
 
 _ALIGNMENT = 8
-"""Of tensors in a file; readers want every number at a multiple of its size."""
+"""Alignment of tensors in a file: readers want every number at a multiple of its size."""
 _ENTRY_BYTES = 192
-"""Of a shard's header that a tensor may need beside its name."""
+"""The most bytes of a shard's header that a tensor needs beside its name."""
 SHARD_BYTES = 5 << 30
 """A shard ends once it is this long."""
 _SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.py", "*.txt", "tokenizer*", "LICENSE*")

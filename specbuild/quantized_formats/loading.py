@@ -70,7 +70,7 @@ def with_packed(scheme: Scheme, stored: Mapping[str, Reader]) -> dict[str, Reade
 
 
 def packed_products(model: Any, scheme: Scheme, weights: Mapping[str, Weight], notes: list[str]) -> PackedModel:
-    """The products of ``model`` whose weights the checkpoint holds in few bits.
+    """The linear layers of ``model`` whose weights the checkpoint holds in few bits.
 
     ``notes`` gets sentences for people. What else is quantized (embeddings, say) is dequantized when it is written.
     """
@@ -120,7 +120,7 @@ def _attachable(packed: Packed, notes: list[str]) -> Packed:
         return packed
     if form != "float4" and not (form == "float8" and packed.block):
         return packed
-    where = " of products whose weights have groups" if form == "float8" else ""
+    where = " of linear layers whose weights have groups" if form == "float8" else ""
     note = f"inputs in {form}{where} keep their precision here, which is no less exact"
     if note not in notes:
         notes.append(note)

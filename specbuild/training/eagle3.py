@@ -33,7 +33,7 @@ WEIGHTS = "model.safetensors"
 _SCALE = 0.02
 """Standard deviation of new matrices."""
 _LEAST_LAYERS = 7
-"""Of a target, for the common default: of fewer layers it takes one twice, or none of the last ones."""
+"""The fewest layers of a target for the common default: of fewer it takes one twice, or none of the last."""
 _FILE_LAYER, _OWN_LAYER = "midlayer.", "layers.0."
 """The layer's name in files of SpecForge, and here."""
 

@@ -33,7 +33,7 @@ class Plan:
     learning_rate: float
     seed: int
     save_steps: int
-    """So many steps lie between comparisons, each with a checkpoint."""
+    """Steps between comparisons, each with a checkpoint."""
     num_drafts: int
     """Compared on held-out text."""
     optimizer: str = "adamw"
@@ -48,7 +48,7 @@ class Trainer:
     """A draft on its way from step ``step``. What a step does follows from its number and the state alone."""
 
     def __init__(self, student: Student, target: PreTrainedModel, data: Data, plan: Plan, dtype: torch.dtype) -> None:
-        """dtype: products are computed in it. The parameters are float32."""
+        """dtype: linear layers compute in it. The parameters are float32."""
         self.student, self.target, self.data, self.plan = student, target, data, plan
         self._dtype = dtype
         self.step = 0

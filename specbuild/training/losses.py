@@ -22,13 +22,13 @@ class Score:
     """Sums over positions; those of several batches are added."""
 
     divergence: list[float] = field(default_factory=list)
-    """Of each draft, from the target, in nats; summed over positions."""
+    """Divergence of each draft from the target in nats, summed over positions."""
     positions: list[int] = field(default_factory=list)
-    """Compared, for each draft."""
+    """Number of compared positions of each draft."""
     reached: list[int] = field(default_factory=list)
-    """Of these, positions at which all drafts before have agreed with the target."""
+    """Number of these positions at which all drafts before have agreed with the target."""
     accepted: list[int] = field(default_factory=list)
-    """And at which this one does, too."""
+    """Number of those at which this draft agrees too."""
 
     def add(self, other: Score) -> None:
         """Count another batch, too."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 _MOMENTUM = 0.9
 _SIZE = 0.2
-"""Of AdamW's updates, root of the mean square, in learning rates."""
+"""Root mean square of AdamW's updates, in learning rates."""
 
 
 class Muon(torch.optim.AdamW):

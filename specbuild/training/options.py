@@ -15,7 +15,7 @@ KINDS = get_args(Kind)
 DTYPES = ("auto", "float32", "bfloat16")
 OPTIMIZERS = ("adamw", "muon")
 _DRAFT_LEN: dict[str, int] = {"eagle3": 7, "eagle3.1": 7, "medusa": 5, "model": 5}
-"""By kind: as in the papers."""
+"""Default draft lengths by kind, as in the papers."""
 _RATE = 0.4
 """Learning rate times the target's width: 1e-4 for 4096, as EAGLE-3's, and more for smaller models."""
 _ONLY_FOR = {"draft_vocab_size": "eagle3", "intermediate_size": "eagle3", "num_layers": "model", "hidden_size": "model"}
@@ -41,7 +41,7 @@ class TrainOptions:
     batch_size: int = 8
     epochs: int = 3
     steps: int | None = None
-    """In place of epochs."""
+    """Number of steps, in place of epochs."""
     learning_rate: float | None = None
     optimizer: str = "adamw"
     dtype: str = "auto"

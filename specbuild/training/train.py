@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from specbuild.training.student import Student
 
 ANSWER_TEMPERATURE = 0.7
-"""Of answers to train on: what people use most."""
+"""Temperature of answers to train on: what people use most."""
 _CHECKPOINT_BYTES = 12
-"""Of a parameter: itself and two means, in float32. There are two checkpoints while one replaces the other."""
+"""Bytes of a parameter: itself and two means, in float32, in two checkpoints while one replaces the other."""
 
 
 def train_draft(options: TrainOptions, stages: Stages) -> dict[str, Any]:

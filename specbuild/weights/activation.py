@@ -1,4 +1,4 @@
-"""How the input of a product is rounded."""
+"""How the input of a linear layer is rounded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Activation:
-    """How the input of a product is rounded before it is multiplied."""
+    """How the input of a linear layer is rounded before it is multiplied."""
 
     form: Literal["int8", "float8", "float4"]
     scale: float | None = None

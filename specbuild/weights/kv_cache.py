@@ -26,7 +26,7 @@ CODE_TYPES: dict[CacheCode, torch.dtype] = {"int8": torch.int8, "float8_e4m3fn":
 _MARGIN = 1.1
 """Values may be so much larger than calibration saw before they are cut off."""
 _FLOOR = 1 / 32
-"""Of a head's largest channel: one that was nearly silent may be louder in other texts, and its error is small."""
+"""The least share of a head's largest channel: a nearly silent channel may be louder in other texts."""
 
 
 class TensorRounding(NamedTuple):
@@ -62,10 +62,10 @@ class CacheRounding:
         return self.tensors[2 * index], self.tensors[2 * index + 1]
 
 
-def rounding_for(dtype: CacheCode, largest: Sequence[Floats], computed_in: torch.dtype) -> CacheRounding:
-    """Codes that reach as far as ``largest``, [heads, head_dim] of each tensor, and a margin further."""
+def rounding_for(dtype: CacheCode, amax: Sequence[Floats], computed_in: torch.dtype) -> CacheRounding:
+    """Codes that reach as far as ``amax``, [heads, head_dim] of each tensor, and a margin further."""
     tensors = []
-    for values in largest:
+    for values in amax:
         loudest = values.max(axis=-1, keepdims=True)
         reach = np.where(loudest > 0, np.maximum(values, loudest * _FLOOR), 1) * _MARGIN
         steps = reach / LARGEST_CODE[dtype]
@@ -75,13 +75,13 @@ def rounding_for(dtype: CacheCode, largest: Sequence[Floats], computed_in: torch
     return CacheRounding(dtype, tuple(tensors))
 
 
-def coarser(dtype: CacheCode, largest: Sequence[Floats]) -> list[Floats]:
-    """``largest`` as if all channels of a head were like its largest, and for float8 all heads as well.
+def coarser(dtype: CacheCode, amax: Sequence[Floats]) -> list[Floats]:
+    """``amax`` as if all channels of a head were like its largest, and for float8 all heads as well.
 
     That is what compressed-tensors has scales for, and what others read.
     """
     axes = None if dtype == "float8_e4m3fn" else -1
-    return [np.broadcast_to(values.max(axis=axes, keepdims=True), values.shape) for values in largest]
+    return [np.broadcast_to(values.max(axis=axes, keepdims=True), values.shape) for values in amax]
 
 
 def tensor_rounding(steps: npt.NDArray[Any], computed_in: torch.dtype) -> TensorRounding:
@@ -125,7 +125,7 @@ class ObservedCache(Cache):
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=_ObservedLayer)
 
-    def largest(self) -> list[Floats]:
+    def amax(self) -> list[Floats]:
         """[heads, head_dim] of every tensor, [key_0, value_0, key_1, ...].
 
         Raises CheckpointError where one was not finite, and UnsupportedModelError where the model asked no cache.

@@ -1,4 +1,4 @@
-"""The one form in which a quantized weight travels: codes and scales of a product ``x @ weight``."""
+"""The one format in which a quantized weight travels: codes and scales of a linear layer ``x @ weight``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Packed:
     scales: ir.TensorProtocol
     """[], [N], or [K / block, N] where ``block`` is given; floating point."""
     zero_points: ir.TensorProtocol | None = None
-    """As ``scales``, in the codes' type. None: zero."""
+    """Zero points, shaped as ``scales``, in the codes' type. None: zero."""
     block: int | None = None
     """Input channels that share a scale. None: all of them."""
     axis: int = 1
@@ -47,7 +47,7 @@ class Packed:
     input_factors: Floats | None = None
     """[K]: the input is multiplied by them first (AWQ's smoothing that no other layer could take over)."""
     offsets: ir.TensorProtocol | None = None
-    """As ``scales``: what is added to the scaled codes (zero points of torchao's int4, which are no integers)."""
+    """Numbers to add to scaled codes, shaped as ``scales`` (torchao's int4 has zero points that are no integers)."""
 
     def __post_init__(self) -> None:
         """Raise ValueError where shapes contradict each other."""
@@ -70,7 +70,7 @@ class Packed:
 
     @property
     def has_extras(self) -> bool:
-        """Whether its product needs more than codes, scales and zero points."""
+        """Whether its linear layer needs more than codes, scales and zero points."""
         return any(extra is not None for extra in (self.channel_order, self.input_factors, self.offsets))
 
     @property
@@ -100,7 +100,7 @@ class Packed:
         return weight
 
     def channels(self, first: int, last: int) -> Packed:
-        """Some output channels as a weight of their own; of a product, not of a table."""
+        """Some output channels as a weight of their own; of a linear layer, not of a table."""
 
         def part(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
             def read() -> ir.TensorProtocol:

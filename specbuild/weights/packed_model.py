@@ -21,11 +21,11 @@ class PackedModel:
     """Quantized weights by their parameters' names; a tied one stands under each of its names."""
 
     products: dict[str, Packed] = field(default_factory=dict)
-    """Of Linear and the like: codes [K, N]."""
+    """Weights of linear layers: codes [K, N]."""
     tables: dict[str, Packed] = field(default_factory=dict)
-    """Of the embedding: codes [V, H], a scale a row."""
+    """Weights of the embedding: codes [V, H], a scale a row."""
     experts: dict[str, tuple[Packed, ...]] = field(default_factory=dict)
-    """Of stacked experts: codes [K, N] of each."""
+    """Weights of stacked experts: codes [K, N] of each."""
 
     def __contains__(self, name: object) -> bool:
         return any(name in weights for weights in (self.products, self.tables, self.experts))
@@ -41,7 +41,7 @@ class PackedModel:
         return dict(Counter(describe(packed) for packed in self.weights()))
 
     def activations(self) -> dict[str, Activation | None]:
-        """How the inputs of products are rounded, by the names of their weights; None: not at all."""
+        """How the inputs of linear layers are rounded, by the names of their weights; None: not at all."""
         stacked = {name: shared_activation(experts) for name, experts in self.experts.items()}
         return {name: packed.activation for name, packed in self.products.items()} | stacked
 

@@ -26,10 +26,10 @@ class Entry(NamedTuple):
 
     file: Path
     offset: int
-    """Of its first byte in the file."""
+    """Offset of its first byte in the file."""
     shape: tuple[int, ...]
     dtype: str
-    """As safetensors calls it."""
+    """The dtype's name in safetensors."""
 
 
 class Weights(NamedTuple):
@@ -37,7 +37,7 @@ class Weights(NamedTuple):
 
     nbytes: int
     entries: dict[str, Entry]
-    """By the names that the files give."""
+    """Entries by the names that the files give."""
 
 
 def check_weights(directory: Path) -> Weights:

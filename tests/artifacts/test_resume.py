@@ -28,7 +28,7 @@ from specbuild.convert.dry_run import describe_conversion
 from specbuild.convert.options import ConvertOptions
 from specbuild.progress import Advance, Stages
 from specbuild.quantization import activation_ranges as inputs
-from specbuild.quantization.activation_ranges import Largest
+from specbuild.quantization.activation_ranges import Amax
 from specbuild.quantization.calibration_data import TextOptions, read_texts
 from specbuild.quantize.quantize import QuantizeOptions, quantize
 from specrun.errors import BuildConfigError, CheckpointError, OutputExistsError
@@ -153,11 +153,11 @@ def test_what_was_kept_is_what_counts(hf: Path, tmp_path: Path, run: Run) -> Non
 
 
 def test_kept_values_come_back_as_they_are() -> None:
-    one = Largest({"a": 0.1, "b": 1e-45}, {"e": {0: 1 / 3}}, [np.array([[0.1, 3e38]], np.float32)])
-    other = Largest({"b": 2.0}, {"e": {0: 0.1, 7: 5.0}, "f": {}}, [np.array([[0.2, 1.0]], np.float32)])
-    both = Largest.from_json({}).or_larger(one).or_larger(other)
+    one = Amax({"a": 0.1, "b": 1e-45}, {"e": {0: 1 / 3}}, [np.array([[0.1, 3e38]], np.float32)])
+    other = Amax({"b": 2.0}, {"e": {0: 0.1, 7: 5.0}, "f": {}}, [np.array([[0.2, 1.0]], np.float32)])
+    both = Amax.from_json({}).or_larger(one).or_larger(other)
     assert both[:2] == ({"a": 0.1, "b": 2.0}, {"e": {0: 1 / 3, 7: 5.0}, "f": {}})
-    back = Largest.from_json(json.loads(json.dumps(both.as_json())))
+    back = Amax.from_json(json.loads(json.dumps(both.as_json())))
     assert back[:2] == both[:2]
     assert back.cache[0].dtype == np.float32
     assert back.cache[0].tobytes() == both.cache[0].tobytes() == np.array([[0.2, 3e38]], np.float32).tobytes()

@@ -404,7 +404,10 @@ def write_header(path: Path, metadata: Json) -> None:
         ({"a.weight": "{"}, "no torchao tensors in it"),
         ({"a.weight": '{"_type": "Int8Tensor"}'}, "'a.weight' has no '_data'"),
         ({"a.weight": '{"_type": "Int8Tensor", "_data": {"block_size": [0, 1]}}'}, "block_size [0, 1]: expected two"),
-        ({"a.experts": '{"_type": "Int8Tensor", "_data": {}}'}, "a.experts is quantized, and no weight of a product"),
+        (
+            {"a.experts": '{"_type": "Int8Tensor", "_data": {}}'},
+            "a.experts is quantized, and no weight of a linear layer",
+        ),
         ({"a.weight": '{"_type": "Int4TilePackedTo4dTensor", "_data": {}}'}, "laid out for kernels of its own"),
         (
             {"a.weight": '{"_type": "IntxUnpackedToInt8Tensor", "_data": {"target_dtype": {"_data": "uint7"}}}'},

@@ -24,7 +24,7 @@ _FORMATS = {
     "mxfp4-pack-quantized": ("float", (4,)),
     "mxfp8-quantized": ("float", (8,)),
 }
-"""Of what type and how many bits the weights of a format may be."""
+"""Types and numbers of bits that the weights of a format may have."""
 _LINEAR = ("Linear", "LinearBase")
 _ACTIVATIONS: dict[tuple[str, int], Literal["int8", "float8", "float4"]] = {
     ("int", 8): "int8",
@@ -144,7 +144,7 @@ def _activation(group: Section) -> _Activation:
 
 
 def _target(group: Section, name: str) -> Pattern | None:
-    """The modules that a target means: products, or one name, or a pattern. None: a class that is no product."""
+    """The modules that a target means: linear layers, a name, or a pattern. None: a class that is no linear layer."""
     if name in _LINEAR:
         return Pattern("any")
     if name.isidentifier() and name[0].isupper():

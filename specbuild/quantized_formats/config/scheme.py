@@ -63,13 +63,13 @@ class Scheme:
     rules: tuple[Rule, ...]
     """The first that matches a module holds."""
     strict: bool = False
-    """Every product that no rule excepts is quantized. Otherwise the tensors tell."""
+    """True if every linear layer that no rule excepts is quantized. Otherwise the tensors tell."""
     kv_cache: KVCache | None = None
     notes: tuple[str, ...] = ()
     """What the user should know, in sentences."""
 
     def form(self, module: str) -> Form | None:
-        """How the weight of ``module``, a product, is stored if it is quantized. None: it is dense."""
+        """How the weight of ``module``, a linear layer, is stored if it is quantized. None: it is dense."""
         return next((rule.form for rule in self.rules if rule.pattern.matches(module)), None)
 
     def split(self, name: str) -> tuple[str, str] | None:
@@ -94,7 +94,7 @@ class Scheme:
         return bool(_MARKS & tensors.keys()) or (weight is not None and weight.dtype not in _DENSE)
 
     def packed(self, module: str, tensors: Mapping[str, NumpyTensor]) -> Packed | None:
-        """The weight of ``module``, a product, from its ``tensors`` by suffix. None: it is dense.
+        """The weight of ``module``, a linear layer, from its ``tensors`` by suffix. None: it is dense.
 
         Raises CheckpointError where the tensors contradict the configuration or each other.
         """

@@ -37,7 +37,7 @@ def weight_forms(section: Section) -> tuple[dict[str, Form], tuple[str, ...]]:
         if not isinstance(data, dict):
             raise CheckpointError(f"{path}: the header's entry {name!r} has no '_data'; download it again")
         if not name.endswith(".weight"):
-            raise UnsupportedModelError(f"{path}: {name} is quantized, and no weight of a product; {UNQUANTIZED}")
+            raise UnsupportedModelError(f"{path}: {name} is quantized, and no weight of a linear layer; {UNQUANTIZED}")
         forms[name.removesuffix(".weight")] = _form(Section(path, name, data), str(kind))
         if data.get("activation_quantization") is not None:
             notes.add(_LOW)

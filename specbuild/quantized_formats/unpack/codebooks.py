@@ -91,10 +91,10 @@ def bitsandbytes_8bit(module: Module, form: Form) -> Packed:
     if layout is not None and (math.prod(layout.shape) != 1 or int(layout.read().reshape(-1)[0]) != 0):
         raise module.error(f"{layout.name} is not 0 (rows), the layout that bitsandbytes still reads")
     shape = weight.shape[1], weight.shape[0]
-    largest = scales(module, module.need("SCB", dtypes=_FLOAT32), shape, form.block)
+    amax = scales(module, module.need("SCB", dtypes=_FLOAT32), shape, form.block)
     return Packed(
         codes=CodeTensor(ir.DataType.INT8, shape, unpacked_rows(module, weight)),
-        scales=lazy(ir.DataType.FLOAT, shape[1:], lambda: largest.numpy() / np.float32(127)),
+        scales=lazy(ir.DataType.FLOAT, shape[1:], lambda: amax.numpy() / np.float32(127)),
     )
 
 
@@ -134,9 +134,9 @@ class _Values:
         flat = np.arange(start, stop)[:, None] + np.arange(self.state.outputs) * self.state.inputs
         pairs = self._bytes()[flat // 2]
         values = self._table()[np.where(flat % 2, pairs & 15, pairs >> 4)] * self._absmax()[flat // self.state.block]
-        largest: Floats = np.maximum.reduceat(np.abs(values), np.arange(0, stop - start, _BLOCK), axis=0)
-        largest[largest == 0] = 1
-        return values, (largest / np.float32(127)).astype(np.float32)
+        amax: Floats = np.maximum.reduceat(np.abs(values), np.arange(0, stop - start, _BLOCK), axis=0)
+        amax[amax == 0] = 1
+        return values, (amax / np.float32(127)).astype(np.float32)
 
     def _bytes(self) -> npt.NDArray[np.uint8]:
         return unpack.as_bytes(self.weight.read().reshape(-1))
@@ -152,14 +152,14 @@ class _Values:
         """The largest value of each block of the flattened weight."""
         state, module = self.state, self.module
         blocks = -(-state.outputs * state.inputs // state.block)
-        largest = module.need("weight.absmax", dtypes=_FLOAT32 + _BYTES[:1])
-        module.shaped(largest, (blocks,))
-        if largest.dtype == np.float32:
-            return module.finite(largest)
+        amax = module.need("weight.absmax", dtypes=_FLOAT32 + _BYTES[:1])
+        module.shaped(amax, (blocks,))
+        if amax.dtype == np.float32:
+            return module.finite(amax)
         nested = module.need("weight.nested_absmax", dtypes=_FLOAT32)
         module.shaped(nested, (-(-blocks // state.nested_block),))
         table = module.shaped(module.need("weight.nested_quant_map", dtypes=_FLOAT32), (256,))
-        values = module.finite(table)[largest.read()]
+        values = module.finite(table)[amax.read()]
         result: Floats = values * np.repeat(module.finite(nested), state.nested_block)[:blocks]
         return result + np.float32(state.nested_offset)
 

@@ -12,7 +12,7 @@ Bytes = npt.NDArray[np.uint8]
 Order = npt.NDArray[np.int64]
 
 _AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])
-"""Where in a word, in fours of bits from its low end, eight columns stand (AutoAWQ: awq/utils/packing_utils.py)."""
+"""Places of eight columns in a word, in fours of bits from its low end (AutoAWQ: awq/utils/packing_utils.py)."""
 _TILE = 128
 """Rows that are transposed at a time; numpy is five times slower on a whole matrix of bytes."""
 

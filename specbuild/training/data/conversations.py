@@ -22,7 +22,7 @@ class Example:
     where: str
     """The file and the line, for messages."""
     messages: tuple[Mapping[str, Any], ...] = ()
-    """As OpenAI's API has them."""
+    """Messages in the form of OpenAI's API."""
     text: str | None = None
     tools: tuple[Mapping[str, Any], ...] | None = None
 

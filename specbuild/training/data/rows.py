@@ -22,7 +22,7 @@ HELD_OUT_EVERY = 20
 POOL_BATCHES = 16
 """Rows of so many batches, drawn at random, are sorted by length."""
 LEAST_TOKENS = 4
-"""Of a row: two that are known, one that is drafted, and one behind it."""
+"""The fewest tokens of a row: two that are known, one that is drafted, and one behind it."""
 
 
 @dataclass(frozen=True)
