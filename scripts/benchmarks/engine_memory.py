@@ -43,7 +43,7 @@ def build(checkpoint: str, output: str, probes: str) -> None:
     (options,) = engine_options({"checkpoint_dir": checkpoint, "output_dir": output, "max_seq_len": 512}, None)
     before = _peak()
     if probes == "no":
-        specbuild.engine.build._measure = lambda _directory, _config: {}
+        specbuild.engine.build._measure = lambda directory, config: {}
     build_engine(options, force=False)
     print(_peak() - before)
 

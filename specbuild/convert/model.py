@@ -19,7 +19,7 @@ from specbuild.files import require_space
 from specbuild.hf.model_config import eos_token_ids, save_generation_config
 from specbuild.hf.model_facts import dtype_name, vocab_size_of
 from specbuild.progress import Stages
-from specbuild.quantization.activation_ranges import Largest
+from specbuild.quantization.activation_ranges import Amax
 from specbuild.quantization.calibration import calibrate_on
 from specbuild.quantization.quantize_model import pack_model, unmatched
 from specbuild.quantized_formats.cache_scales import stored_rounding
@@ -42,11 +42,11 @@ def prepare_model(source: Source, options: ConvertOptions, run: Run, work: Path,
     model, weights, notes = layout.model, dict(layout.weights), list[str]()
     save_generation_config(directory, work)
     parameters, caches = sum(parameter.numel() for parameter in model.parameters()), cache_shapes(model)
-    largest = None
+    amax = None
     if source.texts:
-        largest = calibrate_on(source.texts, model, source.kv_cache is not None, run.part("calibration"), stages)
-    rounding = _cache_rounding(source, layout, caches, largest, notes)
-    packed = pack(source, options, layout, largest, notes)
+        amax = calibrate_on(source.texts, model, source.kv_cache is not None, run.part("calibration"), stages)
+    rounding = _cache_rounding(source, layout, caches, amax, notes)
+    packed = pack(source, options, layout, amax, notes)
     require_space({Path(options.output_dir).absolute().parent: output_bytes(model, packed)})
     use_dequantized(model, packed, directory)
     fusion = features = None
@@ -86,32 +86,30 @@ def prepare_model(source: Source, options: ConvertOptions, run: Run, work: Path,
 
 
 def _cache_rounding(
-    source: Source, layout: Layout, caches: Sequence[CacheTensor], largest: Largest | None, notes: list[str]
+    source: Source, layout: Layout, caches: Sequence[CacheTensor], amax: Amax | None, notes: list[str]
 ) -> CacheRounding | None:
     """How keys and values are stored in 8 bits; None: as they are computed. ``notes`` gets a sentence for people."""
     scheme = source.scheme
     if scheme and source.kv_cache and has_cache_scales(scheme, source.kv_cache):
         notes.append("8-bit cache: scales as in the checkpoint")
         return stored_rounding(scheme, layout.tensors, caches, layout.model.dtype)
-    if source.kv_cache and source.texts and largest:
+    if source.kv_cache and source.texts and amax:
         notes.append("8-bit cache: calibrated on {} rows of {} tokens".format(*source.texts.calibration.shape))
-        return rounding_for(source.kv_cache, largest.cache, layout.model.dtype)
+        return rounding_for(source.kv_cache, amax.cache, layout.model.dtype)
     if scheme and scheme.kv_cache:
         option = scheme.kv_cache.option
         notes.append(f"made for a cache in {option}; --kv_cache_dtype {option} stores it so")
     return None
 
 
-def pack(
-    source: Source, options: ConvertOptions, layout: Layout, largest: Largest | None, notes: list[str]
-) -> PackedModel:
-    """The weights that are to be stored in few bits, or come so. largest: None before it is calibrated."""
+def pack(source: Source, options: ConvertOptions, layout: Layout, amax: Amax | None, notes: list[str]) -> PackedModel:
+    """The weights that are to be stored in few bits, or come so. amax: None before it is calibrated."""
     if recipe := source.recipe:
         excluded = unmatched(layout.model, recipe)
         notes += [f"--exclude {pattern} matches no module with a weight" for pattern in excluded]
-        if not (recipe.calibrated and largest):
-            recipe, largest = recipe.without_inputs, None
-        return pack_model(layout.model, recipe, layout.weights, largest)
+        if not (recipe.calibrated and amax):
+            recipe, amax = recipe.without_inputs, None
+        return pack_model(layout.model, recipe, layout.weights, amax)
     if source.scheme and not options.dequantize:
         return packed_products(layout.model, source.scheme, layout.weights, notes)
     return PackedModel()

@@ -232,8 +232,8 @@ def test_parts_run_in_processes_of_their_own(tmp_path: Path, work: Path) -> None
 
 def test_a_process_that_dies_or_hangs(tmp_path: Path, work: Path) -> None:
     part = next(part for part in PARTS if part.name == "card")
-    settings = Settings("unknown", DRAFT_LEN, tmp_path, work, tmp_path / "check.json")
+    settings = Settings("unknown", DRAFT_LEN, work, tmp_path / "check.json")
     assert "exit status 2" in gpu_check.run_apart(settings.output, part, settings, "", None)
-    settings = Settings("tiny", DRAFT_LEN, tmp_path, work, tmp_path / "check.json")
+    settings = Settings("tiny", DRAFT_LEN, work, tmp_path / "check.json")
     assert "did not end" in gpu_check.run_apart(settings.output, part, settings, "", 0.1 - gpu_check.GRACE)
     assert "did not end" in json.loads(settings.output.read_text())["card"]["error"]

@@ -211,7 +211,7 @@ def test_gpu_check_makes_its_models(pair: Path, tmp_path: Path, monkeypatch: pyt
         assert done.exit_code == 0, done.stderr
 
     monkeypatch.setattr(models, "_run", run)
-    command = ["--here", "--part", "models", "--size", "tiny"]
+    command: list[str | Path] = ["--here", "--part", "models", "--size", "tiny"]
     command += ["--work_dir", tmp_path / "work", "--output", tmp_path / "check.json"]
 
     def check() -> None:
