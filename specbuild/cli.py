@@ -167,7 +167,7 @@ def engine(
 @click.option("--draft_engine_dir", type=FolderPath, help="A draft's engine directory, for speed.")
 @click.option("--server", metavar="URL", help="A server of the target (OpenAI's API), instead of an engine.")
 @click.option("--model", help="The target's name on the server. Default: its first model.")
-@click.option("--concurrency", type=int, default=16, show_default=True, help="Prompts that a server gets at a time.")
+@click.option("--concurrency", type=int, help="Prompts that a server gets at a time. Default: 16.")
 @click.option("--max_output_len", type=int, default=512, show_default=True, help="Most tokens of an answer.")
 @click.option("--temperature", type=float, default=0.7, show_default=True, help="0: greedy.")
 @click.option("--seed", type=int, default=0, show_default=True, help="A prompt's seed is this plus its line.")
@@ -197,7 +197,7 @@ def prepare_data(**options: Any) -> None:
     "--max_length", type=int, default=2048, show_default=True, help="Most tokens of a text; the rest is cut off."
 )
 @click.option("--batch_size", type=int, default=8, show_default=True, help="Number of texts in a step.")
-@click.option("--epochs", type=int, default=3, show_default=True, help="Passes over all texts.")
+@click.option("--epochs", type=int, help="Passes over all texts. Default: 3.")
 @click.option("--steps", type=int, help="Steps, instead of epochs.")
 @click.option("--learning_rate", type=float, help="Learning rate. Default: 0.4 / the target's width.")
 @click.option("--optimizer", type=click.Choice(OPTIMIZERS), default="adamw", show_default=True)

@@ -46,6 +46,8 @@ class ConvertOptions:
     def require_consistent(self) -> None:
         """Raise BuildConfigError where options cannot stand beside each other."""
         make_recipe(self.qformat, self.group_size, self.exclude)
+        if self.allow_pickle and self.head is None and self.head_of is None:
+            raise BuildConfigError("--allow_pickle is for the weights of a draft head: give --head or --head_of too")
         of_models = {
             "--head": self.head is not None,
             "--qformat": self.qformat != "auto",

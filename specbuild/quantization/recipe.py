@@ -49,6 +49,8 @@ class Recipe:
             return
         if self.group_size < _SMALLEST_GROUP or self.group_size & (self.group_size - 1):
             raise BuildConfigError(f"--group_size {self.group_size}: expected a power of two from {_SMALLEST_GROUP} on")
+        if self.qformat not in ("int8_wo", "int4"):
+            raise BuildConfigError(f"--group_size is for int8_wo and int4; leave it out with --qformat {self.qformat}")
 
     @property
     def calibrated(self) -> bool:

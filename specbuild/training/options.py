@@ -39,7 +39,8 @@ class TrainOptions:
     """Drafts of a chain that are trained (eagle3), heads (medusa), and what is compared on held-out text."""
     max_length: int = 2048
     batch_size: int = 8
-    epochs: int = 3
+    epochs: int | None = None
+    """Passes over all texts; None: 3, where ``steps`` does not say how many there are."""
     steps: int | None = None
     """Number of steps, in place of epochs."""
     learning_rate: float | None = None
@@ -65,11 +66,18 @@ class TrainOptions:
                 raise BuildConfigError(f"--{name} is for --kind {kind}; leave it out with {self.kind}")
         if self.learning_rate is not None and not 0 < self.learning_rate < 1:
             raise BuildConfigError(f"--learning_rate {self.learning_rate}: expected a number between 0 and 1")
+        if self.epochs is not None and self.steps is not None:
+            raise BuildConfigError("--epochs cannot be combined with --steps")
         if (self.data is None) == (self.prompts is None):
             raise BuildConfigError("expected --data or --prompts, and not both")
         for option, path in (("--data", self.data), ("--prompts", self.prompts)):
             if path is not None and not path.is_file():
                 raise BuildConfigError(f"{option} {path}: no such file")
+
+    @property
+    def num_epochs(self) -> int:
+        """``epochs``, or what is usual."""
+        return self.epochs or 3
 
     @property
     def num_drafts(self) -> int:
@@ -97,4 +105,4 @@ class TrainOptions:
         found = {name: getattr(self, name) for name in ("model", "kind", *sizes, *pace)}
         with (self.data or self.answers).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return {**found, "draft_len": self.num_drafts, "data": digest}
+        return {**found, "draft_len": self.num_drafts, "epochs": self.num_epochs, "data": digest}

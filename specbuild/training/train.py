@@ -79,7 +79,7 @@ def train_draft(options: TrainOptions, stages: Stages) -> dict[str, Any]:
     step, history = read_run(options.checkpoint, settings)
     student = _open_student(options.checkpoint, target, options)
     plan = Plan(
-        steps=options.steps or options.epochs * data.num_batches(options.batch_size),
+        steps=options.steps or options.num_epochs * data.num_batches(options.batch_size),
         batch_size=options.batch_size,
         learning_rate=options.rate(text.hidden_size),
         seed=options.seed,

@@ -14,6 +14,7 @@ from specrun.commands.generate_file import answer_file, require_files
 from specrun.commands.options import (
     constraint_options,
     constraints,
+    given,
     prompt_options,
     require_one_source,
     sampling_options,
@@ -77,6 +78,13 @@ def generate(
     require_files(input_text, input_file, output_file, resume, stream)
     if num_beams != 1:
         raise RequestError(f"--num_beams {num_beams}: beam search is not supported; give --num_beams 1")
+    if output_format == "json" or output_file:
+        for name in given("color"):
+            raise click.UsageError(f"--{name} is for text on standard output; leave it out")
+    if output_file and given("output_format"):
+        raise click.UsageError("--output_format cannot be combined with --output_file, which gets lines of JSON")
+    if options["chat_template"] and not (options["chat"] or options["system"] or output_file):
+        raise click.UsageError("--chat_template needs --chat or --system")
     config = pair_config(options)
     if options["logprobs"] is not None and output_format != "json" and output_file is None:
         raise click.UsageError("--logprobs are part of --output_format json and of --output_file")

@@ -87,16 +87,27 @@ def sampling_params(options: dict[str, Any]) -> SamplingParams:
 
 def given_sampling(options: dict[str, Any]) -> dict[str, Any]:
     """What was given of ``sampling_options`` and ``seed_option``."""
+    return {name: options[name] for name in given(*SAMPLING, "seed")}
+
+
+def given(*names: str) -> list[str]:
+    """Those of the running command's options ``names`` that stand on its command line."""
     source = click.get_current_context().get_parameter_source
-    return {name: options[name] for name in (*SAMPLING, "seed") if source(name) is ParameterSource.COMMANDLINE}
+    return [name for name in names if source(name) is ParameterSource.COMMANDLINE]
 
 
 def note_unused_sampling(options: dict[str, Any]) -> None:
-    """Say which of the given options do nothing, because greedy texts are not drawn."""
-    names = [name for name in given_sampling(options) if name in ("top_k", "top_p", "min_p", "seed")]
-    if names and options["temperature"] == 0:
-        wanted = " and ".join(f"--{name}" for name in names)
-        click.echo(f"note: temperature 0 is greedy: {wanted} changes nothing; give --temperature too", err=True)
+    """Say which of the given options do nothing, because texts are greedy, or because they are drawn."""
+    if options["temperature"] == 0:
+        names, why = (
+            given("top_k", "top_p", "min_p", "seed", "acceptance"),
+            "temperature 0 is greedy: {} changes nothing",
+        )
+        why += "; give --temperature too"
+    else:
+        names, why = given("draft_confidence"), "{} changes nothing: only greedy texts end drafts by confidence"
+    if names:
+        click.echo(f"note: {why.format(' and '.join(f'--{name}' for name in names))}", err=True)
 
 
 engine_dir_option = click.option("--engine_dir", required=True, type=FolderPath, help="The target's engine directory.")

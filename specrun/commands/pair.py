@@ -18,6 +18,7 @@ from specrun.commands.options import (
     bit_exact_option,
     draft_option,
     engine_dir_option,
+    given,
     require_one_draft,
     together,
     tokenizer_dir_option,
@@ -99,7 +100,7 @@ pair_options = together(
 def pair_config(options: dict[str, Any]) -> DraftTargetConfig:
     """The list and the readable flags set the same four things; saying one of them twice is an error."""
     flags = ("draft_len", "draft_model_device_list", "target_model_device_list", "acceptance")
-    given = [name for name in flags if options[name] is not None]
+    doubled = [name for name in flags if options[name] is not None]
     memory = (
         "draft",
         "draft_confidence",
@@ -128,9 +129,9 @@ def pair_config(options: dict[str, Any]) -> DraftTargetConfig:
     if options["max_tokens_in_kv_cache"] is not None and not options["reuse_blocks"]:
         raise click.UsageError("--max_tokens_in_kv_cache cannot be combined with --no_kv_cache_enable_block_reuse")
     if options["draft_target_model_config"] is not None:
-        if given:
+        if doubled:
             raise click.UsageError(
-                f"--draft_target_model_config cannot be combined with --{given[0]}, which it sets too"
+                f"--draft_target_model_config cannot be combined with --{doubled[0]}, which it sets too"
             )
         config: DraftTargetConfig = options["draft_target_model_config"]
         return replace(config, **own)
@@ -157,6 +158,9 @@ def open_pair(
         click.echo(
             f"note: {target} is its own draft: that is never faster; give the engine of a smaller model", err=True
         )
+    if decoder.target.backend.device == "cpu":
+        for name in given("kv_cache_free_gpu_memory_fraction", "cuda_graph", "warm_up"):
+            click.echo(f"note: --{name} changes nothing: {target} runs on the CPU", err=True)
     for note in decoder.notes:
         click.echo(f"note: {note}", err=True)
     return click.get_current_context().with_resource(decoder)

@@ -178,7 +178,12 @@ def without_measurements(config: EngineConfig) -> EngineConfig:
     assert config.bit_exact
     made = config.provenance.model_copy(update={"created": "", "source": ""})
     return config.model_copy(
-        update={"provenance": made, "modified": {}, "bit_exact": config.bit_exact.model_copy(update={"cost": 0.0})}
+        update={
+            "provenance": made,
+            "modified": {},
+            "pass_times": None,
+            "bit_exact": config.bit_exact.model_copy(update={"cost": 0.0}),
+        }
     )
 
 

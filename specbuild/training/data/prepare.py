@@ -26,8 +26,8 @@ class PrepareOptions:
     server: str | None = None
     model: str | None = None
     """Its name on the server."""
-    concurrency: int = 16
-    """Prompts that the server is asked at the same time."""
+    concurrency: int | None = None
+    """None: 16. Prompts that the server is asked at the same time."""
     max_output_len: int = 512
     temperature: float = 0.7
     seed: int = 0
@@ -39,8 +39,11 @@ class PrepareOptions:
             raise BuildConfigError("expected --engine_dir or --server, and not both")
         if self.draft_engine_dir is not None and self.engine_dir is None:
             raise BuildConfigError("--draft_engine_dir goes with --engine_dir")
+        for name in ("model", "concurrency"):
+            if getattr(self, name) is not None and self.server is None:
+                raise BuildConfigError(f"--{name} needs --server")
         for name, least in (("concurrency", 1), ("max_output_len", 1), ("seed", 0), ("temperature", 0)):
-            if (value := getattr(self, name)) < least:
+            if (value := getattr(self, name)) is not None and value < least:
                 raise BuildConfigError(f"--{name} {value}: expected at least {least}")
 
     @property
@@ -50,7 +53,7 @@ class PrepareOptions:
         if self.engine_dir is not None:
             return partial(answer_with_engines, self.engine_dir, self.draft_engine_dir, sampling)
         assert self.server is not None
-        return partial(answer_with_server, self.server, self.model, self.concurrency, sampling)
+        return partial(answer_with_server, self.server, self.model, self.concurrency or 16, sampling)
 
 
 def prepare_data(options: PrepareOptions, stages: Stages) -> int:
