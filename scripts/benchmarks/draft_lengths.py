@@ -3,7 +3,7 @@
 The pair is one that nothing was tuned on. It learns other texts than the demo pair (the docstrings of Python's library)
 and has another shape: a target of 197M parameters in 16 layers, a draft of 1.4M. It is made in --work_dir, once, in
 about ten minutes. A bad draft has random weights, or is the target itself and so takes as long. Every group of texts is
-decoded by all ways in turns. Each batch size opens its decoders anew, so ``auto`` counts from its first text on.
+decoded by all ways in turns. Each repetition opens its decoders anew, so ``auto`` counts from its first text on.
 """
 
 from __future__ import annotations
@@ -113,15 +113,18 @@ def measure(engines: dict[str, Path], ways: dict[str, Way], prompts: list[str], 
     return seconds
 
 
-def summary(seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Speeds in those of the target alone, what auto has of the best fixed length, and what exactness costs."""
+def summary(seconds: dict[str, list[float]], groups: int) -> dict[str, Any]:
+    """Speeds in those of the target alone, what auto has of the best fixed length, and what exactness costs.
+
+    groups: those of a repetition.
+    """
     total = {name: sum(own) for name, own in seconds.items()}
     found: dict[str, Any] = {"speedups": {name: total[ALONE] / own for name, own in total.items()}}
     if AUTO in total:
         best = min((name for name in LENGTHS if name in total), key=total.__getitem__)
         found["best"] = int(best)
         found["auto_of_best"] = total[best] / total[AUTO]
-        found["auto_of_best_in_first_group"] = seconds[best][0] / seconds[AUTO][0]
+        found["auto_of_best_in_first_group"] = sum(seconds[best][::groups]) / sum(seconds[AUTO][::groups])
     exact = {name for name in total if name.endswith(" exact")}
     found["exactness_costs"] = {
         name.split()[0]: total[name] / total[f"{name.split()[0]} not exact"]
@@ -140,6 +143,7 @@ def summary(seconds: dict[str, list[float]]) -> dict[str, Any]:
 )
 @click.option("--texts", type=int, default=16, show_default=True)
 @click.option("--output_len", type=int, default=64, show_default=True)
+@click.option("--repetitions", type=int, default=1, show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
 def main(
     work_dir: Path,
@@ -148,6 +152,7 @@ def main(
     chosen: tuple[str, ...],
     texts: int,
     output_len: int,
+    repetitions: int,
     json_file: Path | None,
 ) -> None:
     """Measure draft lengths, fixed ones and auto, and exactness to the bit."""
@@ -159,8 +164,9 @@ def main(
         engines = {model: make_engine(work_dir, model, "float32") for model in ("draft", "random")}
         engines["target"] = make_engine(work_dir, "target", form)
         for batch in batches:
-            seconds = measure(engines, ways, prompts, batch, output_len)
-            found = {"batch_size": batch, **summary(seconds), "seconds": seconds}
+            turns = [measure(engines, ways, prompts, batch, output_len) for _ in range(repetitions)]
+            seconds = {name: [each for turn in turns for each in turn[name]] for name in ways}
+            found = {"batch_size": batch, **summary(seconds, -(-texts // batch)), "seconds": seconds}
             results.setdefault(form, []).append(found)
             click.echo(f"{form} batch {batch}: " + "  ".join(f"{way} {x:.2f}x" for way, x in found["speedups"].items()))
             if AUTO in ways:

@@ -359,7 +359,8 @@ def test_places_are_found_in_answers_only() -> None:
 def test_a_terminal_has_a_bar(engines: Path, tmp_path: Path) -> None:
     ours, theirs = os.openpty()
     options = files(tmp_path, *({"prompt": f"alpha {number}", "max_tokens": 30} for number in range(24)))
-    with start(engines, *options, stderr=theirs, env={**os.environ, "TERM": "xterm", "COLUMNS": "100"}) as process:
+    terminal = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    with start(engines, *options, "--draft_len", 2, stderr=theirs, env=terminal) as process:
         os.close(theirs)
         seen = b""
         while True:
