@@ -57,7 +57,7 @@ def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
 
 
 def require_sound(options: ConvertOptions) -> tuple[Run | None, CheckpointConfig | None]:
-    """Raise SpecError where options cannot stand beside each other, or something else is in the output's place.
+    """Raise SpecError where options cannot be combined, or something else is in the output's place.
 
     Returns a conversion that has stopped and is to go on, and what an earlier one made, which may be up to date.
     """

@@ -32,7 +32,7 @@ def describe_conversion(options: ConvertOptions, stages: Stages) -> str:
     """
     require_packages("torch", "transformers", "safetensors", "onnx_ir")
     if options.head_of is not None:
-        raise BuildConfigError("--dry_run cannot stand beside --head_of: converting a head takes seconds")
+        raise BuildConfigError("--dry_run cannot be combined with --head_of: converting a head takes seconds")
     stopped, found = require_sound(options)
     with described_inputs(options) as (directories, download):
         if found is not None and not download:

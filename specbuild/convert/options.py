@@ -44,7 +44,7 @@ class ConvertOptions:
     force: bool = False
 
     def require_consistent(self) -> None:
-        """Raise BuildConfigError where options cannot stand beside each other."""
+        """Raise BuildConfigError where options cannot be combined."""
         make_recipe(self.qformat, self.group_size, self.exclude)
         if self.allow_pickle and self.head is None and self.head_of is None:
             raise BuildConfigError("--allow_pickle is for the weights of a draft head: give --head or --head_of too")
@@ -56,8 +56,8 @@ class ConvertOptions:
         }
         for name, is_given in of_models.items():
             if self.head_of is not None and is_given:
-                raise BuildConfigError(f"{name} cannot stand beside --head_of: a head is computed as its target is")
+                raise BuildConfigError(f"{name} cannot be combined with --head_of: a head is computed as its target is")
         if self.head is not None and cache_code(self.kv_cache_dtype):
-            raise BuildConfigError("--kv_cache_dtype cannot stand beside --head: features are not stored in 8 bits")
+            raise BuildConfigError("--kv_cache_dtype cannot be combined with --head: features are not stored in 8 bits")
         if self.head is not None and self.text_model:
-            raise BuildConfigError("--text_model cannot stand beside --head: heads read features of whole models")
+            raise BuildConfigError("--text_model cannot be combined with --head: heads read features of whole models")

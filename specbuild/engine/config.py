@@ -71,7 +71,9 @@ def engine_options(flags: dict[str, Any], file: Path | None) -> list[EngineOptio
     """
     common, entries = _read(file) if file else ({}, [{}])
     if len(entries) > 1 and (clash := {"checkpoint_dir", "output_dir"} & flags.keys()):
-        raise BuildConfigError(f"--{sorted(clash)[0]} cannot stand beside {file}, which lists {len(entries)} engines")
+        raise BuildConfigError(
+            f"--{sorted(clash)[0]} cannot be combined with {file}, which lists {len(entries)} engines"
+        )
     engines = []
     for number, entry in enumerate(entries, 1):
         where = f"{file}: engine {number}" if file else "options"

@@ -541,7 +541,7 @@ def test_flags_beat_the_file(onnx: Path, out: Path, tmp_path: Path) -> None:
     engines[0]["max_batch_size"] = "3"
     file.write_text(yaml.safe_dump({"max_batch_size": 2, "max_seq_len": 64, "engines": engines}))
     line = error_line(build("engine", "--config", file, "--output_dir", out / "x"))
-    says(line, "--output_dir cannot stand beside", "lists 2 engines")
+    says(line, "--output_dir cannot be combined with", "lists 2 engines")
     assert files_below(out) == []
     assert build("engine", "--config", file, "--max_seq_len", 48).exit_code == 0
     for name, rows in (("target", 3), ("draft", 2)):

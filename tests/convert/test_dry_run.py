@@ -100,4 +100,4 @@ def test_check_and_dry_runs_take_the_text_model(tmp_path: Path) -> None:
 
 def test_a_dry_run_of_a_head_is_refused(hf: Path, tmp_path: Path) -> None:
     where = ("--model_dir", hf / "draft", "--output_dir", tmp_path / "onnx", "--head_of", hf / "target")
-    says(error_line(build("convert", *where, "--dry_run")), "--dry_run cannot stand beside --head_of")
+    says(error_line(build("convert", *where, "--dry_run")), "--dry_run cannot be combined with --head_of")

@@ -95,7 +95,7 @@ def test_what_has_no_language_model_of_its_own_inside(hf: Path, tmp_path: Path) 
     (tmp_path / "idefics").mkdir()
     transformers.Idefics3Config(text_config=transformers.LlamaConfig(**SIZES)).save_pretrained(tmp_path / "idefics")
     said = convert(tmp_path / "idefics", tmp_path / "onnx", "--head_of", str(hf / "draft"), "--text_model")
-    assert said.exit_code == 1 and "--text_model cannot stand beside --head_of" in said.stderr
+    assert said.exit_code == 1 and "--text_model cannot be combined with --head_of" in said.stderr
     transformers.GlmOcrConfig().save_pretrained(tmp_path / "glm_ocr")
     said = convert(tmp_path / "glm_ocr", tmp_path / "onnx", "--text_model")
     assert said.exit_code == 1 and "the language model of glm_ocr (glm_ocr_text) is no model by itself" in said.stderr

@@ -136,6 +136,6 @@ def test_bad_input(answered: Path, tmp_path: Path) -> None:
     says(error_line(build(*common, "--engine_dir", engine, "--max_output_len", 0)), "--max_output_len 0")
     prompts.write_text("\n")
     says(error_line(build(*common, "--engine_dir", engine)), "is empty")
-    with pytest.raises(BuildConfigError, match="--draft_engine_dir goes with --engine_dir"):
+    with pytest.raises(BuildConfigError, match="--draft_engine_dir needs --engine_dir"):
         PrepareOptions(prompts, output, server="http://x", draft_engine_dir=engine)
     assert not output.exists()

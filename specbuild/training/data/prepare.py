@@ -38,7 +38,7 @@ class PrepareOptions:
         if (self.engine_dir is None) == (self.server is None):
             raise BuildConfigError("expected --engine_dir or --server, and not both")
         if self.draft_engine_dir is not None and self.engine_dir is None:
-            raise BuildConfigError("--draft_engine_dir goes with --engine_dir")
+            raise BuildConfigError("--draft_engine_dir needs --engine_dir")
         for name in ("model", "concurrency"):
             if getattr(self, name) is not None and self.server is None:
                 raise BuildConfigError(f"--{name} needs --server")
