@@ -597,6 +597,36 @@ def test_engine_directory_missing_or_half_written(engines: Path, tmp_path: Path)
     says(error_line(build("inspect", half)), half, "no config.json", "half written")
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--output_format", "json", "--no_color"), "--color is for text"),
+        (("--chat_template", "x.jinja"), "--chat_template needs --chat or --system"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(engines: Path, flags: tuple[str, ...], said: str) -> None:
+    result = run("generate", "--engine_dir", engines / "target", "--input_text", "the quick", *flags)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert said in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--no_cuda_graph",), "note: --cuda_graph changes nothing"),
+        (("--draft", "suffix", "--acceptance", "logits"), "--acceptance changes nothing; give --temperature too"),
+        (
+            ("--draft", "suffix", "--draft_confidence", "0.5", "--temperature", "0.5"),
+            "--draft_confidence changes nothing",
+        ),
+    ],
+)
+def test_or_they_are_said(engines: Path, flags: tuple[str, ...], said: str) -> None:
+    where = ("--engine_dir", engines / "target", "--input_text", "the quick", "--max_output_len", 2)
+    assert said in run("generate", *where, *flags).stderr
+    assert "changes nothing" not in run("generate", *where).stderr
+
+
 def generate_error(engine: Path, *flags: object) -> str:
     return error_line(run("generate", "--engine_dir", engine, "--input_text", "the quick", *flags))
 

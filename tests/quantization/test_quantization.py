@@ -119,6 +119,8 @@ def test_a_group_that_does_not_divide_is_an_error_and_the_default_fits() -> None
         Recipe("int4", group_size=128).product("up_proj", 704, False)
     with pytest.raises(BuildConfigError, match="power of two"):
         Recipe("int4", group_size=48)
+    with pytest.raises(BuildConfigError, match="--group_size is for int8_wo and int4"):
+        Recipe("fp8", group_size=64)
 
 
 def graph_of(weight: npt.NDArray[Any], gemm: bool) -> ir.Model:

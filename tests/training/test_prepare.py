@@ -127,6 +127,12 @@ def test_servers_that_do_not_answer(tmp_path: Path) -> None:
     assert not output.exists()
 
 
+def test_options_of_servers_need_one(tmp_path: Path) -> None:
+    for option in ({"model": "x"}, {"concurrency": 2}):
+        with pytest.raises(BuildConfigError, match=f"--{next(iter(option))} needs --server"):
+            PrepareOptions(tmp_path, tmp_path, engine_dir=tmp_path, **option)
+
+
 def test_bad_input(answered: Path, tmp_path: Path) -> None:
     prompts = write_lines(tmp_path / "prompts.jsonl", {"prompt": "go"}, {"messages": "go"})
     output, engine = tmp_path / "data.jsonl", answered / "engine"
