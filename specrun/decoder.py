@@ -14,13 +14,13 @@ from specrun import arguments
 from specrun.arguments import path, show
 from specrun.config import Check, DraftTargetConfig
 from specrun.engine_dir.config import EngineConfig, open_engine
-from specrun.engine_dir.pass_times import round_times
 from specrun.errors import BackendError, EngineDirError, PairError, RequestError
 from specrun.request.factory import Prompt, RequestFactory, as_prompts
 from specrun.request.options import OptionKeywords, RequestOptions, combine
 from specrun.request.request import Request, TokenOutput
 from specrun.sampling.sampler import SamplingParams
 from specrun.scheduler.draft_length import DraftLength
+from specrun.scheduler.round_times import expected_by_passes
 from specrun.scheduler.scheduler import Event, Scheduler
 from specrun.speculative.exactness import Exactness
 from specrun.speculative.loader import Engine, open_round
@@ -297,4 +297,4 @@ def _expected_times(target: Engine, draft: Engine | None, draft_len: int) -> Cal
     verify, drafting = target.config.pass_times, draft.config.pass_times if draft else None
     if verify is None or (draft and drafting is None):
         return None
-    return cache(lambda rows: round_times(verify, drafting, rows, draft_len))
+    return cache(lambda rows: expected_by_passes(verify, drafting, rows, draft_len))

@@ -49,10 +49,14 @@ class Way(NamedTuple):
 ALONE, AUTO = "0", "auto"
 LENGTHS = {str(g): Way(g) for g in (0, 1, 2, 3, 4, 5, 7, MOST)}
 BAD_DRAFTS = {"auto, a draft that guesses": Way(None, "random"), "auto, the target as draft": Way(None, "target")}
-EXACTNESS = {
-    f"{g} {'exact' if exact else 'not exact'}": Way(g, bit_exact=exact) for g in (0, 3, 4) for exact in (True, False)
-}
-WAYS = {**LENGTHS, AUTO: Way(None), **BAD_DRAFTS, **EXACTNESS}
+EXACT, INEXACT = (
+    {f"{g} {name}": Way(g, bit_exact=exact) for g in (0, 3, 4)} for name, exact in (("exact", True), ("inexact", False))
+)
+WAYS = {**LENGTHS, AUTO: Way(None), **BAD_DRAFTS, **EXACT, **INEXACT}
+
+
+Seconds = dict[str, list[float]]
+"""Of each group of texts, by the name of the way."""
 
 
 def make_pair(work: Path) -> None:
@@ -90,9 +94,9 @@ def seconds_of(decoder: SpeculativeDecoder, ids: list[list[int]], draft_len: int
     return time.perf_counter() - began
 
 
-def measure(engines: dict[str, Path], ways: dict[str, Way], prompts: list[str], batch: int, output_len: int) -> Any:
+def measure(engines: dict[str, Path], ways: dict[str, Way], prompts: list[str], batch: int, output_len: int) -> Seconds:
     """Seconds of each group of ``batch`` texts by each way."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    seconds: Seconds = {name: [] for name in ways}
     with ExitStack() as opened:
         decoders: dict[Way, SpeculativeDecoder] = {}
         for way in ways.values():
@@ -113,7 +117,7 @@ def measure(engines: dict[str, Path], ways: dict[str, Way], prompts: list[str], 
     return seconds
 
 
-def summary(seconds: dict[str, list[float]], groups: int) -> dict[str, Any]:
+def summary(seconds: Seconds, groups: int) -> dict[str, Any]:
     """Speeds in those of the target alone, what auto has of the best fixed length, and what exactness costs.
 
     groups: those of a repetition.
@@ -125,12 +129,8 @@ def summary(seconds: dict[str, list[float]], groups: int) -> dict[str, Any]:
         found["best"] = int(best)
         found["auto_of_best"] = total[best] / total[AUTO]
         found["auto_of_best_in_first_group"] = sum(seconds[best][::groups]) / sum(seconds[AUTO][::groups])
-    exact = {name for name in total if name.endswith(" exact")}
-    found["exactness_costs"] = {
-        name.split()[0]: total[name] / total[f"{name.split()[0]} not exact"]
-        for name in sorted(exact)
-        if "not" not in name
-    }
+    pairs = [(one, other) for one, other in zip(EXACT, INEXACT, strict=True) if {one, other} <= total.keys()]
+    found["exactness_costs"] = {exact: total[exact] / total[inexact] for exact, inexact in pairs}
     return found
 
 

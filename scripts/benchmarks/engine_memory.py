@@ -53,15 +53,8 @@ def measure(checkpoint: Path, work: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"checkpoint_bytes": (checkpoint / WEIGHTS_NAME).stat().st_size}
     for probes, name in (("no", "compile"), ("yes", "compile_and_probe")):
         output = work / f"{checkpoint.name}-{name}"
-        command = [
-            sys.executable,
-            "-m",
-            "scripts.benchmarks.engine_memory",
-            "--build",
-            str(checkpoint),
-            str(output),
-            probes,
-        ]
+        command = [sys.executable, "-m", "scripts.benchmarks.engine_memory"]
+        command += ["--build", str(checkpoint), str(output), probes]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         found[f"{name}_bytes"] = int(done.stdout)
         found["engine_bytes"] = (output / WEIGHTS_NAME).stat().st_size

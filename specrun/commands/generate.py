@@ -78,9 +78,8 @@ def generate(
     require_files(input_text, input_file, output_file, resume, stream)
     if num_beams != 1:
         raise RequestError(f"--num_beams {num_beams}: beam search is not supported; give --num_beams 1")
-    if output_format == "json" or output_file:
-        for name in given("color"):
-            raise click.UsageError(f"--{name} is for text on standard output; leave it out")
+    if (output_format == "json" or output_file) and given("color"):
+        raise click.UsageError("--color is for text on standard output; leave it out")
     if output_file and given("output_format"):
         raise click.UsageError("--output_format cannot be combined with --output_file, which gets lines of JSON")
     if options["chat_template"] and not (options["chat"] or options["system"] or output_file):

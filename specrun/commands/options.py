@@ -98,16 +98,12 @@ def given(*names: str) -> list[str]:
 
 def note_unused_sampling(options: dict[str, Any]) -> None:
     """Say which of the given options do nothing, because texts are greedy, or because they are drawn."""
-    if options["temperature"] == 0:
-        names, why = (
-            given("top_k", "top_p", "min_p", "seed", "acceptance"),
-            "temperature 0 is greedy: {} changes nothing",
-        )
-        why += "; give --temperature too"
-    else:
-        names, why = given("draft_confidence"), "{} changes nothing: only greedy texts end drafts by confidence"
-    if names:
-        click.echo(f"note: {why.format(' and '.join(f'--{name}' for name in names))}", err=True)
+    if options["temperature"] != 0:
+        if given("draft_confidence"):
+            click.echo("note: --draft_confidence changes nothing: only greedy texts end drafts by confidence", err=True)
+    elif names := given("top_k", "top_p", "min_p", "seed", "acceptance"):
+        wanted = " and ".join(f"--{name}" for name in names)
+        click.echo(f"note: temperature 0 is greedy: {wanted} changes nothing; give --temperature too", err=True)
 
 
 engine_dir_option = click.option("--engine_dir", required=True, type=FolderPath, help="The target's engine directory.")

@@ -9,8 +9,6 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN
-
 
 class PassTimes(BaseModel):
     """Seconds of passes of so many rows and so many tokens of a row, on one processor."""
@@ -38,19 +36,6 @@ class PassTimes(BaseModel):
     def of(self, rows: int, tokens: int) -> float:
         """Seconds of a pass, on straight lines between the nearest sizes that were measured."""
         return _between(self.rows, [_between(self.tokens, times, tokens) for times in self.seconds], rows)
-
-
-def round_times(target: PassTimes, draft: PassTimes | None, rows: int, max_draft_len: int) -> list[float]:
-    """Expected seconds of rounds of draft length 0 to ``max_draft_len``.
-
-    A round verifies g + 1 tokens. A draft model's first step reads two, its others one. draft None: drafts take no
-    time.
-    """
-    times = [target.of(rows, draft_len + 1) for draft_len in range(max_draft_len + 1)]
-    if draft is None:
-        return times
-    first, further = draft.of(rows, FIRST_DRAFT_STEP_LEN), draft.of(rows, 1)
-    return [time + (first + (g - 1) * further if g else 0.0) for g, time in enumerate(times)]
 
 
 def _between(sizes: Sequence[int], values: Sequence[float], size: int) -> float:

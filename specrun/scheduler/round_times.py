@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN
+from specrun.engine_dir.pass_times import PassTimes
+
 
 @dataclass(frozen=True)
 class TimeTuning:
@@ -26,6 +29,19 @@ class TimeTuning:
     """So few times count as at most this factor of the line, so that the draft length is tried again."""
     optimism: float = 0.06
     """Share of the time by which an optimistic time of a length that has not been measured is shorter."""
+
+
+def expected_by_passes(target: PassTimes, draft: PassTimes | None, rows: int, max_draft_len: int) -> list[float]:
+    """Seconds of rounds of draft length 0 to ``max_draft_len`` that follow from the times of passes.
+
+    A round verifies g + 1 tokens. A draft model's first step reads two, its others one. draft None: drafts take no
+    time.
+    """
+    times = [target.of(rows, draft_len + 1) for draft_len in range(max_draft_len + 1)]
+    if draft is None:
+        return times
+    first, further = draft.of(rows, FIRST_DRAFT_STEP_LEN), draft.of(rows, 1)
+    return [time + (first + (g - 1) * further if g else 0.0) for g, time in enumerate(times)]
 
 
 _FLATTEST = 0.01

@@ -610,6 +610,13 @@ def test_options_that_would_do_nothing_are_refused(engines: Path, flags: tuple[s
     assert said in result.stderr
 
 
+def test_and_so_are_those_of_conversions_and_trainings(hf: Path, tmp_path: Path) -> None:
+    where = ("--model_dir", hf / "target", "--output_dir", tmp_path / "out")
+    says(error_line(build("convert", *where, "--allow_pickle")), "--allow_pickle", "--head or --head_of")
+    train = ("train_draft", *where, "--kind", "model", "--data", tmp_path / "data", "--epochs", 2, "--steps", 2)
+    says(error_line(build(*train)), "--epochs cannot be combined with --steps")
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
