@@ -54,10 +54,13 @@ class DFlash(LayerModule):
 
     def add_parts(self, first: Any, make_norm: Callable[[], nn.Module]) -> None:
         """See ``LayerModule``."""
+        head = self.head
         self.norm = make_norm()
-        if self.head.has_confidence:
+        if head.has_confidence:
             self.confidence_head = nn.Module()
-            self.confidence_head.proj = nn.Linear(self.head.confidence_inputs, 1)
+            self.confidence_head.proj = nn.Linear(head.confidence_inputs, 1)
+        if head.markov_rank:
+            _require_markov(head)
 
     def is_elsewhere(self, name: str) -> bool:
         """See ``LayerModule``. The Markov head is not in the graph."""
@@ -119,18 +122,11 @@ class DFlash(LayerModule):
     def write_markov(self, directory: Path) -> list[str]:
         """Write the Markov head, if there is one, into ``directory``; returns the files' names.
 
-        W1 [V, rank] and W2 [rank, logits] are float32, and W2 has columns for all logits of the graph. Raises
-        CheckpointError.
+        W1 [V, rank] and W2 [rank, logits] are float32, and W2 has columns for all logits of the graph.
         """
         head = self.head
         if not head.markov_rank:
             return []
-        for name, rows in zip(MARKOV, (head.vocab_size, head.draft_vocab_size), strict=True):
-            if head.shape(name, 2) != (rows, head.markov_rank):
-                raise CheckpointError(
-                    f"{head.directory}: {name} is {list(head.shape(name, 2))}, config.json says "
-                    f"{[rows, head.markov_rank]}"
-                )
         w1, w2 = (Weight(name, torch.float32, head.tensors[name], head.directory)[...] for name in MARKOV)
         if self.slots is not None:  # Tokens that are not drafted have logits of -inf, whatever is added.
             w2 = torch.cat([w2, torch.zeros(1, head.markov_rank)]).index_select(0, self.slots)
@@ -145,6 +141,15 @@ class DFlash(LayerModule):
 
 
 _CONFIDENCE = "confidence_head.proj.weight"
+
+
+def _require_markov(head: DFlashHead) -> None:
+    """Raise CheckpointError unless the Markov head has the sizes that the configuration says."""
+    for name, rows in zip(MARKOV, (head.vocab_size, head.draft_vocab_size), strict=True):
+        if head.shape(name, 2) != (rows, head.markov_rank):
+            raise CheckpointError(
+                f"{head.directory}: {name} is {list(head.shape(name, 2))}, config.json says {[rows, head.markov_rank]}"
+            )
 
 
 def _heads(

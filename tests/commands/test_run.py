@@ -134,17 +134,17 @@ def test_what_is_wrong_is_said_before_anything_is_built(
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "config.json").write_text("{}")
     (tmp_path / "file").touch()
+    shown = inside(tmp_path / "cache", monkeypatch, plain, hf / "draft")
+    assert (shown.exit_code, shown.stdout) == (1, "")
+    assert "no chat template" in shown.stderr and shown.stderr.count("\n") == 1, shown.stderr
     for target, draft, reason in (
         (hf / "target", other, "no token in common"),
-        (plain, hf / "draft", "no chat template"),
         (tmp_path / "none", hf / "draft", "no such directory"),
         (tmp_path / "file", hf / "draft", "is a file; TARGET wants the directory that holds config.json"),
         (hf / "target", tmp_path / "empty", "no config.json"),
         (hf / "target", tmp_path / "odd", "no 'model_type'"),
     ):
-        shown = inside(tmp_path / "cache", monkeypatch, target, draft)
-        assert (shown.exit_code, shown.stdout) == (1, "")
-        assert reason in shown.stderr and shown.stderr.count("\n") == 1, shown.stderr
+        assert reason in pair._answer(PairRequest(str(target), str(draft)))["error"]
     shown = inside(tmp_path / "cache", monkeypatch, hf / "target", hf / "draft", "--acceptance", "x")
     assert shown.exit_code == 2
     assert not (tmp_path / "cache").exists()
