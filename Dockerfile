@@ -2,6 +2,7 @@
 #   docker build -t specrun .
 #   docker run -p 8000:8000 -v /path/to/engines:/engines:ro -e SPECRUN_API_KEY=a-long-secret specrun
 FROM python:3.11-slim AS build
+RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends g++
 RUN python -m venv /opt/specrun
 COPY pyproject.toml README.md LICENSE /src/
 COPY specbuild /src/specbuild

@@ -43,7 +43,7 @@ def own_version() -> str:
     """The release, and 12 digits of a checksum of both packages' sources, which change between releases."""
     digest = hashlib.sha256()
     for package in (Path(specbuild.__file__).parent, Path(specrun.__file__).parent):
-        for path in sorted(package.rglob("*.py")):
+        for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".cpp", ".h")):
             digest.update(f"{path.relative_to(package.parent)}\0".encode() + path.read_bytes() + b"\0")
     return f"{specrun.__version__}+{digest.hexdigest()[:12]}"
 

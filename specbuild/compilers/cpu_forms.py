@@ -17,6 +17,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from specbuild.compilers.cpu_products import use_own_products
 from specbuild.graph import ops as graphs
 from specbuild.weights.packed import Floats, as_float32
 
@@ -36,35 +37,47 @@ def rounds_inputs(model: ir.Model) -> bool:
     return bool(graphs.rounded_activations(model))
 
 
-def prepare(model: ir.Model, vnni: bool = True) -> list[str]:
-    """Rewrite the quantized parts of ``model``, which computes in float32, in place. Returns notes on recoded weights.
+def prepare(model: ir.Model, vnni: bool = True, own_products: bool = False) -> list[str]:
+    """Rewrite the quantized parts of ``model``, which computes in float32, in place. Returns notes on what was done.
 
     vnni: the processor adds up products of uint8 and int8 in 32 bits; see ``specrun.devices.processor.has_vnni``.
+    own_products: use specrun's own operators where they take a weight; see ``cpu_products``.
 
-    Recoded weights are tensors that are computed when they are read, and not in the files of ``model``.
+    Weights in other codes are tensors that are computed when they are read, and not in the files of ``model``.
     """
     recoded: Counter[str] = Counter()
     read = functools.lru_cache(maxsize=1)(_recode)  # Codes and scales are written one after the other.
     graphs.drop_activation_rounding(model, ir.DataType.FLOAT8E4M3FN)  # It has no fast products.
+    for node in _weights(model):
+        if (weight := node.inputs[0]) is not None and weight.dtype in _FLOATS:
+            recoded[weight.dtype.name.lower()] += 1
+            _replace_codes(node, read)
+        for reader in [use.node for use in node.outputs[0].uses() if use.node.op_type == "Gather"]:
+            _look_up_codes(model.graph, node, reader)
+    own = use_own_products(model) if own_products else 0
+    RemoveUnusedNodesPass()(model)
     for node in graphs.rounded_activations(model):
         _prepare_activation(model.graph, node)
-    for node in graphs.all_nodes(model):
-        if node.op_type == "DequantizeLinear" and (weight := node.inputs[0]) is not None and weight.is_initializer():
-            if any(use.node.op_type == "DequantizeLinear" for use in node.outputs[0].uses()):
-                continue  # The scales of another.
-            if weight.dtype == ir.DataType.INT8 and not vnni and _has_rounded_input(node):
-                recoded["int8"] += 1
-                _make_unsigned(node)
-            if weight.dtype in _FLOATS:
-                recoded[weight.dtype.name.lower()] += 1
-                _replace_codes(node, read)
-            for reader in [use.node for use in node.outputs[0].uses() if use.node.op_type == "Gather"]:
-                _look_up_codes(model.graph, node, reader)
+    for node in _weights(model):
+        weight = node.inputs[0]
+        if weight is not None and weight.dtype == ir.DataType.INT8 and not vnni and _has_rounded_input(node):
+            recoded["int8"] += 1
+            _make_unsigned(node)
     RemoveUnusedNodesPass()(model)
     forms = {"int8": "unsigned, for a processor without VNNI"}
-    return [
+    notes = [
         f"{count} weights in {form}: {forms.get(form, '8-bit blocks on the CPU')}" for form, count in recoded.items()
     ]
+    return notes + ([f"{own} products by specrun's own CPU operators"] if own else [])
+
+
+def _weights(model: ir.Model) -> Iterator[ir.Node]:
+    """Where weights are dequantized; not the scales of others."""
+    for node in graphs.all_nodes(model):
+        weight = node.inputs[0] if node.op_type == "DequantizeLinear" else None
+        readers = {use.node.op_type for value in node.outputs for use in value.uses()}
+        if weight is not None and weight.is_initializer() and "DequantizeLinear" not in readers:
+            yield node
 
 
 def _prepare_activation(graph: ir.Graph, quantize: ir.Node) -> None:
@@ -129,7 +142,7 @@ def _replace_codes(node: ir.Node, read: Callable[[_Weight], _Recoded]) -> None:
     if codes is None or scales is None or codes.const_value is None:
         raise ValueError(f"{node.name}: without codes and scales")
     own = node.attributes["block_size"].as_int() if "block_size" in node.attributes else 0
-    weight = _Weight(codes.const_value, tuple(_factors(scales)), own)
+    weight = _Weight(codes.const_value, tuple(graphs.constant_factors(scales)), own)
     block = own if weight.is_float4 else BLOCK
     rows, columns = (int(size) for size in weight.codes.shape)  # type: ignore[arg-type]
     parts = (("int8", ir.DataType.INT8, rows), ("scales", ir.DataType.FLOAT, -(-rows // block)))
@@ -153,17 +166,6 @@ def _recode(weight: _Weight) -> _Recoded:
         return (values * 2).astype(np.int8), scales / np.float32(2)
     spread = np.repeat(scales, weight.block, axis=0)[: len(values)] if weight.block else scales
     return _int8_blocks(values * spread, BLOCK)
-
-
-def _factors(value: ir.Value) -> Iterator[ir.TensorProtocol]:
-    """A constant, or those whose product it is dequantized to."""
-    if value.const_value is not None:
-        yield value.const_value
-    elif (node := value.producer()) is not None and node.op_type in ("DequantizeLinear", "Cast"):
-        for factor in node.inputs:
-            yield from _factors(factor) if factor is not None else ()
-    else:
-        raise ValueError(f"{value.name}: not a constant")
 
 
 def _int8_blocks(weight: Floats, block: int) -> tuple[npt.NDArray[np.int8], Floats]:

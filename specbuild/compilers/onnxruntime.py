@@ -19,7 +19,9 @@ from specbuild.graph.causal_mask import drop_causal_masks
 from specbuild.graph.kv_cache_qdq import cache_updates, store_float8_as_int8
 from specbuild.graph.moe_branches import skip_unused_experts
 from specbuild.graph.pad_single_query import pad_single_queries
+from specrun import cpu_operators
 from specrun.backends.ort import session_options
+from specrun.cpu_operators import DOMAIN
 from specrun.devices.processor import has_vnni
 from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME, BackendInfo, BuildConfig, GraphInfo, Tensor
 from specrun.engine_dir.dtypes import DTYPES
@@ -43,19 +45,24 @@ def compile_graph(
         notes.append("float8 cache: stored in int8 on the CPU, where ONNX Runtime updates no other 8-bit cache")
     if mixtures := skip_unused_experts(model):
         notes.append(f"{mixtures} layers read only the experts that a pass uses")
-    vnni = has_vnni()
-    if recoded := cpu_forms.prepare(model, vnni):
-        notes += recoded
+    vnni, has_operators = has_vnni(), cpu_operators.is_available()
+    if _dequantizes(model) and not has_operators:
+        notes.append(f"without specrun's own CPU operators, which are faster: {cpu_operators.HOW_TO_COMPILE}")
+    if prepared := cpu_forms.prepare(model, vnni, has_operators):
+        notes += prepared
         model = graphs.write_recoded(model, output)
-    harmful = cpu_forms.HARMFUL if any(node.op_type == "DequantizeLinear" for node in graphs.all_nodes(model)) else []
+    has_own = DOMAIN in model.opset_imports
+    harmful = cpu_forms.HARMFUL if _dequantizes(model) else []
     harmful = [*harmful, *(cpu_forms.HARMFUL_TO_CACHES if cache_updates(model) else [])]
     if not graph.is_head:  # Only the bits of a target are those of texts.
         pad_single_queries(model)
+    if has_own:
+        cpu_operators.register(options)
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.optimized_model_filepath = str(output / GRAPH_NAME)
     options.add_session_config_entry("session.optimized_model_external_initializers_file_name", WEIGHTS_NAME)
     options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
-    weights = output if recoded else checkpoint
+    weights = output if prepared else checkpoint
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(weights))
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", cpu_forms.ACCURACY_LEVEL)
     # Nothing is run here: laying weights out for their kernels would only copy all of them.
@@ -76,6 +83,7 @@ def compile_graph(
             device="cpu",
             machine=machine(),
             needs_vnni=vnni and machine() == "x86_64" and cpu_forms.rounds_inputs(model),
+            needs_cpu_operators=cpu_operators.VERSION if has_own else 0,
         ),
         graph=graph,
         io=_io(model),
@@ -112,6 +120,10 @@ def copy_graph(
         files=[GRAPH_NAME, WEIGHTS_NAME],
         notes=notes,
     )
+
+
+def _dequantizes(model: ir.Model) -> bool:
+    return any(node.op_type == "DequantizeLinear" for node in graphs.all_nodes(model))
 
 
 _NAMES = {dtype.onnx: dtype.name for dtype in DTYPES.values()}

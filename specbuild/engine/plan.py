@@ -14,6 +14,7 @@ from specbuild.artifacts.provenance import provenance, releases
 from specbuild.compilers import Compiler, choose
 from specbuild.engine.config import EngineOptions, plan_build
 from specbuild.graph.moe_gather import has_mixtures
+from specrun import cpu_operators
 from specrun.devices.driver import compute_capability, gpu_name
 from specrun.devices.processor import describe_processor
 from specrun.engine_dir.config import GRAPH_NAME, BuildConfig, Provenance
@@ -66,7 +67,7 @@ def plan_engine(options: EngineOptions) -> EnginePlan:
     made = provenance(
         "specbuild engine",
         str(options.checkpoint_dir),
-        {backend: import_package(backend).__version__, **releases(*_MAKERS)},
+        {backend: import_package(backend).__version__, **releases(*_MAKERS), **_own_operators(device)},
         machine=_machine(backend, device, options.device),
         options={
             "backend": backend,
@@ -97,6 +98,11 @@ def _inputs(checkpoint: CheckpointConfig) -> dict[str, str]:
     described = checkpoint.model_dump_json(exclude=_NOT_OF_THE_CONTENT)
     files = {name: info.sha256 for name, info in sorted(checkpoint.files.items())}
     return {**files, "config.json": hashlib.sha256(described.encode()).hexdigest()}
+
+
+def _own_operators(device: str) -> dict[str, str]:
+    """The version of specrun's own operators, which engines for the CPU have where they are compiled."""
+    return {"cpu_operators": str(cpu_operators.VERSION)} if device == "cpu" and cpu_operators.is_available() else {}
 
 
 def _machine(backend: str, device: str, given: str | None) -> str:

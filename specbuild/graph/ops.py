@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,17 @@ def initializer(graph: ir.Graph, name: str, tensor: ir.TensorProtocol) -> ir.Val
         value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=shape, const_value=tensor)
         graph.register_initializer(value)
     return graph.initializers[name]
+
+
+def constant_factors(value: ir.Value) -> Iterator[ir.TensorProtocol]:
+    """A constant, or those whose product it is dequantized to. Raises ValueError where it is none."""
+    if value.const_value is not None:
+        yield value.const_value
+    elif (node := value.producer()) is not None and node.op_type in ("DequantizeLinear", "Cast"):
+        for factor in node.inputs:
+            yield from constant_factors(factor) if factor is not None else ()
+    else:
+        raise ValueError(f"{value.name}: not a constant")
 
 
 def part_of(tensor: ir.ExternalTensor, first: int, shape: Sequence[int], name: str) -> ir.ExternalTensor:

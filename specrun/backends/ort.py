@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from specrun import cpu_operators
 from specrun.backends import Backend, DeviceBackend, Feed, bound_tensors
 from specrun.backends.ort_session import import_ort, keep_in_children
 from specrun.backends.ort_session import session_options as session_options
@@ -225,6 +226,8 @@ def _open(
         )
     if provider == "CUDAExecutionProvider":
         require_release(ort.__version__)
+    if config.backend.needs_cpu_operators:
+        cpu_operators.register(options)
     optimized = provider == "CPUExecutionProvider"  # When it was built, for this processor.
     level = ort.GraphOptimizationLevel
     options.graph_optimization_level = level.ORT_DISABLE_ALL if optimized else level.ORT_ENABLE_ALL

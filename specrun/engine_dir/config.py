@@ -26,6 +26,7 @@ from pydantic import (
     field_validator,
 )
 
+from specrun import cpu_operators
 from specrun.devices.processor import has_vnni
 from specrun.engine_dir.bit_exact import BitExact
 from specrun.engine_dir.checksums import checksum_of, is_unchanged
@@ -247,6 +248,8 @@ class BackendInfo(Strict):
     compute_capabilities: list[str] = []
     needs_vnni: bool = False
     """On other x86-64 processors its products of 8-bit integers would overflow."""
+    needs_cpu_operators: int = Field(default=0, ge=0)
+    """The version of specrun's own CPU operators that its graph has; 0: none."""
 
 
 class Provenance(Strict):
@@ -401,6 +404,11 @@ def check_hardware(directory: Path, backend: BackendInfo) -> None:
         raise EngineDirError(
             f"{directory}: its 8-bit products need a processor with VNNI instructions, which this one lacks; build the "
             "engine on this machine"
+        )
+    if backend.needs_cpu_operators and not cpu_operators.is_available(backend.needs_cpu_operators):
+        raise EngineDirError(
+            f"{directory}: needs specrun's own CPU operators (version {backend.needs_cpu_operators}), which were not "
+            f"compiled here: {cpu_operators.HOW_TO_COMPILE}; or build the engine with this installation"
         )
     if backend.device == "cpu" and backend.machine != here:
         raise EngineDirError(

@@ -19,11 +19,11 @@ from tests.helpers.engines import redescribe
 BLOCK = 128
 
 
-def quantized(checkpoint: Path, output: Path, form: str) -> Path:
+def quantized(checkpoint: Path, output: Path, form: str, largest_block: int = BLOCK) -> Path:
     """``checkpoint`` in ``int8`` (a scale an output channel, and one a token), or in blocks of ``int4``."""
     model = ir.load(checkpoint / GRAPH_NAME)
     for product in products(model):
-        quantize_product(model, product, _int8(product) if form == "int8" else _int4(product))
+        quantize_product(model, product, _int8(product) if form == "int8" else _int4(product, largest_block))
     return _save(model, checkpoint, output)
 
 
@@ -34,9 +34,9 @@ def _int8(product: Product) -> Packed:
     return Packed(ir.tensor(codes), ir.tensor(steps), activation=Activation("int8"))
 
 
-def _int4(product: Product) -> Packed:
+def _int4(product: Product, largest_block: int) -> Packed:
     weight = _dense(product)
-    block = min(BLOCK, len(weight) & -len(weight))
+    block = min(largest_block, len(weight) & -len(weight))
     groups = weight.reshape(-1, block, weight.shape[1])
     steps = _steps(groups.swapaxes(0, 1), 7)
     codes = np.rint(groups / steps[:, None]).reshape(weight.shape).astype(ml_dtypes.int4)

@@ -1,0 +1,41 @@
+"""Our own operators for ONNX Runtime on CPUs: the C++ beside this module, compiled when the package is installed.
+
+``QuantizedMatMul`` multiplies by weights in 8 and 4 bits. A row's bits depend neither on how many rows there are nor on
+the processor. Without a compiler the package installs without them, and engines are built of ONNX Runtime's operators.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sysconfig
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+DOMAIN = "specrun"
+"""Of the operators in a graph."""
+VERSION = 1
+"""Grows when an operator changes its meaning, or one is added. An engine notes which one it needs."""
+HOW_TO_COMPILE = "install a C++ compiler (g++ or clang++) and install the package again"
+
+
+@cache
+def library() -> Path | None:
+    """The compiled operators; None where they are missing, or of another version of this package."""
+    path = Path(__file__).with_name(f"_compiled{sysconfig.get_config_var('EXT_SUFFIX')}")
+    try:
+        version = int(ctypes.CDLL(str(path)).specrun_operators_version())
+    except (OSError, AttributeError):
+        return None
+    return path if version == VERSION else None
+
+
+def is_available(version: int = VERSION) -> bool:
+    """Whether sessions can have the operators of this version."""
+    return version <= VERSION and library() is not None
+
+
+def register(options: Any) -> None:
+    """Add the operators to ``onnxruntime.SessionOptions``, where they are available."""
+    if path := library():
+        options.register_custom_ops_library(str(path))

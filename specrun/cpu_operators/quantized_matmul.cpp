@@ -1,0 +1,298 @@
+#include "quantized_matmul.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace specrun {
+namespace {
+
+typedef int32_t __attribute__((may_alias)) Bits;
+
+constexpr int32_t kInfinity = 0x7f800000;
+constexpr int32_t kSmallest = (127 - 119) << 23;  // 2^-119: 127 divided by it is finite.
+constexpr float kShift = 12582912.0f;              // 1.5 * 2^23
+
+inline int32_t to_bits(float value) {
+    int32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+inline float from_bits(int32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+#define UNROLL _Pragma("GCC unroll 16")
+
+// Plain C++: the definition of what the others compute.
+namespace plain {
+#define TARGET
+constexpr int kLanes = 16, kTileRows = 2, kStripsOfFewRows = 1, kStripsOfManyRows = 1;
+template <int kBits>
+constexpr bool kUnsigned = true;
+struct Int {
+    int32_t lanes[16];
+};
+struct Codes {
+    uint8_t bytes[64];
+};
+struct Float {
+    float lanes[16];
+};
+#define EACH(expression)                                  \
+    Result result;                                        \
+    for (int i = 0; i < 16; ++i) result.lanes[i] = (expression); \
+    return result
+inline Float zero() { return {}; }
+inline Int spread(int32_t value) {
+    using Result = Int;
+    EACH(value);
+}
+inline Float spread(float value) {
+    using Result = Float;
+    EACH(value);
+}
+inline Int spread(const int8_t* four) {
+    int32_t value;
+    std::memcpy(&value, four, sizeof value);
+    return spread(value);
+}
+inline Int load(const uint8_t* codes) {
+    Int result;
+    std::memcpy(&result, codes, sizeof result);
+    return result;
+}
+inline Float load(const float* values) {
+    Float result;
+    std::memcpy(&result, values, sizeof result);
+    return result;
+}
+inline Float load_zeros(const int8_t* zeros) {
+    using Result = Float;
+    EACH(static_cast<float>(zeros[i]));
+}
+inline void store(float* place, const Float& values) { std::memcpy(place, &values, sizeof values); }
+inline Int low_nibbles(const Int& packed) {
+    using Result = Int;
+    EACH(packed.lanes[i] & 0x0f0f0f0f);
+}
+inline Int high_nibbles(const Int& packed) {
+    using Result = Int;
+    EACH((packed.lanes[i] >> 4) & 0x0f0f0f0f);
+}
+template <int kBits>
+inline Int add_products(const Int& sums, const Int& codes, const Int& inputs) {
+    Int result = sums;
+    for (int i = 0; i < 16; ++i) {
+        uint8_t ours[4];
+        int8_t theirs[4];
+        std::memcpy(ours, &codes.lanes[i], 4);
+        std::memcpy(theirs, &inputs.lanes[i], 4);
+        for (int j = 0; j < 4; ++j) result.lanes[i] += ours[j] * theirs[j];
+    }
+    return result;
+}
+inline Float to_float(const Int& values) {
+    using Result = Float;
+    EACH(static_cast<float>(values.lanes[i]));
+}
+inline Float times(const Float& a, const Float& b) {
+    using Result = Float;
+    EACH(a.lanes[i] * b.lanes[i]);
+}
+inline Float multiply_add(const Float& a, const Float& b, const Float& c) {
+    using Result = Float;
+    EACH(std::fma(a.lanes[i], b.lanes[i], c.lanes[i]));
+}
+#undef EACH
+#include "tile.h"
+#undef TARGET
+bool is_supported() { return true; }
+}  // namespace plain
+
+#if defined(__x86_64__)
+
+namespace avx512_vnni {
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma")))
+#define OPERATION TARGET inline __attribute__((always_inline))
+constexpr int kLanes = 16, kTileRows = 6, kStripsOfFewRows = 4, kStripsOfManyRows = 2;
+template <int kBits>
+constexpr bool kUnsigned = true;
+using Int = __m512i;
+using Float = __m512;
+OPERATION Float zero() { return _mm512_setzero_ps(); }
+OPERATION Int spread(int32_t value) { return _mm512_set1_epi32(value); }
+OPERATION Float spread(float value) { return _mm512_set1_ps(value); }
+OPERATION Int spread(const int8_t* four) { return _mm512_set1_epi32(*reinterpret_cast<const Bits*>(four)); }
+OPERATION Int load(const uint8_t* codes) { return _mm512_loadu_si512(codes); }
+OPERATION Float load(const float* values) { return _mm512_loadu_ps(values); }
+OPERATION Float load_zeros(const int8_t* zeros) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros))));
+}
+OPERATION void store(float* place, Float values) { _mm512_storeu_ps(place, values); }
+OPERATION Int low_nibbles(Int packed) { return _mm512_and_si512(packed, _mm512_set1_epi8(15)); }
+OPERATION Int high_nibbles(Int packed) { return low_nibbles(_mm512_srli_epi16(packed, 4)); }
+template <int kBits>
+OPERATION Int add_products(Int sums, Int codes, Int inputs) { return _mm512_dpbusd_epi32(sums, codes, inputs); }
+OPERATION Float to_float(Int values) { return _mm512_cvtepi32_ps(values); }
+OPERATION Float times(Float a, Float b) { return _mm512_mul_ps(a, b); }
+OPERATION Float multiply_add(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
+#include "tile.h"
+#undef TARGET
+bool is_supported() {
+    return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+}  // namespace avx512_vnni
+
+// Vectors of 8 floats, which AVX-VNNI and AVX2 share.
+#define EIGHT_LANES                                                                                                 \
+    constexpr int kLanes = 8, kTileRows = 4, kStripsOfFewRows = 2, kStripsOfManyRows = 1;                           \
+    using Int = __m256i;                                                                                            \
+    using Float = __m256;                                                                                           \
+    OPERATION Float zero() { return _mm256_setzero_ps(); }                                                          \
+    OPERATION Int spread(int32_t value) { return _mm256_set1_epi32(value); }                                        \
+    OPERATION Float spread(float value) { return _mm256_set1_ps(value); }                                           \
+    OPERATION Int spread(const int8_t* four) { return _mm256_set1_epi32(*reinterpret_cast<const Bits*>(four)); }    \
+    OPERATION Int load(const uint8_t* codes) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)); } \
+    OPERATION Float load(const float* values) { return _mm256_loadu_ps(values); }                                   \
+    OPERATION Float load_zeros(const int8_t* zeros) {                                                               \
+        return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(zeros))));  \
+    }                                                                                                               \
+    OPERATION void store(float* place, Float values) { _mm256_storeu_ps(place, values); }                           \
+    OPERATION Int low_nibbles(Int packed) { return _mm256_and_si256(packed, _mm256_set1_epi8(15)); }                \
+    OPERATION Int high_nibbles(Int packed) { return low_nibbles(_mm256_srli_epi16(packed, 4)); }                    \
+    OPERATION Float to_float(Int values) { return _mm256_cvtepi32_ps(values); }                                     \
+    OPERATION Float times(Float a, Float b) { return _mm256_mul_ps(a, b); }                                         \
+    OPERATION Float multiply_add(Float a, Float b, Float c) { return _mm256_fmadd_ps(a, b, c); }
+
+#if !defined(__clang__) && __GNUC__ >= 11 || defined(__clang__) && __clang_major__ >= 12
+#define HAS_AVX_VNNI
+namespace avx_vnni {
+#define TARGET __attribute__((target("avx2,fma,avxvnni")))
+template <int kBits>
+constexpr bool kUnsigned = true;
+EIGHT_LANES
+template <int kBits>
+OPERATION Int add_products(Int sums, Int codes, Int inputs) { return _mm256_dpbusd_avx_epi32(sums, codes, inputs); }
+#include "tile.h"
+#undef TARGET
+bool is_supported() {
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    constexpr unsigned kAvxVnni = 1 << 4;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+           __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & kAvxVnni);
+}
+}  // namespace avx_vnni
+#endif
+
+namespace avx2 {
+#define TARGET __attribute__((target("avx2,fma")))
+// 8-bit codes are multiplied as signed numbers.
+template <int kBits>
+constexpr bool kUnsigned = kBits == 4;
+EIGHT_LANES
+// Pairs are added up in 16 bits first. They hold two products of at most 15 and 127, or 128 and 127.
+template <int kBits>
+OPERATION Int add_products(Int sums, Int codes, Int inputs) {
+    if constexpr (kBits == 8) {
+        const Int numbers = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
+        inputs = _mm256_sign_epi8(inputs, numbers);  // The sign of a number moves to its input.
+        codes = _mm256_abs_epi8(numbers);
+    }
+    const Int pairs = _mm256_maddubs_epi16(codes, inputs);
+    return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+#include "tile.h"
+#undef TARGET
+bool is_supported() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+}  // namespace avx2
+
+#endif
+
+#define INSTRUCTION_SET(name) {#name, name::is_supported, name::strips_at_once, name::round_row, name::multiply}
+
+const InstructionSet kInstructionSets[] = {
+#if defined(__x86_64__)
+    INSTRUCTION_SET(avx512_vnni),
+#if defined(HAS_AVX_VNNI)
+    INSTRUCTION_SET(avx_vnni),
+#endif
+    INSTRUCTION_SET(avx2),
+#endif
+    INSTRUCTION_SET(plain),
+};
+
+const InstructionSet* choose(const char* name) {
+    for (const InstructionSet& set : kInstructionSets) {
+        if ((!name || std::strcmp(name, set.name) == 0) && set.is_supported()) return &set;
+    }
+    return nullptr;
+}
+
+const InstructionSet* chosen = choose(nullptr);
+
+struct Work {
+    const Product* product;
+    int64_t strips;
+};
+
+void round_rows(void* item, size_t number) {
+    chosen->round_row(*static_cast<const Product*>(item), static_cast<int64_t>(number));
+}
+
+void multiply_part(void* item, size_t number) {
+    const Work& work = *static_cast<const Work*>(item);
+    chosen->multiply(*work.product, static_cast<int64_t>(number) * work.strips, work.strips);
+}
+
+// Less work than this is done sooner than another thread is told about it.
+constexpr int64_t kFewProducts = 1 << 18, kFewInputs = 1 << 15;
+
+bool run(const Threads& threads, bool alone, void (*work)(void*, size_t), int64_t count, void* item) {
+    if (!alone) return threads.run(threads.context, work, static_cast<size_t>(count), item);
+    for (int64_t number = 0; number < count; ++number) work(item, static_cast<size_t>(number));
+    return true;
+}
+
+}  // namespace
+
+bool multiply(Product& product, const Threads& threads) {
+    const Weight& weight = product.weight;
+    Rounded& rounded = product.rounded;
+    const int64_t rows = product.rows, blocks = weight.blocks();
+    rounded.stride = (weight.inputs + 63) / 64 * 64 + 64;
+    const int64_t scales = (rows * blocks + 15) / 16 * 16;
+    std::unique_ptr<void, void (*)(void*)> memory(
+        std::malloc(static_cast<size_t>(rows * rounded.stride + 2 * scales * 4)), std::free);
+    if (!memory) return false;
+    rounded.scales = static_cast<float*>(memory.get());
+    rounded.sums = reinterpret_cast<int32_t*>(rounded.scales + scales);
+    rounded.codes = reinterpret_cast<int8_t*>(rounded.sums + scales);
+    if (!run(threads, rows * weight.inputs < kFewInputs, round_rows, rows, &product)) return false;
+    Work work{&product, chosen->strips_at_once(product)};
+    const int64_t parts = (weight.strips() + work.strips - 1) / work.strips;
+    return run(threads, rows * weight.inputs * weight.columns < kFewProducts, multiply_part, parts, &work);
+}
+
+}  // namespace specrun
+
+const char* specrun_choose_instruction_set(const char* name) {
+    const specrun::InstructionSet* found = specrun::choose(name);
+    if (!found) return nullptr;
+    specrun::chosen = found;
+    return found->name;
+}

@@ -1,0 +1,68 @@
+// Products of float32 activations with weights in 8 or 4 bits. Activations are rounded to 8 bits here.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace specrun {
+
+constexpr int64_t kColumns = 16;     // Of a line.
+constexpr int64_t kLineBytes = 64;   // kColumns columns of 4 inputs in 8 bits, or of 8 inputs in 4 bits.
+
+// A weight [K, N] as specbuild packs it. Codes are unsigned: a code stands for (code - offset - zero) * scale, where
+// offset is 128 for 8 bits and 8 for 4. Columns beyond N and inputs beyond K are there, so that lines are full.
+struct Weight {
+    const uint8_t* codes;  // [strips of 16 columns][K / inputs of a line][64]
+    const float* scales;   // [strips][blocks, or 1 for all of them][16]
+    const int8_t* zeros;   // [strips][blocks][16], or null
+    int64_t bits, inputs, columns;
+    int64_t block;         // Inputs that share a scale, a multiple of those of a line.
+    bool one_scale;        // A column has one scale, and blocks are those of the activations only.
+
+    int64_t line_inputs() const { return bits == 4 ? 8 : 4; }
+    int64_t lines() const { return (inputs + line_inputs() - 1) / line_inputs(); }
+    int64_t blocks() const { return (inputs + block - 1) / block; }
+    int64_t strips() const { return (columns + kColumns - 1) / kColumns; }
+};
+
+// Activations in 8 bits: code * scale.
+struct Rounded {
+    int8_t* codes;   // [rows][stride], zero beyond K
+    int64_t stride;  // Bytes from row to row. No power of two, or rows would meet in a few lines of the cache.
+    float* scales;   // [rows][blocks]
+    int32_t* sums;   // [rows][blocks]: of the codes
+};
+
+struct Product {
+    Weight weight;
+    const float* x;  // [rows][K]
+    float* y;        // [rows][N]
+    int64_t rows;
+    Rounded rounded;
+};
+
+// The same computation in the instructions of one kind of processor. Bits of results do not depend on which one.
+struct InstructionSet {
+    const char* name;
+    bool (*is_supported)();
+    int64_t (*strips_at_once)(const Product&);
+    void (*round_row)(const Product&, int64_t row);
+    void (*multiply)(const Product&, int64_t first_strip, int64_t num_strips);
+};
+
+// Calls work(item, 0 .. count - 1), perhaps on several threads. Returns false on failure.
+struct Threads {
+    bool (*run)(void* context, void (*work)(void* item, size_t number), size_t count, void* item);
+    void* context;
+};
+
+// y = x times weight; false where memory or threads fail.
+bool multiply(Product& product, const Threads& threads);
+
+}  // namespace specrun
+
+extern "C" {
+// Compute with the instruction set of this name from now on, for tests; null: with the best one. Returns the name of
+// what was chosen, or null where this processor has no such instructions.
+__attribute__((visibility("default"))) const char* specrun_choose_instruction_set(const char* name);
+}

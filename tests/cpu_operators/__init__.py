@@ -1,0 +1,1 @@
+"""A round's GPU kernels."""

@@ -1,0 +1,78 @@
+"""Engines whose products are specrun's own: exact to the bit in every shape; where the operators are missing, said."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+
+from scripts.fuzz_bit_exact import fuzz
+from specrun import EngineDirError, SpeculativeDecoder, cpu_operators
+from specrun.engine_dir.bit_exact import ANY_SHAPE
+from specrun.engine_dir.config import open_engine
+from tests.helpers.engines import make_engine
+from tests.helpers.quantized_onnx import quantized
+
+SIZES = {"max_input_len": 48, "max_batch_size": 4, "max_draft_len": 6}
+
+
+@pytest.mark.parametrize(("form", "block"), [("int8", 0), ("int4", 32), ("int4", 128)])
+def test_every_shape_of_a_pass_gives_the_same_text(
+    form: str, block: int, engines: Path, onnx: Path, tmp_path: Path
+) -> None:
+    """Without padding, in whatever way requests meet: nor does a log-probability differ by a bit."""
+    checkpoint = quantized(onnx / "target", tmp_path / "onnx", form, block)
+    engine = make_engine(checkpoint, tmp_path / "engine", **SIZES)
+    config = open_engine(engine)
+    operators = Counter(node.op_type for node in ir.load(engine / "model.onnx").graph)
+    assert operators["QuantizedMatMul"] == 15
+    assert not {"DequantizeLinear", "QuantizeLinear", "MatMulNBits"} & operators.keys()
+    assert config.backend.needs_cpu_operators == cpu_operators.VERSION
+    assert config.bit_exact is not None
+    assert config.bit_exact.shapes == ANY_SHAPE
+    tally = fuzz(engine, [engines / "draft", engine, engines / "target"], 24, seed=1, bit_exact=False)
+    assert (tally.different_texts, tally.different_logprobs) == (0, 0)
+    assert 0 < tally.accepted < tally.evaluated
+
+
+@pytest.fixture
+def uncompiled(tmp_path: Path) -> Iterator[Path]:
+    """As where no compiler was when the package was installed. The directory is where the operators would be."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_operators, "__file__", str(tmp_path / "__init__.py"))
+        cpu_operators.library.cache_clear()
+        assert not cpu_operators.is_available()
+        yield tmp_path
+    cpu_operators.library.cache_clear()
+
+
+def test_without_the_operators_engines_are_built_and_those_that_need_them_refused(
+    uncompiled: Path, onnx: Path, tmp_path: Path
+) -> None:
+    checkpoint = quantized(onnx / "target", tmp_path / "onnx", "int4")
+    engine = make_engine(checkpoint, tmp_path / "engine", **SIZES)
+    config = open_engine(engine)
+    assert config.backend.needs_cpu_operators == 0
+    assert any("C++ compiler" in note for note in config.provenance.notes)
+    described = json.loads((engine / "config.json").read_text())
+    described["backend"]["needs_cpu_operators"] = 1
+    (engine / "config.json").write_text(json.dumps(described))
+    with pytest.raises(EngineDirError, match=r"needs specrun's own CPU operators \(version 1\).*C\+\+ compiler"):
+        SpeculativeDecoder.open(engine)
+
+
+def test_a_library_of_another_version_is_none(uncompiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = next(Path(__file__).parents[2].glob("specrun/cpu_operators/_compiled*"))
+    shutil.copyfile(compiled, uncompiled / compiled.name)
+    assert ctypes.CDLL(str(compiled)).specrun_operators_version() == cpu_operators.VERSION
+    cpu_operators.library.cache_clear()
+    assert cpu_operators.is_available()
+    cpu_operators.library.cache_clear()
+    monkeypatch.setattr(cpu_operators, "VERSION", cpu_operators.VERSION + 1)
+    assert not cpu_operators.is_available(1)

@@ -1,0 +1,132 @@
+"""``QuantizedMatMul`` beside numpy; and its bits, which depend on a row and a weight alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from specrun import cpu_operators
+from specrun.backends.ort_session import import_ort
+from tests.helpers.own_products import (
+    INSTRUCTION_SETS,
+    Form,
+    choose_instruction_set,
+    expected,
+    packed,
+    product_graph,
+    session,
+)
+
+FORMS = {
+    "int4 in blocks of 32": Form("int4", 32),
+    "int4 in blocks of 128": Form("int4", 128),
+    "uint4": Form("uint4", 32),
+    "uint4 with zero points": Form("uint4", 32, zeros=True),
+    "int8 in blocks of 16": Form("int8", 16),
+    "int8 with zero points": Form("int8", 64, zeros=True),
+    "uint8": Form("uint8", 64),
+    "int8 by token": Form("int8", None, by_token=True),
+    "uint8 by token, with zero points": Form("uint8", None, by_token=True, zeros=True),
+    "int8, inputs unrounded": Form("int8", None),
+    "int4, inputs unrounded": Form("int4", None),
+}
+SIZES = [(32, 16), (256, 64), (100, 17), (52, 1), (7, 130), (1000, 100)]
+"""[K, N]: even ones, and those that fill neither blocks, lines nor strips."""
+
+
+def inputs(rows: int, width: int) -> npt.NDArray[np.float32]:
+    """Rows of different sizes; the second is zero."""
+    random = np.random.default_rng(1)
+    x = random.standard_normal((rows, width)) * random.uniform(0.01, 100, (rows, 1))
+    x[1:2] = 0
+    return x.astype(np.float32)
+
+
+def run(session: Any, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    (y,) = session.run(None, {"x": x})
+    return np.asarray(y)
+
+
+@pytest.fixture(params=INSTRUCTION_SETS)
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+    if not choose_instruction_set(request.param):
+        pytest.skip("this processor does not have it")
+    yield request.param
+    choose_instruction_set(None)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_it_is_the_product_with_rounded_inputs(form: Form, size: tuple[int, int]) -> None:
+    weight = packed(form, *size)
+    model = product_graph(weight)
+    assert [node.op_type for node in model.graph] == ["QuantizedMatMul"]
+    x = inputs(9, size[0])
+    wanted = expected(x, weight, form.block or (None if form.by_token else 128))
+    found = run(session(model), x)
+    # Of a row's size, since a sum may cancel.
+    sizes = np.abs(x) @ np.abs(weight.dequantize())
+    assert (np.abs(found - wanted) <= 1e-6 * sizes).all()
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
+def test_a_rows_bits_depend_on_nothing_else(form: Form, instruction_set: str) -> None:
+    """On no other rows, on no number of threads, and not on the processor. One size is enough work for threads."""
+    for size in [(1000, 100), (520, 300), (68, 5)]:
+        model = product_graph(packed(form, *size))
+        x = inputs(17, size[0])
+        choose_instruction_set(None)
+        alone = session(model)
+        wanted = np.concatenate([run(alone, row[None]) for row in x])
+        choose_instruction_set(instruction_set)
+        for threads in (1, 3):
+            opened = session(model, threads)
+            for rows in range(1, 18):
+                np.testing.assert_array_equal(run(opened, x[:rows]), wanted[:rows])
+                np.testing.assert_array_equal(run(opened, x[-rows:]), wanted[-rows:])
+
+
+def test_a_row_that_is_not_finite_stays_by_itself(instruction_set: str) -> None:
+    opened = session(product_graph(packed(Form("int4", 32), 64, 20)))
+    x = inputs(8, 64)
+    wanted = run(opened, x)
+    for number in (np.nan, np.inf, -np.inf):
+        x[3, 40] = number
+        found = run(opened, x)
+        assert np.isnan(found[3]).all()
+        np.testing.assert_array_equal(np.delete(found, 3, 0), np.delete(wanted, 3, 0))
+
+
+def test_inputs_of_all_sizes_and_shapes() -> None:
+    weight = packed(Form("int8", None, by_token=True), 16, 4)
+    opened = session(product_graph(weight))
+    for scale in (1e-38, 1e-30, 1, 1e30):
+        x = inputs(3, 16) * np.float32(scale)
+        assert np.isfinite(run(opened, x)).all()
+    np.testing.assert_array_equal(run(opened, np.zeros((2, 16), np.float32)), np.zeros((2, 4)))
+    assert run(opened, np.zeros((0, 16), np.float32)).shape == (0, 4)
+
+
+def test_sizes_that_contradict_each_other_are_errors() -> None:
+    model = product_graph(packed(Form("int4", 32), 64, 20))
+    (node,) = model.graph
+    codes = node.inputs[1]
+    assert codes is not None
+    for attribute, value in (("N", 33), ("K", 96), ("bits", 8), ("block_size", 64), ("block_size", 12), ("bits", 0)):
+        before = node.attributes[attribute].as_int()
+        node.attributes.add(type(node.attributes[attribute])(attribute, node.attributes[attribute].type, value))
+        with pytest.raises(Exception, match="QuantizedMatMul"):
+            run(session(model), inputs(2, 64))
+        node.attributes.add(type(node.attributes[attribute])(attribute, node.attributes[attribute].type, before))
+    run(session(model), inputs(2, 64))
+
+
+def test_the_library_is_this_packages() -> None:
+    assert cpu_operators.is_available()
+    assert not cpu_operators.is_available(cpu_operators.VERSION + 1)
+    options = import_ort().SessionOptions()
+    cpu_operators.register(options)

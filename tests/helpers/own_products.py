@@ -1,0 +1,100 @@
+"""Graphs of one product with a quantized weight, computed by specrun's own CPU operator."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from specbuild.compilers.cpu_forms import prepare
+from specbuild.graph import ops as graphs
+from specbuild.quantization.insert_qdq import products, quantize_product
+from specbuild.weights.packed import Activation, Floats, Packed
+from specrun import cpu_operators
+from specrun.backends.ort_session import import_ort
+
+INSTRUCTION_SETS = ("avx512_vnni", "avx_vnni", "avx2", "plain")
+
+
+class Form(NamedTuple):
+    """How a weight is stored."""
+
+    dtype: str
+    block: int | None
+    """None: one scale a column."""
+    by_token: bool = False
+    """Whether the graph rounds inputs token by token."""
+    zeros: bool = False
+
+
+def packed(form: Form, rows: int, columns: int, seed: int = 0) -> Packed:
+    """A random weight [rows, columns]."""
+    random = np.random.default_rng(seed)
+    bits = 4 if form.dtype.endswith("4") else 8
+    low, high = (0, 1 << bits) if form.dtype.startswith("u") else (-(1 << bits - 1), 1 << bits - 1)
+    kind: Any = getattr(ml_dtypes, form.dtype) if bits == 4 else np.dtype(form.dtype)
+    shape = (-(-rows // form.block), columns) if form.block else (columns,)
+
+    def tensor(values: npt.NDArray[Any]) -> ir.TensorProtocol:
+        return ir.Tensor(values.astype(kind), dtype=ir.DataType[form.dtype.upper()])
+
+    return Packed(
+        tensor(random.integers(low, high, (rows, columns))),
+        ir.Tensor(random.uniform(0.5, 2, shape).astype(np.float32)),
+        tensor(random.integers(low, high, shape)) if form.zeros else None,
+        block=form.block,
+        activation=Activation("int8") if form.by_token else None,
+    )
+
+
+def product_graph(weight: Packed) -> ir.Model:
+    """x [M, K] times ``weight``, with the operator in it."""
+    rows, columns = weight.shape
+    kind = ir.TensorType(ir.DataType.FLOAT)
+    x = ir.Value(name="x", type=kind, shape=ir.Shape(["rows", rows]))
+    dense = ir.Value(
+        name="w",
+        type=kind,
+        shape=ir.Shape([rows, columns]),
+        const_value=ir.Tensor(np.zeros((rows, columns), np.float32)),
+    )
+    node = ir.node("MatMul", [x, dense])
+    node.outputs[0].name, node.outputs[0].type = "y", kind
+    graph = ir.Graph([x], [node.outputs[0]], nodes=[node], initializers=[dense], opset_imports={"": 24})
+    model = ir.Model(graph, ir_version=10)
+    (product,) = products(model)
+    quantize_product(model, product, weight)
+    prepare(model, own_products=True)
+    return model
+
+
+def session(model: ir.Model, threads: int = 1) -> Any:
+    """A session that has the operator."""
+    ort = import_ort()
+    options = ort.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = threads, 3
+    cpu_operators.register(options)
+    return ort.InferenceSession(graphs.to_bytes(model), options, providers=["CPUExecutionProvider"])
+
+
+def choose_instruction_set(name: str | None) -> bool:
+    """Compute with these instructions from now on, None: the best ones; False where this processor lacks them."""
+    choose = ctypes.CDLL(str(cpu_operators.library())).specrun_choose_instruction_set
+    choose.argtypes, choose.restype = [ctypes.c_char_p], ctypes.c_char_p
+    return choose(name.encode() if name else None) is not None
+
+
+def expected(x: Floats, weight: Packed, input_block: int | None) -> npt.NDArray[np.float64]:
+    """The product as the operator defines it: inputs in 8 bits, one scale for each block of a row; None: for a row."""
+    rows = len(weight.dequantize())
+    rounded = np.empty(x.shape)
+    for first in range(0, rows, input_block or rows):
+        part = x[:, first : first + (input_block or rows)]
+        amax = np.maximum(np.abs(part).max(1, keepdims=True), np.float32(2**-119))
+        codes = np.rint(part * (np.float32(127) / amax))
+        rounded[:, first : first + part.shape[1]] = codes.astype(np.float64) * (amax / np.float32(127))
+    return rounded @ weight.dequantize().astype(np.float64)
