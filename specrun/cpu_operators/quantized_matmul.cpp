@@ -261,6 +261,7 @@ void multiply_part(void* item, size_t number) {
 
 // Less work than this is done sooner than another thread is told about it.
 constexpr int64_t kFewProducts = 1 << 18, kFewInputs = 1 << 15;
+constexpr int64_t kFewestRows = 64, kRowBytes = 1 << 18;
 
 bool run(const Threads& threads, bool alone, void (*work)(void*, size_t), int64_t count, void* item) {
     if (!alone) return threads.run(threads.context, work, static_cast<size_t>(count), item);
@@ -270,11 +271,13 @@ bool run(const Threads& threads, bool alone, void (*work)(void*, size_t), int64_
 
 }  // namespace
 
-bool multiply(Product& product, const Threads& threads) {
+bool multiply(Product product, const Threads& threads) {
     const Weight& weight = product.weight;
     Rounded& rounded = product.rounded;
-    const int64_t rows = product.rows, blocks = weight.blocks();
+    const int64_t all_rows = product.rows, blocks = weight.blocks();
     rounded.stride = (weight.inputs + 63) / 64 * 64 + 64;
+    // So many rows at a time stay in the second cache, and beside them the weights that they are multiplied by.
+    const int64_t rows = std::min(all_rows, std::max(kFewestRows, kRowBytes / rounded.stride));
     const int64_t scales = (rows * blocks + 15) / 16 * 16;
     std::unique_ptr<void, void (*)(void*)> memory(
         std::malloc(static_cast<size_t>(rows * rounded.stride + 2 * scales * 4)), std::free);
@@ -282,10 +285,17 @@ bool multiply(Product& product, const Threads& threads) {
     rounded.scales = static_cast<float*>(memory.get());
     rounded.sums = reinterpret_cast<int32_t*>(rounded.scales + scales);
     rounded.codes = reinterpret_cast<int8_t*>(rounded.sums + scales);
-    if (!run(threads, rows * weight.inputs < kFewInputs, round_rows, rows, &product)) return false;
-    Work work{&product, chosen->strips_at_once(product)};
-    const int64_t parts = (weight.strips() + work.strips - 1) / work.strips;
-    return run(threads, rows * weight.inputs * weight.columns < kFewProducts, multiply_part, parts, &work);
+    for (int64_t done = 0; done < all_rows; done += product.rows) {
+        product.rows = std::min(rows, all_rows - done);
+        if (!run(threads, product.rows * weight.inputs < kFewInputs, round_rows, product.rows, &product)) return false;
+        Work work{&product, chosen->strips_at_once(product)};
+        const int64_t parts = (weight.strips() + work.strips - 1) / work.strips;
+        const bool alone = product.rows * weight.inputs * weight.columns < kFewProducts;
+        if (!run(threads, alone, multiply_part, parts, &work)) return false;
+        product.x += product.rows * weight.inputs;
+        product.y += product.rows * weight.columns;
+    }
+    return true;
 }
 
 }  // namespace specrun

@@ -57,7 +57,7 @@ struct Threads {
 };
 
 // y = x times weight; false where memory or threads fail.
-bool multiply(Product& product, const Threads& threads);
+bool multiply(Product product, const Threads& threads);
 
 }  // namespace specrun
 
