@@ -14,6 +14,7 @@ from typing import Literal
 import onnx_ir as ir
 
 from specbuild.compilers import Compiled, cpu_forms, machine
+from specbuild.compilers.cpu_attention import fuse_cached_attention
 from specbuild.graph import ops as graphs
 from specbuild.graph.causal_mask import drop_causal_masks
 from specbuild.graph.kv_cache_qdq import cache_updates, store_float8_as_int8
@@ -51,11 +52,13 @@ def compile_graph(
     if prepared := cpu_forms.prepare(model, vnni, has_operators):
         notes += prepared
         model = graphs.write_recoded(model, output)
-    has_own = DOMAIN in model.opset_imports
     harmful = cpu_forms.HARMFUL if _dequantizes(model) else []
     harmful = [*harmful, *(cpu_forms.HARMFUL_TO_CACHES if cache_updates(model) else [])]
+    if has_operators:
+        fuse_cached_attention(model, build.cache_length)
     if not graph.is_head:  # Only the bits of a target are those of texts.
         pad_single_queries(model)
+    has_own = DOMAIN in model.opset_imports
     if has_own:
         cpu_operators.register(options)
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL

@@ -80,27 +80,33 @@ def drop_causal_masks(model: ir.Model, cache_length: int) -> tuple[int, int]:
 
 
 def is_causal(mask: ir.Value, cache_length: int) -> bool:
-    """Whether the mask is key <= position and nothing else, in a cache of ``cache_length``.
+    """Whether the mask is key <= position and nothing else, in a cache of ``cache_length``."""
+    return causal_window(mask, cache_length) == cache_length
+
+
+def causal_window(mask: ir.Value, cache_length: int) -> int | None:
+    """How many keys a query sees at most, up to its own position; ``cache_length``: all. None: it is another mask.
 
     The mask is computed for rows from the first position to the last. That decides: a mask of ``_OPERATORS`` is an
     intersection of half-planes over (position, key). One that hides a key that should be seen hides a corner of
-    the triangle, key 0 or the last key from the last position, or key 0 from the first. One that shows a key that
-    should be hidden does so along a line, which these rows meet.
+    what is seen, its first or last key from the first or the last position. One that shows a key that should be hidden
+    does so along a line, which these rows meet.
     """
-    sequences = [size for size in (1, 2, 5) if size <= cache_length]
-    for number, sequence in enumerate(sequences):
+    window = 0
+    for number, sequence in enumerate(size for size in (1, 2, 5) if size <= cache_length):
         rows = _ROWS + number  # No size equals another, so that no axis is taken for another.
         write_indices = np.linspace(0, cache_length - sequence, rows).astype(np.int64)
         sizes = {BATCH: rows, SEQUENCE: sequence, CACHE: cache_length}
         try:
             found = _evaluate(mask, write_indices, sizes, {})
         except _Unknown:
-            return False
-        positions = write_indices[:, None] + np.arange(sequence)
-        expected = np.arange(cache_length) <= positions[:, None, :, None]
-        if not np.array_equal(found, expected):
-            return False
-    return True
+            return None
+        window = window or int(np.count_nonzero(found[-1:, ..., -1, :]))
+        positions = (write_indices[:, None] + np.arange(sequence))[:, None, :, None]
+        keys = np.arange(cache_length)
+        if not np.array_equal(found, (keys <= positions) & (keys > positions - window)):
+            return None
+    return window
 
 
 def _evaluate(value: ir.Value, write_indices: Array, sizes: dict[str, int], known: dict[ir.Value, Array]) -> Array:

@@ -2,6 +2,7 @@
 #include <memory>
 #include <new>
 
+#include "cached_attention_operator.h"
 #include "ort_abi.h"
 #include "quantized_matmul.h"
 
@@ -169,11 +170,11 @@ ort::CustomOp quantized_matmul() {
 
 extern "C" __attribute__((visibility("default"))) Status* RegisterCustomOps(
     ort::SessionOptions* options, const ort::ApiBase* base) {
-    static const ort::CustomOp op = quantized_matmul();
+    static const ort::CustomOp ops[] = {quantized_matmul(), cached_attention()};
     const void* const* api = base->get_api(ort::kVersion);
     ort::Domain* domain = nullptr;  // Lives as long as the process: sessions refer to it.
     RETURN_IF_FAILED(ort::create_domain(api, "specrun", &domain));
-    RETURN_IF_FAILED(ort::add_to_domain(api, domain, &op));
+    for (const ort::CustomOp& op : ops) RETURN_IF_FAILED(ort::add_to_domain(api, domain, &op));
     return ort::add_domain(api, options, domain);
 }
 

@@ -18,7 +18,7 @@ struct ShapeContext;
 struct SessionOptions;
 struct Domain;
 
-enum class Type : int { kFloat = 1, kUint8 = 2, kInt8 = 3 };
+enum class Type : int { kFloat = 1, kUint8 = 2, kInt8 = 3, kInt64 = 7 };
 enum class Presence : int { kRequired = 0, kOptional = 1, kVariadic = 2 };
 constexpr int kInvalidArgument = 2, kRuntimeException = 6;
 
@@ -44,6 +44,7 @@ constexpr Function<61, Status*, const TensorInfo*, size_t*> count_dimensions;
 constexpr Function<62, Status*, const TensorInfo*, int64_t*, size_t> dimensions;
 constexpr Function<64, Status*, const TensorInfo*, size_t*> count_elements;
 constexpr Function<65, Status*, const Value*, TensorInfo**> tensor_info;
+constexpr Function<85, Status*, const KernelInfo*, const char*, float*> float_attribute;
 constexpr Function<86, Status*, const KernelInfo*, const char*, int64_t*> integer_attribute;
 constexpr Function<88, Status*, const KernelContext*, size_t*> count_inputs;
 constexpr Function<90, Status*, const KernelContext*, size_t, const Value**> input;

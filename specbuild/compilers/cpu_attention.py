@@ -1,0 +1,146 @@
+"""Attention over a cache as one operator of our own on CPUs: rotation, new keys and values, causal attention.
+
+A layer has a dozen standard operators for that. They copy queries, keys and values several times, and look at the whole
+cache where a token sees a part of it. See ``specrun.cpu_operators``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from specbuild.graph.causal_mask import causal_window
+from specrun.cpu_operators import DOMAIN, VERSION
+from specrun.engine_dir.contract import WRITE_INDICES
+
+OPERATOR = "CachedAttention"
+_LANES = 16
+"""The width of a head is a multiple of this."""
+_SWAPPED = (0, 2, 1, 3)
+"""[B, S, H, D] <-> [B, H, S, D]"""
+
+
+class _Heads(NamedTuple):
+    """Queries, keys or values as a layer computes them."""
+
+    tokens: ir.Value
+    """B x S x H x D numbers in this order; how they are divided into axes does not matter."""
+    rotation: ir.Node | None
+
+
+def fuse_cached_attention(model: ir.Model, cache_length: int) -> int:
+    """Replace every Attention that the operator can stand for, in a graph in float32. In place; returns how many.
+
+    Only where the mask is proved to be causal in a cache of ``cache_length``, perhaps within a window, and a head has
+    as many numbers in values as in keys, in multiples of 16.
+    """
+    graph, windows = model.graph, dict[ir.Value, int | None]()
+    count = 0
+    for node in [node for node in graph if node.op_type == "Attention"]:
+        mask = node.inputs[3] if len(node.inputs) == 4 else None
+        if mask is None:
+            continue
+        if mask not in windows:
+            windows[mask] = causal_window(mask, cache_length)
+        window = windows[mask]
+        count += window is not None and _fuse(graph, node, 0 if window == cache_length else window)
+    if count:
+        model.opset_imports[DOMAIN] = VERSION
+        RemoveUnusedNodesPass()(model)
+    return count
+
+
+def _fuse(graph: ir.Graph, node: ir.Node, window: int) -> bool:
+    scatters = [scatter for value in node.inputs[1:3] if (scatter := _only_read_by(node, value)) is not None]
+    swap = _swap_of(node)
+    queries = _heads(node.inputs[0])
+    if len(scatters) != 2 or swap is None or queries is None or not _is_plain(node):
+        return False
+    keys, values = (_heads(scatter.inputs[1]) for scatter in scatters)
+    if keys is None or values is None or values.rotation or not _alike(queries.rotation, keys.rotation):
+        return False
+    past = [scatter.inputs[0] for scatter in scatters]
+    width = _width(*past)
+    if width is None:
+        return False
+    rotation = queries.rotation
+    attributes = {
+        "rotated": (_integer(rotation, "rotary_embedding_dim") or width) if rotation else 0,
+        "interleaved": _integer(rotation, "interleaved") if rotation else 0,
+        "window": window,
+        "scale": node.attributes["scale"].as_float() if "scale" in node.attributes else 1 / math.sqrt(width),
+    }
+    write_indices = next(value for value in graph.inputs if value.name == WRITE_INDICES)
+    inputs = [queries.tokens, keys.tokens, values.tokens, *past, write_indices]
+    inputs += rotation.inputs[1:3] if rotation else ()
+    own = ir.node(OPERATOR, inputs, attributes, domain=DOMAIN, num_outputs=3, name=f"{node.name}.cached")
+    old = [swap.outputs[0], *(scatter.outputs[0] for scatter in scatters)]
+    ir.convenience.replace_nodes_and_values(graph, node, [swap, node, *scatters], [own], old, own.outputs)
+    return True
+
+
+def _only_read_by(node: ir.Node, cache: ir.Value | None) -> ir.Node | None:
+    """The TensorScatter that writes into a cache of which ``node`` is the only reader."""
+    scatter = cache.producer() if cache is not None else None
+    if scatter is None or scatter.op_type != "TensorScatter" or cache is None or len(cache.uses()) != 1:
+        return None
+    mode = scatter.attributes.get("mode")
+    is_linear = mode is None or mode.as_string() == "linear"
+    indices = scatter.inputs[2] if len(scatter.inputs) > 2 else None
+    right = is_linear and _integer(scatter, "axis", -2) in (-2, 2) and indices is not None
+    return scatter if right and indices is not None and indices.name == WRITE_INDICES else None
+
+
+def _swap_of(node: ir.Node) -> ir.Node | None:
+    """The Transpose that makes tokens of an Attention's heads, its only reader."""
+    readers = [use.node for use in node.outputs[0].uses()]
+    return readers[0] if len(readers) == 1 and _is_swap(readers[0]) else None
+
+
+def _is_plain(node: ir.Node) -> bool:
+    others = [output for output in node.outputs[1:] if output.uses() or output.is_graph_output()]
+    softcap = node.attributes.get("softcap")
+    return not (others or _integer(node, "is_causal") or (softcap is not None and softcap.as_float()))
+
+
+def _is_swap(node: ir.Node | None) -> bool:
+    return node is not None and node.op_type == "Transpose" and tuple(node.attributes["perm"].as_ints()) == _SWAPPED
+
+
+def _heads(value: ir.Value | None) -> _Heads | None:
+    """None where [B, H, S, D] was not made of tokens by a Transpose, and perhaps rotated."""
+    node = value.producer() if value is not None else None
+    rotation = node if node is not None and node.op_type == "RotaryEmbedding" and len(node.inputs) == 3 else None
+    if rotation is not None:
+        node = rotation.inputs[0].producer() if rotation.inputs[0] is not None else None
+    if node is None or not _is_swap(node) or node.inputs[0] is None:
+        return None
+    tokens = node.inputs[0]
+    view = tokens.producer()
+    while view is not None and view.op_type == "Reshape" and view.inputs[0] is not None:
+        tokens = view.inputs[0]
+        view = tokens.producer()
+    return _Heads(tokens, rotation)
+
+
+def _alike(one: ir.Node | None, other: ir.Node | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    names = ("interleaved", "rotary_embedding_dim")
+    return one.inputs[1:] == other.inputs[1:] and all(_integer(one, name) == _integer(other, name) for name in names)
+
+
+def _width(keys: ir.Value | None, values: ir.Value | None) -> int | None:
+    """Numbers of a head; None where caches of keys and values differ, or the operator does not take them."""
+    if keys is None or values is None or keys.shape is None or keys.shape != values.shape:
+        return None
+    heads, width = keys.shape[1], keys.shape[3]
+    floats = keys.dtype == values.dtype == ir.DataType.FLOAT
+    return width if floats and isinstance(heads, int) and isinstance(width, int) and width % _LANES == 0 else None
+
+
+def _integer(node: ir.Node, name: str, default: int = 0) -> int:
+    return node.attributes[name].as_int() if name in node.attributes else default

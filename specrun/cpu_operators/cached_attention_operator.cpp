@@ -1,0 +1,134 @@
+// CachedAttention as ONNX Runtime sees it.
+//
+// Inputs: q [B, S, Hq, D], k and v [B, S, Hkv, D], in any division into axes; past keys and values [B, Hkv, P, D], all
+// float; write_indices [B] int64; cos and sin [B or 1, S, R / 2] float, which may be left out.
+// Outputs: y [B, S, Hq, D]; present keys and values, which are best the memory of the past ones.
+// Attributes: rotated (R), interleaved, window (0: none), scale.
+#include "cached_attention_operator.h"
+
+#include <cstring>
+#include <initializer_list>
+#include <memory>
+#include <new>
+#include <utility>
+
+#include "cached_attention.h"
+#include "operator.h"
+
+namespace {
+
+using ort::Status;
+using ort::Tensor;
+
+struct Kernel {
+    const void* const* api;
+    int64_t rotated, interleaved, window;
+    float scale;
+};
+
+enum Input : size_t { kQ, kK, kV, kPastKeys, kPastValues, kWriteIndices, kCos, kSin, kInputs };
+enum Output : size_t { kY, kKeys, kValues, kOutputs };
+
+Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelInfo* info, void** made) {
+    auto kernel = std::unique_ptr<Kernel>(new (std::nothrow) Kernel{});
+    if (!kernel) return ort::create_status(api, ort::kRuntimeException, "CachedAttention: no memory");
+    kernel->api = api;
+    RETURN_IF_FAILED(ort::integer_attribute(api, info, "rotated", &kernel->rotated));
+    RETURN_IF_FAILED(ort::integer_attribute(api, info, "interleaved", &kernel->interleaved));
+    RETURN_IF_FAILED(ort::integer_attribute(api, info, "window", &kernel->window));
+    RETURN_IF_FAILED(ort::float_attribute(api, info, "scale", &kernel->scale));
+    if (kernel->rotated < 0 || kernel->rotated % 2 || kernel->window < 0) {
+        return ort::fail(api, "CachedAttention: attributes out of range");
+    }
+    *made = kernel.release();
+    return nullptr;
+}
+
+// Sizes that agree with each other, and positions within the cache.
+bool are_right(const Kernel& kernel, const Tensor (&inputs)[kInputs], specrun::CachedAttention* all) {
+    const Tensor &q = inputs[kQ], &k = inputs[kK], &past = inputs[kPastKeys], &indices = inputs[kWriteIndices];
+    const auto is = [](const Tensor& tensor, int64_t elements) {
+        return tensor.elements == static_cast<size_t>(elements);
+    };
+    if (past.axes != 4 || past.shape[3] <= 0 || past.shape[3] % 16 || kernel.rotated > past.shape[3]) return false;
+    all->batch = past.shape[0], all->kv_heads = past.shape[1], all->positions = past.shape[2];
+    all->width = past.shape[3];
+    const int64_t each = all->batch * all->kv_heads * all->width;
+    if (!each || k.elements % each) return false;
+    all->tokens = static_cast<int64_t>(k.elements) / each;
+    if (!all->tokens || q.elements % k.elements) return false;
+    all->q_heads = static_cast<int64_t>(q.elements / k.elements) * all->kv_heads;
+    if (!is(indices, all->batch) || inputs[kV].elements != k.elements ||
+        inputs[kPastValues].elements != past.elements) {
+        return false;
+    }
+    const int64_t angles = all->tokens * kernel.rotated / 2;
+    for (const Input name : {kCos, kSin}) {
+        if (kernel.rotated && !is(inputs[name], angles) && !is(inputs[name], all->batch * angles)) return false;
+    }
+    if (inputs[kCos].elements != inputs[kSin].elements) return false;
+    all->angles_by_row = all->batch > 1 && is(inputs[kCos], all->batch * angles);
+    const int64_t* first = static_cast<const int64_t*>(indices.data);
+    for (int64_t row = 0; row < all->batch; ++row) {
+        if (first[row] < 0 || first[row] + all->tokens > all->positions) return false;
+    }
+    return true;
+}
+
+Status* compute(void* pointer, ort::KernelContext* context) {
+    const Kernel& kernel = *static_cast<const Kernel*>(pointer);
+    Tensor inputs[kInputs];
+    size_t given = 0;
+    RETURN_IF_FAILED(ort::count_inputs(kernel.api, context, &given));
+    for (size_t index = 0; index < given && index < kInputs; ++index) {
+        RETURN_IF_FAILED(ort::read(kernel.api, context, index, &inputs[index]));
+    }
+    specrun::CachedAttention all{};
+    if (!are_right(kernel, inputs, &all)) {
+        return ort::fail(kernel.api, "CachedAttention: sizes that do not fit, or positions beyond the cache");
+    }
+    const Tensor y{nullptr, 0, 4, {all.batch, all.tokens, all.q_heads, all.width}};
+    RETURN_IF_FAILED(ort::make_output(kernel.api, context, kY, y, &all.y));
+    RETURN_IF_FAILED(ort::make_output(kernel.api, context, kKeys, inputs[kPastKeys], &all.keys));
+    RETURN_IF_FAILED(ort::make_output(kernel.api, context, kValues, inputs[kPastValues], &all.values));
+    for (const auto& [past, present] : {std::pair{kPastKeys, all.keys}, std::pair{kPastValues, all.values}}) {
+        const Tensor& from = inputs[past];
+        if (from.data != present) std::memcpy(present, from.data, from.elements * sizeof(float));
+    }
+    const auto floats = [&](Input name) { return static_cast<const float*>(inputs[name].data); };
+    all.q = floats(kQ), all.k = floats(kK), all.v = floats(kV), all.cos = floats(kCos), all.sin = floats(kSin);
+    all.first = static_cast<const int64_t*>(inputs[kWriteIndices].data);
+    all.rotated = kernel.rotated, all.interleaved = kernel.interleaved, all.window = kernel.window, all.scale = kernel.scale;
+    ort::Pool pool{kernel.api, context};
+    if (!specrun::attend(all, pool.threads())) {
+        return ort::create_status(kernel.api, ort::kRuntimeException, "CachedAttention: no threads");
+    }
+    return nullptr;
+}
+
+}  // namespace
+
+ort::CustomOp cached_attention() {
+    using ort::CustomOp;
+    CustomOp op{};
+    op.version = ort::kVersion;
+    op.name = [](const CustomOp*) { return "CachedAttention"; };
+    op.provider = [](const CustomOp*) -> const char* { return nullptr; };  // The CPU.
+    op.count_inputs = [](const CustomOp*) -> size_t { return kInputs; };
+    op.count_outputs = [](const CustomOp*) -> size_t { return kOutputs; };
+    op.input_type = [](const CustomOp*, size_t index) {
+        return index == kWriteIndices ? ort::Type::kInt64 : ort::Type::kFloat;
+    };
+    op.output_type = [](const CustomOp*, size_t) { return ort::Type::kFloat; };
+    op.input_presence = [](const CustomOp*, size_t index) {
+        return index >= kCos ? ort::Presence::kOptional : ort::Presence::kRequired;
+    };
+    op.output_presence = [](const CustomOp*, size_t) { return ort::Presence::kRequired; };
+    op.input_memory = [](const CustomOp*, size_t) { return 0; };
+    op.create_kernel_or_fail = create;
+    op.compute_or_fail = compute;
+    op.destroy_kernel = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
+    op.first_version = [](const CustomOp*) { return 1; };
+    op.last_version = [](const CustomOp*) { return 0x7fffffff; };
+    return op;
+}

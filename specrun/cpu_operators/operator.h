@@ -1,0 +1,74 @@
+// What the operators share: reading a call's tensors, errors, threads.
+#pragma once
+
+#include "ort_abi.h"
+#include "threads.h"
+
+namespace ort {
+
+#define RETURN_IF_FAILED(call) \
+    if (ort::Status* status = (call)) return status
+
+inline Status* fail(const void* const* api, const char* message) {
+    return create_status(api, kInvalidArgument, message);
+}
+
+struct TensorInfoGuard {
+    const void* const* api;
+    TensorInfo* info = nullptr;
+    ~TensorInfoGuard() {
+        if (info) release_tensor_info(api, info);
+    }
+};
+
+constexpr size_t kMostAxes = 8;
+
+struct Tensor {
+    void* data = nullptr;  // Null where an optional input is left out.
+    size_t elements = 0, axes = 0;
+    int64_t shape[kMostAxes] = {};
+};
+
+inline Status* describe(const void* const* api, const Value* value, Tensor* tensor) {
+    TensorInfoGuard guard{api};
+    RETURN_IF_FAILED(tensor_data(api, const_cast<Value*>(value), &tensor->data));
+    RETURN_IF_FAILED(tensor_info(api, value, &guard.info));
+    RETURN_IF_FAILED(count_elements(api, guard.info, &tensor->elements));
+    RETURN_IF_FAILED(count_dimensions(api, guard.info, &tensor->axes));
+    if (tensor->axes > kMostAxes) return fail(api, "a tensor of more than 8 axes");
+    return dimensions(api, guard.info, tensor->shape, tensor->axes);
+}
+
+inline Status* read(const void* const* api, const KernelContext* context, size_t index, Tensor* tensor) {
+    const Value* value = nullptr;
+    RETURN_IF_FAILED(input(api, context, index, &value));
+    return value ? describe(api, value, tensor) : nullptr;
+}
+
+template <typename Number>
+Status* make_output(const void* const* api, KernelContext* context, size_t index, const Tensor& like, Number** data) {
+    Value* value = nullptr;
+    void* place = nullptr;
+    RETURN_IF_FAILED(output(api, context, index, like.shape, like.axes, &value));
+    RETURN_IF_FAILED(tensor_data(api, value, &place));
+    *data = static_cast<Number*>(place);
+    return nullptr;
+}
+
+// The session's own threads.
+struct Pool {
+    const void* const* api;
+    const KernelContext* context;
+
+    specrun::Threads threads() {
+        return {[](void* pool, void (*work)(void*, size_t), size_t count, void* item) {
+                    const Pool& own = *static_cast<const Pool*>(pool);
+                    Status* status = parallel_for(own.api, own.context, work, count, 0, item);
+                    if (status) release_status(own.api, status);
+                    return !status;
+                },
+                this};
+    }
+};
+
+}  // namespace ort

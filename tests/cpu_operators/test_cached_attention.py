@@ -1,0 +1,217 @@
+"""``CachedAttention`` beside numpy; and its bits, which depend on a query and the keys that it sees alone."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+import pytest
+
+from specbuild.compilers.cpu_attention import OPERATOR
+from specbuild.graph import ops as graphs
+from specrun import cpu_operators
+from specrun.backends.ort_session import session_options
+
+Floats = npt.NDArray[np.float32]
+
+
+class Case(NamedTuple):
+    """A layer's attention."""
+
+    q_heads: int = 4
+    kv_heads: int = 2
+    width: int = 64
+    rotated: int = 0
+    interleaved: bool = False
+    window: int = 0
+
+
+CASES = {
+    "plain": Case(),
+    "rotated": Case(rotated=64),
+    "a part rotated": Case(width=48, rotated=16),
+    "side by side": Case(rotated=32, interleaved=True),
+    "a window": Case(rotated=64, window=7),
+    "one head": Case(1, 1, 16, 16),
+    "three queries a key": Case(6, 2, 80),
+    "wide": Case(2, 2, 256, 256),
+}
+POSITIONS = 40
+
+
+class Pass(NamedTuple):
+    """What a layer reads in a pass."""
+
+    q: Floats
+    k: Floats
+    v: Floats
+    keys: Floats
+    values: Floats
+    first: npt.NDArray[np.int64]
+    cos: Floats
+    sin: Floats
+
+
+def session(case: Case, threads: int = 1) -> Any:
+    kinds = {"first": ir.DataType.INT64}
+    names = [name for name in Pass._fields if case.rotated or name not in ("cos", "sin")]
+    axes = {"keys": 4, "values": 4, "first": 1}
+    inputs = [
+        ir.Value(
+            name=name,
+            type=ir.TensorType(kinds.get(name, ir.DataType.FLOAT)),
+            shape=ir.Shape([f"{name}.{axis}" for axis in range(axes.get(name, 3))]),
+        )
+        for name in names
+    ]
+    attributes = {**case._asdict(), "interleaved": int(case.interleaved), "scale": case.width**-0.5}
+    for name in ("q_heads", "kv_heads", "width"):
+        del attributes[name]
+    node = ir.node(OPERATOR, inputs, attributes, domain=cpu_operators.DOMAIN, num_outputs=3)
+    for output, name, width in zip(node.outputs, ("y", "new_keys", "new_values"), (4, 4, 4), strict=True):
+        output.name, output.type = name, ir.TensorType(ir.DataType.FLOAT)
+        output.shape = ir.Shape([f"{name}.{axis}" for axis in range(width)])
+    imports = {"": 23, cpu_operators.DOMAIN: cpu_operators.VERSION}
+    model = ir.Model(
+        ir.Graph(inputs, node.outputs, nodes=[node], opset_imports=imports, name="attention"), ir_version=10
+    )
+    ort, options = session_options()
+    options.intra_op_num_threads = threads
+    cpu_operators.register(options)
+    return ort.InferenceSession(graphs.to_bytes(model), options, providers=["CPUExecutionProvider"])
+
+
+def made(case: Case, tokens: int, *first: int, positions: int = POSITIONS) -> Pass:
+    """A pass of rows with caches up to ``first``, and junk behind that. A row's numbers depend on its place alone."""
+    rows: list[list[Floats]] = []
+    for row in range(len(first)):
+        random = np.random.default_rng(row)
+        q, k, v = (
+            random.standard_normal((POSITIONS, heads * case.width)).astype(np.float32)
+            for heads in (case.q_heads, case.kv_heads, case.kv_heads)
+        )
+        angles = random.uniform(0, 6, (POSITIONS, case.rotated // 2)).astype(np.float32)
+        rows.append([q, k, v, np.cos(angles), np.sin(angles)])
+
+    def new(index: int) -> Floats:
+        return np.stack([row[index][begin : begin + tokens] for row, begin in zip(rows, first, strict=True)])
+
+    def cache(index: int) -> Floats:
+        whole = np.full((len(rows), case.kv_heads, positions, case.width), np.nan, np.float32)
+        for number, (row, begin) in enumerate(zip(rows, first, strict=True)):
+            heads = row[index].reshape(POSITIONS, case.kv_heads, case.width)
+            if index == 1:
+                heads = rotate(heads, row[3][:, None], row[4][:, None], case).astype(np.float32)
+            whole[number, :, :begin] = heads[:begin].swapaxes(0, 1)
+        return whole
+
+    return Pass(new(0), new(1), new(2), cache(1), cache(2), np.array(first), new(3), new(4))
+
+
+def rotate(heads: npt.NDArray[Any], cos: npt.NDArray[Any], sin: npt.NDArray[Any], case: Case) -> npt.NDArray[Any]:
+    """heads [.., D], angles [.., R / 2] -> [.., D], as ONNX defines RotaryEmbedding, in float64."""
+    out, half = heads.astype(np.float64), case.rotated // 2
+    start, apart, step = (1, 1, 2) if case.interleaved else (half, half, 1)
+    one, other = slice(0, case.rotated - apart, step), slice(start, case.rotated, step)
+    a, b = (heads[..., place].astype(np.float64) for place in (one, other))
+    out[..., one], out[..., other] = a * cos - b * sin, a * sin + b * cos
+    return out
+
+
+def expected(case: Case, given: Pass) -> npt.NDArray[np.float64]:
+    """In float64: [B, S, Hq, D]."""
+    batch, tokens = given.q.shape[:2]
+    q, k, v = (x.reshape(batch, tokens, -1, case.width).astype(np.float64) for x in given[:3])
+    if case.rotated:
+        q, k = (rotate(x, given.cos[:, :, None], given.sin[:, :, None], case) for x in (q, k))
+    found = np.zeros_like(q)
+    for row, begin in enumerate(given.first):
+        keys, values = (cache[row, :, :begin].astype(np.float64) for cache in (given.keys, given.values))
+        keys = np.concatenate([keys, k[row].swapaxes(0, 1)], 1)
+        values = np.concatenate([values, v[row].swapaxes(0, 1)], 1)
+        for token in range(tokens):
+            end = begin + token + 1
+            seen = slice(max(0, end - case.window) if case.window else 0, end)
+            for head in range(case.q_heads):
+                own = head * case.kv_heads // case.q_heads
+                scores = keys[own, seen] @ q[row, token, head] * case.width**-0.5
+                weights = np.exp(scores - scores.max())
+                found[row, token, head] = weights / weights.sum() @ values[own, seen]
+    return found
+
+
+def run(session: Any, given: Pass) -> tuple[Floats, Floats, Floats]:
+    names = [one.name for one in session.get_inputs()]
+    y, keys, values = session.run(None, {name: getattr(given, name) for name in names})
+    return y, keys, values
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("tokens", "first"), [(1, (0, 5)), (3, (9, 0)), (1, (39, 20)), (20, (0, 3)), (40, (0,))])
+def test_it_computes_what_numpy_does(name: str, tokens: int, first: tuple[int, ...]) -> None:
+    """What lies in the cache behind a row's tokens is not looked at: it is not a number here."""
+    case = CASES[name]
+    given = made(case, tokens, *first)
+    y, keys, values = run(session(case), given)
+    np.testing.assert_allclose(y, expected(case, given), rtol=2e-5, atol=2e-6)
+    for row, begin in enumerate(first):
+        end = begin + tokens
+        new = given.k[row].reshape(tokens, case.kv_heads, case.width).swapaxes(0, 1)
+        if case.rotated:
+            new = rotate(new, given.cos[row], given.sin[row], case).astype(np.float32)
+        np.testing.assert_allclose(keys[row, :, begin:end], new, rtol=1e-5, atol=1e-6)
+        for cache, past in ((keys, given.keys), (values, given.values)):
+            assert np.array_equal(cache[row, :, :begin], past[row, :, :begin])
+            assert np.isnan(cache[row, :, end:]).all()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_querys_bits_are_its_own(name: str) -> None:
+    """Whatever is computed beside it: other tokens, other rows, in a longer cache, by more threads."""
+    case = CASES[name]
+    one, two = session(case), session(case, threads=2)
+    whole, *caches = run(one, made(case, 30, 0, 0))
+
+    def found(session: Any, tokens: int, begin: int, rows: int, positions: int = POSITIONS) -> Floats:
+        given = made(case, tokens, *[begin] * rows, positions=positions)
+        for past, written in zip((given.keys, given.values), caches, strict=True):
+            past[:, :, :begin] = written[:rows, :, :begin]
+        return run(session, given)[0]
+
+    for tokens in (1, 2, 3, 7, 16, 17):
+        for begin in (0, 5, 13):
+            for rows, by in ((2, one), (1, two)):
+                assert np.array_equal(found(by, tokens, begin, rows), whole[:rows, begin : begin + tokens])
+    assert np.array_equal(found(one, 3, 7, 2, positions=POSITIONS + 24), whole[:, 7:10])
+
+
+def test_scores_of_any_size() -> None:
+    """The largest weight is 1 however far scores lie apart; a key that is not a number shows."""
+    case = Case(1, 1, 16)
+    given = made(case, 1, 20)
+    given.q[...] *= 1e4
+    y = run(session(case), given)[0]
+    np.testing.assert_allclose(y, expected(case, given), rtol=2e-5, atol=2e-6)
+    given.keys[0, 0, 4, 3] = np.nan
+    assert np.isnan(run(session(case), given)[0]).all()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"first": np.array([38])},
+        {"first": np.array([-1])},
+        {"first": np.array([0, 0])},
+        {"v": np.zeros((1, 2, 64), np.float32)},
+        {"q": np.zeros((1, 3, 200), np.float32)},
+        {"cos": np.zeros((1, 3, 31), np.float32)},
+        {"values": np.zeros((1, 2, 41, 64), np.float32)},
+    ],
+    ids=str,
+)
+def test_sizes_that_do_not_fit_are_refused(wrong: dict[str, Any]) -> None:
+    case = CASES["rotated"]
+    with pytest.raises(Exception, match="CachedAttention: sizes that do not fit, or positions beyond the cache"):
+        run(session(case), made(case, 3, 0)._replace(**wrong))
