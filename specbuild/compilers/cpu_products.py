@@ -18,9 +18,9 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from specbuild.graph import ops as graphs
-from specbuild.weights.cpu_layout import by_strips, line_inputs, pack_codes, packed_shape
+from specbuild.weights.cpu_layout import COLUMNS, by_strips, line_inputs, pack_codes, packed_shape
 from specbuild.weights.packed import Floats, as_float32
-from specrun.cpu_operators import DOMAIN
+from specrun.cpu_operators import DOMAIN, MOST_OUTPUTS
 
 _BITS = {ir.DataType.INT4: 4, ir.DataType.UINT4: 4, ir.DataType.INT8: 8, ir.DataType.UINT8: 8}
 _MIDDLE = {ir.DataType.INT4: 0, ir.DataType.UINT4: 8, ir.DataType.INT8: 0, ir.DataType.UINT8: 128}
@@ -34,18 +34,19 @@ _LONGEST_BLOCK = 1 << 16
 def use_own_products(model: ir.Model) -> int:
     """Let the products of ``model``, in float32, be computed by our operator where it takes them, in place.
 
-    Returns how many there are. The weights in its layout are computed when they are read.
+    Returns how many there are. Products of one input are computed together. The weights in the operator's layout are
+    computed when they are read.
     """
-    count = 0
+    found: dict[Any, list[_Product]] = {}
     for node in list(model.graph):  # Not those in branches: ONNX Runtime has experts' codes there.
-        weight = _weight(node) if node.op_type == "DequantizeLinear" else None
-        if weight is None:
-            continue
-        for use in list(node.outputs[0].uses()):
-            count += _replace(model.graph, use.node, weight)
-    if count:
+        if node.op_type == "MatMul" and (product := _product(node)) is not None:
+            found.setdefault(product.group, []).append(product)
+    groups = [group[i : i + MOST_OUTPUTS] for group in found.values() for i in range(0, len(group), MOST_OUTPUTS)]
+    for group in groups:
+        _replace(model.graph, group)
+    if groups:
         model.opset_imports[DOMAIN] = 1
-    return count
+    return sum(map(len, groups))
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,47 @@ class _Weight:
     block: int
     """0: one scale a column."""
 
+    readers: int
+
     @property
     def shape(self) -> tuple[int, int]:
+        """[K, N]"""
         rows, columns = (int(size) for size in self.codes.shape)  # type: ignore[arg-type]
         return rows, columns
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return _BITS[self.codes.dtype]
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether it has zero points other than the operator's own."""
+        return self.zeros is not None or bool(_MIDDLE[self.codes.dtype])
+
+    @property
+    def scale_blocks(self) -> int:
+        """How many scales a column has."""
+        return -(-self.shape[0] // self.block) if self.block else 1
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A product that the operator takes."""
+
+    x: ir.Value
+    weight: _Weight
+    block: int
+    """Inputs that are rounded with one scale."""
+    nodes: tuple[ir.Node, ...]
+    """What it replaces: MatMul, and what multiplies its output by the size of rounded inputs."""
+
+    @property
+    def group(self) -> object:
+        """Products of one group can be computed together; one whose weight others read is by itself."""
+        weight = self.weight
+        alone = self.nodes[0] if weight.readers > 1 else None
+        return self.x, weight.bits, self.block, weight.scale_blocks, weight.has_zeros, alone
 
 
 def _weight(node: ir.Node) -> _Weight | None:
@@ -73,33 +111,35 @@ def _weight(node: ir.Node) -> _Weight | None:
         return None
     if codes.shape is None or len(codes.shape) != 2 or codes.const_value is None or len(codes.uses()) != 1:
         return None
-    if any(use.node.op_type != "MatMul" or use.idx != 1 for use in node.outputs[0].uses()):
+    uses = list(node.outputs[0].uses())
+    if any(use.node.op_type != "MatMul" or use.idx != 1 for use in uses):
+        return None
+    if zeros is not None and zeros.const_value is None:
         return None
     block = node.attributes["block_size"].as_int() if "block_size" in node.attributes else 0
     axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 1
-    if zeros is not None and zeros.const_value is None:
-        return None
     zero_points = zeros.const_value if zeros is not None else None
-    weight = _Weight(str(codes.name), codes.const_value, tuple(graphs.constant_factors(scales)), zero_points, block)
+    factors = tuple(graphs.constant_factors(scales))
+    weight = _Weight(str(codes.name), codes.const_value, factors, zero_points, block, len(uses))
     fits = axis % 2 == (0 if block else 1) and (block or weight.shape[0]) <= _LONGEST_BLOCK
-    return weight if fits and block % line_inputs(_BITS[codes.dtype]) == 0 else None
+    return weight if fits and block % line_inputs(weight.bits) == 0 else None
 
 
-def _replace(graph: ir.Graph, product: ir.Node, weight: _Weight) -> bool:
-    """Replace ``product`` with what rounds its input; False where that is of a kind that the operator does not have."""
-    x, last = product.inputs[0], product
-    if x is None:
-        return False
-    by_token = False
-    if (rounded := x.producer()) is not None and rounded.op_type == "DequantizeLinear":
-        found = _rounded_by_token(rounded, product)
-        if found is None or weight.block:
-            return False
-        (x, last), by_token = found, True
-    own = _node(graph, x, weight, by_token)
-    old = list(dict.fromkeys((last, product)))
-    ir.convenience.replace_nodes_and_values(graph, last, old, [own], [last.outputs[0]], [own.outputs[0]])
-    return True
+def _product(product: ir.Node) -> _Product | None:
+    """None where weight or input are of a kind that the operator does not have."""
+    x, factor = product.inputs
+    producer = factor.producer() if factor is not None else None
+    weight = _weight(producer) if producer is not None and producer.op_type == "DequantizeLinear" else None
+    if x is None or weight is None:
+        return None
+    if (rounded := x.producer()) is None or rounded.op_type != "DequantizeLinear":
+        return _Product(x, weight, weight.block or _INPUT_BLOCK, (product,))
+    found = _rounded_by_token(rounded, product)
+    if found is None or weight.block:
+        return None
+    x, last = found
+    step = line_inputs(weight.bits)
+    return _Product(x, weight, -(-weight.shape[0] // step) * step, (product, last))
 
 
 def _rounded_by_token(dequantize: ir.Node, product: ir.Node) -> tuple[ir.Value, ir.Node] | None:
@@ -120,40 +160,49 @@ def _rounded_by_token(dequantize: ir.Node, product: ir.Node) -> tuple[ir.Value, 
     return (x, uses[0].node) if amax in uses[0].node.inputs and is_usual else None
 
 
-def _node(graph: ir.Graph, x: ir.Value, weight: _Weight, by_token: bool) -> ir.Node:
-    rows, columns = weight.shape
-    bits = _BITS[weight.codes.dtype]
-    block = weight.block or (-(-rows // line_inputs(bits)) * line_inputs(bits) if by_token else _INPUT_BLOCK)
-    scale_blocks = -(-rows // weight.block) if weight.block else 1
+def _replace(graph: ir.Graph, group: list[_Product]) -> None:
+    """Let one node compute the products, whose weights lie side by side."""
+    first, weights = group[0], [product.weight for product in group]
+    rows, bits = weights[0].shape[0], weights[0].bits
 
-    def lazy(role: str, dtype: ir.DataType, shape: Any, read: Callable[[], npt.NDArray[Any]]) -> ir.Value:
-        name = f"{weight.name}.{role}"
-        tensor = ir.LazyTensor(lambda: ir.tensor(read()), dtype, ir.Shape(shape), name=name)
+    def joined(role: str, dtype: ir.DataType, sizes: tuple[int, int], read: Callable[[_Weight], Any]) -> ir.Value:
+        strips = sum(packed_shape(*weight.shape, bits)[0] for weight in weights)
+        name = f"{weights[0].name}.{role}"
+        tensor = ir.LazyTensor(
+            lambda: ir.tensor(np.concatenate([read(weight) for weight in weights])),
+            dtype,
+            ir.Shape([strips, *sizes]),
+            name=name,
+        )
         return graphs.initializer(graph, name, tensor)
 
-    strips = packed_shape(rows, columns, bits)[0]
     inputs = [
-        x,
-        lazy("lines", ir.DataType.UINT8, packed_shape(rows, columns, bits), functools.partial(_codes, weight)),
-        lazy("strips", ir.DataType.FLOAT, (strips, scale_blocks, 16), functools.partial(_scales, weight, scale_blocks)),
+        first.x,
+        joined("lines", ir.DataType.UINT8, packed_shape(*weights[0].shape, bits)[1:], _codes),
+        joined("strips", ir.DataType.FLOAT, (weights[0].scale_blocks, COLUMNS), _scales),
     ]
-    if weight.zeros is not None or _MIDDLE[weight.codes.dtype]:
-        zero_blocks = -(-rows // block)
-        read = functools.partial(_zeros, weight, zero_blocks)
-        inputs.append(lazy(f"zeros.{zero_blocks}", ir.DataType.INT8, (strips, zero_blocks, 16), read))
-    sizes = {"bits": bits, "K": rows, "N": columns, "block_size": block}
-    node = ir.node("QuantizedMatMul", inputs, sizes, domain=DOMAIN, name=f"{weight.name}.product")
-    node.outputs[0].name, node.outputs[0].dtype = f"{node.name}.{x.name}", ir.DataType.FLOAT
-    return node
+    if weights[0].has_zeros:
+        blocks = -(-rows // first.block)
+        read = functools.partial(_zeros, blocks=blocks)
+        inputs.append(joined(f"zeros.{blocks}", ir.DataType.INT8, (blocks, COLUMNS), read))
+    columns = [weight.shape[1] for weight in weights]
+    sizes: dict[str, int | list[int]] = {"bits": bits, "K": rows, "N": columns, "block_size": first.block}
+    name = f"{weights[0].name}.product"
+    own = ir.node("QuantizedMatMul", inputs, sizes, domain=DOMAIN, num_outputs=len(group), name=name)
+    for number, output in enumerate(own.outputs):
+        output.name, output.dtype = f"{name}.{number}", ir.DataType.FLOAT
+    old = [node for product in group for node in reversed(product.nodes)]
+    results = [product.nodes[-1].outputs[0] for product in group]
+    ir.convenience.replace_nodes_and_values(graph, first.nodes[0], old, [own], results, own.outputs)
 
 
 def _codes(weight: _Weight) -> npt.NDArray[np.uint8]:
-    return pack_codes(np.asarray(weight.codes.numpy()), _BITS[weight.codes.dtype])
+    return pack_codes(np.asarray(weight.codes.numpy()), weight.bits)
 
 
-def _scales(weight: _Weight, blocks: int) -> npt.NDArray[np.float32]:
+def _scales(weight: _Weight) -> npt.NDArray[np.float32]:
     scales: Floats = np.asarray(math.prod(as_float32(factor) for factor in weight.scales), np.float32)
-    return by_strips(np.broadcast_to(scales, (blocks, weight.shape[1])))
+    return by_strips(np.broadcast_to(scales, (weight.scale_blocks, weight.shape[1])))
 
 
 def _zeros(weight: _Weight, blocks: int) -> npt.NDArray[np.int8]:

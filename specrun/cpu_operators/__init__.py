@@ -14,6 +14,8 @@ from typing import Any
 
 DOMAIN = "specrun"
 """Of the operators in a graph."""
+MOST_OUTPUTS = 4
+"""Products with one input that ``QuantizedMatMul`` computes together."""
 VERSION = 1
 """Grows when an operator changes its meaning, or one is added. An engine notes which one it needs."""
 HOW_TO_COMPILE = "install a C++ compiler (g++ or clang++) and install the package again"

@@ -17,11 +17,13 @@ Status* fail(const void* const* api, const char* message) {
 #define RETURN_IF_FAILED(call) \
     if (Status* status = (call)) return status
 
-// QuantizedMatMul: x [.., K] float, codes uint8, scales float, zeros int8 (may be left out) -> y [.., N] float.
-// Attributes: bits, K, N, block_size.
+// QuantizedMatMul: x [.., K] float, codes uint8, scales float, zeros int8 (may be left out) -> y [.., N] float, perhaps
+// several, whose columns lie side by side in the weight. Attributes: bits, K, N of each output, block_size.
 struct Kernel {
     const void* const* api;
-    int64_t bits, inputs, columns, block;
+    int64_t bits, inputs, block, strips;
+    int64_t columns[specrun::kMostOutputs];
+    size_t num_outputs;
 };
 
 struct TensorInfoGuard {
@@ -50,8 +52,8 @@ Status* read(const void* const* api, const ort::KernelContext* context, size_t i
     return nullptr;
 }
 
-// The shape of the first input, with ``columns`` for its last size, becomes the output's.
-Status* make_output(const Kernel& kernel, ort::KernelContext* context, float** data) {
+// Outputs have the shape of the first input, but for its last size.
+Status* make_outputs(const Kernel& kernel, ort::KernelContext* context, specrun::Product* product) {
     constexpr size_t kMostAxes = 8;
     const ort::Value* x = nullptr;
     RETURN_IF_FAILED(ort::input(kernel.api, context, 0, &x));
@@ -63,12 +65,20 @@ Status* make_output(const Kernel& kernel, ort::KernelContext* context, float** d
     if (axes < 1 || axes > kMostAxes) return fail(kernel.api, "QuantizedMatMul: an input of 1 to 8 axes is expected");
     RETURN_IF_FAILED(ort::dimensions(kernel.api, guard.info, shape, axes));
     if (shape[axes - 1] != kernel.inputs) return fail(kernel.api, "QuantizedMatMul: the input has another width");
-    shape[axes - 1] = kernel.columns;
-    ort::Value* y = nullptr;
-    RETURN_IF_FAILED(ort::output(kernel.api, context, 0, shape, axes, &y));
-    void* place = nullptr;
-    RETURN_IF_FAILED(ort::tensor_data(kernel.api, y, &place));
-    *data = static_cast<float*>(place);
+    size_t outputs = 0;
+    RETURN_IF_FAILED(ort::count_outputs(kernel.api, context, &outputs));
+    if (outputs != kernel.num_outputs) return fail(kernel.api, "QuantizedMatMul: N is not the size of every output");
+    int64_t strip = 0;
+    for (size_t i = 0; i < kernel.num_outputs; ++i) {
+        shape[axes - 1] = kernel.columns[i];
+        ort::Value* y = nullptr;
+        void* place = nullptr;
+        RETURN_IF_FAILED(ort::output(kernel.api, context, i, shape, axes, &y));
+        RETURN_IF_FAILED(ort::tensor_data(kernel.api, y, &place));
+        product->outputs[i] = {static_cast<float*>(place), kernel.columns[i], strip};
+        strip += specrun::strips_of(kernel.columns[i]);
+    }
+    product->num_outputs = static_cast<int>(kernel.num_outputs);
     return nullptr;
 }
 
@@ -100,16 +110,16 @@ Status* compute(void* pointer, ort::KernelContext* context) {
     weight.zeros = static_cast<const int8_t*>(zeros.data);
     weight.bits = kernel.bits;
     weight.inputs = kernel.inputs;
-    weight.columns = kernel.columns;
+    weight.strips = kernel.strips;
     weight.block = kernel.block;
-    const size_t strips = static_cast<size_t>(weight.strips()), blocks = static_cast<size_t>(weight.blocks());
+    const size_t strips = static_cast<size_t>(weight.strips), blocks = static_cast<size_t>(weight.blocks());
     const size_t each = strips * specrun::kColumns;
     weight.one_scale = scales.elements == each;
     if (codes.elements != strips * static_cast<size_t>(weight.lines() * specrun::kLineBytes) ||
         (!weight.one_scale && scales.elements != each * blocks) || (zeros.data && zeros.elements != each * blocks)) {
         return fail(kernel.api, "QuantizedMatMul: codes, scales or zeros have another size than the attributes say");
     }
-    RETURN_IF_FAILED(make_output(kernel, context, &product.y));
+    RETURN_IF_FAILED(make_outputs(kernel, context, &product));
     product.x = static_cast<const float*>(x.data);
     product.rows = static_cast<int64_t>(x.elements) / kernel.inputs;
     if (product.rows == 0) return nullptr;
@@ -126,11 +136,16 @@ Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelIn
     kernel->api = api;
     RETURN_IF_FAILED(ort::integer_attribute(api, info, "bits", &kernel->bits));
     RETURN_IF_FAILED(ort::integer_attribute(api, info, "K", &kernel->inputs));
-    RETURN_IF_FAILED(ort::integer_attribute(api, info, "N", &kernel->columns));
+    kernel->num_outputs = specrun::kMostOutputs;
+    RETURN_IF_FAILED(ort::integers_attribute(api, info, "N", kernel->columns, &kernel->num_outputs));
     RETURN_IF_FAILED(ort::integer_attribute(api, info, "block_size", &kernel->block));
     constexpr int64_t kMost = 1 << 24;  // Products of all sizes stay within 64 bits.
     constexpr int64_t kLongestBlock = 1 << 16;  // Sums of products of 8-bit numbers stay within 32 bits.
-    const bool sizes = kernel->inputs > 0 && kernel->inputs <= kMost && kernel->columns > 0 && kernel->columns <= kMost;
+    bool sizes = kernel->inputs > 0 && kernel->inputs <= kMost && kernel->num_outputs > 0;
+    for (size_t i = 0; i < kernel->num_outputs; ++i) {
+        sizes = sizes && kernel->columns[i] > 0 && kernel->columns[i] <= kMost;
+        kernel->strips += specrun::strips_of(kernel->columns[i]);
+    }
     const bool bits = kernel->bits == 4 || kernel->bits == 8;
     if (!sizes || !bits || kernel->block <= 0 || kernel->block > kLongestBlock ||
         kernel->block % (32 / kernel->bits) != 0) {
@@ -156,7 +171,9 @@ ort::CustomOp quantized_matmul() {
     op.input_presence = [](const CustomOp*, size_t index) {
         return index == 3 ? ort::Presence::kOptional : ort::Presence::kRequired;
     };
-    op.output_presence = [](const CustomOp*, size_t) { return ort::Presence::kRequired; };
+    op.output_presence = [](const CustomOp*, size_t) { return ort::Presence::kVariadic; };
+    op.fewest_variadic_outputs = [](const CustomOp*) { return 1; };
+    op.variadic_outputs_are_alike = [](const CustomOp*) { return 1; };
     op.input_memory = [](const CustomOp*, size_t) { return 0; };
     op.create_kernel_or_fail = create;
     op.compute_or_fail = compute;

@@ -35,6 +35,12 @@ inline float from_bits(int32_t bits) {
     return value;
 }
 
+inline const Output& output_of(const Product& product, int64_t strip) {
+    const Output* output = product.outputs + product.num_outputs - 1;
+    while (strip < output->first_strip) --output;
+    return *output;
+}
+
 #define UNROLL _Pragma("GCC unroll 16")
 
 // Plain C++: the definition of what the others compute.
@@ -289,11 +295,13 @@ bool multiply(Product product, const Threads& threads) {
         product.rows = std::min(rows, all_rows - done);
         if (!run(threads, product.rows * weight.inputs < kFewInputs, round_rows, product.rows, &product)) return false;
         Work work{&product, chosen->strips_at_once(product)};
-        const int64_t parts = (weight.strips() + work.strips - 1) / work.strips;
-        const bool alone = product.rows * weight.inputs * weight.columns < kFewProducts;
+        const int64_t parts = (weight.strips + work.strips - 1) / work.strips;
+        const bool alone = product.rows * weight.inputs * weight.strips * kColumns < kFewProducts;
         if (!run(threads, alone, multiply_part, parts, &work)) return false;
         product.x += product.rows * weight.inputs;
-        product.y += product.rows * weight.columns;
+        for (int i = 0; i < product.num_outputs; ++i) {
+            product.outputs[i].y += product.rows * product.outputs[i].columns;
+        }
     }
     return true;
 }

@@ -7,22 +7,30 @@
 namespace specrun {
 
 constexpr int64_t kColumns = 16;     // Of a line.
+constexpr int kMostOutputs = 4;
 constexpr int64_t kLineBytes = 64;   // kColumns columns of 4 inputs in 8 bits, or of 8 inputs in 4 bits.
 
-// A weight [K, N] as specbuild packs it. Codes are unsigned: a code stands for (code - offset - zero) * scale, where
-// offset is 128 for 8 bits and 8 for 4. Columns beyond N and inputs beyond K are there, so that lines are full.
+inline int64_t strips_of(int64_t columns) { return (columns + kColumns - 1) / kColumns; }
+
+// A weight [K, columns] as specbuild packs it. Codes are unsigned: a code stands for (code - offset - zero) * scale,
+// where offset is 128 for 8 bits and 8 for 4. Lines are full: there are columns and inputs that stand for nothing.
 struct Weight {
     const uint8_t* codes;  // [strips of 16 columns][K / inputs of a line][64]
     const float* scales;   // [strips][blocks, or 1 for all of them][16]
     const int8_t* zeros;   // [strips][blocks][16], or null
-    int64_t bits, inputs, columns;
+    int64_t bits, inputs, strips;
     int64_t block;         // Inputs that share a scale, a multiple of those of a line.
     bool one_scale;        // A column has one scale, and blocks are those of the activations only.
 
     int64_t line_inputs() const { return bits == 4 ? 8 : 4; }
     int64_t lines() const { return (inputs + line_inputs() - 1) / line_inputs(); }
     int64_t blocks() const { return (inputs + block - 1) / block; }
-    int64_t strips() const { return (columns + kColumns - 1) / kColumns; }
+};
+
+// A part of the columns, which has its own tensor and begins with a strip.
+struct Output {
+    float* y;  // [rows][columns]
+    int64_t columns, first_strip;
 };
 
 // Activations in 8 bits: code * scale.
@@ -36,8 +44,9 @@ struct Rounded {
 struct Product {
     Weight weight;
     const float* x;  // [rows][K]
-    float* y;        // [rows][N]
     int64_t rows;
+    Output outputs[kMostOutputs];
+    int num_outputs;
     Rounded rounded;
 };
 

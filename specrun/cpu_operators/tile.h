@@ -110,9 +110,11 @@ TARGET void multiply_tile(const Product& product, int64_t row, int64_t strip) {
         }
     }
     UNROLL for (int s = 0; s < kStrips; ++s) {
-        const int64_t first = (strip + s) * kColumns, columns = std::min(kColumns, weight.columns - first);
+        const Output& output = output_of(product, strip + s);
+        const int64_t first = (strip + s - output.first_strip) * kColumns;
+        const int64_t columns = std::min(kColumns, output.columns - first);
         UNROLL for (int r = 0; r < kRows; ++r) {
-            float* y = product.y + (row + r) * weight.columns + first;
+            float* y = output.y + (row + r) * output.columns + first;
             float last[kColumns];
             float* place = columns == kColumns ? y : last;
             UNROLL for (int p = 0; p < kParts; ++p) store(place + p * kLanes, totals[r][s * kParts + p]);
@@ -156,7 +158,7 @@ TARGET void multiply_bits(const Product& product, int64_t strip, int64_t end) {
 }
 
 TARGET void multiply(const Product& product, int64_t first_strip, int64_t num_strips) {
-    const int64_t end = std::min(first_strip + num_strips, product.weight.strips());
+    const int64_t end = std::min(first_strip + num_strips, product.weight.strips);
     if (product.weight.bits == 4) {
         multiply_bits<4>(product, first_strip, end);
     } else {

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import onnx_ir as ir
 import pytest
 
 from specrun import cpu_operators
@@ -111,18 +112,27 @@ def test_inputs_of_all_sizes_and_shapes() -> None:
     assert run(opened, np.zeros((0, 16), np.float32)).shape == (0, 4)
 
 
-def test_sizes_that_contradict_each_other_are_errors() -> None:
+def test_products_of_one_input_are_computed_together() -> None:
+    """Columns of one do not fill strips. The bits are those of products by themselves."""
+    weights = [packed(Form("int4", 32), 96, columns, seed=columns) for columns in (70, 16, 5, 33, 8)]
+    model = product_graph(*weights)
+    assert [len(node.outputs) for node in model.graph] == [4, 1]
+    x = inputs(7, 96)
+    together = session(model).run(None, {"x": x})
+    for weight, found in zip(weights, together, strict=True):
+        np.testing.assert_array_equal(found, run(session(product_graph(weight)), x))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"N": [33]}, {"N": [20, 1]}, {"K": 96}, {"bits": 8}, {"block_size": 64}, {"block_size": 12}, {"bits": 0}]
+)
+def test_sizes_that_contradict_each_other_are_errors(wrong: dict[str, Any]) -> None:
     model = product_graph(packed(Form("int4", 32), 64, 20))
     (node,) = model.graph
-    codes = node.inputs[1]
-    assert codes is not None
-    for attribute, value in (("N", 33), ("K", 96), ("bits", 8), ("block_size", 64), ("block_size", 12), ("bits", 0)):
-        before = node.attributes[attribute].as_int()
-        node.attributes.add(type(node.attributes[attribute])(attribute, node.attributes[attribute].type, value))
-        with pytest.raises(Exception, match="QuantizedMatMul"):
-            run(session(model), inputs(2, 64))
-        node.attributes.add(type(node.attributes[attribute])(attribute, node.attributes[attribute].type, before))
-    run(session(model), inputs(2, 64))
+    for attribute in ir.convenience.convert_attributes(wrong):
+        node.attributes.add(attribute)
+    with pytest.raises(Exception, match="QuantizedMatMul"):
+        run(session(model), inputs(2, 64))
 
 
 def test_the_library_is_this_packages() -> None:

@@ -77,7 +77,8 @@ def test_quantized_experts(qformat: str, operator: str, tmp_path: Path) -> None:
     engine = make_engine(onnx_dir, tmp_path / "engine")
     counted = operators(engine)
     assert counted["If"] == 8
-    assert counted[operator] == 8 * 2 + 2 * 4 + 1  # Experts, attention, and the head.
+    assert counted[operator] == 8 * 2  # Experts.
+    assert counted["QuantizedMatMul"] == 2 * 2 + 1  # Attention, whose q, k and v are one, and the head.
     dense = make_onnx(checkpoint, tmp_path / "dense", verify=False)
     bits = 4 if qformat == "int4" else 8
     assert open_engine(engine).weight_bytes < open_checkpoint(dense).files[WEIGHTS_NAME].bytes * (bits + 4) / 32

@@ -51,23 +51,20 @@ def packed(form: Form, rows: int, columns: int, seed: int = 0) -> Packed:
     )
 
 
-def product_graph(weight: Packed) -> ir.Model:
-    """x [M, K] times ``weight``, with the operator in it."""
-    rows, columns = weight.shape
+def product_graph(*weights: Packed) -> ir.Model:
+    """x [M, K] times each of ``weights``, with the operator in it."""
     kind = ir.TensorType(ir.DataType.FLOAT)
-    x = ir.Value(name="x", type=kind, shape=ir.Shape(["rows", rows]))
-    dense = ir.Value(
-        name="w",
-        type=kind,
-        shape=ir.Shape([rows, columns]),
-        const_value=ir.Tensor(np.zeros((rows, columns), np.float32)),
-    )
-    node = ir.node("MatMul", [x, dense])
-    node.outputs[0].name, node.outputs[0].type = "y", kind
-    graph = ir.Graph([x], [node.outputs[0]], nodes=[node], initializers=[dense], opset_imports={"": 24})
+    x = ir.Value(name="x", type=kind, shape=ir.Shape(["rows", weights[0].shape[0]]))
+    graph = ir.Graph([x], [], nodes=[], opset_imports={"": 24})
+    for number, weight in enumerate(weights):
+        dense = ir.Tensor(np.zeros(weight.shape, np.float32))
+        node = ir.node("MatMul", [x, graphs.initializer(graph, f"w{number}", dense)])
+        node.outputs[0].name, node.outputs[0].type = f"y{number}", kind
+        graph.append(node)
+        graph.outputs.append(node.outputs[0])
     model = ir.Model(graph, ir_version=10)
-    (product,) = products(model)
-    quantize_product(model, product, weight)
+    for product, weight in zip(products(model), weights, strict=True):
+        quantize_product(model, product, weight)
     prepare(model, own_products=True)
     return model
 
