@@ -4,7 +4,6 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <limits>
 #include <memory>
 
 #if defined(__x86_64__)
@@ -19,7 +18,6 @@ namespace {
 
 typedef int32_t __attribute__((may_alias)) Bits;
 
-constexpr int32_t kInfinity = 0x7f800000;
 constexpr int32_t kSmallest = (127 - 119) << 23;  // 2^-119: 127 divided by it is finite.
 constexpr float kShift = 12582912.0f;              // 1.5 * 2^23
 
