@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def texts(*shared):
         return decoder.generate("alpha beta", max_output_len=20)[0].output
 
 def other_library():
-    onnxruntime.InferenceSession(f"{sys.argv[1]}/model.onnx", providers=["CPUExecutionProvider"])
+    onnxruntime.InferenceSession(sys.argv[3], providers=["CPUExecutionProvider"])
 
 def command(*more):
     line = ["generate", "--engine_dir", sys.argv[1], "--draft_engine_dir", sys.argv[2], "--input_text", "alpha beta"]
@@ -49,19 +50,30 @@ def in_child(work):
 """
 
 
-def run(engines: Path, code: str) -> str:
-    command = [sys.executable, "-c", OTHERS + code, str(engines / "target"), str(engines / "draft")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+Run = Callable[[str], str]
 
 
-def test_the_library_leaves_others_alone(engines: Path) -> None:
-    alone = run(engines, "other_library(); own = texts(); other_library(); print(own)")
-    assert alone == run(engines, "print(texts(True))")
+@pytest.fixture
+def run(engines: Path, onnx: Path) -> Run:
+    """Runs code beside ``OTHERS`` in a process of its own; returns what it prints."""
+    paths = [str(engines / "target"), str(engines / "draft"), str(onnx / "draft" / "model.onnx")]
+
+    def run(code: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", OTHERS + code, *paths], capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
 
 
-def test_the_shared_pool_refuses_others(engines: Path) -> None:
+def test_the_library_leaves_others_alone(run: Run) -> None:
+    alone = run("other_library(); own = texts(); other_library(); print(own)")
+    assert alone == run("print(texts(True))")
+
+
+def test_the_shared_pool_refuses_others(run: Run) -> None:
     """Where onnxruntime has changed its mind, the shared pool can be the default."""
     code = """
 before = texts()
@@ -72,10 +84,10 @@ except Exception as error:
     print(error)
 assert texts(False) == before, "on the pool that there is"
 """
-    assert "use_per_session_threads must be false" in run(engines, code)
+    assert "use_per_session_threads must be false" in run(code)
 
 
-def test_commands_share_the_pool(engines: Path) -> None:
+def test_commands_share_the_pool(run: Run) -> None:
     code = """
 command("--max_output_len", "3")
 try:
@@ -83,11 +95,11 @@ try:
 except Exception as error:
     print(error)
 """
-    assert "use_per_session_threads must be false" in run(engines, code)
+    assert "use_per_session_threads must be false" in run(code)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_child_process_opens_its_own_decoder(engines: Path) -> None:
+def test_a_child_process_opens_its_own_decoder(run: Run) -> None:
     code = """
 decoder = opened()
 before = decoder.generate("alpha beta", max_output_len=20)[0].output
@@ -99,11 +111,11 @@ def work():
 in_child(work)
 assert decoder.generate("alpha beta", max_output_len=20)[0].output == before
 """
-    assert run(engines, code) == "opened\n"
+    assert run(code) == "opened\n"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_child_process_may_drop_its_parents_decoder(engines: Path) -> None:
+def test_a_child_process_may_drop_its_parents_decoder(run: Run) -> None:
     """Where sessions were destroyed, the child would wait for threads that it has not."""
     code = """
 decoder = opened()
@@ -117,11 +129,11 @@ def work():
 
 in_child(work)
 """
-    assert run(engines, code) == "dropped\n"
+    assert run(code) == "dropped\n"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_child_process_has_no_shared_pool(engines: Path) -> None:
+def test_a_child_process_has_no_shared_pool(run: Run) -> None:
     code = """
 texts(True)
 
@@ -133,7 +145,7 @@ def work():
 
 in_child(work)
 """
-    said = run(engines, code)
+    said = run(code)
     assert "shared pool was made in process" in said and "spawn" in said
 
 
