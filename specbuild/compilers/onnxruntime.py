@@ -46,15 +46,15 @@ def compile_graph(
         notes.append("float8 cache: stored in int8 on the CPU, where ONNX Runtime updates no other 8-bit cache")
     if mixtures := skip_unused_experts(model):
         notes.append(f"{mixtures} layers read only the experts that a pass uses")
-    vnni, has_operators = has_vnni(), cpu_operators.is_available()
-    if _dequantizes(model) and not has_operators:
+    vnni, own_operators = has_vnni(), cpu_operators.are_fast()
+    if _dequantizes(model) and machine() == "x86_64" and not cpu_operators.is_available():
         notes.append(f"without specrun's own CPU operators, which are faster: {cpu_operators.HOW_TO_COMPILE}")
-    if prepared := cpu_forms.prepare(model, vnni, has_operators):
+    if prepared := cpu_forms.prepare(model, vnni, own_operators):
         notes += prepared
         model = graphs.write_recoded(model, output)
     harmful = cpu_forms.HARMFUL if _dequantizes(model) else []
     harmful = [*harmful, *(cpu_forms.HARMFUL_TO_CACHES if cache_updates(model) else [])]
-    if has_operators:
+    if own_operators:
         fuse_cached_attention(model, build.cache_length)
     if not graph.is_head:  # Only the bits of a target are those of texts.
         pad_single_queries(model)

@@ -101,8 +101,8 @@ def _inputs(checkpoint: CheckpointConfig) -> dict[str, str]:
 
 
 def _own_operators(device: str) -> dict[str, str]:
-    """The version of specrun's own operators, which engines for the CPU have where they are compiled."""
-    return {"cpu_operators": str(cpu_operators.VERSION)} if device == "cpu" and cpu_operators.is_available() else {}
+    """The version of specrun's own operators, which engines for the CPU have where they are fast."""
+    return {"cpu_operators": str(cpu_operators.VERSION)} if device == "cpu" and cpu_operators.are_fast() else {}
 
 
 def _machine(backend: str, device: str, given: str | None) -> str:

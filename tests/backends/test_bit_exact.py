@@ -31,7 +31,7 @@ PROMPTS = [[5, 9, 200], list(range(30, 60)), [17]]
 
 def without_own_operators() -> Any:
     """Engines are built of ONNX Runtime's operators, as where specrun was installed without a compiler."""
-    return patch.object(cpu_operators, "is_available", lambda *_: False)
+    return patch.object(cpu_operators, "are_fast", lambda: False)
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from specrun.engine_dir.config import open_engine
 from tests.helpers.engines import make_engine
 from tests.helpers.quantized_onnx import quantized
 
+pytestmark = pytest.mark.skipif(not cpu_operators.are_fast(), reason="engines for this processor have none of them")
 SIZES = {"max_input_len": 48, "max_batch_size": 4, "max_draft_len": 6}
 
 

@@ -15,7 +15,7 @@ from specbuild.graph import ops as graphs
 from specbuild.quantization.insert_qdq import products, quantize_product
 from specbuild.weights.packed import Activation, Floats, Packed
 from specrun import cpu_operators
-from specrun.backends.ort_session import import_ort
+from specrun.backends.ort_session import session_options
 
 INSTRUCTION_SETS = ("avx512_vnni", "avx_vnni", "avx2", "plain")
 
@@ -71,9 +71,8 @@ def product_graph(*weights: Packed) -> ir.Model:
 
 def session(model: ir.Model, threads: int = 1) -> Any:
     """A session that has the operator."""
-    ort = import_ort()
-    options = ort.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = threads, 3
+    ort, options = session_options()
+    options.intra_op_num_threads = threads
     cpu_operators.register(options)
     return ort.InferenceSession(graphs.to_bytes(model), options, providers=["CPUExecutionProvider"])
 
