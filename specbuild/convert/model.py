@@ -24,7 +24,7 @@ from specbuild.quantization.calibration import calibrate_on
 from specbuild.quantization.quantize_model import pack_model, unmatched
 from specbuild.quantized_formats.cache_scales import stored_rounding
 from specbuild.quantized_formats.config.scheme import has_cache_scales
-from specbuild.quantized_formats.loading import packed_products
+from specbuild.quantized_formats.loading import packed_linears
 from specbuild.weights.kv_cache import CacheRounding, rounding_for
 from specbuild.weights.packed_model import PackedModel, use_dequantized
 from specrun.engine_dir.config import CacheTensor, GraphInfo, QuantizedWeights
@@ -111,12 +111,12 @@ def pack(source: Source, options: ConvertOptions, layout: Layout, amax: Amax | N
             recipe, amax = recipe.without_inputs, None
         return pack_model(layout.model, recipe, layout.weights, amax)
     if source.scheme and not options.dequantize:
-        return packed_products(layout.model, source.scheme, layout.weights, notes)
+        return packed_linears(layout.model, source.scheme, layout.weights, notes)
     return PackedModel()
 
 
 def _quantized(source: Source, options: ConvertOptions, packed: PackedModel) -> QuantizedWeights | None:
-    if not (packed.products or packed.experts):
+    if not (packed.linears or packed.experts):
         return None
     return QuantizedWeights(source=source.scheme.method if source.scheme else options.qformat, forms=packed.forms())
 

@@ -22,7 +22,7 @@ _ACTIVATIONS = {"int8": (ir.DataType.INT8, 127), "float8": (ir.DataType.FLOAT8E4
 """The type of an input's codes, and its largest code."""
 
 
-class Product(NamedTuple):
+class WeightedMatMul(NamedTuple):
     """A product of activations with a weight: MatMul, or Gemm with a bias."""
 
     node: ir.Node
@@ -31,7 +31,7 @@ class Product(NamedTuple):
     """The weight is [N, K], as torch's Linear keeps it, not [K, N]."""
 
 
-def products(model: ir.Model, axes: int = 2) -> list[Product]:
+def weighted_matmuls(model: ir.Model, axes: int = 2) -> list[WeightedMatMul]:
     """The products whose weight is an initializer with so many dimensions, in the order of the graph."""
     found = []
     for node in model.graph:
@@ -43,7 +43,7 @@ def products(model: ir.Model, axes: int = 2) -> list[Product]:
         weight = transpose.inputs[0] if transpose is not None else factor
         if weight is not None and weight.is_initializer() and weight.shape is not None and len(weight.shape) == axes:
             transposed = transpose is not None or bool(_attribute(node, "transB"))
-            found.append(Product(node, weight, transposed))
+            found.append(WeightedMatMul(node, weight, transposed))
     return found
 
 
@@ -54,10 +54,10 @@ def attach(model: ir.Model, packed: PackedModel, prefix: str) -> None:
     """
     # Found before anything changes: a tied weight vanishes with its last reader.
     lookups = [node for node in model.graph if node.op_type == "Gather"]
-    for product in products(model):
-        if weight := packed.products.get(str(product.weight.name).removeprefix(prefix)):
-            quantize_product(model, product, weight)
-    for product in products(model, axes=3):
+    for product in weighted_matmuls(model):
+        if weight := packed.linears.get(str(product.weight.name).removeprefix(prefix)):
+            quantize_matmul(model, product, weight)
+    for product in weighted_matmuls(model, axes=3):
         if experts := packed.experts.get(str(product.weight.name).removeprefix(prefix)):
             quantize_experts(model, product, experts)
     for node in lookups:
@@ -66,7 +66,7 @@ def attach(model: ir.Model, packed: PackedModel, prefix: str) -> None:
             quantize_embedding(model, node, rows)
 
 
-def quantize_product(model: ir.Model, product: Product, packed: Packed) -> None:
+def quantize_matmul(model: ir.Model, product: WeightedMatMul, packed: Packed) -> None:
     """Let ``product`` multiply by ``packed``. The dense weight goes where nothing else reads it."""
     node, dtype = product.node, product.weight.dtype
     if dtype is None or node.inputs[0] is None:
@@ -84,7 +84,7 @@ def quantize_product(model: ir.Model, product: Product, packed: Packed) -> None:
     _drop_unused(model.graph, product.weight)
 
 
-def quantize_experts(model: ir.Model, product: Product, experts: Sequence[Packed]) -> None:
+def quantize_experts(model: ir.Model, product: WeightedMatMul, experts: Sequence[Packed]) -> None:
     """Let ``product``, whose weight [E, K, N] or [E, N, K] holds stacked experts, multiply by ``experts``."""
     node, dtype = product.node, product.weight.dtype
     if dtype is None or node.inputs[0] is None:

@@ -55,7 +55,7 @@ def pack_model(model: Any, recipe: Recipe, weights: Mapping[str, Any], amax: Ama
         rows = _Columns(weight) if isinstance(module, Conv1D) else weight
         if storage := recipe.product(name, rows.shape[1], module is head):
             storage = _calibrated(storage, name, amax.inputs.get(own[0]) if amax else None)
-            packed.products.update(dict.fromkeys(own, _pack(rows, storage, rounded)))
+            packed.linears.update(dict.fromkeys(own, _pack(rows, storage, rounded)))
     for name, module in model.named_modules():
         for parameter in stacked_weights(module):
             stacked, weight = f"{name}.{parameter}", weights[f"{name}.{parameter}"]

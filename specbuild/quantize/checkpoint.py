@@ -23,7 +23,7 @@ from specbuild.quantize.shards import ShardWriter, copy_side_files
 from specbuild.quantized_formats.cache_scales import stored_rounding
 from specbuild.quantized_formats.config.scheme import CACHE_SCALES
 from specbuild.quantized_formats.config.schemes import read_scheme
-from specbuild.quantized_formats.loading import packed_products, with_packed
+from specbuild.quantized_formats.loading import packed_linears, with_packed
 from specbuild.weights.cache_codes import CacheCode
 from specbuild.weights.kv_cache import CacheRounding
 from specbuild.weights.lazy_tensors import Reader, StoredTensor, Weight, parts
@@ -36,7 +36,7 @@ from specrun.errors import UnsupportedModelError
 
 
 @dataclass(frozen=True)
-class Product:
+class StoredLinear:
     """A weight that is stored quantized."""
 
     parameter: str
@@ -51,24 +51,24 @@ class Product:
     def weight(self, packed: PackedModel) -> Packed:
         """Codes and scales."""
         if self.expert is None:
-            return packed.products[self.parameter]
+            return packed.linears[self.parameter]
         whole = packed.experts[self.parameter][self.expert]
         return whole if self.channels is None else whole.channels(*self.channels)
 
 
-Products = dict[str, list[Product]]
+StoredLinears = dict[str, list[StoredLinear]]
 """What is stored quantized, by the names of the original's tensors; of stacked experts each by itself."""
 
 
-def stored_products(
+def stored_linears(
     source: Path, meta_model: MetaModel, packed: PackedModel, entries: dict[str, Entry], stages: Stages
-) -> Products:
+) -> StoredLinears:
     """What is stored quantized of ``packed``. Raises UnsupportedModelError."""
     names = {entry: name for name, entry in entries.items()}
     parameters = dict(meta_model.model.named_parameters(remove_duplicate=False))
     shared = parameter_names(meta_model.model)
-    found: Products = {}
-    for parameter in packed.products:
+    found: StoredLinears = {}
+    for parameter in packed.linears:
         module, reader = parameter.removesuffix(".weight"), meta_model.weights[parameter].reader
         owner = meta_model.model.get_submodule(module)
         if isinstance(owner, nn.Embedding):  # A tied one, under its other name.
@@ -84,7 +84,7 @@ def stored_products(
             stages.say(f"note: {module} is made of several stored tensors and stays as it is")
         else:
             name = names[reader.entry]
-            found[name] = [Product(parameter, name.removesuffix(".weight"))]
+            found[name] = [StoredLinear(parameter, name.removesuffix(".weight"))]
     for parameter in packed.experts:
         owner = meta_model.model.get_submodule(parameter.rpartition(".")[0])
         experts = _stored_experts(parameter, meta_model.weights[parameter].reader, names, bool(owner.is_transposed))
@@ -96,7 +96,7 @@ def stored_products(
     return found
 
 
-def _stored_experts(parameter: str, reader: Reader, names: dict[Entry, str], is_transposed: bool) -> Products:
+def _stored_experts(parameter: str, reader: Reader, names: dict[Entry, str], is_transposed: bool) -> StoredLinears:
     """The matrices of stacked experts; nothing where they are not just stacked, in the files or on the way here.
 
     is_transposed: experts are [K, N] in the model.
@@ -104,8 +104,10 @@ def _stored_experts(parameter: str, reader: Reader, names: dict[Entry, str], is_
     if isinstance(reader, StoredTensor):
         name = names[reader.entry]
         module, _, last = name.rpartition(".")
-        return {name: [Product(parameter, f"{module}.{number}.{last}", number) for number in range(reader.shape[0])]}
-    found: Products = {}
+        return {
+            name: [StoredLinear(parameter, f"{module}.{number}.{last}", number) for number in range(reader.shape[0])]
+        }
+    found: StoredLinears = {}
     stacked = reader.experts() if isinstance(reader, Converted) and not is_transposed else []
     for number, sources in enumerate(stacked):
         stops = list(itertools.accumulate(source.shape[0] for source in sources))
@@ -113,19 +115,21 @@ def _stored_experts(parameter: str, reader: Reader, names: dict[Entry, str], is_
             if not isinstance(source, StoredTensor):
                 return {}
             name = names[source.entry]
-            found[name] = [Product(parameter, name.removesuffix(".weight"), number, (start, stop))]
+            found[name] = [StoredLinear(parameter, name.removesuffix(".weight"), number, (start, stop))]
     return found
 
 
-def output_bytes(entries: dict[str, Entry], products: Products, packed: PackedModel) -> int:
+def output_bytes(entries: dict[str, Entry], linears: StoredLinears, packed: PackedModel) -> int:
     """How large the weight files will be."""
-    dense = (StoredTensor(entry) for name, entry in entries.items() if name not in products)
+    dense = (StoredTensor(entry) for name, entry in entries.items() if name not in linears)
     return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in dense) + sum(
-        product.weight(packed).nbytes for own in products.values() for product in own
+        linear.weight(packed).nbytes for own in linears.values() for linear in own
     )
 
 
-def stored_cache(source: Path, model: Any, products: Products, cache: CacheRounding | None) -> dict[str, torch.Tensor]:
+def stored_cache(
+    source: Path, model: Any, linears: StoredLinears, cache: CacheRounding | None
+) -> dict[str, torch.Tensor]:
     """The scales of an 8-bit cache by their names in the files. Raises UnsupportedModelError."""
     found: dict[str, torch.Tensor] = {}
     for layer in range(len(cache.tensors) // 2 if cache else 0):
@@ -139,18 +143,18 @@ def stored_cache(source: Path, model: Any, products: Products, cache: CacheRound
                 f"{source}: layer {layer} has no one attention module whose cache could have scales; specbuild convert "
                 "--kv_cache_dtype rounds the cache on the way to ONNX"
             )
-        name = _in_files(attention[0], products)
+        name = _in_files(attention[0], linears)
         for kind, rounding in zip(CACHE_SCALES, cache.layer(layer), strict=True):
             found[f"{name}.{kind}"] = cache_scales(rounding, cache.dtype)
     return found
 
 
-def _in_files(module: str, products: Products) -> str:
+def _in_files(module: str, linears: StoredLinears) -> str:
     """What the files call a module, by one of its linear layers."""
-    for product in itertools.chain.from_iterable(products.values()):
-        inner = product.parameter.removesuffix(".weight").removeprefix(f"{module}.")
-        if product.parameter.startswith(f"{module}.") and product.module.endswith(f".{inner}"):
-            return product.module.removesuffix(f".{inner}")
+    for linear in itertools.chain.from_iterable(linears.values()):
+        inner = linear.parameter.removesuffix(".weight").removeprefix(f"{module}.")
+        if linear.parameter.startswith(f"{module}.") and linear.module.endswith(f".{inner}"):
+            return linear.module.removesuffix(f".{inner}")
     return module
 
 
@@ -158,15 +162,15 @@ def write_weights(
     source: Path,
     work: Path,
     entries: dict[str, Entry],
-    products: Products,
+    linears: StoredLinears,
     packed: PackedModel,
     scales: dict[str, torch.Tensor],
     advance: Callable[[float], None],
 ) -> None:
     """Write every tensor of the original, quantized or as it is, and the cache's ``scales``; one at a time is read."""
-    quantized = [(product, 1 / len(own)) for own in products.values() for product in own]
-    made = [f"{product.module}.{suffix}" for product, _ in quantized for suffix in SUFFIXES]
-    dense = [name for name in entries if name not in products]
+    quantized = [(linear, 1 / len(own)) for own in linears.values() for linear in own]
+    made = [f"{linear.module}.{suffix}" for linear, _ in quantized for suffix in SUFFIXES]
+    dense = [name for name in entries if name not in linears]
     writer = ShardWriter(work, [*scales, *made, *dense])
     for name, tensor in scales.items():
         writer.write(name, tensor.dtype, tensor.shape, [tensor])
@@ -177,9 +181,9 @@ def write_weights(
         writer.write(name, weight.dtype, weight.shape, pieces)
         advance(1)
     # Parts of one expert behind each other: it is rounded once.
-    for product, share in sorted(quantized, key=lambda entry: (entry[0].parameter, entry[0].expert or 0)):
-        for suffix, tensor in tensors(product.weight(packed)).items():
-            writer.write(f"{product.module}.{suffix}", tensor.dtype, tensor.shape, [tensor])
+    for linear, share in sorted(quantized, key=lambda entry: (entry[0].parameter, entry[0].expert or 0)):
+        for suffix, tensor in tensors(linear.weight(packed)).items():
+            writer.write(f"{linear.module}.{suffix}", tensor.dtype, tensor.shape, [tensor])
         advance(share)
     writer.finish()
 
@@ -189,26 +193,26 @@ def write_config(
     work: Path,
     meta_model: MetaModel,
     entries: dict[str, Entry],
-    products: Products,
+    linears: StoredLinears,
     packed: PackedModel,
     kv_cache: CacheCode | None,
 ) -> None:
     """Write config.json, and copy what else stands beside the original's weights."""
-    modules = {product.module: product.weight(packed) for own in products.values() for product in own}
+    modules = {linear.module: linear.weight(packed) for own in linears.values() for linear in own}
     config = {
         **read_json(source / "config.json"),
-        "quantization_config": configuration(modules, _dense_modules(meta_model, entries, products), kv_cache),
+        "quantization_config": configuration(modules, _dense_modules(meta_model, entries, linears), kv_cache),
     }
     copy_side_files(source, work)
     (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _dense_modules(meta_model: MetaModel, entries: dict[str, Entry], products: Products) -> list[str]:
+def _dense_modules(meta_model: MetaModel, entries: dict[str, Entry], linears: StoredLinears) -> list[str]:
     """Names of linear layers that stay as they are, here or in other implementations of the model."""
-    quantized = {product.parameter for own in products.values() for product in own}
+    quantized = {linear.parameter for own in linears.values() for linear in own}
     kinds = {f"{name}.weight": module for name, module in meta_model.model.named_modules()}
     here = [name for name, module in kinds.items() if isinstance(module, nn.Linear) and name not in quantized]
-    matrices = [name for name, entry in entries.items() if len(entry.shape) == 2 and name not in products]
+    matrices = [name for name, entry in entries.items() if len(entry.shape) == 2 and name not in linears]
     stored = [name for name in matrices if name.endswith(".weight") and not isinstance(kinds.get(name), nn.Embedding)]
     return targets(name.removesuffix(".weight") for name in (*here, *stored))
 
@@ -222,7 +226,7 @@ def read_back(
     stored: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in check_weights(work).entries.items()}
     config = read_model_config(work, trust_remote_code)
     loaded = load_meta_model(work, config, "auto", trust_remote_code, with_packed(scheme, stored))
-    found = packed_products(loaded.model, scheme, loaded.weights, [])
+    found = packed_linears(loaded.model, scheme, loaded.weights, [])
     if cache is None:
         return found, None
     shapes = [CacheTensor(heads=len(own.factors), head_dim=own.factors.shape[1]) for own in cache.tensors]

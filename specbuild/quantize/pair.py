@@ -16,7 +16,7 @@ from specbuild.hf.model_facts import positions_of
 from specbuild.json_file import read_json
 from specbuild.quantization.activation_ranges import rounding
 from specbuild.quantized_formats.config.schemes import read_scheme
-from specbuild.quantized_formats.loading import packed_products, require_claimed, with_packed
+from specbuild.quantized_formats.loading import packed_linears, require_claimed, with_packed
 from specbuild.weights.lazy_tensors import Reader, StoredTensor
 from specbuild.weights.packed_model import PackedModel, use_dequantized
 from specbuild.weights.safetensors_files import check_weights, require_layers
@@ -76,7 +76,7 @@ def load_draft(directory: Path, target: Path, trust_remote_code: bool) -> Draft:
         directory, config, "auto", trust_remote_code, with_packed(scheme, stored) if scheme else stored
     )
     require_claimed(directory, weights)
-    packed = packed_products(model, scheme, weights, []) if scheme else PackedModel()
+    packed = packed_linears(model, scheme, weights, []) if scheme else PackedModel()
     use_dequantized(model, packed, directory)
     return Draft(directory, model, rounding(model, packed), positions_of(config))
 

@@ -24,7 +24,7 @@ from specrun.errors import BuildConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from specbuild.export.meta_model import MetaModel
-    from specbuild.quantize.checkpoint import Products
+    from specbuild.quantize.checkpoint import StoredLinears
     from specbuild.quantize.pair import Draft
     from specbuild.quantize.quality import Quality
     from specbuild.weights.packed_model import PackedModel
@@ -66,7 +66,7 @@ class Quantizable(NamedTuple):
     directory: Path
     files: Weights
     meta_model: MetaModel
-    products: Products
+    linears: StoredLinears
     texts: Texts | None
     """What is calibrated and compared on."""
     draft: Draft | None
@@ -92,7 +92,7 @@ def quantize(options: QuantizeOptions, stages: Stages) -> dict[str, Any]:
     from specbuild.export.meta_model import load_meta_model
     from specbuild.quantization.calibration import texts_of
     from specbuild.quantization.quantize_model import pack_model
-    from specbuild.quantize.checkpoint import output_bytes, stored_products
+    from specbuild.quantize.checkpoint import output_bytes, stored_linears
     from specbuild.quantize.pair import load_draft
     from specbuild.quantized_formats.loading import require_claimed
     from specbuild.weights.lazy_tensors import Reader, StoredTensor
@@ -119,13 +119,13 @@ def quantize(options: QuantizeOptions, stages: Stages) -> dict[str, Any]:
         meta_model = load_meta_model(source, hf_config, "auto", options.trust_remote_code, stored)
         require_claimed(source, meta_model.weights)
         plan = pack_model(meta_model.model, recipe.without_inputs, meta_model.weights)
-        products = stored_products(source, meta_model, plan, files.entries, stages)
+        linears = stored_linears(source, meta_model, plan, files.entries, stages)
     with stages.stage("checksums of the checkpoint"):
         made = quantization_provenance(options, directories, stopped.made if stopped else None)
     with run_for(output_dir, made, stopped, stages) as run:
         if not run.written.exists():  # Known before calibrating.
-            require_space({output_dir.absolute().parent: output_bytes(files.entries, products, plan)})
-        report = _write(options, recipe, Quantizable(source, files, meta_model, products, texts, draft), run, stages)
+            require_space({output_dir.absolute().parent: output_bytes(files.entries, linears, plan)})
+        report = _write(options, recipe, Quantizable(source, files, meta_model, linears, texts, draft), run, stages)
         with new_directory(output_dir, options.force) as work:
             work.rmdir()
             run.written.rename(work)
@@ -147,19 +147,19 @@ def _write(options: QuantizeOptions, recipe: Recipe, source: Quantizable, run: R
     from specbuild.quantize.quality import measure
     from specbuild.weights.kv_cache import coarser, rounding_for
 
-    directory, files, meta_model, products, texts, draft = source
+    directory, files, meta_model, linears, texts, draft = source
     kv_cache, amax, cache, quality = cache_code(options.kv_cache_dtype), None, None, None
     if texts and (recipe.calibrated or kv_cache):
         amax = calibrate_on(texts, meta_model.model, kv_cache is not None, run.part("calibration"), stages)
     if kv_cache and amax:
         cache = rounding_for(kv_cache, coarser(kv_cache, amax.cache), torch.float32)
     packed = quantize_dense(meta_model.model, meta_model.weights, recipe, amax, stages)
-    scales = stored_cache(directory, meta_model.model, products, cache)
+    scales = stored_cache(directory, meta_model.model, linears, cache)
     if not run.written.exists():
         with new_directory(run.written, force=False) as work:
             with stages.stage("write weights", len(files.entries)) as advance:
-                write_weights(directory, work, files.entries, products, packed, scales, advance)
-            write_config(directory, work, meta_model, files.entries, products, packed, kv_cache)
+                write_weights(directory, work, files.entries, linears, packed, scales, advance)
+            write_config(directory, work, meta_model, files.entries, linears, packed, kv_cache)
     written, cache = read_back(run.written, cache, options.trust_remote_code)
     if texts and options.quality:
         part, rows = run.part("comparison"), texts.held_out
@@ -197,7 +197,7 @@ def _report(
     model, names = meta_model.model, {id(parameter): name for name, parameter in meta_model.model.named_parameters()}
 
     def form(module: Any) -> str:
-        weight = packed.products.get(names[id(module.weight)])
+        weight = packed.linears.get(names[id(module.weight)])
         return describe(weight) if weight else str(module.weight.dtype).removeprefix("torch.")
 
     return {

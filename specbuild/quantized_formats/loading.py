@@ -69,7 +69,7 @@ def with_packed(scheme: Scheme, stored: Mapping[str, Reader]) -> dict[str, Reade
     return readers
 
 
-def packed_products(model: Any, scheme: Scheme, weights: Mapping[str, Weight], notes: list[str]) -> PackedModel:
+def packed_linears(model: Any, scheme: Scheme, weights: Mapping[str, Weight], notes: list[str]) -> PackedModel:
     """The linear layers of ``model`` whose weights the checkpoint holds in few bits.
 
     ``notes`` gets sentences for people. What else is quantized (embeddings, say) is dequantized when it is written.
@@ -86,7 +86,7 @@ def packed_products(model: Any, scheme: Scheme, weights: Mapping[str, Weight], n
             continue
         if isinstance(module, Conv1D):
             raise UnsupportedModelError(f"{scheme.path}: {name}: quantized weights of Conv1D modules are not read")
-        found.products[f"{name}.weight"] = _attachable(weight.reader.packed, notes)
+        found.linears[f"{name}.weight"] = _attachable(weight.reader.packed, notes)
     for name, weight in weights.items():
         if experts := _experts(weight.reader, notes):
             found.experts[name] = experts

@@ -20,7 +20,7 @@ from specbuild.weights.packed import Activation, Packed, shared_activation
 class PackedModel:
     """Quantized weights by their parameters' names; a tied one stands under each of its names."""
 
-    products: dict[str, Packed] = field(default_factory=dict)
+    linears: dict[str, Packed] = field(default_factory=dict)
     """Weights of linear layers: codes [K, N]."""
     tables: dict[str, Packed] = field(default_factory=dict)
     """Weights of the embedding: codes [V, H], a scale a row."""
@@ -28,12 +28,12 @@ class PackedModel:
     """Weights of stacked experts: codes [K, N] of each."""
 
     def __contains__(self, name: object) -> bool:
-        return any(name in weights for weights in (self.products, self.tables, self.experts))
+        return any(name in weights for weights in (self.linears, self.tables, self.experts))
 
     def weights(self) -> list[Packed]:
         """Each once."""
         stacked = [packed for experts in self.experts.values() for packed in experts]
-        every = (*self.products.values(), *self.tables.values(), *stacked)
+        every = (*self.linears.values(), *self.tables.values(), *stacked)
         return list({id(packed): packed for packed in every}.values())
 
     def forms(self) -> dict[str, int]:
@@ -43,7 +43,7 @@ class PackedModel:
     def activations(self) -> dict[str, Activation | None]:
         """How the inputs of linear layers are rounded, by the names of their weights; None: not at all."""
         stacked = {name: shared_activation(experts) for name, experts in self.experts.items()}
-        return {name: packed.activation for name, packed in self.products.items()} | stacked
+        return {name: packed.activation for name, packed in self.linears.items()} | stacked
 
 
 def describe(packed: Packed) -> str:
@@ -69,7 +69,7 @@ def use_dequantized(model: Any, packed: PackedModel, directory: Path) -> None:
     transposed = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}
     by_input = {name for name, module in model.named_modules() if getattr(module, "is_transposed", False)}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if weight := packed.products.get(name):
+        if weight := packed.linears.get(name):
             reader = _Dequantized(tuple(parameter.shape), weight, name in transposed)
             parameter.source = Weight(name, torch.float32, reader, directory)
         if experts := packed.experts.get(name):

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from specbuild.compilers.cpu_forms import prepare
 from specbuild.graph import ops as graphs
-from specbuild.quantization.insert_qdq import products, quantize_product
+from specbuild.quantization.insert_qdq import quantize_matmul, weighted_matmuls
 from specbuild.weights.packed import Activation, Floats, Packed
 from specrun import cpu_operators
 from specrun.backends.ort_session import session_options
@@ -63,8 +63,8 @@ def product_graph(*weights: Packed) -> ir.Model:
         graph.append(node)
         graph.outputs.append(node.outputs[0])
     model = ir.Model(graph, ir_version=10)
-    for product, weight in zip(products(model), weights, strict=True):
-        quantize_product(model, product, weight)
+    for product, weight in zip(weighted_matmuls(model), weights, strict=True):
+        quantize_matmul(model, product, weight)
     prepare(model, own_products=True)
     return model
 

@@ -11,7 +11,7 @@ from specbuild.json_file import read_json
 from specbuild.quantization.calibration_data import TextOptions
 from specbuild.quantize.quantize import QuantizeOptions, quantize
 from specbuild.quantized_formats.config.schemes import read_scheme
-from specbuild.quantized_formats.loading import packed_products, with_packed
+from specbuild.quantized_formats.loading import packed_linears, with_packed
 from specbuild.weights.lazy_tensors import Reader, StoredTensor
 from specbuild.weights.packed_model import PackedModel
 from specbuild.weights.safetensors_files import check_weights
@@ -32,4 +32,4 @@ def meta_model(directory: Path) -> tuple[MetaModel, PackedModel]:
     loaded = load_meta_model(
         directory, read_model_config(directory, False), "auto", False, with_packed(scheme, stored) if scheme else stored
     )
-    return loaded, packed_products(loaded.model, scheme, loaded.weights, []) if scheme else PackedModel()
+    return loaded, packed_linears(loaded.model, scheme, loaded.weights, []) if scheme else PackedModel()

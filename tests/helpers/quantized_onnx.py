@@ -11,7 +11,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from specbuild.graph import ops as graphs
-from specbuild.quantization.insert_qdq import Product, products, quantize_product
+from specbuild.quantization.insert_qdq import WeightedMatMul, quantize_matmul, weighted_matmuls
 from specbuild.weights.packed import Activation, Floats, Packed
 from specrun.engine_dir.config import GRAPH_NAME
 from tests.helpers.engines import redescribe
@@ -22,19 +22,19 @@ BLOCK = 128
 def quantized(checkpoint: Path, output: Path, form: str, largest_block: int = BLOCK) -> Path:
     """``checkpoint`` in ``int8`` (a scale an output channel, and one a token), or in blocks of ``int4``."""
     model = ir.load(checkpoint / GRAPH_NAME)
-    for product in products(model):
-        quantize_product(model, product, _int8(product) if form == "int8" else _int4(product, largest_block))
+    for product in weighted_matmuls(model):
+        quantize_matmul(model, product, _int8(product) if form == "int8" else _int4(product, largest_block))
     return _save(model, checkpoint, output)
 
 
-def _int8(product: Product) -> Packed:
+def _int8(product: WeightedMatMul) -> Packed:
     weight = _dense(product)
     steps = _steps(weight, 127)
     codes = np.rint(weight / steps).astype(np.int8)
     return Packed(ir.tensor(codes), ir.tensor(steps), activation=Activation("int8"))
 
 
-def _int4(product: Product, largest_block: int) -> Packed:
+def _int4(product: WeightedMatMul, largest_block: int) -> Packed:
     weight = _dense(product)
     block = min(largest_block, len(weight) & -len(weight))
     groups = weight.reshape(-1, block, weight.shape[1])
@@ -49,7 +49,7 @@ def _steps(weight: Floats, codes: int) -> Floats:
     return np.where(largest > 0, largest / np.float32(codes), np.float32(1))
 
 
-def _dense(product: Product) -> Floats:
+def _dense(product: WeightedMatMul) -> Floats:
     """The weight [K, N]. Its own tensor may be a view of a file, so it is copied."""
     assert product.weight.const_value is not None
     weight = np.array(product.weight.const_value.numpy(), np.float32)
@@ -59,7 +59,7 @@ def _dense(product: Product) -> Floats:
 def with_one_scale(checkpoint: Path, output: Path) -> Path:
     """``checkpoint`` with one scale for all activations of a product: a row's logits depend on what is beside it."""
     model = ir.load(checkpoint / GRAPH_NAME)
-    for product in products(model):
+    for product in weighted_matmuls(model):
         dense = _dense(product)
         steps = _steps(dense, 127)
         constants = {"codes": np.rint(dense / steps).astype(np.int8), "steps": steps}

@@ -16,7 +16,7 @@ import torch
 from specbuild.compilers import cpu_forms
 from specbuild.compilers.trt_forms import move_zero_points
 from specbuild.graph import ops as graphs
-from specbuild.quantization.insert_qdq import products, quantize_embedding, quantize_product
+from specbuild.quantization.insert_qdq import quantize_embedding, quantize_matmul, weighted_matmuls
 from specbuild.quantization.recipe import Recipe
 from specbuild.quantization.rounding import CodeForm, global_scale, round_weight
 from specbuild.weights.packed import Activation, Packed
@@ -160,8 +160,8 @@ def test_a_product_multiplies_by_the_dequantized_weight(form: CodeForm, gemm: bo
     block = None if form == "float8" else 32
     stored = packed(form, weight, block)
     model = graph_of(weight.numpy(), gemm)
-    (product,) = products(model)
-    quantize_product(model, product, stored)
+    (product,) = weighted_matmuls(model)
+    quantize_matmul(model, product, stored)
     assert "w" not in model.graph.initializers
     x = np.random.default_rng(1).standard_normal((6, INPUTS) if gemm else (2, 3, INPUTS)).astype(np.float32)
     found, operators = run(model, x)
@@ -174,8 +174,8 @@ def test_each_token_is_rounded_by_its_own_largest_value() -> None:
     weight = weight_matrix()
     stored = packed("int8", weight, None, Activation("int8"))
     model = graph_of(weight.numpy(), gemm=False)
-    (product,) = products(model)
-    quantize_product(model, product, stored)
+    (product,) = weighted_matmuls(model)
+    quantize_matmul(model, product, stored)
     x = np.random.default_rng(1).standard_normal((2, 3, INPUTS)).astype(np.float32)
     x[0, 1] *= 1000
     x[1, 2] = 0
@@ -199,8 +199,8 @@ def test_reordered_channels_and_input_factors_reach_the_product() -> None:
         ir.Tensor(rounded.codes), ir.Tensor(rounded.scales), block=32, channel_order=order, input_factors=factors
     )
     model = graph_of(weight.numpy(), gemm=True)
-    (product,) = products(model)
-    quantize_product(model, product, stored)
+    (product,) = weighted_matmuls(model)
+    quantize_matmul(model, product, stored)
     x = np.random.default_rng(1).standard_normal((6, INPUTS)).astype(np.float32)
     found, _ = run(model, x)
     np.testing.assert_allclose(found, x @ stored.dequantize() + 1, atol=1e-4)
@@ -252,8 +252,8 @@ def test_processors_get_a_fast_product_for_every_form(
     weight = weight_matrix()
     stored = packed(form, weight, block, activation)
     model = graph_of(weight.numpy(), gemm=False)
-    (product,) = products(model)
-    quantize_product(model, product, stored)
+    (product,) = weighted_matmuls(model)
+    quantize_matmul(model, product, stored)
     notes = cpu_forms.prepare(model, has_vnni())
     assert bool(notes) is (form in ("float8", "float4")) or not has_vnni()
     path = tmp_path / "optimized.onnx"
@@ -278,8 +278,8 @@ def test_float4_is_exact_in_8_bits() -> None:
     weight = weight_matrix()
     stored = packed("float4", weight, 16)
     model = graph_of(weight.numpy(), gemm=False)
-    (product,) = products(model)
-    quantize_product(model, product, stored)
+    (product,) = weighted_matmuls(model)
+    quantize_matmul(model, product, stored)
     cpu_forms.prepare(model)
     (node,) = [node for node in model.graph if node.op_type == "DequantizeLinear"]
     codes, scales = (value.const_value.numpy() for value in node.inputs[:2] if value and value.const_value)
@@ -292,8 +292,8 @@ def test_a_16_bit_graph_keeps_float32_scales_and_is_widened(tmp_path: Path) -> N
     rounded = round_weight(weight, "int8", 32)
     stored = Packed(ir.Tensor(rounded.codes), ir.Tensor(rounded.scales), block=32)
     model = graph_of(weight.numpy().astype(ml_dtypes.bfloat16), gemm=False)
-    (product,) = products(model)
-    quantize_product(model, product, stored)
+    (product,) = weighted_matmuls(model)
+    quantize_matmul(model, product, stored)
     node = next(node for node in model.graph if node.op_type == "DequantizeLinear")
     assert node.attributes["output_dtype"].as_int() == ir.DataType.BFLOAT16
     graphs.widen_to_float32(model)
@@ -317,8 +317,8 @@ def test_tensorrt_gets_weights_without_zero_points() -> None:
         block=32,
     )
     model = graph_of(weight.numpy(), gemm=False)
-    (product,) = products(model)
-    quantize_product(model, product, stored)
+    (product,) = weighted_matmuls(model)
+    quantize_matmul(model, product, stored)
     x = np.random.default_rng(1).standard_normal((2, 3, INPUTS)).astype(np.float32)
     before, _ = run(model, x)
     assert move_zero_points(model) == 1
@@ -336,8 +336,8 @@ def test_processors_without_vnni_get_unsigned_weights() -> None:
     found = []
     for vnni in (True, False):
         model = graph_of(weight.numpy(), gemm=False)
-        (product,) = products(model)
-        quantize_product(model, product, stored)
+        (product,) = weighted_matmuls(model)
+        quantize_matmul(model, product, stored)
         notes = cpu_forms.prepare(model, vnni)
         assert bool(notes) is not vnni
         types = {value.dtype for value in model.graph.initializers.values() if len(value.shape or ()) == 2}

@@ -81,7 +81,7 @@ def test_experts_are_stored_as_convert_quantizes_them(
             assert wanted_activation is not None
             assert shared.scale == pytest.approx(wanted_activation.scale, rel=2**-8)
     for name, weight in original.weights.items():
-        if name not in found.products and name not in found.experts:
+        if name not in found.linears and name not in found.experts:
             assert torch.equal(loaded.weights[name][...], weight[...]), name
     assert sum(count for form, count in report["forms"].items() if form.startswith(FORMS[qformat])) == 16 + 8
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
@@ -159,7 +159,7 @@ def test_the_report_is_what_a_direct_computation_gives(qformat: QFormat, text: P
     with torch.no_grad():
         before = model(rows).logits[:, :-1].log_softmax(-1)
         model = written_down(source, see)
-        for name, weight in packed.products.items():
+        for name, weight in packed.linears.items():
             model.get_parameter(name).copy_(torch.from_numpy(weight.dequantize()).T)
             model.get_submodule(name.removesuffix(".weight")).register_forward_pre_hook(hook(name))
         for name, experts in packed.experts.items():

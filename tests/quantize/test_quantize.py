@@ -63,9 +63,9 @@ def test_what_is_written_is_what_convert_makes_of_the_original(
     largest = calibrate(original.model, rows, lambda _rows: None)
     expected = pack_model(original.model, Recipe(qformat), original.weights, largest)
     loaded, found = meta_model(tmp_path / "out")
-    assert found.products.keys() == expected.products.keys()
-    for name, packed in found.products.items():
-        wanted = expected.products[name]
+    assert found.linears.keys() == expected.linears.keys()
+    for name, packed in found.linears.items():
+        wanted = expected.linears[name]
         assert packed.codes.dtype == wanted.codes.dtype
         assert (packed.codes.numpy() == wanted.codes.numpy()).all()
         assert (packed.scales.numpy() == wanted.scales.numpy()).all()
@@ -77,7 +77,7 @@ def test_what_is_written_is_what_convert_makes_of_the_original(
             assert packed.activation.scale == pytest.approx(wanted.activation.scale, rel=2**-8)
     assert report["forms"] == found.forms()
     for name, weight in original.weights.items():
-        if name not in found.products:
+        if name not in found.linears:
             assert torch.equal(loaded.weights[name][...], weight[...]), name
     for name in ("tokenizer.json", "generation_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (dense / name).read_bytes()
@@ -150,7 +150,7 @@ def test_the_report_is_what_a_direct_computation_gives(
     assert json.loads((tmp_path / "out" / "quality.json").read_text()) == report
     rows = read_texts(TextOptions(str(text), **TEXTS), dense).held_out
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
-    packed = meta_model(tmp_path / "out")[1].products
+    packed = meta_model(tmp_path / "out")[1].linears
 
     def see(name: str, x: torch.Tensor) -> torch.Tensor | None:
         activation = packed[name].activation if name in packed else None
@@ -184,11 +184,11 @@ def test_the_acceptance_rate_of_a_pair(dense: Path, text: Path, tmp_path: Path) 
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
         def see(name: str, x: torch.Tensor) -> torch.Tensor:
-            activation = packed.products[name].activation if name in packed.products else None
+            activation = packed.linears[name].activation if name in packed.linears else None
             return x if activation is None else simulated(x, activation)
 
         with torch.no_grad(), inputs_seen(model, see):
-            for name, weight in packed.products.items():
+            for name, weight in packed.linears.items():
                 model.get_parameter(name).copy_(torch.from_numpy(weight.dequantize()).T)
             found: torch.Tensor = model(torch.from_numpy(rows)).logits[:, :-1].argmax(-1)
         return found
