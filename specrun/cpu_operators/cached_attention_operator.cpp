@@ -4,8 +4,6 @@
 // float; write_indices [B] int64; cos and sin [B or 1, S, R / 2] float, which may be left out.
 // Outputs: y [B, S, Hq, D]; present keys and values, which are best the memory of the past ones.
 // Attributes: rotated (R), interleaved, window (0: none), scale.
-#include "cached_attention_operator.h"
-
 #include <cstring>
 #include <initializer_list>
 #include <memory>
@@ -14,6 +12,7 @@
 
 #include "cached_attention.h"
 #include "operator.h"
+#include "operators.h"
 
 namespace {
 
@@ -78,11 +77,7 @@ bool are_right(const Kernel& kernel, const Tensor (&inputs)[kInputs], specrun::C
 Status* compute(void* pointer, ort::KernelContext* context) {
     const Kernel& kernel = *static_cast<const Kernel*>(pointer);
     Tensor inputs[kInputs];
-    size_t given = 0;
-    RETURN_IF_FAILED(ort::count_inputs(kernel.api, context, &given));
-    for (size_t index = 0; index < given && index < kInputs; ++index) {
-        RETURN_IF_FAILED(ort::read(kernel.api, context, index, &inputs[index]));
-    }
+    RETURN_IF_FAILED(ort::read_all(kernel.api, context, inputs));
     specrun::CachedAttention all{};
     if (!are_right(kernel, inputs, &all)) {
         return ort::fail(kernel.api, "CachedAttention: sizes that do not fit, or positions beyond the cache");

@@ -39,10 +39,17 @@ inline Status* describe(const void* const* api, const Value* value, Tensor* tens
     return dimensions(api, guard.info, tensor->shape, tensor->axes);
 }
 
-inline Status* read(const void* const* api, const KernelContext* context, size_t index, Tensor* tensor) {
-    const Value* value = nullptr;
-    RETURN_IF_FAILED(input(api, context, index, &value));
-    return value ? describe(api, value, tensor) : nullptr;
+// All inputs that are given.
+template <size_t kInputs>
+Status* read_all(const void* const* api, const KernelContext* context, Tensor (&tensors)[kInputs]) {
+    size_t given = 0;
+    RETURN_IF_FAILED(count_inputs(api, context, &given));
+    for (size_t index = 0; index < given && index < kInputs; ++index) {
+        const Value* value = nullptr;
+        RETURN_IF_FAILED(input(api, context, index, &value));
+        if (value) RETURN_IF_FAILED(describe(api, value, &tensors[index]));
+    }
+    return nullptr;
 }
 
 template <typename Number>

@@ -267,12 +267,6 @@ void multiply_part(void* item, size_t number) {
 constexpr int64_t kFewProducts = 1 << 18, kFewInputs = 1 << 15;
 constexpr int64_t kFewestRows = 64, kRowBytes = 1 << 18;
 
-bool run(const Threads& threads, bool alone, void (*work)(void*, size_t), int64_t count, void* item) {
-    if (!alone) return threads.run(threads.context, work, static_cast<size_t>(count), item);
-    for (int64_t number = 0; number < count; ++number) work(item, static_cast<size_t>(number));
-    return true;
-}
-
 }  // namespace
 
 bool multiply(Product product, const Threads& threads) {

@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "threads.h"
+
 namespace specrun {
 
 constexpr int64_t kColumns = 16;     // Of a line.
@@ -57,12 +59,6 @@ struct InstructionSet {
     int64_t (*strips_at_once)(const Product&);
     void (*round_row)(const Product&, int64_t row);
     void (*multiply)(const Product&, int64_t first_strip, int64_t num_strips);
-};
-
-// Calls work(item, 0 .. count - 1), perhaps on several threads. Returns false on failure.
-struct Threads {
-    bool (*run)(void* context, void (*work)(void* item, size_t number), size_t count, void* item);
-    void* context;
 };
 
 // y = x times weight; false where memory or threads fail.

@@ -1,0 +1,7 @@
+// What each operator is, for ONNX Runtime.
+#pragma once
+
+#include "ort_abi.h"
+
+ort::CustomOp cached_attention();
+ort::CustomOp quantized_matmul();
