@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+import onnx
 import onnx_ir as ir
 
 from specbuild.compilers import Compiled, cpu_forms, machine
@@ -78,6 +79,8 @@ def compile_graph(
     except Exception as error:  # ONNX Runtime's exceptions share no base class.
         raise BuildError(f"{checkpoint}: ONNX Runtime refused the graph: {error}") from error
     graphs.remove_recoded(output)
+    if not has_own:
+        _drop_own_domain(output / GRAPH_NAME)
     advance(0.9)
     return Compiled(
         backend=BackendInfo(
@@ -93,6 +96,16 @@ def compile_graph(
         files=[name for name in (GRAPH_NAME, WEIGHTS_NAME) if (output / name).exists()],
         notes=notes,
     )
+
+
+def _drop_own_domain(path: Path) -> None:
+    """ONNX Runtime notes every domain that this process has used; a graph that does not need ours must not have it."""
+    model = onnx.load(path, load_external_data=False)
+    others = [known for known in model.opset_import if known.domain != DOMAIN]
+    if len(others) < len(model.opset_import):
+        del model.opset_import[:]
+        model.opset_import.extend(others)
+        path.write_bytes(model.SerializeToString())
 
 
 def copy_graph(
