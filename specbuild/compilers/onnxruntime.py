@@ -48,7 +48,7 @@ def compile_graph(
     if mixtures := skip_unused_experts(model):
         notes.append(f"{mixtures} layers read only the experts that a pass uses")
     vnni, own_operators = has_vnni(), cpu_operators.are_fast()
-    if _dequantizes(model) and machine() == "x86_64" and not cpu_operators.is_available():
+    if machine() == "x86_64" and not cpu_operators.is_available():
         notes.append(f"without specrun's own CPU operators, which are faster: {cpu_operators.HOW_TO_COMPILE}")
     if prepared := cpu_forms.prepare(model, vnni, own_operators):
         notes += prepared

@@ -20,6 +20,7 @@ typedef int32_t __attribute__((may_alias)) Bits;
 
 constexpr int32_t kSmallest = (127 - 119) << 23;  // 2^-119: 127 divided by it is finite.
 constexpr float kShift = 12582912.0f;              // 1.5 * 2^23
+constexpr int64_t kLargestNear = 1 << 23;         // Bytes.
 
 inline int32_t to_bits(float value) {
     int32_t bits;

@@ -64,6 +64,8 @@ TARGET void multiply_tile(const Product& product, int64_t row, int64_t strip) {
     Float totals[kRows][kVectors];
     UNROLL for (int r = 0; r < kRows; ++r) UNROLL for (int v = 0; v < kVectors; ++v) totals[r][v] = zero();
 
+    // A weight that no cache keeps comes sooner if the next strips are asked for now. One that is there comes later.
+    const bool is_far = kRows == 1 && weight.strips * lines * kLineBytes > kLargestNear;
     int64_t line = 0;
     for (int64_t block = 0; block < blocks; ++block) {
         Int sums[kRows][kVectors];
@@ -76,7 +78,9 @@ TARGET void multiply_tile(const Product& product, int64_t row, int64_t strip) {
         for (; line < end; ++line) {
             UNROLL for (int s = 0; s < kStrips; ++s) UNROLL for (int p = 0; p < kParts; ++p) {
                 const int v = s * kParts + p;
-                const Int packed = load(codes[s] + line * kLineBytes + p * kPartBytes);
+                const uint8_t* place = codes[s] + line * kLineBytes + p * kPartBytes;
+                if (is_far && p == 0) __builtin_prefetch(place + kStrips * lines * kLineBytes, 0, 2);
+                const Int packed = load(place);
                 if constexpr (kBits == 4) {
                     const Int low = low_nibbles(packed), high = high_nibbles(packed);
                     UNROLL for (int r = 0; r < kRows; ++r) {
