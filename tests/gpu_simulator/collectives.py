@@ -17,6 +17,7 @@ import numpy as np
 import onnx
 from onnx import helper
 
+from specrun import cpu_operators
 from specrun.backends.ort import session_options
 from tests.gpu_simulator import gpus
 
@@ -105,6 +106,7 @@ class Piece:
     def __init__(self, graph: str | bytes, collective: Collective | None) -> None:
         """graph: the path of an ONNX file, or what is in one."""
         ort, options = session_options()
+        cpu_operators.register(options)  # Plans are made of graphs that were built for the CPU.
         self._session = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
         self.types = {result.name: result.type for result in self._session.get_outputs()}
         self.collective = collective
