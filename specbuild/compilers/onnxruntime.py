@@ -55,8 +55,8 @@ def compile_graph(
         model = graphs.write_recoded(model, output)
     harmful = cpu_forms.HARMFUL if _dequantizes(model) else []
     harmful = [*harmful, *(cpu_forms.HARMFUL_TO_CACHES if cache_updates(model) else [])]
-    if own_operators:
-        fuse_cached_attention(model, build.cache_length)
+    if own_operators and (layers := fuse_cached_attention(model, build.cache_length)):
+        notes.append(f"attention of {layers} layers by specrun's own CPU operators")
     if not graph.is_head:  # Only the bits of a target are those of texts.
         pad_single_queries(model)
     has_own = DOMAIN in model.opset_imports

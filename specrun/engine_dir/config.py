@@ -125,7 +125,8 @@ class GraphInfo(Strict):
     """Of everything that is computed."""
     kv_cache_dtype: CacheName | None = None
     """What keys and values are stored in; None: what is computed in."""
-    quantized: QuantizedWeights | None = None
+    quantized: QuantizedWeights | None = Field(default=None, validation_alias=AliasChoices("quantized", "quantised"))
+    """Weights in few bits, if there are any. Directories made before 2026-11-24 have the second name."""
     caches: list[CacheTensor] = Field(max_length=1 << 16)
     features: Features | None = None
     """None: the graph has none."""
