@@ -21,7 +21,7 @@ FILES = {
 TESTS = {
     "artifacts/test_interrupted.py::test_interrupt_convert_before_it_writes",  # test_interrupt_convert
     "artifacts/test_interrupted.py::test_interrupt_workers_when_one_is_idle",  # test_interrupt_workers
-    "artifacts/test_resume.py::test_a_conversion_goes_on_after_signals",  # test_a_quantization_goes_on_to_..
+    "artifacts/test_resume.py::test_a_conversion_goes_on_after_signals",  # ..goes_on_to_the_same_files
     "convert/test_memory.py::test_convert_never_holds_the_weights",  # test_experts_are_never_dequantized_together
     "convert/test_parity_check.py::test_multi_head_latent_attention_converts",  # export/test_families.py, deepseek_v2
     "heads/test_dflash.py::test_transformers_own_model_of_the_kind_agrees",  # test_logits_of_blocks

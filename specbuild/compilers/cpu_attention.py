@@ -54,7 +54,7 @@ def fuse_cached_attention(model: ir.Model, cache_length: int) -> int:
 
 
 def _fuse(graph: ir.Graph, node: ir.Node, window: int) -> bool:
-    scatters = [scatter for value in node.inputs[1:3] if (scatter := _only_read_by(node, value)) is not None]
+    scatters = [scatter for value in node.inputs[1:3] if (scatter := _scatter_of(value)) is not None]
     swap = _swap_of(node)
     queries = _heads(node.inputs[0])
     if len(scatters) != 2 or swap is None or queries is None or not _is_plain(node):
@@ -82,16 +82,15 @@ def _fuse(graph: ir.Graph, node: ir.Node, window: int) -> bool:
     return True
 
 
-def _only_read_by(node: ir.Node, cache: ir.Value | None) -> ir.Node | None:
-    """The TensorScatter that writes into a cache of which ``node`` is the only reader."""
-    scatter = cache.producer() if cache is not None else None
-    if scatter is None or scatter.op_type != "TensorScatter" or cache is None or len(cache.uses()) != 1:
+def _scatter_of(cache: ir.Value | None) -> ir.Node | None:
+    """The TensorScatter that writes tokens one behind the other into a cache that has one reader."""
+    scatter = cache.producer() if cache is not None and len(cache.uses()) == 1 else None
+    if scatter is None or scatter.op_type != "TensorScatter" or len(scatter.inputs) != 3:
         return None
-    mode = scatter.attributes.get("mode")
+    mode, indices = scatter.attributes.get("mode"), scatter.inputs[2]
     is_linear = mode is None or mode.as_string() == "linear"
-    indices = scatter.inputs[2] if len(scatter.inputs) > 2 else None
-    right = is_linear and _integer(scatter, "axis", -2) in (-2, 2) and indices is not None
-    return scatter if right and indices is not None and indices.name == WRITE_INDICES else None
+    in_order = is_linear and _integer(scatter, "axis", -2) in (-2, 2)
+    return scatter if in_order and indices is not None and indices.name == WRITE_INDICES else None
 
 
 def _swap_of(node: ir.Node) -> ir.Node | None:

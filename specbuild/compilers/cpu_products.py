@@ -20,7 +20,7 @@ import onnx_ir as ir
 from specbuild.graph import ops as graphs
 from specbuild.weights.cpu_layout import COLUMNS, by_strips, line_inputs, pack_codes, packed_shape
 from specbuild.weights.packed import Floats, as_float32
-from specrun.cpu_operators import DOMAIN, MOST_OUTPUTS
+from specrun.cpu_operators import DOMAIN, MOST_OUTPUTS, VERSION
 
 _BITS = {ir.DataType.INT4: 4, ir.DataType.UINT4: 4, ir.DataType.INT8: 8, ir.DataType.UINT8: 8}
 _MIDDLE = {ir.DataType.INT4: 0, ir.DataType.UINT4: 8, ir.DataType.INT8: 0, ir.DataType.UINT8: 128}
@@ -45,7 +45,7 @@ def use_own_products(model: ir.Model) -> int:
     for group in groups:
         _replace(model.graph, group)
     if groups:
-        model.opset_imports[DOMAIN] = 1
+        model.opset_imports[DOMAIN] = VERSION
     return sum(map(len, groups))
 
 

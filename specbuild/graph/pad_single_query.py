@@ -2,8 +2,8 @@
 
 ONNX Runtime's CPU kernels multiply a single row another way than two or more, so a token that is fed alone gets other
 bits than the same token in a verify pass. Of a model's products only those inside attention do that: they have one row
-for every token. A second query, thrown away afterwards, keeps them from it and costs next to nothing, while a second
-token would cost a row in every product with the weights.
+for every token. A second query, thrown away afterwards, keeps them from it. A second token would cost more: a row in
+every product with the weights.
 """
 
 from __future__ import annotations

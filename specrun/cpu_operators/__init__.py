@@ -1,7 +1,8 @@
 """Our own operators for ONNX Runtime on CPUs: the C++ beside this module, compiled when the package is installed.
 
-``QuantizedMatMul`` multiplies by weights in 8 and 4 bits. A row's bits depend neither on how many rows there are nor on
-the processor. Without a compiler the package installs without them, and engines are built of ONNX Runtime's operators.
+``QuantizedMatMul`` multiplies by weights in 8 and 4 bits; ``CachedAttention`` writes keys and values into a cache and
+attends to them. A token's bits do not depend on what is computed beside it. Without a compiler the package installs
+without them, and engines are built of ONNX Runtime's operators.
 """
 
 from __future__ import annotations

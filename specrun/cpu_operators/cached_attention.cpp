@@ -238,15 +238,14 @@ constexpr int64_t kFewNumbers = 1 << 15;  // Less work than this is done sooner 
 
 }  // namespace
 
-bool attend(const CachedAttention& all, const Threads& threads) {
-    CachedAttention item = all;
+bool attend(CachedAttention all, const Threads& threads) {
     const int64_t numbers = all.batch * all.tokens * all.kv_heads * all.width;
-    if (!run(threads, numbers < kFewNumbers, write_token, all.batch * all.tokens, &item)) return false;
+    if (!run(threads, numbers < kFewNumbers, write_token, all.batch * all.tokens, &all)) return false;
     int64_t longest = 0;
     for (int64_t row = 0; row < all.batch; ++row) longest = std::max(longest, all.first[row] + all.tokens);
     const bool alone = all.batch * all.tokens * all.q_heads * all.width * longest < kFewNumbers;
     const int64_t parts = (all.tokens + kTokens - 1) / kTokens;
-    return run(threads, alone, attend_part, all.batch * all.kv_heads * parts, &item);
+    return run(threads, alone, attend_part, all.batch * all.kv_heads * parts, &all);
 }
 
 }  // namespace specrun

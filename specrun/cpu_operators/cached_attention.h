@@ -26,6 +26,6 @@ struct CachedAttention {
 };
 
 // Returns false where threads fail.
-bool attend(const CachedAttention& attention, const Threads& threads);
+bool attend(CachedAttention attention, const Threads& threads);
 
 }  // namespace specrun

@@ -93,7 +93,8 @@ Status* compute(void* pointer, ort::KernelContext* context) {
     const auto floats = [&](Input name) { return static_cast<const float*>(inputs[name].data); };
     all.q = floats(kQ), all.k = floats(kK), all.v = floats(kV), all.cos = floats(kCos), all.sin = floats(kSin);
     all.first = static_cast<const int64_t*>(inputs[kWriteIndices].data);
-    all.rotated = kernel.rotated, all.interleaved = kernel.interleaved, all.window = kernel.window, all.scale = kernel.scale;
+    all.rotated = kernel.rotated, all.interleaved = kernel.interleaved;
+    all.window = kernel.window, all.scale = kernel.scale;
     ort::Pool pool{kernel.api, context};
     if (!specrun::attend(all, pool.threads())) {
         return ort::create_status(kernel.api, ort::kRuntimeException, "CachedAttention: no threads");
@@ -105,25 +106,18 @@ Status* compute(void* pointer, ort::KernelContext* context) {
 
 ort::CustomOp cached_attention() {
     using ort::CustomOp;
-    CustomOp op{};
-    op.version = ort::kVersion;
+    CustomOp op = ort::usual_op<Kernel>();
     op.name = [](const CustomOp*) { return "CachedAttention"; };
-    op.provider = [](const CustomOp*) -> const char* { return nullptr; };  // The CPU.
     op.count_inputs = [](const CustomOp*) -> size_t { return kInputs; };
     op.count_outputs = [](const CustomOp*) -> size_t { return kOutputs; };
     op.input_type = [](const CustomOp*, size_t index) {
         return index == kWriteIndices ? ort::Type::kInt64 : ort::Type::kFloat;
     };
-    op.output_type = [](const CustomOp*, size_t) { return ort::Type::kFloat; };
     op.input_presence = [](const CustomOp*, size_t index) {
         return index >= kCos ? ort::Presence::kOptional : ort::Presence::kRequired;
     };
     op.output_presence = [](const CustomOp*, size_t) { return ort::Presence::kRequired; };
-    op.input_memory = [](const CustomOp*, size_t) { return 0; };
     op.create_kernel_or_fail = create;
     op.compute_or_fail = compute;
-    op.destroy_kernel = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
-    op.first_version = [](const CustomOp*) { return 1; };
-    op.last_version = [](const CustomOp*) { return 0x7fffffff; };
     return op;
 }

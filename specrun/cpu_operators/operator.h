@@ -1,6 +1,8 @@
 // What the operators share: reading a call's tensors, errors, threads.
 #pragma once
 
+#include <cstddef>
+
 #include "ort_abi.h"
 #include "threads.h"
 
@@ -60,6 +62,20 @@ Status* make_output(const void* const* api, KernelContext* context, size_t index
     RETURN_IF_FAILED(tensor_data(api, value, &place));
     *data = static_cast<Number*>(place);
     return nullptr;
+}
+
+// What is the same for all operators, whose kernels are of this type. Their outputs are floats.
+template <typename Kernel>
+CustomOp usual_op() {
+    CustomOp op{};
+    op.version = kVersion;
+    op.provider = [](const CustomOp*) -> const char* { return nullptr; };  // The CPU.
+    op.output_type = [](const CustomOp*, size_t) { return Type::kFloat; };
+    op.input_memory = [](const CustomOp*, size_t) { return 0; };
+    op.destroy_kernel = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
+    op.first_version = [](const CustomOp*) { return 1; };
+    op.last_version = [](const CustomOp*) { return 0x7fffffff; };
+    return op;
 }
 
 // The session's own threads.

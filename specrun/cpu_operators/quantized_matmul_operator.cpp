@@ -105,28 +105,21 @@ Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelIn
 
 ort::CustomOp quantized_matmul() {
     using ort::CustomOp;
-    CustomOp op{};
-    op.version = ort::kVersion;
+    CustomOp op = ort::usual_op<Kernel>();
     op.name = [](const CustomOp*) { return "QuantizedMatMul"; };
-    op.provider = [](const CustomOp*) -> const char* { return nullptr; };  // The CPU.
     op.count_inputs = [](const CustomOp*) -> size_t { return kInputs; };
     op.count_outputs = [](const CustomOp*) -> size_t { return 1; };
     op.input_type = [](const CustomOp*, size_t index) {
         constexpr ort::Type kTypes[] = {ort::Type::kFloat, ort::Type::kUint8, ort::Type::kFloat, ort::Type::kInt8};
         return kTypes[index];
     };
-    op.output_type = [](const CustomOp*, size_t) { return ort::Type::kFloat; };
     op.input_presence = [](const CustomOp*, size_t index) {
         return index == 3 ? ort::Presence::kOptional : ort::Presence::kRequired;
     };
     op.output_presence = [](const CustomOp*, size_t) { return ort::Presence::kVariadic; };
     op.fewest_variadic_outputs = [](const CustomOp*) { return 1; };
     op.variadic_outputs_are_alike = [](const CustomOp*) { return 1; };
-    op.input_memory = [](const CustomOp*, size_t) { return 0; };
     op.create_kernel_or_fail = create;
     op.compute_or_fail = compute;
-    op.destroy_kernel = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
-    op.first_version = [](const CustomOp*) { return 1; };
-    op.last_version = [](const CustomOp*) { return 0x7fffffff; };
     return op;
 }
