@@ -2,8 +2,10 @@
 
 The pair is one that nothing was tuned on. It learns other texts than the demo pair (the docstrings of Python's library)
 and has another shape: a target of 197M parameters in 16 layers, a draft of 1.4M. It is made in --work_dir, once, in
-about ten minutes. A bad draft has random weights, or is the target itself and so takes as long. Every group of texts is
-decoded by all ways in turns. Each repetition opens its decoders anew, so ``auto`` counts from its first text on.
+about ten minutes. A bad draft has random weights, or is the target itself and so takes as long. Texts have 32 to 96
+tokens, and the next one takes the row of one that has ended, as on a server: texts of one length would end together
+only where nothing drafts. All ways decode every group of texts in turns. Each repetition opens its decoders anew, so
+``auto`` counts from its first text on.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+import numpy as np
 from transformers import AutoConfig
 
 from scripts.benchmarks.engines import build, random_checkpoint, to_onnx
@@ -55,6 +58,18 @@ EXACT, INEXACT = (
 WAYS = {**LENGTHS, AUTO: Way(None), **BAD_DRAFTS, **EXACT, **INEXACT}
 
 
+class Text(NamedTuple):
+    """What is decoded: the prompt's ids, and how many tokens follow."""
+
+    prompt: list[int]
+    output_len: int
+
+
+SHORTEST, LONGEST = 32, 96
+"""Tokens of a text."""
+TEXTS_PER_ROW = 2
+"""Texts of a group."""
+
 Seconds = dict[str, list[float]]
 """Of each group of texts, by the name of the way."""
 
@@ -85,17 +100,17 @@ def make_engine(work: Path, model: str, form: str) -> Path:
     return engine
 
 
-def seconds_of(decoder: SpeculativeDecoder, ids: list[list[int]], draft_len: int | None, output_len: int) -> float:
-    """The time of a batch of greedy texts; stop ids are ignored."""
-    requests = [Request(prompt, SamplingParams(), output_len, draft_len=draft_len) for prompt in ids]
+def seconds_of(decoder: SpeculativeDecoder, texts: list[Text], draft_len: int | None) -> float:
+    """The time of greedy texts; stop ids are ignored."""
+    requests = [Request(text.prompt, SamplingParams(), text.output_len, draft_len=draft_len) for text in texts]
     began = time.perf_counter()
     for _ in decoder.run(requests):
         pass
     return time.perf_counter() - began
 
 
-def measure(engines: dict[str, Path], ways: dict[str, Way], prompts: list[str], batch: int, output_len: int) -> Seconds:
-    """Seconds of each group of ``batch`` texts by each way."""
+def measure(engines: dict[str, Path], ways: dict[str, Way], prompts: list[str], batch: int) -> Seconds:
+    """Seconds of each group of texts by each way, in ``batch`` rows."""
     seconds: Seconds = {name: [] for name in ways}
     with ExitStack() as opened:
         decoders: dict[Way, SpeculativeDecoder] = {}
@@ -106,14 +121,18 @@ def measure(engines: dict[str, Path], ways: dict[str, Way], prompts: list[str], 
                 decoder = SpeculativeDecoder.open(engines["target"], engines[kind.draft], config)
                 decoders[kind] = opened.enter_context(decoder)
             decoders[way] = decoders[kind]
-        ids = [next(iter(decoders.values())).tokenizer.encode(text).ids for text in prompts]
+        encode = next(iter(decoders.values())).tokenizer.encode
+        lengths = np.random.default_rng(0).integers(SHORTEST, LONGEST, len(prompts), endpoint=True).tolist()
+        texts = [Text(encode(prompt).ids, length) for prompt, length in zip(prompts, lengths, strict=True)]
         for decoder in set(decoders.values()):
-            seconds_of(decoder, ids[:batch], None, 1)  # Memory is allocated; no round says anything of draft lengths.
-        for first in range(0, len(ids), batch):
-            turn = first // batch % len(ways)  # Nobody is always behind the same one.
-            for name in [*ways][turn:] + [*ways][:turn]:
-                group = ids[first : first + batch]
-                seconds[name].append(seconds_of(decoders[ways[name]], group, ways[name].draft_len, output_len))
+            decoder.scheduler.max_rows = batch
+            # Memory is allocated; no round says anything of draft lengths.
+            seconds_of(decoder, [text._replace(output_len=1) for text in texts[:batch]], None)
+        for turn, first in enumerate(range(0, len(texts), TEXTS_PER_ROW * batch)):
+            later = turn % len(ways)  # Nobody is always behind the same one.
+            for name in [*ways][later:] + [*ways][:later]:
+                group = texts[first : first + TEXTS_PER_ROW * batch]
+                seconds[name].append(seconds_of(decoders[ways[name]], group, ways[name].draft_len))
     return seconds
 
 
@@ -141,8 +160,7 @@ def summary(seconds: Seconds, groups: int) -> dict[str, Any]:
 @click.option(
     "--way", "chosen", type=click.Choice([*WAYS]), multiple=True, help="Beside the target alone; default: all."
 )
-@click.option("--texts", type=int, default=16, show_default=True)
-@click.option("--output_len", type=int, default=64, show_default=True)
+@click.option("--texts", type=int, default=32, show_default=True)
 @click.option("--repetitions", type=int, default=1, show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
 def main(
@@ -151,7 +169,6 @@ def main(
     batches: tuple[int, ...],
     chosen: tuple[str, ...],
     texts: int,
-    output_len: int,
     repetitions: int,
     json_file: Path | None,
 ) -> None:
@@ -164,9 +181,9 @@ def main(
         engines = {model: make_engine(work_dir, model, "float32") for model in ("draft", "random")}
         engines["target"] = make_engine(work_dir, "target", form)
         for batch in batches:
-            turns = [measure(engines, ways, prompts, batch, output_len) for _ in range(repetitions)]
+            turns = [measure(engines, ways, prompts, batch) for _ in range(repetitions)]
             seconds = {name: [each for turn in turns for each in turn[name]] for name in ways}
-            found = {"batch_size": batch, **summary(seconds, -(-texts // batch)), "seconds": seconds}
+            found = {"batch_size": batch, **summary(seconds, -(-texts // (TEXTS_PER_ROW * batch))), "seconds": seconds}
             results.setdefault(form, []).append(found)
             click.echo(f"{form} batch {batch}: " + "  ".join(f"{way} {x:.2f}x" for way, x in found["speedups"].items()))
             if AUTO in ways:

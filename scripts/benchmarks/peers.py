@@ -46,6 +46,7 @@ from specrun.evaluation.bench import Settings, as_json
 from specrun.evaluation.bench_results import Spread
 
 WAYS = ("alone", "with_draft")
+NUM_PROMPTS = 4
 MOST_OTHERS = 0.05
 """Share of the processor that others may take in a turn that counts."""
 MOST_TURNS = 5
@@ -158,6 +159,7 @@ def versions(places: Places) -> dict[str, str]:
 @click.option("--peers_dir", type=click.Path(path_type=Path), required=True, help="What peers_setup made.")
 @click.option("--work_dir", type=click.Path(path_type=Path), required=True, help="Models are kept here; 6 GB.")
 @click.option("--demo_dir", type=click.Path(path_type=Path), default=Path("demo"), show_default=True)
+@click.option("--prompts_file", type=click.Path(path_type=Path), help="JSON lines with text; default: the demo's.")
 @click.option("--bits", "rows", type=click.Choice(list(BITS)), multiple=True, default=list(BITS), show_default=True)
 @click.option("--output_len", type=int, default=64, show_default=True)
 @click.option("--repetitions", type=int, default=5, show_default=True, help="0: only prepare.")
@@ -168,6 +170,7 @@ def main(
     peers_dir: Path,
     work_dir: Path,
     demo_dir: Path,
+    prompts_file: Path | None,
     rows: tuple[str, ...],
     output_len: int,
     repetitions: int,
@@ -182,7 +185,9 @@ def main(
     base_engine = places.made("specrun", "target", "float32")
     with SpeculativeDecoder.open(base_engine) as decoder:
         texts = unseen_texts(decoder)
-        prompts = [[int(token) for token in decoder.tokenizer.encode(text).ids] for text in PROMPTS[:4]]
+        lines = prompts_file.read_text().splitlines() if prompts_file else []
+        chosen = ([json.loads(line)["text"] for line in lines] or PROMPTS)[:NUM_PROMPTS]
+        prompts = [[int(token) for token in decoder.tokenizer.encode(text).ids] for text in chosen]
     base = predictions(places, "float32", texts)["specrun"]
     for bits in rows:
         found = predictions(places, bits, texts)
