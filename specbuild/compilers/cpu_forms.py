@@ -17,6 +17,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from specbuild.compilers.cpu_fusions import fuse_into_products
 from specbuild.compilers.cpu_products import use_own_products
 from specbuild.graph import ops as graphs
 from specbuild.weights.packed import Floats, as_float32
@@ -68,7 +69,10 @@ def prepare(model: ir.Model, vnni: bool = True, own_products: bool = False) -> l
     notes = [
         f"{count} weights in {form}: {forms.get(form, '8-bit blocks on the CPU')}" for form, count in recoded.items()
     ]
-    return notes + ([f"{own} products by specrun's own CPU operators"] if own else [])
+    if own:
+        fused = fuse_into_products(model)
+        notes.append(f"{own} products by specrun's own CPU operators, with {fused} other nodes in them")
+    return notes
 
 
 def _weights(model: ir.Model) -> Iterator[ir.Node]:

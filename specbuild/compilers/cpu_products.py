@@ -1,8 +1,8 @@
-"""Products with quantized weights by specrun's own operator: see ``specrun.cpu_operators``.
+"""Products with weights by specrun's own operators: see ``specrun.cpu_operators``.
 
-It takes the place of DequantizeLinear and MatMul, and of what rounds their input token by token. It rounds inputs to
-8 bits itself: with a scale for each token, or for each of its blocks where weights have blocks or inputs are not
-rounded in the graph. ONNX Runtime's operators do the same.
+``FloatMatMul`` takes the place of MatMul. ``QuantizedMatMul`` takes that of DequantizeLinear and MatMul, and of what
+rounds their input token by token. It rounds inputs to 8 bits itself: with a scale for each token, or for each of its
+blocks where weights have blocks or inputs are not rounded in the graph. ONNX Runtime's operators do the same.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from specbuild.graph import ops as graphs
-from specbuild.weights.cpu_layout import COLUMNS, by_strips, line_inputs, pack_codes, packed_shape
+from specbuild.weights.cpu_layout import COLUMNS, by_strips, line_inputs, pack_codes, pack_floats, packed_shape
 from specbuild.weights.packed import Floats, as_float32
 from specrun.cpu_operators import DOMAIN, MOST_OUTPUTS, VERSION
 
 _BITS = {ir.DataType.INT4: 4, ir.DataType.UINT4: 4, ir.DataType.INT8: 8, ir.DataType.UINT8: 8}
+_FLOATS = (ir.DataType.FLOAT, *graphs.HALF)
 _MIDDLE = {ir.DataType.INT4: 0, ir.DataType.UINT4: 8, ir.DataType.INT8: 0, ir.DataType.UINT8: 128}
 """The zero point of codes that the operator takes as they are."""
 _INPUT_BLOCK = 128
@@ -32,7 +33,7 @@ _LONGEST_BLOCK = 1 << 16
 
 
 def use_own_products(model: ir.Model) -> int:
-    """Let the products of ``model``, in float32, be computed by our operator where it takes them, in place.
+    """Let the products of ``model``, in float32, be computed by our operators where they take them, in place.
 
     Returns how many there are. Products of one input are computed together. The weights in the operator's layout are
     computed when they are read.
@@ -51,33 +52,35 @@ def use_own_products(model: ir.Model) -> int:
 
 @dataclass(frozen=True)
 class _Weight:
-    """What a DequantizeLinear makes of a weight [K, N]."""
+    """A weight [K, N] of numbers, or of codes that a DequantizeLinear makes numbers of."""
 
     name: str
     codes: ir.TensorProtocol
-    scales: tuple[ir.TensorProtocol, ...]
-    """Factors of the scales."""
-    zeros: ir.TensorProtocol | None
-    block: int
-    """0: one scale a column."""
-
+    """Or numbers."""
     readers: int
+    scales: tuple[ir.TensorProtocol, ...] = ()
+    """Factors of the scales."""
+    zeros: ir.TensorProtocol | None = None
+    block: int = 0
+    """0: one scale a column."""
+    is_transposed: bool = False
+    """Numbers alone: whether they lie as [N, K]."""
 
     @property
     def shape(self) -> tuple[int, int]:
         """[K, N]"""
         rows, columns = (int(size) for size in self.codes.shape)  # type: ignore[arg-type]
-        return rows, columns
+        return (columns, rows) if self.is_transposed else (rows, columns)
 
     @property
     def bits(self) -> int:
-        """Of a code."""
-        return _BITS[self.codes.dtype]
+        """Of a code; 32 of a number."""
+        return _BITS.get(self.codes.dtype, 32)
 
     @property
     def has_zeros(self) -> bool:
         """Whether it has zero points other than the operator's own."""
-        return self.zeros is not None or bool(_MIDDLE[self.codes.dtype])
+        return self.zeros is not None or bool(_MIDDLE.get(self.codes.dtype))
 
     @property
     def scale_blocks(self) -> int:
@@ -104,7 +107,27 @@ class _Product:
         return self.x, weight.bits, self.block, weight.scale_blocks, weight.has_zeros, alone
 
 
-def _weight(node: ir.Node) -> _Weight | None:
+def _numbers(value: ir.Value | None) -> _Weight | None:
+    """A constant matrix, which Transpose and Cast may stand behind; None where it is none."""
+    name, readers, is_transposed = str(value.name) if value is not None else "", 0, False
+    while value is not None and not value.is_initializer():
+        node = value.producer()
+        if node is None or node.op_type not in ("Transpose", "Cast"):
+            return None
+        if node.op_type == "Transpose":
+            if "perm" in node.attributes and tuple(node.attributes["perm"].as_ints()) != (1, 0):
+                return None
+            is_transposed = not is_transposed
+        readers = max(readers, len(value.uses()))
+        value = node.inputs[0]
+    if value is None or value.const_value is None or value.dtype not in _FLOATS:
+        return None
+    if value.shape is None or len(value.shape) != 2:
+        return None
+    return _Weight(name, value.const_value, readers or len(value.uses()), is_transposed=is_transposed)
+
+
+def _dequantized(node: ir.Node) -> _Weight | None:
     """None where the operator does not take it, or its codes are read by others too, which would keep them twice."""
     codes, scales, zeros = (*node.inputs, None)[:3]
     if codes is None or scales is None or not codes.is_initializer() or codes.dtype not in _BITS:
@@ -120,16 +143,18 @@ def _weight(node: ir.Node) -> _Weight | None:
     axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 1
     zero_points = zeros.const_value if zeros is not None else None
     factors = tuple(graphs.constant_factors(scales))
-    weight = _Weight(str(codes.name), codes.const_value, factors, zero_points, block, len(uses))
+    weight = _Weight(str(codes.name), codes.const_value, len(uses), factors, zero_points, block)
     fits = axis % 2 == (0 if block else 1) and (block or weight.shape[0]) <= _LONGEST_BLOCK
     return weight if fits and block % line_inputs(weight.bits) == 0 else None
 
 
 def _product(product: ir.Node) -> _Product | None:
-    """None where weight or input are of a kind that the operator does not have."""
+    """None where weight or input are of a kind that the operators do not have."""
     x, factor = product.inputs
     producer = factor.producer() if factor is not None else None
-    weight = _weight(producer) if producer is not None and producer.op_type == "DequantizeLinear" else None
+    if x is not None and (numbers := _numbers(factor)) is not None:
+        return _Product(x, numbers, 1, (product,))
+    weight = _dequantized(producer) if producer is not None and producer.op_type == "DequantizeLinear" else None
     if x is None or weight is None:
         return None
     if (rounded := x.producer()) is None or rounded.op_type != "DequantizeLinear":
@@ -164,6 +189,7 @@ def _replace(graph: ir.Graph, group: list[_Product]) -> None:
     """Let one node compute the products, whose weights lie side by side."""
     first, weights = group[0], [product.weight for product in group]
     rows, bits = weights[0].shape[0], weights[0].bits
+    has_codes = bits != 32
 
     def joined(role: str, dtype: ir.DataType, sizes: tuple[int, int], read: Callable[[_Weight], Any]) -> ir.Value:
         strips = sum(packed_shape(*weight.shape, bits)[0] for weight in weights)
@@ -176,24 +202,32 @@ def _replace(graph: ir.Graph, group: list[_Product]) -> None:
         )
         return graphs.initializer(graph, name, tensor)
 
-    inputs = [
-        first.x,
-        joined("lines", ir.DataType.UINT8, packed_shape(*weights[0].shape, bits)[1:], _codes),
-        joined("strips", ir.DataType.FLOAT, (weights[0].scale_blocks, COLUMNS), _scales),
-    ]
-    if weights[0].has_zeros:
+    if has_codes:
+        lines = joined("lines", ir.DataType.UINT8, packed_shape(*weights[0].shape, bits)[1:], _codes)
+        inputs = [first.x, lines, joined("strips", ir.DataType.FLOAT, (weights[0].scale_blocks, COLUMNS), _scales)]
+    else:
+        inputs = [first.x, joined("lines", ir.DataType.FLOAT, (rows, COLUMNS), _floats)]
+    if has_codes and weights[0].has_zeros:
         blocks = -(-rows // first.block)
         read = functools.partial(_zeros, blocks=blocks)
         inputs.append(joined(f"zeros.{blocks}", ir.DataType.INT8, (blocks, COLUMNS), read))
     columns = [weight.shape[1] for weight in weights]
-    sizes: dict[str, int | list[int]] = {"bits": bits, "K": rows, "N": columns, "block_size": first.block}
-    name = f"{weights[0].name}.product"
-    own = ir.node("QuantizedMatMul", inputs, sizes, domain=DOMAIN, num_outputs=len(group), name=name)
+    sizes: dict[str, int | list[int]] = {"K": rows, "N": columns}
+    if has_codes:
+        sizes |= {"bits": bits, "block_size": first.block}
+    name = f"{first.nodes[0].name}.product"
+    operator = "QuantizedMatMul" if has_codes else "FloatMatMul"
+    own = ir.node(operator, inputs, sizes, domain=DOMAIN, num_outputs=len(group), name=name)
     for number, output in enumerate(own.outputs):
         output.name, output.dtype = f"{name}.{number}", ir.DataType.FLOAT
     old = [node for product in group for node in reversed(product.nodes)]
     results = [product.nodes[-1].outputs[0] for product in group]
     ir.convenience.replace_nodes_and_values(graph, first.nodes[0], old, [own], results, own.outputs)
+
+
+def _floats(weight: _Weight) -> Floats:
+    numbers = as_float32(weight.codes)
+    return pack_floats(numbers.T if weight.is_transposed else numbers)
 
 
 def _codes(weight: _Weight) -> npt.NDArray[np.uint8]:

@@ -1,7 +1,7 @@
-"""The layout of quantized weights in ``QuantizedMatMul``, specrun's own operator: see ``Weight`` in its header.
+"""The layout of weights in specrun's own CPU operators: see ``Weight`` in ``matmul.h``.
 
-Columns are in strips of 16. A line of 64 bytes holds 4 inputs of a strip's columns in 8 bits each, or 8 in 4 bits:
-the first four in the low half of each byte. Codes are unsigned, with 128 or 8 in the middle.
+Columns are in strips of 16. A line of 64 bytes holds one input of a strip's columns in float32, 4 inputs in 8 bits
+each, or 8 in 4 bits: the first four in the low half of each byte. Codes are unsigned, with 128 or 8 in the middle.
 """
 
 from __future__ import annotations
@@ -35,6 +35,16 @@ def pack_codes(codes: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
     for first in range(0, columns, _PART):
         part = _pack(_unsigned(codes[:, first : first + _PART], bits), bits)
         packed[first // COLUMNS :][: len(part)] = part
+    return packed
+
+
+def pack_floats(weight: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Numbers [K, N] as [strips, K, 16], with zeros behind the last column."""
+    rows, columns = weight.shape
+    packed = np.zeros((-(-columns // COLUMNS), rows, COLUMNS), np.float32)
+    full = columns // COLUMNS
+    packed[:full] = weight[:, : full * COLUMNS].reshape(rows, full, COLUMNS).swapaxes(0, 1)
+    packed[full:, :, : columns % COLUMNS] = weight[:, full * COLUMNS :]
     return packed
 
 

@@ -1,6 +1,5 @@
 // A query's numbers are computed in an order of their own, which no other query, row, cache length or thread changes.
-// So a token gets the same bits in every pass. Products are not joined with sums (-ffp-contract=off), so that all
-// processors compute the same.
+// So a token gets the same bits in every pass.
 #include "cached_attention.h"
 
 #include <algorithm>
@@ -8,20 +7,11 @@
 #include <cstring>
 #include <vector>
 
-#if defined(__x86_64__) && defined(__linux__) && (!defined(__clang__) || __clang_major__ >= 14)
-#define ON_EVERY_PROCESSOR __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define ON_EVERY_PROCESSOR
-#endif
-#define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 16")
+#include "vectors.h"
 
 namespace specrun {
 namespace {
 
-constexpr int kLanes = 16;
-typedef float Float __attribute__((vector_size(64)));
-typedef int32_t Int __attribute__((vector_size(64)));
 typedef float Eight __attribute__((vector_size(32)));
 typedef float Four __attribute__((vector_size(16)));
 
@@ -31,11 +21,6 @@ typedef float Four __attribute__((vector_size(16)));
 typedef int32_t Places __attribute__((vector_size(16)));
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (Places){__VA_ARGS__})
 #endif
-
-template <typename Vector>
-INLINE void load(Vector& vector, const void* place) {
-    std::memcpy(&vector, place, sizeof vector);
-}
 
 // The sums of four vectors.
 INLINE Four sums_of(const Float (&vectors)[4]) {
@@ -51,22 +36,6 @@ INLINE Four sums_of(const Float (&vectors)[4]) {
     const Four ab = SHUFFLE(folded[0], folded[1], 0, 4, 1, 5) + SHUFFLE(folded[0], folded[1], 2, 6, 3, 7);
     const Four cd = SHUFFLE(folded[2], folded[3], 0, 4, 1, 5) + SHUFFLE(folded[2], folded[3], 2, 6, 3, 7);
     return SHUFFLE(ab, cd, 0, 1, 4, 5) + SHUFFLE(ab, cd, 2, 3, 6, 7);
-}
-
-// e to the power of x, x <= 0, within two units in the last place; at least e**-87. Cephes' polynomial.
-INLINE Float exponential(Float x) {
-    constexpr float kShift = 12582912.0f;  // 1.5 * 2**23: what is added to it is rounded to a whole number.
-    const Float lowest = Float{} - 87.0f;
-    x = x < lowest ? lowest : x;  // NaN stays NaN.
-    const Float shifted = x * 1.44269504f + kShift, power = shifted - kShift;
-    const Float rest = x - power * 0.693359375f - power * -2.12194440e-4f;
-    Float y = rest * 1.9875691500e-4f + 1.3981999507e-3f;
-    y = y * rest + 8.3334519073e-3f;
-    y = y * rest + 4.1665795894e-2f;
-    y = y * rest + 1.6666665459e-1f;
-    y = y * rest + 5.0000001201e-1f;
-    y = y * (rest * rest) + rest + 1.0f;
-    return (Float)((Int)y + ((Int)shifted << 23));
 }
 
 // The head ``x`` with its first numbers rotated, times ``factor``.

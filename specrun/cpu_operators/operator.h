@@ -15,6 +15,11 @@ inline Status* fail(const void* const* api, const char* message) {
     return create_status(api, kInvalidArgument, message);
 }
 
+// Of an attribute that may be left out.
+inline void ignore_failure(const void* const* api, Status* status) {
+    if (status) release_status(api, status);
+}
+
 struct TensorInfoGuard {
     const void* const* api;
     TensorInfo* info = nullptr;

@@ -5,3 +5,4 @@
 
 ort::CustomOp cached_attention();
 ort::CustomOp quantized_matmul();
+ort::CustomOp float_matmul();

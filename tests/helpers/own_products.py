@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -67,6 +68,35 @@ def product_graph(*weights: Packed) -> ir.Model:
         quantize_matmul(model, product, weight)
     prepare(model, own_products=True)
     return model
+
+
+def mlp(weights: Sequence[npt.NDArray[np.float32]], activation: str = "Sigmoid") -> ir.Model:
+    """A layer's second half as checkpoints have it: x [B, S, K] -> x + down(activation(gate(norm)) * up(norm)).
+
+    weights: [K, N] of gate and up, [N, K] of down, [K] of the norm. activation: Sigmoid for silu, or Gelu.
+    """
+    kind, width = ir.TensorType(ir.DataType.FLOAT), len(weights[0])
+    x = ir.Value(name="x", type=kind, shape=ir.Shape(["batch", "sequence", width]))
+    graph = ir.Graph([x], [], nodes=[], opset_imports={"": 24})
+
+    def add(op_type: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
+        node = ir.node(op_type, inputs, attributes)
+        node.outputs[0].name, node.outputs[0].type = f"{op_type}.{len(graph)}", kind
+        graph.append(node)
+        return node.outputs[0]
+
+    gate, up, down, scale = (
+        graphs.initializer(graph, name, ir.Tensor(weight))
+        for name, weight in zip(("gate", "up", "down", "scale"), weights, strict=True)
+    )
+    norm = add("RMSNormalization", x, scale, axis=-1, epsilon=1e-6, stash_type=1)
+    gated = add("MatMul", norm, gate)
+    active = (
+        add("Gelu", gated, approximate="tanh") if activation == "Gelu" else add("Mul", gated, add(activation, gated))
+    )
+    both = add("Mul", active, add("MatMul", norm, up))
+    graph.outputs.append(add("Add", x, add("MatMul", both, down)))
+    return ir.Model(graph, ir_version=10)
 
 
 def session(model: ir.Model, threads: int = 1) -> Any:

@@ -1,37 +1,41 @@
-// Products of float32 activations with weights in 8 or 4 bits. Activations are rounded to 8 bits here.
+// Products of float32 activations with packed weights. For weights in 8 or 4 bits, activations are rounded to 8 here.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
+#include "activations.h"
 #include "threads.h"
 
 namespace specrun {
 
 constexpr int64_t kColumns = 16;     // Of a line.
 constexpr int kMostOutputs = 4;
-constexpr int64_t kLineBytes = 64;   // kColumns columns of 4 inputs in 8 bits, or of 8 inputs in 4 bits.
+constexpr int64_t kLineBytes = 64;   // kColumns columns of 1 input in float32, of 4 inputs in 8 bits, of 8 in 4 bits.
 
 inline int64_t strips_of(int64_t columns) { return (columns + kColumns - 1) / kColumns; }
 
-// A weight [K, columns] as specbuild packs it. Codes are unsigned: a code stands for (code - offset - zero) * scale,
-// where offset is 128 for 8 bits and 8 for 4. Lines are full: there are columns and inputs that stand for nothing.
+// A weight [K, columns] as specbuild packs it, in strips of 16 columns. Codes are unsigned: a code stands for
+// (code - offset - zero) * scale, where offset is 128 for 8 bits and 8 for 4. Lines are full: there are columns and
+// inputs that stand for nothing.
 struct Weight {
-    const uint8_t* codes;  // [strips of 16 columns][K / inputs of a line][64]
+    const void* lines;     // [strips][K / inputs of a line][64 bytes]: float32 numbers, or codes
     const float* scales;   // [strips][blocks, or 1 for all of them][16]
     const int8_t* zeros;   // [strips][blocks][16], or null
-    int64_t bits, inputs, strips;
+    int64_t bits;          // 32, 8 or 4. The rest is of codes alone.
+    int64_t inputs, strips;
     int64_t block;         // Inputs that share a scale, a multiple of those of a line.
     bool one_scale;        // A column has one scale, and blocks are those of the activations only.
 
-    int64_t line_inputs() const { return bits == 4 ? 8 : 4; }
-    int64_t lines() const { return (inputs + line_inputs() - 1) / line_inputs(); }
+    int64_t line_inputs() const { return 32 / bits; }
+    int64_t lines_of_strip() const { return (inputs + line_inputs() - 1) / line_inputs(); }
     int64_t blocks() const { return (inputs + block - 1) / block; }
 };
 
 // A part of the columns, which has its own tensor and begins with a strip.
 struct Output {
-    float* y;  // [rows][columns]
+    float* y;               // [rows][columns]
+    const float* residual;  // [rows][columns]: added to the product; or null
     int64_t columns, first_strip;
 };
 
@@ -45,11 +49,13 @@ struct Rounded {
 
 struct Product {
     Weight weight;
-    const float* x;  // [rows][K]
+    Activations activations;
     int64_t rows;
     Output outputs[kMostOutputs];
     int num_outputs;
-    Rounded rounded;
+    float* made;       // [rows][K]: the activations, where they are not given
+    const float* x;    // [rows][K]: the activations
+    Rounded rounded;   // Of codes.
 };
 
 // The same computation in the instructions of one kind of processor. Bits of results do not depend on which one.
@@ -61,7 +67,7 @@ struct InstructionSet {
     void (*multiply)(const Product&, int64_t first_strip, int64_t num_strips);
 };
 
-// y = x times weight; false where memory or threads fail.
+// y = activations times weight, plus residual; false where memory or threads fail.
 bool multiply(Product product, const Threads& threads);
 
 }  // namespace specrun

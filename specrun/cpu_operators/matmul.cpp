@@ -1,4 +1,4 @@
-#include "quantized_matmul.h"
+#include "matmul.h"
 
 #include <algorithm>
 #include <cmath>
@@ -21,6 +21,7 @@ typedef int32_t __attribute__((may_alias)) Bits;
 constexpr int32_t kSmallest = (127 - 119) << 23;  // 2^-119: 127 divided by it is finite.
 constexpr float kShift = 12582912.0f;              // 1.5 * 2^23
 constexpr int64_t kLargestNear = 1 << 23;         // Bytes.
+constexpr int64_t kFewStrips = 64;                // They are divided into smaller items, so that no thread waits long.
 
 inline int32_t to_bits(float value) {
     int32_t bits;
@@ -40,12 +41,24 @@ inline const Output& output_of(const Product& product, int64_t strip) {
     return *output;
 }
 
+// The activations of a row.
+inline const float* row_of(const Product& product, int64_t row) {
+    const int64_t place = row * product.weight.inputs;
+    if (product.activations.made == Made::kGiven) return product.activations.x + place;
+    make_row(product.activations, row, product.made + place);
+    return product.made + place;
+}
+
+inline size_t bytes_of(int64_t floats) { return static_cast<size_t>(floats) * sizeof(float); }
+
 #define UNROLL _Pragma("GCC unroll 16")
 
 // Plain C++: the definition of what the others compute.
 namespace plain {
 #define TARGET
+#define OPERATION inline
 constexpr int kLanes = 16, kTileRows = 2, kStripsOfFewRows = 1, kStripsOfManyRows = 1;
+constexpr int kTileRowsOfFloats = 2, kMostRowsOfFloats = 4, kStripsOfFloats = 2;
 template <int kBits>
 constexpr bool kUnsigned = true;
 struct Int {
@@ -123,8 +136,9 @@ inline Float multiply_add(const Float& a, const Float& b, const Float& c) {
     EACH(std::fma(a.lanes[i], b.lanes[i], c.lanes[i]));
 }
 #undef EACH
-#include "tile.h"
+#include "matmul_tile.h"
 #undef TARGET
+#undef OPERATION
 bool is_supported() { return true; }
 }  // namespace plain
 
@@ -134,6 +148,8 @@ namespace avx512_vnni {
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma")))
 #define OPERATION TARGET inline __attribute__((always_inline))
 constexpr int kLanes = 16, kTileRows = 6, kStripsOfFewRows = 4, kStripsOfManyRows = 2;
+// What a tile adds up fits into 32 registers; so do nearly twice as many rows of half as many strips.
+constexpr int kTileRowsOfFloats = 5, kMostRowsOfFloats = 9, kStripsOfFloats = 4;
 template <int kBits>
 constexpr bool kUnsigned = true;
 using Int = __m512i;
@@ -155,7 +171,7 @@ OPERATION Int add_products(Int sums, Int codes, Int inputs) { return _mm512_dpbu
 OPERATION Float to_float(Int values) { return _mm512_cvtepi32_ps(values); }
 OPERATION Float times(Float a, Float b) { return _mm512_mul_ps(a, b); }
 OPERATION Float multiply_add(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
-#include "tile.h"
+#include "matmul_tile.h"
 #undef TARGET
 bool is_supported() {
     return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
@@ -166,6 +182,7 @@ bool is_supported() {
 // Vectors of 8 floats, which AVX-VNNI and AVX2 share.
 #define EIGHT_LANES                                                                                                 \
     constexpr int kLanes = 8, kTileRows = 4, kStripsOfFewRows = 2, kStripsOfManyRows = 1;                           \
+    constexpr int kTileRowsOfFloats = 2, kMostRowsOfFloats = 5, kStripsOfFloats = 2;                                \
     using Int = __m256i;                                                                                            \
     using Float = __m256;                                                                                           \
     OPERATION Float zero() { return _mm256_setzero_ps(); }                                                          \
@@ -193,7 +210,7 @@ constexpr bool kUnsigned = true;
 EIGHT_LANES
 template <int kBits>
 OPERATION Int add_products(Int sums, Int codes, Int inputs) { return _mm256_dpbusd_avx_epi32(sums, codes, inputs); }
-#include "tile.h"
+#include "matmul_tile.h"
 #undef TARGET
 bool is_supported() {
     unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
@@ -221,7 +238,7 @@ OPERATION Int add_products(Int sums, Int codes, Int inputs) {
     const Int pairs = _mm256_maddubs_epi16(codes, inputs);
     return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
-#include "tile.h"
+#include "matmul_tile.h"
 #undef TARGET
 bool is_supported() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 }  // namespace avx2
@@ -255,8 +272,14 @@ struct Work {
     int64_t strips;
 };
 
-void round_rows(void* item, size_t number) {
-    chosen->round_row(*static_cast<const Product*>(item), static_cast<int64_t>(number));
+void prepare_row(void* item, size_t number) {
+    const Product& product = *static_cast<const Product*>(item);
+    const int64_t row = static_cast<int64_t>(number);
+    if (product.weight.bits == 32) {
+        row_of(product, row);
+    } else {
+        chosen->round_row(product, row);
+    }
 }
 
 void multiply_part(void* item, size_t number) {
@@ -272,28 +295,43 @@ constexpr int64_t kFewestRows = 64, kRowBytes = 1 << 18;
 
 bool multiply(Product product, const Threads& threads) {
     const Weight& weight = product.weight;
+    Activations& activations = product.activations;
     Rounded& rounded = product.rounded;
-    const int64_t all_rows = product.rows, blocks = weight.blocks();
-    rounded.stride = (weight.inputs + 63) / 64 * 64 + 64;
+    const bool is_made = activations.made != Made::kGiven, has_codes = weight.bits != 32;
+    const int64_t all_rows = product.rows, inputs = weight.inputs, blocks = has_codes ? weight.blocks() : 0;
+    rounded.stride = has_codes ? (inputs + 63) / 64 * 64 + 64 : 0;
     // So many rows at a time stay in the second cache, and beside them the weights that they are multiplied by.
-    const int64_t rows = std::min(all_rows, std::max(kFewestRows, kRowBytes / rounded.stride));
-    const int64_t scales = (rows * blocks + 15) / 16 * 16;
-    std::unique_ptr<void, void (*)(void*)> memory(
-        std::malloc(static_cast<size_t>(rows * rounded.stride + 2 * scales * 4)), std::free);
-    if (!memory) return false;
-    rounded.scales = static_cast<float*>(memory.get());
+    const int64_t row_bytes = has_codes ? rounded.stride : 4 * inputs;
+    const int64_t rows = std::min(all_rows, std::max(kFewestRows, kRowBytes / row_bytes));
+    const int64_t scales = (rows * blocks + 15) / 16 * 16, made = is_made ? (rows * inputs + 15) / 16 * 16 : 0;
+    const size_t needed = bytes_of(made + 2 * scales) + static_cast<size_t>(rows * rounded.stride);
+    // Kept from call to call: the system would clear so much memory each time.
+    thread_local std::unique_ptr<void, void (*)(void*)> memory(nullptr, std::free);
+    thread_local size_t size = 0;
+    if (needed > size) {
+        memory.reset(std::malloc(needed));
+        size = memory ? needed : 0;
+        if (!memory) return false;
+    }
+    product.made = static_cast<float*>(memory.get());
+    rounded.scales = product.made + made;
     rounded.sums = reinterpret_cast<int32_t*>(rounded.scales + scales);
     rounded.codes = reinterpret_cast<int8_t*>(rounded.sums + scales);
     for (int64_t done = 0; done < all_rows; done += product.rows) {
         product.rows = std::min(rows, all_rows - done);
-        if (!run(threads, product.rows * weight.inputs < kFewInputs, round_rows, product.rows, &product)) return false;
+        product.x = is_made ? product.made : activations.x;
+        const bool is_little = product.rows * inputs < kFewInputs;
+        if ((is_made || has_codes) && !run(threads, is_little, prepare_row, product.rows, &product)) return false;
         Work work{&product, chosen->strips_at_once(product)};
         const int64_t parts = (weight.strips + work.strips - 1) / work.strips;
-        const bool alone = product.rows * weight.inputs * weight.strips * kColumns < kFewProducts;
+        const bool alone = product.rows * inputs * weight.strips * kColumns < kFewProducts;
         if (!run(threads, alone, multiply_part, parts, &work)) return false;
-        product.x += product.rows * weight.inputs;
+        activations.x += product.rows * inputs;
+        if (activations.made != Made::kNormalized && activations.other) activations.other += product.rows * inputs;
         for (int i = 0; i < product.num_outputs; ++i) {
-            product.outputs[i].y += product.rows * product.outputs[i].columns;
+            Output& output = product.outputs[i];
+            output.y += product.rows * output.columns;
+            if (output.residual) output.residual += product.rows * output.columns;
         }
     }
     return true;

@@ -1,0 +1,176 @@
+// QuantizedMatMul and FloatMatMul as ONNX Runtime sees them.
+//
+// QuantizedMatMul: x [.., K] float, codes uint8, scales float, zeros int8, other float, residual float
+// FloatMatMul:     x [.., K] float, weight float, other float, residual float
+// -> y [.., N] float, perhaps several, whose columns lie side by side in the weight. The last inputs may be left out.
+// Attributes: K, N of each output; bits and block_size of codes; made (see activations.h) and its epsilon, which
+// engines of before do not have. A residual has y's shape, and there is one output then.
+#include <iterator>
+#include <memory>
+#include <new>
+
+#include "matmul.h"
+#include "operator.h"
+#include "operators.h"
+
+namespace {
+
+using ort::Status;
+using ort::Tensor;
+using ort::Type;
+
+constexpr Type kQuantizedInputs[] = {Type::kFloat, Type::kUint8, Type::kFloat, Type::kInt8, Type::kFloat, Type::kFloat};
+constexpr Type kFloatInputs[] = {Type::kFloat, Type::kFloat, Type::kFloat, Type::kFloat};
+constexpr size_t kNeededOfQuantized = 3, kNeededOfFloat = 2;
+
+struct Kernel {
+    const void* const* api;
+    int64_t bits, inputs, block, strips, made;
+    float epsilon;
+    int64_t columns[specrun::kMostOutputs];
+    size_t num_outputs;
+};
+
+struct Inputs {
+    Tensor x, weight, scales, zeros, other, residual;
+};
+
+template <bool kHasCodes>
+Status* read(const Kernel& kernel, ort::KernelContext* context, Inputs* inputs) {
+    if constexpr (kHasCodes) {
+        Tensor all[6];
+        RETURN_IF_FAILED(ort::read_all(kernel.api, context, all));
+        *inputs = {all[0], all[1], all[2], all[3], all[4], all[5]};
+    } else {
+        Tensor all[4];
+        RETURN_IF_FAILED(ort::read_all(kernel.api, context, all));
+        *inputs = {all[0], all[1], {}, {}, all[2], all[3]};
+    }
+    return nullptr;
+}
+
+// Sizes that agree with the attributes and with each other.
+bool are_right(const Kernel& kernel, const Inputs& inputs, specrun::Product* product) {
+    specrun::Weight& weight = product->weight;
+    weight.bits = kernel.bits, weight.inputs = kernel.inputs, weight.strips = kernel.strips;
+    weight.block = kernel.block, weight.lines = inputs.weight.data;
+    const Tensor &x = inputs.x, &other = inputs.other, &residual = inputs.residual;
+    const size_t width = static_cast<size_t>(kernel.inputs), strips = static_cast<size_t>(kernel.strips);
+    const size_t bytes = strips * static_cast<size_t>(weight.lines_of_strip() * specrun::kLineBytes);
+    if (x.axes < 1 || x.shape[x.axes - 1] != kernel.inputs) return false;
+    if (inputs.weight.elements * (kernel.bits == 32 ? sizeof(float) : 1) != bytes) return false;
+    if (kernel.bits != 32) {
+        weight.scales = static_cast<const float*>(inputs.scales.data);
+        weight.zeros = static_cast<const int8_t*>(inputs.zeros.data);
+        const size_t each = strips * specrun::kColumns, blocks = static_cast<size_t>(weight.blocks());
+        weight.one_scale = inputs.scales.elements == each;
+        if (!weight.one_scale && inputs.scales.elements != each * blocks) return false;
+        if (weight.zeros && inputs.zeros.elements != each * blocks) return false;
+    }
+    product->rows = static_cast<int64_t>(x.elements / width);
+    const auto made = static_cast<specrun::Made>(kernel.made);
+    product->activations = {made, static_cast<const float*>(x.data), static_cast<const float*>(other.data),
+                            kernel.inputs, kernel.epsilon};
+    if ((made == specrun::Made::kGiven) != !other.data) return false;
+    if (other.data && other.elements != (made == specrun::Made::kNormalized ? width : x.elements)) return false;
+    if (!residual.data) return true;
+    const size_t outputs = static_cast<size_t>(product->rows) * static_cast<size_t>(kernel.columns[0]);
+    return kernel.num_outputs == 1 && residual.elements == outputs;
+}
+
+// Outputs have the shape of the first input, but for its last size.
+Status* make_outputs(const Kernel& kernel, ort::KernelContext* context, const Inputs& inputs,
+                     specrun::Product* product) {
+    Tensor y = inputs.x;
+    size_t outputs = 0;
+    RETURN_IF_FAILED(ort::count_outputs(kernel.api, context, &outputs));
+    if (outputs != kernel.num_outputs) {
+        return ort::fail(kernel.api, "QuantizedMatMul, FloatMatMul: N is not the size of every output");
+    }
+    int64_t strip = 0;
+    for (size_t i = 0; i < kernel.num_outputs; ++i) {
+        y.shape[y.axes - 1] = kernel.columns[i];
+        float* place = nullptr;
+        RETURN_IF_FAILED(ort::make_output(kernel.api, context, i, y, &place));
+        product->outputs[i] = {place, static_cast<const float*>(inputs.residual.data), kernel.columns[i], strip};
+        strip += specrun::strips_of(kernel.columns[i]);
+    }
+    product->num_outputs = static_cast<int>(kernel.num_outputs);
+    return nullptr;
+}
+
+template <bool kHasCodes>
+Status* compute(void* pointer, ort::KernelContext* context) {
+    const Kernel& kernel = *static_cast<const Kernel*>(pointer);
+    Inputs inputs;
+    RETURN_IF_FAILED(read<kHasCodes>(kernel, context, &inputs));
+    specrun::Product product{};
+    if (!are_right(kernel, inputs, &product)) {
+        return ort::fail(kernel.api, "QuantizedMatMul, FloatMatMul: a tensor has another size than the attributes say");
+    }
+    RETURN_IF_FAILED(make_outputs(kernel, context, inputs, &product));
+    if (product.rows == 0) return nullptr;
+    ort::Pool pool{kernel.api, context};
+    if (!specrun::multiply(product, pool.threads())) {
+        return ort::create_status(kernel.api, ort::kRuntimeException,
+                                  "QuantizedMatMul, FloatMatMul: no memory or no threads");
+    }
+    return nullptr;
+}
+
+template <bool kHasCodes>
+Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelInfo* info, void** result) {
+    auto kernel = std::unique_ptr<Kernel>(new (std::nothrow) Kernel{});
+    if (!kernel) return ort::create_status(api, ort::kRuntimeException, "QuantizedMatMul, FloatMatMul: no memory");
+    kernel->api = api;
+    kernel->bits = 32, kernel->block = 1;
+    if constexpr (kHasCodes) {
+        RETURN_IF_FAILED(ort::integer_attribute(api, info, "bits", &kernel->bits));
+        RETURN_IF_FAILED(ort::integer_attribute(api, info, "block_size", &kernel->block));
+        if (kernel->bits != 4 && kernel->bits != 8) return ort::fail(api, "QuantizedMatMul: codes of another size");
+    }
+    RETURN_IF_FAILED(ort::integer_attribute(api, info, "K", &kernel->inputs));
+    kernel->num_outputs = specrun::kMostOutputs;
+    RETURN_IF_FAILED(ort::integers_attribute(api, info, "N", kernel->columns, &kernel->num_outputs));
+    ort::ignore_failure(api, ort::integer_attribute(api, info, "made", &kernel->made));
+    ort::ignore_failure(api, ort::float_attribute(api, info, "epsilon", &kernel->epsilon));
+    constexpr int64_t kMost = 1 << 24;  // Products of all sizes stay within 64 bits.
+    constexpr int64_t kLongestBlock = 1 << 16;  // Sums of products of 8-bit numbers stay within 32 bits.
+    bool sizes = kernel->inputs > 0 && kernel->inputs <= kMost && kernel->num_outputs > 0;
+    for (size_t i = 0; i < kernel->num_outputs; ++i) {
+        sizes = sizes && kernel->columns[i] > 0 && kernel->columns[i] <= kMost;
+        kernel->strips += specrun::strips_of(kernel->columns[i]);
+    }
+    const bool made = kernel->made >= 0 && kernel->made <= static_cast<int64_t>(specrun::Made::kLast);
+    if (!sizes || !made || kernel->block <= 0 || kernel->block > kLongestBlock ||
+        kernel->block % (32 / kernel->bits) != 0) {
+        return ort::fail(api, "QuantizedMatMul, FloatMatMul: attributes out of range");
+    }
+    *result = kernel.release();
+    return nullptr;
+}
+
+template <bool kHasCodes>
+ort::CustomOp operator_of() {
+    using ort::CustomOp;
+    CustomOp op = ort::usual_op<Kernel>();
+    op.name = [](const CustomOp*) { return kHasCodes ? "QuantizedMatMul" : "FloatMatMul"; };
+    op.count_inputs = [](const CustomOp*) { return kHasCodes ? std::size(kQuantizedInputs) : std::size(kFloatInputs); };
+    op.count_outputs = [](const CustomOp*) -> size_t { return 1; };
+    op.input_type = [](const CustomOp*, size_t i) { return kHasCodes ? kQuantizedInputs[i] : kFloatInputs[i]; };
+    op.input_presence = [](const CustomOp*, size_t index) {
+        return index < (kHasCodes ? kNeededOfQuantized : kNeededOfFloat) ? ort::Presence::kRequired
+                                                                         : ort::Presence::kOptional;
+    };
+    op.output_presence = [](const CustomOp*, size_t) { return ort::Presence::kVariadic; };
+    op.fewest_variadic_outputs = [](const CustomOp*) { return 1; };
+    op.variadic_outputs_are_alike = [](const CustomOp*) { return 1; };
+    op.create_kernel_or_fail = create<kHasCodes>;
+    op.compute_or_fail = compute<kHasCodes>;
+    return op;
+}
+
+}  // namespace
+
+ort::CustomOp quantized_matmul() { return operator_of<true>(); }
+ort::CustomOp float_matmul() { return operator_of<false>(); }
