@@ -12,6 +12,7 @@ from typing import NamedTuple
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from specbuild.compilers.cpu_fusions import normalizes, residual_of
 from specbuild.graph.causal_mask import causal_window
 from specrun.cpu_operators import DOMAIN, VERSION
 from specrun.engine_dir.contract import WRITE_INDICES
@@ -67,7 +68,9 @@ def _fuse(graph: ir.Graph, node: ir.Node, window: int) -> bool:
     if width is None:
         return False
     rotation = queries.rotation
+    views = [view] if (view := _needless_view(swap, queries.tokens)) is not None else []
     attributes = {
+        "as_queries": len(views),
         "rotated": (_integer(rotation, "rotary_embedding_dim") or width) if rotation else 0,
         "interleaved": _integer(rotation, "interleaved") if rotation else 0,
         "window": window,
@@ -77,8 +80,8 @@ def _fuse(graph: ir.Graph, node: ir.Node, window: int) -> bool:
     inputs = [queries.tokens, keys.tokens, values.tokens, *past, write_indices]
     inputs += rotation.inputs[1:3] if rotation else ()
     own = ir.node(OPERATOR, inputs, attributes, domain=DOMAIN, num_outputs=3, name=f"{node.name}.cached")
-    old = [swap.outputs[0], *(scatter.outputs[0] for scatter in scatters)]
-    ir.convenience.replace_nodes_and_values(graph, node, [swap, node, *scatters], [own], old, own.outputs)
+    old = [(views or [swap])[0].outputs[0], *(scatter.outputs[0] for scatter in scatters)]
+    ir.convenience.replace_nodes_and_values(graph, node, [*views, swap, node, *scatters], [own], old, own.outputs)
     return True
 
 
@@ -97,6 +100,19 @@ def _swap_of(node: ir.Node) -> ir.Node | None:
     """The Transpose that makes tokens of an Attention's heads, its only reader."""
     readers = [use.node for use in node.outputs[0].uses()]
     return readers[0] if len(readers) == 1 and _is_swap(readers[0]) else None
+
+
+def _needless_view(swap: ir.Node, queries: ir.Value) -> ir.Node | None:
+    """The Reshape of the answers that a product reads, where they have its axes without it: those of ``queries``.
+
+    That is so where both products belong to one residual stream, which one normalizes and the other adds.
+    """
+    readers = [use.node for use in swap.outputs[0].uses()]
+    product = queries.producer()
+    if len(readers) != 1 or readers[0].op_type != "Reshape" or product is None or not normalizes(product):
+        return None
+    last = [use.node for use in readers[0].outputs[0].uses()]
+    return readers[0] if len(last) == 1 and residual_of(last[0]) is product.inputs[0] else None
 
 
 def _is_plain(node: ir.Node) -> bool:

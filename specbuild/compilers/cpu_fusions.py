@@ -41,6 +41,17 @@ def fuse_into_products(model: ir.Model) -> int:
     return before - len(model.graph)
 
 
+def normalizes(node: ir.Node) -> bool:
+    """Whether a node is one of our products, and normalizes its input."""
+    return node.op_type in _PLACES and "made" in node.attributes and node.attributes["made"].as_int() == NORMALIZED
+
+
+def residual_of(node: ir.Node) -> ir.Value | None:
+    """What one of our products adds; None where a node adds nothing, or is another operator."""
+    _, place = _PLACES.get(node.op_type, (0, len(node.inputs)))
+    return node.inputs[place] if place < len(node.inputs) else None
+
+
 def _make_activations(node: ir.Node) -> None:
     x = node.inputs[0]
     if x is None or (made := _made(x)) is None:
@@ -115,13 +126,8 @@ def _is_stream(value: ir.Value, width: int) -> bool:
     readers = [use.node for use in value.uses()]
     norms = [node for node in readers if node.op_type == "RMSNormalization"]
     scales = [node.inputs[1] for node in norms]
-    made = [node.inputs[_PLACES[node.op_type][0]] for node in readers if _makes(node) and node.inputs[0] is value]
+    made = [node.inputs[_PLACES[node.op_type][0]] for node in readers if normalizes(node) and node.inputs[0] is value]
     return width in [_length(scale) for scale in [*scales, *made] if scale is not None]
-
-
-def _makes(node: ir.Node) -> bool:
-    """Whether a node is one of our products, and normalizes its input."""
-    return node.op_type in _PLACES and "made" in node.attributes and node.attributes["made"].as_int() == NORMALIZED
 
 
 def _length(scale: ir.Value) -> int | None:

@@ -184,7 +184,8 @@ ON_EVERY_PROCESSOR void attend_part(void* item, size_t number) {
     Query pair[2];
     int64_t waiting = 0;
     for (int64_t token = first; token < end; ++token) {
-        const int64_t seen = all.first[row] + token + 1, from = all.window ? std::max(seen - all.window, int64_t{0}) : 0;
+        const int64_t seen = all.first[row] + token + 1;
+        const int64_t from = all.window ? std::max(seen - all.window, int64_t{0}) : 0;
         if (waiting && pair[0].first != from) {
             answer<1>(pair, keys, values, all.width);
             waiting = 0;

@@ -2,8 +2,8 @@
 //
 // Inputs: q [B, S, Hq, D], k and v [B, S, Hkv, D], in any division into axes; past keys and values [B, Hkv, P, D], all
 // float; write_indices [B] int64; cos and sin [B or 1, S, R / 2] float, which may be left out.
-// Outputs: y [B, S, Hq, D]; present keys and values, which are best the memory of the past ones.
-// Attributes: rotated (R), interleaved, window (0: none), scale.
+// Outputs: y [B, S, Hq, D], or as q is divided; present keys and values, which are best the memory of the past ones.
+// Attributes: rotated (R), interleaved, window (0: none), scale; as_queries (1: y as q is divided), if it is there.
 #include <cstring>
 #include <initializer_list>
 #include <memory>
@@ -21,7 +21,7 @@ using ort::Tensor;
 
 struct Kernel {
     const void* const* api;
-    int64_t rotated, interleaved, window;
+    int64_t rotated, interleaved, window, as_queries;
     float scale;
 };
 
@@ -36,6 +36,7 @@ Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelIn
     RETURN_IF_FAILED(ort::integer_attribute(api, info, "interleaved", &kernel->interleaved));
     RETURN_IF_FAILED(ort::integer_attribute(api, info, "window", &kernel->window));
     RETURN_IF_FAILED(ort::float_attribute(api, info, "scale", &kernel->scale));
+    ort::ignore_failure(api, ort::integer_attribute(api, info, "as_queries", &kernel->as_queries));
     if (kernel->rotated < 0 || kernel->rotated % 2 || kernel->window < 0) {
         return ort::fail(api, "CachedAttention: attributes out of range");
     }
@@ -82,8 +83,8 @@ Status* compute(void* pointer, ort::KernelContext* context) {
     if (!are_right(kernel, inputs, &all)) {
         return ort::fail(kernel.api, "CachedAttention: sizes that do not fit, or positions beyond the cache");
     }
-    const Tensor y{nullptr, 0, 4, {all.batch, all.tokens, all.q_heads, all.width}};
-    RETURN_IF_FAILED(ort::make_output(kernel.api, context, kY, y, &all.y));
+    const Tensor heads{nullptr, 0, 4, {all.batch, all.tokens, all.q_heads, all.width}};
+    RETURN_IF_FAILED(ort::make_output(kernel.api, context, kY, kernel.as_queries ? inputs[kQ] : heads, &all.y));
     RETURN_IF_FAILED(ort::make_output(kernel.api, context, kKeys, inputs[kPastKeys], &all.keys));
     RETURN_IF_FAILED(ort::make_output(kernel.api, context, kValues, inputs[kPastValues], &all.values));
     for (const auto& [past, present] : {std::pair{kPastKeys, all.keys}, std::pair{kPastValues, all.values}}) {

@@ -23,17 +23,20 @@ pytestmark = pytest.mark.skipif(not cpu_operators.are_fast(), reason="engines fo
 SIZES = {"max_input_len": 48, "max_batch_size": 4, "max_draft_len": 6}
 
 
-@pytest.mark.parametrize(("form", "block"), [("int8", 0), ("int4", 32), ("int4", 128)])
+@pytest.mark.parametrize(("form", "block"), [("float32", 0), ("int8", 0), ("int4", 32), ("int4", 128)])
 def test_every_shape_of_a_pass_gives_the_same_text(
     form: str, block: int, engines: Path, onnx: Path, tmp_path: Path
 ) -> None:
     """Without padding, in whatever way requests meet: nor does a log-probability differ by a bit."""
-    checkpoint = quantized(onnx / "target", tmp_path / "onnx", form, block)
+    is_float = form == "float32"
+    checkpoint = onnx / "target" if is_float else quantized(onnx / "target", tmp_path / "onnx", form, block)
     engine = make_engine(checkpoint, tmp_path / "engine", **SIZES)
     config = open_engine(engine)
     operators = Counter(node.op_type for node in ir.load(engine / "model.onnx").graph)
-    assert operators["QuantizedMatMul"] == 2 * 4 + 1  # Those of one input are one.
-    assert not {"DequantizeLinear", "QuantizeLinear", "MatMulNBits"} & operators.keys()
+    assert operators["FloatMatMul" if is_float else "QuantizedMatMul"] == 2 * 4 + 1  # Those of one input are one.
+    assert not {"DequantizeLinear", "QuantizeLinear", "MatMul", "MatMulNBits"} & operators.keys()
+    assert (operators["CachedAttention"], operators["RMSNormalization"]) == (2, 1)  # The last one, of few tokens.
+    assert not {"Reshape", "QuickGelu", "Sigmoid"} & operators.keys()
     assert config.backend.needs_cpu_operators == cpu_operators.VERSION
     assert config.bit_exact is not None
     assert config.bit_exact.shapes == ANY_SHAPE
