@@ -11,7 +11,7 @@ from specbuild.compilers import choose
 from specbuild.engine.cache import place_of, take
 from specbuild.engine.config import EngineOptions
 from specbuild.engine.plan import EnginePlan, plan_engine
-from specbuild.engine.size import disk_bytes
+from specbuild.engine.size import disk_bytes, disk_bytes_to_build
 from specbuild.engine.workers import run_side_by_side
 from specbuild.files import require_space, share_a_disk
 from specbuild.progress import Advance, Stages, human_bytes
@@ -81,8 +81,9 @@ def _load_compilers(engines: list[EngineOptions]) -> None:
 
 
 def _needed_space(plans: list[EnginePlan], cache_dir: Path | None) -> dict[Path, int]:
-    """About how many bytes the engines will take beside each other in every directory."""
+    """About how many bytes the engines will take beside each other in every directory, and their building."""
     needs: dict[Path, int] = {}
+    largest: dict[Path, int] = {}  # What one build takes beside its engine: they run one after the other.
     for plan in plans:
         places = [plan.options.output_dir.absolute().parent]
         if cache_dir:
@@ -91,7 +92,8 @@ def _needed_space(plans: list[EnginePlan], cache_dir: Path | None) -> dict[Path,
             places += [] if place_of(cache_dir, plan.provenance).is_dir() else [cache_dir]
         for place in places:
             needs[place] = needs.get(place, 0) + disk_bytes(plan)
-    return needs
+            largest[place] = max(largest.get(place, 0), disk_bytes_to_build(plan) - disk_bytes(plan))
+    return {place: size + largest[place] for place, size in needs.items()}
 
 
 def build_engine(

@@ -8,7 +8,7 @@ from pathlib import Path
 from specbuild.artifacts.inspect import facts_table, sizes
 from specbuild.engine.cache import look_up, place_of
 from specbuild.engine.plan import EnginePlan
-from specbuild.engine.size import build_memory, cache_bytes, disk_bytes, weight_bytes
+from specbuild.engine.size import build_memory, cache_bytes, disk_bytes, disk_bytes_to_build, weight_bytes
 from specbuild.files import existing
 from specbuild.progress import human_bytes
 from specrun.kv_cache.host_memory import free_memory
@@ -38,7 +38,8 @@ def describe_plan(plan: EnginePlan, cache_dir: Path | None) -> str:
         "max_seq_len": str(build.max_seq_len),
         "S_max": f"{build.cache_length} positions of a row in the cache",
         **{f"profile {number}": f"{profile.name}, {sizes(profile)}" for number, profile in enumerate(profiles)},
-        "disk": f"about {human_bytes(disk_bytes(plan))}; {human_bytes(_free_disk(options.output_dir))} are free",
+        "disk": f"about {human_bytes(disk_bytes(plan))}, and {human_bytes(disk_bytes_to_build(plan))} to build; "
+        f"{human_bytes(_free_disk(options.output_dir))} are free",
         "memory to build": f"up to about {human_bytes(build_memory(plan))}{free}",
         "memory to run": f"{human_bytes(weight_bytes(plan))} weights, {human_bytes(cache_bytes(plan))} KV cache for "
         f"{build.max_batch_size} rows at their longest; beside it the prefix cache and what is computed in",

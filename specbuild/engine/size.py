@@ -34,6 +34,12 @@ def disk_bytes(plan: EnginePlan) -> int:
     return weight_bytes(plan) + others
 
 
+def disk_bytes_to_build(plan: EnginePlan) -> int:
+    """About how much room building takes. On the CPU weights are laid out in a file first, and then in the engine's."""
+    laid_out = weight_bytes(plan) if plan.backend == "onnxruntime" and plan.device == "cpu" else 0
+    return disk_bytes(plan) + laid_out
+
+
 def cache_bytes(plan: EnginePlan) -> int:
     """Of the keys and values of all rows at their longest."""
     graph = plan.checkpoint.graph

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,8 @@ EXPERTS_SUM = "sum"
 """Adds up what the experts give."""
 _RECODED = "recoded.onnx"
 """A checkpoint's graph with weights in other codes, while it is compiled."""
+_NO_SPACE = 1 << 16
+"""A disk with fewer bytes left is full."""
 _DEQUANTIZE = {"DequantizeLinear"}
 HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
@@ -258,15 +263,23 @@ def save(model: ir.Model, path: Path, callback: object = None) -> None:
 
     ``model`` lets go of its weights and cannot be used afterwards.
     """
-    ir.save(
-        model,
-        path,
-        external_data=f"{path.name}.data",
-        alignment=4096,  # Page-aligned tensors can be mapped instead of read.
-        align_threshold=1 << 16,
-        max_workers=1,
-        callback=callback,  # type: ignore[arg-type]
-    )
+    try:
+        ir.save(
+            model,
+            path,
+            external_data=f"{path.name}.data",
+            alignment=4096,  # Page-aligned tensors can be mapped instead of read.
+            align_threshold=1 << 16,
+            max_workers=1,
+            callback=callback,  # type: ignore[arg-type]
+        )
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        # numpy does not say why it wrote less than it was to write.
+        is_full = shutil.disk_usage(path.parent).free < _NO_SPACE
+        number = errno.ENOSPC if is_full else errno.EFBIG
+        raise OSError(number, os.strerror(number), str(path)) from error
     for value in model.graph.initializers.values():
         value.const_value = None
 

@@ -74,15 +74,18 @@ def least_survivors(seconds: Sequence[float], tokens_per_second: float, alpha: f
 
     seconds: T(0), T(1), .. T(g). alpha: how likely another token is accepted whose draft stood so far. To go on from
     i to j draft tokens takes T(j) - T(i) seconds and yields alpha + .. + alpha^(j - i) tokens a surviving row. That
-    must be no slower than ``tokens_per_second``, for the best j. Returns [g]; the last is infinite.
+    must be no slower than ``tokens_per_second``, for the best j. Times rise. Returns [g]; the last is infinite.
     """
-    least = []
+    least, most = [], alpha / (1 - alpha) if alpha < 1 else math.inf
     for i in range(1, len(seconds)):
         best, power, yielded = math.inf, 1.0, 0.0
         for later in seconds[i + 1 :]:
             power *= alpha
             yielded += power
-            best = min(best, tokens_per_second * (later - seconds[i]) / yielded)
+            tokens = tokens_per_second * (later - seconds[i])
+            best = min(best, tokens / yielded)
+            if tokens >= best * most:  # Nor would any longer draft be better, whatever it yields.
+                break
         least.append(best)
     return least
 
@@ -146,26 +149,26 @@ class DraftLength:
         times = known.estimate(prior or self._guess)
         overall = self._overall.rate(0.5, 2.0)
         alphas = [self._own.get(request, _UNKNOWN).rate(overall, tuning.own_rate_tokens) for request in requests]
-        lag_time = draft_lag * self._lag_token_time(times.expected)
+        lag_time = draft_lag * self._lag_token_time(times)
 
         def rates(seconds: Sequence[float], doubt: float = 0.0) -> list[float]:
             tokens = batch_tokens([min(1.0, alpha + doubt) for alpha in alphas], row_limits, longest)
             return [yielded / time for yielded, time in zip(tokens, seconds, strict=False)]
 
-        plain, *drafting = rates(times.expected)
+        plain, *drafting = rates(times)
         gain = max(drafting) / plain
         self.drafting = gain >= tuning.min_gain
         if not self.drafting:
             # A standard error of the acceptance rate: until it is known well, drafting goes on where it may pay.
             doubt = math.sqrt(overall * (1 - overall) / (2 + self._evaluated))
-            self.drafting = max(rates(times.expected, doubt)[1:]) >= tuning.min_gain * plain
+            self.drafting = max(rates(times, doubt)[1:]) >= tuning.min_gain * plain
         if not self.drafting:
             # Optimistically, a length beyond the longest tried one takes no longer than that one.
             tried = max([1, *(g for g in known.medians if g <= longest)])
             last = min(tried + 1, longest)
-            trial_rates = rates([times.expected[min(g, tried)] for g in range(last + 1)])
+            trial_rates = rates([times[min(g, tried)] for g in range(last + 1)])
             trial = max(range(1, last + 1), key=trial_rates.__getitem__)
-            cost = times.expected[trial] - times.expected[0] + lag_time
+            cost = times[trial] - times[0] + lag_time
             # Only after a non-speculative step: those between trials tell what trials cost.
             can_afford = self._since_plain == 0 and self._trials.can_afford(cost)
             return DraftPlan(trial) if can_afford else _PLAIN
@@ -174,8 +177,8 @@ class DraftLength:
         if drafts_end:
             # Lengths vary by themselves here, so times need no optimism to be found out.
             alpha = sum(alphas) / len(alphas)
-            return DraftPlan(longest, least_survivors(times.expected[: longest + 1], max(plain, *drafting), alpha))
-        optimistic = rates(times.optimistic)[1:]
+            return DraftPlan(longest, least_survivors(times[: longest + 1], max(plain, *drafting), alpha))
+        optimistic = rates(known.optimistic(times))[1:]
         return DraftPlan(max(range(len(optimistic)), key=optimistic.__getitem__) + 1)
 
     def observe(
@@ -208,7 +211,7 @@ class DraftLength:
         if not (draft_len and draft_lag):
             known.add(draft_len, seconds)
         elif known.medians:
-            usual = known.estimate(self._prior(len(rows)) or self._guess).expected[draft_len]
+            usual = known.estimate(self._prior(len(rows)) or self._guess)[draft_len]
             self._lag_times.append(max(0.0, seconds - usual) / draft_lag)
 
     def _of_batch(self, batch_size: int) -> RoundTimes:
@@ -222,7 +225,7 @@ class DraftLength:
         if not others:
             return None
         nearest = min(others, key=lambda size: max(size, batch_size) / min(size, batch_size))
-        return self._times[nearest].estimate(self._guess).expected
+        return self._times[nearest].estimate(self._guess)
 
     def _lag_token_time(self, times: Sequence[float]) -> float:
         """The time to read one token of the draft lag. times: those of rounds, by draft length."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import statistics
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN
 from specrun.engine_dir.pass_times import PassTimes
@@ -48,13 +47,6 @@ _FLATTEST = 0.01
 """Share of T(0) by which the longest round is expected to take longer, at the least."""
 
 
-class Times(NamedTuple):
-    """Estimated times of rounds of draft length 0, 1, .., in seconds."""
-
-    expected: list[float]
-    optimistic: list[float]
-
-
 @dataclass
 class RoundTimes:
     """The measured times of rounds of one batch size, in seconds."""
@@ -63,6 +55,8 @@ class RoundTimes:
     measured: dict[int, deque[float]] = field(default_factory=dict)
     """By draft length."""
     medians: dict[int, float] = field(default_factory=dict)
+    _sorted: dict[int, list[float]] = field(default_factory=dict)
+    """Those of ``measured``, so that no round sorts them."""
 
     def count(self, draft_len: int) -> int:
         """How many times of ``draft_len`` are kept."""
@@ -70,18 +64,26 @@ class RoundTimes:
 
     def add(self, draft_len: int, seconds: float) -> None:
         """Add a round's time."""
-        times = self.measured.setdefault(draft_len, deque(maxlen=self.tuning.times_per_length))
+        times, ordered = self.measured.setdefault(draft_len, deque()), self._sorted.setdefault(draft_len, [])
         times.append(seconds)
-        self.medians[draft_len] = statistics.median(times)
+        insort(ordered, seconds)
+        if len(times) > self.tuning.times_per_length:
+            del ordered[bisect_left(ordered, times.popleft())]
+        self.medians[draft_len] = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
 
-    def estimate(self, prior: Sequence[float]) -> Times:
-        """Estimate the times of draft lengths 0 to g.
+    def optimistic(self, expected: Sequence[float]) -> list[float]:
+        """The times that ``estimate`` gives, shorter where a length was measured rarely, so that it is tried."""
+        optimism = self.tuning.optimism
+        return [time * (1 - optimism / math.sqrt(self.count(g) + 1)) for g, time in enumerate(expected)]
 
-        prior: expected before any was measured, [g + 1], two or more. An expected time is a weighted mean of the
-        length's own median, which single slow rounds do not move, and of the line through all lengths. The median
-        weighs more the more times it has. An optimistic time is shorter, so that lengths are tried.
+    def estimate(self, prior: Sequence[float]) -> list[float]:
+        """The expected times of draft lengths 0 to g, in seconds.
+
+        prior: expected before any was measured, [g + 1], two or more. A time is a weighted mean of the length's own
+        median, which single slow rounds do not move, and of the line through all lengths. The median weighs more the
+        more times it has.
         """
-        tuning, times = self.tuning, Times([], [])
+        tuning, times = self.tuning, []
         scale, slope = self._line(prior) if self.medians else (1.0, 0.0)
         for draft_len, usual in enumerate(prior):
             expected, count = scale * usual + slope * draft_len, self.count(draft_len)
@@ -90,8 +92,7 @@ class RoundTimes:
                 if count <= tuning.outlier_times:
                     median = min(median, tuning.outlier_factor * expected)
                 expected = (count * median + tuning.line_rounds * expected) / (count + tuning.line_rounds)
-            times.expected.append(expected)
-            times.optimistic.append(expected * (1 - tuning.optimism / math.sqrt(count + 1)))
+            times.append(expected)
         return times
 
     def _line(self, prior: Sequence[float]) -> tuple[float, float]:

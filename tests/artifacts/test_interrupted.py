@@ -233,7 +233,7 @@ def test_engine_when_files_cannot_grow(onnx: Path, out: Path) -> None:
     assert isinstance(result.exception, SystemExit), repr(result.exception)
     says = result.stderr.splitlines()[-1]
     assert says.startswith("specbuild: error: ")
-    assert "Failed to write" in says
+    assert says.endswith(": File too large")
     assert list(out.iterdir()) == []
 
 
@@ -257,13 +257,13 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 
     yield mount
     for folder in mounted:
-        subprocess.run(["umount", str(folder)], check=True)
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)  # An error's frames may still map files.
 
 
 def test_engine_on_a_full_disk(onnx: Path, small_disk: Callable[[int], Path]) -> None:
-    """The disk fills up at each of the files in turn: weights, graph, tokenizer, config."""
+    """The disk is too small, or fills up with weights in their layout, or with the engine's."""
     outcomes = set()
-    for kilobytes in (16, 200, *range(392, 464, 4)):
+    for kilobytes in (16, 200, *range(700, 856, 8)):
         disk = small_disk(kilobytes)
         flags = ("--checkpoint_dir", onnx / "draft", "--output_dir", disk / "engine", "--backend", "onnxruntime")
         result = CliRunner().invoke(main, ["engine", *map(str, flags)], prog_name="specbuild")
