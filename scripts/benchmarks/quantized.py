@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import log_softmax
 
-from scripts.benchmarks.draft_lengths import seconds_of
+from scripts.benchmarks.draft_lengths import Text, seconds_of
 from scripts.benchmarks.engines import build, to_onnx
 from scripts.benchmarks.prompts import PROMPTS
 from scripts.corpora import help_topics
@@ -95,8 +95,8 @@ def quality(found: Floats, base: Floats, texts: npt.NDArray[np.int64]) -> Qualit
 
 def rate(decoder: SpeculativeDecoder, draft_len: int | None, output_len: int) -> float:
     """Tokens/s of four prompts, one after the other."""
-    ids = [decoder.tokenizer.encode(text).ids for text in PROMPTS[:4]]
-    return len(ids) * output_len / sum(seconds_of(decoder, [prompt], draft_len, output_len) for prompt in ids)
+    texts = [Text(decoder.tokenizer.encode(prompt).ids, output_len) for prompt in PROMPTS[:4]]
+    return len(texts) * output_len / sum(seconds_of(decoder, [text], draft_len) for text in texts)
 
 
 def measure(decoders: dict[str, SpeculativeDecoder], output_len: int, repetitions: int) -> dict[str, dict[str, Any]]:
