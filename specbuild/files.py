@@ -1,17 +1,13 @@
-"""Room on disks, and files that several processes write."""
+"""Room on disks, and files that are never seen half written."""
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
-from specbuild.progress import human_bytes
+from specrun.command_line import human_bytes
 
 
 def require_space(needs: dict[Path, int]) -> None:
@@ -40,27 +36,8 @@ def existing(directory: Path) -> Path:
     return next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
 
 
-@contextmanager
-def locked(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """No other process is in the same block for ``path`` meanwhile; ``on_wait`` is called where one is. Leaves no file.
-
-    A file that is removed while it is locked is safe: filelock compares what it has locked with what has the name.
-    """
-    lock = FileLock(f"{path}.lock")
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        on_wait()
-        lock.acquire()
-    try:
-        yield
-    finally:
-        Path(lock.lock_file).unlink(missing_ok=True)
-        lock.release()
-
-
 def write_whole(path: Path, content: bytes | memoryview) -> None:
-    """Write a file that is never seen half written. Only one process may do so at a time, see ``locked``."""
+    """Write a file that is never seen half written. Only one process may do so at a time: see ``locked``."""
     temporary = path.with_name(f"{path.name}.part")
     temporary.write_bytes(content)
     temporary.replace(path)

@@ -1,10 +1,10 @@
-"""Engines of a target and its draft, built once and kept: what ``specrun run`` asks for, in a process of its own.
+"""Engines of a target and its draft, built once and kept: what ``specrun`` asks for, in a process of its own.
 
-    python -P -m specbuild.pair '{"target": "owner/big", "draft": "/models/small"}'
+    python -P -m specbuild.pair '{"target": "owner/big", "draft": "/models/small", "options": {}}'
 
 The argument holds fields of ``PairRequest``. Standard output gets a line of JSON: the engine directories by name, or
-``error``, with the name of its class as ``kind``. A pair's place depends on the content of both checkpoints and on the
-settings, not on where the checkpoints are. Nothing heavy is imported for a pair that is there.
+``error``, with the name of its class as ``kind``. An engine's place in the cache depends on the content of its
+checkpoint and on the settings, not on where the checkpoint is. Nothing heavy is imported for engines that are there.
 """
 
 from __future__ import annotations
@@ -14,16 +14,26 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from specbuild import __version__
-from specbuild.artifacts.checksums import Inputs, describe_inputs
+from specbuild.artifacts.known_checkpoints import KnownCheckpoints
+from specbuild.head_formats.detect import holds_head, holds_own_head
 from specbuild.hf.local import local_directory
+from specrun import cpu_operators
+from specrun.builder import BuildOptions, is_checkpoint
 from specrun.command_line import explain_error, stop_signals
+from specrun.devices.processor import has_vnni
 from specrun.engine_dir.checksums import key_of
-from specrun.errors import PairError
+from specrun.engine_dir.config import EngineConfig, read_config
+from specrun.engine_dir.user_cache import cached_engines, note_use
+from specrun.errors import BuildConfigError, EngineDirError, PairError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 MAX_SEQ_LEN = 4096
 """Of engines, where the models have more positions."""
@@ -31,147 +41,211 @@ MAX_SEQ_LEN = 4096
 
 @dataclass(frozen=True)
 class PairRequest:
-    """What is wanted, by the names of ``specbuild``'s options."""
+    """What is wanted. Each model is a checkpoint's directory or Hub ID, or an engine directory."""
 
     target: str
-    """Directory or Hub ID, as of the draft."""
-    draft: str
-    qformat: str = "auto"
-    """Of both models."""
-    max_draft_len: int = 10
-    max_seq_len: int | None = None
-    """None: what both models have, ``MAX_SEQ_LEN`` at most."""
+    draft: str | None = None
+    """A checkpoint may hold a draft head. The target's own has MTP layers or Medusa heads."""
+    options: BuildOptions = field(default_factory=BuildOptions)
+    for_chat: bool = False
+    """Check that prompts can be put into a chat template."""
     chat_template: str | None = None
     """A file that replaces the target's own template in chats. It is in no engine."""
 
 
-def cache_folder() -> Path:
-    """Where pairs are kept, by the XDG base directory specification."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specrun" / "pairs"
+class Pair:
+    """The models of a request: what is built of them, and where it is kept.
 
-
-def engines_of(request: PairRequest) -> dict[str, Path]:
-    """The engine directories ``target`` and ``draft``; they are built where they are not there.
-
-    Raises SpecError, and ImportError where a package is missing.
+    Raises SpecError where the request contradicts itself, and ImportError where a package is missing.
     """
-    models = {name: _locate(getattr(request, name), name.upper()).resolve() for name in ("target", "draft")}
-    memory = cache_folder() / "digests.json"
-    known = _read_digests(memory)
-    digests = known | {str(path): describe_inputs({"": path}, known.get(str(path))) for path in models.values()}
-    content = {name: digests[str(path)].inputs for name, path in models.items()}
-    made_of = [__version__, platform.machine(), {**asdict(request), **content, "chat_template": None}]
-    place = cache_folder() / f"{models['target'].name}-{key_of(made_of)[:16]}"
-    if not place.is_dir():
-        require_fit(models["target"], models["draft"], request.chat_template)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    if digests != known:
-        from specbuild.files import locked, write_whole
 
-        with locked(memory):
-            write_whole(memory, json.dumps(digests).encode())
-    if not place.is_dir():
-        _build(models, request, place)
-    return {name: place / name for name in models}
+    def __init__(self, request: PairRequest) -> None:
+        self.request, self.options = request, request.options
+        self.target = _locate(request.target, "TARGET", self.options.revision, self.options.trust_remote_code)
+        self.draft: Path | None = None
+        if request.draft is not None:
+            same = request.draft == request.target
+            revision = self.options.revision if same else self.options.draft_revision
+            self.draft = _locate(request.draft, "DRAFT", revision, self.options.trust_remote_code)
+        self.known = KnownCheckpoints(cached_engines() / "checkpoints.json")
+        self.checkpoints = [model for model in (self.target, self.draft) if model and is_checkpoint(model)]
+        if self.head and self.target not in self.checkpoints:
+            raise PairError(
+                f"{self.head}: is a draft head, and {self.target} is an engine already; give the target's checkpoint, "
+                "because both are built together"
+            )
+
+    @cached_property
+    def head(self) -> Path | None:
+        """The draft where it is a head; the target itself where it holds one and is named twice."""
+        if self.draft is None or not is_checkpoint(self.draft):
+            return None
+        is_head = holds_own_head(self.draft) if self.draft == self.target else holds_head(self.draft)
+        return self.draft if is_head else None
+
+    @cached_property
+    def max_seq_len(self) -> int:
+        """That of both engines. Raises SpecError."""
+        if self.options.max_seq_len is not None:
+            return self.options.max_seq_len
+        if self.target not in self.checkpoints:  # A draft needs what its target has.
+            return _max_seq_len_of_engine(self.target)
+        limits = [self.known.max_seq_len_of(model, partial(self._trained_for, model)) for model in self.models]
+        if self.draft and self.draft not in self.checkpoints:
+            limits.append(_max_seq_len_of_engine(self.draft))
+        return min(MAX_SEQ_LEN, *(limit for limit in limits if limit is not None))
+
+    @property
+    def models(self) -> list[Path]:
+        """The checkpoints of whole models."""
+        return [model for model in self.checkpoints if model == self.target or model != self.head]
+
+    def _trained_for(self, model: Path) -> int | None:
+        from specbuild.hf.model_facts import positions_of
+
+        _require_packages()
+        return positions_of(self._read_config(model))
+
+    def _read_config(self, model: Path) -> PreTrainedConfig:
+        from specbuild.hf.model_config import read_model_config
+
+        text_model = self.options.text_model and model == self.target
+        return read_model_config(model, self.options.trust_remote_code, text_model)
+
+    def place_of(self, role: str) -> Path:
+        """Where the cache has the engine of a checkpoint, or would have it. role: ``target`` or ``draft``."""
+        options, models = self.options, {"target": self.target, "draft": self.draft}
+        read = {role: models[role], **({"target": self.target, "head": self.head} if self.head else {})}
+        content = {name: self.known.inputs_of(model) for name, model in read.items() if model}
+        sizes = [options.max_batch_size, self.max_seq_len]
+        if role == "target" or self.head:
+            sizes.append(options.max_draft_len)
+        forms = [options.qformat, options.kv_cache_dtype, options.device, options.text_model and role == "target"]
+        machine = [platform.machine(), has_vnni(), cpu_operators.VERSION, cpu_operators.is_available()]
+        model = models[role]
+        assert model
+        return cached_engines() / f"{model.name}-{key_of([__version__, machine, role, content, forms, sizes])[:16]}"
+
+    def engines(self) -> dict[str, Path]:
+        """The engine directories ``target`` and ``draft``, built where they are not there."""
+        models = {"target": self.target, **({"draft": self.draft} if self.draft else {})}
+        places = {role: self.place_of(role) for role, model in models.items() if model in self.checkpoints}
+        self.known.save()
+        missing = {role: place for role, place in places.items() if not place.is_dir()}
+        if missing:
+            self.require_fit()
+        for role, place in missing.items():
+            self._build(role, models[role], place)
+        for place in places.values():
+            note_use(place)
+        return {role: places[role] / "engine" if role in places else model for role, model in models.items()}
+
+    def require_fit(self) -> None:
+        """Raise SpecError for what would fail after the engines are built, as far as it shows before.
+
+        Raises ImportError where a package is missing.
+        """
+        from specbuild.hf.model_facts import positions_of
+        from specrun.text.chat_template import ChatTemplate
+        from specrun.text.retokenizer import open_translator
+        from specrun.text.tokenizer import describe_tokenizer
+
+        _require_packages()
+        if self.draft and not self.head:
+            ours, theirs = (describe_tokenizer(directory, PairError) for directory in (self.target, self.draft))
+            if ours and theirs and ours.fingerprint != theirs.fingerprint:
+                open_translator(self.target, self.draft)
+        if self.request.for_chat:
+            template = Path(self.request.chat_template) if self.request.chat_template else None
+            ChatTemplate.load(self.target, template).render([{"role": "user", "content": "?"}])
+        for model in self.models:
+            limit, asked = positions_of(self._read_config(model)), self.options.max_seq_len
+            if asked and limit and asked > limit:
+                raise BuildConfigError(f"--max_seq_len {asked}: {model} has {limit} positions; give at most that")
+
+    def _build(self, role: str, model: Path, place: Path) -> None:
+        """Build one engine, unless another process has done so meanwhile."""
+        from specbuild.progress import Stages
+        from specrun.engine_dir.directories import locked, new_directory
+
+        say = Stages().say
+        with locked(place, lambda: say("another process is building this engine; waiting for it")):
+            if not place.is_dir():
+                say(f"{model} is built once and kept in {place}")
+                with new_directory(place, force=False) as work:
+                    self._write(role, model, work)
+
+    def _write(self, role: str, model: Path, work: Path) -> None:
+        from specbuild.convert.convert import convert
+        from specbuild.convert.options import ConvertOptions
+        from specbuild.engine.build import build_engines
+        from specbuild.engine.config import EngineOptions
+        from specbuild.progress import Stages
+
+        options, onnx = self.options, work / "onnx"
+        is_head = role == "draft" and self.head is not None
+        own = ConvertOptions(str(model), onnx, trust_remote_code=options.trust_remote_code)
+        if is_head:
+            own = replace(own, head_of=str(self.target))
+        else:
+            own = replace(
+                own,
+                qformat=options.qformat,
+                kv_cache_dtype=options.kv_cache_dtype,
+                text_model=options.text_model and role == "target",
+                head=str(self.head) if self.head else None,
+            )
+        stages = Stages(names={onnx: f"{model} as ONNX", work / "engine": f"engine of {model}"})
+        convert(own, stages)
+        engine = EngineOptions(
+            checkpoint_dir=onnx,
+            output_dir=work / "engine",
+            device=options.device,
+            max_batch_size=options.max_batch_size,
+            max_seq_len=self.max_seq_len,
+            max_input_len=self.max_seq_len - 1,
+            max_draft_len=options.max_draft_len if role == "target" or is_head else None,
+        )
+        build_engines([engine], workers=1, force=False, stages=stages)
+        shutil.rmtree(onnx)
 
 
-def _locate(model: str, option: str) -> Path:
+def _locate(model: str, option: str, revision: str | None, code: bool) -> Path:
+    """The directory of a model, without links in its path. A Hub ID is downloaded. Raises CheckpointError."""
+    if not is_checkpoint(model) and Path(model).expanduser().is_dir():
+        return Path(model).expanduser().resolve()  # An engine, or what opening it says.
     if (directory := local_directory(model, option)) is not None:
-        return directory
+        return directory.resolve()
     from specbuild.hf.hub import locate
 
-    return locate(model, option=option)
+    return locate(model, revision, option, code=code, head=None if option == "DRAFT" else False).resolve()
 
 
-def _read_digests(path: Path) -> dict[str, Inputs]:
-    """Checksums of checkpoints' files, by directory; what cannot be read there counts as nothing."""
-    try:
-        return {name: Inputs(*noted) for name, noted in json.loads(path.read_bytes()).items()}
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        return {}
+def _max_seq_len_of_engine(directory: Path) -> int:
+    return read_config(directory, EngineConfig, EngineDirError, "specbuild engine").build_config.max_seq_len
 
 
-def require_fit(target: Path, draft: Path, chat_template: str | None) -> None:
-    """Raise SpecError for what would fail after the engines are built, as far as it shows before.
-
-    Raises ImportError where a package is missing.
-    """
+def _require_packages() -> None:
+    """Raise ModuleNotFoundError where one is missing that a build needs."""
     from specbuild.convert.convert import PACKAGES
-    from specbuild.head_formats.detect import holds_head
-    from specbuild.hf.model_config import read_model_config
     from specbuild.hf.model_facts import require_packages
-    from specrun.text.chat_template import ChatTemplate
-    from specrun.text.retokenizer import open_translator
-    from specrun.text.tokenizer import describe_tokenizer
 
     require_packages(*PACKAGES, "onnxruntime")
-    if holds_head(draft):
-        raise PairError(
-            f"{draft}: is a draft head; build the pair with 'specbuild convert --head' and '--head_of', and "
-            "'specbuild engine'"
-        )
-    ours, theirs = (describe_tokenizer(directory, PairError) for directory in (target, draft))
-    if ours and theirs and ours.fingerprint != theirs.fingerprint:
-        open_translator(target, draft)
-    template = Path(chat_template) if chat_template else None
-    ChatTemplate.load(target, template).render([{"role": "user", "content": "?"}])
-    for directory in (target, draft):
-        read_model_config(directory, trust_remote_code=False)
-
-
-def _build(models: Mapping[str, Path], request: PairRequest, place: Path) -> None:
-    """Build the pair, unless another process has done so meanwhile."""
-    from specbuild.files import locked
-    from specbuild.progress import Stages
-    from specrun.engine_dir.directories import new_directory
-
-    say = Stages().say
-    with locked(place, lambda: say("another process is building this pair; waiting for it")):
-        if not place.is_dir():
-            say(f"the pair is built once and kept in {place}")
-            with new_directory(place, force=False) as work:
-                _write(models, request, work)
-
-
-def _write(models: Mapping[str, Path], request: PairRequest, work: Path) -> None:
-    from specbuild.convert.convert import convert
-    from specbuild.convert.options import ConvertOptions
-    from specbuild.engine.build import build_engines
-    from specbuild.engine.config import EngineOptions
-    from specbuild.progress import Stages
-
-    onnx = work / "onnx"
-    converted = {
-        name: convert(ConvertOptions(str(model), onnx / name, qformat=request.qformat), Stages())
-        for name, model in models.items()
-    }
-    longest = request.max_seq_len or min(MAX_SEQ_LEN, *(config.max_seq_len for config in converted.values()))
-    engines = [
-        EngineOptions(
-            checkpoint_dir=onnx / name,
-            output_dir=work / name,
-            max_batch_size=1,
-            max_seq_len=longest,
-            max_input_len=longest - 1,
-            max_draft_len=request.max_draft_len if name == "target" else None,
-        )
-        for name in models
-    ]
-    build_engines(engines, workers=1, force=False, stages=Stages())
-    shutil.rmtree(onnx)
 
 
 def main() -> None:
     """Answer the request in the first argument. What libraries print goes to standard error."""
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)
-        json.dump(_answer(PairRequest(**json.loads(sys.argv[1]))), answer)
+        asked = json.loads(sys.argv[1])
+        asked["options"] = BuildOptions(**asked.get("options", {}))
+        json.dump(_answer(PairRequest(**asked)), answer)
 
 
 def _answer(request: PairRequest) -> dict[str, str]:
     with stop_signals() as received:
         try:
-            return {name: str(path) for name, path in engines_of(request).items()}
+            return {name: str(path) for name, path in Pair(request).engines().items()}
         except BaseException as error:
             if received:
                 sys.exit(128 + received[0])  # Whoever has started this process says so.

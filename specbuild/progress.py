@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -16,14 +17,21 @@ Advance = Callable[[float], None]
 class Stages:
     """The stages of one command, each shown while it runs."""
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, names: Mapping[Path, str] | None = None) -> None:
+        """names: what is shown in place of paths that the user has not chosen."""
         self.console = console or Console(stderr=True)
         self.started = time.monotonic()
+        self._names = names or {}
+
+    def _shown(self, text: str) -> str:
+        for path, name in self._names.items():
+            text = text.replace(str(path), name)
+        return text
 
     @contextmanager
     def stage(self, name: str, total: float | None = None) -> Iterator[Advance]:
         """Show ``name`` while the block runs; it gets a function to advance the bar by (a share of ``total``)."""
-        began = time.monotonic()
+        began, name = time.monotonic(), self._shown(name)
         if not self.console.is_terminal:
             yield lambda _amount: None
             self.console.print(f"{name}: {time.monotonic() - began:.1f} s", highlight=False, soft_wrap=True)
@@ -36,7 +44,7 @@ class Stages:
 
     def say(self, text: str) -> None:
         """A line for people; never wrapped or coloured, so that it can be searched for."""
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(self._shown(text), highlight=False, markup=False, soft_wrap=True)
 
     @property
     def seconds(self) -> float:
@@ -47,12 +55,3 @@ class Stages:
 def peak_memory() -> int:
     """Largest resident memory of this process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def human_bytes(count: float) -> str:
-    """1234567 -> '1.2 MB'."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"

@@ -1,4 +1,4 @@
-"""specrun: engines -> text, by draft-target speculative decoding.
+"""specrun: checkpoints or engines -> text, by draft-target speculative decoding.
 
 Importing this package loads nothing but the errors; the other names are loaded when they are first used.
 """
@@ -24,6 +24,7 @@ from specrun.errors import (
 )
 
 if TYPE_CHECKING:
+    from specrun.builder import BuildOptions
     from specrun.chat.conversation import Conversation
     from specrun.config import DraftTargetConfig
     from specrun.decoder import SpeculativeDecoder
@@ -39,6 +40,7 @@ __all__ = [
     "BackendError",
     "BuildConfigError",
     "BuildError",
+    "BuildOptions",
     "CheckpointError",
     "Conversation",
     "DraftTargetConfig",
@@ -57,6 +59,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "BuildOptions": "builder",
     "Conversation": "chat.conversation",
     "DraftTargetConfig": "config",
     "Request": "request.request",

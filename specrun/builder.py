@@ -7,19 +7,89 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from specrun import errors
+from specrun.engine_dir.config import CONFIG_NAME
+from specrun.engine_dir.directories import was_written_here
 from specrun.errors import BackendError
 
 
-def engines_of(**request: object) -> dict[str, Path]:
-    """The engine directories ``target`` and ``draft`` of a request: fields of ``specbuild.pair.PairRequest``.
+@dataclass(frozen=True)
+class BuildOptions:
+    """How checkpoints become engines. The names are those of ``specbuild``'s options."""
 
-    Raises SpecError. Progress of a build is shown on standard error.
+    qformat: str = "auto"
+    """Of both models; a head is as its target is."""
+    kv_cache_dtype: str = "auto"
+    """Of both models."""
+    max_batch_size: int = 4
+    """Most texts in a batch."""
+    max_seq_len: int | None = None
+    """Most tokens of prompt and output. None: what both models have, 4,096 at most."""
+    max_draft_len: int = 10
+    """Most draft tokens that the target checks in one pass."""
+    device: str | None = None
+    """``cpu``, ``cuda`` or ``cuda:N``. None: a GPU if there is one."""
+    revision: str | None = None
+    """Branch, tag or commit of the target, for a Hub ID."""
+    draft_revision: str | None = None
+    """The same of the draft."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the checkpoints."""
+    text_model: bool = False
+    """Take the language model inside a multimodal target."""
+
+
+def is_checkpoint(model: str | Path) -> bool:
+    """True for a Hugging Face checkpoint and for what may be a Hub ID; all else is taken for an engine directory."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        try:
+            readable = isinstance(json.loads((path / CONFIG_NAME).read_bytes()), dict)
+        except (OSError, ValueError, RecursionError):
+            return False
+        return readable and not was_written_here(path)
+    return isinstance(model, str) and not path.exists() and bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model, re.ASCII))
+
+
+def engines_of(
+    target: str | Path,
+    draft: str | Path | None,
+    options: BuildOptions | None = None,
+    *,
+    for_chat: bool = False,
+    chat_template: Path | None = None,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> tuple[Path, Path | None]:
+    """The engine directories of a target and its draft. Checkpoints among the two are built, or found in the cache.
+
+    for_chat: check before a build that prompts can be put into a chat template. chat_template: a file with one that
+    replaces the target's. meanwhile: what this process does while the other one looks for the engines. Progress of a
+    build is shown on standard error. Raises SpecError.
     """
+    if not any(is_checkpoint(model) for model in (target, draft) if model is not None):
+        return Path(target).expanduser(), None if draft is None else Path(draft).expanduser()
+    request: dict[str, object] = {
+        "target": str(target),
+        "draft": None if draft is None else str(draft),
+        "options": asdict(options or BuildOptions()),
+        "for_chat": for_chat,
+        "chat_template": None if chat_template is None else str(chat_template),
+    }
+    answer = _ask(request, meanwhile)
+    if "error" in answer:
+        raise getattr(errors, answer["kind"], BackendError)(answer["error"])
+    return Path(answer["target"]), Path(answer["draft"]) if "draft" in answer else None
+
+
+def _ask(request: dict[str, object], meanwhile: Callable[[], object]) -> dict[str, str]:
+    """What ``specbuild.pair`` answers. Raises BackendError where it ends without an answer."""
     neighbours = str(Path(__file__).resolve().parents[1])
     paths = os.pathsep.join(filter(None, (neighbours, os.environ.get("PYTHONPATH"))))
     process = subprocess.Popen(
@@ -29,16 +99,13 @@ def engines_of(**request: object) -> dict[str, Path]:
         env={**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"},
     )
     try:
-        import specrun.decoder  # noqa: F401 - What opens the engines is loaded while that process looks for them.
-
+        meanwhile()
         said, _ = process.communicate()
     except BaseException:  # Ctrl-C in a terminal reaches it too; SIGTERM does not.
         process.terminate()
         process.wait()
         raise
     if process.returncode:
-        raise BackendError(f"specbuild failed with exit status {process.returncode}; the pair was not built")
-    answer = json.loads(said)
-    if "error" in answer:
-        raise getattr(errors, answer["kind"], BackendError)(answer["error"])
-    return {name: Path(directory) for name, directory in answer.items()}
+        raise BackendError(f"specbuild failed with exit status {process.returncode}; no engine was built")
+    answer: dict[str, str] = json.loads(said)
+    return answer

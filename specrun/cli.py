@@ -7,9 +7,9 @@ import click
 from specrun import __version__
 from specrun.command_line import CONTEXT, OneLineErrors
 from specrun.commands.bench import bench
+from specrun.commands.cache import cache
 from specrun.commands.chat import chat
 from specrun.commands.generate import generate
-from specrun.commands.run import run
 from specrun.commands.serve import serve
 from specrun.commands.triton_repository import triton_repository
 from specrun.commands.verify import verify
@@ -19,8 +19,9 @@ from specrun.commands.verify import verify
 @click.version_option(__version__, prog_name="specrun")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def main(debug: bool) -> None:
-    """Turn engines into text, by draft-target speculative decoding."""
+    """Turn checkpoints or engines into text, by draft-target speculative decoding."""
 
 
-for command in (generate, chat, serve, run, triton_repository, bench, verify):
+for command in (generate, chat, serve, triton_repository, bench, verify, cache):
     main.add_command(command)
+main.add_command(chat, "run")  # Its name in releases before 2026-11-25.

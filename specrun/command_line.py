@@ -1,4 +1,4 @@
-"""What the two commands share: hyphens for underscores, one-line errors, exit statuses."""
+"""What the two commands share: hyphens for underscores, one-line errors, exit statuses, sizes in words."""
 
 from __future__ import annotations
 
@@ -145,3 +145,12 @@ def _fail(ctx: click.Context, message: str, cause: BaseException | None, status:
 def show_error(ctx: click.Context, message: object) -> None:
     """One line on standard error, under the program's name."""
     click.echo(f"{ctx.find_root().info_name}: error: {' '.join(str(message).split())}", err=True)
+
+
+def human_bytes(count: float) -> str:
+    """1234567 -> '1.2 MB'."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from specrun import arguments
 from specrun.arguments import path, show
+from specrun.builder import BuildOptions, engines_of
 from specrun.config import Check, DraftTargetConfig
 from specrun.engine_dir.config import EngineConfig, open_engine
 from specrun.errors import BackendError, EngineDirError, PairError, RequestError
@@ -73,8 +74,12 @@ class SpeculativeDecoder:
         on_warm_up: Callable[[int, int], None] = lambda _done, _of: None,
         chat_template: str | Path | None = None,
         tool_format: ToolFormat | None = None,
+        build: BuildOptions | None = None,
     ) -> SpeculativeDecoder:
         """Check everything about the pair, then load it. The tokenizer is the target's unless told otherwise.
+
+        Both models are engine directories, directories of Hugging Face checkpoints or Hub IDs. Engines of checkpoints
+        are built as ``build`` says, in a process of its own, and kept in the user's cache.
 
         ``chat_template`` is a file with a template in jinja's language, instead of the tokenizer's own. ``tool_format``
         is how the model writes calls of tools, where its template does not show it.
@@ -88,8 +93,18 @@ class SpeculativeDecoder:
             raise RequestError(f"config {show(config)}: expected DraftTargetConfig")
         if not callable(on_warm_up):
             raise RequestError(f"on_warm_up {show(on_warm_up)}: expected a function")
-        target_dir = path("target_dir", target_dir)
-        draft_dir = None if draft_dir is None else path("draft_dir", draft_dir)
+        if not isinstance(build, BuildOptions | None):
+            raise RequestError(f"build {show(build)}: expected BuildOptions")
+        target, draft_model = (
+            path("target_dir", target_dir),
+            None if draft_dir is None else path("draft_dir", draft_dir),
+        )
+        # A text may be a Hub ID.
+        target_dir, draft_dir = engines_of(
+            target_dir if isinstance(target_dir, str) else target,
+            draft_dir if isinstance(draft_dir, str) else draft_model,
+            build,
+        )
         tokenizer_dir = target_dir if tokenizer_dir is None else path("tokenizer_dir", tokenizer_dir)
         chat_template = None if chat_template is None else path("chat_template", chat_template)
         engine, draft, draft_len = check_pair(target_dir, draft_dir, config)

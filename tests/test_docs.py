@@ -107,6 +107,7 @@ EVERY_COMMAND = [
     pytest.param(f"{tool} {name}", command, id=f"{tool} {name}")
     for tool, group in (("specbuild", specbuild.cli.main), ("specrun", specrun.cli.main))
     for name, command in group.commands.items()
+    if name == command.name  # Not an older name.
 ]
 
 
@@ -114,10 +115,11 @@ EVERY_COMMAND = [
 def test_every_option_is_described(title: str, command: click.Command) -> None:
     """In the command's own section, or in a shared one that it links to; and no option that it does not have."""
     text = section(title)
-    shared = ("Options of a pair", "Prompts", "Sampling", "Constraints")
+    shared = ("Models", "Options of a pair", "Prompts", "Sampling", "Constraints")
     linked = [name for name in shared if f"](#{name.lower().replace(' ', '-')})" in text]
     written = [option for part in (text, *map(section, linked)) for option in written_options(part)]
-    options = [one for one in command.params if isinstance(one, click.Option)]
+    commands = [command, *(command.commands.values() if isinstance(command, click.Group) else ())]
+    options = {one.name: one for each in commands for one in each.params if isinstance(one, click.Option)}.values()
     assert sorted(written) == sorted(name for one in options for name in (*one.opts, *one.secondary_opts))
 
 

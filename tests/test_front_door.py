@@ -25,7 +25,15 @@ ERRORS = {
     *("SpecError", "CheckpointError", "UnsupportedModelError", "VerificationError", "BuildConfigError", "BuildError"),
     *("BackendError", "OutputExistsError", "EngineDirError", "PairError", "RequestError"),
 }
-NAMES = {"SpeculativeDecoder", "SamplingParams", "RequestOptions", "DraftTargetConfig", "Conversation", "Request"}
+NAMES = {
+    "BuildOptions",
+    "SpeculativeDecoder",
+    "SamplingParams",
+    "RequestOptions",
+    "DraftTargetConfig",
+    "Conversation",
+    "Request",
+}
 
 
 def python(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:

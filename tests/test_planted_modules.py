@@ -59,9 +59,9 @@ def test_a_worker_of_a_fresh_process(planted: Path) -> None:
 
 
 def test_a_pair_is_built(planted: Path) -> None:
-    (planted / "file").touch()
-    with pytest.raises(CheckpointError, match="is a file"):
-        engines_of(target="file", draft=str(planted))
+    (planted / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="no 'model_type'"):
+        engines_of(planted, None)
 
 
 def test_every_command_of_python_leaves_the_working_directory_out() -> None:

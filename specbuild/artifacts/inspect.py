@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specbuild.artifacts.onnx_checkpoint import CheckpointConfig, open_checkpoint
-from specbuild.progress import human_bytes
+from specrun.command_line import human_bytes
 from specrun.engine_dir.config import CONFIG_NAME, EngineConfig, GraphInfo, Profile, check_files, read_config
 from specrun.engine_dir.contract import past_names, present_names
 from specrun.errors import EngineDirError

@@ -8,7 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbuild.files import locked, write_whole
+from specbuild.files import write_whole
+from specrun.engine_dir.directories import locked
 from specrun.errors import BuildError
 
 if TYPE_CHECKING:

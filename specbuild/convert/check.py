@@ -12,8 +12,9 @@ from specbuild.hf.families import refused_family
 from specbuild.hf.hub_metadata import described
 from specbuild.hf.model_facts import require_packages, vocab_size_of
 from specbuild.hf.tokenizer_check import check_tokenizer
-from specbuild.progress import Stages, human_bytes
+from specbuild.progress import Stages
 from specbuild.weights.safetensors_files import Weights
+from specrun.command_line import human_bytes
 from specrun.engine_dir.config import CONFIG_NAME, TokenizerInfo
 from specrun.errors import RequestError, UnsupportedModelError
 from specrun.kv_cache.host_memory import free_memory

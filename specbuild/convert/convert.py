@@ -12,7 +12,8 @@ from specbuild.convert.options import ConvertOptions
 from specbuild.convert.source import Source, read_source
 from specbuild.hf.model_config import save_tokenizer
 from specbuild.hf.model_facts import require_packages
-from specbuild.progress import Stages, human_bytes, peak_memory
+from specbuild.progress import Stages, peak_memory
+from specrun.command_line import human_bytes
 from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME
 from specrun.engine_dir.directories import new_directory, require_free
 

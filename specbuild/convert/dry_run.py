@@ -17,7 +17,8 @@ from specbuild.convert.source import Layout, Source, lay_out, read_source
 from specbuild.files import existing, require_space
 from specbuild.hf.model_config import eos_token_ids, save_tokenizer
 from specbuild.hf.model_facts import dtype_name, require_packages, vocab_size_of
-from specbuild.progress import Stages, human_bytes
+from specbuild.progress import Stages
+from specrun.command_line import human_bytes
 from specrun.errors import BuildConfigError
 from specrun.kv_cache.host_memory import free_memory
 

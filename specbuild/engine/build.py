@@ -14,10 +14,11 @@ from specbuild.engine.plan import EnginePlan, plan_engine
 from specbuild.engine.size import disk_bytes, disk_bytes_to_build
 from specbuild.engine.workers import run_side_by_side
 from specbuild.files import require_space, share_a_disk
-from specbuild.progress import Advance, Stages, human_bytes
+from specbuild.progress import Advance, Stages
 from specrun.backends import open_host_backend
 from specrun.backends.bit_exact_probe import probe
 from specrun.backends.pass_timing import time_passes
+from specrun.command_line import human_bytes
 from specrun.engine_dir.bit_exact import BitExact
 from specrun.engine_dir.config import CONFIG_NAME, WEIGHTS_NAME, EngineConfig, describe_file
 from specrun.engine_dir.contract import MARKOV_FILES

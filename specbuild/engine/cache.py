@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from specbuild.artifacts.provenance import key, made_before, what_differs
-from specbuild.files import locked
 from specrun.engine_dir.config import CONFIG_NAME, EngineConfig, Provenance
-from specrun.engine_dir.directories import new_directory
+from specrun.engine_dir.directories import locked, new_directory
 
 _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 """Other file systems, those without hard links, and files of other users."""

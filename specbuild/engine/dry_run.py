@@ -10,7 +10,7 @@ from specbuild.engine.cache import look_up, place_of
 from specbuild.engine.plan import EnginePlan
 from specbuild.engine.size import build_memory, cache_bytes, disk_bytes, disk_bytes_to_build, weight_bytes
 from specbuild.files import existing
-from specbuild.progress import human_bytes
+from specrun.command_line import human_bytes
 from specrun.kv_cache.host_memory import free_memory
 
 _COMPILES = {

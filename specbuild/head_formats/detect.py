@@ -47,3 +47,10 @@ def holds_head(directory: Path, names: Collection[str] | None = None) -> bool:
     is_eagle = any(mark in config for mark in MARKS) or any("Eagle" in str(name) for name in architectures(config))
     is_alone = not any(fnmatch(name, "model*.safetensors") for name in names)
     return is_eagle or is_dflash(config) or (is_medusa(config) and is_alone)
+
+
+def holds_own_head(directory: Path) -> bool:
+    """Whether ``directory`` holds a whole model that says it has MTP layers or Medusa heads. Raises CheckpointError."""
+    path = directory / CONFIG_NAME
+    config = read_json(path) if path.is_file() else {}
+    return is_mtp(config) or is_medusa(config)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specbuild.files import require_space
-from specbuild.head_formats.detect import refuse_head
+from specbuild.head_formats.detect import holds_head, refuse_head
 from specbuild.head_formats.medusa import PICKLE_NAME as MEDUSA_PICKLE
 from specbuild.hf.local import local_directory
 from specbuild.hf.unsupported import refuse_other_formats
@@ -85,18 +85,21 @@ def locate(
     option: str = "--model_dir",
     *,
     code: bool = False,
-    head: bool = False,
+    head: bool | None = False,
     pickles: bool = False,
 ) -> Path:
     """The local directory of ``model``, a directory or a Hub id, which is downloaded: what is needed of it.
 
     A directory's symbolic links must not leave it. option: what it was given with. code: Python code, too. head: it is
-    a draft head, so its weight files may have any names. pickles: take a head's pickles where it has no safetensors.
+    a draft head, so its weight files may have any names; None: it may be one.
+    pickles: take a head's pickles where it has no safetensors.
     Raises CheckpointError; OSError for a full disk.
     """
     if (directory := local_directory(model, option)) is not None:
         return directory
     repository = open_repository(model, revision, code)
+    if head is None:
+        head = holds_head(repository.directory, repository.sizes)
     weights = repository.weight_files(head, pickles)
     if missing := repository.missing(weights):
         _download(repository, missing)

@@ -14,11 +14,12 @@ from specbuild.hf.hub import locate
 from specbuild.hf.model_config import read_model_config
 from specbuild.hf.model_facts import positions_of, require_packages
 from specbuild.json_file import read_json
-from specbuild.progress import Stages, human_bytes, peak_memory
+from specbuild.progress import Stages, peak_memory
 from specbuild.quantization.calibration_data import TextOptions, Texts
 from specbuild.quantization.recipe import Recipe, make_recipe
 from specbuild.weights.cache_codes import cache_code
 from specbuild.weights.safetensors_files import Weights, check_weights, require_layers
+from specrun.command_line import human_bytes
 from specrun.engine_dir.directories import QUALITY_NAME, new_directory, require_free
 from specrun.errors import BuildConfigError, UnsupportedModelError
 

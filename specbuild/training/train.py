@@ -14,9 +14,10 @@ from specbuild.hf.hub import locate
 from specbuild.hf.model_config import read_model_config, save_generation_config, save_tokenizer
 from specbuild.hf.model_facts import positions_of, require_packages, vocab_size_of
 from specbuild.json_file import read_json
-from specbuild.progress import Stages, human_bytes, peak_memory
+from specbuild.progress import Stages, peak_memory
 from specbuild.training.options import TrainOptions
 from specbuild.weights.safetensors_files import check_weights, require_layers
+from specrun.command_line import human_bytes
 from specrun.engine_dir.directories import new_directory, require_free
 from specrun.errors import BackendError, BuildConfigError, CheckpointError, UnsupportedModelError, first_line
 

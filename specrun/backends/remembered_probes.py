@@ -10,6 +10,7 @@ from pathlib import Path
 from specrun.engine_dir import checksums
 from specrun.engine_dir.bit_exact import ShapeClass
 from specrun.engine_dir.config import EngineConfig
+from specrun.engine_dir.user_cache import user_cache
 
 _MOST = 1000
 """Engines that are remembered; the oldest are forgotten first."""
@@ -40,8 +41,7 @@ def remember(key: str, holds: bool) -> None:
 
 
 def _place() -> Path:
-    """The file of all probes, by the XDG base directory specification."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specrun" / "probes.json"
+    return user_cache() / "probes.json"
 
 
 def _read() -> dict[str, bool]:

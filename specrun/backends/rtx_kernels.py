@@ -7,10 +7,11 @@ TensorRT has no runtime cache; for it, this module only makes runtime configurat
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from specrun.engine_dir.user_cache import user_cache
 
 if TYPE_CHECKING:
     from tensorrt import ICudaEngine, IRuntimeConfig
@@ -22,7 +23,7 @@ class KernelCache:
     def __init__(self, engine: ICudaEngine, name: str) -> None:
         """Load the kernels that an earlier run stored under the same ``name``."""
         self._engine = engine
-        self._file = _folder() / f"{name}.kernels"
+        self._file = user_cache() / f"{name}.kernels"
         self._configs: list[IRuntimeConfig] = []  # They must outlive the contexts that were made with them.
         config = engine.create_runtime_config()
         self._cache = config.create_runtime_cache() if hasattr(config, "create_runtime_cache") else None
@@ -64,8 +65,3 @@ class KernelCache:
         self.save()
         self._configs.clear()
         del self._engine, self._cache
-
-
-def _folder() -> Path:
-    """The folder of all caches, by the XDG base directory specification."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specrun"

@@ -7,15 +7,16 @@ from typing import Any
 
 import click
 
+from specrun.commands.comparison import comparison_options
+from specrun.commands.models import build_models, take_models
 from specrun.commands.options import (
     DRAFT_LEN,
-    comparison_options,
+    SAMPLING,
     note_unused_sampling,
     prompt_ids,
-    require_one_draft,
     require_one_source,
 )
-from specrun.config import AUTO, DraftKind
+from specrun.config import AUTO
 
 
 @click.command()
@@ -35,10 +36,6 @@ from specrun.config import AUTO, DraftKind
 @click.option("--repetitions", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--output_format", type=click.Choice(["table", "json"]), default="table", show_default=True)
 def bench(
-    engine_dir: Path,
-    draft_engine_dir: Path | None,
-    draft: DraftKind | None,
-    tokenizer_dir: Path | None,
     batch_sizes: tuple[int, ...],
     draft_lens: tuple[Any, ...],
     output_len: int,
@@ -48,14 +45,14 @@ def bench(
     input_text: tuple[str, ...],
     input_file: Path | None,
     output_format: str,
-    **sampling: Any,
+    **options: Any,
 ) -> None:
     """Measure a pair beside its target alone, interleaved in one run.
 
     Standard output holds the results and nothing else.
     """
     require_one_source(input_text, input_file)
-    require_one_draft(draft, draft_engine_dir, needed=True)
+    built = take_models(options, draft_needed=True)
 
     from rich.console import Console
 
@@ -64,12 +61,17 @@ def bench(
     from specrun.evaluation.bench_results import table
     from specrun.sampling.sampler import SamplingParams
 
-    note_unused_sampling(sampling)
-    params, use_logits = SamplingParams(**sampling), acceptance == "logits"
-    settings = Settings(batch_sizes, draft_lens, output_len, repetitions, params, use_logits, True, bit_exact, draft)
-    config = open_engine(engine_dir)
-    prompts = prompt_ids(tokenizer_dir or engine_dir, input_text, input_file)
-    results = measure(engine_dir, draft_engine_dir, prompts, settings, lambda line: click.echo(line, err=True))
+    note_unused_sampling(options)
+    params = SamplingParams(**{name: options[name] for name in (*SAMPLING, "seed")})
+    build_models(options, built)
+    target, draft_model, tokenizer = (options[name] for name in ("engine_dir", "draft_engine_dir", "tokenizer_dir"))
+    settings = Settings(
+        *(batch_sizes, draft_lens, output_len, repetitions, params, acceptance == "logits", True),
+        *(bit_exact, options["draft"]),
+    )
+    config = open_engine(target)
+    prompts = prompt_ids(tokenizer or target, input_text, input_file)
+    results = measure(target, draft_model, prompts, settings, lambda line: click.echo(line, err=True))
     if output_format == "json":
         click.echo(as_json(results, config, settings))
     else:

@@ -14,6 +14,7 @@ import click
 from specrun.chat.chat_commands import ChatCommands
 from specrun.chat.chat_input import is_terminal, turns
 from specrun.command_line import show_error
+from specrun.commands.models import build_models, take_models
 from specrun.commands.options import (
     constraint_options,
     constraints,
@@ -56,19 +57,17 @@ def chat(**options: Any) -> None:
     /help lists the commands, /exit or the input's end ends the chat, Ctrl-C stops an answer. Standard input that is no
     terminal has one turn a line. Standard output holds the answers, standard error figures after each.
     """
-    talk(options)
-
-
-def talk(options: dict[str, Any]) -> None:
-    """A conversation with the pair that ``options`` describe: those of ``pair_options`` and ``chat_options``."""
+    built = take_models(options)
     config = pair_config(options)
 
     from specrun.chat.conversation import Conversation
     from specrun.request.options import RequestOptions
 
+    own_constraints = constraints(options)
+    build_models(options, built, for_chat=True)
     params = sampling_params(with_recommended_sampling(options))
     decoder, context = open_pair(options, config), click.get_current_context()
-    own = RequestOptions(system=options["system"], max_output_len=options["max_output_len"], **constraints(options))
+    own = RequestOptions(system=options["system"], max_output_len=options["max_output_len"], **own_constraints)
     conversation = Conversation(decoder, params, own, drop_oldest=True)
     decoder.require_chat_template()  # Without one no turn can be answered: say so before the first.
     shown = _Shown(use_color(options["color"]))

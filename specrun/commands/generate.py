@@ -1,4 +1,4 @@
-"""``specrun generate``: two engine directories -> text."""
+"""``specrun generate``: a target and its draft -> text."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import click
 
 from specrun.command_line import FolderPath, show_error
 from specrun.commands.generate_file import answer_file, require_files
+from specrun.commands.models import build_models, take_models
 from specrun.commands.options import (
     constraint_options,
     constraints,
@@ -70,7 +71,7 @@ def generate(
     color: bool | None,
     **options: Any,
 ) -> None:
-    """Two engine directories -> text.
+    """A target and its draft -> text.
 
     Standard output holds the results and nothing else. A prompt's text does not depend on the other prompts.
     """
@@ -84,10 +85,12 @@ def generate(
         raise click.UsageError("--output_format cannot be combined with --output_file, which gets lines of JSON")
     if options["chat_template"] and not (options["chat"] or options["system"] or output_file):
         raise click.UsageError("--chat_template needs --chat or --system")
+    built = take_models(options)
     config = pair_config(options)
     if options["logprobs"] is not None and output_format != "json" and output_file is None:
         raise click.UsageError("--logprobs are part of --output_format json and of --output_file")
 
+    from specrun.batch.files import require_readable
     from specrun.output import EventPrinter, JsonPrinter, TextPrinter, summary
     from specrun.request.options import RequestOptions
     from specrun.request.prompts import read_prompts
@@ -95,7 +98,10 @@ def generate(
     own = {field.name: options[field.name] for field in fields(RequestOptions) if field.name not in NOT_OF_A_REQUEST}
     chosen = RequestOptions(**own | constraints(options))
     if input_file and output_file:
-        answer_file(input_file, output_file, resume, chosen, n, options, config)
+        require_readable(input_file)
+    model = build_models(options, built, for_chat=options["chat"] or options["system"] is not None)
+    if input_file and output_file:
+        answer_file(input_file, output_file, resume, chosen, n, model, options, config)
         return
     params = sampling_params(options)
     if n > 1 and params.greedy:

@@ -42,22 +42,21 @@ def answer_file(
     resume: bool,
     chosen: RequestOptions,
     n: int,
+    model: str,
     options: dict[str, Any],
     config: DraftTargetConfig,
 ) -> None:
-    """Answer the questions of ``input_file``; exit 1 where one has no answer."""
+    """Answer the questions of ``input_file``; exit 1 where one has no answer. model: its name in the answers."""
     from dataclasses import replace
 
-    from specrun.batch.files import Answers, require_readable
+    from specrun.batch.files import Answers
     from specrun.batch.lines import Defaults
     from specrun.openai.body import DEFAULTS
     from specrun.sampling.sampler import SamplingParams
 
     context = click.get_current_context()
     given = given_sampling(options)
-    model = options["engine_dir"].resolve().name
     defaults = Defaults(SamplingParams(**given), chosen, n, replace(DEFAULTS, **given), model)
-    require_readable(input_file)
     with Answers.resume(output_file, input_file) if resume else Answers.create(output_file) as answers:
         if answers.answered:
             click.echo(f"{output_file}: {answers.answered} lines are answered already", err=True)

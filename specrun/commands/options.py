@@ -106,8 +106,7 @@ def note_unused_sampling(options: dict[str, Any]) -> None:
         click.echo(f"note: temperature 0 is greedy: {wanted} changes nothing; give --temperature too", err=True)
 
 
-engine_dir_option = click.option("--engine_dir", required=True, type=FolderPath, help="The target's engine directory.")
-tokenizer_dir_option = click.option("--tokenizer_dir", type=FolderPath, help="Default: the tokenizer in engine_dir.")
+tokenizer_dir_option = click.option("--tokenizer_dir", type=FolderPath, help="Default: the target's tokenizer.")
 draft_option = click.option(
     "--draft",
     type=click.Choice(["ngram", "suffix"]),
@@ -156,27 +155,12 @@ prompt_options = together(
 )
 
 
-def comparison_options(temperature: float = 0.0) -> Decorator:
-    """The options of every command that compares a pair with its target alone. temperature: its default."""
-    return together(
-        engine_dir_option,
-        click.option("--draft_engine_dir", type=FolderPath, help="The draft's engine directory."),
-        draft_option,
-        tokenizer_dir_option,
-        bit_exact_option,
-        click.option("--acceptance", type=click.Choice(["tokens", "logits"]), default="tokens", show_default=True),
-        prompt_options,
-        sampling_options(temperature),
-        click.option("--seed", type=int, default=0, show_default=True),
-    )
-
-
-def require_one_draft(draft: str | None, draft_engine_dir: Path | None, needed: bool = False) -> None:
+def require_one_draft(draft: str | None, draft_model: str | Path | None, needed: bool = False) -> None:
     """Raise click's UsageError where the two cannot be combined, or one is ``needed`` and there is none."""
-    if draft == "ngram" and draft_engine_dir:
-        raise click.UsageError("--draft ngram cannot be combined with --draft_engine_dir")
-    if needed and not (draft or draft_engine_dir):
-        raise click.UsageError("give --draft_engine_dir, or --draft suffix")
+    if draft == "ngram" and draft_model:
+        raise click.UsageError("--draft ngram cannot be combined with a draft model")
+    if needed and not (draft or draft_model):
+        raise click.UsageError("give DRAFT, or --draft suffix")
 
 
 generation_config_option = click.option(

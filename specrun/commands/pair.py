@@ -11,17 +11,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specrun.command_line import FolderPath
+from specrun.commands.models import models_options
 from specrun.commands.options import (
     DEVICES,
     DRAFT_LEN,
     Parsed,
     bit_exact_option,
-    draft_option,
-    engine_dir_option,
     given,
-    require_one_draft,
     together,
-    tokenizer_dir_option,
 )
 from specrun.config import DraftTargetConfig, parse_draft_target_config
 
@@ -30,12 +27,7 @@ if TYPE_CHECKING:
     from specrun.text.tools import ToolFormat
 
 pair_options = together(
-    engine_dir_option,
-    click.option(
-        "--draft_engine_dir", type=FolderPath, help="The draft's engine directory. Without it the target runs alone."
-    ),
-    draft_option,
-    tokenizer_dir_option,
+    models_options,
     click.option("--chat_template", type=FolderPath, help="A file with a chat template. Default: the tokenizer's."),
     click.option(
         "--draft_target_model_config",
@@ -114,7 +106,6 @@ def pair_config(options: dict[str, Any]) -> DraftTargetConfig:
     )
     own = {name: options[name] for name in memory}
     own["shared_thread_pool"] = True  # A command has its process for itself.
-    require_one_draft(options["draft"], options["draft_engine_dir"])
     if options["draft_engine_dir"] is None and options["draft"] is None:
         needing = (
             "draft_target_model_config",
@@ -125,7 +116,7 @@ def pair_config(options: dict[str, Any]) -> DraftTargetConfig:
         )
         for name in needing:
             if options[name] is not None:
-                raise click.UsageError(f"--{name} needs a draft; give --draft_engine_dir or --draft suffix")
+                raise click.UsageError(f"--{name} needs a draft; give DRAFT or --draft suffix")
     if options["max_tokens_in_kv_cache"] is not None and not options["reuse_blocks"]:
         raise click.UsageError("--max_tokens_in_kv_cache cannot be combined with --no_kv_cache_enable_block_reuse")
     if options["draft_target_model_config"] is not None:

@@ -1,4 +1,4 @@
-"""``specrun serve``: two engine directories -> an OpenAI-compatible server."""
+"""``specrun serve``: a target and its draft -> an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from specrun.command_line import FolderPath
+from specrun.commands.models import build_models, take_models
 from specrun.commands.options import generation_config_option, show_recommended_sampling
 from specrun.commands.pair import open_pair, pair_config, pair_options
 
@@ -27,7 +28,7 @@ from specrun.commands.pair import open_pair, pair_config, pair_options
     help="Names in Host and Origin that are answered, beside this machine's; *: all. Default: all if keys are given"
     " or --host is not this machine.",
 )
-@click.option("--model_name", metavar="NAME", help="What clients call the model. Default: the name of engine_dir.")
+@click.option("--model_name", metavar="NAME", help="What clients call the model. Default: TARGET's name.")
 @click.option("--max_queue", type=click.IntRange(1), default=256, show_default=True, help="Most requests that wait.")
 @click.option("--request_timeout", type=float, metavar="SECONDS", help="Time limit of an answer; it ends as it is.")
 @click.option(
@@ -62,11 +63,12 @@ def serve(
     log_prompts: bool,
     **options: Any,
 ) -> None:
-    """Two engine directories -> an OpenAI-compatible server.
+    """A target and its draft -> an OpenAI-compatible server.
 
     It answers /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize, /health, /metrics and
     /version. The log on standard error has a line of JSON for every request. SIGTERM and Ctrl-C let answers end.
     """
+    built = take_models(options)
     config = pair_config(options)
     from specrun.openai.body import DEFAULTS
     from specrun.request.generation_config import recommended_sampling
@@ -82,6 +84,7 @@ def serve(
     if hosts is None and not keys and is_local(host):
         hosts = frozenset()
     listener = listen(host, port)
+    name = build_models(options, built)
     if not keys and not is_local(host):
         click.echo(f"WARNING: everybody who reaches {host} may use this server; give --api_key_file", err=True)
     recommended = recommended_sampling(options["engine_dir"]) if generation_config == "auto" else {}
@@ -95,7 +98,7 @@ def serve(
         run(
             decoder,
             listener,
-            model=model_name or options["engine_dir"].resolve().name,
+            model=model_name or name,
             keys=keys,
             allowed_hosts=hosts,
             max_queue=max_queue,

@@ -1,4 +1,4 @@
-"""``specrun triton_repository``: two engine directories -> a model repository for Triton Inference Server."""
+"""``specrun triton_repository``: a target and its draft -> a model repository for Triton Inference Server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 import click
 
 from specrun.command_line import FolderPath
+from specrun.commands.models import build_models, take_models
 from specrun.commands.pair import pair_config, pair_options
+from specrun.engine_dir.directories import require_free
 
 
 @click.command("triton_repository")
@@ -18,11 +20,14 @@ from specrun.commands.pair import pair_config, pair_options
 @click.option("--max_queue", type=click.IntRange(1), default=256, show_default=True, help="Most requests that wait.")
 @click.option("--force", is_flag=True, help="Replace output_dir if it exists.")
 def triton_repository(output_dir: Path, copy: bool, max_queue: int, force: bool, **options: Any) -> None:
-    """Two engine directories -> a model repository for Triton Inference Server.
+    """A target and its draft -> a model repository for Triton Inference Server.
 
     It has the models speculative, which is the pair, and target, which is the target alone.
     """
+    built = take_models(options)
     config = pair_config(options)
+    require_free(output_dir, force)
+    build_models(options, built)
     from specrun.triton.repository import write_repository
 
     models = write_repository(

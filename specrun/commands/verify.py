@@ -9,18 +9,18 @@ from typing import Any
 
 import click
 
+from specrun.commands.comparison import comparison_options
+from specrun.commands.models import build_models, take_models
 from specrun.commands.options import (
-    CONSTRAINTS,
     DRAFT_LEN,
-    comparison_options,
+    SAMPLING,
     constraint_options,
     constraints,
     note_unused_sampling,
     prompt_ids,
-    require_one_draft,
     require_one_source,
 )
-from specrun.config import DraftKind, DraftTargetConfig
+from specrun.config import DraftTargetConfig
 
 INCONCLUSIVE = 3
 """Exit status: 2 is wrong usage."""
@@ -39,10 +39,6 @@ INCONCLUSIVE = 3
 )
 @click.option("--output_format", type=click.Choice(["text", "json"]), default="text", show_default=True)
 def verify(
-    engine_dir: Path,
-    draft_engine_dir: Path | None,
-    draft: DraftKind | None,
-    tokenizer_dir: Path | None,
     bit_exact: bool | None,
     acceptance: str,
     input_text: tuple[str, ...],
@@ -57,25 +53,30 @@ def verify(
     Short prompts show more. Exit 1 where they differ, 3 where nothing differs but an error could not have shown.
     """
     require_one_source(input_text, input_file)
-    require_one_draft(draft, draft_engine_dir, needed=True)
+    built = take_models(options, draft_needed=True)
 
     from specrun.evaluation.verify import verify_pair
     from specrun.request.options import RequestOptions
     from specrun.sampling.sampler import SamplingParams
 
     asked = RequestOptions(**constraints(options))
-    for name in CONSTRAINTS:
-        del options[name]
-    length, use_logits = options.pop("draft_len"), acceptance == "logits"
-    config = DraftTargetConfig(length, use_logits=use_logits, shared_thread_pool=True, draft=draft, bit_exact=bit_exact)
-    prompts = prompt_ids(tokenizer_dir or engine_dir, input_text, input_file)
+    config = DraftTargetConfig(
+        options["draft_len"],
+        use_logits=acceptance == "logits",
+        shared_thread_pool=True,
+        draft=options["draft"],
+        bit_exact=bit_exact,
+    )
     note_unused_sampling(options)
-    params = SamplingParams(**options)
+    params = SamplingParams(**{name: options[name] for name in (*SAMPLING, "seed")})
+    build_models(options, built)
+    target, draft_model, tokenizer = (options[name] for name in ("engine_dir", "draft_engine_dir", "tokenizer_dir"))
+    prompts = prompt_ids(tokenizer or target, input_text, input_file)
 
     def report(line: str) -> None:
         click.echo(line, err=True)
 
-    verdict = verify_pair(engine_dir, draft_engine_dir, config, prompts, params, seconds, report, asked, tokenizer_dir)
+    verdict = verify_pair(target, draft_model, config, prompts, params, seconds, report, asked, tokenizer)
     if output_format == "json":
         click.echo(json.dumps({"good": verdict.good, "outcome": verdict.outcome, **dataclasses.asdict(verdict)}))
     else:

@@ -8,11 +8,11 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from filelock import lock_descriptor
+from filelock import FileLock, Timeout, lock_descriptor
 
 from specrun.engine_dir.config import CONFIG_NAME
 from specrun.errors import OutputExistsError
@@ -35,7 +35,7 @@ def require_free(output: Path, force: bool) -> None:
             raise OutputExistsError(f"{path}: exists and is not a directory; choose another --output_dir")
     if output.exists() and any(output.iterdir()) and not force:
         raise OutputExistsError(f"{output}: exists; give --force to replace it, or choose another --output_dir")
-    if output.exists() and any(output.iterdir()) and not _ours(output):
+    if output.exists() and any(output.iterdir()) and not was_written_here(output):
         # --force replaces what these tools wrote, not somebody's home directory or Hugging Face checkpoint.
         raise OutputExistsError(
             f"{output}: exists and has no config.json of ours; refusing to replace a directory that specbuild and "
@@ -43,7 +43,8 @@ def require_free(output: Path, force: bool) -> None:
         )
 
 
-def _ours(directory: Path) -> bool:
+def was_written_here(directory: Path) -> bool:
+    """Whether ``specbuild`` or ``specrun`` wrote what is in ``directory``, going by the file that says so."""
     kinds = (
         (CONFIG_NAME, "kind", ("engine", "checkpoint", TRITON_KIND)),
         (QUALITY_NAME, "tool", ("specbuild quantize",)),
@@ -101,6 +102,25 @@ def new_directory(output: Path, force: bool) -> Iterator[Path]:
         finally:
             if lock is not None:
                 os.close(lock)
+
+
+@contextmanager
+def locked(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """No other process is in the same block for ``path`` meanwhile; ``on_wait`` is called where one is. Leaves no file.
+
+    A file that is removed while it is locked is safe: filelock compares what it has locked with what has the name.
+    """
+    lock = FileLock(f"{path}.lock")
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        on_wait()
+        lock.acquire()
+    try:
+        yield
+    finally:
+        Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
 
 
 def _scratch_prefix(output: Path) -> str:

@@ -903,7 +903,7 @@ def test_malformed_config_list(engines: Path, text: str, fragment: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "fragments"),
     [
-        (("--draft_len", "2"), ["--draft_len needs a draft", "--draft_engine_dir"]),
+        (("--draft_len", "2"), ["--draft_len needs a draft; give DRAFT or --draft suffix"]),
         (("--acceptance", "logits"), ["--acceptance needs a draft"]),
         (("--draft_target_model_config", "[4,[0],[0],False]"), ["--draft_target_model_config needs a draft"]),
         (("--input_file", "f"), ["--input_text cannot be combined with --input_file"]),

@@ -14,8 +14,8 @@ from transformers import MambaConfig
 from specbuild.cli import main
 from specbuild.files import require_space
 from specbuild.hf.families import table
-from specbuild.progress import human_bytes
 from specrun import SpeculativeDecoder
+from specrun.command_line import human_bytes
 from tests.helpers.families import FAMILIES, SIZES, save_checkpoint
 
 

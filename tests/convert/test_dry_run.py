@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from specbuild.artifacts.onnx_checkpoint import open_checkpoint
-from specbuild.progress import human_bytes
+from specrun.command_line import human_bytes
 from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME
 from tests.helpers.command_errors import build, copy_of, error_line, files_below, says
 from tests.helpers.families import TEXT, save_checkpoint

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specbuild.files import locked
+from specrun.engine_dir.directories import locked
 from tests import all_cores
 from tests.gpu_simulator import ptx
 

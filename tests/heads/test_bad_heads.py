@@ -121,7 +121,6 @@ def test_options_and_directories_that_are_no_heads(target: Path, tmp_path: Path)
         return error_line(build("convert", *args, "--output_dir", out))
 
     says(error("--model_dir", head), head, "draft head", "--head_of")
-    says(error_line(run("run", target, head)), head, "is a draft head", "--head_of")
     says(error("--model_dir", target, "--head", target), target, "fc.weight")
     says(error("--model_dir", target, "--head", tmp_path / "none"), "no such directory", "--head")
     says(error("--model_dir", target, "--head", head, "--kv_cache_dtype", "int8"), "--kv_cache_dtype", "--head")

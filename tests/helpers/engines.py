@@ -14,9 +14,9 @@ from specbuild.convert.convert import convert
 from specbuild.convert.options import ConvertOptions
 from specbuild.engine.build import build_engine
 from specbuild.engine.config import engine_options
-from specbuild.files import locked
 from specbuild.progress import Stages
 from specrun.engine_dir.config import describe_file
+from specrun.engine_dir.directories import locked
 from specrun.text.tokenizer import describe_tokenizer
 
 

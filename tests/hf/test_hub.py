@@ -22,8 +22,8 @@ from specbuild.convert.inputs import locate_inputs
 from specbuild.convert.options import ConvertOptions
 from specbuild.head_formats.detect import read_head
 from specbuild.hf.hub import locate
-from specbuild.progress import human_bytes
 from specbuild.weights.safetensors_files import check_weights
+from specrun.command_line import human_bytes
 from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME, describe_file
 from specrun.errors import CheckpointError
 from tests.helpers.engines import make_onnx

@@ -1,4 +1,4 @@
-"""``specrun run``: a real build into a cache, and what is found there again."""
+"""Checkpoints in commands: a real build into a cache, and what is found there again."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ import pytest
 from click.testing import CliRunner, Result
 
 from specbuild import pair
-from specbuild.files import locked
-from specbuild.pair import PairRequest, engines_of
+from specbuild.pair import Pair, PairRequest
 from specbuild.quantization.recipe import QFORMATS as convert_formats
-from specrun import builder
+from specbuild.weights.cache_codes import KV_CACHE_DTYPES as convert_cache_dtypes
+from specrun import BuildOptions, SpeculativeDecoder, builder
 from specrun.cli import main
-from specrun.commands.run import QFORMATS
-from specrun.errors import BackendError, BuildConfigError
+from specrun.commands.models import KV_CACHE_DTYPES, QFORMATS
+from specrun.engine_dir.directories import locked
+from specrun.engine_dir.user_cache import cached_engines
+from specrun.errors import BackendError, BuildConfigError, RequestError
 
 SETTINGS = ("--max_seq_len", 64, "--max_draft_len", 4)
 SAME = ("--max_output_len", 12, "--seed", 1)
@@ -35,7 +37,7 @@ def cache(hf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("cache")
     said = run(root, hf / "target", hf / "draft", *SETTINGS, *SAME)
     assert said.returncode == 0, said.stderr
-    assert "the pair is built once and kept in " in said.stderr
+    assert said.stderr.count(" is built once and kept in ") == 2
     assert "verified: largest logit difference" in said.stderr, "specbuild's progress is shown"
     assert len(said.stdout.splitlines()) == 1, "standard output holds the answer alone"
     return root
@@ -48,7 +50,7 @@ def run(cache: Path, *arguments: object, **options: Any) -> subprocess.Completed
 
 
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "specrun", "run", *map(str, arguments)]
+    return [sys.executable, "-m", "specrun", "chat", *map(str, arguments)]
 
 
 def environment(cache: Path) -> dict[str, str]:
@@ -58,7 +60,7 @@ def environment(cache: Path) -> dict[str, str]:
 def inside(cache: Path, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> Result:
     """In this process; what looks for the pair has one of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    return CliRunner().invoke(main, [str(part) for part in ("run", *arguments)], input="the quick\n")
+    return CliRunner().invoke(main, [str(part) for part in ("chat", *arguments)], input="the quick\n")
 
 
 @pytest.fixture
@@ -68,10 +70,10 @@ def without_torch(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
 
 
-def found(target: Path, draft: Path, **settings: Any) -> dict[str, Path]:
+def found(target: Path, draft: Path | None, for_chat: bool = False, **settings: Any) -> dict[str, Path]:
     """The engines of ``cache``. Raises ModuleNotFoundError where they would have to be built."""
-    request = {"max_seq_len": 64, "max_draft_len": 4, **settings}
-    return engines_of(PairRequest(str(target), str(draft), **request))
+    options = BuildOptions(**{"max_seq_len": 64, "max_draft_len": 4, **settings})
+    return Pair(PairRequest(str(target), None if draft is None else str(draft), options, for_chat)).engines()
 
 
 def test_a_pair_that_was_built_is_found_again(
@@ -95,8 +97,9 @@ def test_other_settings_are_another_pair(hf: Path, cache: Path, settings: dict[s
         found(hf / "target", hf / "draft", **settings)
 
 
-def test_another_template_is_the_same_pair(hf: Path, without_torch: None) -> None:
-    found(hf / "target", hf / "draft", chat_template="elsewhere.jinja")
+def test_what_no_engine_depends_on_is_the_same_pair(hf: Path, without_torch: None) -> None:
+    both = found(hf / "target", hf / "draft", for_chat=True)
+    assert found(hf / "target", None) == {"target": both["target"]}, "another pair, or none, has the same target"
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer_config.json"])
@@ -117,7 +120,7 @@ def test_files_that_no_engine_depends_on_do_not_count(
     (target / "README.md").write_text("notes")
     found(target, hf / "draft")
     for content in ("[", "[]", '{"/there": 1}'):
-        (cache / "specrun" / "pairs" / "digests.json").write_text(content)
+        (cache / "specrun" / "engines" / "checkpoints.json").write_text(content)
         found(target, hf / "draft")
 
 
@@ -144,14 +147,19 @@ def test_what_is_wrong_is_said_before_anything_is_built(
         (hf / "target", tmp_path / "empty", "no config.json"),
         (hf / "target", tmp_path / "odd", "no 'model_type'"),
     ):
-        assert reason in pair._answer(PairRequest(str(target), str(draft)))["error"]
+        assert reason in answer(target, draft)["error"]
     shown = inside(tmp_path / "cache", monkeypatch, hf / "target", hf / "draft", "--acceptance", "x")
     assert shown.exit_code == 2
-    assert not (tmp_path / "cache").exists()
+    assert not list((tmp_path / "cache").rglob("engine"))
+
+
+def answer(target: Path, draft: Path) -> dict[str, str]:
+    """What this process would answer another one."""
+    return pair._answer(PairRequest(str(target), str(draft)))
 
 
 def test_a_package_that_is_missing_is_named_with_its_extra(hf: Path, without_torch: None) -> None:
-    assert pair._answer(PairRequest(str(hf / "target"), str(hf / "padded"))) == {
+    assert answer(hf / "target", hf / "padded") == {
         "error": "specbuild needs torch, which is not installed: pip install '.[build]' in a clone of the project",
         "kind": "ModuleNotFoundError",
     }
@@ -160,20 +168,20 @@ def test_a_package_that_is_missing_is_named_with_its_extra(hf: Path, without_tor
 def test_a_build_that_fails_leaves_nothing(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(BuildConfigError, match="int3"):
-        builder.engines_of(target=str(hf / "target"), draft=str(hf / "draft"), qformat="int3")
+        builder.engines_of(hf / "target", hf / "draft", BuildOptions(qformat="int3"))
     assert left(tmp_path / "cache") == []
-    with pytest.raises(BackendError, match="exit status 1; the pair was not built"):  # A fault of ours.
-        builder.engines_of(model=str(hf / "target"))
+    with pytest.raises(BackendError, match="exit status 1; no engine was built"):  # A fault of ours.
+        builder._ask({"model": str(hf / "target")}, lambda: None)
 
 
 def left(cache: Path) -> list[str]:
-    """Pairs, and parts of pairs."""
-    return [path.name for path in (cache / "specrun" / "pairs").iterdir() if path.is_dir()]
+    """Engines, and parts of engines."""
+    return [path.name for path in (cache / "specrun" / "engines").iterdir() if path.is_dir()]
 
 
 def test_a_build_that_is_stopped_leaves_nothing(hf: Path, tmp_path: Path) -> None:
-    pairs = tmp_path / "specrun" / "pairs"
-    (pairs / ".target-old.0123abcd.tmp").mkdir(parents=True)
+    engines = tmp_path / "specrun" / "engines"
+    (engines / ".target-old.0123abcd.tmp").mkdir(parents=True)
     with subprocess.Popen(
         command(hf / "target", hf / "draft"), env=environment(tmp_path), stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -184,7 +192,7 @@ def test_a_build_that_is_stopped_leaves_nothing(hf: Path, tmp_path: Path) -> Non
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=60)  # Its end means that specbuild has ended: it has the same stderr.
     assert process.returncode == 143, said
-    assert left(tmp_path) == [".target-old.0123abcd.tmp"], "another pair's is another process's"
+    assert left(tmp_path) == [".target-old.0123abcd.tmp"], "another engine's is another process's"
 
 
 def test_hub_ids_are_found_in_the_hubs_cache(hf: Path, tmp_path: Path) -> None:
@@ -202,20 +210,92 @@ def test_hub_ids_are_found_in_the_hubs_cache(hf: Path, tmp_path: Path) -> None:
         assert wanted in said.stdout, said.stderr
 
 
+def test_an_engine_beside_a_checkpoint(hf: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is built beside an engine is as long as the engine is."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    both = found(hf / "target", hf / "draft")
+    for given_target, given_draft in ((both["target"], hf / "draft"), (hf / "target", both["draft"])):
+        assert found(given_target, given_draft, max_seq_len=None) == both
+
+
+def test_from_python(hf: Path, cache: Path, without_torch: None) -> None:
+    built = BuildOptions(max_seq_len=64, max_draft_len=4)
+    with SpeculativeDecoder.open(hf / "target", str(hf / "draft"), build=built) as decoder:
+        (request,) = decoder.generate("the quick", max_output_len=5)
+        assert len(request.output) == 5 and request.stats.rounds
+    with pytest.raises(RequestError, match="build 3: expected BuildOptions"):
+        SpeculativeDecoder.open(hf / "target", build=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        (["generate", "--input_text", "the quick", "--max_output_len", 5], ""),
+        (["bench", "--input_text", "the quick", "--output_len", 5, "--repetitions", 1], "speed-up"),
+        (["verify", "--input_text", "the quick", "--seconds", 0.1], "no difference"),
+    ],
+)
+def test_other_commands_take_checkpoints(
+    hf: Path, cache: Path, without_torch: None, command: list[object], shown: str
+) -> None:
+    said = specrun(command[0], hf / "target", hf / "draft", *SETTINGS, *command[1:])
+    assert said.exit_code in (0, 3), said.output
+    assert said.stdout.strip() and shown in said.stdout
+
+
+def test_a_repository_for_triton_of_checkpoints(hf: Path, cache: Path, without_torch: None, tmp_path: Path) -> None:
+    said = specrun("triton_repository", hf / "target", hf / "draft", *SETTINGS, "--output_dir", tmp_path / "models")
+    assert said.exit_code == 0, said.output
+    assert (tmp_path / "models" / "speculative").is_dir()
+
+
+def test_without_a_draft_the_target_runs_alone(hf: Path, cache: Path, without_torch: None) -> None:
+    for more in ([], ["--draft", "suffix"]):
+        said = specrun("generate", hf / "target", *SETTINGS, "--input_text", "the quick", *more)
+        assert (said.exit_code, "built" in said.stderr) == (0, False), said.output
+
+
+def specrun(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(part) for part in arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "reason"),
+    [
+        ([], 2, "give TARGET: a checkpoint's directory, its Hub ID, or an engine directory"),
+        (["big", "--engine_dir", "x"], 2, "--engine_dir cannot be combined with TARGET"),
+        (["a/b", "c/d", "--draft_engine_dir", "x"], 2, "--draft_engine_dir cannot be combined with DRAFT"),
+        (["a/b", "c/d", "--draft", "ngram"], 2, "--draft ngram cannot be combined with a draft model"),
+        (["a/b", "--draft_len", "3"], 2, "--draft_len needs a draft; give DRAFT or --draft suffix"),
+        (["--engine_dir", "x", "--qformat", "int8"], 2, "--qformat is for checkpoints, of which engines are built"),
+        (["none"], 1, "none: no such directory; TARGET wants a checkpoint's directory, its Hub ID (owner/name), or an"),
+        (["a/b", "/none/of/it"], 1, "/none/of/it: no such directory; DRAFT wants a checkpoint's directory"),
+    ],
+)
+def test_bad_models(arguments: list[str], status: int, reason: str) -> None:
+    said = specrun("chat", *arguments)
+    assert (said.exit_code, reason in said.stderr) == (status, True), said.stderr
+
+
+def test_bench_needs_a_draft() -> None:
+    assert "give DRAFT, or --draft suffix" in specrun("bench", "a/b").stderr
+
+
 def test_padded_embeddings_are_no_difference(hf: Path) -> None:
-    pair.require_fit(hf / "target", hf / "padded", None)
+    Pair(PairRequest(str(hf / "target"), str(hf / "padded"))).require_fit()
 
 
 def test_the_cache_is_where_xdg_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", "/home/someone")
-    assert pair.cache_folder() == Path("/home/someone/.cache/specrun/pairs")
+    assert cached_engines() == Path("/home/someone/.cache/specrun/engines")
 
 
 def test_the_formats_are_those_of_specbuild(hf: Path, tmp_path: Path) -> None:
     assert set(QFORMATS) == {"auto", *convert_formats}
+    assert set(KV_CACHE_DTYPES) == set(convert_cache_dtypes)
     said = run(tmp_path, hf / "target", hf / "draft", "--qformat", "q4")
-    assert (said.returncode, "Usage: specrun run" in said.stderr) == (2, True), said.stderr
+    assert (said.returncode, "Usage: specrun chat" in said.stderr) == (2, True), said.stderr
     assert not (tmp_path / "specrun").exists(), "not even a lock"
 
 

@@ -1,0 +1,129 @@
+"""TARGET and DRAFT of a command: engine directories, or checkpoints of which engines are built first."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import click
+
+from specrun.builder import BuildOptions, engines_of, is_checkpoint
+from specrun.command_line import FolderPath
+from specrun.commands.options import draft_option, given, require_one_draft, together, tokenizer_dir_option
+from specrun.errors import EngineDirError
+
+QFORMATS = ("auto", "int8", "int8_wo", "int4", "fp8", "fp8_wo", "nvfp4", "nvfp4_wo")
+KV_CACHE_DTYPES = ("auto", "int8", "fp8")
+"""Those of ``specbuild convert``, which this package does not import."""
+_BUILD = tuple(field.name for field in fields(BuildOptions))
+
+build_options = together(
+    click.option(
+        "--qformat",
+        type=click.Choice(QFORMATS),
+        default=BuildOptions.qformat,
+        show_default=True,
+        help="Format of both models' weights. auto: as they are.",
+    ),
+    click.option(
+        "--kv_cache_dtype",
+        type=click.Choice(KV_CACHE_DTYPES),
+        default=BuildOptions.kv_cache_dtype,
+        show_default=True,
+        help="Dtype of stored keys and values. auto: that of the computation.",
+    ),
+    click.option(
+        "--max_batch_size",
+        type=click.IntRange(1),
+        default=BuildOptions.max_batch_size,
+        show_default=True,
+        help="Most texts in a batch.",
+    ),
+    click.option(
+        "--max_seq_len",
+        type=click.IntRange(2),
+        help="Most tokens of prompt and output. Default: 4096, or the models' limit.",
+    ),
+    click.option(
+        "--max_draft_len",
+        type=click.IntRange(1),
+        default=BuildOptions.max_draft_len,
+        show_default=True,
+        help="Most draft tokens a round.",
+    ),
+    click.option("--device", metavar="cpu|cuda|cuda:N", help="The engines' device. Default: a GPU if there is one."),
+    click.option("--revision", help="Branch, tag or commit of TARGET, for a Hub ID."),
+    click.option("--draft_revision", help="The same of DRAFT."),
+    click.option("--trust_remote_code", is_flag=True, help="Run Python code that comes with the checkpoints."),
+    click.option("--text_model", is_flag=True, help="Take the language model inside a multimodal TARGET."),
+)
+"""The fields of ``BuildOptions``."""
+
+models_options = together(
+    click.argument("target", required=False, metavar="TARGET"),
+    click.argument("draft_model", required=False, metavar="[DRAFT]"),
+    click.option("--engine_dir", type=FolderPath, help="The target's engine directory, instead of TARGET."),
+    click.option("--draft_engine_dir", type=FolderPath, help="The draft's engine directory, instead of DRAFT."),
+    draft_option,
+    tokenizer_dir_option,
+    build_options,
+)
+"""What every command takes that opens a target, or a target and its draft."""
+
+
+def take_models(options: dict[str, Any], draft_needed: bool = False) -> BuildOptions:
+    """Take TARGET, DRAFT and ``build_options`` out of ``options``; set ``engine_dir`` and ``draft_engine_dir``.
+
+    Checkpoints are strings there, until ``build_models`` replaces them; engine directories are paths. Raises click's
+    UsageError, and EngineDirError for a model that is not there.
+    """
+    given_models = {"engine_dir": options.pop("target"), "draft_engine_dir": options.pop("draft_model")}
+    built = BuildOptions(**{name: options.pop(name) for name in _BUILD})
+    for option, name in (("engine_dir", "TARGET"), ("draft_engine_dir", "DRAFT")):
+        if (model := given_models[option]) is None:
+            continue
+        if options[option] is not None:
+            raise click.UsageError(f"--{option} cannot be combined with {name}, which says the same")
+        options[option] = _read(model, name)
+    target, draft = options["engine_dir"], options["draft_engine_dir"]
+    if target is None:
+        raise click.UsageError("give TARGET: a checkpoint's directory, its Hub ID, or an engine directory")
+    require_one_draft(options["draft"], draft, draft_needed)
+    if not isinstance(target, str) and not isinstance(draft, str) and (names := given(*_BUILD)):
+        raise click.UsageError(f"--{names[0]} is for checkpoints, of which engines are built; give one as TARGET")
+    return built
+
+
+def _read(model: str, name: str) -> str | Path:
+    """A checkpoint as it is named, or the path of an engine."""
+    path = Path(model).expanduser()
+    if is_checkpoint(model):
+        return model
+    if not path.is_dir():
+        raise EngineDirError(
+            f"{model}: no such directory; {name} wants a checkpoint's directory, its Hub ID (owner/name), or an engine "
+            "directory"
+        )
+    return path
+
+
+def build_models(options: dict[str, Any], built: BuildOptions, *, for_chat: bool = False) -> str:
+    """Replace the checkpoints in ``options`` by their engines, which are built where the cache lacks them.
+
+    for_chat: check before a build that prompts can be put into a chat template. Returns the target's name for people.
+    Raises SpecError.
+    """
+    target, draft = options["engine_dir"], options["draft_engine_dir"]
+    is_hub_id = isinstance(target, str) and not Path(target).expanduser().is_dir()
+    name = target if is_hub_id else Path(target).expanduser().resolve().name
+    template = options.get("chat_template")
+    options["engine_dir"], options["draft_engine_dir"] = engines_of(
+        target, draft, built, for_chat=for_chat, chat_template=template, meanwhile=_load_decoder
+    )
+    return name
+
+
+def _load_decoder() -> None:
+    """What opens the engines, loaded while another process looks for them."""
+    import specrun.decoder  # noqa: F401

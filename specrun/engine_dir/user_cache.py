@@ -1,0 +1,93 @@
+"""The user's cache, and the engines in it that were built of checkpoints: which there are, and how they go again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from specrun.engine_dir.directories import locked
+from specrun.errors import OutputExistsError
+
+_OLDER = "pairs"
+"""The folder beside this one that releases before 2026-11-25 had. Each entry of it holds two engines."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An engine in the cache."""
+
+    name: str
+    """The checkpoint's name and a key of 16 hexadecimal digits."""
+    path: Path
+    bytes: int
+    """On the disk."""
+    used: float
+    """When it was last asked for, in seconds since 1970."""
+
+
+def user_cache() -> Path:
+    """Our folder in the user's cache, by the XDG base directory specification."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specrun"
+
+
+def cached_engines() -> Path:
+    """The folder of the engines that were built of checkpoints."""
+    return user_cache() / "engines"
+
+
+def note_use(place: Path) -> None:
+    """Note that an entry is used now. A cache that cannot be written is left as it is."""
+    with suppress(OSError):
+        os.utime(place)
+
+
+def entries() -> list[Entry]:
+    """What is in the cache; what was used last comes first."""
+    found = []
+    for folder in (cached_engines(), user_cache() / _OLDER):
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if path.is_dir() and not path.name.startswith("."):
+                found.append(Entry(path.name, path, _bytes_of(path), path.stat().st_mtime))
+    return sorted(found, key=lambda entry: -entry.used)
+
+
+def remove(entry: Entry) -> None:
+    """Remove an entry. Raises OutputExistsError while another process builds it, and OSError."""
+
+    def refuse() -> None:
+        raise OutputExistsError(f"{entry.name}: another process is building it; wait for that, and remove it then")
+
+    with locked(entry.path, refuse):
+        # Under another name first: what is half removed must not be found as an engine.
+        gone = entry.path.with_name(f".{entry.name}.removed")
+        entry.path.rename(gone)
+        shutil.rmtree(gone)
+
+
+def to_prune(found: list[Entry], max_bytes: int | None, older_than: float | None) -> list[Entry]:
+    """The entries to remove, so that the others take ``max_bytes`` at most and were used ``older_than`` seconds ago.
+
+    found: in the order of ``entries``. None: no such limit.
+    """
+    oldest = 0.0 if older_than is None else time.time() - older_than
+    kept, pruned = 0, []
+    for entry in found:
+        too_large = max_bytes is not None and kept + entry.bytes > max_bytes
+        if too_large or entry.used < oldest:
+            pruned.append(entry)
+        else:
+            kept += entry.bytes
+    return pruned
+
+
+def _bytes_of(directory: Path) -> int:
+    return sum(path.stat().st_size for path in _files(directory))
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    return (path for path in directory.rglob("*") if path.is_file() and not path.is_symlink())
