@@ -27,7 +27,7 @@ from specrun import cpu_operators
 from specrun.backends.ort import OrtBackend
 from specrun.backends.ort_session import session_options
 from specrun.cpu_operators import DOMAIN
-from specrun.devices.processor import usable_cores
+from specrun.devices.processor import num_threads
 from specrun.engine_dir.config import GRAPH_NAME, open_engine
 from specrun.evaluation.bench import Settings, as_json
 
@@ -69,7 +69,7 @@ def bytes_of(value: ir.Value) -> int:
 
 def copy_speed() -> float:
     """Bytes a second that all cores read and write together."""
-    cores = usable_cores()
+    cores = num_threads()
     parts = [(np.ones(COPIED, np.uint8), np.empty(COPIED, np.uint8)) for _ in range(cores)]
     with ThreadPoolExecutor(cores) as pool:
         seconds = fastest(lambda: list(pool.map(lambda part: np.copyto(part[1], part[0]), parts)), 5)

@@ -8,7 +8,7 @@ import weakref
 from contextlib import suppress
 from typing import Any
 
-from specrun.devices.processor import usable_cores
+from specrun.devices.processor import num_threads
 from specrun.errors import BackendError
 from specrun.optional_packages import how_to_install, import_package
 
@@ -36,7 +36,7 @@ def session_options(shared_pool: bool = False) -> tuple[Any, Any]:
     pool, unless there is the shared one already. Raises BackendError.
     """
     global _pool_process
-    ort, threads = import_ort(), usable_cores()
+    ort, threads = import_ort(), num_threads()
     options = ort.SessionOptions()
     options.log_severity_level = 3
     if shared_pool and _pool_process is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import click
 from specrun.builder import BuildOptions, engines_of, is_checkpoint
 from specrun.command_line import FolderPath
 from specrun.commands.options import draft_option, given, require_one_draft, together, tokenizer_dir_option
+from specrun.devices.processor import THREADS
 from specrun.errors import EngineDirError
 
 QFORMATS = ("auto", "int8", "int8_wo", "int4", "fp8", "fp8_wo", "nvfp4", "nvfp4_wo")
@@ -60,6 +62,20 @@ build_options = together(
 )
 """The fields of ``BuildOptions``."""
 
+
+def _set_threads(_context: click.Context, _option: click.Parameter, threads: int | None) -> None:
+    if threads is not None:
+        os.environ[THREADS] = str(threads)  # Processes that build engines have as many.
+
+
+threads_option = click.option(
+    "--threads",
+    type=click.IntRange(1),
+    expose_value=False,
+    callback=_set_threads,
+    help=f"Threads of CPU engines. Default: {THREADS}, or one a core that this process may use.",
+)
+
 models_options = together(
     click.argument("target", required=False, metavar="TARGET"),
     click.argument("draft_model", required=False, metavar="[DRAFT]"),
@@ -67,6 +83,7 @@ models_options = together(
     click.option("--draft_engine_dir", type=FolderPath, help="The draft's engine directory, instead of DRAFT."),
     draft_option,
     tokenizer_dir_option,
+    threads_option,
     build_options,
 )
 """What every command takes that opens a target, or a target and its draft."""

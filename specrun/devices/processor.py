@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from functools import cache
 from pathlib import Path
+
+from specrun.devices.control_group import cpu_limit
+from specrun.errors import BackendError
 
 _FEATURES = {
     *("fma", "avx2", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16", "avx_vnni", "avx_vnni_int8"),
     *("amx_tile", "amx_int8", "amx_bf16", "asimddp", "i8mm", "bf16", "sve", "sve2", "sme", "sme2"),
 }
 """What ONNX Runtime chooses kernels by, in Linux's words."""
+THREADS = "SPECRUN_THREADS"
+"""The environment variable of ``--threads``."""
+_MOST_THREADS = 1024
 
 
 @cache
@@ -29,10 +36,22 @@ def processor_name() -> str:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use. macOS and Windows do not say; there it is all cores of the machine."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Cores that this process may use, by its affinity and its control group's quota, rounded up.
+
+    macOS and Windows do not say; there it is all cores of the machine.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cpu_limit()
+    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
+
+
+def num_threads() -> int:
+    """Threads that an engine computes with: ``SPECRUN_THREADS``, or one a core. Raises BackendError."""
+    if not (wanted := os.environ.get(THREADS, "")):
+        return usable_cores()
+    if not wanted.isdecimal() or not 0 < int(wanted) <= _MOST_THREADS:
+        raise BackendError(f"{THREADS} {wanted!r}: expected a number from 1 to {_MOST_THREADS}")
+    return int(wanted)
 
 
 def features() -> set[str]:
@@ -46,6 +65,6 @@ def has_vnni() -> bool:
 
 
 def describe_processor() -> str:
-    """The name, the cores that this process may use, and the features that kernels are chosen by."""
+    """The name, the threads of an engine, and the features that kernels are chosen by. Raises BackendError."""
     found = sorted(features())
-    return ", ".join([processor_name(), f"{usable_cores()} cores", *([" ".join(found)] if found else [])])
+    return ", ".join([processor_name(), f"{num_threads()} cores", *([" ".join(found)] if found else [])])

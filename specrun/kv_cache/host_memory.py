@@ -6,11 +6,12 @@ import ctypes
 from contextlib import suppress
 from pathlib import Path
 
+from specrun.devices.control_group import memory_left
 from specrun.errors import BackendError
 
 _SPARED = 0.05
 """Share of the free memory that is left to others."""
-_MEMINFO, _GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+_MEMINFO = Path("/proc/meminfo")
 
 
 def free_memory() -> int | None:
@@ -23,11 +24,8 @@ def free_memory() -> int | None:
         free = int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, ValueError, KeyError):
         return None
-    try:
-        limit, used = (int((_GROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
-    except (OSError, ValueError):  # No such group, or "max": no limit.
-        return free
-    return min(free, max(0, limit - used))
+    left = memory_left()
+    return free if left is None else min(free, left)
 
 
 def return_freed() -> None:

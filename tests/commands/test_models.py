@@ -255,6 +255,15 @@ def test_without_a_draft_the_target_runs_alone(hf: Path, cache: Path, without_to
         assert (said.exit_code, "built" in said.stderr) == (0, False), said.output
 
 
+def test_threads_are_those_of_the_option(
+    hf: Path, cache: Path, without_torch: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECRUN_THREADS", "7")
+    said = specrun("generate", hf / "target", *SETTINGS, "--input_text", "the quick", "--threads", 1)
+    assert (said.exit_code, os.environ["SPECRUN_THREADS"]) == (0, "1"), said.output
+    assert "Invalid value for '--threads'" in specrun("generate", hf / "target", "--threads", 0).stderr
+
+
 def specrun(*arguments: object) -> Result:
     return CliRunner().invoke(main, [str(part) for part in arguments])
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from specrun.devices import control_group
 from specrun.kv_cache import host_memory
 
 
@@ -13,7 +14,10 @@ from specrun.kv_cache import host_memory
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Files as Linux has them: 10 GB free, no limit."""
     monkeypatch.setattr(host_memory, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(host_memory, "_GROUP", tmp_path)
+    monkeypatch.setattr(control_group, "_ROOT", tmp_path)
+    monkeypatch.setattr(control_group, "_OWN", tmp_path / "own")
+    (tmp_path / "own").write_text("0::/\n")
+    (tmp_path / "memory.current").write_text("3000000000\n")
     (tmp_path / "meminfo").write_text(
         "MemTotal:       32000000 kB\nMemAvailable:   10000000 kB\nHugePages_Total:    0\n"
     )
@@ -22,7 +26,6 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_free_memory_is_the_machines_or_the_control_groups(machine: Path) -> None:
     assert host_memory.free_memory() == 10_240_000_000
-    (machine / "memory.current").write_text("3000000000\n")
     (machine / "memory.max").write_text("max\n")
     assert host_memory.free_memory() == 10_240_000_000
     (machine / "memory.max").write_text("4000000000\n")
