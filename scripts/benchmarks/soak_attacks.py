@@ -2,7 +2,8 @@
 
 First the streams run alone. Then attackers join them: prompts of megabytes, as texts, ids, messages, tools and
 `logit_bias`; more idle connections than the server may have files; full queues; names of megabytes for the log. Every
-honest body has a seed, so its text is known from the quiet time.
+honest body has a seed, so its text is known from the quiet time. Attackers have a process of their own, of the lowest
+priority: theirs would be other machines, which take no time from the server.
 
 Ends with status 1 if an honest text differs or fails, if the slowest or the median honest answer takes more than three
 times the quiet median, if an attack gets an answer that it should not, or if the server is not well at the end.
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
+import os
 import random
 import statistics
 import subprocess
@@ -32,6 +35,8 @@ from transformers import PreTrainedTokenizerFast
 from scripts.benchmarks.soak import ROOT, WORDS, make_pair, resources
 from specrun.devices.processor import describe_processor
 
+Results = multiprocessing.Queue[tuple[Counter[str], list[str]]]
+"""What attackers got, and what was wrong with it."""
 STREAMS = 16
 BODIES = 64
 SLOWEST = 3.0
@@ -53,7 +58,7 @@ ATTACKS: list[tuple[str, str, dict[str, Any], tuple[int, ...]]] = [
     ("many ids", "/v1/completions", {"prompt": [1] * 2_800_000}, (400,)),
     ("many biases", "/v1/completions", {"prompt": "a", "logit_bias": {str(n): 1 for n in range(500_000)}}, (400,)),
     ("never served", "/v1/completions", {"prompt": ["a"] * 8, "n": 128}, (400,)),
-    ("full queue", "/v1/completions", {"prompt": ["a"] * 2, "n": 128, "max_tokens": 1}, (200,)),
+    ("full queue", "/v1/completions", {"prompt": ["a"] * 2, "n": 112, "max_tokens": 1}, (200,)),
     ("long name", "/v1/completions", {"prompt": "a", "max_tokens": 1, "x\u202e" * (1 << 19): 1}, (200,)),
     ("long model", "/v1/completions", {"prompt": "a", "model": "m" * (4 << 20)}, (404,)),
 ]
@@ -91,16 +96,16 @@ def make_body(number: int) -> dict[str, Any]:
 
 
 @dataclass
-class Soak:
-    """What was seen."""
+class Honest:
+    """The honest clients, and what they saw."""
 
     client: httpx.AsyncClient
     texts: dict[int, str] = field(default_factory=dict)
     """By the numbers of bodies."""
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    """Of honest answers, by time: quiet and attacked."""
-    answers: Counter[str] = field(default_factory=Counter)
-    """Of attacks, with their status."""
+    """Of answers, by time: quiet and attacked."""
+    refused: int = 0
+    """Answers of 429."""
     wrong: list[str] = field(default_factory=list)
 
     async def ask(self, number: int, when: str) -> None:
@@ -120,7 +125,7 @@ class Soak:
         text = ""
         async with self.client.stream("POST", "/v1/completions", json=body) as answer:
             if answer.status_code == 429:
-                self.answers["honest: 429"] += 1
+                self.refused += 1
                 await asyncio.sleep(float(answer.headers["retry-after"]))
                 return None
             if answer.status_code != 200:
@@ -134,6 +139,31 @@ class Soak:
         """Honest answers, one after the other."""
         while time.monotonic() < until:
             await self.ask(draw.randrange(BODIES), when)
+
+    async def health(self, until: float) -> None:
+        """A probe each second, as Kubernetes sends it, on a connection of its own."""
+        while time.monotonic() < until:
+            began = time.perf_counter()
+            try:
+                async with httpx.AsyncClient(base_url=self.client.base_url, timeout=10) as client:
+                    status = (await client.get("/health")).status_code
+            except httpx.HTTPError as error:
+                self.wrong.append(f"/health: {error!r}")
+            else:
+                if status != 200:
+                    self.wrong.append(f"/health: {status}")
+            self.seconds.setdefault("health", []).append(time.perf_counter() - began)
+            await asyncio.sleep(1)
+
+
+@dataclass
+class Attackers:
+    """The attackers, and what they saw."""
+
+    client: httpx.AsyncClient
+    answers: Counter[str] = field(default_factory=Counter)
+    """With their status."""
+    wrong: list[str] = field(default_factory=list)
 
     async def attack(self, bodies: list[bytes], draw: random.Random, until: float) -> None:
         """Bodies of attacks, one after the other."""
@@ -174,43 +204,54 @@ class Soak:
 
         await asyncio.gather(*map(connect, range(IDLE)))
 
-    async def health(self, until: float) -> None:
-        """A probe each second, as Kubernetes sends it, on a connection of its own."""
-        while time.monotonic() < until:
-            began = time.perf_counter()
-            try:
-                async with httpx.AsyncClient(base_url=self.client.base_url, timeout=10) as client:
-                    status = (await client.get("/health")).status_code
-            except httpx.HTTPError as error:
-                self.wrong.append(f"/health: {error!r}")
-            else:
-                if status != 200:
-                    self.wrong.append(f"/health: {status}")
-            self.seconds.setdefault("health", []).append(time.perf_counter() - began)
-            await asyncio.sleep(1)
 
+def attack(
+    url: str, minutes: float, number: int, results: multiprocessing.Queue[tuple[Counter[str], list[str]]]
+) -> None:
+    """In a process of its own: ``number`` clients that send bodies of attacks, and the idle connections."""
+    os.nice(19)
 
-async def run_clients(url: str, process: int, minutes: float, attackers: int) -> tuple[Soak, dict[str, Any]]:
-    """The quiet time, a quarter of the other one, and the attacked one; what was seen, and the server's resources."""
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
-        soak, seen = Soak(client), {}
-        for number in range(BODIES):  # Alone, and so the texts to which all others are compared.
-            await soak.ask(number, "alone")
-        streams = [random.Random(seed) for seed in range(STREAMS)]
-        until = time.monotonic() + 15 * minutes
-        await asyncio.gather(*(soak.stream(draw, "quiet", until) for draw in streams))
-        seen["quiet"] = resources(process)
+    async def run() -> None:
         bodies = [json.dumps(body, separators=(",", ":")).encode() for _, _, body, _ in ATTACKS]
         until = time.monotonic() + 60 * minutes
-        work = [soak.stream(draw, "attacked", until) for draw in streams]
-        work += [soak.attack(bodies, random.Random(-seed), until) for seed in range(1, attackers + 1)]
-        await asyncio.gather(*work, soak.idle(until), soak.health(until))
+        async with httpx.AsyncClient(base_url=url, timeout=120, limits=httpx.Limits(max_connections=None)) as client:
+            attackers = Attackers(client)
+            work = [attackers.attack(bodies, random.Random(-seed), until) for seed in range(1, number + 1)]
+            await asyncio.gather(*work, attackers.idle(until))
+        results.put((attackers.answers, attackers.wrong))
+
+    asyncio.run(run())
+
+
+async def run_clients(
+    url: str, process: int, minutes: float, number: int
+) -> tuple[Honest, Counter[str], dict[str, Any]]:
+    """The quiet time, a quarter of the other one, and the attacked one.
+
+    Returns what honest clients saw, what attackers got, and the server's resources.
+    """
+    context = multiprocessing.get_context("spawn")
+    results: Results = context.Queue()
+    attackers = context.Process(target=attack, args=(url, minutes, number, results))
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=httpx.Limits(max_connections=None)) as client:
+        honest, seen = Honest(client), {}
+        for body in range(BODIES):  # Alone, and so the texts to which all others are compared.
+            await honest.ask(body, "alone")
+        streams = [random.Random(seed) for seed in range(STREAMS)]
+        until = time.monotonic() + 15 * minutes
+        await asyncio.gather(*(honest.stream(draw, "quiet", until) for draw in streams))
+        seen["quiet"] = resources(process)
+        attackers.start()
+        until = time.monotonic() + 60 * minutes
+        await asyncio.gather(*(honest.stream(draw, "attacked", until) for draw in streams), honest.health(until))
         seen["attacked"] = resources(process)
+        answers, wrong = await asyncio.to_thread(results.get)
+        attackers.join()
+        honest.wrong += wrong
         await asyncio.sleep(5)
-        await soak.ask(0, "afterwards")
+        await honest.ask(0, "afterwards")
         seen["afterwards"] = resources(process)
-    return soak, seen
+    return honest, answers, seen
 
 
 @click.command()
@@ -233,7 +274,7 @@ def main(minutes: float, attackers: int, json_file: Path | None) -> None:
                         sys.exit(log.read_text())
                     time.sleep(0.2)
                 url = log.read_text().partition("serving on ")[2].partition(";")[0]
-                soak, seen = asyncio.run(run_clients(url, server.pid, minutes, attackers))
+                soak, answers, seen = asyncio.run(run_clients(url, server.pid, minutes, attackers))
             finally:
                 server.terminate()
                 status = server.wait()
@@ -252,7 +293,8 @@ def main(minutes: float, attackers: int, json_file: Path | None) -> None:
         "slowest beside the quiet median": round(max(soak.seconds["attacked"]) / median, 2),
         f"answers later than {SLOWEST:.0f} times": late,
         "slowest health seconds": round(max(soak.seconds["health"]), 3),
-        "attacks": dict(sorted(soak.answers.items())),
+        "honest answers of 429": soak.refused,
+        "attacks": dict(sorted(answers.items())),
         "wrong": soak.wrong[:20],
         "log bytes": len(written),
         "tracebacks": written.count("Traceback"),

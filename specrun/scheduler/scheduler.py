@@ -87,7 +87,7 @@ class Scheduler:
         return sum(len(request.prompt) + len(request.token_outputs) for request in list(self._rows))
 
     def add(self, *requests: Request) -> None:
-        """Put ``requests`` at the end of the queue: all of them, or none.
+        """Let ``requests`` wait for rows: all of them, or none. They take turns with those of other calls.
 
         Raises RequestError where one has begun before, cannot be served or is given twice, and where the decoder is
         closed.
@@ -101,10 +101,10 @@ class Scheduler:
                 request.require_new()
                 if request.finish_reason is None:
                     self._check(request)
-            for request in requests:
+            for place, request in enumerate(requests):
                 request.begin(self._queue.end)
                 if request.finish_reason is None:
-                    self._queue.add(request)
+                    self._queue.add(request, place)
 
     def step(self) -> None:
         """Free the rows of ended requests, admit waiting ones, prefill prompts, run one round, commit its tokens.

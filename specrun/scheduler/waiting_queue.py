@@ -6,13 +6,22 @@ import heapq
 import itertools
 import threading
 import time
-from collections import OrderedDict
+from typing import TypeVar
 
 from specrun.request.request import Request
 
+Number = TypeVar("Number", int, float)
+_STEP = 8
+"""Requests that come alone and are taken between two of a call, if so many come."""
+
 
 class RequestQueue:
-    """Requests that wait for a row, in the order in which they came.
+    """Requests that wait for a row, in fair order: calls that add several take turns with the others.
+
+    The k-th request of a call gets a turn that is k steps behind the request that was taken last. So one that comes
+    alone does not wait for all of another call (start-time fair queueing, Goyal et al., 1996). A step passes whenever
+    as many requests are taken as it has, so a call does not wait for ever for those that come alone. Requests of one
+    turn, and of one call, are taken in the order in which they came.
 
     Any thread may add, take and cancel. A request is taken in one operation of a dictionary, and whoever takes it
     decides what becomes of it. No lock is needed for that, because garbage collection may close a stream, and so cancel
@@ -20,10 +29,16 @@ class RequestQueue:
     """
 
     def __init__(self) -> None:
-        self._requests: OrderedDict[Request, bool] = OrderedDict()
+        self._requests: dict[Request, int] = {}
+        """Those that wait, with their turns."""
+        self._turn = 0
+        """Never less than that of the request that was taken last."""
+        self._order: list[tuple[int, int, Request]] = []
+        """A heap by turns; requests that wait no more stay until they come first."""
         self._deadlines: list[tuple[float, int, Request]] = []
         """A heap; the next request to expire comes first."""
-        self._deadlines_lock = threading.RLock()
+        self._lock = threading.RLock()
+        """Of the heaps."""
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
@@ -32,38 +47,51 @@ class RequestQueue:
     def __contains__(self, request: Request) -> bool:
         return request in self._requests
 
-    def add(self, request: Request) -> None:
-        """Let ``request`` wait behind all others, unless it was cancelled."""
-        self._requests[request] = True  # Before its deadline: those of requests that do not wait are dropped.
-        if request.timeout is not None:
-            with self._deadlines_lock:
-                heapq.heappush(self._deadlines, (request.deadline, next(self._numbers), request))
+    def add(self, request: Request, place: int = 0) -> None:
+        """Let ``request`` wait, unless it was cancelled. place: its number among those of its call, from 0."""
+        number = next(self._numbers)
+        with self._lock:
+            turn = self._turn + place * _STEP
+            self._requests[request] = turn  # Before its deadline: those of requests that do not wait are dropped.
+            heapq.heappush(self._order, (turn, number, request))
+            if request.timeout is not None:
+                heapq.heappush(self._deadlines, (request.deadline, number, request))
         if not request.is_active:
             self.end(request)
 
     def first(self) -> Request | None:
-        """The request that has waited longest; it goes on waiting."""
-        while True:
-            try:
-                return next(iter(self._requests), None)
-            except RuntimeError:  # Another thread has added or taken one meanwhile.
-                continue
+        """The request whose turn it is; it goes on waiting."""
+        with self._lock:
+            self._order = self._pruned(self._order)
+            while self._order and self._order[0][2] not in self:
+                heapq.heappop(self._order)
+            return self._order[0][2] if self._order else None
 
     def take(self, request: Request) -> bool:
-        """Take ``request`` out; False where somebody else has taken it."""
-        return self._requests.pop(request, False)
+        """Take ``request`` out, to give it a row; False where somebody else has taken it."""
+        turn = self._requests.pop(request, None)
+        if turn is None:
+            return False
+        self._turn = max(self._turn + 1, turn)
+        return True
 
     def end(self, request: Request) -> None:
         """End ``request``, which was cancelled or whose time is over, unless it waits no more."""
-        if self.take(request):
+        if self._requests.pop(request, None) is not None:
             request.expire()
 
     def expire(self) -> None:
         """End the requests whose time is over. The others cost no time."""
-        with self._deadlines_lock:
+        with self._lock:
             deadlines, now = self._deadlines, time.perf_counter()
             while deadlines and deadlines[0][0] <= now:
                 self.end(heapq.heappop(deadlines)[2])
-            if len(deadlines) > 2 * len(self) + 16:  # Most of these requests wait no more.
-                self._deadlines = [entry for entry in deadlines if entry[2] in self]
-                heapq.heapify(self._deadlines)
+            self._deadlines = self._pruned(deadlines)
+
+    def _pruned(self, heap: list[tuple[Number, int, Request]]) -> list[tuple[Number, int, Request]]:
+        """``heap`` without the requests that wait no more, where those are most of them."""
+        if len(heap) <= 2 * len(self) + 16:
+            return heap
+        left = [entry for entry in heap if entry[2] in self]
+        heapq.heapify(left)
+        return left

@@ -18,6 +18,10 @@ MAX_FAILED_STEPS = 3
 """Steps that fail, with no token between them, before the engine counts as broken."""
 
 
+_SPARED = 8
+"""This part of the queue is left to bodies that ask for at most so many answers."""
+
+
 class QueueFullError(SpecError):
     """More requests wait than the server lets wait."""
 
@@ -119,10 +123,12 @@ class EngineThread:
         """
         if self._stopping or self._death:
             raise EngineStoppedError(self._death or "the server is stopping")
-        if count > self.max_queue:
-            raise RequestError(f"n: {count} answers, expected at most {self.max_queue} to one body; ask for fewer")
-        if (waiting := self._scheduler.num_waiting) + count > self.max_queue:
-            raise QueueFullError(f"{waiting} requests wait, and at most {self.max_queue} may")
+        # Bodies that ask for many answers leave some room to the others.
+        most = self.max_queue if count <= (spared := self.max_queue // _SPARED) else self.max_queue - spared
+        if count > most:
+            raise RequestError(f"n: {count} answers, expected at most {most} to one body; ask for fewer")
+        if (waiting := self._scheduler.num_waiting) + count > most:
+            raise QueueFullError(f"{waiting} requests wait, and with {count} more at most {most} may")
 
     def submit(self, requests: Sequence[Request], receive: Callable[[int, Update], None]) -> Job:
         """Let ``requests`` wait for rows: all of them, or none. Any thread may call this.
