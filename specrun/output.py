@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from specrun.request.request import Request, TokenOutput
+from specrun.request.stats import speculative_decoding
 from specrun.scheduler.scheduler import Event
 from specrun.speculative.round import AnyRound
 
@@ -38,6 +39,7 @@ def as_object(request: Request) -> dict[str, Any]:
         "forced": stats.forced,
         "acceptance_rate": stats.acceptance_rate,
         "tokens_per_round": stats.tokens_per_round,
+        "speculative_decoding": speculative_decoding([stats]),
         "seconds": stats.seconds,
         "tokens_per_second": len(output) / stats.seconds if stats.seconds else None,
         "first_token_seconds": stats.first_token_seconds,

@@ -1,7 +1,7 @@
 """Answers: what the updates of a body's requests add up to.
 
-The fields are those of OpenAI's API reference for completions and chat completions. ``speculation`` is ours, and
-``stop_reason`` vLLM's.
+The fields are those of OpenAI's API reference for completions and chat completions. ``speculation`` is ours;
+``stop_reason`` and ``metrics`` are vLLM's.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from specrun.openai.tool_calls import CallDelta, Seen, ToolCallParser
 from specrun.request.request import Request
+from specrun.request.stats import speculative_decoding
 from specrun.request.updates import Ended, Update, Watch
 from specrun.sampling.sampler import TokenLogprob
 from specrun.text.token_bytes import TokenBytes
@@ -234,6 +235,14 @@ def usage(answers: Sequence[Answer], n: int) -> dict[str, Any]:
         "total_tokens": prompts + written,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+
+
+def metrics(answers: Sequence[Answer]) -> dict[str, Any]:
+    """vLLM's ``metrics`` of an answer, with what surrounds it; nothing where no draft could have been used."""
+    stats = [answer.ended.stats for answer in answers if answer.ended]
+    if not any(one.max_draft_len for one in stats):
+        return {}
+    return {"metrics": {"speculative_decoding": speculative_decoding(stats)}}
 
 
 def speculation(answers: Sequence[Answer]) -> dict[str, Any]:

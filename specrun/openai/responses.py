@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from specrun import arguments
-from specrun.openai.answers import Answer, Delta, chat_logprobs, usage
+from specrun.openai.answers import Answer, Delta, chat_logprobs, metrics, usage
 from specrun.openai.body import OpenAIBody, read_chat
 from specrun.openai.fields import BodyError, Fields, as_object, wrong
 from specrun.openai.prompts import read_messages
@@ -108,6 +108,7 @@ class ResponseShape:
             "tools": [],
             "truncation": "disabled",
             "usage": _usage(answer) if answer.ended else None,
+            **metrics([answer]),
             **self._told,
         }
 

@@ -12,6 +12,7 @@ from specrun.openai.answers import (
     ToolCall,
     chat_logprobs,
     completion_logprobs,
+    metrics,
     prompt_logprobs,
     speculation,
     usage,
@@ -89,6 +90,7 @@ def whole_answer(shape: ChoiceShape, answers: Sequence[Answer], n: int, head: He
         "choices": [shape.choice(index, answer) for index, answer in enumerate(answers)],
         "usage": usage(answers, n),
         "speculation": speculation(answers),
+        **metrics(answers),
         **shape.more(answers),
     }
 
@@ -118,7 +120,7 @@ class ChunkStream:
         """See ``Stream``."""
         if self._body.include_usage:
             more = {"usage": usage(self._answers, self._body.n), "speculation": speculation(self._answers)}
-            yield self._chunk([], more)
+            yield self._chunk([], {**more, **metrics(self._answers)})
         yield "data: [DONE]\n\n"
 
     def _chunk(self, choices: list[dict[str, Any]], more: dict[str, Any] | None = None) -> str:

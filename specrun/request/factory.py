@@ -144,6 +144,7 @@ class RequestFactory:
             grammar=grammar,
             expected_calls=self._expected_calls(options.tools),
         )
+        request.stats.max_draft_len = self.draft_len if request.draft_len is None else request.draft_len
         self.check(request)
         self._check_options(request)
         return request

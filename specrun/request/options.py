@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypedDict, get_args
 
-from specrun.arguments import Checked, Limit, at_least, between, show
+from specrun.arguments import Checked, Limit, at_least, between, require_names, show
 from specrun.config import draft_length
 from specrun.errors import RequestError
 from specrun.sampling.limits import MAX_LOGPROBS
+from specrun.sampling.sampler import SamplingKeywords, SamplingParams
 from specrun.text.grammar import Constraint, Kind, schema_text
 from specrun.text.tools import Tools
 
@@ -134,10 +135,25 @@ class OptionKeywords(TypedDict, total=False):
     tools: Tools | None
 
 
-def combine(options: RequestOptions | None, keywords: OptionKeywords) -> RequestOptions:
-    """``options`` with ``keywords`` in the place of its own. Raises RequestError, with the argument's name."""
-    if options is None:
-        return RequestOptions(**keywords)
-    if not isinstance(options, RequestOptions):
-        raise RequestError(f"options {show(options)}: expected RequestOptions")
-    return replace(options, **keywords) if keywords else options
+class Keywords(OptionKeywords, SamplingKeywords, total=False):
+    """Sampling and options of a request as keywords."""
+
+
+_SAMPLING = frozenset(SamplingKeywords.__annotations__)
+
+
+def combine(
+    params: SamplingParams | None, options: RequestOptions | None, keywords: Keywords
+) -> tuple[SamplingParams, RequestOptions]:
+    """``params`` and ``options`` with ``keywords`` in the place of their own; None: defaults.
+
+    Raises RequestError, with the argument's name.
+    """
+    for name, value, kind in (("params", params, SamplingParams), ("options", options, RequestOptions)):
+        if not isinstance(value, kind | None):
+            raise RequestError(f"{name} {show(value)}: expected {kind.__name__}")
+    require_names(keywords, Keywords.__annotations__)
+    sampling: Any = {name: value for name, value in keywords.items() if name in _SAMPLING}
+    others: Any = {name: value for name, value in keywords.items() if name not in _SAMPLING}
+    params, options = params or SamplingParams(), options or RequestOptions()
+    return replace(params, **sampling) if sampling else params, replace(options, **others) if others else options

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
-from specrun.arguments import Checked, at_least, between, wholes
+from specrun.arguments import Checked, at_least, between, show, wholes
 from specrun.errors import RequestError, SpecError
 from specrun.request.stats import Stats
 from specrun.sampling.limits import MAX_LOGPROBS
@@ -51,7 +51,7 @@ class Outcome(NamedTuple):
         return max(0, accepted - self.forced), max(0, min(self.drafted, accepted + 1) - self.forced)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Request(Checked):
     """Owns the committed tokens (prompt and output). Nothing else may change them, and they only grow.
 
@@ -125,6 +125,13 @@ class Request(Checked):
     def text(self) -> str | None:
         """The output's text so far; None where only ids are wanted."""
         return self.echo + self.stream.text if self.stream else None
+
+    def __repr__(self) -> str:
+        text = "" if self.text is None else f", text {show(self.text)}"
+        return (
+            f"<{type(self).__name__}: prompt of {len(self.prompt)} tokens, output of {len(self.output)}, "
+            f"finish_reason {self.finish_reason!r}{text}>"
+        )
 
     @property
     def deadline(self) -> float:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
 class Stats:
-    """Counts of one request. A draft token after the first rejection, or after the text's end, was not evaluated."""
+    """Counts of one request. A draft token after the first rejection, or after the text's end, was not evaluated.
+
+    Two acceptance rates are in use. Ours, accepted / evaluated, is the probability that a draft token is accepted where
+    those before it were (alpha of arXiv 2211.17192). vLLM's and AIPerf's is accepted / drafted.
+    """
 
     rounds: int = 0
     drafted: int = 0
@@ -15,6 +22,10 @@ class Stats:
     accepted: int = 0
     forced: int = 0
     """Draft tokens that a grammar forced; ``drafted`` includes them."""
+    steps: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """Number of rounds that drafted, by their draft tokens and the accepted ones of these."""
+    max_draft_len: int = 0
+    """Most draft tokens that a round could have had."""
     cached: int = 0
     """Tokens of the prompt that the target did not read again: a text before it began alike."""
     queue_seconds: float = 0.0
@@ -45,7 +56,40 @@ class Stats:
         self.rounds += 1
         self.drafted += drafted
         self.accepted += min(accepted, committed)
+        if drafted:
+            self.steps[drafted, min(accepted, committed)] += 1
         self.evaluated += committed if ended_early else min(drafted, accepted + 1)
+
+
+def speculative_decoding(stats: Iterable[Stats]) -> dict[str, Any]:
+    """What speculation did for requests, under vLLM's names (``metrics.speculative_decoding`` of its answers).
+
+    A step is a round that drafted. ``acceptance_histogram[j]`` counts the steps that accepted j draft tokens;
+    ``acceptance_histogram_by_draft_length`` does so for the steps of each number of draft tokens, in decimal. Means are
+    1 and 0 where nothing was drafted.
+    """
+    steps: Counter[tuple[int, int]] = Counter()
+    longest = 0
+    for one in stats:
+        steps.update(one.steps)
+        longest = max(longest, one.max_draft_len, *(drafted for drafted, _ in one.steps))
+    by_length = {length: [0] * (length + 1) for length in sorted({drafted for drafted, _ in steps})}
+    histogram = [0] * (longest + 1)
+    for (drafted, accepted), count in steps.items():
+        by_length[drafted][accepted] += count
+        histogram[accepted] += count
+    num_steps, num_accepted = steps.total(), sum(accepted * count for (_, accepted), count in steps.items())
+    num_drafted = sum(drafted * count for (drafted, _), count in steps.items())
+    return {
+        "mean_acceptance_length": 1 + num_accepted / num_steps if num_steps else 1.0,
+        "draft_acceptance_rate": num_accepted / num_drafted if num_drafted else 0.0,
+        "num_spec_steps": num_steps,
+        "num_draft_tokens": num_drafted,
+        "num_accepted_draft_tokens": num_accepted,
+        "num_spec_tokens": longest,
+        "acceptance_histogram": histogram,
+        "acceptance_histogram_by_draft_length": {str(length): counts for length, counts in by_length.items()},
+    }
 
 
 def expected_tokens(alpha: float, draft_len: int) -> float:

@@ -1030,7 +1030,15 @@ def test_what_a_line_is(engines: Path, data: bytes, count: int) -> None:
 
 FIELDS = [
     *("text", "token_ids", "finish_reason", "seed", "prompt_tokens", "output_tokens", "rounds", "drafted", "evaluated"),
-    *("accepted", "forced", "acceptance_rate", "tokens_per_round", "seconds", "tokens_per_second"),
+    *(
+        "accepted",
+        "forced",
+        "acceptance_rate",
+        "tokens_per_round",
+        "speculative_decoding",
+        "seconds",
+        "tokens_per_second",
+    ),
     *("first_token_seconds", "cached_prompt_tokens"),
 ]
 

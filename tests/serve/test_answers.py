@@ -48,6 +48,29 @@ def test_a_completion_is_the_decoders_text(server: Server) -> None:
     assert answer["speculation"]["drafted_tokens"] >= answer["speculation"]["accepted_tokens"] >= 0
 
 
+def test_what_speculation_did_has_vllms_names(server: Server) -> None:
+    """In one piece and in the last chunk of a stream; of all answers together; not where nothing drafts."""
+    body = {"prompt": "the cat", "n": 2, "temperature": 0.9, "seed": 5, "max_tokens": 12, "draft_len": 3}
+    ways = {
+        "/v1/completions": body,
+        "/v1/chat/completions": {**body, "messages": CHAT, "prompt": None},
+    }
+    for path, asked in ways.items():
+        whole = server.post(path, asked).json()
+        found, ours = whole["metrics"]["speculative_decoding"], whole["speculation"]
+        last = events(server.post(path, {**asked, "stream": True, "stream_options": {"include_usage": True}}))[-1]
+        assert last["metrics"] == whole["metrics"]
+        assert (found["num_draft_tokens"], found["num_accepted_draft_tokens"]) == (
+            ours["drafted_tokens"],
+            ours["accepted_tokens"],
+        )
+        assert found["num_spec_tokens"] == 3 and len(found["acceptance_histogram"]) == 4
+        assert sum(found["acceptance_histogram"]) == found["num_spec_steps"] > 0
+    answer = server.post("/v1/responses", {"input": "the cat", "max_output_tokens": 12}).json()
+    assert answer["metrics"]["speculative_decoding"]["num_spec_tokens"] == 10
+    assert "metrics" not in server.post("/v1/completions", {**body, "draft_len": 0}).json()
+
+
 def test_prompts_of_every_kind_with_several_answers_each(server: Server) -> None:
     ids = server.post("/tokenize", {"prompt": "a dog"}).json()["tokens"]
     body = {"prompt": ["the cat", ids], "n": 2, "temperature": 0.9, "seed": 5, "max_tokens": 12}
