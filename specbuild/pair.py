@@ -178,7 +178,7 @@ class Pair:
     def _write(self, role: str, model: Path, work: Path) -> None:
         from specbuild.convert.convert import convert
         from specbuild.convert.options import ConvertOptions
-        from specbuild.engine.build import build_engines
+        from specbuild.engine.build import build_engine
         from specbuild.engine.config import EngineOptions
         from specbuild.progress import Stages
 
@@ -197,7 +197,7 @@ class Pair:
             )
         stages = Stages(names={onnx: f"{model} as ONNX", work / "engine": f"engine of {model}"})
         convert(own, stages)
-        engine = EngineOptions(
+        of_model = EngineOptions(
             checkpoint_dir=onnx,
             output_dir=work / "engine",
             device=options.device,
@@ -206,7 +206,7 @@ class Pair:
             max_input_len=self.max_seq_len - 1,
             max_draft_len=options.max_draft_len if role == "target" or is_head else None,
         )
-        build_engines([engine], workers=1, force=False, stages=stages)
+        build_engine(of_model, stages=stages)
         shutil.rmtree(onnx)
 
 

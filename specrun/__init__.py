@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from specrun.chat.conversation import Conversation
     from specrun.config import DraftTargetConfig
     from specrun.decoder import SpeculativeDecoder
+    from specrun.evaluation.bench import BenchSettings, bench
+    from specrun.evaluation.score import score
+    from specrun.evaluation.verify import verify
     from specrun.request.options import RequestOptions
     from specrun.request.request import Request
     from specrun.sampling.sampler import SamplingParams
@@ -38,6 +41,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 __version__ = "0.1.0"
 __all__ = [
     "BackendError",
+    "BenchSettings",
     "BuildConfigError",
     "BuildError",
     "BuildOptions",
@@ -56,9 +60,13 @@ __all__ = [
     "UnsupportedModelError",
     "VerificationError",
     "__version__",
+    "bench",
+    "score",
+    "verify",
 ]
 
 _MODULES = {
+    "BenchSettings": "evaluation.bench",
     "BuildOptions": "builder",
     "Conversation": "chat.conversation",
     "DraftTargetConfig": "config",
@@ -66,6 +74,9 @@ _MODULES = {
     "RequestOptions": "request.options",
     "SamplingParams": "sampling.sampler",
     "SpeculativeDecoder": "decoder",
+    "bench": "evaluation.bench",
+    "score": "evaluation.score",
+    "verify": "evaluation.verify",
 }
 """The modules of the names that are loaded on first use."""
 

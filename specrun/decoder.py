@@ -17,7 +17,7 @@ from specrun.config import Check, DraftTargetConfig
 from specrun.engine_dir.config import EngineConfig, open_engine
 from specrun.errors import BackendError, EngineDirError, PairError, RequestError
 from specrun.request.factory import Prompt, RequestFactory, as_prompts
-from specrun.request.options import OptionKeywords, RequestOptions, combine
+from specrun.request.options import Keywords, RequestOptions, combine
 from specrun.request.request import Request, TokenOutput
 from specrun.sampling.sampler import SamplingParams
 from specrun.scheduler.draft_length import DraftLength
@@ -55,14 +55,24 @@ class SpeculativeDecoder:
         tool_format: ToolFormat | None = None,
         translator: Translator | None = None,
         sizes: str = "",
+        name: str = "tables",
     ) -> None:
-        """translator: of a draft whose tokenizer is not the target's. sizes: what is odd about the draft's."""
+        """translator: of a draft whose tokenizer is not the target's. sizes: what is odd about the draft's.
+
+        name: what was opened, for people.
+        """
         self._factory = RequestFactory(target, rounds.max_draft_len, tokenizer_dir, chat_template, tool_format)
         self.scheduler = Scheduler(rounds, lengths, max_batch_size, self._factory.check)
         self.target = target
         self.max_batch_size = max_batch_size
         self._translator = translator
         self._sizes = sizes
+        self._name = name
+
+    def __repr__(self) -> str:
+        rows, draft_len = self.max_batch_size, self.scheduler.round.max_draft_len
+        exact = "exact to the bit" if self.exactness.on else "exact up to near-ties"
+        return f"<{type(self).__name__} of {self._name}: {rows} rows, up to {draft_len} draft tokens, {exact}>"
 
     @classmethod
     def open(
@@ -115,7 +125,10 @@ class SpeculativeDecoder:
         )
         translator = draft.translator if draft else None
         sizes = describe_sizes(engine.config, draft.config) if draft else ""
-        return cls(rounds, lengths, engine.config, rows, tokenizer_dir, chat_template, tool_format, translator, sizes)
+        name = " and ".join(str(directory) for directory in (target_dir, draft_dir) if directory)
+        return cls(
+            *(rounds, lengths, engine.config, rows, tokenizer_dir, chat_template, tool_format, translator, sizes, name)
+        )
 
     def close(self) -> None:
         """Give the engines and their memory back. Requests that have not ended fail, and so do calls from then on.
@@ -176,14 +189,16 @@ class SpeculativeDecoder:
         options: RequestOptions | None = None,
         *,
         name: str = "prompt",
-        **keywords: Unpack[OptionKeywords],
+        **keywords: Unpack[Keywords],
     ) -> Request:
         """A request for one prompt: a text, token ids, or the messages of a conversation.
 
-        keywords: options that replace those of ``options``. name: the prompt's, in error messages.
+        keywords: sampling and options, in place of those in ``params`` and ``options``. name: the prompt's, in error
+        messages.
         Raises RequestError, with the parameter's name, before anything runs.
         """
-        (request,) = self._factory.requests(prompt, _params(params), combine(options, keywords), name=name)
+        params, options = combine(params, options, keywords)
+        (request,) = self._factory.requests(prompt, params, options, name=name)
         return request
 
     def requests(
@@ -193,7 +208,7 @@ class SpeculativeDecoder:
         options: RequestOptions | None = None,
         *,
         n: int = 1,
-        **keywords: Unpack[OptionKeywords],
+        **keywords: Unpack[Keywords],
     ) -> list[Request]:
         """``n`` requests for every prompt, or for a single one, in order; options and keywords as in ``request``.
 
@@ -201,7 +216,7 @@ class SpeculativeDecoder:
         A request that cannot be served has failed (``finish_reason`` error, ``error``) without harm to the others.
         Raises the RequestError where no prompt can be served, and for arguments of the wrong type.
         """
-        params, chosen = _params(params), combine(options, keywords)
+        params, chosen = combine(params, options, keywords)
         n = arguments.at_least(1).check("n", arguments.whole("n", n))
         requests: list[Request] = []
         for number, prompt in enumerate(as_prompts(prompts), 1):
@@ -221,7 +236,7 @@ class SpeculativeDecoder:
         options: RequestOptions | None = None,
         *,
         n: int = 1,
-        **keywords: Unpack[OptionKeywords],
+        **keywords: Unpack[Keywords],
     ) -> list[Request]:
         """The finished requests, in order: ``text``, ``output`` (ids), ``finish_reason``, ``stats``.
 
@@ -238,7 +253,7 @@ class SpeculativeDecoder:
         prompt: Prompt,
         params: SamplingParams | None = None,
         options: RequestOptions | None = None,
-        **keywords: Unpack[OptionKeywords],
+        **keywords: Unpack[Keywords],
     ) -> Iterator[TokenOutput]:
         """The tokens of one prompt as they are committed: id, text, whether the draft proposed it, log-probability.
 
@@ -275,15 +290,6 @@ def check_pair(
         check_head(target, draft)
     draft_len = check_fit(target_dir, target.config, draft_dir, draft.config, config.fixed_draft_len)
     return target, replace(draft, translator=find_translator(target, draft)), draft_len
-
-
-def _params(params: SamplingParams | None) -> SamplingParams:
-    """``params``, or greedy ones. Raises RequestError for other types."""
-    if params is None:
-        return SamplingParams()
-    if not isinstance(params, SamplingParams):
-        raise RequestError(f"params {show(params)}: expected SamplingParams")
-    return params
 
 
 def _require_one(requests: list[Request]) -> list[Request]:

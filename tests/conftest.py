@@ -44,7 +44,7 @@ LONGEST_FIRST = [
     "kernel_races",
     "tools",
     "bad_heads",
-    "run",
+    "models",
     "bad_dflash",
     "hub",
     "rebuild",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shutil
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,10 @@ PAGE = ROOT / "docs" / "python.md"
 
 @pytest.mark.parametrize(("path", "least"), [(PAGE, 9), (ROOT / "README.md", 1)], ids=["python.md", "README.md"])
 def test_the_examples_run(
-    path: Path, least: int, engines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, least: int, engines: Path, hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "engines").symlink_to(engines)
+    shutil.copytree(engines, tmp_path / "engines")
+    (tmp_path / "hf").symlink_to(hf)
     monkeypatch.chdir(tmp_path)
     text = path.read_text()
     names: dict[str, Any] = {}
@@ -115,9 +117,11 @@ EVERY_COMMAND = [
 def test_every_option_is_described(title: str, command: click.Command) -> None:
     """In the command's own section, or in a shared one that it links to; and no option that it does not have."""
     text = section(title)
-    shared = ("Models", "Options of a pair", "Prompts", "Sampling", "Constraints")
-    linked = [name for name in shared if f"](#{name.lower().replace(' ', '-')})" in text]
-    written = [option for part in (text, *map(section, linked)) for option in written_options(part)]
+    shared = ("Models", "Checkpoints", "Options of a pair", "Prompts", "Sampling", "Constraints")
+    for name in shared:  # In this order: models have the options of checkpoints.
+        if f"](#{name.lower().replace(' ', '-')})" in text:
+            text += section(name)
+    written = written_options(text)
     commands = [command, *(command.commands.values() if isinstance(command, click.Group) else ())]
     options = {one.name: one for each in commands for one in each.params if isinstance(one, click.Option)}.values()
     assert sorted(written) == sorted(name for one in options for name in (*one.opts, *one.secondary_opts))

@@ -18,6 +18,7 @@ import specbuild
 import specrun
 from specrun.optional_packages import how_to_install
 from specrun.request.options import OptionKeywords
+from specrun.sampling.sampler import SamplingKeywords
 
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -25,7 +26,9 @@ ERRORS = {
     *("SpecError", "CheckpointError", "UnsupportedModelError", "VerificationError", "BuildConfigError", "BuildError"),
     *("BackendError", "OutputExistsError", "EngineDirError", "PairError", "RequestError"),
 }
+FUNCTIONS = {"bench", "score", "verify"}
 NAMES = {
+    "BenchSettings",
     "BuildOptions",
     "SpeculativeDecoder",
     "SamplingParams",
@@ -45,9 +48,9 @@ def python(*arguments: object, **options: Any) -> subprocess.CompletedProcess[st
 
 
 def test_the_exported_names() -> None:
-    assert set(specrun.__all__) == ERRORS | NAMES | {"__version__"}
+    assert set(specrun.__all__) == ERRORS | NAMES | FUNCTIONS | {"__version__"}
     assert dir(specrun) == sorted(specrun.__all__)
-    for name in NAMES | ERRORS:
+    for name in NAMES | ERRORS | FUNCTIONS:
         assert getattr(specrun, name).__name__ == name
     assert all(issubclass(getattr(specrun, name), specrun.SpecError) for name in ERRORS)
     with pytest.raises(AttributeError, match="module 'specrun' has no attribute 'Decoder'"):
@@ -61,7 +64,7 @@ def test_type_checkers_see_the_names_that_are_loaded_late() -> None:
     seen = {
         alias.name: node.module for node in ast.walk(block) if isinstance(node, ast.ImportFrom) for alias in node.names
     }
-    assert seen == {name: getattr(specrun, name).__module__ for name in NAMES}
+    assert seen == {name: getattr(specrun, name).__module__ for name in NAMES | FUNCTIONS}
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
@@ -93,12 +96,14 @@ def test_python_m_is_the_command(package: str, tmp_path: Path) -> None:
 
 def test_options_are_the_same_as_a_class_and_as_keywords() -> None:
     assert typing.get_type_hints(OptionKeywords) == typing.get_type_hints(specrun.RequestOptions)
+    assert typing.get_type_hints(SamplingKeywords) == typing.get_type_hints(specrun.SamplingParams)
 
 
 RIGHT = """
 from pathlib import Path
 from specrun import Conversation, DraftTargetConfig, Request, RequestError, RequestOptions, SamplingParams
-from specrun import SpeculativeDecoder, __version__
+from specrun import BenchSettings, BuildOptions, SpeculativeDecoder, __version__, bench, score, verify
+from specbuild import ConvertOptions, EngineOptions, build_engine, check_checkpoint, convert_checkpoint
 from specbuild import __version__ as built_with
 
 options = RequestOptions(max_output_len=64, stop="\\n", draft_len="auto")
@@ -106,7 +111,7 @@ params = SamplingParams(temperature=0.8, seed=None)
 with SpeculativeDecoder.open("target", Path("draft"), DraftTargetConfig(draft_len="auto")) as decoder:
     found: list[Request] = decoder.generate("text", params, options, n=2)
     found = decoder.generate(["a", "b"], params, max_output_len=64, stop=["x"])
-    found = decoder.generate([1, 2, 3], logprobs=2)
+    found = decoder.generate([1, 2, 3], logprobs=2, temperature=0.5)
     found = decoder.generate([{"role": "user", "content": "a"}], params, options, echo=True)
     text: str | None = found[0].text
     seed: int | None = found[0].params.seed
@@ -119,9 +124,20 @@ with SpeculativeDecoder.open("target", Path("draft"), DraftTargetConfig(draft_le
         request = decoder.request("text", acceptance="logits")
     except RequestError as error:
         print(error, __version__, built_with)
+with SpeculativeDecoder.open("owner/big", build=BuildOptions(qformat="int8")) as decoder:
+    print(decoder)
+for result in bench("target", "draft", ["a", [1, 2]], BenchSettings(output_len=8)):
+    rate: float | None = result.acceptance_rate
+good: bool = verify("target", None, ["a"], params, DraftTargetConfig(draft="suffix"), seconds=1).good
+perplexity: float = score("target", "text", "base", context=512).perplexity
+positions: int = convert_checkpoint(ConvertOptions("hf", "onnx", qformat="int8")).max_seq_len
+name: str = build_engine(EngineOptions(checkpoint_dir=Path("onnx"), output_dir=Path("engine"))).backend.name
+parameters: int = check_checkpoint("hf").parameters
 """
 WRONG = {
     'decoder.generate("text", max_outptu_len=3)': 'did you mean "max_output_len"',
+    'decoder.generate("text", temprature=0.5)': 'did you mean "temperature"',
+    'decoder.generate("text", top_k="3")': 'Argument "top_k" to "generate"',
     'decoder.generate("text", max_output_len="3")': 'Argument "max_output_len" to "generate"',
     'decoder.stream("text", n=2)': 'Unexpected keyword argument "n"',
     'decoder.request("text", acceptance="hope")': 'Argument "acceptance" to "request"',

@@ -11,16 +11,16 @@ from rich.console import Console
 
 from scripts.benchmarks.prompts import PROMPTS
 from specrun.engine_dir.config import open_engine
-from specrun.evaluation.bench import Settings, as_json, measure
+from specrun.evaluation.bench import BenchSettings, as_json, bench
 from specrun.evaluation.bench_results import table
 from specrun.sampling.sampler import SamplingParams
 from specrun.text.tokenizer import load_tokenizer
 
 WARM = SamplingParams(temperature=0.8, seed=1)
 WAYS = {
-    "greedy": Settings((1, 4), (4, "auto"), params=SamplingParams(seed=1), shared_thread_pool=True),
-    "temperature 0.8, exact match": Settings((1,), (4, "auto"), params=WARM, shared_thread_pool=True),
-    "temperature 0.8, rejection sampling": Settings(
+    "greedy": BenchSettings((1, 4), (4, "auto"), params=SamplingParams(seed=1), shared_thread_pool=True),
+    "temperature 0.8, exact match": BenchSettings((1,), (4, "auto"), params=WARM, shared_thread_pool=True),
+    "temperature 0.8, rejection sampling": BenchSettings(
         (1,), (4, "auto"), params=WARM, use_logits=True, shared_thread_pool=True
     ),
 }
@@ -36,12 +36,12 @@ def main(demo_dir: Path, json_file: Path | None) -> None:
     prompts = [tokenizer.encode(text).ids for text in PROMPTS[:4]]
     found = {}
     for way, settings in WAYS.items():
-        results = measure(target, draft, prompts, settings, lambda line: click.echo(line, err=True))
+        results = bench(target, draft, prompts, settings, lambda line: click.echo(line, err=True))
         click.echo(f"\n{way}")
         Console(width=110).print(table(results))
         found[way] = [asdict(result) for result in results]
     if json_file:
-        machine = json.loads(as_json([], open_engine(target), Settings()))["machine"]
+        machine = json.loads(as_json([], open_engine(target), BenchSettings()))["machine"]
         json_file.write_text(json.dumps({"machine": machine, "results": found}, indent=2) + "\n")
 
 

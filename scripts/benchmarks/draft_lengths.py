@@ -28,7 +28,7 @@ from scripts.grow_checkpoint import main as grow_checkpoint
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import open_engine
-from specrun.evaluation.bench import Settings, as_json
+from specrun.evaluation.bench import BenchSettings, as_json
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 
@@ -190,7 +190,7 @@ def main(
                 shares = f"{found['auto_of_best']:.1%}, in the first group {found['auto_of_best_in_first_group']:.1%}"
                 click.echo(f"  auto has {shares} of {found['best']}'s")
     if json_file:
-        machine = json.loads(as_json([], open_engine(engines["target"]), Settings()))["machine"]
+        machine = json.loads(as_json([], open_engine(engines["target"]), BenchSettings()))["machine"]
         json_file.write_text(json.dumps({"machine": machine, "results": results}, indent=2) + "\n")
 
 

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
 
 from specbuild.engine.build import build_engine
+from specbuild.progress import Stages
 from specrun.engine_dir.config import WEIGHTS_NAME
 
 FORMS: dict[str, dict[str, str]] = {
@@ -44,7 +46,7 @@ def build(checkpoint: str, output: str, probes: str) -> None:
     before = _peak()
     if probes == "no":
         specbuild.engine.build._measure = lambda directory, config: {}
-    build_engine(options, force=False)
+    build_engine(options, stages=Stages(Console(quiet=True)))
     print(_peak() - before)
 
 

@@ -22,7 +22,7 @@ from scripts.benchmarks.engines import build, fastest, random_checkpoint, to_onn
 from specbuild.compilers import onnxruntime
 from specrun.backends import Backend, open_host_backend
 from specrun.engine_dir.config import open_engine
-from specrun.evaluation.bench import Settings, as_json
+from specrun.evaluation.bench import BenchSettings, as_json
 from specrun.evaluation.bench_results import Spread
 
 SIZES: dict[str, Any] = {
@@ -87,7 +87,7 @@ def main(demo_dir: Path, json_file: Path | None) -> None:
         with tempfile.TemporaryDirectory() as directory:
             report[name] = compare(config, demo_dir / "hf" / "target", Path(directory))
             engine = open_engine(Path(directory) / "used")
-            report["machine"] = json.loads(as_json([], engine, Settings()))["machine"]
+            report["machine"] = json.loads(as_json([], engine, BenchSettings()))["machine"]
     if json_file:
         json_file.write_text(json.dumps(report, indent=2) + "\n")
 

@@ -28,7 +28,7 @@ from specrun.config import DraftKind, DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.drafters.model import ModelDrafter
 from specrun.engine_dir.config import open_engine
-from specrun.evaluation.bench import Settings, as_json
+from specrun.evaluation.bench import BenchSettings, as_json
 from specrun.evaluation.bench_results import Spread
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
@@ -216,7 +216,7 @@ def main(
             found[pair] = {
                 way: {"microseconds": asdict(us), "share": asdict(share)} for way, (us, share) in results.items()
             }
-        settings = Settings((1,), (DRAFT_LEN,), output_len, repetitions)
+        settings = BenchSettings((1,), (DRAFT_LEN,), output_len, repetitions)
         machine = json.loads(as_json([], open_engine(directories[0]), settings))
     if json_file:
         json_file.write_text(json.dumps({**machine, "results": found}, indent=2) + "\n")

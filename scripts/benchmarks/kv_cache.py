@@ -34,7 +34,7 @@ from specbuild.weights.packed_model import PackedModel
 from specbuild.weights.safetensors_files import check_weights
 from specrun.backends import Backend, open_host_backend
 from specrun.engine_dir.config import open_engine
-from specrun.evaluation.bench import Settings, as_json
+from specrun.evaluation.bench import BenchSettings, as_json
 from specrun.evaluation.bench_results import Spread
 
 ROWS, LENGTH = 32, 256
@@ -140,7 +140,7 @@ def main(demo_dir: Path, part: tuple[str, ...], engines_dir: Path | None, json_f
         text = work / "text.txt"
         text.write_text(unseen_text(), encoding="utf-8")
         build_engines(source, text, work)
-        machine = json.loads(as_json([], open_engine(work / BASE), Settings()))["machine"]
+        machine = json.loads(as_json([], open_engine(work / BASE), BenchSettings()))["machine"]
         report: dict[str, Any] = {"machine": machine, "calibration_rows": ROWS, "tokens_a_row": LENGTH}
         if json_file and json_file.is_file():
             report |= json.loads(json_file.read_text())

@@ -42,7 +42,7 @@ from scripts.benchmarks.prompts import PROMPTS
 from scripts.benchmarks.quantized import Floats, log_probs, quality, unseen_texts
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import open_engine
-from specrun.evaluation.bench import Settings, as_json
+from specrun.evaluation.bench import BenchSettings, as_json
 from specrun.evaluation.bench_results import Spread
 
 WAYS = ("alone", "with_draft")
@@ -204,7 +204,7 @@ def main(
                 speeds = [f"{way} {figures[way]['tokens_per_second']['median']:.1f}" for way in WAYS if way in figures]
                 click.echo(f"{bits:>8} {name:<15} {', '.join(speeds)}")
     if json_file:
-        machine = json.loads(as_json([], open_engine(base_engine), Settings()))["machine"] | {"threads": THREADS}
+        machine = json.loads(as_json([], open_engine(base_engine), BenchSettings()))["machine"] | {"threads": THREADS}
         about = {"machine": machine, "versions": versions(places), "draft_len": DRAFT_LEN, "output_len": output_len}
         others = json.loads(json_file.read_text())["results"] if json_file.exists() else {}
         json_file.write_text(json.dumps({**about, "results": others | results}, indent=2) + "\n")

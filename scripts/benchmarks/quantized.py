@@ -29,12 +29,16 @@ from specrun.backends import open_host_backend
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import open_engine
-from specrun.evaluation.bench import Settings, as_json
+from specrun.evaluation.bench import BenchSettings, as_json
 from specrun.evaluation.bench_results import Spread
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 
 Floats = npt.NDArray[np.float32]
+FORMS: dict[str, dict[str, Any]] = {
+    **{name: {"qformat": name} for name in QFORMATS},
+    "int4_32": {"qformat": "int4", "group_size": 32},  # As llama.cpp's Q4_0.
+}
 BASE = "float32"
 DRAFT_LEN = 3
 """Then a verify pass has four tokens, and needs no padding to be exact."""
@@ -131,7 +135,7 @@ def acceptance_rate(decoder: SpeculativeDecoder, output_len: int) -> float:
 
 @click.command()
 @click.option("--demo_dir", type=click.Path(path_type=Path), default=Path("demo"), show_default=True)
-@click.option("--qformat", "forms", type=click.Choice(QFORMATS), multiple=True, default=QFORMATS, show_default=True)
+@click.option("--form", "forms", type=click.Choice([*FORMS]), multiple=True, default=[*FORMS], show_default=True)
 @click.option("--output_len", type=int, default=96, show_default=True)
 @click.option("--repetitions", type=int, default=5, show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
@@ -143,7 +147,7 @@ def main(demo_dir: Path, forms: tuple[str, ...], output_len: int, repetitions: i
         build(demo_dir / "onnx" / "draft", work / "draft", **sizes)
         build(demo_dir / "onnx" / "target", work / BASE, **sizes)
         for form in forms:
-            checkpoint = to_onnx(demo_dir / "hf" / "target", work / "onnx" / form, qformat=form)
+            checkpoint = to_onnx(demo_dir / "hf" / "target", work / "onnx" / form, **FORMS[form])
             build(checkpoint, work / form, **sizes)
         config = DraftTargetConfig(reuse_blocks=False, shared_thread_pool=True)
         decoders = {
@@ -160,7 +164,7 @@ def main(demo_dir: Path, forms: tuple[str, ...], output_len: int, repetitions: i
             speeds = ", ".join(f"{way} {row[way]['of_float32_alone']['median']:5.2f}x" for way in WAYS)
             size = row["weight_bytes"] / 1e6
             click.echo(f"{form:>9} {size:6.0f} MB, {speeds}, accepted {row['acceptance_rate']:.0%}, {row['quality']}")
-        machine = json.loads(as_json([], open_engine(work / BASE), Settings()))["machine"]
+        machine = json.loads(as_json([], open_engine(work / BASE), BenchSettings()))["machine"]
     if json_file:
         json_file.write_text(json.dumps({"machine": machine, "results": results}, indent=2) + "\n")
 

@@ -29,7 +29,7 @@ from specrun.backends.ort_session import session_options
 from specrun.cpu_operators import DOMAIN
 from specrun.devices.processor import num_threads
 from specrun.engine_dir.config import GRAPH_NAME, open_engine
-from specrun.evaluation.bench import Settings, as_json
+from specrun.evaluation.bench import BenchSettings, as_json
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 9, 16)
 POSITIONS = 128
@@ -147,7 +147,7 @@ def main(engines: tuple[Path, ...], widths: tuple[int, ...], json_file: Path | N
             )
         results[directory.name] = asdict(work) | {"copy": copy, "product": product, "passes": rows}
     if json_file:
-        machine = json.loads(as_json([], open_engine(engines[0]), Settings()))["machine"]
+        machine = json.loads(as_json([], open_engine(engines[0]), BenchSettings()))["machine"]
         json_file.write_text(json.dumps({"machine": machine, "results": results}, indent=2) + "\n")
 
 

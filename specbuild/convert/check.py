@@ -71,11 +71,15 @@ class Checked:
         }
 
 
-def check_model(name: str, stages: Stages, revision: str | None = None, text_model: bool = False) -> Checked:
+def check_model(
+    name: str, stages: Stages | None = None, revision: str | None = None, text_model: bool = False
+) -> Checked:
     """Everything that ``convert`` would refuse before its export, with the options of these names.
 
+    name: a checkpoint's directory or Hub ID. stages: shows progress; None: on standard error.
     Raises CheckpointError, UnsupportedModelError.
     """
+    stages = stages or Stages()
     require_packages("torch", "transformers")
     # Outside the stage, which has a bar: the Hub's client has bars of its own.
     with described(name, revision, "check") as (directory, download), stages.stage(f"check {name}"):

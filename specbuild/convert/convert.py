@@ -21,11 +21,13 @@ PACKAGES = ("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_
 """What a conversion needs."""
 
 
-def convert(options: ConvertOptions, stages: Stages) -> CheckpointConfig:
-    """Convert one checkpoint. What is there already and would be the same is left as it is.
+def convert(options: ConvertOptions, stages: Stages | None = None) -> CheckpointConfig:
+    """Convert one checkpoint, and describe the result. What is there already and would be the same is left as it is.
 
+    stages: shows progress; None: on standard error.
     Raises SpecError, and ImportError where a package is missing.
     """
+    stages = stages or Stages()
     require_packages(*PACKAGES, *(["onnxruntime"] if options.verify else []))
     output_dir = Path(options.output_dir)
     stopped, found = require_sound(options)

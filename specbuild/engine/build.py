@@ -20,13 +20,25 @@ from specrun.backends.bit_exact_probe import probe
 from specrun.backends.pass_timing import time_passes
 from specrun.command_line import human_bytes
 from specrun.engine_dir.bit_exact import BitExact
-from specrun.engine_dir.config import CONFIG_NAME, WEIGHTS_NAME, EngineConfig, describe_file
+from specrun.engine_dir.config import CONFIG_NAME, WEIGHTS_NAME, EngineConfig, describe_file, read_config
 from specrun.engine_dir.contract import MARKOV_FILES
 from specrun.engine_dir.directories import new_directory, require_free
 from specrun.engine_dir.pass_times import PassTimes
-from specrun.errors import BuildConfigError, CheckpointError
+from specrun.errors import BuildConfigError, CheckpointError, EngineDirError
 from specrun.optional_packages import import_package
 from specrun.text.tokenizer import require_own_tokenizer, tokenizer_files
+
+
+def build_engine(
+    options: EngineOptions, *, force: bool = False, cache_dir: Path | None = None, stages: Stages | None = None
+) -> EngineConfig:
+    """Build one engine directory, and describe it. One that is there and would be the same is left as it is.
+
+    force: replace another one. cache_dir: where engines that were built before are kept. stages: shows progress;
+    None: on standard error. Raises SpecError, and OSError for a full disk.
+    """
+    build_engines([options], 1, force, stages or Stages(), cache_dir)
+    return read_config(options.output_dir, EngineConfig, EngineDirError, "specbuild engine")
 
 
 def build_engines(
@@ -37,7 +49,7 @@ def build_engines(
     All settings are checked before the first build. cache_dir: see ``build_cache``.
     """
     missing = [plan.options for plan in plan_engines(engines, force, stages, cache_dir) if not plan.is_there]
-    build = partial(build_engine, force=force, cache_dir=cache_dir)
+    build = partial(_build_one, force=force, cache_dir=cache_dir)
     if workers <= 1 or len(missing) <= 1:
         for options in missing:
             with stages.stage(f"build {options.output_dir}", 1.0) as advance:
@@ -97,7 +109,7 @@ def _needed_space(plans: list[EnginePlan], cache_dir: Path | None) -> dict[Path,
     return {place: size + largest[place] for place, size in needs.items()}
 
 
-def build_engine(
+def _build_one(
     options: EngineOptions, force: bool, advance: Advance = lambda _amount: None, cache_dir: Path | None = None
 ) -> str:
     """Build one engine directory, or take it from the cache; returns a summary line. Raises SpecError."""

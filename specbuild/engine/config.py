@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, field_validator
@@ -28,11 +28,11 @@ class EngineOptions(Strict):
     output_dir: Path
     backend: Backend = "auto"
     device: str | None = None
-    max_batch_size: int = Field(4, ge=1)
-    max_input_len: int | None = Field(None, ge=1)
-    max_seq_len: int | None = Field(None, ge=2)
+    max_batch_size: Annotated[int, Field(ge=1)] = 4
+    max_input_len: Annotated[int | None, Field(ge=1)] = None
+    max_seq_len: Annotated[int | None, Field(ge=2)] = None
     speculative_decoding_mode: SpeculativeMode | None = None
-    max_draft_len: int | None = Field(None, ge=0)
+    max_draft_len: Annotated[int | None, Field(ge=0)] = None
     gather_generation_logits: bool = False
     multiple_profiles: bool = False
     gather_experts: bool = False

@@ -10,7 +10,7 @@ from specrun import arguments
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import ContextLengthError, RequestError
 from specrun.request.factory import DEFAULT_OUTPUT_LEN, Message
-from specrun.request.options import OptionKeywords, RequestOptions, combine
+from specrun.request.options import Keywords, RequestOptions, combine
 from specrun.request.request import Request, TokenOutput
 from specrun.sampling.sampler import SamplingParams
 
@@ -35,13 +35,12 @@ class Conversation:
         options: RequestOptions | None = None,
         *,
         drop_oldest: bool = False,
-        **keywords: Unpack[OptionKeywords],
+        **keywords: Unpack[Keywords],
     ) -> None:
         if not isinstance(decoder, SpeculativeDecoder):
             raise RequestError(f"decoder {arguments.show(decoder)}: expected SpeculativeDecoder")
-        options = combine(options, keywords)
+        self.params, options = combine(params, options, keywords)
         self.decoder = decoder
-        self.params = params
         self.system = options.system
         self.options = replace(options, system=None)
         self.drop_oldest = arguments.flag("drop_oldest", drop_oldest)
@@ -109,7 +108,7 @@ class Conversation:
 
     def _request(self, messages: list[Message]) -> tuple[Request, list[Message]]:
         """The request for an answer to ``messages``, and those of them that fit. Raises RequestError."""
-        params = (self.params or SamplingParams()).seeded(self._retries) if self._retries else self.params
+        params = self.params.seeded(self._retries) if self._retries else self.params
         build = self.decoder.target.build_config
         longest = build.max_input_len
         # Of an answer of any length, at least so many tokens must fit.

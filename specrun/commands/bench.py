@@ -13,7 +13,6 @@ from specrun.commands.options import (
     DRAFT_LEN,
     SAMPLING,
     note_unused_sampling,
-    prompt_ids,
     require_one_source,
 )
 from specrun.config import AUTO
@@ -57,21 +56,23 @@ def bench(
     from rich.console import Console
 
     from specrun.engine_dir.config import open_engine
-    from specrun.evaluation.bench import Settings, as_json, measure
+    from specrun.evaluation.bench import BenchSettings, as_json
+    from specrun.evaluation.bench import bench as measure
     from specrun.evaluation.bench_results import table
+    from specrun.request.prompts import read_prompts
     from specrun.sampling.sampler import SamplingParams
 
     note_unused_sampling(options)
     params = SamplingParams(**{name: options[name] for name in (*SAMPLING, "seed")})
     build_models(options, built)
     target, draft_model, tokenizer = (options[name] for name in ("engine_dir", "draft_engine_dir", "tokenizer_dir"))
-    settings = Settings(
+    settings = BenchSettings(
         *(batch_sizes, draft_lens, output_len, repetitions, params, acceptance == "logits", True),
         *(bit_exact, options["draft"]),
     )
     config = open_engine(target)
-    prompts = prompt_ids(tokenizer or target, input_text, input_file)
-    results = measure(target, draft_model, prompts, settings, lambda line: click.echo(line, err=True))
+    prompts = read_prompts(input_text, input_file)
+    results = measure(target, draft_model, prompts, settings, lambda line: click.echo(line, err=True), tokenizer)
     if output_format == "json":
         click.echo(as_json(results, config, settings))
     else:

@@ -47,20 +47,12 @@ build_options = together(
         type=click.IntRange(2),
         help="Most tokens of prompt and output. Default: 4096, or the models' limit.",
     ),
-    click.option(
-        "--max_draft_len",
-        type=click.IntRange(1),
-        default=BuildOptions.max_draft_len,
-        show_default=True,
-        help="Most draft tokens a round.",
-    ),
     click.option("--device", metavar="cpu|cuda|cuda:N", help="The engines' device. Default: a GPU if there is one."),
     click.option("--revision", help="Branch, tag or commit of TARGET, for a Hub ID."),
-    click.option("--draft_revision", help="The same of DRAFT."),
     click.option("--trust_remote_code", is_flag=True, help="Run Python code that comes with the checkpoints."),
     click.option("--text_model", is_flag=True, help="Take the language model inside a multimodal TARGET."),
 )
-"""The fields of ``BuildOptions``."""
+"""The fields of ``BuildOptions`` that a target alone has."""
 
 
 def _set_threads(_context: click.Context, _option: click.Parameter, threads: int | None) -> None:
@@ -85,8 +77,20 @@ models_options = together(
     tokenizer_dir_option,
     threads_option,
     build_options,
+    click.option(
+        "--max_draft_len",
+        type=click.IntRange(1),
+        default=BuildOptions.max_draft_len,
+        show_default=True,
+        help="Most draft tokens a round.",
+    ),
+    click.option("--draft_revision", help="The same as --revision, of DRAFT."),
 )
 """What every command takes that opens a target, or a target and its draft."""
+target_options = together(
+    click.argument("target", metavar="TARGET"), tokenizer_dir_option, threads_option, build_options
+)
+"""What a command takes that opens a target alone."""
 
 
 def take_models(options: dict[str, Any], draft_needed: bool = False) -> BuildOptions:
@@ -96,7 +100,7 @@ def take_models(options: dict[str, Any], draft_needed: bool = False) -> BuildOpt
     UsageError, and EngineDirError for a model that is not there.
     """
     given_models = {"engine_dir": options.pop("target"), "draft_engine_dir": options.pop("draft_model")}
-    built = BuildOptions(**{name: options.pop(name) for name in _BUILD})
+    built = _take_build(options)
     for option, name in (("engine_dir", "TARGET"), ("draft_engine_dir", "DRAFT")):
         if (model := given_models[option]) is None:
             continue
@@ -107,9 +111,28 @@ def take_models(options: dict[str, Any], draft_needed: bool = False) -> BuildOpt
     if target is None:
         raise click.UsageError("give TARGET: a checkpoint's directory, its Hub ID, or an engine directory")
     require_one_draft(options["draft"], draft, draft_needed)
-    if not isinstance(target, str) and not isinstance(draft, str) and (names := given(*_BUILD)):
-        raise click.UsageError(f"--{names[0]} is for checkpoints, of which engines are built; give one as TARGET")
+    _require_built(target, draft)
     return built
+
+
+def take_target(options: dict[str, Any], *others: str | None) -> tuple[str | Path, BuildOptions]:
+    """Take TARGET and ``build_options`` out of ``options``. others: models beside it.
+
+    Raises click's UsageError, and EngineDirError for a model that is not there.
+    """
+    target, built = _read(options.pop("target"), "TARGET"), _take_build(options)
+    _require_built(target, *(_read(other, "DIR|HUB_ID") for other in others if other is not None))
+    return target, built
+
+
+def _take_build(options: dict[str, Any]) -> BuildOptions:
+    return BuildOptions(**{name: options.pop(name) for name in _BUILD if name in options})
+
+
+def _require_built(*models: str | Path | None) -> None:
+    """Raise click's UsageError where options say how to build, and nothing is a checkpoint."""
+    if not any(isinstance(model, str) for model in models) and (names := given(*_BUILD)):
+        raise click.UsageError(f"--{names[0]} is for checkpoints, of which engines are built; give one as TARGET")
 
 
 def _read(model: str, name: str) -> str | Path:

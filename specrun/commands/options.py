@@ -205,15 +205,3 @@ def require_one_source(input_text: tuple[str, ...], input_file: Path | None) -> 
     """Prompts come from one place. Raises click's UsageError."""
     if input_text and input_file:
         raise click.UsageError("--input_text cannot be combined with --input_file")
-
-
-def prompt_ids(tokenizer_dir: Path, input_text: tuple[str, ...], input_file: Path | None) -> list[list[int]]:
-    """The prompts' token ids. Raises RequestError for a blank one: what is measured or compared is all of them."""
-    from specrun.errors import RequestError
-    from specrun.request.prompts import read_prompts
-    from specrun.text.tokenizer import load_tokenizer
-
-    tokenizer, texts = load_tokenizer(tokenizer_dir), read_prompts(input_text, input_file)
-    if "" in texts:
-        raise RequestError(f"prompt {texts.index('') + 1}: empty; leave it out")
-    return [tokenizer.encode(text).ids for text in texts]

@@ -17,7 +17,6 @@ from specrun.commands.options import (
     constraint_options,
     constraints,
     note_unused_sampling,
-    prompt_ids,
     require_one_source,
 )
 from specrun.config import DraftTargetConfig
@@ -55,8 +54,9 @@ def verify(
     require_one_source(input_text, input_file)
     built = take_models(options, draft_needed=True)
 
-    from specrun.evaluation.verify import verify_pair
+    from specrun.evaluation.verify import verify as verify_pair
     from specrun.request.options import RequestOptions
+    from specrun.request.prompts import read_prompts
     from specrun.sampling.sampler import SamplingParams
 
     asked = RequestOptions(**constraints(options))
@@ -71,12 +71,12 @@ def verify(
     params = SamplingParams(**{name: options[name] for name in (*SAMPLING, "seed")})
     build_models(options, built)
     target, draft_model, tokenizer = (options[name] for name in ("engine_dir", "draft_engine_dir", "tokenizer_dir"))
-    prompts = prompt_ids(tokenizer or target, input_text, input_file)
+    prompts = read_prompts(input_text, input_file)
 
     def report(line: str) -> None:
         click.echo(line, err=True)
 
-    verdict = verify_pair(target, draft_model, config, prompts, params, seconds, report, asked, tokenizer)
+    verdict = verify_pair(target, draft_model, prompts, params, config, seconds, report, asked, tokenizer)
     if output_format == "json":
         click.echo(json.dumps({"good": verdict.good, "outcome": verdict.outcome, **dataclasses.asdict(verdict)}))
     else:

@@ -21,6 +21,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from specrun.builder import BuildOptions, engines_of
 from specrun.config import DraftKind, DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.devices.processor import processor_name
@@ -36,7 +37,7 @@ _WARM_UP_ROUNDS = 8
 
 
 @dataclass(frozen=True)
-class Settings:
+class BenchSettings:
     """What to measure: every batch size with every draft length."""
 
     batch_sizes: Sequence[int] = (1,)
@@ -114,22 +115,26 @@ def _clock(decoder: SpeculativeDecoder, began: float) -> npt.NDArray[np.float64]
     return np.array([elapsed, *(times or [0] * 4)])
 
 
-def measure(
-    target_dir: str | Path,
-    draft_dir: str | Path | None,
-    prompts: Sequence[Sequence[int]],
-    settings: Settings,
-    report: Callable[[str], None],
+def bench(
+    target: str | Path,
+    draft: str | Path | None,
+    prompts: Sequence[str | Sequence[int]],
+    settings: BenchSettings | None = None,
+    report: Callable[[str], None] = lambda _: None,
+    tokenizer_dir: str | Path | None = None,
+    build: BuildOptions | None = None,
 ) -> list[Result]:
-    """Measure ``draft_dir`` as the draft of ``target_dir``; a result for every batch size and draft length, in order.
+    """Measure a target with its draft beside the target alone; a result for every batch size and draft length.
 
-    draft_dir: may be None where ``settings`` name what drafts without an engine.
-    prompts: token ids; every repetition decodes them all, and some again where the last batch is not full.
-    report: gets a line for every repetition. Two targets and one draft are loaded at a time.
+    target, draft, build: as ``SpeculativeDecoder.open`` takes them. draft: may be None where ``settings`` name what
+    drafts without a model. prompts: texts or token ids; every repetition decodes them all, and some again where the
+    last batch is not full. report: gets a line for every repetition. Two targets and one draft are loaded at a time.
     Raises what ``SpeculativeDecoder.open`` raises, and RequestError for prompts and batches that do not fit.
     """
     if not prompts:
         raise RequestError("no prompts: expected one or more")
+    settings = settings or BenchSettings()
+    target_dir, draft_dir = engines_of(target, draft, build)
     results: dict[tuple[int, int | None], Result] = {}
 
     def on_warm_up(done: int, of: int) -> None:
@@ -139,10 +144,12 @@ def measure(
     plain = DraftTargetConfig(
         reuse_blocks=False, shared_thread_pool=settings.shared_thread_pool, bit_exact=settings.bit_exact
     )
-    with SpeculativeDecoder.open(target_dir, config=plain, on_warm_up=on_warm_up) as alone:
-        for number, prompt in enumerate(prompts, 1):
+    with SpeculativeDecoder.open(target_dir, None, plain, tokenizer_dir, on_warm_up) as alone:
+        texts: list[Sequence[int]] = []
+        for number, asked in enumerate(prompts, 1):
             # Only for its checks: a benchmark's own requests have no stop ids.
-            alone.request(prompt, max_output_len=1, name=f"prompt {number}")
+            prompt = alone.request(asked, max_output_len=1, name=f"prompt {number}").prompt
+            texts.append(prompt)
             if (room := alone.target.build_config.max_seq_len - len(prompt)) < settings.output_len:
                 raise RequestError(
                     f"prompt {number}: {len(prompt)} tokens + {settings.output_len} of output, the engine's "
@@ -159,12 +166,12 @@ def measure(
                     for note in () if results else pair.notes:
                         report(f"note: {note}")
                     report(f"batch {size}, draft_len {shown_draft_len(draft_len)}")
-                    passes = _interleave(alone, pair, _batches(prompts, size, settings), settings.repetitions, report)
+                    passes = _interleave(alone, pair, _batches(texts, size, settings), settings.repetitions, report)
                     results[size, draft_len] = _summarize(size, draft_len, passes, settings)
     return [results[size, draft_len] for size in settings.batch_sizes for draft_len in settings.fixed_draft_lens]
 
 
-def _batches(prompts: Sequence[Sequence[int]], size: int, settings: Settings) -> Callable[[], list[list[Request]]]:
+def _batches(prompts: Sequence[Sequence[int]], size: int, settings: BenchSettings) -> Callable[[], list[list[Request]]]:
     """A function that makes the requests anew. A prompt that comes again gets another seed, hence another text."""
 
     def request(row: int) -> Request:
@@ -198,7 +205,9 @@ def _interleave(
     return passes
 
 
-def _summarize(size: int, draft_len: int | None, passes: Sequence[tuple[_Pass, _Pass]], settings: Settings) -> Result:
+def _summarize(
+    size: int, draft_len: int | None, passes: Sequence[tuple[_Pass, _Pass]], settings: BenchSettings
+) -> Result:
     alone, pair = zip(*passes, strict=True)
     drafted, evaluated, accepted = np.array([counts for theirs in pair for counts in theirs.rounds]).T
     places = range(1, evaluated.max() + 1)
@@ -240,7 +249,7 @@ def _split(passes: Sequence[tuple[_Pass, _Pass]], alpha: float, lengths: Sequenc
     return Split(*map(Spread.of, zip(*figures, strict=True)))
 
 
-def as_json(results: Sequence[Result], target_config: EngineConfig, settings: Settings) -> str:
+def as_json(results: Sequence[Result], target_config: EngineConfig, settings: BenchSettings) -> str:
     """The results, how they were measured and on what machine."""
     machine = {
         "processor": processor_name(),

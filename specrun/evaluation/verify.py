@@ -17,6 +17,7 @@ from typing import Literal
 
 import numpy as np
 
+from specrun.builder import BuildOptions, engines_of
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import EngineConfig, read_config
@@ -41,6 +42,8 @@ ROWS = 32
 DRAWN_PROMPTS = 4
 """Draws share few prompts, so that each prompt's first token is drawn often."""
 BINS = 20
+WARM = SamplingParams(temperature=0.8)
+"""The default: greedy texts alone would show less."""
 BLIND = 0.25
 """The largest misplaced share of the probability that may go unseen; beyond it a test by draws is inconclusive."""
 Outcome = Literal["good", "wrong", "inconclusive"]
@@ -105,7 +108,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What ``verify_pair`` found: greedy texts, then seeded texts and draws where the settings have them."""
+    """What ``verify`` found: greedy texts, then seeded texts and draws where the settings have them."""
 
     parts: tuple[Part, ...]
     seconds: float
@@ -138,29 +141,30 @@ class Verdict:
         ]
 
 
-def verify_pair(
-    target_dir: str | Path,
-    draft_dir: str | Path | None,
-    config: DraftTargetConfig,
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    seconds: float,
+def verify(
+    target: str | Path,
+    draft: str | Path | None,
+    prompts: Sequence[str | Sequence[int]],
+    params: SamplingParams | None = None,
+    config: DraftTargetConfig | None = None,
+    seconds: float = 60,
     report: Callable[[str], None] = lambda _: None,
     options: RequestOptions | None = None,
     tokenizer_dir: str | Path | None = None,
+    build: BuildOptions | None = None,
 ) -> Verdict:
-    """Check that the pair writes what its target alone would, for about ``seconds`` after loading.
+    """Check that a pair writes what its target alone would, for about ``seconds`` after loading.
 
+    ``target``, ``draft`` and ``build`` are as ``SpeculativeDecoder.open`` takes them; prompts are texts or token ids.
     ``params`` are the settings of all texts, greedy ones at temperature 0; draws count seeds up from its seed. One
     batch of texts and FEWEST draws take their time in any case. ``report`` hears what is going on. Of ``options``,
     constraints count: then the target's logits are masked, by a matcher that no draft token has moved.
     Raises RequestError, BackendError where engines are on a GPU, and what opening the pair raises.
     """
-    params = params.seeded()
+    params, config = (params or WARM).seeded(), config or DraftTargetConfig()
+    target_dir, draft_dir = engines_of(target, draft, build)
     if config.fixed_draft_len is None:
-        most = read_config(
-            Path(target_dir), EngineConfig, EngineDirError, "specbuild engine"
-        ).build_config.max_draft_len
+        most = read_config(target_dir, EngineConfig, EngineDirError, "specbuild engine").build_config.max_draft_len
         config = replace(config, draft_len=min(DRAFT_LEN, most) or None)
     with SpeculativeDecoder.open(target_dir, draft_dir, config, tokenizer_dir) as decoder:
         rounds = decoder.scheduler.round
@@ -168,9 +172,11 @@ def verify_pair(
             raise BackendError("verify reads all of the target's logits on the host: for now it needs CPU engines")
         for note in decoder.notes:
             report(f"note: {note}")
-        check = _Check(decoder, rounds.host_target, prompts)
+        asked = enumerate(prompts, 1)
+        texts = [decoder.request(each, max_output_len=1, name=f"prompt {n}").prompt for n, each in asked]
+        check = _Check(decoder, rounds.host_target, texts)
         if options and options.constraint:
-            check.grammar = decoder.request(prompts[0], options=options, max_output_len=1).grammar
+            check.grammar = decoder.request(texts[0], options=options, max_output_len=1).grammar
         began = time.perf_counter()
         report("greedy texts, against the target's own")
         parts = [check.ids("greedy", replace(params, temperature=0.0), began + seconds / 4)]
@@ -193,9 +199,8 @@ class _Check:
         self.grammar: Grammar | None = None
         self.rows, self.positions = min(ROWS, build.max_batch_size), build.max_seq_len
         self.noise = 0.0 if decoder.exactness.on else _noise(decoder.target)
-        most = min(build.max_input_len, build.max_seq_len - 1)
-        if not prompts or not all(0 < len(prompt) <= most and max(prompt) < target.vocab_size for prompt in prompts):
-            raise RequestError(f"prompts: expected at least one, of 1 to {most} tokens below {target.vocab_size} each")
+        if not prompts:
+            raise RequestError("no prompts: expected one or more")
 
     def ids(self, name: str, params: SamplingParams, deadline: float) -> Part:
         """Decode prompts until ``deadline``, batch by batch, and walk the target alone along what was written."""

@@ -15,7 +15,7 @@ import secrets
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -69,6 +69,20 @@ def _biases(name: str, biases: Any) -> dict[int, float]:
                 f"{name} {token}: {bias}: expected a token id, and -{LARGEST_BIAS} to {LARGEST_BIAS} or -inf"
             )
     return found
+
+
+class SamplingKeywords(TypedDict, total=False):
+    """The fields of ``SamplingParams`` as keywords, for type checkers and editors; a test compares the two."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int | None
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from specrun import BackendError, DraftTargetConfig, SpeculativeDecoder, cpu_ope
 from specrun.devices.processor import features
 from specrun.engine_dir.bit_exact import ANY_SHAPE, RowMultiple, ShapeClass
 from specrun.engine_dir.config import EngineConfig, open_engine
-from specrun.evaluation.verify import verify_pair
+from specrun.evaluation.verify import verify
 from specrun.runners.host_runner import build_inputs
 from specrun.sampling.sampler import SamplingParams
 from specrun.speculative import exactness, loader
@@ -210,7 +210,7 @@ def test_engines_of_earlier_releases_load(engines: Path, tmp_path: Path) -> None
 def test_verify_counts_equal_texts(int4: Path, engines: Path) -> None:
     def check(bit_exact: bool) -> tuple[bool, list[str]]:
         config = DraftTargetConfig(3, bit_exact=bit_exact)
-        verdict = verify_pair(int4, engines / "draft", config, PROMPTS, SamplingParams(), 0.1)
+        verdict = verify(int4, engines / "draft", PROMPTS, SamplingParams(), config, 0.1)
         assert verdict.parts[0].wrong == 0
         if bit_exact:
             assert verdict.parts[0].identical == verdict.parts[0].texts == len(PROMPTS)

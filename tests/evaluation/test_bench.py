@@ -19,7 +19,7 @@ from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import open_engine
 from specrun.errors import PairError, RequestError
-from specrun.evaluation.bench import Settings, _batches, _Pass, _split, _summarize, as_json, measure
+from specrun.evaluation.bench import BenchSettings, _batches, _Pass, _split, _summarize, as_json, bench
 from specrun.evaluation.bench_results import Result, table
 from specrun.request.request import Request
 from specrun.request.stats import predicted_speedup
@@ -44,8 +44,8 @@ def run(tmp_path: Path) -> Bench:
     def run(target: Any, draft: Any, prompts: list[list[int]] = PROMPTS, **settings: Any) -> list[Result]:
         save_table_engine(tmp_path / "target", target, max_batch_size=4)
         save_table_engine(tmp_path / "draft", draft, max_batch_size=4)
-        chosen = Settings(**{"output_len": 20, "repetitions": 2, **settings})
-        return measure(tmp_path / "target", tmp_path / "draft", prompts, chosen, lambda line: None)
+        chosen = BenchSettings(**{"output_len": 20, "repetitions": 2, **settings})
+        return bench(tmp_path / "target", tmp_path / "draft", prompts, chosen, lambda line: None)
 
     return run
 
@@ -126,7 +126,7 @@ def test_a_prompt_that_comes_again_in_a_batch_is_another_text(tmp_path: Path) ->
     decoder = open_tables(tmp_path, normal(1, 64))
     for size in (1, 3):
         found = _Pass()
-        for requests in _batches([[0], [1]], size, Settings(params=SAMPLED, output_len=6))():
+        for requests in _batches([[0], [1]], size, BenchSettings(params=SAMPLED, output_len=6))():
             found.decode(decoder, requests)
         ids.append(found.ids)
     assert [len(found) for found in ids] == [2, 3]
@@ -138,15 +138,15 @@ def test_sampled_ids_are_compared_where_they_should_agree(run: Bench, tmp_path: 
     (tokens,) = run(TARGET, normal(2, 8, 8), params=SAMPLED)
     assert tokens.identical_ids is True
     assert tokens.acceptance_rate is not None and 0 < tokens.acceptance_rate < 1
-    settings = Settings(params=SAMPLED, use_logits=True, repetitions=1, output_len=8)
-    (logits,) = measure(tmp_path / "target", tmp_path / "draft", PROMPTS, settings, lambda line: None)
+    settings = BenchSettings(params=SAMPLED, use_logits=True, repetitions=1, output_len=8)
+    (logits,) = bench(tmp_path / "target", tmp_path / "draft", PROMPTS, settings, lambda line: None)
     assert logits.identical_ids is None
 
 
 def test_json_holds_results_settings_and_machine(run: Bench, tmp_path: Path) -> None:
     results = run(TARGET, TARGET, draft_lens=[2, "auto"])
     config = open_engine(tmp_path / "target")
-    found = json.loads(as_json(results, config, Settings(draft_lens=[2, "auto"], params=SAMPLED)))
+    found = json.loads(as_json(results, config, BenchSettings(draft_lens=[2, "auto"], params=SAMPLED)))
     assert TypeAdapter(list[Result]).validate_python(found["results"]) == results
     assert found["settings"]["draft_lens"] == [2, None]
     assert found["settings"]["params"]["seed"] == SAMPLED.seed
@@ -174,7 +174,7 @@ def test_rounds_that_are_not_timed_have_no_split(tmp_path: Path, monkeypatch: py
         decoder = open_tables(tmp_path, TARGET, TARGET)
         monkeypatch.setattr(decoder.scheduler.round, "engine_times", lambda: None)
         found.decode(decoder, [Request([0], SamplingParams(), 10)])
-    result = _summarize(1, 4, [passes], Settings())
+    result = _summarize(1, 4, [passes], BenchSettings())
     assert result.split is None
     assert result.speedup.median > 0
     Console(file=io.StringIO()).print(table([result]))
@@ -194,18 +194,20 @@ def test_rounds_that_are_not_timed_have_no_split(tmp_path: Path, monkeypatch: py
 )
 def test_settings_that_measure_nothing(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        Settings(**wrong)
+        BenchSettings(**wrong)
 
 
 def test_what_does_not_fit_is_said_before_anything_is_measured(tmp_path: Path) -> None:
     target = save_table_engine(tmp_path / "target", TARGET, max_batch_size=4, max_draft_len=4, max_seq_len=40)
     draft = save_table_engine(tmp_path / "draft", TARGET, max_batch_size=2, max_seq_len=40)
-    fits = Settings(output_len=20)
+    fits = BenchSettings(output_len=20)
 
-    def refused(error: type[Exception], message: str, settings: Settings, prompts: list[list[int]] = PROMPTS) -> None:
+    def refused(
+        error: type[Exception], message: str, settings: BenchSettings, prompts: list[list[int]] = PROMPTS
+    ) -> None:
         lines: list[str] = []
         with pytest.raises(error, match=message):
-            measure(target, draft, prompts, settings, lines.append)
+            bench(target, draft, prompts, settings, lines.append)
         assert not lines
 
     refused(RequestError, "batch size 3: .* at most 2", replace(fits, batch_sizes=[1, 3]))

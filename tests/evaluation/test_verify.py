@@ -20,9 +20,9 @@ from specrun.drafters import Proposal
 from specrun.drafters.model import ModelDrafter
 from specrun.engine_dir.dtypes import DTYPES
 from specrun.errors import BackendError, PairError, RequestError
-from specrun.evaluation import verify
+from specrun.evaluation import verify as verifying
 from specrun.evaluation.fit import Fit, chi_squared, ranked
-from specrun.evaluation.verify import Verdict, near_tie, nearly_kept, verify_pair
+from specrun.evaluation.verify import Verdict, near_tie, nearly_kept, verify
 from specrun.request.request import Request
 from specrun.sampling.sampler import Floats, Purpose, SamplingParams, exponential_noise, probabilities, sample
 from tests.helpers import reference
@@ -45,20 +45,20 @@ def check(
     draft_len: int | None = 3,
     **build: Any,
 ) -> Verdict:
-    """``verify_pair`` on tables; no time is left after what is done in any case, so every run does the same."""
+    """``verify`` on tables; no time is left after what is done in any case, so every run does the same."""
     target_dir, draft_dir = (
         save_table_engine(directory / name, table, weight=3, **build)
         for name, table in (("target", target), ("draft", draft))
     )
     config = DraftTargetConfig(draft_len, use_logits=use_logits)
-    verdict = verify_pair(target_dir, draft_dir, config, PROMPTS, params, 0)
+    verdict = verify(target_dir, draft_dir, PROMPTS, params, config, 0)
     print("\n".join(verdict.lines()))
     return verdict
 
 
 @pytest.fixture
 def many_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "FEWEST", 640)
+    monkeypatch.setattr(verifying, "FEWEST", 640)
 
 
 @pytest.mark.usefixtures("many_draws")
@@ -113,7 +113,7 @@ def test_control_wrong_acceptance_of_tokens_fails(tmp_path: Path, monkeypatch: p
 
 
 def test_control_the_draft_alone_fails_in_the_distribution_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "FEWEST", 300)
+    monkeypatch.setattr(verifying, "FEWEST", 300)
     monkeypatch.setattr("specrun.speculative.host_round.accept_tokens", accepts_tokens_always)
     target = normal(40, 13, 16)
     assert not check(tmp_path, target, -target).parts[2].good
@@ -154,7 +154,7 @@ def test_real_engines(engines: Path, use_logits: bool) -> None:
     said: list[str] = []
     config = DraftTargetConfig(use_logits=use_logits)
     params = SamplingParams(0.9, top_k=60, top_p=0.95, seed=11)
-    verdict = verify_pair(engines / "target", engines / "draft", config, prompts, params, 2, said.append)
+    verdict = verify(engines / "target", engines / "draft", prompts, params, config, 2, said.append)
     print("\n".join(verdict.lines()))
     assert verdict.good
     assert len(said) == len(verdict.parts)
@@ -203,7 +203,7 @@ def test_a_draft_that_is_never_rejected_shows_nothing(
 
 
 def test_few_draws_show_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "FEWEST", 20)
+    monkeypatch.setattr(verifying, "FEWEST", 20)
     target = normal(40, 13, 16)
     verdict = check(tmp_path, target, target + normal(41, 13, 16), use_logits=True)
     assert verdict.outcome == "inconclusive"
@@ -211,10 +211,18 @@ def test_few_draws_show_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert verdict.parts[0].blind == ""
 
 
-@pytest.mark.parametrize("prompts", [[], [[]], [[1], [16]], [[1] * 65]])
-def test_bad_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]]) -> None:
+@pytest.mark.parametrize(
+    ("prompts", "reason"),
+    [
+        ([], "no prompts: expected one or more"),
+        ([[]], "prompt 1: empty"),
+        ([[1], [16]], "prompt 2: token id 16, the model has 16"),
+        ([[1] * 65], "prompt 1: 65 tokens, the engine's max_input_len is 64"),
+    ],
+)
+def test_bad_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]], reason: str) -> None:
     monkeypatch.setattr("tests.evaluation.test_verify.PROMPTS", prompts)
-    with pytest.raises(RequestError, match="1 to 64 tokens below 16"):
+    with pytest.raises(RequestError, match=reason):
         check(tmp_path, normal(40, 13, 16), normal(41, 13, 16))
 
 
@@ -225,7 +233,7 @@ def test_gpu_rounds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     decoder = SpeculativeDecoder(rounds, None, target, 1)  # type: ignore[arg-type]
     monkeypatch.setattr("specrun.decoder.SpeculativeDecoder.open", lambda *_: decoder)
     with pytest.raises(BackendError, match="needs CPU engines"):
-        verify_pair(tmp_path, tmp_path, DraftTargetConfig(4), PROMPTS, WARM, 1)
+        verify(tmp_path, tmp_path, PROMPTS, WARM, DraftTargetConfig(4), 1)
     assert closed
 
 

@@ -34,7 +34,7 @@ def make_onnx(checkpoint: Path, output: Path, **options: Any) -> Path:
 def make_engine(checkpoint: Path, output: Path, **flags: Any) -> Path:
     """``specbuild engine`` on an ONNX checkpoint directory."""
     (options,) = engine_options({"checkpoint_dir": checkpoint, "output_dir": output, **flags}, None)
-    build_engine(options, force=False)
+    build_engine(options, stages=quiet())
     return output
 
 

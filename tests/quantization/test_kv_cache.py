@@ -38,7 +38,7 @@ from specrun import DraftTargetConfig, SpeculativeDecoder
 from specrun.backends import open_host_backend
 from specrun.engine_dir.config import GRAPH_NAME, open_engine
 from specrun.errors import BuildConfigError, BuildError, CheckpointError, UnsupportedModelError, VerificationError
-from specrun.evaluation.verify import verify_pair
+from specrun.evaluation.verify import verify
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from tests.helpers.command_errors import build, error_line, says
@@ -270,7 +270,7 @@ def test_a_text_has_the_same_bits_however_it_is_read(kv_caches: Path, tmp_path: 
 def test_texts_are_the_targets_own(kv_caches: Path, engines: Path) -> None:
     """Byte for byte, for any draft; and with a reused prefix as without."""
     target, prompts = kv_caches / "engines" / "int8", [[5, 9, 200], list(range(30, 70)), list(range(30, 77))]
-    verdict = verify_pair(target, engines / "draft", DraftTargetConfig(3), prompts, SamplingParams(), 0.1)
+    verdict = verify(target, engines / "draft", prompts, SamplingParams(), DraftTargetConfig(3), 0.1)
     assert verdict.good
     assert verdict.parts[0].identical == verdict.parts[0].texts == len(prompts)
     outputs = []

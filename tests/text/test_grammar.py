@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import RequestError
-from specrun.evaluation.verify import verify_pair
+from specrun.evaluation.verify import verify
 from specrun.request.options import RequestOptions
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
@@ -464,9 +464,7 @@ def test_verify_holds_a_pair_to_masked_decoding(engines: Path, monkeypatch: pyte
     if wrong:
         monkeypatch.setattr(Matcher, "mask", loses_a_token_behind_drafts(Matcher.mask))
     pair, options = (engines / "target", engines / "draft"), RequestOptions(regex="[abc]{5,9}( fox)?")
-    verdict = verify_pair(
-        *pair, DraftTargetConfig(4), [[5, 9], [17]], SamplingParams(1.0, seed=3), 0.1, options=options
-    )
+    verdict = verify(*pair, [[5, 9], [17]], SamplingParams(1.0, seed=3), DraftTargetConfig(4), 0.1, options=options)
     assert [part.name for part in verdict.parts] == ["greedy", "seeded", "distribution"]
     assert all(part.evaluated > part.accepted for part in verdict.parts)
     assert verdict.good != wrong

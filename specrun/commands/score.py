@@ -1,0 +1,63 @@
+"""``specrun score``: how well a model predicts a text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from specrun.command_line import FolderPath
+from specrun.commands.models import take_target, target_options
+from specrun.errors import RequestError
+
+
+@click.command()
+@target_options
+@click.option("--input_file", required=True, type=FolderPath, help="The text, in UTF-8.")
+@click.option("--base", metavar="DIR|HUB_ID", help="Also compare predictions with this model's, float32's say.")
+@click.option("--context", type=click.IntRange(2), help="Tokens of a window. Default: 1024, or what the engine has.")
+@click.option("--max_tokens", type=click.IntRange(2), help="Read only so many tokens of the text.")
+@click.option("--output_format", type=click.Choice(["text", "json"]), default="text", show_default=True)
+def score(
+    input_file: Path,
+    base: str | None,
+    context: int | None,
+    max_tokens: int | None,
+    output_format: str,
+    **options: Any,
+) -> None:
+    """Measure how well a model predicts a text: perplexity, and the divergence from another model.
+
+    JSON has the log-probability of each token, too.
+    """
+    try:
+        text = input_file.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise RequestError(f"--input_file: {input_file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RequestError(f"--input_file: {input_file} is not UTF-8") from error
+    target, built = take_target(options, base)
+    from specrun.evaluation.score import score as run
+
+    tokenizer = options["tokenizer_dir"]
+    found = run(target, text, base, context=context, max_tokens=max_tokens, tokenizer_dir=tokenizer, build=built)
+    if output_format == "json":
+        click.echo(json.dumps(dataclasses.asdict(found)))
+        return
+    lines = {
+        "tokens": f"{found.tokens}, in windows of {found.context}",
+        "perplexity": f"{found.perplexity:.4f}",
+        "bits per byte": f"{found.bits_per_byte:.4f}",
+    }
+    if found.divergence:
+        lines |= {
+            "perplexity of the base": f"{found.divergence.perplexity:.4f}",
+            "mean KL divergence": f"{found.divergence.kl_mean:.6f} nats",
+            "99th percentile": f"{found.divergence.kl_p99:.6f} nats",
+            "same likeliest token": f"{found.divergence.same_top1:.2%}",
+        }
+    for name, value in lines.items():
+        click.echo(f"{name:<24}{value}")
