@@ -7,7 +7,7 @@ RUN python -m venv /opt/specrun
 COPY pyproject.toml README.md LICENSE /src/
 COPY specbuild /src/specbuild
 COPY specrun /src/specrun
-RUN /opt/specrun/bin/pip install --no-cache-dir '/src[serve]'
+RUN /opt/specrun/bin/pip install --no-cache-dir '/src[run]'
 
 FROM python:3.11-slim
 COPY --from=build /opt/specrun /opt/specrun

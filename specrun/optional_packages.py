@@ -11,12 +11,10 @@ from typing import Any
 _EXTRAS = {
     **dict.fromkeys(("torch", "transformers", "huggingface_hub", "safetensors"), "build"),
     **dict.fromkeys(("onnx", "onnxscript", "onnx_ir", "httpx"), "build"),
-    **dict.fromkeys(("onnxruntime", "jinja2"), "run"),
-    **dict.fromkeys(("starlette", "uvicorn", "prometheus_client"), "serve"),
-    "llguidance": "json",
+    "onnxruntime": "run",
     "tensorrt": "gpu",
     "tensorrt_rtx": "rtx",
-    "cuda": "cuda",
+    "cuda": "gpu",
 }
 
 

@@ -10,6 +10,7 @@ FILES = {
     "compilers/test_deep_plans.py": "plans compile: compilers/test_tensorrt.py, quantization/test_kv_cache.py",
     "heads/test_plans.py": "heads compile: heads/test_dflash.py::test_plans_write_back_what_they_read",
     "kernels/test_kernel_races.py": "kernels compute what numpy does: kernels/test_kernels.py",
+    "scripts/test_wheel.py": "what is installed: test_front_door.py",
     "serve/test_clients.py": "the API's shapes: serve/test_answers.py, serve/test_requests.py",
     "serve/test_router.py": "health and answers of one server: serve/test_command.py, serve/test_answers.py",
     "training/test_grown_heads.py": "heads are trained: training/test_trained.py",

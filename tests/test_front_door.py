@@ -211,11 +211,12 @@ def test_the_distribution_and_what_its_extras_bring() -> None:
             found.add(name.replace("-", "_"))
         return found
 
-    assert brings("run") == {"onnxruntime", "jinja2"}
-    assert brings("cpu") >= brings("run") | brings("build")
-    for extra in ("gpu", "rtx"):
-        assert brings(extra) >= brings("build") | brings("cuda") | {"jinja2"}
-    for package in ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "onnxruntime", "jinja2", "tensorrt"):
+    assert set(extras) == {"run", "build", "rtx", "gpu", "dev"}
+    assert brings("run") == {"onnxruntime"}
+    assert brings("rtx") >= brings("run") | brings("build") | {"cuda_python"}
+    assert brings("gpu") >= brings("build") | {"cuda_python", "onnxruntime_gpu"}
+    assert "onnxruntime" not in brings("gpu"), "its files and those of onnxruntime-gpu are the same"
+    for package in ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "onnxruntime", "tensorrt"):
         extra = found_in(r"^pip install '\.\[(\w+)\]' in a clone of the project$", how_to_install(package))
         assert package in brings(extra)
     assert "tensorrt_rtx" in brings(found_in(r"\[(\w+)\]", how_to_install("tensorrt_rtx")))
@@ -224,7 +225,7 @@ def test_the_distribution_and_what_its_extras_bring() -> None:
 
 @pytest.mark.parametrize(
     ("missing", "options", "extra"),
-    [("onnxruntime", (), "run"), ("jinja2", ("--chat",), "run"), ("transformers", ("--chat",), None)],
+    [("onnxruntime", (), "run"), ("transformers", ("--chat",), None)],
 )
 def test_a_package_that_specrun_lacks_is_named_with_its_extra(
     engines: Path, missing: str, options: tuple[str, ...], extra: str | None

@@ -24,7 +24,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 import click
@@ -35,7 +35,7 @@ from transformers import PreTrainedTokenizerFast
 from scripts.benchmarks.soak import ROOT, WORDS, make_pair, resources
 from specrun.devices.processor import describe_processor
 
-Results = multiprocessing.Queue[tuple[Counter[str], list[str]]]
+Results: TypeAlias = "multiprocessing.Queue[tuple[Counter[str], list[str]]]"
 """What attackers got, and what was wrong with it."""
 STREAMS = 16
 BODIES = 64

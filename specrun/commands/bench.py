@@ -32,12 +32,18 @@ from specrun.config import AUTO
     help="Draft tokens a round; this and --batch_size may be repeated.",
 )
 @click.option("--output_len", type=click.IntRange(1), default=96, show_default=True, help="Tokens of every output.")
+@click.option(
+    "--prompts",
+    metavar="builtin|FILE",
+    help="Prompts with categories: a set of our own, or a file of MT-Bench, Spec-Bench, SPEED-Bench or ShareGPT.",
+)
 @click.option("--repetitions", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--output_format", type=click.Choice(["table", "json"]), default="table", show_default=True)
 def bench(
     batch_sizes: tuple[int, ...],
     draft_lens: tuple[Any, ...],
     output_len: int,
+    prompts: str | None,
     repetitions: int,
     bit_exact: bool | None,
     acceptance: str,
@@ -51,6 +57,8 @@ def bench(
     Standard output holds the results and nothing else.
     """
     require_one_source(input_text, input_file)
+    if prompts and (input_text or input_file):
+        raise click.UsageError("--prompts cannot be combined with --input_text and --input_file")
     built = take_models(options, draft_needed=True)
 
     from rich.console import Console
@@ -59,9 +67,11 @@ def bench(
     from specrun.evaluation.bench import BenchSettings, as_json
     from specrun.evaluation.bench import bench as measure
     from specrun.evaluation.bench_results import table
+    from specrun.evaluation.prompt_sets import read_prompt_set
     from specrun.request.prompts import read_prompts
     from specrun.sampling.sampler import SamplingParams
 
+    texts = read_prompt_set(prompts) if prompts else read_prompts(input_text, input_file)
     note_unused_sampling(options)
     params = SamplingParams(**{name: options[name] for name in (*SAMPLING, "seed")})
     build_models(options, built)
@@ -71,8 +81,7 @@ def bench(
         *(bit_exact, options["draft"]),
     )
     config = open_engine(target)
-    prompts = read_prompts(input_text, input_file)
-    results = measure(target, draft_model, prompts, settings, lambda line: click.echo(line, err=True), tokenizer)
+    results = measure(target, draft_model, texts, settings, lambda line: click.echo(line, err=True), tokenizer)
     if output_format == "json":
         click.echo(as_json(results, config, settings))
     else:

@@ -10,7 +10,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import islice
@@ -27,9 +27,10 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.devices.processor import processor_name
 from specrun.engine_dir.config import EngineConfig
 from specrun.errors import RequestError
-from specrun.evaluation.bench_results import Result, Split, Spread, shown_draft_len
+from specrun.evaluation.bench_results import Result, Split, Spread, shown_draft_len, vllm_names
+from specrun.evaluation.prompt_sets import CategorizedPrompt
 from specrun.request.request import Request
-from specrun.request.stats import predicted_speedup
+from specrun.request.stats import Stats, predicted_speedup, speculative_decoding
 from specrun.sampling.sampler import SamplingParams
 
 _WARM_UP_ROUNDS = 8
@@ -83,13 +84,15 @@ class _Pass:
     rounds: list[tuple[int, int, int]] = field(default_factory=list)
     """Draft tokens of a request's round: drafted, evaluated, accepted."""
     ids: list[list[int]] = field(default_factory=list)
+    stats: dict[str, list[Stats]] = field(default_factory=dict)
+    """Of the requests, by category."""
 
-    def decode(self, decoder: SpeculativeDecoder, requests: Sequence[Request]) -> None:
-        """Add a batch."""
+    def decode(self, decoder: SpeculativeDecoder, requests: Mapping[Request, str]) -> None:
+        """Add a batch: requests and their categories."""
         known = dict.fromkeys(requests, (0, 0, 0))
         clocks: list[npt.NDArray[np.float64]] = []
         began = time.perf_counter()
-        for event in decoder.run(requests):
+        for event in decoder.run([*requests]):
             if event.request.error:
                 raise event.request.error
             if not clocks and all(request.token_outputs for request in requests):
@@ -102,6 +105,8 @@ class _Pass:
         self.first_tokens += [request.stats.first_token_seconds for request in requests]
         self.later += clocks[-1] - clocks[0]
         self.ids += [request.output for request in requests]
+        for request, category in requests.items():
+            self.stats.setdefault(category, []).append(request.stats)
 
     @property
     def tokens_per_second(self) -> float:
@@ -118,7 +123,7 @@ def _clock(decoder: SpeculativeDecoder, began: float) -> npt.NDArray[np.float64]
 def bench(
     target: str | Path,
     draft: str | Path | None,
-    prompts: Sequence[str | Sequence[int]],
+    prompts: Sequence[str | Sequence[int] | CategorizedPrompt],
     settings: BenchSettings | None = None,
     report: Callable[[str], None] = lambda _: None,
     tokenizer_dir: str | Path | None = None,
@@ -127,8 +132,9 @@ def bench(
     """Measure a target with its draft beside the target alone; a result for every batch size and draft length.
 
     target, draft, build: as ``SpeculativeDecoder.open`` takes them. draft: may be None where ``settings`` name what
-    drafts without a model. prompts: texts or token ids; every repetition decodes them all, and some again where the
-    last batch is not full. report: gets a line for every repetition. Two targets and one draft are loaded at a time.
+    drafts without a model. prompts: texts, token ids, or texts with categories, by which acceptance is told apart.
+    Every repetition decodes them all, and some again where the last batch is not full. report: gets a line for every
+    repetition. Two targets and one draft are loaded at a time.
     Raises what ``SpeculativeDecoder.open`` raises, and RequestError for prompts and batches that do not fit.
     """
     if not prompts:
@@ -145,11 +151,12 @@ def bench(
         reuse_blocks=False, shared_thread_pool=settings.shared_thread_pool, bit_exact=settings.bit_exact
     )
     with SpeculativeDecoder.open(target_dir, None, plain, tokenizer_dir, on_warm_up) as alone:
-        texts: list[Sequence[int]] = []
-        for number, asked in enumerate(prompts, 1):
+        texts: list[tuple[Sequence[int], str]] = []
+        for number, each in enumerate(prompts, 1):
+            asked, category = each if isinstance(each, CategorizedPrompt) else (each, "")
             # Only for its checks: a benchmark's own requests have no stop ids.
             prompt = alone.request(asked, max_output_len=1, name=f"prompt {number}").prompt
-            texts.append(prompt)
+            texts.append((prompt, category))
             if (room := alone.target.build_config.max_seq_len - len(prompt)) < settings.output_len:
                 raise RequestError(
                     f"prompt {number}: {len(prompt)} tokens + {settings.output_len} of output, the engine's "
@@ -171,27 +178,33 @@ def bench(
     return [results[size, draft_len] for size in settings.batch_sizes for draft_len in settings.fixed_draft_lens]
 
 
-def _batches(prompts: Sequence[Sequence[int]], size: int, settings: BenchSettings) -> Callable[[], list[list[Request]]]:
+_Batch = dict[Request, str]
+"""Requests, and the categories of their prompts."""
+
+
+def _batches(
+    prompts: Sequence[tuple[Sequence[int], str]], size: int, settings: BenchSettings
+) -> Callable[[], list[_Batch]]:
     """A function that makes the requests anew. A prompt that comes again gets another seed, hence another text."""
 
-    def request(row: int) -> Request:
-        params = settings.params.seeded(row // len(prompts))
-        return Request(prompts[row % len(prompts)], params, settings.output_len)
+    def request(row: int) -> tuple[Request, str]:
+        prompt, category = prompts[row % len(prompts)]
+        return Request(prompt, settings.params.seeded(row // len(prompts)), settings.output_len), category
 
-    return lambda: [[request(first + row) for row in range(size)] for first in range(0, len(prompts), size)]
+    return lambda: [dict(request(first + row) for row in range(size)) for first in range(0, len(prompts), size)]
 
 
 def _interleave(
     alone: SpeculativeDecoder,
     pair: SpeculativeDecoder,
-    batches: Callable[[], list[list[Request]]],
+    batches: Callable[[], list[_Batch]],
     repetitions: int,
     report: Callable[[str], None],
 ) -> list[tuple[_Pass, _Pass]]:
     """Warm up, then let the two take turns: a pass of each for every repetition."""
     for decoder in (alone, pair):
         for requests in batches():
-            for _ in islice(decoder.run(requests), _WARM_UP_ROUNDS * len(requests)):
+            for _ in islice(decoder.run([*requests]), _WARM_UP_ROUNDS * len(requests)):
                 pass
     passes = []
     for repetition in range(1, repetitions + 1):
@@ -215,6 +228,12 @@ def _summarize(
     alpha = float(accepted.sum() / evaluated.sum()) if evaluated.any() else None
     lengths = drafted if draft_len is None else np.array([draft_len])
     lossless = settings.params.greedy or not settings.use_logits
+    by_category: dict[str, list[Stats]] = {}
+    for theirs in pair:
+        for category, stats in theirs.stats.items():
+            by_category.setdefault(category, []).extend(stats)
+    every = [one for stats in by_category.values() for one in stats]
+    later = [(one.seconds - one.first_token_seconds) / max(1, settings.output_len - 1) for one in every]
     return Result(
         batch_size=size,
         draft_len=draft_len,
@@ -229,6 +248,9 @@ def _summarize(
         tokens_per_round=1 + float(accepted.mean()),
         identical_ids=all(ours.ids == theirs.ids for ours, theirs in passes) if lossless else None,
         split=_split(passes, alpha or 0.0, lengths.tolist()) if timed else None,
+        token_ms=mean(later) * 1e3,
+        speculative_decoding=speculative_decoding(every),
+        by_category={name: speculative_decoding(stats) for name, stats in by_category.items() if name},
     )
 
 
@@ -258,5 +280,9 @@ def as_json(results: Sequence[Result], target_config: EngineConfig, settings: Be
         "backend": target_config.backend.model_dump(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    found = {"machine": machine, "settings": asdict(settings), "results": [asdict(result) for result in results]}
+    found = {
+        "machine": machine,
+        "settings": asdict(settings),
+        "results": [asdict(result) | {"vllm": vllm_names(result)} for result in results],
+    }
     return json.dumps(found, indent=2)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from scipy.special import log_softmax
 
 from specrun.builder import BuildOptions, engines_of
 from specrun.config import DraftTargetConfig
@@ -153,7 +152,8 @@ def _predictions(decoder: SpeculativeDecoder, window: Sequence[int]) -> Iterator
         logits = runner.score(window[:-1], 0, _CHUNK)
         if not np.isfinite(logits.max(axis=-1)).all():
             raise BackendError(NON_FINITE_LOGITS)
-        yield log_softmax(logits, axis=-1)
+        shifted = logits - logits.max(axis=-1, keepdims=True)
+        yield shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True, dtype=np.float64)).astype(np.float32)
 
 
 def _num_bytes(text: str, offsets: Sequence[tuple[int, int]], count: int, length: int) -> int:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specrun.errors import RequestError
-from specrun.optional_packages import how_to_install
 from specrun.text.tools import ToolFormat, Tools, find_format
 
 if TYPE_CHECKING:
@@ -49,8 +48,6 @@ class ChatPrompts:
 
     @cached_property
     def _template(self) -> ChatTemplate:
-        try:
-            from specrun.text.chat_template import ChatTemplate  # Only chats need jinja2.
-        except ImportError as error:
-            raise RequestError(f"chat templates need jinja2, which is missing: {how_to_install('jinja2')}") from error
+        from specrun.text.chat_template import ChatTemplate  # Only chats need jinja2, which takes time to load.
+
         return ChatTemplate.load(self._tokenizer_dir or Path(), self._template_file)

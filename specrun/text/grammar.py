@@ -19,7 +19,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from specrun.errors import RequestError
-from specrun.optional_packages import how_to_install, import_package
+from specrun.optional_packages import import_package
 from specrun.sampling.sampler import Floats
 from specrun.text.tokenizer import raise_unless_fault
 
@@ -100,9 +100,6 @@ class Grammars:
                 try:
                     llguidance = import_package("llguidance")
                     self._ll_tokenizer = llguidance.LLTokenizer(tokenizer.to_str(), eos_token=eos_token_ids)
-                except ImportError as error:
-                    needed = how_to_install("llguidance")
-                    raise RequestError(f"constraints need llguidance, which is missing: {needed}") from error
                 except BaseException as error:
                     raise_unless_fault(error)
                     raise RequestError(f"llguidance cannot read the tokenizer ({_line(str(error))})") from error

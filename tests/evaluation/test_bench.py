@@ -126,7 +126,7 @@ def test_a_prompt_that_comes_again_in_a_batch_is_another_text(tmp_path: Path) ->
     decoder = open_tables(tmp_path, normal(1, 64))
     for size in (1, 3):
         found = _Pass()
-        for requests in _batches([[0], [1]], size, BenchSettings(params=SAMPLED, output_len=6))():
+        for requests in _batches([([0], ""), ([1], "")], size, BenchSettings(params=SAMPLED, output_len=6))():
             found.decode(decoder, requests)
         ids.append(found.ids)
     assert [len(found) for found in ids] == [2, 3]
@@ -173,7 +173,7 @@ def test_rounds_that_are_not_timed_have_no_split(tmp_path: Path, monkeypatch: py
     for found in passes:
         decoder = open_tables(tmp_path, TARGET, TARGET)
         monkeypatch.setattr(decoder.scheduler.round, "engine_times", lambda: None)
-        found.decode(decoder, [Request([0], SamplingParams(), 10)])
+        found.decode(decoder, {Request([0], SamplingParams(), 10): ""})
     result = _summarize(1, 4, [passes], BenchSettings())
     assert result.split is None
     assert result.speedup.median > 0

@@ -6,7 +6,6 @@ import json
 import math
 import random
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -542,22 +541,6 @@ def test_what_cannot_be_used_is_refused_with_a_reason(
 def test_a_decoder_without_a_tokenizer_has_no_constraints(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="no tokenizer"):
         open_tables(tmp_path, normal(1, 9)).request([1], regex="a")
-
-
-def test_without_llguidance_one_line_names_the_extra(engines: Path) -> None:
-    code = f"""
-import sys
-sys.modules["llguidance"] = None
-from specrun import SpeculativeDecoder
-with SpeculativeDecoder.open({str(engines / "target")!r}) as decoder:
-    decoder.generate("the", max_output_len=2)
-    decoder.request("the", regex="a")
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stderr.splitlines()[-1] == (
-        "specrun.errors.RequestError: constraints need llguidance, which is missing: "
-        "pip install '.[json]' in a clone of the project"
-    )
 
 
 def test_a_constraint_is_compiled_once_in_whatever_thread(tokenizer: Tokenizer) -> None:
