@@ -204,7 +204,9 @@ def _replace(graph: ir.Graph, group: list[_Product]) -> None:
 
     if has_codes:
         lines = joined("lines", ir.DataType.UINT8, packed_shape(*weights[0].shape, bits)[1:], _codes)
-        inputs = [first.x, lines, joined("strips", ir.DataType.FLOAT, (weights[0].scale_blocks, COLUMNS), _scales)]
+        half_scales = all(_are_halves(weight) for weight in weights)
+        read_scales, dtype = (_halves, ir.DataType.UINT16) if half_scales else (_scales, ir.DataType.FLOAT)
+        inputs = [first.x, lines, joined("strips", dtype, (weights[0].scale_blocks, COLUMNS), read_scales)]
     else:
         inputs = [first.x, joined("lines", ir.DataType.FLOAT, (rows, COLUMNS), _floats)]
     if has_codes and weights[0].has_zeros:
@@ -214,7 +216,7 @@ def _replace(graph: ir.Graph, group: list[_Product]) -> None:
     columns = [weight.shape[1] for weight in weights]
     sizes: dict[str, int | list[int]] = {"K": rows, "N": columns}
     if has_codes:
-        sizes |= {"bits": bits, "block_size": first.block}
+        sizes |= {"bits": bits, "block_size": first.block, "half_scales": int(half_scales)}
     name = f"{first.nodes[0].name}.product"
     operator = "QuantizedMatMul" if has_codes else "FloatMatMul"
     own = ir.node(operator, inputs, sizes, domain=DOMAIN, num_outputs=len(group), name=name)
@@ -234,9 +236,21 @@ def _codes(weight: _Weight) -> npt.NDArray[np.uint8]:
     return pack_codes(np.asarray(weight.codes.numpy()), weight.bits)
 
 
+def _all_scales(weight: _Weight) -> npt.NDArray[np.float32]:
+    return np.asarray(math.prod(as_float32(factor) for factor in weight.scales), np.float32)
+
+
+def _are_halves(weight: _Weight) -> bool:
+    """Whether the scales are bfloat16's, the upper half of float32's."""
+    return not (_all_scales(weight).view(np.uint32) & 0xFFFF).any()
+
+
 def _scales(weight: _Weight) -> npt.NDArray[np.float32]:
-    scales: Floats = np.asarray(math.prod(as_float32(factor) for factor in weight.scales), np.float32)
-    return by_strips(np.broadcast_to(scales, (weight.scale_blocks, weight.shape[1])))
+    return by_strips(np.broadcast_to(_all_scales(weight), (weight.scale_blocks, weight.shape[1])))
+
+
+def _halves(weight: _Weight) -> npt.NDArray[np.uint16]:
+    return (_scales(weight).view(np.uint32) >> 16).astype(np.uint16)
 
 
 def _zeros(weight: _Weight, blocks: int) -> npt.NDArray[np.int8]:

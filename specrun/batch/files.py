@@ -6,6 +6,7 @@ No file is ever held in memory. Of the answers of an earlier run 8 bytes a line 
 from __future__ import annotations
 
 import json
+import os
 from array import array
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -88,6 +89,7 @@ class Answers:
     def resume(cls, path: Path, questions: Path) -> Answers:
         """The file of an earlier run with the same ``questions``, or a new one where there is none.
 
+        Questions that have failed count as not answered: their lines are removed, and they are tried again.
         Raises RequestError where the file holds something else, or answers to other questions, or where another process
         writes it. Nothing is changed then.
         """
@@ -100,11 +102,18 @@ class Answers:
             digests, failed, end = _read_answers(path, questions)
             _require_same_questions(path, questions, digests)
             file.truncate(end)
-            file.seek(end)
+            if failed:
+                _remove_failures(path)
+                file.close()
+                file = path.open("r+b", buffering=0)
+                lock_descriptor(file.fileno(), blocking=False)
+                for line in failed:
+                    digests[line] = 0
+            file.seek(0, os.SEEK_END)
         except BaseException:
             file.close()
             raise
-        return cls(file, path, digests, failed)
+        return cls(file, path, digests, 0)
 
     def has(self, number: int) -> bool:
         """Whether an earlier run has answered the question of this line."""
@@ -128,15 +137,26 @@ class Answers:
             self._path.unlink()
 
 
-def _read_answers(path: Path, questions: Path) -> tuple[array[int], int, int]:
-    """Digests of the answered questions by line, how many have failed, and the length of the whole lines in bytes.
+def _remove_failures(path: Path) -> None:
+    """Leave the answers without errors in the file. It is never seen half written. Raises OSError."""
+    temporary = path.with_name(f"{path.name}.part")
+    try:
+        with path.open("rb") as source, temporary.open("wb") as target:
+            target.writelines(line for line in source if not is_failure(_answer(line)))
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _read_answers(path: Path, questions: Path) -> tuple[array[int], list[int], int]:
+    """Digests of the answered questions by line, the lines that have failed, and the length of whole lines in bytes.
 
     Raises RequestError for lines that are no answers.
     """
     if not questions.is_file():
         raise RequestError(f"{questions}: not a file that can be read twice, as --resume must")
     most = questions.stat().st_size  # No file has more lines than bytes.
-    digests, failed, end = array("Q"), 0, 0
+    digests, failed, end = array("Q"), list[int](), 0
     with path.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(), b""), 1):
             if not line.endswith(b"\n") and any(text.startswith(line[: len(text)]) for text in _BEGINNINGS):
@@ -146,7 +166,8 @@ def _read_answers(path: Path, questions: Path) -> tuple[array[int], int, int]:
             if place is None or place.line > most:
                 raise RequestError(f"{path}: line {number} is no answer of an earlier run; give another --output_file")
             _note(digests, place)
-            failed += is_failure(answer)
+            if is_failure(answer):
+                failed.append(place.line)
             end += len(line)
     return digests, failed, end
 

@@ -98,6 +98,10 @@ inline Float load(const float* values) {
     std::memcpy(&result, values, sizeof result);
     return result;
 }
+inline Float load_halves(const uint8_t* upper) {
+    using Result = Float;
+    EACH(from_bits(static_cast<int32_t>(static_cast<uint32_t>(upper[2 * i] | upper[2 * i + 1] << 8) << 16)));
+}
 inline Float load_zeros(const int8_t* zeros) {
     using Result = Float;
     EACH(static_cast<float>(zeros[i]));
@@ -160,6 +164,10 @@ OPERATION Float spread(float value) { return _mm512_set1_ps(value); }
 OPERATION Int spread(const int8_t* four) { return _mm512_set1_epi32(*reinterpret_cast<const Bits*>(four)); }
 OPERATION Int load(const uint8_t* codes) { return _mm512_loadu_si512(codes); }
 OPERATION Float load(const float* values) { return _mm512_loadu_ps(values); }
+OPERATION Float load_halves(const uint8_t* upper) {
+    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(upper));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
 OPERATION Float load_zeros(const int8_t* zeros) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros))));
 }
@@ -191,6 +199,10 @@ bool is_supported() {
     OPERATION Int spread(const int8_t* four) { return _mm256_set1_epi32(*reinterpret_cast<const Bits*>(four)); }    \
     OPERATION Int load(const uint8_t* codes) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)); } \
     OPERATION Float load(const float* values) { return _mm256_loadu_ps(values); }                                   \
+    OPERATION Float load_halves(const uint8_t* upper) {                                                             \
+        const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(upper));                            \
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));                           \
+    }                                                                                                               \
     OPERATION Float load_zeros(const int8_t* zeros) {                                                               \
         return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(zeros))));  \
     }                                                                                                               \

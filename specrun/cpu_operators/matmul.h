@@ -20,12 +20,13 @@ inline int64_t strips_of(int64_t columns) { return (columns + kColumns - 1) / kC
 // inputs that stand for nothing.
 struct Weight {
     const void* lines;     // [strips][K / inputs of a line][64 bytes]: float32 numbers, or codes
-    const float* scales;   // [strips][blocks, or 1 for all of them][16]
+    const void* scales;    // [strips][blocks, or 1 for all of them][16]: float32, or its upper half (bfloat16)
     const int8_t* zeros;   // [strips][blocks][16], or null
     int64_t bits;          // 32, 8 or 4. The rest is of codes alone.
     int64_t inputs, strips;
     int64_t block;         // Inputs that share a scale, a multiple of those of a line.
     bool one_scale;        // A column has one scale, and blocks are those of the activations only.
+    bool half_scales;
 
     int64_t line_inputs() const { return 32 / bits; }
     int64_t lines_of_strip() const { return (inputs + line_inputs() - 1) / line_inputs(); }

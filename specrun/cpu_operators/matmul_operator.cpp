@@ -1,10 +1,10 @@
 // QuantizedMatMul and FloatMatMul as ONNX Runtime sees them.
 //
-// QuantizedMatMul: x [.., K] float, codes uint8, scales float, zeros int8, other float, residual float
+// QuantizedMatMul: x [.., K] float, codes uint8, scales float or uint16, zeros int8, other float, residual float
 // FloatMatMul:     x [.., K] float, weight float, other float, residual float
 // -> y [.., N] float, perhaps several, whose columns lie side by side in the weight. The last inputs may be left out.
-// Attributes: K, N of each output; bits and block_size of codes; made (see activations.h) and its epsilon, which
-// engines of before do not have. A residual has y's shape, and there is one output then.
+// Attributes: K, N of each output; bits and block_size of codes. Engines of before do not have made (see activations.h)
+// and its epsilon, and half_scales (1: scales are bfloat16). A residual has y's shape, and there is one output then.
 #include <iterator>
 #include <memory>
 #include <new>
@@ -19,13 +19,13 @@ using ort::Status;
 using ort::Tensor;
 using ort::Type;
 
-constexpr Type kQuantizedInputs[] = {Type::kFloat, Type::kUint8, Type::kFloat, Type::kInt8, Type::kFloat, Type::kFloat};
+constexpr Type kQuantizedInputs[] = {Type::kFloat, Type::kUint8, Type::kAny, Type::kInt8, Type::kFloat, Type::kFloat};
 constexpr Type kFloatInputs[] = {Type::kFloat, Type::kFloat, Type::kFloat, Type::kFloat};
 constexpr size_t kNeededOfQuantized = 3, kNeededOfFloat = 2;
 
 struct Kernel {
     const void* const* api;
-    int64_t bits, inputs, block, strips, made;
+    int64_t bits, inputs, block, strips, made, half_scales;
     float epsilon;
     int64_t columns[specrun::kMostOutputs];
     size_t num_outputs;
@@ -60,7 +60,7 @@ bool are_right(const Kernel& kernel, const Inputs& inputs, specrun::Product* pro
     if (x.axes < 1 || x.shape[x.axes - 1] != kernel.inputs) return false;
     if (inputs.weight.elements * (kernel.bits == 32 ? sizeof(float) : 1) != bytes) return false;
     if (kernel.bits != 32) {
-        weight.scales = static_cast<const float*>(inputs.scales.data);
+        weight.scales = inputs.scales.data, weight.half_scales = kernel.half_scales != 0;
         weight.zeros = static_cast<const int8_t*>(inputs.zeros.data);
         const size_t each = strips * specrun::kColumns, blocks = static_cast<size_t>(weight.blocks());
         weight.one_scale = inputs.scales.elements == each;
@@ -127,6 +127,7 @@ Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelIn
     if constexpr (kHasCodes) {
         RETURN_IF_FAILED(ort::integer_attribute(api, info, "bits", &kernel->bits));
         RETURN_IF_FAILED(ort::integer_attribute(api, info, "block_size", &kernel->block));
+        ort::ignore_failure(api, ort::integer_attribute(api, info, "half_scales", &kernel->half_scales));
         if (kernel->bits != 4 && kernel->bits != 8) return ort::fail(api, "QuantizedMatMul: codes of another size");
     }
     RETURN_IF_FAILED(ort::integer_attribute(api, info, "K", &kernel->inputs));

@@ -57,11 +57,12 @@ OPERATION void add_up_codes(const Product& product, int64_t row, int64_t strip, 
     const int64_t blocks = weight.blocks(), lines = weight.lines_of_strip(), block_lines = weight.block / kInputs;
     const int64_t scale_blocks = weight.one_scale ? 1 : blocks;
     const uint8_t* codes[kStrips];
-    const float* scales[kStrips];
+    const int64_t scale_bytes = weight.half_scales ? 2 : 4;
+    const uint8_t* scales[kStrips];
     const int8_t* zeros[kStrips];
     UNROLL for (int s = 0; s < kStrips; ++s) {
         codes[s] = static_cast<const uint8_t*>(weight.lines) + (strip + s) * lines * kLineBytes;
-        scales[s] = weight.scales + (strip + s) * scale_blocks * kColumns;
+        scales[s] = static_cast<const uint8_t*>(weight.scales) + (strip + s) * scale_blocks * kColumns * scale_bytes;
         zeros[s] = weight.zeros ? weight.zeros + (strip + s) * blocks * kColumns : nullptr;
     }
     const int8_t* inputs[kRows];
@@ -99,7 +100,8 @@ OPERATION void add_up_codes(const Product& product, int64_t row, int64_t strip, 
         const int64_t scale_block = weight.one_scale ? 0 : block;
         UNROLL for (int s = 0; s < kStrips; ++s) UNROLL for (int p = 0; p < kParts; ++p) {
             const int v = s * kParts + p;
-            const Float scale = load(scales[s] + scale_block * kColumns + p * kLanes);
+            const uint8_t* own = scales[s] + (scale_block * kColumns + p * kLanes) * scale_bytes;
+            const Float scale = weight.half_scales ? load_halves(own) : load(reinterpret_cast<const float*>(own));
             UNROLL for (int r = 0; r < kRows; ++r) {
                 const int64_t place = (row + r) * blocks + block;
                 Float sum = to_float(sums[r][v]);

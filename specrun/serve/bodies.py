@@ -6,9 +6,11 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
 
 from anyio import to_thread
+from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from specrun.kv_cache.host_memory import return_freed
@@ -72,6 +74,9 @@ async def _receive(request: Request) -> bytes:
 
 
 def _parse(data: bytes) -> Any:
+    # Both hold the interpreter's lock, pydantic's for half the time. What it refuses json reads, or says why not.
+    with suppress(ValueError):
+        return from_json(data, allow_inf_nan=False)
     try:
         return json.loads(data, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:  # Texts that are not UTF-8 and numbers too long are ValueErrors.

@@ -200,13 +200,44 @@ def test_resume_answers_what_is_missing(engines: Path, tmp_path: Path, form: str
         kept = b"".join(written[:5])
         out.write_bytes(kept + written[5][:cut])
         shown = run(engines, *options, "--resume")
-        assert shown.exit_code == 1, "an earlier run's errors count"
+        assert shown.exit_code == 1
         assert "5 lines are answered already" in shown.stderr
         assert out.read_bytes().startswith(kept)
         assert [place_of(answer) for answer in answers(tmp_path)] == [place_of(answer) for answer in whole]
     before = out.read_bytes()
-    assert "0 lines answered" in run(engines, *options, "--resume").stderr
-    assert out.read_bytes() == before
+    assert "1 lines answered" in run(engines, *options, "--resume").stderr, "the one that has failed"
+    assert sorted(out.read_bytes().splitlines()) == sorted(before.splitlines())
+
+
+@pytest.mark.parametrize("form", ["own", "openai"])
+def test_resume_tries_again_what_has_failed(engines: Path, tmp_path: Path, form: str) -> None:
+    """Where an earlier run's engines were too small, say."""
+    lines: list[Any] = questions(6)
+    if form == "openai":
+        lines = [ask("/v1/completions", str(number), **line, temperature=0) for number, line in enumerate(lines)]
+    options, out = files(tmp_path, *lines), tmp_path / "out.jsonl"
+    assert run(engines, *options).exit_code == 0
+    whole = {place_of(answer): answer for answer in answers(tmp_path)}
+    spoilt = [json.loads(line) for line in out.read_text().splitlines()]
+    for answer in spoilt[1:4:2]:
+        answer |= {"error": "too long"} if form == "own" else {"response": {"status_code": 400, "body": {}}}
+    out.write_text("".join(json.dumps(answer) + "\n" for answer in spoilt))
+    shown = run(engines, *options, "--resume")
+    assert shown.exit_code == 0, "no line has an error now"
+    assert "4 lines are answered already" in shown.stderr and "2 lines answered" in shown.stderr
+    written = [json.loads(line) for line in out.read_text().splitlines()]
+    assert written[:4] == [spoilt[number] for number in (0, 2, 4, 5)], "what was answered stays as it was"
+    found = {place_of(answer): answer for answer in answers(tmp_path)}
+    assert {place: texts(answer) for place, answer in found.items()} == {
+        place: texts(answer) for place, answer in whole.items()
+    }
+    assert not list(tmp_path.glob("*.part"))
+
+
+def texts(answer: dict[str, Any]) -> list[str]:
+    if "answers" in answer:
+        return [one["text"] for one in answer["answers"]]
+    return [choice["text"] for choice in answer["response"]["body"]["choices"]]
 
 
 def test_resume_begins_where_there_is_no_file(engines: Path, tmp_path: Path) -> None:

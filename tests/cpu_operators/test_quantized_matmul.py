@@ -10,6 +10,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 import pytest
 
+from specbuild.graph import ops as graphs
 from specrun import cpu_operators
 from specrun.backends.ort_session import import_ort
 from specrun.devices.processor import features
@@ -35,6 +36,9 @@ FORMS = {
     "uint8 by token, with zero points": Form("uint8", None, by_token=True, zeros=True),
     "int8, inputs unrounded": Form("int8", None),
     "int4, inputs unrounded": Form("int4", None),
+    "int4, scales in 16 bits": Form("int4", 32, half_scales=True),
+    "uint4 with zero points, scales in 16 bits": Form("uint4", 32, zeros=True, half_scales=True),
+    "int8 by token, scales in 16 bits": Form("int8", None, by_token=True, half_scales=True),
 }
 SIZES = [(32, 16), (256, 64), (100, 17), (52, 1), (7, 130), (1000, 100)]
 """[K, N]: even ones, and those that fill neither blocks, lines nor strips."""
@@ -67,12 +71,27 @@ def test_it_is_the_product_with_rounded_inputs(form: Form, size: tuple[int, int]
     weight = packed(form, *size)
     model = product_graph(weight)
     assert [node.op_type for node in model.graph] == ["QuantizedMatMul"]
+    assert model.graph[0].attributes["half_scales"].as_int() == form.half_scales
     x = inputs(9, size[0])
     wanted = expected(x, weight, form.block or (None if form.by_token else 128))
     found = run(session(model), x)
     # Of a row's size, since a sum may cancel.
     sizes = np.abs(x) @ np.abs(weight.dequantize())
     assert (np.abs(found - wanted) <= 1e-6 * sizes).all()
+
+
+@pytest.mark.parametrize("bits", ["int4", "int8"])
+def test_scales_in_16_bits_are_the_same_numbers(bits: str, instruction_set: str) -> None:
+    weight = packed(Form(bits, 32, half_scales=True), 128, 40)
+    half, whole = product_graph(weight), product_graph(weight)
+    (node,) = whole.graph
+    codes = node.inputs[2]
+    assert codes is not None and codes.const_value is not None and codes.dtype == ir.DataType.UINT16
+    scales = (codes.const_value.numpy().astype(np.uint32) << 16).view(np.float32)
+    node.replace_input_with(2, graphs.initializer(whole.graph, "scales", ir.tensor(scales)))
+    node.attributes.add(ir.AttrInt64("half_scales", 0))
+    x = inputs(9, 128)
+    np.testing.assert_array_equal(run(session(half), x), run(session(whole), x))
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))

@@ -30,6 +30,8 @@ class Form(NamedTuple):
     by_token: bool = False
     """Whether the graph rounds inputs token by token."""
     zeros: bool = False
+    half_scales: bool = False
+    """Whether scales are bfloat16's, in float32."""
 
 
 def packed(form: Form, rows: int, columns: int, seed: int = 0) -> Packed:
@@ -43,9 +45,11 @@ def packed(form: Form, rows: int, columns: int, seed: int = 0) -> Packed:
     def tensor(values: npt.NDArray[Any]) -> ir.TensorProtocol:
         return ir.Tensor(values.astype(kind), dtype=ir.DataType[form.dtype.upper()])
 
+    codes = tensor(random.integers(low, high, (rows, columns)))
+    scales = random.uniform(0.5, 2, shape).astype(ml_dtypes.bfloat16 if form.half_scales else np.float32)
     return Packed(
-        tensor(random.integers(low, high, (rows, columns))),
-        ir.Tensor(random.uniform(0.5, 2, shape).astype(np.float32)),
+        codes,
+        ir.Tensor(scales.astype(np.float32)),
         tensor(random.integers(low, high, shape)) if form.zeros else None,
         block=form.block,
         activation=Activation("int8") if form.by_token else None,
