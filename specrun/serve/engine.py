@@ -128,7 +128,7 @@ class EngineThread:
         if count > most:
             raise RequestError(f"n: {count} answers, expected at most {most} to one body; ask for fewer")
         if (waiting := self._scheduler.num_waiting) + count > most:
-            raise QueueFullError(f"{waiting} requests wait, and with {count} more at most {most} may")
+            raise QueueFullError(f"{waiting} requests wait, and at most {most} may, {count} more included")
 
     def submit(self, requests: Sequence[Request], receive: Callable[[int, Update], None]) -> Job:
         """Let ``requests`` wait for rows: all of them, or none. Any thread may call this.

@@ -59,7 +59,8 @@ def test_langchain(server: Server) -> None:
 @pytest.fixture(scope="module")
 def lm_eval() -> Path:
     """A Python that has it, in an environment of its own."""
-    subprocess.run([ROOT / "scripts" / "setup_lm_eval"], env=os.environ | {"PYTHON": sys.executable}, check=True)
+    command = [str(ROOT / "scripts" / "setup_client"), "lm_eval", "lm_eval[api]==0.4.13"]
+    subprocess.run(command, env=os.environ | {"PYTHON": sys.executable}, check=True)
     return ROOT / ".cache" / "lm_eval" / "venv" / "bin" / "python"
 
 
