@@ -93,7 +93,7 @@ class Pair:
         limits = [self.known.max_seq_len_of(model, partial(self._trained_for, model)) for model in self.models]
         if self.draft and self.draft not in self.checkpoints:
             limits.append(_max_seq_len_of_engine(self.draft))
-        return min(MAX_SEQ_LEN, *(limit for limit in limits if limit is not None))
+        return min([MAX_SEQ_LEN, *(limit for limit in limits if limit is not None)])
 
     @property
     def models(self) -> list[Path]:

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from specrun import errors
-from specrun.engine_dir.config import CONFIG_NAME
-from specrun.engine_dir.directories import was_written_here
+from specrun.engine_dir.config import CONFIG_NAME, KINDS
+from specrun.engine_dir.directories import TRITON_KIND
 from specrun.errors import BackendError
 
 
@@ -51,10 +51,10 @@ def is_checkpoint(model: str | Path) -> bool:
     path = Path(model).expanduser()
     if path.is_dir():
         try:
-            readable = isinstance(json.loads((path / CONFIG_NAME).read_bytes()), dict)
+            config = json.loads((path / CONFIG_NAME).read_bytes())
         except (OSError, ValueError, RecursionError):
             return False
-        return readable and not was_written_here(path)
+        return isinstance(config, dict) and config.get("kind") not in (*KINDS, TRITON_KIND)
     return isinstance(model, str) and not path.exists() and bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model, re.ASCII))
 
 

@@ -55,7 +55,7 @@ class SpeculativeDecoder:
         tool_format: ToolFormat | None = None,
         translator: Translator | None = None,
         sizes: str = "",
-        name: str = "tables",
+        name: str = "engines",
     ) -> None:
         """translator: of a draft whose tokenizer is not the target's. sizes: what is odd about the draft's.
 
@@ -105,16 +105,8 @@ class SpeculativeDecoder:
             raise RequestError(f"on_warm_up {show(on_warm_up)}: expected a function")
         if not isinstance(build, BuildOptions | None):
             raise RequestError(f"build {show(build)}: expected BuildOptions")
-        target, draft_model = (
-            path("target_dir", target_dir),
-            None if draft_dir is None else path("draft_dir", draft_dir),
-        )
-        # A text may be a Hub ID.
-        target_dir, draft_dir = engines_of(
-            target_dir if isinstance(target_dir, str) else target,
-            draft_dir if isinstance(draft_dir, str) else draft_model,
-            build,
-        )
+        draft_dir = None if draft_dir is None else _model("draft_dir", draft_dir)
+        target_dir, draft_dir = engines_of(_model("target_dir", target_dir), draft_dir, build)
         tokenizer_dir = target_dir if tokenizer_dir is None else path("tokenizer_dir", tokenizer_dir)
         chat_template = None if chat_template is None else path("chat_template", chat_template)
         engine, draft, draft_len = check_pair(target_dir, draft_dir, config)
@@ -127,7 +119,16 @@ class SpeculativeDecoder:
         sizes = describe_sizes(engine.config, draft.config) if draft else ""
         name = " and ".join(str(directory) for directory in (target_dir, draft_dir) if directory)
         return cls(
-            *(rounds, lengths, engine.config, rows, tokenizer_dir, chat_template, tool_format, translator, sizes, name)
+            rounds,
+            lengths,
+            engine.config,
+            rows,
+            tokenizer_dir,
+            chat_template,
+            tool_format,
+            translator,
+            sizes,
+            name,
         )
 
     def close(self) -> None:
@@ -290,6 +291,12 @@ def check_pair(
         check_head(target, draft)
     draft_len = check_fit(target_dir, target.config, draft_dir, draft.config, config.fixed_draft_len)
     return target, replace(draft, translator=find_translator(target, draft)), draft_len
+
+
+def _model(name: str, value: str | Path) -> str | Path:
+    """A model as it was given: a text may be a Hub ID. Raises RequestError for what is no path."""
+    found = path(name, value)
+    return value if isinstance(value, str) else found
 
 
 def _require_one(requests: list[Request]) -> list[Request]:

@@ -17,6 +17,8 @@ class KnownCheckpoints:
         self._file = file
         self._digests: dict[str, Inputs] = {}
         self._max_seq_lens: dict[str, int | None] = {}
+        self._compared: set[str] = set()
+        """Directories whose files were compared with their checksums in this process."""
         try:
             data = json.loads(file.read_bytes())
             digests = {name: Inputs(*noted) for name, noted in data["digests"].items()}
@@ -31,9 +33,12 @@ class KnownCheckpoints:
         return json.dumps({"digests": digests, "max_seq_lens": self._max_seq_lens})
 
     def inputs_of(self, directory: Path) -> dict[str, str]:
-        """Checksums of a checkpoint's files, by name. Files that have changed since are read. Raises OSError."""
-        self._digests[str(directory)] = describe_inputs({"": directory}, self._digests.get(str(directory)))
-        return self._digests[str(directory)].inputs
+        """Checksums of a checkpoint's files, by name. Files that have changed since are read, once. Raises OSError."""
+        name = str(directory)
+        if name not in self._compared:
+            self._digests[name] = describe_inputs({"": directory}, self._digests.get(name))
+            self._compared.add(name)
+        return self._digests[name].inputs
 
     def max_seq_len_of(self, directory: Path, read: Callable[[], int | None]) -> int | None:
         """Positions that a checkpoint was trained for. ``read`` finds them where its content is new here."""

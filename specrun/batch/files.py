@@ -95,7 +95,7 @@ class Answers:
         """
         if not path.exists():
             return cls.create(path)
-        file = path.open("r+b", buffering=0)
+        file: BinaryIO = path.open("r+b", buffering=0)
         try:
             if not lock_descriptor(file.fileno(), blocking=False):
                 raise RequestError(f"{path}: another process is writing it")
@@ -103,10 +103,8 @@ class Answers:
             _require_same_questions(path, questions, digests)
             file.truncate(end)
             if failed:
-                _remove_failures(path)
-                file.close()
-                file = path.open("r+b", buffering=0)
-                lock_descriptor(file.fileno(), blocking=False)
+                with file:  # Its lock is held until the new one has its name.
+                    file = _without_failures(path)
                 for line in failed:
                     digests[line] = 0
             file.seek(0, os.SEEK_END)
@@ -121,9 +119,7 @@ class Answers:
 
     def write(self, answer: Mapping[str, Any]) -> None:
         """Add an answer. Raises OSError."""
-        line = memoryview(json.dumps(answer, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
-        while line:  # A full disk takes a part of it.
-            line = line[self._file.write(line) or 0 :]
+        _write(self._file, json.dumps(answer, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
         self.answered += 1
         self.failed += is_failure(answer)
 
@@ -137,15 +133,32 @@ class Answers:
             self._path.unlink()
 
 
-def _remove_failures(path: Path) -> None:
-    """Leave the answers without errors in the file. It is never seen half written. Raises OSError."""
+def _without_failures(path: Path) -> BinaryIO:
+    """A file of the answers without errors in the place of ``path``, which is never seen half written, and is locked.
+
+    Raises OSError.
+    """
     temporary = path.with_name(f"{path.name}.part")
+    file = temporary.open("w+b", buffering=0)
     try:
-        with path.open("rb") as source, temporary.open("wb") as target:
-            target.writelines(line for line in source if not is_failure(_answer(line)))
+        lock_descriptor(file.fileno(), blocking=False)
+        with path.open("rb") as source:
+            for line in source:
+                if not is_failure(_answer(line)):
+                    _write(file, line)
         temporary.replace(path)
-    finally:
+    except BaseException:
+        file.close()
         temporary.unlink(missing_ok=True)
+        raise
+    return file
+
+
+def _write(file: BinaryIO, data: bytes) -> None:
+    """Write all of ``data`` to an unbuffered file, of which a full disk takes a part. Raises OSError."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) or 0 :]
 
 
 def _read_answers(path: Path, questions: Path) -> tuple[array[int], list[int], int]:

@@ -77,8 +77,15 @@ def bench(
     build_models(options, built)
     target, draft_model, tokenizer = (options[name] for name in ("engine_dir", "draft_engine_dir", "tokenizer_dir"))
     settings = BenchSettings(
-        *(batch_sizes, draft_lens, output_len, repetitions, params, acceptance == "logits", True),
-        *(bit_exact, options["draft"]),
+        batch_sizes=batch_sizes,
+        draft_lens=draft_lens,
+        output_len=output_len,
+        repetitions=repetitions,
+        params=params,
+        use_logits=acceptance == "logits",
+        shared_thread_pool=True,
+        bit_exact=bit_exact,
+        draft=options["draft"],
     )
     config = open_engine(target)
     results = measure(target, draft_model, texts, settings, lambda line: click.echo(line, err=True), tokenizer)

@@ -46,11 +46,8 @@ def list_engines(as_json: bool) -> None:
         table = Table("engine", "size", "last used", box=None, pad_edge=False)
         for entry in found:
             table.add_row(entry.name, human_bytes(entry.bytes), _ago(entry))
-        console = Console()
-        console.print(table, soft_wrap=True)
-    click.echo(
-        f"{cached_engines()}: {len(found)} engines, {human_bytes(sum(entry.bytes for entry in found))}", err=True
-    )
+        Console().print(table, soft_wrap=True)
+    click.echo(f"{cached_engines()}: {_sum(found)}", err=True)
 
 
 @cache.command("remove")

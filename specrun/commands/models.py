@@ -111,17 +111,17 @@ def take_models(options: dict[str, Any], draft_needed: bool = False) -> BuildOpt
     if target is None:
         raise click.UsageError("give TARGET: a checkpoint's directory, its Hub ID, or an engine directory")
     require_one_draft(options["draft"], draft, draft_needed)
-    _require_built(target, draft)
+    _refuse_build_options(target, draft)
     return built
 
 
-def take_target(options: dict[str, Any], *others: str | None) -> tuple[str | Path, BuildOptions]:
-    """Take TARGET and ``build_options`` out of ``options``. others: models beside it.
+def take_target(options: dict[str, Any], base: str | None = None) -> tuple[str | Path, BuildOptions]:
+    """Take TARGET and ``build_options`` out of ``options``. base: the model beside it, of ``--base``.
 
     Raises click's UsageError, and EngineDirError for a model that is not there.
     """
     target, built = _read(options.pop("target"), "TARGET"), _take_build(options)
-    _require_built(target, *(_read(other, "DIR|HUB_ID") for other in others if other is not None))
+    _refuse_build_options(target, base and _read(base, "--base"))
     return target, built
 
 
@@ -129,8 +129,8 @@ def _take_build(options: dict[str, Any]) -> BuildOptions:
     return BuildOptions(**{name: options.pop(name) for name in _BUILD if name in options})
 
 
-def _require_built(*models: str | Path | None) -> None:
-    """Raise click's UsageError where options say how to build, and nothing is a checkpoint."""
+def _refuse_build_options(*models: str | Path | None) -> None:
+    """Raise click's UsageError where options say how to build, and none of the models is a checkpoint."""
     if not any(isinstance(model, str) for model in models) and (names := given(*_BUILD)):
         raise click.UsageError(f"--{names[0]} is for checkpoints, of which engines are built; give one as TARGET")
 

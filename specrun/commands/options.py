@@ -14,7 +14,6 @@ from click.core import ParameterSource
 
 from specrun.command_line import FolderPath
 from specrun.config import parse_device_list, parse_draft_len, parse_logit_bias
-from specrun.errors import RequestError
 
 if TYPE_CHECKING:
     from specrun.sampling.sampler import SamplingParams
@@ -133,20 +132,13 @@ CONSTRAINTS = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 def constraints(options: dict[str, Any]) -> dict[str, Any]:
     """What ``constraint_options`` say, as ``RequestOptions`` takes it. Raises RequestError for unreadable files."""
+    from specrun.request.prompts import read_text
+
     found = {name: options[name] for name in CONSTRAINTS}
     for name in ("json_schema", "grammar"):
         if found[name] is not None:
-            found[name] = _read(name, found[name])
+            found[name] = read_text(f"--{name}", found[name])
     return found
-
-
-def _read(name: str, file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise RequestError(f"--{name}: {file}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise RequestError(f"--{name}: {file} is not UTF-8") from error
 
 
 prompt_options = together(

@@ -11,7 +11,6 @@ import click
 
 from specrun.command_line import FolderPath
 from specrun.commands.models import take_target, target_options
-from specrun.errors import RequestError
 
 
 @click.command()
@@ -33,15 +32,11 @@ def score(
 
     JSON has the log-probability of each token, too.
     """
-    try:
-        text = input_file.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise RequestError(f"--input_file: {input_file}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise RequestError(f"--input_file: {input_file} is not UTF-8") from error
     target, built = take_target(options, base)
     from specrun.evaluation.score import score as run
+    from specrun.request.prompts import read_text
 
+    text = read_text("--input_file", input_file)
     tokenizer = options["tokenizer_dir"]
     found = run(target, text, base, context=context, max_tokens=max_tokens, tokenizer_dir=tokenizer, build=built)
     if output_format == "json":

@@ -65,6 +65,9 @@ def has_vnni() -> bool:
 
 
 def describe_processor() -> str:
-    """The name, the threads of an engine, and the features that kernels are chosen by. Raises BackendError."""
+    """The name, the threads of an engine, and the features that kernels are chosen by. Raises BackendError.
+
+    Threads are called cores, as in engines of before, which are recognised by this text.
+    """
     found = sorted(features())
     return ", ".join([processor_name(), f"{num_threads()} cores", *([" ".join(found)] if found else [])])

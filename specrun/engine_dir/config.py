@@ -44,7 +44,8 @@ PLAN_NAME = "rank0.engine"
 """TensorRT's serialized engine."""
 _NEW_POSITIONS = 2048
 """Of one pass, where they have memory of their own."""
-_KINDS = {"engine": "an engine directory", "checkpoint": "a checkpoint directory"}
+KINDS = {"engine": "an engine directory", "checkpoint": "a checkpoint directory"}
+"""What ``specbuild`` writes, by the ``kind`` in its config.json."""
 
 SpeculativeMode = Literal["none", "draft_tokens_external"]
 BackendName = Literal["onnxruntime", "tensorrt", "tensorrt_rtx"]
@@ -341,7 +342,7 @@ def read_config(directory: Path, model: type[Config], error: type[SpecError], ma
     kind = model.model_fields["kind"].default
     if not path.is_file():
         raise error(
-            f"{directory}: no {CONFIG_NAME}; this is not {_KINDS[kind]}, or it is half written: '{made_by}' makes it"
+            f"{directory}: no {CONFIG_NAME}; this is not {KINDS[kind]}, or it is half written: '{made_by}' makes it"
         )
     try:
         data = json.loads(path.read_bytes())
@@ -349,8 +350,8 @@ def read_config(directory: Path, model: type[Config], error: type[SpecError], ma
         raise error(f"{path}: not readable JSON ({problem}); make the directory again with '{made_by}'") from problem
     found = data.get("kind") if isinstance(data, dict) else None
     if found != kind:
-        what = _KINDS.get(str(found), "a directory that this toolchain did not write")
-        raise error(f"{directory}: expected {_KINDS[kind]}, found {what}; '{made_by}' makes one")
+        what = KINDS.get(str(found), "a directory that this toolchain did not write")
+        raise error(f"{directory}: expected {KINDS[kind]}, found {what}; '{made_by}' makes one")
     version = data.get("version")
     if not isinstance(version, int) or version < 1:
         raise error(f"{path}: format version {version!r}, expected a number; make the directory again with '{made_by}'")

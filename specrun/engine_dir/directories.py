@@ -35,7 +35,7 @@ def require_free(output: Path, force: bool) -> None:
             raise OutputExistsError(f"{path}: exists and is not a directory; choose another --output_dir")
     if output.exists() and any(output.iterdir()) and not force:
         raise OutputExistsError(f"{output}: exists; give --force to replace it, or choose another --output_dir")
-    if output.exists() and any(output.iterdir()) and not was_written_here(output):
+    if output.exists() and any(output.iterdir()) and not _ours(output):
         # --force replaces what these tools wrote, not somebody's home directory or Hugging Face checkpoint.
         raise OutputExistsError(
             f"{output}: exists and has no config.json of ours; refusing to replace a directory that specbuild and "
@@ -43,8 +43,7 @@ def require_free(output: Path, force: bool) -> None:
         )
 
 
-def was_written_here(directory: Path) -> bool:
-    """Whether ``specbuild`` or ``specrun`` wrote what is in ``directory``, going by the file that says so."""
+def _ours(directory: Path) -> bool:
     kinds = (
         (CONFIG_NAME, "kind", ("engine", "checkpoint", TRITON_KIND)),
         (QUALITY_NAME, "tool", ("specbuild quantize",)),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,12 +64,13 @@ def remove(entry: Entry) -> None:
     with locked(entry.path, refuse):
         # Under another name first: what is half removed must not be found as an engine.
         gone = entry.path.with_name(f".{entry.name}.removed")
+        shutil.rmtree(gone, ignore_errors=True)  # What a removal that was killed has left.
         entry.path.rename(gone)
         shutil.rmtree(gone)
 
 
 def to_prune(found: list[Entry], max_bytes: int | None, older_than: float | None) -> list[Entry]:
-    """The entries to remove, so that the others take ``max_bytes`` at most and were used ``older_than`` seconds ago.
+    """The entries to remove, so that the others take ``max_bytes`` at most and were used in ``older_than`` seconds.
 
     found: in the order of ``entries``. None: no such limit.
     """
@@ -86,8 +86,5 @@ def to_prune(found: list[Entry], max_bytes: int | None, older_than: float | None
 
 
 def _bytes_of(directory: Path) -> int:
-    return sum(path.stat().st_size for path in _files(directory))
-
-
-def _files(directory: Path) -> Iterator[Path]:
-    return (path for path in directory.rglob("*") if path.is_file() and not path.is_symlink())
+    files = (path for path in directory.rglob("*") if path.is_file() and not path.is_symlink())
+    return sum(path.stat().st_size for path in files)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specrun.errors import RequestError
+from specrun.request.prompts import read_text
 
 BUILTIN = "builtin"
 _OURS = Path(__file__).with_name("prompts.jsonl")
@@ -31,12 +32,7 @@ class CategorizedPrompt(NamedTuple):
 def read_prompt_set(source: str) -> list[CategorizedPrompt]:
     """``builtin``, or the prompts of a file. Raises RequestError, with the item's number, for what has no prompt."""
     path = _OURS if source == BUILTIN else Path(source).expanduser()
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise RequestError(f"--prompts {source}: {error.strerror}; give a file, or {BUILTIN}") from error
-    except UnicodeDecodeError as error:
-        raise RequestError(f"--prompts {source}: not UTF-8") from error
+    text = read_text("--prompts", path, f"; give a file, or {BUILTIN}")
     found = []
     for number, item in enumerate(_items(source, text), 1):
         prompt = _prompt(item)

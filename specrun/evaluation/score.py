@@ -71,8 +71,8 @@ def score(
     """Score ``text`` with a target, and compare its predictions with those of ``base``, a float32 engine say.
 
     target, base, build: as ``SpeculativeDecoder.open`` takes a target; a checkpoint as ``base`` keeps the format that
-    it has. context: tokens of a window; None:
-    ``DEFAULT_CONTEXT``, or what the engines have. max_tokens: read only so many tokens of the text.
+    it has. context: tokens of a window; None: ``DEFAULT_CONTEXT``, or what the engines have. max_tokens: read only so
+    many tokens of the text.
     Raises RequestError for a text of fewer than two tokens and for a context that does not fit, PairError where the two
     have different vocabularies, BackendError for engines on a GPU and for logits that are not finite.
     """
@@ -111,34 +111,32 @@ def _score(
     logprobs, base_logprobs, divergences, same = [], [], [], 0
     for window in windows:
         predictions = [_predictions(decoder, window) for decoder in decoders]
-        start = 1
-        for chunk in zip(*predictions, strict=True):
-            tokens = window[start : start + len(chunk[0])]
-            start += len(tokens)
-            own, rows = chunk[0][: len(tokens)], range(len(tokens))
+        for start, (own, *others) in zip(range(1, len(window), _CHUNK), zip(*predictions, strict=True), strict=True):
+            rows, tokens = range(len(own)), window[start : start + _CHUNK]
             logprobs += own[rows, tokens].tolist()
-            if base:
-                other = chunk[1][: len(tokens)]
+            for other in others:
                 base_logprobs += other[rows, tokens].tolist()
                 with np.errstate(invalid="ignore"):  # What the base excludes adds nothing.
                     terms = np.where(other > -np.inf, np.exp(other) * (other - own), 0)
                 divergences += terms.sum(axis=-1, dtype=np.float64).tolist()
                 same += int((own.argmax(-1) == other.argmax(-1)).sum())
-    spans = _num_bytes(text, encoding.offsets, len(ids), length)
+    num_bytes = _num_bytes(text, encoding.offsets, len(ids), length)
     nats = -math.fsum(logprobs)
-    divergence = base and Divergence(
-        perplexity=math.exp(-math.fsum(base_logprobs) / len(scored)),
-        kl_mean=math.fsum(divergences) / len(scored),
-        kl_p99=float(np.quantile(divergences, 0.99)),
-        same_top1=same / len(scored),
-    )
+    divergence = None
+    if base:
+        divergence = Divergence(
+            perplexity=math.exp(-math.fsum(base_logprobs) / len(scored)),
+            kl_mean=math.fsum(divergences) / len(scored),
+            kl_p99=float(np.quantile(divergences, 0.99)),
+            same_top1=same / len(scored),
+        )
     return Score(
         tokens=len(scored),
         perplexity=math.exp(nats / len(scored)),
-        bits_per_byte=nats / math.log(2) / spans,
+        bits_per_byte=nats / math.log(2) / num_bytes,
         context=length,
         logprobs=tuple(zip(scored, logprobs, strict=True)),
-        divergence=divergence or None,
+        divergence=divergence,
     )
 
 

@@ -1,4 +1,4 @@
-"""Prompts from the command line, a file or standard input."""
+"""Prompts from the command line, a file or standard input; and other texts in files that options name."""
 
 from __future__ import annotations
 
@@ -29,6 +29,16 @@ def read_prompts(texts: Sequence[str], file: Path | None) -> list[str]:
     except OSError as error:
         raise RequestError(f"{file}: {error.strerror}; --input_file wants a text file, one prompt a line") from error
     return _lines(data, str(file))
+
+
+def read_text(option: str, file: Path, advice: str = "") -> str:
+    """A file's text. advice: what to give instead. Raises RequestError for an unreadable file and invalid UTF-8."""
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise RequestError(f"{option}: {file}: {error.strerror}{advice}") from error
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{option}: {file} is not UTF-8") from error
 
 
 def _lines(data: bytes, name: str) -> list[str]:

@@ -19,7 +19,7 @@ MAX_FAILED_STEPS = 3
 
 
 _SPARED = 8
-"""This part of the queue is left to bodies that ask for at most so many answers."""
+"""One part in so many of the queue is left to bodies whose answers fit into that part."""
 
 
 class QueueFullError(SpecError):
@@ -128,7 +128,7 @@ class EngineThread:
         if count > most:
             raise RequestError(f"n: {count} answers, expected at most {most} to one body; ask for fewer")
         if (waiting := self._scheduler.num_waiting) + count > most:
-            raise QueueFullError(f"{waiting} requests wait, and at most {most} may, {count} more included")
+            raise QueueFullError(f"{waiting} requests wait, and at most {most} may, with the {count} of this body")
 
     def submit(self, requests: Sequence[Request], receive: Callable[[int, Update], None]) -> Job:
         """Let ``requests`` wait for rows: all of them, or none. Any thread may call this.

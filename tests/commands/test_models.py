@@ -218,6 +218,12 @@ def test_an_engine_beside_a_checkpoint(hf: Path, cache: Path, monkeypatch: pytes
         assert found(given_target, given_draft, max_seq_len=None) == both
 
 
+def test_a_model_that_does_not_say_its_positions(hf: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "another"))
+    monkeypatch.setattr(Pair, "_trained_for", lambda self, model: None)
+    assert Pair(PairRequest(str(hf / "target"))).max_seq_len == 4096
+
+
 def test_from_python(hf: Path, cache: Path, without_torch: None) -> None:
     built = BuildOptions(max_seq_len=64, max_draft_len=4)
     with SpeculativeDecoder.open(hf / "target", str(hf / "draft"), build=built) as decoder:

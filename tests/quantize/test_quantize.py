@@ -32,6 +32,7 @@ from specbuild.quantize.compressed_tensors_format import configuration, tensors
 from specbuild.quantize.quantize import AUTO, LEAST_TOP1
 from specbuild.weights.activation import Activation
 from specbuild.weights.packed_model import PackedModel
+from specrun.builder import is_checkpoint
 from specrun.engine_dir.config import open_engine
 from specrun.errors import BuildConfigError
 from tests.helpers.command_errors import build, error_line, says
@@ -301,6 +302,7 @@ def test_the_command_says_what_it_did_and_replaces_only_its_own(dense: Path, tex
     assert result.exit_code == 0, result.stderr
     says(result.stderr, "--qformat auto is int8", "--exclude *.nothing matches no module", "perplexity", "mean KL")
     says(result.stderr, "14 in int8, inputs int8 by token; embedding bfloat16, lm_head bfloat16")
+    assert is_checkpoint(out), "specrun builds its engine"
     line = error_line(build("quantize", "--model_dir", dense, "--output_dir", out, *options))
     says(line, out, "exists", "--force")
     again = build(

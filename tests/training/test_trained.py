@@ -16,6 +16,7 @@ from specbuild.export.features import watched
 from specbuild.training.data.rows import RowMaker, join, read_data
 from specbuild.training.eagle3 import Eagle3Student
 from specbuild.training.losses import Score, compare
+from specrun.builder import is_checkpoint
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from tests.helpers.character_model import train
@@ -71,6 +72,7 @@ def test_a_head_that_is_fed_from_other_layers_accepts_less(
 def test_what_training_says(trained: Path) -> None:
     """One text is held out, so its figures are only looked at."""
     record = json.loads((trained / "hf" / "training.json").read_text())
+    assert is_checkpoint(trained / "hf"), "specrun builds its engine"
     last = record["history"][-1]
     assert record["tool"] == "specbuild train_draft"
     assert last["step"] == 120
