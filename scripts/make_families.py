@@ -95,6 +95,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]], "num_layers": LAYERS},
     # These do not compute it from the model's width.
     **{name: {"head_dim": 16} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
+    "kimi_linear": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "dbrx": {

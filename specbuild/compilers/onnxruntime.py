@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 from specbuild.compilers import Compiled, cpu_forms, machine
 from specbuild.compilers.cpu_attention import fuse_cached_attention
+from specbuild.compilers.cpu_recurrent import use_recurrent_operators
 from specbuild.graph import ops as graphs
 from specbuild.graph.causal_mask import drop_causal_masks
 from specbuild.graph.kv_cache_qdq import cache_updates, store_float8_as_int8
@@ -25,6 +26,7 @@ from specrun import cpu_operators
 from specrun.backends.ort import session_options
 from specrun.cpu_operators import DOMAIN
 from specrun.devices.processor import has_vnni
+from specrun.engine_dir.cache_tensors import LEAST_REPLAYS
 from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME, BackendInfo, BuildConfig, GraphInfo, Tensor
 from specrun.engine_dir.dtypes import DTYPES
 from specrun.errors import BuildError
@@ -50,6 +52,16 @@ def compile_graph(
     vnni, own_operators = has_vnni(), cpu_operators.are_fast()
     if machine() == "x86_64" and not cpu_operators.is_available():
         notes.append(f"without specrun's own CPU operators, which are faster: {cpu_operators.HOW_TO_COMPILE}")
+    if graph.states:
+        if not cpu_operators.is_available():
+            raise BuildError(
+                f"{checkpoint}: recurrent layers need specrun's own CPU operators, which were not compiled here: "
+                f"{cpu_operators.HOW_TO_COMPILE}"
+            )
+        graph = graph.model_copy(update={"replays": max(build.max_draft_len, LEAST_REPLAYS)})
+        use_recurrent_operators(model)
+        recurrent = {state.layer for state in graph.states}
+        notes.append(f"{len(recurrent)} recurrent layers by specrun's own CPU operators")
     if prepared := cpu_forms.prepare(model, vnni, own_operators):
         notes += prepared
         model = graphs.write_recoded(model, output)
@@ -113,6 +125,8 @@ def copy_graph(
 ) -> Compiled:
     """Take the graph for CUDA, without the masks that row lengths replace; needs no GPU. See ``Compiler``."""
     ort, _ = session_options()
+    if graph.states:
+        raise BuildError(f"{checkpoint}: models with recurrent layers run on CPUs only; leave out --device cuda")
     if graph.kv_cache_dtype:
         raise BuildError(
             f"{checkpoint}: keys and values in {graph.kv_cache_dtype}: engines of ONNX Runtime for CUDA have no 8-bit "
@@ -154,5 +168,8 @@ def _tensor(value: ir.Value, kind: Literal["input", "output"]) -> Tensor:
     name, dtype = str(value.name), _NAMES[int(value.dtype or 0)]
     shape = [size if isinstance(size, int) else str(size) for size in value.shape or ()]
     # A cache output shares the memory of its input.
-    alias = name.replace("present.", "past_key_values.") if name.startswith("present.") else None
+    alias = None
+    for present, past in (("present.", "past_key_values."), ("present_states.", "past_states.")):
+        if name.startswith(present):
+            alias = name.replace(present, past)
     return Tensor(name=name, kind=kind, dtype=dtype, shape=shape, aliases=alias)

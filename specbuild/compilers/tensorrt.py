@@ -20,9 +20,12 @@ from specbuild.compilers.trt_progress import interruptible, progress_monitor
 from specbuild.graph import ops as graphs
 from specbuild.graph.kv_cache_qdq import leave_writing_to_caller
 from specbuild.graph.moe_gather import gather_used_experts
+from specbuild.graph.plain_attention import write_out_attention
+from specbuild.graph.recurrent import expand
 from specrun.devices.driver import compute_capability, use_gpu, why_no_gpu
+from specrun.engine_dir.cache_tensors import LEAST_REPLAYS
 from specrun.engine_dir.config import GRAPH_NAME, PLAN_NAME, BackendInfo, BuildConfig, GraphInfo, Profile, Tensor
-from specrun.engine_dir.contract import INPUT_IDS, LOGITS_INDICES, WRITE_INDICES
+from specrun.engine_dir.contract import INPUT_IDS, KEEP_INDICES, LOGITS_INDICES, STATE_INDICES, WRITE_INDICES
 from specrun.engine_dir.dtypes import DTYPES
 from specrun.errors import BuildError
 from specrun.optional_packages import how_to_install, import_package
@@ -98,6 +101,11 @@ class Tensorrt:
         round_float4_inputs(model)
         narrow_float4_scales(model)
         notes = [_gathered(gather_used_experts(model))] if build.gather_experts else []
+        if graph.states:
+            graph = graph.model_copy(update={"replays": max(build.max_draft_len, LEAST_REPLAYS)})
+            expand(model, graph.states, graph.replays)
+            write_out_attention(model)  # TensorRT-RTX 1.7 crashes where a loop follows an Attention.
+            notes.append("recurrent layers read token after token; specrun does not run them on GPUs yet")
         graphs.pin_cache_length(model, build.cache_length)
         leave_writing_to_caller(model, build.cache_length)  # TensorRT updates no 8-bit cache in place.
         set_apart_names(model)
@@ -252,6 +260,8 @@ def _check_network(trt: Any, network: INetworkDefinition, graph: GraphInfo) -> l
     inputs = [network.get_input(i) for i in range(network.num_inputs)]
     outputs = [network.get_output(i) for i in range(network.num_outputs)]
     expected = {INPUT_IDS, WRITE_INDICES, LOGITS_INDICES, *past}
+    if graph.states:
+        expected |= {STATE_INDICES, KEEP_INDICES, *(state.past_name for state in graph.states)}
     if different := expected ^ {tensor.name for tensor in inputs}:
         raise BuildError(f"TensorRT's network and the graph contract differ in the input {sorted(different)[0]!r}")
     return [

@@ -96,10 +96,14 @@ def set_apart_names(model: ir.Model) -> None:
     """Give nodes names that no layer gets that TensorRT's parser adds, in place.
 
     It calls what it adds for a node ``NAME_7``, by one count for all nodes, and refuses a node whose name is taken: of
-    ``a`` and ``a_7`` that depends on how many layers came before. Behind this, no name ends in a number.
+    ``a`` and ``a_7`` that depends on how many layers came before. Behind this, no name ends in a number, and none is
+    given twice.
     """
-    for node in graphs.all_nodes(model):
-        node.name = f"{node.name}.{node.op_type}"
+    given = set[str]()
+    for number, node in enumerate(graphs.all_nodes(model)):
+        own = f"{node.name}.{number}" if node.name in given else str(node.name)
+        given.add(str(node.name))
+        node.name = f"{own}.{node.op_type}"
 
 
 def _zero_points(node: ir.Node) -> ir.TensorProtocol | None:

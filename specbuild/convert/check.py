@@ -96,11 +96,12 @@ def require_family(source: Source) -> None:
 
 def _check(source: Source, options: ConvertOptions) -> Checked:
     require_family(source)
-    from specbuild.export.exporter import cache_shapes
+    from specbuild.export.model_memory import model_memory
 
     directory, weights, scheme = source.directory, source.files, source.scheme
     model = lay_out(source, options).model
-    caches = cache_shapes(model)
+    memory = model_memory(model)
+    caches = memory.caches
     parameters = sum(parameter.numel() for parameter in model.parameters())
     dtypes = sorted({entry.dtype for entry in weights.entries.values()})
     if (directory / TOKENIZER_NAME).is_file():

@@ -57,17 +57,18 @@ def describe_conversion(options: ConvertOptions, stages: Stages) -> str:
 
 def _facts(options: ConvertOptions, source: Source, layout: Layout, would_be: str, download: int) -> dict[str, str]:
     from specbuild.convert.model import output_bytes, pack
-    from specbuild.export.exporter import cache_shapes
     from specbuild.export.features import Fusion
+    from specbuild.export.model_memory import model_memory
     from specrun.engine_dir.config import GraphInfo
 
     model, notes = layout.model, list[str]()
-    packed = pack(source, options, layout, None, notes)
+    packed, kept = pack(source, options, layout, None, notes), model_memory(model)
     info = GraphInfo(
         vocab_size=vocab_size_of(model),
         dtype=dtype_name(model),
         kv_cache_dtype=source.kv_cache,
-        caches=cache_shapes(model),
+        caches=kept.caches,
+        states=kept.states,
     )
     eos_token_ids(model)
     with tempfile.TemporaryDirectory() as name:

@@ -11,8 +11,9 @@ from specbuild.convert.options import ConvertOptions
 from specbuild.convert.source import Layout, Source, lay_out
 from specbuild.convert.verify import compare
 from specbuild.convert.write import Prepared
-from specbuild.export.exporter import cache_shapes, export_onnx
+from specbuild.export.exporter import export_onnx
 from specbuild.export.features import Fusion, describe_features
+from specbuild.export.model_memory import model_memory
 from specbuild.export.reference import Reference, far_reference, reference_logits
 from specbuild.export.rope import pin_rope
 from specbuild.files import require_space
@@ -41,7 +42,8 @@ def prepare_model(source: Source, options: ConvertOptions, run: Run, work: Path,
         layout = lay_out(source, options)
     model, weights, notes = layout.model, dict(layout.weights), list[str]()
     save_generation_config(directory, work)
-    parameters, caches = sum(parameter.numel() for parameter in model.parameters()), cache_shapes(model)
+    parameters, memory = sum(parameter.numel() for parameter in model.parameters()), model_memory(model)
+    caches = memory.caches
     amax = None
     if source.texts:
         amax = calibrate_on(source.texts, model, source.kv_cache is not None, run.part("calibration"), stages)
@@ -60,6 +62,7 @@ def prepare_model(source: Source, options: ConvertOptions, run: Run, work: Path,
         dtype=dtype_name(model),
         kv_cache_dtype=source.kv_cache,
         caches=caches,
+        states=memory.states,
         quantized=_quantized(source, options, packed),
         features=features,
     )
@@ -77,7 +80,7 @@ def prepare_model(source: Source, options: ConvertOptions, run: Run, work: Path,
         eos_token_ids=eos,
         pretrained_config=pretrained,
         notes=notes,
-        export=lambda: export_onnx(model, caches, max_seq_len, rounding, fusion),
+        export=lambda: export_onnx(model, memory, max_seq_len, rounding, fusion),
         weights=weights,
         packed=packed,
         verify=(lambda graph: compare(graph, info, references, rounding)) if options.verify else None,

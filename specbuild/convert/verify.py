@@ -21,11 +21,20 @@ import onnx_ir as ir
 from specbuild.export.reference import SLICE, Floats, Reference, finite, made_up_cache
 from specbuild.graph.kv_cache_qdq import drop_cache_rounding
 from specbuild.graph.ops import drop_activation_rounding, widen_to_float32
+from specbuild.graph.recurrent import inline_for_onnxruntime
 from specbuild.graph.split import Piece, cut, split_products
 from specbuild.weights.kv_cache import CacheRounding
 from specrun.backends.ort import session_options
+from specrun.engine_dir.cache_tensors import LEAST_REPLAYS
 from specrun.engine_dir.config import GraphInfo
-from specrun.engine_dir.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES
+from specrun.engine_dir.contract import (
+    INPUT_IDS,
+    KEEP_INDICES,
+    LOGITS,
+    LOGITS_INDICES,
+    STATE_INDICES,
+    WRITE_INDICES,
+)
 from specrun.engine_dir.dtypes import DTYPES
 from specrun.errors import VerificationError
 
@@ -43,6 +52,7 @@ def compare(
     model = ir.load(graph)
     for drop in (drop_activation_rounding, drop_cache_rounding):
         drop(model)  # Rounding makes differences in the last bits large.
+    inline_for_onnxruntime(model)
     split_products(model, SLICE)
     widen_to_float32(model)
     walks = [_Walk(info, reference, rounding) for reference in references]
@@ -82,21 +92,29 @@ class _Walk:
         """Of each step: how many of each row's tokens were read before."""
         self.features: Floats | None = None
         """[B, 1, length, width]: what the steps have written, where it is to be compared."""
-        done = np.zeros(len(reference.tokens), np.int64)
-        for step in reference.steps:
+        done = read = np.zeros(len(reference.tokens), np.int64)
+        for number, step in enumerate(reference.steps):
             ids = np.zeros((len(step), max(step)), np.int64)
             for row, new in enumerate(step):
                 ids[row, :new] = reference.tokens[row, done[row] : done[row] + new]
             indices = np.tile(np.arange(max(step)), (len(step), 1))
             self.values.append({INPUT_IDS: ids, WRITE_INDICES: reference.start + done, LOGITS_INDICES: indices})
             self.starts.append(done)
-            done = done + np.array(step)
+            # Recurrent layers read what a step brings for good, or again in the next step.
+            kept = done + (0 if number % 2 else np.array(step))
+            self.values[-1] |= {STATE_INDICES: read, KEEP_INDICES: kept}
+            done, read = done + np.array(step), kept
 
     def run(self, piece: Piece, session: Any) -> None:
         """Run every step through one piece. The piece's layers' cache goes from step to step."""
         names = self.info.past_names
         cache = {name: self._cache(name) for name in names if name in piece.inputs}
         pasts = dict(zip(self.info.present_names, names, strict=True))
+        for state in self.info.states:
+            pasts[state.present_name] = state.past_name
+            if state.past_name in piece.inputs:
+                shape = (len(self.reference.tokens), *state.row_shape(LEAST_REPLAYS))
+                cache[state.past_name] = np.zeros(shape, np.float32)
         for values in self.values:
             feeds = {name: cache[name] if name in cache else values[name] for name in piece.inputs}
             found = dict(zip(piece.outputs, session.run(piece.outputs, feeds), strict=True))

@@ -13,6 +13,7 @@ import onnx_ir as ir
 from specbuild.artifacts.onnx_checkpoint import CheckpointConfig
 from specbuild.export.exporter import PREFIX
 from specbuild.graph import ops as graphs
+from specbuild.graph.recurrent import DOMAIN, add_functions
 from specbuild.hf.model_facts import plain
 from specbuild.progress import Stages
 from specbuild.quantization.insert_qdq import attach
@@ -57,6 +58,7 @@ def write_checkpoint(prepared: Prepared, made: Provenance, work: Path, stages: S
         attach(graph, prepared.packed, PREFIX)
         bind(graph, prepared.weights, PREFIX)
         graphs.tidy(graph)
+        add_functions(graph)
     total = sum(value.const_value.nbytes for value in graph.graph.initializers.values() if value.const_value)
     with stages.stage("write weights", total) as advance:
         graphs.save(graph, work / GRAPH_NAME, lambda tensor, _info: advance(tensor.nbytes))
@@ -86,6 +88,7 @@ def write_checkpoint(prepared: Prepared, made: Provenance, work: Path, stages: S
 
 def _check_opset(work: Path) -> None:
     """Only standard operators may stand in a checkpoint, so that every backend compiles the same graph."""
-    domains = {opset.domain for opset in onnx.load(work / GRAPH_NAME, load_external_data=False).opset_import}
-    if foreign := sorted(domains - {"", "ai.onnx"}):
+    model = onnx.load(work / GRAPH_NAME, load_external_data=False)
+    domains = {opset.domain for written in (model, *model.functions) for opset in written.opset_import}
+    if foreign := sorted(domains - {"", "ai.onnx", DOMAIN}):
         raise UnsupportedModelError(f"the exported graph needs operators outside standard ONNX: {', '.join(foreign)}")

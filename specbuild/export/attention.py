@@ -6,20 +6,22 @@ the ``Cache`` protocol), so no modelling code is copied or patched for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from onnx_ir.tensor_adapters import from_torch_dtype
 from torch.onnx.ops import symbolic
 from transformers import AttentionInterface
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DummyLayer
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
 
 from specbuild.export import experts
 from specbuild.export.query_scales import scaled
+from specbuild.export.recurrent import AnyLayersCache, RecurrentLayer, RecurrentStates
 from specbuild.weights.kv_cache import CacheRounding, TensorRounding
 
 IMPLEMENTATION = "specbuild_onnx"
@@ -87,17 +89,41 @@ class ScatterLayer(CacheLayerMixin):
         return self.keys.shape[-2]
 
 
-class ScatterCache(Cache):
+class ScatterAndRecurrentLayer(RecurrentLayer, ScatterLayer):  # type: ignore[override]
+    """A layer with both: attention and a recurrent part beside it (Falcon-H1)."""
+
+    def __init__(self, states: RecurrentStates, attention: ScatterLayer) -> None:
+        RecurrentLayer.__init__(self, states)
+        self.__dict__.update(attention.__dict__)
+
+    lazy_initialization = ScatterLayer.lazy_initialization  # type: ignore[assignment]
+    get_max_length = ScatterLayer.get_max_length
+
+
+class ScatterCache(AnyLayersCache):
     """The whole cache; ``past`` is [key_0, value_0, key_1, value_1, ...]."""
 
     def __init__(
-        self, past: list[torch.Tensor], write_indices: torch.Tensor, rounding: CacheRounding | None = None
+        self,
+        past: list[torch.Tensor],
+        write_indices: torch.Tensor,
+        rounding: CacheRounding | None = None,
+        recurrent: Mapping[int, RecurrentStates] = MappingProxyType({}),
+        attending: Sequence[int] | None = None,
     ) -> None:
+        """recurrent: what layers keep that are recurrent. attending: those that keep keys and values; None: all."""
+        pairs = list(zip(past[0::2], past[1::2], strict=True))
+        numbers = range(len(pairs)) if attending is None else attending
         self.scatter_layers = [
-            ScatterLayer(*pair, write_indices, rounding.layer(layer) if rounding else None)
-            for layer, pair in enumerate(zip(past[0::2], past[1::2], strict=True))
+            ScatterLayer(*pair, write_indices, rounding.layer(number) if rounding else None)
+            for number, pair in enumerate(pairs)
         ]
-        super().__init__(layers=list(self.scatter_layers))
+        by_layer: dict[int, Any] = dict(zip(numbers, self.scatter_layers, strict=True))
+        for layer, states in recurrent.items():
+            attention = by_layer.get(layer)
+            by_layer[layer] = ScatterAndRecurrentLayer(states, attention) if attention else RecurrentLayer(states)
+        self.scatter_layers = [by_layer[layer] for layer in numbers]
+        super().__init__(layers=[by_layer.get(layer) or DummyLayer() for layer in range(max(by_layer, default=-1) + 1)])
         self.write_indices = write_indices
 
     def get_query_offset(self, layer_idx: int = 0) -> torch.Tensor:  # type: ignore[override]
@@ -153,7 +179,7 @@ def contract_mask(
 
 
 def contract_attention(
-    rounding: CacheRounding | None,
+    roundings: Mapping[int, tuple[TensorRounding, TensorRounding]],
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -168,11 +194,11 @@ def contract_attention(
 
     query [B, H, S, D], key and value [B, H_kv, S_max, D], mask bool [B, 1, S, S_max] -> [B, S, H, D].
     One ONNX ``Attention`` node; soft-capped scores, attention sinks, and keys wider than values (multi-head latent
-    attention), which TensorRT refuses, are spelled out. ``rounding``: of the cache.
+    attention), which TensorRT refuses, are spelled out. roundings: of a layer's keys and values, by its number.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query = scaled(module, query)
-    own = rounding.layer(int(getattr(module, "layer_idx"))) if rounding else None  # noqa: B009 (not in Module)
+    own = roundings.get(int(getattr(module, "layer_idx", -1)))
     if own:
         query = _times_factors(query, own[0])
     if softcap is not None or s_aux is not None or key.shape[-1] != value.shape[-1]:
@@ -218,9 +244,10 @@ def _plain_attention(
     return output.reshape(batch, heads, length, value.shape[-1])
 
 
-def register(rounding: CacheRounding | None = None) -> None:
-    """Make the functions above selectable by name, for models whose cache has this ``rounding``."""
-    AttentionInterface.register(IMPLEMENTATION, partial(contract_attention, rounding))
+def register(rounding: CacheRounding | None = None, attending: Sequence[int] = ()) -> None:
+    """Make the functions above selectable by name. rounding: of the cache of the layers ``attending``."""
+    roundings = {layer: rounding.layer(number) for number, layer in enumerate(attending)} if rounding else {}
+    AttentionInterface.register(IMPLEMENTATION, partial(contract_attention, roundings))
     AttentionMaskInterface.register(IMPLEMENTATION, contract_mask)
     ALL_EXPERTS_FUNCTIONS.register(experts.IMPLEMENTATION, experts.dense_experts)
 

@@ -18,15 +18,17 @@ from torch.onnx.ops import rotary_embedding, symbolic
 
 from specbuild.export.attention import gather_logits_positions
 from specbuild.export.complex_rope import complex_rope_swaps
+from specbuild.export.recurrent import recurrent_functions
 
 
 @contextmanager
 def fused_operators(model: nn.Module) -> Iterator[list[str]]:
     """While active, ``model`` computes RoPE and RMSNorm through ONNX operators. Yields what was replaced."""
-    files = _modeling_files(model)
+    files = modeling_files(model)
     rope = [*_rope_swaps(files), *complex_rope_swaps(model, files)]
     swaps = [*rope, *_norm_swaps(model), *_logits_swaps(files)]
     with ExitStack() as undo:
+        undo.enter_context(recurrent_functions(files))
         for owner, name, replacement in swaps:
             undo.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, replacement)
@@ -37,7 +39,7 @@ Swap = tuple[Any, str, Callable[..., Any]]
 """Owner, attribute name, what stands there during the export."""
 
 
-def _modeling_files(model: nn.Module) -> list[Any]:
+def modeling_files(model: nn.Module) -> list[Any]:
     """The Python modules that the parts of ``model`` come from."""
     names = {type(part).__module__ for part in model.modules()}
     return [sys.modules[name] for name in sorted(names) if not name.startswith("torch.")]

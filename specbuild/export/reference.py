@@ -98,7 +98,7 @@ def far_reference(model: PreTrainedModel, info: GraphInfo, max_seq_len: int) -> 
     reached = [n for n in windows | switches if isinstance(n, int) and 0 < n <= max_seq_len - _FAR_TOKENS - 2]
     if any("dynamic" in rope.get("rope_type", "") for rope in ropes):
         return None  # Pinned for max_seq_len; the model's own frequencies follow every length.
-    if not reached or info.cache_bytes(1, max(reached)) > _MOST_FAR_BYTES * info.layers:
+    if info.states or not reached or info.cache_bytes(1, max(reached)) > _MOST_FAR_BYTES * info.layers:
         return None
     start = max(reached) + 2
     tokens = np.random.default_rng(1).integers(0, info.vocab_size, (1, _FAR_TOKENS), dtype=np.int64)

@@ -20,7 +20,7 @@ from onnx_ir.passes.common import (
 )
 from onnxscript import optimizer
 
-from specrun.engine_dir.contract import INPUT_IDS, LOGITS_INDICES
+from specrun.engine_dir.contract import INPUT_IDS, KEEP_INDICES, LOGITS_INDICES, STATE_INDICES, WRITE_INDICES
 
 BATCH, SEQUENCE, KEPT, CACHE = "batch", "sequence", "logits", "cache_length"
 
@@ -77,7 +77,8 @@ def name_dimensions(model: ir.Model) -> None:
     """Give the exporter's symbols (s16, s70, ...) the contract's names, and forget shapes inside the graph."""
     for value in _inner_values(model):
         value.shape = None
-    names = {INPUT_IDS: (BATCH, SEQUENCE), "write_indices": (BATCH,), LOGITS_INDICES: (BATCH, KEPT)}
+    names: dict[str | None, tuple[str, ...]] = {INPUT_IDS: (BATCH, SEQUENCE), LOGITS_INDICES: (BATCH, KEPT)}
+    names |= dict.fromkeys((WRITE_INDICES, STATE_INDICES, KEEP_INDICES), (BATCH,))
     for value in (*model.graph.inputs, *model.graph.outputs):
         if value.name in names:
             value.shape = ir.Shape(names[value.name])
@@ -86,6 +87,10 @@ def name_dimensions(model: ir.Model) -> None:
         if not isinstance(heads, int) or not isinstance(width, int):
             raise ValueError(f"{value.name}: heads and width must be numbers, found {value.shape}")
         value.shape = ir.Shape([BATCH, heads, CACHE, width])
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        if str(value.name).startswith(("past_states.", "present_states.")):
+            sizes = [size if isinstance(size, int) else None for size in value.shape or ()]
+            value.shape = ir.Shape([BATCH, *(size or f"replays_{value.name}" for size in sizes[1:])])
     logits = model.graph.outputs[0]
     logits.shape = ir.Shape([BATCH, KEPT, logits.shape[2]])  # type: ignore[index]
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import MtpModel
 
-from specbuild.export.exporter import cache_shapes
+from specbuild.export.model_memory import model_memory
 from specbuild.heads.module import ChainModule, load_parameters, require_vocab
 from specbuild.weights.lazy_tensors import Weight
 from specbuild.weights.weight_map import Converted, find_origins, stack_numbered
@@ -57,7 +57,7 @@ class Mtp(ChainModule):
         self.head = replace(head, tensors=_find_tensors(head, made, made.get_weight_conversions(owner)))
         buffers = self._take_buffers()
         self.weights = load_parameters(self, self.head, self.dtype, shared, buffers.__contains__)
-        self._caches = cache_shapes(owner)[-2:]
+        self._caches = model_memory(owner).caches[-2:]
         self.eval()
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,14 +22,14 @@ REASONS = {
     ),
     "minimax": "it keeps a cache of its own kind, with states of linear attention, beside keys and values",
 }
-_KEYS_AND_VALUES = {"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp"}
+_KEYS_AND_VALUES = {"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp", "dummy"}
 """Types of layers whose memory of a text is at most keys and values."""
-_STATES = {
-    "linear_attention": "a recurrent state (of linear attention or a state-space model) instead of keys and values",
-    "conv": "the state of a convolution instead of keys and values",
-    "hybrid": "a recurrent or convolution state beside keys and values",
-    "hybrid_sliding": "a recurrent or convolution state beside keys and values",
-}
+_RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mamba2"}
+"""Types of layers that keep the state of a recurrence or a convolution."""
+_CONVOLUTION = "causal_conv1d_fn"
+"""The function of transformers' modelling files that is part of every kind of recurrent layer which converts."""
+_SELECTIVE_SCAN = "mamba_selective_scan"
+"""The function of Mamba's first version."""
 MOST_LAYERS = 10_000
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
@@ -53,16 +54,19 @@ def refuse_other_formats(directory: Path, names: Collection[str]) -> None:
 
 
 def other_memory(config: PreTrainedConfig, model_class: Any) -> str | None:
-    """What the model remembers of a text beside keys and values; None where nothing is known of such."""
+    """What the model remembers of a text that no graph has tensors for; None where nothing is known of such."""
     kinds = getattr(config.get_text_config(), "layer_types", None)
     if kinds is None:
         if getattr(model_class, "_is_stateful", False):
             return "it is a recurrent model: it keeps one state instead of keys and values for every position"
         return None
     other = [kind for kind in kinds if kind not in _KEYS_AND_VALUES]
-    if not other:
-        return None
     layers = f"{len(other)} of its {len(kinds)} layers keep"
-    if other[0] not in _STATES:
-        return f"{layers} more than keys and values ({other[0]}), which the graph has no tensors for"
-    return f"{layers} {_STATES[other[0]]}, so rejected draft tokens could not be taken back"
+    if unknown := [kind for kind in other if kind not in _RECURRENT]:
+        return f"{layers} more than keys and values ({unknown[0]}), which the graph has no tensors for"
+    code = sys.modules[model_class.__module__] if model_class else None
+    if other and code and hasattr(code, _SELECTIVE_SCAN):
+        return f"{layers} the state of Mamba's selective scan, which no operator of ONNX computes; Mamba 2's converts"
+    if other and code and not hasattr(code, _CONVOLUTION):
+        return f"{layers} a recurrent state of a kind that specbuild does not know"
+    return None

@@ -28,6 +28,10 @@ class Pass(Protocol):
     """[B]"""
     logits_indices: npt.NDArray[np.int64]
     """[B, K]"""
+    state_indices: npt.NDArray[np.int64]
+    """[B]; read by models with recurrent layers only, as the next one is"""
+    keep_indices: npt.NDArray[np.int64]
+    """[B]"""
     logits: npt.NDArray[np.float32]
     """[B, K, V], valid until the engine's next pass."""
 

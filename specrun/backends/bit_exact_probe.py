@@ -16,6 +16,7 @@ import numpy.typing as npt
 from specrun.backends import Backend
 from specrun.devices.processor import describe_processor
 from specrun.engine_dir.bit_exact import ANY_SHAPE, BitExact, RowMultiple, ShapeClass
+from specrun.engine_dir.cache_tensors import LEAST_REPLAYS
 
 _SIZES: tuple[tuple[int, int, RowMultiple], ...] = (
     *((2, 1, 1), (2, 2, 1), (1, 1, 2), (2, 2, 2)),
@@ -187,9 +188,13 @@ def _feed(backend: Backend, shapes: ShapeClass, way: _Way, length: int, nudge: i
         tensor[:, :, :length] = _stored(held * others.uniform(0, 2, (batch, 1, 1, 1)), tensor.dtype)
         held = _stored(held, tensor.dtype)
         tensor[row, :, :length] = _nudge(held, nudge) if nudge else held
+    for state in backend.cache.states(0, batch):
+        held = own.standard_normal(state.shape[1:], np.float32)
+        state[...] = held * others.uniform(0, 2, (batch, *[1] * held.ndim))
+        state[row] = _nudge(held, nudge) if nudge else held
     logits: dict[int, npt.NDArray[np.float32]] = {}
-    start = 0
-    for chunk in way.chunks:
+    start = read = 0
+    for number, chunk in enumerate(way.chunks):
         count = min(chunk, way.num_logits)
         query_len, num_logits = shapes.pad_query_len(batch, chunk), shapes.pad_num_logits(batch, count)
         step = backend.bind(0, batch, query_len, num_logits)
@@ -199,6 +204,11 @@ def _feed(backend: Backend, shapes: ShapeClass, way: _Way, length: int, nudge: i
         step.write_indices[row] = length + start
         step.logits_indices[...] = others.integers(0, query_len, (batch, num_logits))
         step.logits_indices[row, :count] = range(chunk - count, chunk)
+        step.state_indices[...] = step.keep_indices[...] = step.write_indices
+        # Every other chunk is read again by the next pass, where it is not too long for that.
+        kept = start if number % 2 and chunk <= LEAST_REPLAYS else start + chunk
+        step.state_indices[row], step.keep_indices[row] = length + read, length + kept
+        read = kept
         step.run()
         logits |= {start + chunk - count + i: step.logits[row, i].copy() for i in range(count)}
         start += chunk

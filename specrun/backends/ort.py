@@ -17,7 +17,14 @@ from specrun.backends.ort_session import import_ort, keep_in_children
 from specrun.backends.ort_session import session_options as session_options
 from specrun.devices import Device, DeviceArray
 from specrun.engine_dir.config import GRAPH_NAME, EngineConfig
-from specrun.engine_dir.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES
+from specrun.engine_dir.contract import (
+    INPUT_IDS,
+    KEEP_INDICES,
+    LOGITS,
+    LOGITS_INDICES,
+    STATE_INDICES,
+    WRITE_INDICES,
+)
 from specrun.engine_dir.dtypes import DTYPES, ElementType
 from specrun.errors import BackendError, EngineDirError
 from specrun.kv_cache.device import DeviceKVCache
@@ -48,7 +55,9 @@ class OrtBackend:
         self._session = _open(
             directory, config, "CPUExecutionProvider", {}, shared_pool
         )  # It knows whether the sizes are true.
-        self.cache = HostKVCache(config.graph.own_tensors, config.graph.cache_element.storage, blocks)
+        graph = config.graph
+        states = [state.row_shape(graph.replays) for state in graph.states]
+        self.cache = HostKVCache(graph.own_tensors, graph.cache_element.storage, blocks, states)
         self._passes: dict[tuple[int, ...], OrtPass] = {}
         self._logits = np.empty(0, np.float32)
 
@@ -71,7 +80,11 @@ class OrtBackend:
             self._logits = np.empty(size, np.float32)
         names = (self.config.graph.past_names, self.config.graph.present_names)
         bound = list(zip(*names, cache, strict=True))
-        made = OrtPass(self._session, bound, query_len, self._logits[:size].reshape(shape))
+        for state, memory in zip(self.config.graph.states, self.cache.states(first, num_rows), strict=True):
+            bound.append((state.past_name, state.present_name, memory))
+        made = OrtPass(
+            self._session, bound, query_len, self._logits[:size].reshape(shape), bool(self.config.graph.states)
+        )
         if first == 0 and query_len <= _MAX_ROUND_LEN:  # Prompts are read anywhere, in any length.
             self._passes[key] = made
         return made
@@ -105,17 +118,22 @@ class OrtPass:
         cache: Sequence[tuple[str, str, npt.NDArray[Any]]],
         query_len: int,
         logits: npt.NDArray[np.float32],
+        is_recurrent: bool = False,
     ) -> None:
-        """cache: names and memory of every tensor."""
+        """cache: names and memory of every tensor. is_recurrent: whether the model has recurrent layers."""
         num_rows, num_logits, _ = logits.shape
         self.logits = logits
         self.input_ids = np.zeros((num_rows, query_len), np.int64)
         self.write_indices = np.zeros(num_rows, np.int64)
         self.logits_indices = np.zeros((num_rows, num_logits), np.int64)
+        self.state_indices, self.keep_indices = np.zeros((2, num_rows), np.int64)
         binding = session.io_binding()
         self._bind(binding.bind_input, INPUT_IDS, self.input_ids)
         self._bind(binding.bind_input, WRITE_INDICES, self.write_indices)
         self._bind(binding.bind_input, LOGITS_INDICES, self.logits_indices)
+        if is_recurrent:
+            self._bind(binding.bind_input, STATE_INDICES, self.state_indices)
+            self._bind(binding.bind_input, KEEP_INDICES, self.keep_indices)
         self._bind(binding.bind_output, LOGITS, logits)
         for past, present, memory in cache:
             self._bind(binding.bind_input, past, memory)
@@ -260,6 +278,10 @@ def _check_contract(directory: Path, config: EngineConfig, session: Any) -> None
     kind = _tensor_of(config.graph.cache_element)
     for names in (config.graph.past_names, config.graph.present_names):
         expected |= {name: (kind, sizes) for name, sizes in zip(names, caches, strict=True)}
+    for state in config.graph.states:
+        expected |= dict.fromkeys((STATE_INDICES, KEEP_INDICES), tokens)
+        sizes = [size for number, size in enumerate(state.row_shape(0)) if number or state.history is None]
+        expected |= dict.fromkeys((state.past_name, state.present_name), (_tensor_of(DTYPES["float32"]), sizes))
     expected[LOGITS] = (_tensor_of(DTYPES["float32"]), [config.graph.vocab_size])
     found = {
         value.name: (value.type, [size for size in value.shape if isinstance(size, int)])

@@ -4,5 +4,7 @@
 #include "ort_abi.h"
 
 ort::CustomOp cached_attention();
+ort::CustomOp causal_convolution();
 ort::CustomOp quantized_matmul();
 ort::CustomOp float_matmul();
+ort::CustomOp recurrent_attention();

@@ -7,6 +7,7 @@ Everything read here comes from a file somebody else may have written, so all of
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 from collections.abc import Mapping
@@ -29,6 +30,8 @@ from pydantic import (
 from specrun import cpu_operators
 from specrun.devices.processor import has_vnni
 from specrun.engine_dir.bit_exact import BitExact
+from specrun.engine_dir.cache_tensors import CacheTensor as CacheTensor
+from specrun.engine_dir.cache_tensors import StateTensor as StateTensor
 from specrun.engine_dir.checksums import checksum_of, is_unchanged
 from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN, MARKOV_FILES, NOTHING_WANTED, past_names, present_names
 from specrun.engine_dir.dtypes import DTYPES, CacheName, ElementType, FloatName
@@ -87,13 +90,6 @@ Files = Annotated[dict[str, FileInfo], AfterValidator(_plain_names)]
 """What a directory holds beside its config, by name."""
 
 
-class CacheTensor(Strict):
-    """One cache tensor of one layer, [B, heads, S_max, head_dim]. ``width`` is what head_dim was called before."""
-
-    heads: int = Field(ge=1, le=1 << 16)
-    head_dim: int = Field(ge=1, le=1 << 16, validation_alias=AliasChoices("head_dim", "width"))
-
-
 class QuantizedWeights(Strict):
     """What the weights of products and the embedding are stored in; the others have the graph's dtype."""
 
@@ -129,6 +125,10 @@ class GraphInfo(Strict):
     quantized: QuantizedWeights | None = Field(default=None, validation_alias=AliasChoices("quantized", "quantised"))
     """Weights in few bits, if there are any. Directories made before 2026-11-24 have the second name."""
     caches: list[CacheTensor] = Field(max_length=1 << 16)
+    states: list[StateTensor] = Field(default=[], max_length=1 << 16)
+    """What recurrent layers keep."""
+    replays: int = Field(default=0, ge=0, le=1 << 31)
+    """The most tokens that recurrent layers can read again; 0: there are none, or no engine is built yet."""
     features: Features | None = None
     """None: the graph has none."""
     parallel_drafts: int | None = Field(default=None, ge=1, le=1 << 16)
@@ -194,6 +194,10 @@ class GraphInfo(Strict):
         """Bytes of a whole key-value cache for ``rows`` rows of ``length`` positions."""
         elements = sum(cache.heads * cache.head_dim for cache in self.own_tensors) * rows * length
         return elements * self.cache_element.nbytes
+
+    def state_bytes(self, rows: int) -> int:
+        """Bytes of what recurrent layers keep of ``rows`` rows, however long these are."""
+        return 4 * rows * sum(math.prod(state.row_shape(self.replays)) for state in self.states)
 
 
 class TokenizerInfo(Strict):

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from specrun.engine_dir.config import CacheTensor
 from specrun.kv_cache import BLOCK
+from specrun.kv_cache.kept_states import TOKENS_OF_STATE
 
 Cache = npt.NDArray[Any]
 
@@ -18,11 +19,18 @@ Cache = npt.NDArray[Any]
 class HostKVCache:
     """See ``KVCache``: for every cache tensor, rows [rows, heads, length, head_dim] and a pool of blocks.
 
-    It has no rows before ``resize``. The pool is [blocks, heads, BLOCK, head_dim].
+    It has no rows before ``resize``. The pool is [blocks, heads, BLOCK, head_dim]. What recurrent layers keep of a row
+    is here too, see ``StateTensor``.
     """
 
-    def __init__(self, shapes: Sequence[CacheTensor], storage: npt.DTypeLike, blocks: int) -> None:
-        """storage: the dtype of the elements."""
+    def __init__(
+        self,
+        shapes: Sequence[CacheTensor],
+        storage: npt.DTypeLike,
+        blocks: int,
+        states: Sequence[tuple[int, ...]] = (),
+    ) -> None:
+        """storage: the dtype of the elements. states: the shapes of a row's."""
         self.blocks = blocks
         self.rows = 0
         self.length = 0
@@ -33,6 +41,10 @@ class HostKVCache:
         self.address = 0
         """The address of the rows' memory, kept because asking numpy takes microseconds."""
         self._tensors = self._divide(0, 0)
+        self._states: list[Cache] = [np.zeros((0, *shape), np.float32) for shape in states]
+        self.kept_states = blocks * BLOCK // TOKENS_OF_STATE if states else 0
+        """How many states the pool has room for."""
+        self._state_pool: list[Cache] = [np.empty((self.kept_states, *shape), np.float32) for shape in states]
         # Block after block: the operating system provides no memory for blocks that were never written.
         pool = np.empty((blocks, BLOCK * self._bounds[-1]), storage)
         self._pool = [
@@ -58,26 +70,41 @@ class HostKVCache:
         for tensor, before in zip(self._tensors[::-1], old[::-1], strict=True) if used else ():
             tensor[:used, :, :old_length] = before[:used].copy()
             tensor[:used, :, old_length:] = 0
+        if self._states and len(self._states[0]) < rows:
+            smaller = self._states
+            self._states = [np.zeros((rows, *state.shape[1:]), np.float32) for state in smaller]
+            for state, old_state in zip(self._states, smaller, strict=True):
+                state[:used] = old_state[:used]
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory for rows, in use or not."""
-        return self._memory.nbytes
+        return self._memory.nbytes + sum(state.nbytes for state in self._states)
 
     def release(self) -> None:
         """Free the memory of all rows and of the pool."""
         self.blocks = self.rows = self.length = self.address = 0
         self._memory = np.empty(0, self._memory.dtype)
-        self._tensors, self._pool = [], []
+        self._tensors, self._pool, self._states, self._state_pool = [], [], [], []
 
     def part(self, first: int, rows: int) -> list[Cache]:
         """Views [rows, heads, length, head_dim] of rows ``first .. first + rows``, one for each cache tensor."""
         return [tensor[first : first + rows] for tensor in self._tensors]
 
+    def states(self, first: int, rows: int) -> list[Cache]:
+        """Views of what recurrent layers keep of rows ``first .. first + rows``."""
+        return [state[first : first + rows] for state in self._states]
+
     def clear(self, row: int) -> None:
         """See ``KVCache``."""
         for tensor in self._tensors:
             tensor[row] = 0
+        self.clear_states(row)
+
+    def clear_states(self, row: int) -> None:
+        """Write zeros to what recurrent layers keep of ``row``: so a text begins."""
+        for state in self._states:
+            state[row] = 0
 
     def swap(self, one: int, other: int, lengths: tuple[int, int]) -> None:
         """See ``KVCache``."""
@@ -86,6 +113,8 @@ class HostKVCache:
             saved = tensor[one, :, :first].copy()
             tensor[one, :, :second] = tensor[other, :, :second]
             tensor[other, :, :first] = saved
+        for state in self._states:
+            state[[one, other]] = state[[other, one]]
 
     def save(self, row: int, start: int, blocks: Sequence[int]) -> None:
         """See ``KVCache``."""
@@ -96,6 +125,16 @@ class HostKVCache:
         """See ``KVCache``."""
         for tensor, pool in zip(self._tensors, self._pool, strict=True):
             self._blocks(tensor, row, start, len(blocks))[...] = pool[blocks]
+
+    def save_state(self, row: int, place: int) -> None:
+        """Copy what recurrent layers keep of ``row`` to a ``place`` of the pool."""
+        for state, pool in zip(self._states, self._state_pool, strict=True):
+            pool[place] = state[row]
+
+    def load_state(self, row: int, place: int) -> None:
+        """Copy a ``place`` of the pool to what recurrent layers keep of ``row``."""
+        for state, pool in zip(self._states, self._state_pool, strict=True):
+            state[row] = pool[place]
 
     @staticmethod
     def _blocks(tensor: Cache, row: int, start: int, count: int) -> Cache:

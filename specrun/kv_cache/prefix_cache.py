@@ -13,7 +13,9 @@ _Key = tuple[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class _Block:
+class Block:
+    """A cached block."""
+
     number: int
     """Its place in the pool."""
     serial: int
@@ -29,7 +31,7 @@ class PrefixCache:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._blocks: OrderedDict[_Key, _Block] = OrderedDict()
+        self._blocks: OrderedDict[_Key, Block] = OrderedDict()
         self._unused = iter(range(capacity))
         self._serial = 0
 
@@ -38,14 +40,14 @@ class PrefixCache:
 
     def match(self, tokens: Sequence[int]) -> list[int]:
         """Numbers of the cached blocks that ``tokens`` begin with. These blocks count as just used."""
-        return [block.number for block in self._known(tokens)]
+        return [block.number for block in self.known(tokens)]
 
     def add(self, tokens: Sequence[int]) -> tuple[int, list[int]]:
         """Assign places in the pool to the whole blocks of ``tokens`` that are not cached yet.
 
         Returns how many blocks were cached before, and the numbers of the new ones. The caller must fill these now.
         """
-        before = self._known(tokens)
+        before = self.known(tokens)
         parent, new = before[-1].serial if before else 0, []
         # A text that is longer than the pool must not evict its own beginning.
         for own in list(_whole_blocks(tokens))[len(before) : self.capacity]:
@@ -53,7 +55,7 @@ class PrefixCache:
             if number is None:
                 number = self._blocks.popitem(last=False)[1].number
             self._serial += 1
-            self._blocks[parent, own] = _Block(number, self._serial)
+            self._blocks[parent, own] = Block(number, self._serial)
             parent = self._serial
             new.append(number)
         self._touch(tokens)
@@ -66,7 +68,8 @@ class PrefixCache:
         common = max(_common_blocks(tokens, other) for other in others)
         return min(common, self.capacity) > len(self._touch(tokens))
 
-    def _known(self, tokens: Sequence[int]) -> list[_Block]:
+    def known(self, tokens: Sequence[int]) -> list[Block]:
+        """The cached blocks that ``tokens`` begin with. They count as just used."""
         return [self._blocks[key] for key in self._touch(tokens)]
 
     def _touch(self, tokens: Sequence[int]) -> list[_Key]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from specrun.engine_dir.config import CacheTensor
+from specrun.engine_dir.config import CacheTensor, GraphInfo
 from specrun.kv_cache import BLOCK
+from specrun.kv_cache.host import HostKVCache
+from specrun.kv_cache.kept_states import KeptStates
 from specrun.kv_cache.prefix_cache import PrefixCache
 
 
@@ -72,6 +74,10 @@ class CacheRows:
         """Keep at most the first ``length`` tokens of ``row``. Only a number changes."""
         self.lengths[row] = min(self.lengths[row], length)
 
+    def resize(self, rows: int, used: Sequence[int]) -> None:
+        """Have ``rows`` rows, whose first ones hold ``used`` tokens; the others are empty."""
+        self.lengths = [*used, *[0] * (rows - len(used))]
+
     def next_chunk(self, token_ids: Sequence[Sequence[int]], first: int, max_tokens: int) -> list[Sequence[int]] | None:
         """The texts of the rows from ``first`` on, each cut after ``max_tokens`` uncached tokens; None: all is cached.
 
@@ -111,6 +117,71 @@ class NoCacheRows(CacheRows):
         return [0] * len(token_ids)
 
 
+class RecurrentRows(CacheRows):
+    """The rows of a model with recurrent layers, which cannot forget a token that their states have read."""
+
+    cache: HostKVCache
+
+    def __init__(self, cache: HostKVCache) -> None:
+        super().__init__(cache)
+        self._kept = KeptStates(cache.kept_states)
+        self.read = [0] * cache.rows
+        """How many tokens of each row's text its states have read, at most its length; see ``contract``."""
+
+    def admit(self, row: int, tokens: Sequence[int]) -> int:
+        """See ``CacheRows``. A prefix ends where a state was kept."""
+        self.cache.clear(row)
+        blocks = self.prefix_cache.known(tokens)
+        count, place = self._kept.deepest([block.serial for block in blocks])
+        if place is not None:
+            self.cache.load(row, 0, [block.number for block in blocks[:count]])
+            self.cache.load_state(row, place)
+        self.lengths[row] = self.read[row] = count * BLOCK
+        return self.lengths[row]
+
+    def cache_prefix(self, row: int, tokens: Sequence[int]) -> None:
+        """See ``CacheRows``. The row's state is kept too, where it is behind a whole block."""
+        super().cache_prefix(row, tokens)
+        count, rest = divmod(min(self.read[row], len(tokens)), BLOCK)
+        blocks = self.prefix_cache.known(tokens[: count * BLOCK])
+        if rest or not count or len(blocks) < count or self.read[row] > len(tokens):
+            return
+        if (place := self._kept.add(blocks[-1].serial)) is not None:
+            try:
+                self.cache.save_state(row, place)
+            except BaseException:
+                self._kept = KeptStates(self.cache.kept_states)  # It is unknown which of them were written.
+                raise
+
+    def swap(self, one: int, other: int) -> None:
+        """See ``CacheRows``."""
+        super().swap(one, other)
+        self.read[one], self.read[other] = self.read[other], self.read[one]
+
+    def rewind(self, row: int, length: int) -> None:
+        """See ``CacheRows``. Behind what the states have read, the text is read again from its beginning."""
+        if length < self.read[row]:
+            self.read[row] = length = 0
+        super().rewind(row, length)
+
+    def resize(self, rows: int, used: Sequence[int]) -> None:
+        """See ``CacheRows``."""
+        super().resize(rows, used)
+        self.read = [*self.read[: len(used)], *[0] * (rows - len(used))]
+
+    def begin(self, first: int, rows: int) -> list[int]:
+        """How many tokens the states of rows ``first .. first + rows`` have read before a pass."""
+        for row in range(first, first + rows):
+            if not self.lengths[row]:
+                self.cache.clear_states(row)
+        return self.read[first : first + rows]
+
+
 def rows_of(cache: KVCache, tensors: Sequence[CacheTensor]) -> CacheRows:
     """The rows of a cache that consists of ``tensors``, which may be none."""
     return (CacheRows if tensors else NoCacheRows)(cache)
+
+
+def host_rows(cache: HostKVCache, graph: GraphInfo) -> CacheRows:
+    """The rows of a cache in host memory."""
+    return RecurrentRows(cache) if graph.states else rows_of(cache, graph.own_tensors)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from specrun.kv_cache.rows import CacheRows
+from specrun.kv_cache.kept_states import is_worth_keeping
+from specrun.kv_cache.rows import CacheRows, RecurrentRows
 from specrun.request.request import Request
 from specrun.runners.host_runner import ModelRunner
 
@@ -118,6 +119,18 @@ class HostTexts(CachedTexts[ModelRunner]):
         """See ``CachedTexts``."""
         self.runner.reserve(first + len(requests), self.row_length(requests), first)
         super().admit(requests, first)
+
+    def prefill(self, requests: Sequence[Request], first: int, max_tokens: int) -> None:
+        """See ``CachedTexts``."""
+        super().prefill(requests, first, max_tokens)
+        self._keep_states(requests, first)
+
+    def _keep_states(self, requests: Sequence[Request], first: int) -> None:
+        """Keep the states of recurrent layers, behind parts of prompts, from which other prompts may go on."""
+        if isinstance(rows := self.runner.rows, RecurrentRows):
+            for row, request in enumerate(requests, first):
+                if is_worth_keeping(rows.read[row], len(self.ids(request)) - 1):
+                    self.cache_prefix(request, row)
 
     def row_length(self, requests: Sequence[Request]) -> int:
         """Positions of a row that the longest of ``requests`` may need, drafts included."""

@@ -8,11 +8,15 @@ from typing import NamedTuple
 
 from specrun.backends import Backend, Pass
 from specrun.engine_dir.bit_exact import ANY_SHAPE, ShapeClass
-from specrun.kv_cache.rows import rows_of
+from specrun.kv_cache import BLOCK
+from specrun.kv_cache.rows import RecurrentRows, host_rows
 from specrun.sampling.sampler import Floats
 
 _LENGTH_STEP = 64
 """The length of a row is a multiple of so many positions."""
+_RECURRENT_CHUNK = 64
+"""The most tokens of a row in one pass of a model with recurrent layers. Its rows have so much room behind their texts:
+padding is written there, because a pass cannot begin before what the states have read."""
 
 
 class HostFeed(NamedTuple):
@@ -69,7 +73,10 @@ class ModelRunner:
         self.backend = backend
         self.shapes = shapes
         """Passes stay in this class, but for those of ``extend``."""
-        self.rows = rows_of(backend.cache, backend.config.graph.own_tensors)
+        self.rows = host_rows(backend.cache, backend.config.graph)
+        self._chunk = backend.config.build_config.max_input_len
+        if isinstance(self.rows, RecurrentRows):
+            self._chunk = min(self._chunk, _RECURRENT_CHUNK)
         self.seconds = 0.0
         """Time spent in the engine so far."""
         self.calls = 0
@@ -93,16 +100,19 @@ class ModelRunner:
         if (num_rows, length) != (cache.rows, cache.length):
             self.rows.lengths = [0] * num_rows  # If resizing fails, the rows count as empty and are prefilled again.
             self.backend.resize(num_rows, length, used)
-        self.rows.lengths = held + [0] * (num_rows - used)
+        self.rows.resize(num_rows, held)
 
     def missing_bytes(self, num_rows: int, length: int, used: int) -> int:
         """Bytes that ``reserve`` would allocate."""
         num_rows, length = self._size(num_rows, length, used)
-        size = self.backend.config.graph.cache_bytes(num_rows, length)
+        graph = self.backend.config.graph
+        size = graph.cache_bytes(num_rows, length) + graph.state_bytes(num_rows)
         return size if size > self.backend.cache.nbytes else 0
 
     def _size(self, num_rows: int, length: int, used: int) -> tuple[int, int]:
         """The rows, and positions of a row, that ``reserve`` makes."""
+        if isinstance(self.rows, RecurrentRows):
+            length += _RECURRENT_CHUNK
         cache, length = self.backend.cache, -(-length // _LENGTH_STEP) * _LENGTH_STEP
         if not used:
             return num_rows, length
@@ -115,9 +125,9 @@ class ModelRunner:
 
         token_ids: the rows' whole texts. A call feeds at most max_input_len tokens of a row.
         """
-        max_tokens = min(max_tokens, self.backend.config.build_config.max_input_len)
+        max_tokens = min(max_tokens, self._chunk)
         if chunk := self.rows.next_chunk(token_ids, first, max_tokens):
-            self._feed(chunk, [()] * len(token_ids), [0] * len(token_ids), first)
+            self._feed(chunk, [()] * len(token_ids), [0] * len(token_ids), first, keep_whole_blocks=True)
 
     def score(self, token_ids: Sequence[int], row: int, max_tokens: int) -> Floats:
         """Feed up to ``max_tokens`` more tokens that the cache lacks of one row's text ``token_ids``.
@@ -140,7 +150,7 @@ class ModelRunner:
         """
         drafts = drafts or [()] * len(token_ids)
         longest = max(len(tokens) - length for tokens, length in zip(token_ids, self.rows.lengths, strict=False))
-        chunk = max(self.backend.config.build_config.max_input_len, *num_logits)
+        chunk = max(self._chunk, *num_logits)
         for left in range((longest - 1) // chunk, 0, -1):
             # Each row leaves whole chunks for later, so that its last tokens are fed in the last call.
             pairs = zip(token_ids, self.rows.lengths, strict=False)
@@ -159,12 +169,23 @@ class ModelRunner:
             if token is not None:
                 step.input_ids[row, 0] = min(token, last_id)
                 lengths[row] += 1
+        if isinstance(self.rows, RecurrentRows):  # Tokens behind the texts may be taken back.
+            step.state_indices[:] = step.keep_indices[:] = self.rows.begin(0, len(tokens))
         self._run(step)
         return step.logits
 
     def _feed(
-        self, token_ids: Sequence[Sequence[int]], drafts: Sequence[Sequence[int]], num_logits: Sequence[int], first: int
+        self,
+        token_ids: Sequence[Sequence[int]],
+        drafts: Sequence[Sequence[int]],
+        num_logits: Sequence[int],
+        first: int,
+        keep_whole_blocks: bool = False,
     ) -> Floats:
+        """Feed what the cache lacks of each row's tokens and draft tokens. Tokens stand; draft tokens may be rejected.
+
+        keep_whole_blocks: the states of recurrent layers stay behind a whole block, where they can be kept.
+        """
         own = slice(first, first + len(token_ids))
         feed = build_inputs(
             token_ids,
@@ -178,6 +199,12 @@ class ModelRunner:
         )
         step = self.backend.bind(first, len(token_ids), len(feed.input_ids[0]), len(feed.logits_indices[0]))
         step.input_ids[...], step.write_indices[...], step.logits_indices[...] = feed
+        if isinstance(self.rows, RecurrentRows):
+            step.state_indices[:] = self.rows.begin(first, len(token_ids))
+            ends = [len(tokens) for tokens in token_ids]
+            if keep_whole_blocks:
+                ends = [max(read, end - end % BLOCK) for read, end in zip(self.rows.read[own], ends, strict=True)]
+            step.keep_indices[:] = self.rows.read[own] = ends
         self._run(step)
         self.rows.lengths[own] = [len(tokens) + len(more) for tokens, more in zip(token_ids, drafts, strict=True)]
         return step.logits

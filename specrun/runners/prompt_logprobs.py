@@ -28,6 +28,7 @@ class ScoredTexts(HostTexts):
                     self._score(request, row, min(_CHUNK, end - lengths[row]))
                 texts[row - first] = texts[row - first][: lengths[row]]  # Without scores nothing of it is read.
         self.runner.prefill(texts, first, max_tokens)
+        self._keep_states(requests, first)
 
     def _score(self, request: Request, row: int, count: int) -> None:
         start = self.runner.rows.lengths[row]

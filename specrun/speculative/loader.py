@@ -24,12 +24,13 @@ from specrun.drafters.ngram import NgramDrafter
 from specrun.drafters.other_tokenizer import TranslatedDrafter
 from specrun.drafters.suffix import SuffixDrafter
 from specrun.drafters.uploaded import UploadedDrafter
-from specrun.engine_dir.config import EngineConfig
+from specrun.engine_dir.config import EngineConfig, GraphInfo
 from specrun.errors import BackendError, PairError
 from specrun.kernels import open_gpu
 from specrun.kv_cache import BLOCK
 from specrun.kv_cache.device_memory import Need, blocks_that_fit, need, require_room
 from specrun.kv_cache.host_memory import free_memory, shortage
+from specrun.kv_cache.kept_states import TOKENS_OF_STATE
 from specrun.runners.host_runner import ModelRunner
 from specrun.speculative.device_round import DeviceRound, MakeDrafter
 from specrun.speculative.exactness import choose_exactness
@@ -100,8 +101,10 @@ def _host_drafter(
     """
     if draft:
         graph = draft.config.graph
-        cache_owner = target if graph.is_head else None
-        backend = open_host_backend(draft.directory, draft.config, blocks, config.shared_thread_pool, cache_owner)
+        if graph.states:  # Its engine was not told how long drafts would be.
+            graph = graph.model_copy(update={"replays": max(draft_len, graph.replays)})
+        cache_owner, own = target if graph.is_head else None, draft.config.model_copy(update={"graph": graph})
+        backend = open_host_backend(draft.directory, own, blocks, config.shared_thread_pool, cache_owner)
         runner, settings = ModelRunner(backend), (vocab_size, draft_len, config.use_logits, config.least_confidence)
         drafter: ModelDrafter
         if draft.translator:
@@ -130,7 +133,7 @@ def _cached_blocks_on_host(engines: list[Engine], rows: int, config: DraftTarget
     """
     weights = sum(engine.config.weight_bytes for engine in engines)
     blocks = _cached_blocks(engines[0], rows, config)
-    block = sum(engine.config.graph.cache_bytes(1, BLOCK) for engine in engines)
+    block = sum(_block_bytes(engine.config.graph) for engine in engines)
     if error := shortage("weights", weights, "use a smaller model"):
         raise error
     if config.max_tokens_in_kv_cache is None:
@@ -140,6 +143,11 @@ def _cached_blocks_on_host(engines: list[Engine], rows: int, config: DraftTarget
     if error := shortage(what, weights + blocks * block, "give a smaller --max_tokens_in_kv_cache"):
         raise error
     return blocks
+
+
+def _block_bytes(graph: GraphInfo) -> int:
+    """Bytes of a prefix cache block, with its share of the states that recurrent layers keep."""
+    return graph.cache_bytes(1, BLOCK) + graph.state_bytes(1) * BLOCK // TOKENS_OF_STATE
 
 
 def _open_on_gpus(
@@ -156,6 +164,11 @@ def _open_on_gpus(
             raise BackendError(
                 f"{engine.directory}: an engine of {engine.config.backend.name} for GPU {engine.gpu}: {reason}; "
                 "'specbuild engine --backend onnxruntime' builds one for the CPU"
+            )
+        if engine.config.graph.states:
+            raise BackendError(
+                f"{engine.directory}: has recurrent layers, which run on CPUs only as yet; 'specbuild engine --backend "
+                "onnxruntime' builds one for the CPU"
             )
     if config.draft and draft and draft in on_gpus:
         raise BackendError(

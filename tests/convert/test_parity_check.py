@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from specbuild.artifacts.onnx_checkpoint import open_checkpoint
 from specbuild.convert.verify import compare
-from specbuild.export.exporter import cache_shapes, export_onnx
+from specbuild.export.exporter import export_onnx
+from specbuild.export.model_memory import model_memory
 from specbuild.export.reference import far_reference, reference_logits
 from specbuild.export.rope import pin_rope
 from specbuild.graph.ops import save, tidy
@@ -77,9 +78,9 @@ def load(config: PreTrainedConfig) -> Any:
 
 
 def exported(model: Any, directory: Path, max_seq_len: int = POSITIONS) -> tuple[Path, GraphInfo]:
-    info = GraphInfo(vocab_size=model.config.vocab_size, dtype="float32", caches=cache_shapes(model))
+    info = GraphInfo(vocab_size=model.config.vocab_size, dtype="float32", caches=model_memory(model).caches)
     directory.mkdir()
-    graph = export_onnx(model, info.caches, max_seq_len)
+    graph = export_onnx(model, model_memory(model), max_seq_len)
     tidy(graph)
     save(graph, directory / "model.onnx", lambda *_: None)
     return directory / "model.onnx", info
@@ -147,7 +148,7 @@ def test_a_wrong_side_of_a_rotary_switch_is_seen(tmp_path: Path, wrong: bool) ->
     """The short frequencies where the model has the long ones; its own are those before they are pinned."""
     config = transformers.Phi3Config(**SIZES, original_max_position_embeddings=32, rope_parameters=LONG_ROPE)
     model, original = load(config), 32
-    info = GraphInfo(vocab_size=config.vocab_size, dtype="float32", caches=cache_shapes(model))
+    info = GraphInfo(vocab_size=config.vocab_size, dtype="float32", caches=model_memory(model).caches)
     far = far_reference(model, info, POSITIONS)
     assert far and far.start > original
     pin_rope(model, original if wrong else POSITIONS)
@@ -164,7 +165,7 @@ def test_a_wrong_side_of_a_rotary_switch_is_seen(tmp_path: Path, wrong: bool) ->
 def test_no_long_text_where_the_model_has_no_such_length() -> None:
     for family, length in (("llama3", POSITIONS), ("mistral", 12), ("phi3-longrope", 32)):
         model = load(FAMILIES[family]())
-        info = GraphInfo(vocab_size=320, dtype="float32", caches=cache_shapes(model))
+        info = GraphInfo(vocab_size=320, dtype="float32", caches=model_memory(model).caches)
         assert far_reference(model, info, length) is None
 
 

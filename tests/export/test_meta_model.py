@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import Chunk, Concatenate, WeightConverter
 
 from specbuild.convert.verify import compare
-from specbuild.export.exporter import PREFIX, cache_shapes
+from specbuild.export.exporter import PREFIX
 from specbuild.export.meta_model import MetaModel, load_meta_model
+from specbuild.export.model_memory import model_memory
 from specbuild.export.reference import far_reference, reference_logits
 from specbuild.weights.lazy_tensors import Reader, StoredTensor, Weight, WeightTensor, bind
 from specbuild.weights.safetensors_files import check_weights
@@ -111,8 +112,8 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 def test_the_reference_is_the_models_own(family: str, tmp_path: Path, small_parts: None) -> None:
     checkpoint = save(tmp_path, family)
     streamed, whole = meta_model(checkpoint, "bfloat16").model, loaded(checkpoint, "bfloat16")
-    info = GraphInfo(vocab_size=320, dtype="bfloat16", caches=cache_shapes(streamed))
-    assert info.caches == cache_shapes(whole)
+    info = GraphInfo(vocab_size=320, dtype="bfloat16", caches=model_memory(streamed).caches)
+    assert info.caches == model_memory(whole).caches
     near = [reference_logits(model, 320, POSITIONS).logits for model in (streamed, whole)]
     np.testing.assert_allclose(near[0], near[1], atol=1e-5)
     ours, theirs = (far_reference(model, info, POSITIONS) for model in (streamed, whole))
@@ -189,7 +190,7 @@ def test_parts_and_pieces_make_no_difference(family: str, tmp_path: Path, small_
     checkpoint = save_checkpoint(tmp_path / "hf", family)
     make_onnx(checkpoint, tmp_path / "onnx", dtype="float16")  # Verified.
     model = meta_model(checkpoint, "float16").model
-    info = GraphInfo(vocab_size=320, dtype="float16", caches=cache_shapes(model))
+    info = GraphInfo(vocab_size=320, dtype="float16", caches=model_memory(model).caches)
     right = reference_logits(model, 320, POSITIONS)
     assert compare(tmp_path / "onnx" / GRAPH_NAME, info, [right]) < 1e-4
 

@@ -123,6 +123,62 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         attn_scale=0.5,
     ),
 }
+HYBRID: dict[str, Any] = {**SIZES, "num_hidden_layers": 4, "head_dim": 16, "max_position_embeddings": 512}
+LINEAR = ["linear_attention", "full_attention"] * 2
+DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": LINEAR,
+}
+"""Gated delta nets, whose keys are shared by two heads each."""
+MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 2}
+RECURRENT: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3_5": lambda: transformers.Qwen3_5TextConfig(**HYBRID, **DELTA),
+    "qwen3_next": lambda: transformers.Qwen3NextConfig(
+        **HYBRID, **DELTA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    ),
+    "olmo_hybrid": lambda: transformers.OlmoHybridConfig(**HYBRID, **DELTA),
+    # A decay for every channel of a key, and multi-head latent attention.
+    "kimi_linear": lambda: transformers.KimiLinearConfig(
+        **{**HYBRID, "head_dim": None, "num_key_value_heads": 4},
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=16,
+        linear_head_dim=16,
+        linear_num_heads=4,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        layer_types=LINEAR,
+    ),
+    "bamba": lambda: transformers.BambaConfig(**HYBRID, **MAMBA, attn_layer_indices=[1, 3]),
+    "granitemoehybrid": lambda: transformers.GraniteMoeHybridConfig(
+        **HYBRID, **MAMBA, layer_types=LINEAR, num_local_experts=0, shared_intermediate_size=64
+    ),
+    # Attention and a state-space model side by side in every layer.
+    "falcon_h1": lambda: transformers.FalconH1Config(**HYBRID, **MAMBA, mamba_d_ssm=128),
+    # Layers of one kind each, some of which keep nothing.
+    "nemotron_h": lambda: transformers.NemotronHConfig(
+        **{**HYBRID, "hybrid_override_pattern": "M-M*"},
+        mamba_num_heads=4,
+        mamba_head_dim=32,
+        ssm_state_size=16,
+        n_groups=2,
+    ),
+    "lfm2": lambda: transformers.Lfm2Config(**HYBRID, layer_types=["conv", "full_attention"] * 2),
+    "lfm2_moe": lambda: transformers.Lfm2MoeConfig(
+        **HYBRID,
+        layer_types=["conv", "full_attention"] * 2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        num_dense_layers=1,
+    ),
+}
+"""Families with recurrent layers."""
 OTHERS: dict[str, Callable[[], PreTrainedConfig]] = {
     # Experts with biases, kept [E, in, out], whose gate and up columns take turns; attention sinks.
     "gpt_oss": lambda: transformers.GptOssConfig(
@@ -174,7 +230,7 @@ def save_checkpoint(
 ) -> Path:
     """A random checkpoint of ``family`` with a tokenizer, at a scale that makes its logits differ clearly."""
     torch.manual_seed(seed)
-    config = {**FAMILIES, **OTHERS}[family]()
+    config = {**FAMILIES, **RECURRENT, **OTHERS}[family]()
     for name, value in changes.items():
         setattr(config, name, value)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

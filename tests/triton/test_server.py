@@ -25,7 +25,7 @@ VENV = ROOT / ".cache" / "triton" / "venv"
 ENVIRONMENT = os.environ | {"PYTHON": sys.executable}
 MAX_QUEUE = 12
 PROMPTS = ["the cat sat on the mat", "naïve façade", "a"]
-LONG = {"text_input": "the cat", "max_tokens": 100, "stream": True}
+LONG: dict[str, Any] = {"text_input": "the cat", "max_tokens": 100, "stream": True}
 SLOW = LONG | {"num_draft_tokens": 10}
 """This draft is nearly always wrong, so it takes ten times as long, and a stream of it has many parts: a reader that
 falls behind gets several rounds in one."""

@@ -1,0 +1,47 @@
+"""What a model keeps of each row of a batch: keys and values by position, and the states of recurrent layers."""
+
+from __future__ import annotations
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+
+from specrun.engine_dir.contract import state_name
+
+LEAST_REPLAYS = 16
+"""The fewest tokens that recurrent layers can read again, whatever the engine's ``max_draft_len``."""
+
+
+class CacheTensor(BaseModel):
+    """One cache tensor of one layer, [B, heads, S_max, head_dim]. ``width`` is what head_dim was called before."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    heads: int = Field(ge=1, le=1 << 16)
+    head_dim: int = Field(ge=1, le=1 << 16, validation_alias=AliasChoices("head_dim", "width"))
+
+
+class StateTensor(BaseModel):
+    """One tensor that a recurrent layer keeps, float32; see ``contract``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    layer: int = Field(ge=0, le=1 << 16)
+    """Its number among the model's layers."""
+    part: str = Field(pattern=r"^(state|inputs|convolution\.[0-9])$")
+    shape: list[int] = Field(min_length=1, max_length=4)
+    """Of a row, without the axis of tokens."""
+    history: int | None = Field(default=None, ge=0, le=1 << 10)
+    """None: it has no axis of tokens. Else its first axis has so many tokens before those that may be read again."""
+
+    def row_shape(self, replays: int) -> tuple[int, ...]:
+        """The shape of a row where ``replays`` tokens can be read again."""
+        return tuple(self.shape) if self.history is None else (self.history + replays, *self.shape)
+
+    @property
+    def past_name(self) -> str:
+        """The name of the input."""
+        return state_name("past", self.layer, self.part)
+
+    @property
+    def present_name(self) -> str:
+        """The name of the output."""
+        return state_name("present", self.layer, self.part)

@@ -1,0 +1,59 @@
+"""Which states of recurrent layers are kept behind cached prefixes, and where. A KV cache owns the memory."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from specrun.kv_cache import BLOCK
+
+TOKENS_OF_STATE = 16 * BLOCK
+"""The prefix cache has room for one state for every so many tokens."""
+
+
+class KeptStates:
+    """At most ``capacity`` states, each behind a block of the prefix cache. The least recently used one is dropped.
+
+    A block is named by its serial number, which is never given twice. So the state behind a block that was evicted is
+    not found again.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._places: OrderedDict[int, int] = OrderedDict()
+
+    def deepest(self, serials: Sequence[int]) -> tuple[int, int | None]:
+        """How many of the first blocks ``serials`` of a text are read by its furthest kept state, and its place.
+
+        (0, None) where none is kept.
+        """
+        for count in range(len(serials), 0, -1):
+            if (place := self._places.get(serials[count - 1])) is not None:
+                self._places.move_to_end(serials[count - 1])
+                return count, place
+        return 0, None
+
+    def add(self, serial: int) -> int | None:
+        """The place for the state behind a block, which the caller must fill now; None: it is kept already, or may not.
+
+        ``serial``: the block's.
+        """
+        if serial in self._places or not self.capacity:
+            return None
+        full = len(self._places) == self.capacity
+        place = self._places.popitem(last=False)[1] if full else len(self._places)
+        self._places[serial] = place
+        return place
+
+
+def is_worth_keeping(read: int, end: int) -> bool:
+    """Whether the state behind ``read`` tokens of a prompt of ``end`` is kept: whole blocks, at doubling distances.
+
+    The last whole block of a prompt serves what goes on from there, and 16, 32, 64, .. blocks serve other prompts that
+    begin alike.
+    """
+    blocks, rest = divmod(read, BLOCK)
+    if rest or not blocks:
+        return False
+    is_power = blocks & (blocks - 1) == 0
+    return end - read < BLOCK or (is_power and read >= TOKENS_OF_STATE)

@@ -1,0 +1,87 @@
+"""Targets and drafts with recurrent layers: texts are the target's own, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts.fuzz_bit_exact import Tally, fuzz
+from specrun.config import DraftTargetConfig
+from specrun.decoder import SpeculativeDecoder
+from specrun.kv_cache import BLOCK
+from specrun.kv_cache.kept_states import KeptStates, is_worth_keeping
+from specrun.kv_cache.rows import RecurrentRows
+from specrun.request.request import Request
+from specrun.sampling.sampler import SamplingParams
+from tests.helpers.engines import make_engine, make_onnx
+from tests.helpers.families import save_checkpoint
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target of gated delta nets, and a draft of short convolutions that knows nothing of it."""
+    work = tmp_path_factory.mktemp("recurrent")
+    target = make_onnx(save_checkpoint(work / "target hf", "qwen3_5"), work / "target onnx", verify=False)
+    draft = make_onnx(save_checkpoint(work / "draft hf", "lfm2", seed=1), work / "draft onnx", verify=False)
+    return make_engine(target, work / "target", max_draft_len=5, max_seq_len=400), make_engine(draft, work / "draft")
+
+
+@pytest.fixture(scope="module")
+def own_draft(pair: tuple[Path, Path]) -> Path:
+    """The target as its own draft: everything is accepted, and its states go on from rejected forks."""
+    onnx_dir = pair[0].parent / "target onnx"
+    return make_engine(onnx_dir, pair[0].parent / "own draft", max_seq_len=400)
+
+
+def test_texts_are_the_targets_own(pair: tuple[Path, Path], own_draft: Path) -> None:
+    """Random requests in random batches, with either draft and with n-grams, with and without a prefix cache."""
+    tally = fuzz(pair[0], [pair[1], own_draft], 120, seed=1)
+    assert (tally.different_texts, tally.different_logprobs) == (0, 0)
+    assert tally.evaluated > tally.accepted > 100
+
+
+@pytest.mark.parametrize("fault", ["a state keeps rejected tokens", "a row is not read again", "a state is not moved"])
+def test_a_wrong_state_shows(
+    fault: str, pair: tuple[Path, Path], own_draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of the test above."""
+    if fault == "a state keeps rejected tokens":
+        monkeypatch.setattr(RecurrentRows, "begin", lambda rows, first, count: rows.lengths[first : first + count])
+    elif fault == "a row is not read again":
+        monkeypatch.setattr("specrun.kv_cache.host.HostKVCache.clear_states", lambda _cache, _row: None)
+    else:
+        monkeypatch.setattr(RecurrentRows, "swap", lambda rows, one, other: super(type(rows), rows).swap(one, other))
+    found = Tally()
+    try:
+        found = fuzz(pair[0], [pair[1], own_draft], 120, seed=1)
+    except Exception as error:  # Numbers that the operators refuse.
+        assert "tokens that are not kept" in str(error)
+    else:
+        assert found.different_logprobs
+
+
+def test_a_cached_prefix_ends_where_a_state_was_kept(pair: tuple[Path, Path]) -> None:
+    prompt = [(7 * n) % 300 + 5 for n in range(350)]
+    going_on, forked = [*prompt, 9, 8, 7], prompt[:300] + [11] * 20
+    with SpeculativeDecoder.open(pair[0], config=DraftTargetConfig(reuse_blocks=False)) as alone:
+        wanted = [alone.generate(one, max_output_len=12)[0].output for one in (prompt, going_on, forked)]
+    with SpeculativeDecoder.open(*pair, DraftTargetConfig(max_tokens_in_kv_cache=2048)) as decoder:
+        requests = [Request(one, SamplingParams(), 12) for one in (prompt, going_on, forked)]
+        for request in requests:
+            decoder.scheduler.add(request)
+            while request.finish_reason is None:
+                decoder.scheduler.step()
+    assert [request.output for request in requests] == wanted
+    # The last whole block of the first prompt; and 16 blocks, from which another one goes on.
+    assert [request.stats.cached for request in requests] == [0, 349 // BLOCK * BLOCK, 16 * BLOCK]
+
+
+def test_which_states_are_kept() -> None:
+    assert [read for read in range(0, 1100, 8) if is_worth_keeping(read, 1100)] == [256, 512, 1024, 1088]
+    kept = KeptStates(2)
+    assert [kept.add(serial) for serial in (1, 2, 2)] == [0, 1, None]
+    assert kept.deepest([1, 5]) == (1, 0)
+    assert kept.add(3) == 1  # In the place of the state behind block 2, which was used before that behind 1.
+    assert kept.deepest([2]) == (0, None) and kept.deepest([1, 2, 3]) == (3, 1)
+    assert KeptStates(0).add(1) is None
