@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from specrun.chat.conversation import Conversation
     from specrun.config import DraftTargetConfig
     from specrun.decoder import SpeculativeDecoder
-    from specrun.evaluation.bench import BenchSettings, bench
+    from specrun.evaluation.bench import bench
+    from specrun.evaluation.bench_settings import BenchSettings
     from specrun.evaluation.score import score
     from specrun.evaluation.verify import verify
     from specrun.request.options import RequestOptions
@@ -66,7 +67,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "BenchSettings": "evaluation.bench",
+    "BenchSettings": "evaluation.bench_settings",
     "BuildOptions": "builder",
     "Conversation": "chat.conversation",
     "DraftTargetConfig": "config",

@@ -117,7 +117,7 @@ EVERY_COMMAND = [
 def test_every_option_is_described(title: str, command: click.Command) -> None:
     """In the command's own section, or in a shared one that it links to; and no option that it does not have."""
     text = section(title)
-    shared = ("Models", "Checkpoints", "Options of a pair", "Prompts", "Sampling", "Constraints")
+    shared = ("Models", "Checkpoints", "Options of a pair", "Running", "Prompts", "Sampling", "Constraints")
     for name in shared:  # In this order: models have the options of checkpoints.
         if f"](#{name.lower().replace(' ', '-')})" in text:
             text += section(name)

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
 from rich.console import Console
 
 from scripts.benchmarks.prompts import PROMPTS
+from specrun.config import DraftTargetConfig
 from specrun.engine_dir.config import open_engine
-from specrun.evaluation.bench import BenchSettings, as_json, bench
-from specrun.evaluation.bench_results import table
+from specrun.evaluation.bench import as_json, bench
+from specrun.evaluation.bench_settings import BenchSettings
+from specrun.evaluation.bench_tables import table
 from specrun.sampling.sampler import SamplingParams
 from specrun.text.tokenizer import load_tokenizer
 
 WARM = SamplingParams(temperature=0.8, seed=1)
+CONFIG = DraftTargetConfig(reuse_blocks=False, shared_thread_pool=True)
 WAYS = {
-    "greedy": BenchSettings((1, 4), (4, "auto"), params=SamplingParams(seed=1), shared_thread_pool=True),
-    "temperature 0.8, exact match": BenchSettings((1,), (4, "auto"), params=WARM, shared_thread_pool=True),
+    "greedy": BenchSettings((1, 4), (4, "auto"), params=SamplingParams(seed=1), config=CONFIG),
+    "temperature 0.8, exact match": BenchSettings((1,), (4, "auto"), params=WARM, config=CONFIG),
     "temperature 0.8, rejection sampling": BenchSettings(
-        (1,), (4, "auto"), params=WARM, use_logits=True, shared_thread_pool=True
+        (1,), (4, "auto"), params=WARM, config=replace(CONFIG, use_logits=True)
     ),
 }
 

@@ -22,8 +22,9 @@ from scripts.benchmarks.engines import build, fastest, random_checkpoint, to_onn
 from specbuild.compilers import onnxruntime
 from specrun.backends import Backend, open_host_backend
 from specrun.engine_dir.config import open_engine
-from specrun.evaluation.bench import BenchSettings, as_json
+from specrun.evaluation.bench import as_json
 from specrun.evaluation.bench_results import Spread
+from specrun.evaluation.bench_settings import BenchSettings
 
 SIZES: dict[str, Any] = {
     "vocab_size": 4096,

@@ -28,8 +28,9 @@ from specrun.config import DraftKind, DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.drafters.model import ModelDrafter
 from specrun.engine_dir.config import open_engine
-from specrun.evaluation.bench import BenchSettings, as_json
+from specrun.evaluation.bench import as_json
 from specrun.evaluation.bench_results import Spread
+from specrun.evaluation.bench_settings import BenchSettings
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from specrun.speculative.host_round import HostRound

@@ -34,8 +34,9 @@ from specbuild.weights.packed_model import PackedModel
 from specbuild.weights.safetensors_files import check_weights
 from specrun.backends import Backend, open_host_backend
 from specrun.engine_dir.config import open_engine
-from specrun.evaluation.bench import BenchSettings, as_json
+from specrun.evaluation.bench import as_json
 from specrun.evaluation.bench_results import Spread
+from specrun.evaluation.bench_settings import BenchSettings
 
 ROWS, LENGTH = 32, 256
 BASE = "float32"

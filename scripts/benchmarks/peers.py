@@ -42,8 +42,9 @@ from scripts.benchmarks.prompts import PROMPTS
 from scripts.benchmarks.quantized import Floats, log_probs, quality, unseen_texts
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import open_engine
-from specrun.evaluation.bench import BenchSettings, as_json
+from specrun.evaluation.bench import as_json
 from specrun.evaluation.bench_results import Spread
+from specrun.evaluation.bench_settings import BenchSettings
 
 WAYS = ("alone", "with_draft")
 NUM_PROMPTS = 4

@@ -29,7 +29,8 @@ from specrun.backends.ort_session import session_options
 from specrun.cpu_operators import DOMAIN
 from specrun.devices.processor import num_threads
 from specrun.engine_dir.config import GRAPH_NAME, open_engine
-from specrun.evaluation.bench import BenchSettings, as_json
+from specrun.evaluation.bench import as_json
+from specrun.evaluation.bench_settings import BenchSettings
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 9, 16)
 POSITIONS = 128

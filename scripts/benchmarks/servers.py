@@ -31,8 +31,9 @@ from scripts.benchmarks.serving import repeat
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import open_engine
-from specrun.evaluation.bench import BenchSettings, as_json
+from specrun.evaluation.bench import as_json
 from specrun.evaluation.bench_results import Spread
+from specrun.evaluation.bench_settings import BenchSettings
 from specrun.openai.body import DEFAULTS
 from specrun.request.options import RequestOptions
 from specrun.serve.server import listen, serve

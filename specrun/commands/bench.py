@@ -3,23 +3,51 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from specrun.commands.comparison import comparison_options
-from specrun.commands.models import build_models, take_models
+from specrun.command_line import FolderPath
+from specrun.commands.models import build_models, models_options, take_models
 from specrun.commands.options import (
     DRAFT_LEN,
     SAMPLING,
+    given,
     note_unused_sampling,
+    prompt_options,
     require_one_source,
+    sampling_options,
+    together,
 )
+from specrun.commands.pair import pair_config, running_options
 from specrun.config import AUTO
+
+if TYPE_CHECKING:
+    from specrun.evaluation.prompt_sets import BenchPrompt
+
+_DATASET = "token-norm-dist"
+_LENGTHS = ("input_mean", "input_stdev", "output_mean", "output_stdev", "num_requests")
+"""Options of ``--dataset token-norm-dist``."""
+
+dataset_options = together(
+    click.option(
+        "--prompts",
+        metavar="builtin|FILE",
+        help="Prompts with categories: a set of our own, or a file of MT-Bench, Spec-Bench, SPEED-Bench or ShareGPT.",
+    ),
+    click.option("--dataset", type=click.Choice([_DATASET]), help="Random tokens; the next five options say how many."),
+    click.option("--input_mean", type=click.IntRange(1), help="Mean tokens of a prompt."),
+    click.option("--input_stdev", type=click.IntRange(0), default=0, show_default=True, help="Their deviation."),
+    click.option("--output_mean", type=click.IntRange(1), help="Mean tokens of an output."),
+    click.option("--output_stdev", type=click.IntRange(0), default=0, show_default=True, help="Their deviation."),
+    click.option("--num_requests", type=click.IntRange(1), default=8, show_default=True, help="Number of prompts."),
+)
 
 
 @click.command()
-@comparison_options()
+@models_options
+@running_options(reuse_blocks=False)
+@click.option("--acceptance", type=click.Choice(["tokens", "logits"]), default="tokens", show_default=True)
 @click.option("--batch_size", "batch_sizes", type=click.IntRange(1), multiple=True, default=(1,), show_default=True)
 @click.option(
     "--draft_len",
@@ -33,63 +61,138 @@ from specrun.config import AUTO
 )
 @click.option("--output_len", type=click.IntRange(1), default=96, show_default=True, help="Tokens of every output.")
 @click.option(
-    "--prompts",
-    metavar="builtin|FILE",
-    help="Prompts with categories: a set of our own, or a file of MT-Bench, Spec-Bench, SPEED-Bench or ShareGPT.",
+    "--ignore_eos/--no_ignore_eos",
+    default=True,
+    show_default=True,
+    help="Ignore stop ids. Off: outputs end as in use, after --output_len tokens at the latest.",
 )
+@click.option("--chat", is_flag=True, help="Wrap each prompt in the tokenizer's chat template.")
+@prompt_options
+@dataset_options
+@sampling_options()
+@click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--repetitions", type=click.IntRange(1), default=3, show_default=True)
-@click.option("--output_format", type=click.Choice(["table", "json"]), default="table", show_default=True)
+@click.option("--output_format", type=click.Choice(["table", "json", "csv"]), default="table", show_default=True)
+@click.option(
+    "--compare",
+    nargs=2,
+    type=FolderPath,
+    metavar="A.json B.json",
+    help="Measure nothing: show two results of --output_format json side by side.",
+)
 def bench(
     batch_sizes: tuple[int, ...],
     draft_lens: tuple[Any, ...],
     output_len: int,
-    prompts: str | None,
+    ignore_eos: bool,
+    chat: bool,
     repetitions: int,
-    bit_exact: bool | None,
-    acceptance: str,
-    input_text: tuple[str, ...],
-    input_file: Path | None,
-    output_format: str,
+    output_format: Literal["table", "json", "csv"],
+    compare: tuple[Path, Path] | None,
     **options: Any,
 ) -> None:
     """Measure a pair beside its target alone, interleaved in one run.
 
     Standard output holds the results and nothing else.
     """
-    require_one_source(input_text, input_file)
-    if prompts and (input_text or input_file):
-        raise click.UsageError("--prompts cannot be combined with --input_text and --input_file")
+    if compare:
+        _require_nothing_else(options)
+        _compare(*compare, output_format)
+        return
+    _require_one_dataset(options)
     built = take_models(options, draft_needed=True)
-
-    from rich.console import Console
+    config = pair_config({**options, "draft_len": None, "draft_target_model_config": None})
 
     from specrun.engine_dir.config import open_engine
-    from specrun.evaluation.bench import BenchSettings, as_json
+    from specrun.evaluation.bench import as_json
     from specrun.evaluation.bench import bench as measure
-    from specrun.evaluation.bench_results import table
-    from specrun.evaluation.prompt_sets import read_prompt_set
-    from specrun.request.prompts import read_prompts
+    from specrun.evaluation.bench_settings import BenchSettings
+    from specrun.evaluation.bench_tables import as_csv, table
     from specrun.sampling.sampler import SamplingParams
 
-    texts = read_prompt_set(prompts) if prompts else read_prompts(input_text, input_file)
     note_unused_sampling(options)
-    params = SamplingParams(**{name: options[name] for name in (*SAMPLING, "seed")})
-    build_models(options, built)
-    target, draft_model, tokenizer = (options[name] for name in ("engine_dir", "draft_engine_dir", "tokenizer_dir"))
     settings = BenchSettings(
         batch_sizes=batch_sizes,
         draft_lens=draft_lens,
         output_len=output_len,
         repetitions=repetitions,
-        params=params,
-        use_logits=acceptance == "logits",
-        shared_thread_pool=True,
-        bit_exact=bit_exact,
-        draft=options["draft"],
+        params=SamplingParams(**{name: options[name] for name in (*SAMPLING, "seed")}),
+        ignore_eos=ignore_eos,
+        chat=chat,
+        config=config,
     )
-    config = open_engine(target)
-    results = measure(target, draft_model, texts, settings, lambda line: click.echo(line, err=True), tokenizer)
+    texts = None if options["dataset"] else _texts(options)
+    build_models(options, built, for_chat=chat)
+    target, draft_model, tokenizer = (options[name] for name in ("engine_dir", "draft_engine_dir", "tokenizer_dir"))
+    engine = open_engine(target)
+    prompts = texts or _random_prompts(options, engine.graph.vocab_size)
+    results = measure(target, draft_model, prompts, settings, lambda line: click.echo(line, err=True), tokenizer)
     if output_format == "json":
-        click.echo(as_json(results, config, settings))
+        click.echo(as_json(results, engine, settings))
+    elif output_format == "csv":
+        click.echo(as_csv(results), nl=False)
     else:
-        Console(width=max(Console().width, 80)).print(table(results))  # Narrower, cells would fold.
+        _print(table(results))
+
+
+def _require_nothing_else(options: dict[str, Any]) -> None:
+    """Raise click's UsageError where ``--compare`` comes with what measures."""
+    shown = {"compare", "output_format"}
+    names = [name for name in click.get_current_context().params if name not in shown]
+    if others := given(*names):
+        context = click.get_current_context()
+        first = next(one for one in context.command.params if one.name == others[0])
+        name = first.opts[0] if isinstance(first, click.Option) else "TARGET"
+        raise click.UsageError(f"--compare measures nothing; it cannot be combined with {name}")
+
+
+def _require_one_dataset(options: dict[str, Any]) -> None:
+    """Prompts come from one place. Raises click's UsageError."""
+    require_one_source(options["input_text"], options["input_file"])
+    named = [name for name in ("dataset", "prompts", "input_text", "input_file") if options[name]]
+    if len(named) > 1:
+        raise click.UsageError(f"--{named[0]} cannot be combined with --{named[1]}; prompts come from one place")
+    if options["dataset"]:
+        for name in ("input_mean", "output_mean"):
+            if options[name] is None:
+                raise click.UsageError(f"--dataset {_DATASET} needs --{name}")
+        if names := given("output_len", "chat"):
+            raise click.UsageError(f"--{names[0]} cannot be combined with --dataset {_DATASET}")
+    elif names := given(*_LENGTHS):
+        raise click.UsageError(f"--{names[0]} needs --dataset {_DATASET}")
+
+
+def _texts(options: dict[str, Any]) -> list[BenchPrompt]:
+    from specrun.evaluation.prompt_sets import BenchPrompt, read_prompt_set
+    from specrun.request.prompts import read_prompts
+
+    if options["prompts"]:
+        return read_prompt_set(options["prompts"])
+    return [BenchPrompt(text) for text in read_prompts(options["input_text"], options["input_file"])]
+
+
+def _random_prompts(options: dict[str, Any], vocab_size: int) -> list[BenchPrompt]:
+    from specrun.evaluation.random_prompts import TokenNormDist
+
+    lengths = TokenNormDist(**{name: options[name] for name in _LENGTHS})
+    return lengths.prompts(vocab_size, options["seed"])
+
+
+def _compare(a: Path, b: Path, output_format: Literal["table", "json", "csv"]) -> None:
+    from specrun.evaluation.bench_compare import compare, differences, read_results, show
+
+    one, other = read_results(a), read_results(b)
+    rows = compare(one.results, other.results)
+    for line in differences(one, other):
+        click.echo(f"note: {line}", err=True)
+    shown = show(rows, output_format)
+    if isinstance(shown, str):
+        click.echo(shown, nl=output_format == "json")
+    else:
+        _print(shown)
+
+
+def _print(shown: Any) -> None:
+    from rich.console import Console
+
+    Console(width=max(Console().width, 80)).print(shown)  # Narrower, cells would fold.

@@ -15,6 +15,7 @@ from specrun.commands.models import models_options
 from specrun.commands.options import (
     DEVICES,
     DRAFT_LEN,
+    Decorator,
     Parsed,
     bit_exact_option,
     given,
@@ -25,6 +26,56 @@ from specrun.config import DraftTargetConfig, parse_draft_target_config
 if TYPE_CHECKING:
     from specrun.decoder import SpeculativeDecoder
     from specrun.text.tools import ToolFormat
+
+
+def running_options(reuse_blocks: bool = True) -> Decorator:
+    """How engines are run: devices, checks and caches. reuse_blocks: whether the prefix cache is on by default."""
+    return together(
+        click.option(
+            "--draft_confidence",
+            type=click.FloatRange(0, 1),
+            help="End a draft if its joint probability falls below this; 0: never. Default: measured, with auto.",
+        ),
+        click.option("--draft_model_device_list", type=DEVICES, help="The GPU of the draft. Default: [0]."),
+        click.option("--target_model_device_list", type=DEVICES, help="The GPU of the target. Default: [0]."),
+        click.option(
+            "--kv_cache_free_gpu_memory_fraction",
+            type=click.FloatRange(0, 1, min_open=True),
+            default=0.9,
+            show_default=True,
+            help="Share of the GPU memory left free by the weights that caches may take.",
+        ),
+        bit_exact_option,
+        click.option(
+            "--check",
+            type=click.Choice(["quick", "full"]),
+            default="quick",
+            show_default=True,
+            help="Files to compare with their checksums: those changed since (quick), or all (full).",
+        ),
+        click.option(
+            "--cuda_graph/--no_cuda_graph", default=True, show_default=True, help="Queue each round as one CUDA graph."
+        ),
+        click.option(
+            "--warm_up/--no_warm_up",
+            default=True,
+            show_default=True,
+            help="Prepare GPUs for all sizes of rounds when opening.",
+        ),
+        click.option(
+            "--kv_cache_enable_block_reuse/--no_kv_cache_enable_block_reuse",
+            "reuse_blocks",
+            default=reuse_blocks,
+            show_default=True,
+            help="Reuse the KV cache of shared prompt prefixes.",
+        ),
+        click.option(
+            "--max_tokens_in_kv_cache",
+            type=click.IntRange(0),
+            help="Capacity of the prefix cache in tokens, per model. Default: as many as a full batch has.",
+        ),
+    )
+
 
 pair_options = together(
     models_options,
@@ -39,53 +90,11 @@ pair_options = together(
         "--draft_len", type=DRAFT_LEN, metavar="auto|N", help="Draft tokens a round. Default: auto, as many as pay."
     ),
     click.option(
-        "--draft_confidence",
-        type=click.FloatRange(0, 1),
-        help="End a draft if its joint probability falls below this; 0: never. Default: measured (--draft_len auto).",
-    ),
-    click.option("--draft_model_device_list", type=DEVICES, help="The GPU of the draft. Default: [0]."),
-    click.option("--target_model_device_list", type=DEVICES, help="The GPU of the target. Default: [0]."),
-    click.option(
         "--acceptance",
         type=click.Choice(["tokens", "logits"]),
         help="Accept draft tokens by exact match (tokens) or by rejection sampling (logits). Default: tokens.",
     ),
-    click.option(
-        "--kv_cache_free_gpu_memory_fraction",
-        type=click.FloatRange(0, 1, min_open=True),
-        default=0.9,
-        show_default=True,
-        help="Share of the GPU memory left free by the weights that caches may take.",
-    ),
-    bit_exact_option,
-    click.option(
-        "--check",
-        type=click.Choice(["quick", "full"]),
-        default="quick",
-        show_default=True,
-        help="Files to compare with their checksums: those changed since (quick), or all (full).",
-    ),
-    click.option(
-        "--cuda_graph/--no_cuda_graph", default=True, show_default=True, help="Queue each round as one CUDA graph."
-    ),
-    click.option(
-        "--warm_up/--no_warm_up",
-        default=True,
-        show_default=True,
-        help="Prepare GPUs for all sizes of rounds when opening.",
-    ),
-    click.option(
-        "--kv_cache_enable_block_reuse/--no_kv_cache_enable_block_reuse",
-        "reuse_blocks",
-        default=True,
-        show_default=True,
-        help="Reuse the KV cache of shared prompt prefixes.",
-    ),
-    click.option(
-        "--max_tokens_in_kv_cache",
-        type=click.IntRange(0),
-        help="Capacity of the prefix cache in tokens, per model. Default: as many as a full batch has.",
-    ),
+    running_options(),
 )
 
 
@@ -118,7 +127,7 @@ def pair_config(options: dict[str, Any]) -> DraftTargetConfig:
             if options[name] is not None:
                 raise click.UsageError(f"--{name} needs a draft; give DRAFT or --draft suffix")
     if options["max_tokens_in_kv_cache"] is not None and not options["reuse_blocks"]:
-        raise click.UsageError("--max_tokens_in_kv_cache cannot be combined with --no_kv_cache_enable_block_reuse")
+        raise click.UsageError("--max_tokens_in_kv_cache needs the prefix cache; give --kv_cache_enable_block_reuse")
     if options["draft_target_model_config"] is not None:
         if doubled:
             raise click.UsageError(

@@ -9,15 +9,17 @@ from typing import Any
 
 import click
 
-from specrun.commands.comparison import comparison_options
-from specrun.commands.models import build_models, take_models
+from specrun.commands.models import build_models, models_options, take_models
 from specrun.commands.options import (
     DRAFT_LEN,
     SAMPLING,
+    bit_exact_option,
     constraint_options,
     constraints,
     note_unused_sampling,
+    prompt_options,
     require_one_source,
+    sampling_options,
 )
 from specrun.config import DraftTargetConfig
 
@@ -26,7 +28,12 @@ INCONCLUSIVE = 3
 
 
 @click.command()
-@comparison_options(temperature=0.8)
+@models_options
+@bit_exact_option
+@click.option("--acceptance", type=click.Choice(["tokens", "logits"]), default="tokens", show_default=True)
+@prompt_options
+@sampling_options(temperature=0.8)
+@click.option("--seed", type=int, default=0, show_default=True)
 @constraint_options
 @click.option("--draft_len", type=DRAFT_LEN, metavar="auto|N", help="Draft tokens a round. Default: 4.")
 @click.option(

@@ -21,15 +21,18 @@ _TURNS = ("turns", "messages", "conversations")
 _ROLES, _USERS = ("role", "from"), ("user", "human")
 
 
-class CategorizedPrompt(NamedTuple):
-    """A prompt, and the kind of task that it is."""
+class BenchPrompt(NamedTuple):
+    """A prompt for a benchmark."""
 
-    text: str
-    category: str
-    """Empty where the file has none."""
+    prompt: str | Sequence[int]
+    """A text, or token ids."""
+    category: str = ""
+    """The kind of task that it is; empty where nobody says."""
+    output_len: int | None = None
+    """Tokens of its output. None: as many as the others have."""
 
 
-def read_prompt_set(source: str) -> list[CategorizedPrompt]:
+def read_prompt_set(source: str) -> list[BenchPrompt]:
     """``builtin``, or the prompts of a file. Raises RequestError, with the item's number, for what has no prompt."""
     path = _OURS if source == BUILTIN else Path(source).expanduser()
     text = read_text("--prompts", path, f"; give a file, or {BUILTIN}")
@@ -42,7 +45,7 @@ def read_prompt_set(source: str) -> list[CategorizedPrompt]:
                 f"--prompts {source}: item {number} has no prompt; expected one of the fields {expected}"
             )
         category = item.get("category") or item.get("task") or ""
-        found.append(CategorizedPrompt(prompt, str(category)))
+        found.append(BenchPrompt(prompt, str(category)))
     if not found:
         raise RequestError(f"--prompts {source}: no prompts")
     return found

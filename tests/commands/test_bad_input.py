@@ -1074,7 +1074,7 @@ def test_more_prompts_than_a_batch_run_in_several(engines: Path) -> None:
         (("--draft_confidence", 0.5), "--draft_confidence needs a draft"),
         (
             ("--max_tokens_in_kv_cache", 64, "--no_kv_cache_enable_block_reuse"),
-            "--max_tokens_in_kv_cache cannot be combined with --no_kv_cache_enable_block_reuse",
+            "--max_tokens_in_kv_cache needs the prefix cache; give --kv_cache_enable_block_reuse",
         ),
     ],
 )

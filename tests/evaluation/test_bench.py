@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 from collections.abc import Callable
@@ -17,10 +18,14 @@ from rich.console import Console
 from scripts.benchmarks.draft_kinds import Figures, Run
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.engine_dir.config import open_engine
+from specrun.engine_dir.config import CONFIG_NAME, open_engine
 from specrun.errors import PairError, RequestError
-from specrun.evaluation.bench import BenchSettings, _batches, _Pass, _split, _summarize, as_json, bench
-from specrun.evaluation.bench_results import Result, table
+from specrun.evaluation.bench import _batches, _Task, as_json, bench
+from specrun.evaluation.bench_passes import Pass, split_of, summarize
+from specrun.evaluation.bench_results import Result
+from specrun.evaluation.bench_settings import BenchSettings
+from specrun.evaluation.bench_tables import as_csv, table
+from specrun.evaluation.prompt_sets import BenchPrompt
 from specrun.request.request import Request
 from specrun.request.stats import predicted_speedup
 from specrun.sampling.sampler import SamplingParams
@@ -125,8 +130,8 @@ def test_a_prompt_that_comes_again_in_a_batch_is_another_text(tmp_path: Path) ->
     ids = []
     decoder = open_tables(tmp_path, normal(1, 64))
     for size in (1, 3):
-        found = _Pass()
-        for requests in _batches([([0], ""), ([1], "")], size, BenchSettings(params=SAMPLED, output_len=6))():
+        found = Pass()
+        for requests in _batches([_Task([0], "", 6), _Task([1], "", 6)], size, BenchSettings(params=SAMPLED))():
             found.decode(decoder, requests)
         ids.append(found.ids)
     assert [len(found) for found in ids] == [2, 3]
@@ -138,7 +143,9 @@ def test_sampled_ids_are_compared_where_they_should_agree(run: Bench, tmp_path: 
     (tokens,) = run(TARGET, normal(2, 8, 8), params=SAMPLED)
     assert tokens.identical_ids is True
     assert tokens.acceptance_rate is not None and 0 < tokens.acceptance_rate < 1
-    settings = BenchSettings(params=SAMPLED, use_logits=True, repetitions=1, output_len=8)
+    settings = BenchSettings(
+        params=SAMPLED, config=DraftTargetConfig(use_logits=True, reuse_blocks=False), repetitions=1, output_len=8
+    )
     (logits,) = bench(tmp_path / "target", tmp_path / "draft", PROMPTS, settings, lambda line: None)
     assert logits.identical_ids is None
 
@@ -155,29 +162,82 @@ def test_json_holds_results_settings_and_machine(run: Bench, tmp_path: Path) -> 
 
 
 def test_the_prediction_is_the_papers_with_the_times_of_a_repetition() -> None:
-    ours, theirs = _Pass(), _Pass()
+    ours, theirs = Pass(), Pass()
     ours.later[:] = (2.2, 2.0, 100, 0, 0)
     theirs.later[:] = (2.0, 1.5, 50, 0.4, 200)
     c, v = 0.1, 1.5
-    split = _split([(ours, theirs)], 0.5, [4])
+    split = split_of([(ours, theirs)], 0.5, [4])
     figures = (split.draft_ms, split.verify_ms, split.host_ms, split.overhead, split.target_step_ms)
     assert [f.median for f in figures] == pytest.approx([8, 30, 2, 0.05, 20])
     assert split.predicted_speedup.median == pytest.approx(predicted_speedup(0.5, 4, c, v))
-    split = _split([(ours, theirs)], 0.5, [0, 2])
+    split = split_of([(ours, theirs)], 0.5, [0, 2])
     assert split.predicted_speedup.median == pytest.approx((1 + 1.75) / (v + 2 * c + v))
 
 
 def test_rounds_that_are_not_timed_have_no_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
-    passes = (_Pass(), _Pass())
+    passes = (Pass(), Pass())
     for found in passes:
         decoder = open_tables(tmp_path, TARGET, TARGET)
         monkeypatch.setattr(decoder.scheduler.round, "engine_times", lambda: None)
         found.decode(decoder, {Request([0], SamplingParams(), 10): ""})
-    result = _summarize(1, 4, [passes], BenchSettings())
+    result = summarize(1, 4, [passes], BenchSettings())
     assert result.split is None
     assert result.speedup.median > 0
     Console(file=io.StringIO()).print(table([result]))
+
+
+def test_natural_stops_end_outputs_as_in_use(run: Bench, tmp_path: Path) -> None:
+    (fixed,) = run(CYCLE, CYCLE, [[0], [1]])
+    file = tmp_path / "target" / CONFIG_NAME
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_ids": [3]}))
+    engines = (tmp_path / "target", tmp_path / "draft")
+    settings = BenchSettings(output_len=20, repetitions=1, ignore_eos=False)
+    (natural,) = bench(*engines, [[0], [1]], settings)
+    assert (fixed.ignore_eos, fixed.output_tokens) == (True, 20)
+    assert (natural.ignore_eos, natural.output_tokens) == (False, 2.5), "1 2 3, and 2 3"
+    assert natural.identical_ids
+    assert fixed.token_ms > natural.token_ms == 0, "a round wrote them all"
+    for result, words in ((fixed, "Stop ids are ignored: 20 tokens"), (natural, "ends them: 2.5 tokens")):
+        console = Console(file=io.StringIO(), record=True)
+        console.print(table([result]))
+        assert words in console.export_text()
+
+
+def test_prompts_have_outputs_of_their_own_lengths(run: Bench) -> None:
+    (result,) = run(TARGET, TARGET, [BenchPrompt([0], "", 5), BenchPrompt([1], "", 9), BenchPrompt([2])])
+    assert result.output_tokens == pytest.approx((5 + 9 + 20) / 3)
+    assert result.identical_ids
+
+
+def test_settings_of_the_pair_reach_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[DraftTargetConfig] = []
+    create = SpeculativeDecoder.open
+
+    def opening(target: Any, draft: Any, config: DraftTargetConfig, *rest: Any, **named: Any) -> SpeculativeDecoder:
+        opened.append(config)
+        return create(target, draft, config, *rest, **named)
+
+    monkeypatch.setattr(SpeculativeDecoder, "open", opening)
+    for name in ("target", "draft"):
+        save_table_engine(tmp_path / name, TARGET, max_batch_size=4)
+    config = DraftTargetConfig(draft_confidence=0.5, reuse_blocks=True, max_tokens_in_kv_cache=64)
+    settings = BenchSettings(draft_lens=[2], output_len=4, repetitions=1, config=config)
+    bench(tmp_path / "target", tmp_path / "draft", PROMPTS, settings)
+    alone, pair = opened
+    assert pair == replace(config, draft_len=2)
+    assert alone == replace(config, draft_confidence=None)
+
+
+def test_csv_has_the_jsons_names_and_figures(run: Bench) -> None:
+    results = run(TARGET, TARGET, draft_lens=[2, "auto"], repetitions=1)
+    rows = list(csv.DictReader(io.StringIO(as_csv(results))))
+    assert [row["draft_len"] for row in rows] == ["2", "auto"]
+    for row, result in zip(rows, results, strict=True):
+        assert float(row["speedup.median"]) == result.speedup.median
+        assert row["acceptance_by_position"] == " ".join(map(str, result.acceptance_by_position))
+        assert result.split and float(row["split.host_ms.highest"]) == result.split.host_ms.highest
+        assert float(row["vllm.spec_decode_num_drafts"]) == result.speculative_decoding["num_spec_steps"]
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,11 @@ from click.testing import CliRunner
 
 from specrun.cli import main
 from specrun.errors import RequestError
-from specrun.evaluation.bench import BenchSettings, bench
-from specrun.evaluation.bench_results import Result, Spread, advice, vllm_names
-from specrun.evaluation.prompt_sets import CategorizedPrompt, read_prompt_set
+from specrun.evaluation.bench import bench
+from specrun.evaluation.bench_results import Result, Spread, vllm_names
+from specrun.evaluation.bench_settings import BenchSettings
+from specrun.evaluation.bench_tables import advice
+from specrun.evaluation.prompt_sets import BenchPrompt, read_prompt_set
 
 CATEGORIES = {
     *("coding", "humanities", "math", "multilingual", "qa", "rag", "reasoning", "roleplay", "stem", "summarization"),
@@ -26,7 +28,7 @@ CATEGORIES = {
 def test_ours_has_every_category_alike() -> None:
     found = read_prompt_set("builtin")
     assert Counter(prompt.category for prompt in found) == dict.fromkeys(CATEGORIES, 3)
-    assert len({prompt.text for prompt in found}) == len(found)
+    assert len({prompt.prompt for prompt in found}) == len(found)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +54,7 @@ def test_files_of_others(tmp_path: Path, items: list[Any], expected: Any, lines:
     file = tmp_path / "file"
     file.write_text("\n".join(map(json.dumps, items)) + "\n\n" if lines else json.dumps(items, indent=1))
     wanted = [(text, "") for text in expected] if isinstance(expected, str) else expected
-    assert read_prompt_set(str(file)) == [CategorizedPrompt(*one) for one in wanted]
+    assert read_prompt_set(str(file)) == [BenchPrompt(*one) for one in wanted]
 
 
 @pytest.mark.parametrize(
@@ -78,9 +80,9 @@ def test_bad_files(tmp_path: Path, content: bytes | None, reason: str) -> None:
 
 def test_acceptance_is_told_apart_by_category(engines: Path) -> None:
     prompts = [
-        CategorizedPrompt("the cat", "one"),
-        CategorizedPrompt("a dog", "other"),
-        CategorizedPrompt("fox", "one"),
+        BenchPrompt("the cat", "one"),
+        BenchPrompt("a dog", "other"),
+        BenchPrompt("fox", "one"),
     ]
     settings = BenchSettings(batch_sizes=(2,), draft_lens=(3,), output_len=12, repetitions=1)
     (result,) = bench(engines / "target", engines / "draft", prompts, settings)

@@ -1,0 +1,126 @@
+"""Passes over all prompts, timed; and what the passes of several repetitions come to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import mean
+
+import numpy as np
+import numpy.typing as npt
+
+from specrun.decoder import SpeculativeDecoder
+from specrun.evaluation.bench_results import Result, Split, Spread
+from specrun.evaluation.bench_settings import BenchSettings
+from specrun.request.request import Request, TokenOutput
+from specrun.request.stats import Stats, predicted_speedup, speculative_decoding
+
+
+@dataclass
+class Pass:
+    """All prompts decoded once by one decoder, batch by batch."""
+
+    seconds: float = 0.0
+    first_tokens: list[float] = field(default_factory=list)
+    """Seconds, for each request."""
+    later_tokens: list[float] = field(default_factory=list)
+    """Seconds of a token behind the first one, for each request that has any."""
+    later: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(5))
+    """What ``_clock`` counts, in all rounds after those in which prompts were still read."""
+    rounds: list[tuple[int, int, int]] = field(default_factory=list)
+    """Draft tokens of a request's round: drafted, evaluated, accepted."""
+    ids: list[list[int]] = field(default_factory=list)
+    stats: dict[str, list[Stats]] = field(default_factory=dict)
+    """Of the requests, by category."""
+    first_output: list[TokenOutput] = field(default_factory=list)
+    """Of the first request."""
+
+    def decode(self, decoder: SpeculativeDecoder, requests: Mapping[Request, str]) -> None:
+        """Add a batch: requests and their categories."""
+        known = dict.fromkeys(requests, (0, 0, 0))
+        clocks: list[npt.NDArray[np.float64]] = []
+        began = time.perf_counter()
+        for event in decoder.run([*requests]):
+            if event.request.error:
+                raise event.request.error
+            if not clocks and all(request.token_outputs for request in requests):
+                clocks.append(_clock(decoder, began))
+            stats, (drafted, evaluated, accepted) = event.request.stats, known[event.request]
+            known[event.request] = now = (stats.drafted, stats.evaluated, stats.accepted)
+            self.rounds.append((now[0] - drafted, now[1] - evaluated, now[2] - accepted))
+        clocks.append(_clock(decoder, began))
+        self.seconds += clocks[-1][0]
+        self.later += clocks[-1] - clocks[0]
+        for request, category in requests.items():
+            stats = request.stats
+            self.first_tokens.append(stats.first_token_seconds)
+            if behind := len(request.token_outputs) - 1:
+                self.later_tokens.append((stats.seconds - stats.first_token_seconds) / behind)
+            self.stats.setdefault(category, []).append(stats)
+            self.first_output = self.first_output or request.token_outputs
+            self.ids.append(request.output)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens over wall time."""
+        return sum(map(len, self.ids)) / self.seconds
+
+
+def _clock(decoder: SpeculativeDecoder, began: float) -> npt.NDArray[np.float64]:
+    """Since a batch's start: seconds, those in the target and its calls, those in the draft and its (0: not known)."""
+    elapsed, times = time.perf_counter() - began, decoder.scheduler.round.engine_times()
+    return np.array([elapsed, *(times or [0] * 4)])
+
+
+def summarize(size: int, draft_len: int | None, passes: Sequence[tuple[Pass, Pass]], settings: BenchSettings) -> Result:
+    """The result of one batch size and draft length. passes: of the target alone and the pair, by repetition."""
+    alone, pair = zip(*passes, strict=True)
+    drafted, evaluated, accepted = np.array([counts for theirs in pair for counts in theirs.rounds]).T
+    places = range(1, evaluated.max() + 1)
+    timed = all(ours.later[2] and theirs.later[2] for ours, theirs in passes)
+    alpha = float(accepted.sum() / evaluated.sum()) if evaluated.any() else None
+    lengths = drafted if draft_len is None else np.array([draft_len])
+    lossless = settings.params.greedy or not settings.config.use_logits
+    by_category: dict[str, list[Stats]] = {}
+    for theirs in pair:
+        for category, stats in theirs.stats.items():
+            by_category.setdefault(category, []).extend(stats)
+    later = [seconds for theirs in pair for seconds in theirs.later_tokens]
+    return Result(
+        batch_size=size,
+        draft_len=draft_len,
+        ignore_eos=settings.ignore_eos,
+        output_tokens=mean(len(ids) for theirs in pair for ids in theirs.ids),
+        tokens_per_second_alone=Spread.of(ours.tokens_per_second for ours in alone),
+        tokens_per_second=Spread.of(theirs.tokens_per_second for theirs in pair),
+        speedup=Spread.of(theirs.tokens_per_second / ours.tokens_per_second for ours, theirs in passes),
+        first_token_ms_alone=Spread.of(mean(ours.first_tokens) * 1e3 for ours in alone),
+        first_token_ms=Spread.of(mean(theirs.first_tokens) * 1e3 for theirs in pair),
+        drafted_per_round=float(drafted.mean()),
+        acceptance_rate=alpha,
+        acceptance_by_position=[float((accepted >= n).sum() / (evaluated >= n).sum()) for n in places],
+        tokens_per_round=1 + float(accepted.mean()),
+        identical_ids=all(ours.ids == theirs.ids for ours, theirs in passes) if lossless else None,
+        split=split_of(passes, alpha or 0.0, lengths.tolist()) if timed else None,
+        token_ms=mean(later) * 1e3 if later else 0.0,
+        speculative_decoding=speculative_decoding(one for stats in by_category.values() for one in stats),
+        by_category={name: speculative_decoding(stats) for name, stats in by_category.items() if name},
+    )
+
+
+def split_of(passes: Sequence[tuple[Pass, Pass]], alpha: float, lengths: Sequence[int]) -> Split:
+    """Where the time goes. lengths: of the rounds whose speed-up is predicted."""
+    figures = []
+    for ours, theirs in passes:
+        _, target, steps, _, _ = ours.later
+        elapsed, verifying, rounds, drafting, draft_steps = theirs.later
+        step, host = target / steps, elapsed - verifying - drafting
+        draft_cost, verify_cost = drafting / max(1, draft_steps) / step, verifying / rounds / step
+        # Over rounds of several lengths: all their tokens over all their time, in target steps.
+        shares = [g * draft_cost + verify_cost for g in lengths]
+        ratios = [predicted_speedup(alpha, g, draft_cost, verify_cost) for g in lengths]
+        predicted = np.average(ratios, weights=shares)
+        milliseconds = [1e3 * seconds / rounds for seconds in (drafting, verifying, host)]
+        figures.append((*milliseconds, host / elapsed, 1e3 * step, predicted))
+    return Split(*map(Spread.of, zip(*figures, strict=True)))

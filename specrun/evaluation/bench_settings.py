@@ -1,0 +1,47 @@
+"""What a benchmark measures, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from specrun.config import DraftTargetConfig
+from specrun.errors import RequestError
+from specrun.sampling.sampler import SamplingParams
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """What to measure: every batch size with every draft length."""
+
+    batch_sizes: Sequence[int] = (1,)
+    draft_lens: Sequence[int | Literal["auto"] | None] = (4,)
+    """``auto`` and None are the same, and become None."""
+    output_len: int = 96
+    """Tokens of every output whose prompt names no number; the most of them without ``ignore_eos``."""
+    repetitions: int = 3
+    params: SamplingParams = field(default_factory=SamplingParams)
+    ignore_eos: bool = True
+    """Whether stop ids are ignored, so that every run commits as many tokens. False: outputs end as they do in use."""
+    chat: bool = False
+    """Whether texts are put into the target's chat template."""
+    config: DraftTargetConfig = field(default_factory=lambda: DraftTargetConfig(reuse_blocks=False))
+    """How the pair is run, but for the draft length. With the prefix cache, prompts are read in the first run alone."""
+
+    def __post_init__(self) -> None:
+        """Draw the seed that is not given. Raise RequestError for settings that measure nothing."""
+        object.__setattr__(self, "params", self.params.seeded())  # All runs draw the same texts.
+        object.__setattr__(self, "draft_lens", self.fixed_draft_lens)
+        for name, values in (("batch sizes", self.batch_sizes), ("draft lengths", self.draft_lens)):
+            if not values or len(set(values)) < len(values):
+                raise RequestError(f"{name} {list(values)}: expected one or more, each of them once")
+        least = {"batch size": min(self.batch_sizes), "output_len": self.output_len, "repetitions": self.repetitions}
+        for name, value in least.items():
+            if value < 1:
+                raise RequestError(f"{name} {value}: expected 1 or more")
+
+    @property
+    def fixed_draft_lens(self) -> list[int | None]:
+        """``draft_lens``, with None for ``auto``."""
+        return [None if length == "auto" else length for length in self.draft_lens]

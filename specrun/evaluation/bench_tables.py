@@ -1,0 +1,117 @@
+"""A benchmark's results as people and spreadsheets read them."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+
+from specrun.evaluation.bench_results import Result, shown_draft_len, vllm_names
+
+
+def table(results: Sequence[Result]) -> Group:
+    """The results for people: two tables of at most 80 columns; draft, verify and host are a round's."""
+    first = ("tokens/s\n", "speed-up\n", "predicted", "tokens\na round", "first\ntoken ms", "same\nids")
+    speeds = new_table("batch", "draft\nlen", *first)
+    rounds = new_table("batch", "draft\nlen", "accepted %:\nby position", "draft\nms", "verify\nms", "host\nms")
+    for r in results:
+        rate, split = r.acceptance_rate, r.split
+        own = (str(r.batch_size), shown_draft_len(r.draft_len))
+        speeds.add_row(
+            own[0],
+            own[1] + (f"\n~ {r.drafted_per_round:.1f}" if r.draft_len is None else ""),
+            f"{r.tokens_per_second.median:.1f}\nalone {r.tokens_per_second_alone.median:.1f}",
+            f"{r.speedup.median:.2f}\n{r.speedup.lowest:.2f}..{r.speedup.highest:.2f}",
+            f"{split.predicted_speedup.median:.2f}" if split else "-",
+            f"{r.tokens_per_round:.2f}",
+            f"{r.first_token_ms.median:.1f}\nalone {r.first_token_ms_alone.median:.1f}",
+            {True: "yes", False: "no", None: "-"}[r.identical_ids],
+        )
+        parts = (split.draft_ms, split.verify_ms, split.host_ms) if split else ()
+        rounds.add_row(
+            *own,
+            "-" if rate is None else f"{rate:.0%}\n" + " ".join(f"{100 * p:.0f}" for p in r.acceptance_by_position),
+            *([f"{part.median:.2f}" for part in parts] or ["-"] * 3),
+        )
+    shown: list[Table | str] = [speeds, "", rounds, ""]
+    if categories := _categories(results):
+        shown += [categories, ""]
+    shown += ["Medians of the repetitions; speed-ups from the lowest to the highest."]
+    shown += [_lengths(results), *advice(results)]
+    return Group(*shown)
+
+
+def _lengths(results: Sequence[Result]) -> str:
+    """How long outputs were, and what ended them."""
+    tokens = " and ".join(dict.fromkeys(f"{result.output_tokens:.4g}" for result in results))
+    if results[0].ignore_eos:
+        return f"Stop ids are ignored: {tokens} tokens an output."
+    return f"Outputs end where the model ends them: {tokens} tokens an output."
+
+
+def _categories(results: Sequence[Result]) -> Table | None:
+    """Tokens that rounds with drafts committed, by category; None where prompts have none."""
+    names = sorted({name for result in results for name in result.by_category})
+    if not names:
+        return None
+    shown = [f"{result.batch_size}\n{shown_draft_len(result.draft_len)}" for result in results]
+    made = new_table("tokens a round with drafts\nbatch, draft len", *shown)
+    for name in names:
+        found = [result.by_category.get(name) for result in results]
+        made.add_row(name, *("-" if one is None else f"{one['mean_acceptance_length']:.2f}" for one in found))
+    return made
+
+
+def advice(results: Sequence[Result]) -> list[str]:
+    """Whether the draft pays, and with which draft length, for each batch size."""
+    said = []
+    for size in dict.fromkeys(result.batch_size for result in results):
+        of_size = [result for result in results if result.batch_size == size]
+        best = max(of_size, key=lambda result: result.speedup.median)
+        how, gain = f"--draft_len {shown_draft_len(best.draft_len)}", f"{best.speedup.median:.2f}x"
+        if best.speedup.lowest > 1:
+            said.append(f"Batch {size}: the draft pays, {gain} with {how}.")
+        elif best.speedup.highest < 1:
+            said.append(f"Batch {size}: the draft does not pay, {gain} at best, with {how}.")
+        else:
+            said.append(f"Batch {size}: not clear, {gain} at best, with {how}; give more --repetitions.")
+    return said
+
+
+def as_csv(results: Sequence[Result]) -> str:
+    """A row for each result. Columns are the JSON's fields, joined by dots; counts by category are left out."""
+    return csv_of([dict(_cells(asdict(result) | {"vllm": vllm_names(result)})) for result in results])
+
+
+def csv_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Comma-separated values with a header. A row need not have every column."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _cells(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Names and values of a row; lists are numbers with spaces between them."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            if name not in ("by_category", "acceptance_histogram_by_draft_length"):
+                yield from _cells(value, f"{prefix}{name}.")
+        elif name == "draft_len":
+            yield name, shown_draft_len(value)
+        else:
+            yield prefix + name, " ".join(map(str, value)) if isinstance(value, list) else value
+
+
+def new_table(*columns: str) -> Table:
+    """An empty table without lines, which fits 80 columns if its cells do."""
+    made = Table(box=None, pad_edge=False)
+    for name in columns:
+        made.add_column(name, justify="right", overflow="fold")
+    return made
