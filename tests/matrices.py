@@ -6,6 +6,7 @@ A rule keeps at least one test in ``scripts/test``; the comment says which. Each
 from __future__ import annotations
 
 FILES = {
+    "evaluation/test_report_browser.py": "the page's structure: evaluation/test_report.py",
     "export/test_more_families.py": "families convert: export/test_families.py",
     "compilers/test_deep_plans.py": "plans compile: compilers/test_tensorrt.py, quantization/test_kv_cache.py",
     "heads/test_plans.py": "heads compile: heads/test_dflash.py::test_plans_write_back_what_they_read",

@@ -1,10 +1,8 @@
-"""Checkpoints and engines for benchmarks, made in place; and the time of an engine's passes."""
+"""Checkpoints and engines for benchmarks, made in place."""
 
 from __future__ import annotations
 
 import shutil
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +37,3 @@ def build(checkpoint: Path, output: Path, **sizes: int) -> None:
     flags = {"checkpoint_dir": checkpoint, "output_dir": output, "backend": "onnxruntime"}
     (options,) = engine_options({**flags, "max_seq_len": 512, "max_draft_len": 8, **sizes}, None)
     build_engine(options, stages=Stages(Console(quiet=True)))
-
-
-def fastest(run: Callable[[], object], passes: int) -> float:
-    """Seconds that the fastest of a few passes takes."""
-    times = []
-    for _ in range(passes):
-        began = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - began)
-    return min(times)

@@ -18,13 +18,14 @@ import numpy as np
 import numpy.typing as npt
 import transformers
 
-from scripts.benchmarks.engines import build, fastest, random_checkpoint, to_onnx
+from scripts.benchmarks.engines import build, random_checkpoint, to_onnx
 from specbuild.compilers import onnxruntime
 from specrun.backends import Backend, open_host_backend
 from specrun.engine_dir.config import open_engine
 from specrun.evaluation.bench import as_json
 from specrun.evaluation.bench_results import Spread
 from specrun.evaluation.bench_settings import BenchSettings
+from specrun.evaluation.report.bandwidth import fastest
 
 SIZES: dict[str, Any] = {
     "vocab_size": 4096,

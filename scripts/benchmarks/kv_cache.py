@@ -19,7 +19,7 @@ import click
 import numpy as np
 import torch
 
-from scripts.benchmarks.engines import build, fastest, to_onnx
+from scripts.benchmarks.engines import build, to_onnx
 from scripts.benchmarks.quantize import unseen_text
 from scripts.benchmarks.quantized import log_probs, quality
 from specbuild.export.meta_model import load_meta_model
@@ -37,6 +37,7 @@ from specrun.engine_dir.config import open_engine
 from specrun.evaluation.bench import as_json
 from specrun.evaluation.bench_results import Spread
 from specrun.evaluation.bench_settings import BenchSettings
+from specrun.evaluation.report.bandwidth import fastest
 
 ROWS, LENGTH = 32, 256
 BASE = "float32"

@@ -10,10 +10,8 @@ without specrun's CPU operators have no products that are counted here.
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,21 +20,18 @@ import click
 import numpy as np
 import onnx_ir as ir
 
-from scripts.benchmarks.engines import fastest
 from specrun import cpu_operators
 from specrun.backends.ort import OrtBackend
 from specrun.backends.ort_session import session_options
 from specrun.cpu_operators import DOMAIN
-from specrun.devices.processor import num_threads
 from specrun.engine_dir.config import GRAPH_NAME, open_engine
 from specrun.evaluation.bench import as_json
 from specrun.evaluation.bench_settings import BenchSettings
+from specrun.evaluation.report.bandwidth import copy_speed, fastest, weight_bytes
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 9, 16)
 POSITIONS = 128
 PASSES = 20
-COPIED = 1 << 28
-"""Bytes that each core copies."""
 ROWS = 512
 """Of the product that is measured."""
 
@@ -48,33 +43,15 @@ class Work:
     nodes: dict[str, int]
     """By operator."""
     weight_bytes: int
-    """Of all products."""
     products: int
     """For each token: multiplications by a weight, which are added up."""
 
 
 def work_of(graph: ir.Graph) -> Work:
-    """Count what the products of specrun's operators read and compute."""
-    size, products = 0, 0
-    for node in graph:
-        if node.domain == DOMAIN and "K" in node.attributes:
-            products += node.attributes["K"].as_int() * sum(node.attributes["N"].as_ints())
-            size += sum(bytes_of(value) for value in node.inputs if value is not None and value.is_initializer())
-    return Work(dict(Counter(node.op_type for node in graph)), size, products)
-
-
-def bytes_of(value: ir.Value) -> int:
-    """Of a constant."""
-    return math.ceil(value.const_value.nbytes) if value.const_value is not None else 0
-
-
-def copy_speed() -> float:
-    """Bytes a second that all cores read and write together."""
-    cores = num_threads()
-    parts = [(np.ones(COPIED, np.uint8), np.empty(COPIED, np.uint8)) for _ in range(cores)]
-    with ThreadPoolExecutor(cores) as pool:
-        seconds = fastest(lambda: list(pool.map(lambda part: np.copyto(part[1], part[0]), parts)), 5)
-    return 2 * COPIED * cores / seconds
+    """Count what a pass reads, and what the products of specrun's operators compute."""
+    own = [node for node in graph if node.domain == DOMAIN and "K" in node.attributes]
+    products = sum(node.attributes["K"].as_int() * sum(node.attributes["N"].as_ints()) for node in own)
+    return Work(dict(Counter(node.op_type for node in graph)), weight_bytes(graph), products)
 
 
 def product_speed(graph: ir.Graph) -> float:

@@ -14,34 +14,15 @@ from specrun.commands.options import (
     SAMPLING,
     given,
     note_unused_sampling,
-    prompt_options,
-    require_one_source,
     sampling_options,
-    together,
 )
 from specrun.commands.pair import pair_config, running_options
+from specrun.commands.prompts import dataset_options, random_prompts, read_texts, require_one_dataset
 from specrun.config import AUTO
 
 if TYPE_CHECKING:
-    from specrun.evaluation.prompt_sets import BenchPrompt
-
-_DATASET = "token-norm-dist"
-_LENGTHS = ("input_mean", "input_stdev", "output_mean", "output_stdev", "num_requests")
-"""Options of ``--dataset token-norm-dist``."""
-
-dataset_options = together(
-    click.option(
-        "--prompts",
-        metavar="builtin|FILE",
-        help="Prompts with categories: a set of our own, or a file of MT-Bench, Spec-Bench, SPEED-Bench or ShareGPT.",
-    ),
-    click.option("--dataset", type=click.Choice([_DATASET]), help="Random tokens; the next five options say how many."),
-    click.option("--input_mean", type=click.IntRange(1), help="Mean tokens of a prompt."),
-    click.option("--input_stdev", type=click.IntRange(0), default=0, show_default=True, help="Their deviation."),
-    click.option("--output_mean", type=click.IntRange(1), help="Mean tokens of an output."),
-    click.option("--output_stdev", type=click.IntRange(0), default=0, show_default=True, help="Their deviation."),
-    click.option("--num_requests", type=click.IntRange(1), default=8, show_default=True, help="Number of prompts."),
-)
+    from specrun.evaluation.bench_results import Result
+    from specrun.evaluation.bench_settings import BenchSettings
 
 
 @click.command()
@@ -67,12 +48,12 @@ dataset_options = together(
     help="Ignore stop ids. Off: outputs end as in use, after --output_len tokens at the latest.",
 )
 @click.option("--chat", is_flag=True, help="Wrap each prompt in the tokenizer's chat template.")
-@prompt_options
 @dataset_options
 @sampling_options()
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--repetitions", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--output_format", type=click.Choice(["table", "json", "csv"]), default="table", show_default=True)
+@click.option("--report", type=FolderPath, metavar="FILE.html", help="Also write a page with charts.")
 @click.option(
     "--compare",
     nargs=2,
@@ -88,6 +69,7 @@ def bench(
     chat: bool,
     repetitions: int,
     output_format: Literal["table", "json", "csv"],
+    report: Path | None,
     compare: tuple[Path, Path] | None,
     **options: Any,
 ) -> None:
@@ -96,10 +78,10 @@ def bench(
     Standard output holds the results and nothing else.
     """
     if compare:
-        _require_nothing_else(options)
+        _require_nothing_else()
         _compare(*compare, output_format)
         return
-    _require_one_dataset(options)
+    require_one_dataset(options)
     built = take_models(options, draft_needed=True)
     config = pair_config({**options, "draft_len": None, "draft_target_model_config": None})
 
@@ -121,12 +103,18 @@ def bench(
         chat=chat,
         config=config,
     )
-    texts = None if options["dataset"] else _texts(options)
-    build_models(options, built, for_chat=chat)
+    if report:
+        _require_report(report)
+    texts = None if options["dataset"] else read_texts(options)
+    drafts = [options["draft"], options["draft_engine_dir"] and Path(options["draft_engine_dir"]).name]
+    name = build_models(options, built, for_chat=chat)
     target, draft_model, tokenizer = (options[name] for name in ("engine_dir", "draft_engine_dir", "tokenizer_dir"))
     engine = open_engine(target)
-    prompts = texts or _random_prompts(options, engine.graph.vocab_size)
+    prompts = texts or random_prompts(options, engine.graph.vocab_size)
     results = measure(target, draft_model, prompts, settings, lambda line: click.echo(line, err=True), tokenizer)
+    if report:
+        title = f"{name} with {' and '.join(filter(None, drafts))}"
+        _write_report(report, title, target, draft_model, results, settings)
     if output_format == "json":
         click.echo(as_json(results, engine, settings))
     elif output_format == "csv":
@@ -135,7 +123,7 @@ def bench(
         _print(table(results))
 
 
-def _require_nothing_else(options: dict[str, Any]) -> None:
+def _require_nothing_else() -> None:
     """Raise click's UsageError where ``--compare`` comes with what measures."""
     shown = {"compare", "output_format"}
     names = [name for name in click.get_current_context().params if name not in shown]
@@ -144,38 +132,6 @@ def _require_nothing_else(options: dict[str, Any]) -> None:
         first = next(one for one in context.command.params if one.name == others[0])
         name = first.opts[0] if isinstance(first, click.Option) else "TARGET"
         raise click.UsageError(f"--compare measures nothing; it cannot be combined with {name}")
-
-
-def _require_one_dataset(options: dict[str, Any]) -> None:
-    """Prompts come from one place. Raises click's UsageError."""
-    require_one_source(options["input_text"], options["input_file"])
-    named = [name for name in ("dataset", "prompts", "input_text", "input_file") if options[name]]
-    if len(named) > 1:
-        raise click.UsageError(f"--{named[0]} cannot be combined with --{named[1]}; prompts come from one place")
-    if options["dataset"]:
-        for name in ("input_mean", "output_mean"):
-            if options[name] is None:
-                raise click.UsageError(f"--dataset {_DATASET} needs --{name}")
-        if names := given("output_len", "chat"):
-            raise click.UsageError(f"--{names[0]} cannot be combined with --dataset {_DATASET}")
-    elif names := given(*_LENGTHS):
-        raise click.UsageError(f"--{names[0]} needs --dataset {_DATASET}")
-
-
-def _texts(options: dict[str, Any]) -> list[BenchPrompt]:
-    from specrun.evaluation.prompt_sets import BenchPrompt, read_prompt_set
-    from specrun.request.prompts import read_prompts
-
-    if options["prompts"]:
-        return read_prompt_set(options["prompts"])
-    return [BenchPrompt(text) for text in read_prompts(options["input_text"], options["input_file"])]
-
-
-def _random_prompts(options: dict[str, Any], vocab_size: int) -> list[BenchPrompt]:
-    from specrun.evaluation.random_prompts import TokenNormDist
-
-    lengths = TokenNormDist(**{name: options[name] for name in _LENGTHS})
-    return lengths.prompts(vocab_size, options["seed"])
 
 
 def _compare(a: Path, b: Path, output_format: Literal["table", "json", "csv"]) -> None:
@@ -190,6 +146,28 @@ def _compare(a: Path, b: Path, output_format: Literal["table", "json", "csv"]) -
         click.echo(shown, nl=output_format == "json")
     else:
         _print(shown)
+
+
+def _require_report(file: Path) -> None:
+    """Raise RequestError and ModuleNotFoundError where the page could not be written after all measuring."""
+    from specrun.errors import RequestError
+    from specrun.evaluation.report.page import require_packages
+
+    if file.is_dir() or not file.parent.is_dir():
+        raise RequestError(f"--report {file}: expected a file in a directory that exists, like report.html")
+    require_packages()
+
+
+def _write_report(
+    file: Path, title: str, target: Path, draft: Path | None, results: list[Result], settings: BenchSettings
+) -> None:
+    from specrun.engine_dir.config import open_engine
+    from specrun.evaluation.report.bandwidth import shares
+    from specrun.evaluation.report.page import page
+
+    engine = open_engine(target)
+    found = shares(target, draft, results) if engine.backend.device == "cpu" else []
+    file.write_text(page(title, results, found, engine, settings), encoding="utf-8")
 
 
 def _print(shown: Any) -> None:

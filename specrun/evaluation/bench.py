@@ -21,7 +21,7 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.devices.processor import processor_name
 from specrun.engine_dir.config import EngineConfig
 from specrun.errors import RequestError
-from specrun.evaluation.bench_passes import Pass, summarize
+from specrun.evaluation.bench_passes import Pass, example, summarize
 from specrun.evaluation.bench_results import Result, shown_draft_len, vllm_names
 from specrun.evaluation.bench_settings import BenchSettings
 from specrun.evaluation.prompt_sets import BenchPrompt
@@ -83,7 +83,8 @@ def bench(
                     stop_ids = () if settings.ignore_eos else alone.target.eos_token_ids
                     batches = _batches(tasks, size, settings, stop_ids)
                     passes = _interleave(alone, pair, batches, settings.repetitions, report)
-                    results[size, draft_len] = summarize(size, draft_len, passes, settings)
+                    shown = example(pair, first) if (first := passes[0][1].first) else None
+                    results[size, draft_len] = replace(summarize(size, draft_len, passes, settings), example=shown)
     return [results[size, draft_len] for size in settings.batch_sizes for draft_len in settings.fixed_draft_lens]
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from specrun.decoder import SpeculativeDecoder
-from specrun.evaluation.bench_results import Result, Split, Spread
+from specrun.evaluation.bench_results import Example, Result, Split, Spread
 from specrun.evaluation.bench_settings import BenchSettings
-from specrun.request.request import Request, TokenOutput
+from specrun.request.request import Request
 from specrun.request.stats import Stats, predicted_speedup, speculative_decoding
 
 
@@ -33,11 +33,12 @@ class Pass:
     ids: list[list[int]] = field(default_factory=list)
     stats: dict[str, list[Stats]] = field(default_factory=dict)
     """Of the requests, by category."""
-    first_output: list[TokenOutput] = field(default_factory=list)
-    """Of the first request."""
+    first: Request | None = None
+    """The first request."""
 
     def decode(self, decoder: SpeculativeDecoder, requests: Mapping[Request, str]) -> None:
         """Add a batch: requests and their categories."""
+        self.first = self.first or next(iter(requests))
         known = dict.fromkeys(requests, (0, 0, 0))
         clocks: list[npt.NDArray[np.float64]] = []
         began = time.perf_counter()
@@ -58,7 +59,6 @@ class Pass:
             if behind := len(request.token_outputs) - 1:
                 self.later_tokens.append((stats.seconds - stats.first_token_seconds) / behind)
             self.stats.setdefault(category, []).append(stats)
-            self.first_output = self.first_output or request.token_outputs
             self.ids.append(request.output)
 
     @property
@@ -122,5 +122,22 @@ def split_of(passes: Sequence[tuple[Pass, Pass]], alpha: float, lengths: Sequenc
         ratios = [predicted_speedup(alpha, g, draft_cost, verify_cost) for g in lengths]
         predicted = np.average(ratios, weights=shares)
         milliseconds = [1e3 * seconds / rounds for seconds in (drafting, verifying, host)]
-        figures.append((*milliseconds, host / elapsed, 1e3 * step, predicted))
+        steps_ms = (1e3 * step, 1e3 * drafting / max(1, draft_steps))
+        figures.append((*milliseconds, host / elapsed, *steps_ms, predicted))
     return Split(*map(Spread.of, zip(*figures, strict=True)))
+
+
+def example(decoder: SpeculativeDecoder, request: Request) -> Example | None:
+    """The text of a finished request; None without a tokenizer."""
+    stream = decoder.request(request.prompt, max_output_len=1).stream
+    if stream is None:
+        return None
+    pieces: list[tuple[str, bool]] = []
+    for token in request.token_outputs:
+        text = stream.push(token.token)
+        if pieces and pieces[-1][1] == token.from_draft:
+            text = pieces.pop()[0] + text
+        pieces.append((text, token.from_draft))
+    text, from_draft = pieces[-1]
+    pieces[-1] = (text + stream.finish(), from_draft)
+    return Example(decoder.tokenizer.decode(request.prompt), pieces)

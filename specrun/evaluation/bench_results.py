@@ -35,8 +35,19 @@ class Split:
     """(round time - engine time) / round time."""
     target_step_ms: Spread
     """Milliseconds of a step in the engine when the target runs alone."""
+    draft_step_ms: Spread
+    """Milliseconds of a step in the draft's engine; 0 where there is none."""
     predicted_speedup: Spread
     """The speed-up that the acceptance rate and these times predict."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """The first prompt and its output."""
+
+    prompt: str
+    pieces: list[tuple[str, bool]]
+    """The output, each part with whether the draft proposed it."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +84,8 @@ class Result:
     """Whether stop ids were ignored. False: outputs ended as they do in use."""
     output_tokens: float = 0.0
     """Mean tokens of the pair's outputs."""
+    example: Example | None = None
+    """None where there is no tokenizer."""
 
 
 def vllm_names(result: Result) -> dict[str, Any]:

@@ -42,11 +42,11 @@ def table(results: Sequence[Result]) -> Group:
     if categories := _categories(results):
         shown += [categories, ""]
     shown += ["Medians of the repetitions; speed-ups from the lowest to the highest."]
-    shown += [_lengths(results), *advice(results)]
+    shown += [lengths(results), *advice(results)]
     return Group(*shown)
 
 
-def _lengths(results: Sequence[Result]) -> str:
+def lengths(results: Sequence[Result]) -> str:
     """How long outputs were, and what ended them."""
     tokens = " and ".join(dict.fromkeys(f"{result.output_tokens:.4g}" for result in results))
     if results[0].ignore_eos:
@@ -101,7 +101,7 @@ def _cells(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
     """Names and values of a row; lists are numbers with spaces between them."""
     for name, value in fields.items():
         if isinstance(value, Mapping):
-            if name not in ("by_category", "acceptance_histogram_by_draft_length"):
+            if name not in ("by_category", "acceptance_histogram_by_draft_length", "example"):
                 yield from _cells(value, f"{prefix}{name}.")
         elif name == "draft_len":
             yield name, shown_draft_len(value)

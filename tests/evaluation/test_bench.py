@@ -6,7 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -167,8 +167,8 @@ def test_the_prediction_is_the_papers_with_the_times_of_a_repetition() -> None:
     theirs.later[:] = (2.0, 1.5, 50, 0.4, 200)
     c, v = 0.1, 1.5
     split = split_of([(ours, theirs)], 0.5, [4])
-    figures = (split.draft_ms, split.verify_ms, split.host_ms, split.overhead, split.target_step_ms)
-    assert [f.median for f in figures] == pytest.approx([8, 30, 2, 0.05, 20])
+    figures = [getattr(split, field.name) for field in fields(split) if field.name != "predicted_speedup"]
+    assert [f.median for f in figures] == pytest.approx([8, 30, 2, 0.05, 20, 2])
     assert split.predicted_speedup.median == pytest.approx(predicted_speedup(0.5, 4, c, v))
     split = split_of([(ours, theirs)], 0.5, [0, 2])
     assert split.predicted_speedup.median == pytest.approx((1 + 1.75) / (v + 2 * c + v))
@@ -227,6 +227,22 @@ def test_settings_of_the_pair_reach_it(tmp_path: Path, monkeypatch: pytest.Monke
     alone, pair = opened
     assert pair == replace(config, draft_len=2)
     assert alone == replace(config, draft_confidence=None)
+
+
+def test_the_example_shows_who_proposed_what(engines: Path) -> None:
+    pair = (engines / "target", engines / "draft")
+    settings = BenchSettings(draft_lens=[3], output_len=24, repetitions=1)
+    (result,) = bench(*pair, ["the quick brown", "a dog"], settings)
+    with SpeculativeDecoder.open(*pair, DraftTargetConfig(draft_len=3)) as decoder:
+        request = decoder.request("the quick brown", max_output_len=24)
+        request.stop_ids = frozenset()
+        for _ in decoder.run([request]):
+            pass
+    assert result.example and result.example.prompt == "the quick brown"
+    assert "".join(text for text, _ in result.example.pieces) == request.text
+    changes = [one.from_draft for one in request.token_outputs]
+    kinds = [kind for place, kind in enumerate(changes) if place == 0 or kind != changes[place - 1]]
+    assert [from_draft for _, from_draft in result.example.pieces] == kinds
 
 
 def test_csv_has_the_jsons_names_and_figures(run: Bench) -> None:
