@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import Field, ValidationError, field_validator
 
 from specbuild.artifacts.onnx_checkpoint import CheckpointConfig
@@ -15,6 +14,7 @@ from specrun.arguments import show
 from specrun.engine_dir.config import BuildConfig, Profile, Range, SpeculativeMode, Strict
 from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN
 from specrun.errors import BuildConfigError
+from specrun.yaml_file import read_settings
 
 Backend = Literal["auto", "onnxruntime", "tensorrt", "tensorrt_rtx"]
 
@@ -85,14 +85,7 @@ def engine_options(flags: dict[str, Any], file: Path | None) -> list[EngineOptio
 
 
 def _read(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    try:
-        data = yaml.load(file.read_text(encoding="utf-8"), _PlainLoader)
-    except FileNotFoundError as error:
-        raise BuildConfigError(f"{file}: no such file; --config wants a YAML file like configs/demo.yaml") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # Numbers of 5,000 digits, 20,000 brackets.
-        raise BuildConfigError(f"{file}: not readable YAML: {error}") from error
-    if not isinstance(data, dict):
-        raise BuildConfigError(f"{file}: expected settings (key: value), found {type(data).__name__}")
+    data = read_settings(file, BuildConfigError, "configs/demo.yaml")
     entries = data.pop("engines", [{}])
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise BuildConfigError(f"{file}: 'engines' must be a list of settings, one item for each engine")
@@ -100,31 +93,6 @@ def _read(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         for key in keys:
             _known(str(key), file, top=keys is data)
     return data, entries
-
-
-class _PlainLoader(yaml.SafeLoader):
-    """YAML of plain settings: no aliases, which can expand without end; no dates; every key once."""
-
-    yaml_implicit_resolvers = {  # noqa: RUF012 - as in the base class.
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        """Refuse aliases."""
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.MarkedYAMLError(problem="aliases (*name) are not taken; write it out", problem_mark=mark)
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        """Refuse a key that is given twice."""
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for number, (key, _) in enumerate(node.value):
-            if keys[number] in keys[:number]:
-                problem = f"{keys[number]!r} is given twice; leave out one of them"
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
-        return super().construct_mapping(node, deep)
 
 
 def _known(key: str, file: Path, top: bool) -> None:

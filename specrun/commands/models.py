@@ -11,6 +11,7 @@ import click
 
 from specrun.builder import BuildOptions, engines_of, is_checkpoint
 from specrun.command_line import FolderPath
+from specrun.commands.config_file import config_option
 from specrun.commands.options import draft_option, given, require_one_draft, together, tokenizer_dir_option
 from specrun.devices.processor import THREADS
 from specrun.errors import EngineDirError
@@ -69,6 +70,7 @@ threads_option = click.option(
 )
 
 models_options = together(
+    config_option,
     click.argument("target", required=False, metavar="TARGET"),
     click.argument("draft_model", required=False, metavar="[DRAFT]"),
     click.option("--engine_dir", type=FolderPath, help="The target's engine directory, instead of TARGET."),
@@ -88,7 +90,7 @@ models_options = together(
 )
 """What every command takes that opens a target, or a target and its draft."""
 target_options = together(
-    click.argument("target", metavar="TARGET"), tokenizer_dir_option, threads_option, build_options
+    config_option, click.argument("target", metavar="TARGET"), tokenizer_dir_option, threads_option, build_options
 )
 """What a command takes that opens a target alone."""
 
