@@ -13,6 +13,7 @@ from specrun.commands.generate import generate
 from specrun.commands.score import score
 from specrun.commands.serve import serve
 from specrun.commands.triton_repository import triton_repository
+from specrun.commands.tune import tune
 from specrun.commands.verify import verify
 
 
@@ -23,6 +24,6 @@ def main(debug: bool) -> None:
     """Turn checkpoints or engines into text, by draft-target speculative decoding."""
 
 
-for command in (generate, chat, serve, triton_repository, bench, verify, score, cache):
+for command in (generate, chat, serve, triton_repository, bench, tune, verify, score, cache):
     main.add_command(command)
 main.add_command(chat, "run")  # Its name in releases before 2026-11-25.

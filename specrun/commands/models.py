@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
@@ -13,6 +13,7 @@ from specrun.builder import BuildOptions, engines_of, is_checkpoint
 from specrun.command_line import FolderPath
 from specrun.commands.config_file import config_option
 from specrun.commands.options import draft_option, given, require_one_draft, together, tokenizer_dir_option
+from specrun.config import DraftKind
 from specrun.devices.processor import THREADS
 from specrun.errors import EngineDirError
 
@@ -21,27 +22,34 @@ KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 """Those of ``specbuild convert``, which this package does not import."""
 _BUILD = tuple(field.name for field in fields(BuildOptions))
 
-build_options = together(
-    click.option(
-        "--qformat",
-        type=click.Choice(QFORMATS),
-        default=BuildOptions.qformat,
-        show_default=True,
-        help="Format of both models' weights. auto: as they are.",
-    ),
+_QFORMAT = click.option(
+    "--qformat",
+    type=click.Choice(QFORMATS),
+    default=BuildOptions.qformat,
+    show_default=True,
+    help="Format of both models' weights. auto: as they are.",
+)
+_MAX_BATCH_SIZE = click.option(
+    "--max_batch_size",
+    type=click.IntRange(1),
+    default=BuildOptions.max_batch_size,
+    show_default=True,
+    help="Most texts in a batch.",
+)
+_MAX_DRAFT_LEN = click.option(
+    "--max_draft_len",
+    type=click.IntRange(1),
+    default=BuildOptions.max_draft_len,
+    show_default=True,
+    help="Most draft tokens a round.",
+)
+_CHECKPOINTS = together(
     click.option(
         "--kv_cache_dtype",
         type=click.Choice(KV_CACHE_DTYPES),
         default=BuildOptions.kv_cache_dtype,
         show_default=True,
         help="Dtype of stored keys and values. auto: that of the computation.",
-    ),
-    click.option(
-        "--max_batch_size",
-        type=click.IntRange(1),
-        default=BuildOptions.max_batch_size,
-        show_default=True,
-        help="Most texts in a batch.",
     ),
     click.option(
         "--max_seq_len",
@@ -53,6 +61,7 @@ build_options = together(
     click.option("--trust_remote_code", is_flag=True, help="Run Python code that comes with the checkpoints."),
     click.option("--text_model", is_flag=True, help="Take the language model inside a multimodal TARGET."),
 )
+build_options = together(_QFORMAT, _MAX_BATCH_SIZE, _CHECKPOINTS)
 """The fields of ``BuildOptions`` that a target alone has."""
 
 
@@ -79,13 +88,7 @@ models_options = together(
     tokenizer_dir_option,
     threads_option,
     build_options,
-    click.option(
-        "--max_draft_len",
-        type=click.IntRange(1),
-        default=BuildOptions.max_draft_len,
-        show_default=True,
-        help="Most draft tokens a round.",
-    ),
+    _MAX_DRAFT_LEN,
     click.option("--draft_revision", help="The same as --revision, of DRAFT."),
 )
 """What every command takes that opens a target, or a target and its draft."""
@@ -93,6 +96,23 @@ target_options = together(
     config_option, click.argument("target", metavar="TARGET"), tokenizer_dir_option, threads_option, build_options
 )
 """What a command takes that opens a target alone."""
+candidate_options = together(
+    click.argument("target", metavar="TARGET"),
+    click.argument("drafts", nargs=-1, metavar="[DRAFT|suffix|ngram]..."),
+    click.option(
+        "--qformat",
+        "qformats",
+        type=click.Choice(QFORMATS),
+        multiple=True,
+        default=[BuildOptions.qformat],
+        show_default=True,
+        help="Format of a checkpoint's weights to try; may be repeated.",
+    ),
+    tokenizer_dir_option,
+    _CHECKPOINTS,
+    _MAX_DRAFT_LEN,
+)
+"""What a command takes that compares drafts and forms of a target."""
 
 
 def take_models(options: dict[str, Any], draft_needed: bool = False) -> BuildOptions:
@@ -125,6 +145,20 @@ def take_target(options: dict[str, Any], base: str | None = None) -> tuple[str |
     target, built = _read(options.pop("target"), "TARGET"), _take_build(options)
     _refuse_build_options(target, base and _read(base, "--base"))
     return target, built
+
+
+def take_candidates(options: dict[str, Any]) -> tuple[str | Path, list[str | Path], BuildOptions]:
+    """Take a target, its drafts and how to build them out of ``options`` of ``candidate_options``.
+
+    Raises click's UsageError, and EngineDirError for a model that is not there.
+    """
+    target = _read(options.pop("target"), "TARGET")
+    drafts = [draft if draft in get_args(DraftKind) else _read(draft, "DRAFT") for draft in options.pop("drafts")]
+    if given("qformats") and not isinstance(target, str):
+        raise click.UsageError("--qformat is for checkpoints, of which engines are built; give one as TARGET")
+    built = _take_build(options)
+    _refuse_build_options(target, *(draft for draft in drafts if draft not in get_args(DraftKind)))
+    return target, drafts, built
 
 
 def _take_build(options: dict[str, Any]) -> BuildOptions:

@@ -1,0 +1,1 @@
+"""Finds how a target runs fastest: draft, draft length, batch size, form and threads."""

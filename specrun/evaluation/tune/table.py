@@ -1,0 +1,36 @@
+"""The table that led to a choice."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from specrun.evaluation.bench_tables import new_table
+from specrun.evaluation.tune.tune import Tuned
+
+
+def table(tuned: Tuned) -> Table:
+    """All trials, the best first: what the last round that measured each found."""
+    shown = new_table("round", "draft", "draft\nlen", "batch", "form", "threads", "tokens/s", "speed-up")
+    for trial in tuned.trials:
+        one, result = trial.candidate, trial.measured
+        shown.add_row(
+            str(trial.round + 1),
+            one.name,
+            str(one.draft_len) if one.draft else "-",
+            str(one.batch_size),
+            one.qformat,
+            str(one.threads),
+            f"{result.tokens_per_second.median:.1f}",
+            f"{result.speedup.median:.2f}" if one.draft else "-",
+        )
+    return shown
+
+
+def summary(tuned: Tuned) -> str:
+    """What was chosen, and how much was measured."""
+    speed = tuned.trials[0].measured.tokens_per_second.median
+    text = f"Fastest: {tuned.best}: {speed:.1f} tokens/s."
+    if tuned.time_was_over:
+        last, measured = tuned.trials[0].round + 1, len(tuned.trials)
+        return f"{text} The time was over in round {last}; {measured} of {tuned.candidates} candidates were measured."
+    return text

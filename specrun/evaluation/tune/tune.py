@@ -1,0 +1,178 @@
+"""The stages of ``specrun tune``: engines, candidates, the search; and what it comes to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from specrun.builder import BuildOptions, engines_of, is_checkpoint
+from specrun.devices.processor import num_threads
+from specrun.engine_dir.config import EngineConfig, open_engine
+from specrun.errors import RequestError, SpecError
+from specrun.evaluation.bench_results import Result
+from specrun.evaluation.prompt_sets import BenchPrompt
+from specrun.evaluation.tune.candidates import DRAFT_KINDS, Candidate, Space, draft_lens_up_to, powers_of_two
+from specrun.evaluation.tune.halving import Trial, effort, halve, spread_out
+from specrun.evaluation.tune.measure import run_bench
+
+Trials = list[Trial[Candidate, Result]]
+
+
+@dataclass(frozen=True)
+class TuneSettings:
+    """What to choose from, and how to measure. Empty lists: what is usual, see ``space_of``."""
+
+    draft_lens: Sequence[int | str] = ()
+    batch_sizes: Sequence[int] = ()
+    qformats: Sequence[str] = ("auto",)
+    """Forms of a checkpoint's weights."""
+    threads: Sequence[int] = ()
+    time_limit: float = 600.0
+    """Seconds of measuring; engines are built before."""
+    bench: Mapping[str, Any] | None = None
+    """Further options of ``bench``, by name."""
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What was measured, the best first."""
+
+    trials: Trials
+    candidates: int
+    """How many there were."""
+    time_was_over: bool
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest candidate of the last round."""
+        return self.trials[0].candidate
+
+
+_Engines = dict[tuple[str, str | None], tuple[Path, Path | None]]
+"""Engine directories of target and draft model, by form and draft."""
+
+
+def tune(
+    target: str | Path,
+    drafts: Sequence[str | Path],
+    prompts: Sequence[BenchPrompt],
+    settings: TuneSettings,
+    build: BuildOptions,
+    report: Callable[[str], None] = lambda _: None,
+) -> Tuned:
+    """Find how ``target`` writes most tokens a second behind ``prompts``.
+
+    drafts: models, or kinds of drafts without one. What does not fit the target is said, and left out. Raises SpecError
+    where nothing could be measured.
+    """
+    for number, prompt in enumerate(prompts, 1):
+        if not prompt.prompt:
+            raise RequestError(f"prompt {number}: empty; a text needs at least one token to follow")
+    names = [str(draft) for draft in drafts]
+    rows = max(settings.batch_sizes or [build.max_batch_size])
+    engines = _engines(target, names, settings.qformats, replace(build, max_batch_size=rows), report)
+    space = space_of([open_engine(directory) for directory, _ in engines.values()], names, settings)
+    candidates = [one for one in space.candidates() if (one.qformat, one.draft) in engines]
+    report(f"{len(candidates)} candidates, {settings.time_limit:g} s")
+    deadline = time.monotonic() + settings.time_limit
+    errors: list[SpecError] = []
+
+    def measure(candidate: Candidate, number: int) -> Result | None:
+        count, repetitions = effort(number, max(space.batch_sizes), len(prompts))
+        items = [{"prompt": one.prompt, "category": one.category} for one in spread_out(prompts, count)]
+        options = {**(settings.bench or {}), **_bench_options(candidate, engines), "repetitions": repetitions}
+        try:
+            found = run_bench(options, items, deadline - time.monotonic())
+        except RequestError as error:
+            errors.append(error)
+            report(f"round {number + 1}: {candidate}: left out: {error}")
+            return None
+        if found:
+            report(f"round {number + 1}: {candidate}: {found.tokens_per_second.median:.1f} tokens/s")
+        return found
+
+    def time_is_over() -> bool:
+        return time.monotonic() >= deadline
+
+    trials = halve(candidates, measure, lambda found: found.tokens_per_second.median, time_is_over)
+    if not trials:
+        limit = f"--time_limit {settings.time_limit:g}: nothing was measured in it; give more"
+        raise errors[-1] if errors else RequestError(limit)
+    return Tuned(trials, len(candidates), time_is_over())
+
+
+def space_of(targets: Sequence[EngineConfig], drafts: Sequence[str], settings: TuneSettings) -> Space:
+    """The values to choose from, for these engines of the target.
+
+    Usual draft lengths: ``auto``, and powers of two up to what the engines take. Usual batch sizes: powers of two, too.
+    Usual threads, on a CPU: one a core, and half as many, for cores that run two threads each.
+    """
+    longest = min(config.build_config.max_draft_len for config in targets)
+    rows = min(config.build_config.max_batch_size for config in targets)
+    cores = num_threads()
+    usual = {cores, max(1, cores // 2)} if targets[0].backend.device == "cpu" else {cores}
+    return Space(
+        drafts,
+        settings.draft_lens or draft_lens_up_to(longest),
+        settings.batch_sizes or powers_of_two(rows),
+        settings.qformats,
+        settings.threads or sorted(usual, reverse=True),
+    )
+
+
+def _engines(
+    target: str | Path,
+    drafts: Sequence[str],
+    qformats: Sequence[str],
+    build: BuildOptions,
+    report: Callable[[str], None],
+) -> _Engines:
+    """Build what is missing. A draft that does not fit is said; raises SpecError where the target has an error."""
+    found: _Engines = {}
+    for form in qformats:
+        options = replace(build, qformat=form)
+        alone = engines_of(target, None, options)
+        found[form, None] = alone
+        for draft in drafts:
+            if draft in DRAFT_KINDS:
+                found[form, draft] = alone
+                continue
+            try:
+                found[form, draft] = engines_of(target, draft, options)
+            except SpecError as error:
+                report(f"{draft}, form {form}: left out: {error}")
+    return found
+
+
+def _bench_options(candidate: Candidate, engines: _Engines) -> dict[str, Any]:
+    """Options of ``bench`` that measure a candidate. The target alone is a pair that drafts nothing."""
+    target, draft = engines[candidate.qformat, candidate.draft]
+    drafting = candidate.drafting or {"draft": DRAFT_KINDS[0], "draft_len": 0}
+    if draft:
+        drafting["draft_model"] = str(draft)
+    return {"target": str(target), **drafting, "batch_size": candidate.batch_size, "threads": candidate.threads}
+
+
+def as_options(best: Candidate, target: str | Path, build: BuildOptions) -> dict[str, Any]:
+    """The options with which every command runs ``best``, under the names of files for ``--config``."""
+    options: dict[str, Any] = {"target": _named(target), **best.drafting}
+    models = [target]
+    if draft := options.get("draft_model"):
+        options["draft_model"] = _named(draft)
+        models.append(draft)
+    if any(is_checkpoint(model) for model in models):
+        built = asdict(replace(build, qformat=best.qformat, max_batch_size=best.batch_size))
+        usual = asdict(BuildOptions())
+        options |= {name: value for name, value in built.items() if value != usual[name]}
+    if best.threads != num_threads():
+        options["threads"] = best.threads
+    return options
+
+
+def _named(model: str | Path) -> str:
+    """A directory by its whole path, for commands that run elsewhere; a Hub ID as it is."""
+    path = Path(model).expanduser()
+    return str(path.resolve()) if path.is_dir() else str(model)
