@@ -6,7 +6,11 @@ import random
 
 import pytest
 
-from specrun.evaluation.tune.halving import effort, halve, spread_out
+from specrun.evaluation.tune.halving import Trial, effort, halve, spread_out
+
+
+def value(trial: Trial[int, float]) -> float:
+    return trial.measured
 
 
 def never() -> bool:
@@ -20,7 +24,7 @@ def test_the_best_is_found_and_rounds_cost_the_same() -> None:
         measured.append((number, candidate))
         return float(candidate)
 
-    trials = halve(random.Random(1).sample(range(16), 16), measure, float, never)
+    trials = halve(random.Random(1).sample(range(16), 16), measure, value, never)
     assert [trial.candidate for trial in trials[:4]] == [15, 14, 13, 12]
     assert [trial.round for trial in trials] == [3, 3, 2, 2, *[1] * 4, *[0] * 8]
     rounds = [[c for n, c in measured if n == number] for number in range(4)]
@@ -32,15 +36,15 @@ def test_the_best_is_found_and_rounds_cost_the_same() -> None:
 
 def test_a_wrong_impression_is_corrected_by_longer_rounds() -> None:
     """In the first round 3 looks better than 4."""
-    trials = halve([1, 2, 3, 4], lambda c, number: {3: 5.0}.get(c, c) if number == 0 else c, float, never)
+    trials = halve([1, 2, 3, 4], lambda c, number: {3: 5.0}.get(c, c) if number == 0 else c, value, never)
     assert trials[0].candidate == 4
 
 
 def test_candidates_that_cannot_be_measured_drop_out() -> None:
-    trials = halve([1, 2, 3, 4], lambda c, _: None if c == 4 else c, float, never)
+    trials = halve([1, 2, 3, 4], lambda c, _: None if c == 4 else c, value, never)
     assert [trial.candidate for trial in trials] == [3, 2, 1]
-    assert halve([1], lambda c, _: None, float, never) == []
-    (only,) = halve([7], lambda c, _: c, float, never)
+    assert halve([1], lambda c, _: None, value, never) == []
+    (only,) = halve([7], lambda c, _: c, value, never)
     assert (only.candidate, only.round) == (7, 0)
 
 
@@ -53,7 +57,7 @@ def test_what_was_measured_when_the_time_is_over_counts(limit: int, best: list[i
         done += 1
         return float(candidate)
 
-    trials = halve([1, 2, 3, 4], measure, float, lambda: done >= limit)
+    trials = halve([1, 2, 3, 4], measure, value, lambda: done >= limit)
     assert [trial.candidate for trial in trials] == best
     assert done == limit
 

@@ -8,19 +8,22 @@ from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
+from click.testing import Result as Said
 
 from specrun.builder import BuildOptions
 from specrun.cli import main
 from specrun.devices.processor import THREADS, num_threads
 from specrun.engine_dir.config import open_engine
 from specrun.errors import RequestError
+from specrun.evaluation.bench_results import Result, Spread
 from specrun.evaluation.tune.candidates import Candidate, Space, draft_lens_up_to
-from specrun.evaluation.tune.tune import TuneSettings, as_options, space_of
+from specrun.evaluation.tune.halving import Trial
+from specrun.evaluation.tune.tune import Speeds, TuneSettings, as_options, space_of
 from tests.helpers.tables import normal, save_table_engine
 
 
-def run(*arguments: object) -> Result:
+def run(*arguments: object) -> Said:
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
@@ -77,6 +80,20 @@ def test_the_files_options_are_the_candidates(engines: Path, hf: Path, monkeypat
     }
     alone = Candidate(None, 0, 2, "auto", num_threads())
     assert as_options(alone, engines / "target", BuildOptions()) == {"target": str(engines / "target")}
+
+
+def test_a_machine_that_is_busy_for_a_while_does_not_decide() -> None:
+    """The second draft is better, and is measured while the machine has half its speed."""
+    speeds, trials = Speeds(), []
+    for draft, alone, ratio in ((None, 100.0, 0.9), ("first", 110.0, 1.2), ("second", 50.0, 1.5)):
+        one, pair = Spread(alone, alone, alone), Spread(alone * ratio, 0, 0)
+        found = Result(1, 2, one, pair, Spread(ratio, ratio, ratio), one, one, 1.0, 0.5, [], 1.5, True, None)
+        trials.append(Trial(Candidate(draft, 2, 1, "auto", 2), 0, found))
+        speeds.add(trials[-1].candidate, found)
+    assert [speeds.of(trial) for trial in trials] == pytest.approx([100, 120, 150])
+    other = Trial(Candidate("first", 2, 4, "auto", 2), 0, trials[1].measured)
+    speeds.add(other.candidate, other.measured)
+    assert speeds.of(other) == pytest.approx(132), "of its own batch size"
 
 
 def test_the_command_measures_and_its_file_runs(engines: Path, tmp_path: Path) -> None:

@@ -26,13 +26,14 @@ class Trial(Generic[C, M]):
 def halve(
     candidates: Sequence[C],
     measure: Callable[[C, int], M | None],
-    score: Callable[[M], float],
+    score: Callable[[Trial[C, M]], float],
     time_is_over: Callable[[], bool],
 ) -> list[Trial[C, M]]:
     """The trials, best first: by their last round, then by score.
 
     measure: takes a candidate and a round's number. It gives None for a candidate that cannot be measured, which drops
-    out. In a round the best of the last one come first, so that a round that is cut short has measured those.
+    out. score: may learn from round to round. In a round the best of the last one come first, so that a round that is
+    cut short has measured those.
     """
     trials: dict[C, Trial[C, M]] = {}
     left, number = list(candidates), 0
@@ -46,12 +47,12 @@ def halve(
                 measured.append(trials[candidate])
         if time_is_over() or len(measured) < 2:
             break
-        measured.sort(key=lambda trial: score(trial.measured), reverse=True)
+        measured.sort(key=score, reverse=True)
         left = [trial.candidate for trial in measured[: (len(measured) + 1) // 2]]
         number += 1
         if len(left) == 1:
             break
-    return sorted(trials.values(), key=lambda trial: (trial.round, score(trial.measured)), reverse=True)
+    return sorted(trials.values(), key=lambda trial: (trial.round, score(trial)), reverse=True)
 
 
 def effort(number: int, batch_size: int, prompts: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from specrun.evaluation.tune.tune import Tuned
 def table(tuned: Tuned) -> Table:
     """All trials, the best first: what the last round that measured each found."""
     shown = new_table("round", "draft", "draft\nlen", "batch", "form", "threads", "tokens/s", "speed-up")
-    for trial in tuned.trials:
+    for trial, speed in zip(tuned.trials, tuned.speeds, strict=True):
         one, result = trial.candidate, trial.measured
         shown.add_row(
             str(trial.round + 1),
@@ -20,7 +20,7 @@ def table(tuned: Tuned) -> Table:
             str(one.batch_size),
             one.qformat,
             str(one.threads),
-            f"{result.tokens_per_second.median:.1f}",
+            f"{speed:.1f}",
             f"{result.speedup.median:.2f}" if one.draft else "-",
         )
     return shown
@@ -28,8 +28,7 @@ def table(tuned: Tuned) -> Table:
 
 def summary(tuned: Tuned) -> str:
     """What was chosen, and how much was measured."""
-    speed = tuned.trials[0].measured.tokens_per_second.median
-    text = f"Fastest: {tuned.best}: {speed:.1f} tokens/s."
+    text = f"Fastest: {tuned.best}: {tuned.speeds[0]:.1f} tokens/s."
     if tuned.time_was_over:
         last, measured = tuned.trials[0].round + 1, len(tuned.trials)
         return f"{text} The time was over in round {last}; {measured} of {tuned.candidates} candidates were measured."

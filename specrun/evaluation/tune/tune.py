@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from specrun.builder import BuildOptions, engines_of, is_checkpoint
@@ -41,6 +42,8 @@ class Tuned:
     """What was measured, the best first."""
 
     trials: Trials
+    speeds: list[float]
+    """Tokens a second of each, as ``Speeds`` has them."""
     candidates: int
     """How many there were."""
     time_was_over: bool
@@ -49,6 +52,30 @@ class Tuned:
     def best(self) -> Candidate:
         """The fastest candidate of the last round."""
         return self.trials[0].candidate
+
+
+class Speeds:
+    """Tokens a second of trials, where the machine is faster at one time than at another.
+
+    In each measurement the target alone takes turns with the pair, so their ratio is steady. It is multiplied by the
+    median of all measurements of the target alone with the same batch size, form and threads.
+    """
+
+    def __init__(self) -> None:
+        self._alone: dict[tuple[int, str, int], list[float]] = {}
+
+    def add(self, candidate: Candidate, found: Result) -> None:
+        """Learn from a measurement."""
+        self._alone.setdefault(self._group(candidate), []).append(found.tokens_per_second_alone.median)
+
+    def of(self, trial: Trial[Candidate, Result]) -> float:
+        """Tokens a second."""
+        ratio = trial.measured.speedup.median if trial.candidate.draft else 1.0
+        return ratio * median(self._alone[self._group(trial.candidate)])
+
+    @staticmethod
+    def _group(candidate: Candidate) -> tuple[int, str, int]:
+        return candidate.batch_size, candidate.qformat, candidate.threads
 
 
 _Engines = dict[tuple[str, str | None], tuple[Path, Path | None]]
@@ -79,6 +106,7 @@ def tune(
     report(f"{len(candidates)} candidates, {settings.time_limit:g} s")
     deadline = time.monotonic() + settings.time_limit
     errors: list[SpecError] = []
+    speeds = Speeds()
 
     def measure(candidate: Candidate, number: int) -> Result | None:
         count, repetitions = effort(number, max(space.batch_sizes), len(prompts))
@@ -91,17 +119,18 @@ def tune(
             report(f"round {number + 1}: {candidate}: left out: {error}")
             return None
         if found:
+            speeds.add(candidate, found)
             report(f"round {number + 1}: {candidate}: {found.tokens_per_second.median:.1f} tokens/s")
         return found
 
     def time_is_over() -> bool:
         return time.monotonic() >= deadline
 
-    trials = halve(candidates, measure, lambda found: found.tokens_per_second.median, time_is_over)
+    trials = halve(candidates, measure, speeds.of, time_is_over)
     if not trials:
         limit = f"--time_limit {settings.time_limit:g}: nothing was measured in it; give more"
         raise errors[-1] if errors else RequestError(limit)
-    return Tuned(trials, len(candidates), time_is_over())
+    return Tuned(trials, [speeds.of(trial) for trial in trials], len(candidates), time_is_over())
 
 
 def space_of(targets: Sequence[EngineConfig], drafts: Sequence[str], settings: TuneSettings) -> Space:
