@@ -12,6 +12,8 @@ from specrun.commands.models import build_models, models_options, take_models
 from specrun.commands.options import (
     DRAFT_LEN,
     SAMPLING,
+    constraint_options,
+    constraints,
     given,
     note_unused_sampling,
     sampling_options,
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 @click.option("--chat", is_flag=True, help="Wrap each prompt in the tokenizer's chat template.")
 @dataset_options
 @sampling_options()
+@constraint_options
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--repetitions", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--output_format", type=click.Choice(["table", "json", "csv"]), default="table", show_default=True)
@@ -90,6 +93,7 @@ def bench(
     from specrun.evaluation.bench import bench as measure
     from specrun.evaluation.bench_settings import BenchSettings
     from specrun.evaluation.bench_tables import as_csv, table
+    from specrun.request.options import RequestOptions
     from specrun.sampling.sampler import SamplingParams
 
     note_unused_sampling(options)
@@ -100,7 +104,7 @@ def bench(
         repetitions=repetitions,
         params=SamplingParams(**{name: options[name] for name in (*SAMPLING, "seed")}),
         ignore_eos=ignore_eos,
-        chat=chat,
+        options=RequestOptions(chat=chat, **constraints(options)),
         config=config,
     )
     if report:

@@ -25,18 +25,21 @@ from specrun.evaluation.bench_passes import Pass, example, summarize
 from specrun.evaluation.bench_results import Result, shown_draft_len, vllm_names
 from specrun.evaluation.bench_settings import BenchSettings
 from specrun.evaluation.prompt_sets import BenchPrompt
+from specrun.request.options import RequestOptions
 from specrun.request.request import Request
+from specrun.text.grammar import Grammar
 
 _WARM_UP_ROUNDS = 8
 """Enough for a GPU to record a batch's rounds, and for ``auto`` to have tried the draft."""
 
 
 class _Task(NamedTuple):
-    """A prompt in ids, its category, and how many tokens its output has."""
+    """A prompt in ids, its category, how many tokens its output has, and what the output must follow."""
 
     prompt: Sequence[int]
     category: str
     output_len: int
+    grammar: Grammar | None = None
 
 
 def bench(
@@ -91,14 +94,16 @@ def bench(
 def _task(alone: SpeculativeDecoder, prompt: BenchPrompt, number: int, settings: BenchSettings) -> _Task:
     """Check a prompt and its output's length. Raises RequestError."""
     # Only for its checks: a benchmark's own requests may have no stop ids.
-    ids = alone.request(prompt.prompt, max_output_len=1, chat=settings.chat, name=f"prompt {number}").prompt
+    options = replace(settings.options, max_output_len=1)
+    request = alone.request(prompt.prompt, options=options, name=f"prompt {number}")
+    ids = request.prompt
     wanted = prompt.output_len or settings.output_len
     if (room := alone.target.build_config.max_seq_len - len(ids)) < wanted:
         raise RequestError(
             f"prompt {number}: {len(ids)} tokens + {wanted} of output, the engine's max_seq_len is {len(ids) + room}; "
             f"give --output_len {room} or less, or build with a larger --max_seq_len"
         )
-    return _Task(ids, prompt.category, wanted)
+    return _Task(ids, prompt.category, wanted, request.grammar)
 
 
 _Batch = dict[Request, str]
@@ -111,9 +116,9 @@ def _batches(
     """A function that makes the requests anew. A prompt that comes again gets another seed, hence another text."""
 
     def request(row: int) -> tuple[Request, str]:
-        prompt, category, output_len = tasks[row % len(tasks)]
+        task = tasks[row % len(tasks)]
         params = settings.params.seeded(row // len(tasks))
-        return Request(prompt, params, output_len, frozenset(stop_ids)), category
+        return Request(task.prompt, params, task.output_len, frozenset(stop_ids), grammar=task.grammar), task.category
 
     return lambda: [dict(request(first + row) for row in range(size)) for first in range(0, len(tasks), size)]
 
@@ -151,9 +156,12 @@ def as_json(results: Sequence[Result], target_config: EngineConfig, settings: Be
         "backend": target_config.backend.model_dump(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+    usual = asdict(RequestOptions())
+    asked = asdict(settings)
+    asked["options"] = {name: value for name, value in asked["options"].items() if value != usual[name]}
     found = {
         "machine": machine,
-        "settings": asdict(settings),
+        "settings": asked,
         "results": [asdict(result) | {"vllm": vllm_names(result)} for result in results],
     }
     return json.dumps(found, indent=2)

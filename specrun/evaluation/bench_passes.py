@@ -80,7 +80,8 @@ def summarize(size: int, draft_len: int | None, passes: Sequence[tuple[Pass, Pas
     places = range(1, evaluated.max() + 1)
     timed = all(ours.later[2] and theirs.later[2] for ours, theirs in passes)
     alpha = float(accepted.sum() / evaluated.sum()) if evaluated.any() else None
-    lengths = drafted if draft_len is None else np.array([draft_len])
+    may_be_shorter = settings.config.draft is not None or bool(settings.config.draft_confidence)
+    lengths = drafted if draft_len is None or may_be_shorter else np.array([draft_len])
     lossless = settings.params.greedy or not settings.config.use_logits
     by_category: dict[str, list[Stats]] = {}
     for theirs in pair:

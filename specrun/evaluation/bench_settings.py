@@ -8,6 +8,7 @@ from typing import Literal
 
 from specrun.config import DraftTargetConfig
 from specrun.errors import RequestError
+from specrun.request.options import RequestOptions
 from specrun.sampling.sampler import SamplingParams
 
 
@@ -24,8 +25,8 @@ class BenchSettings:
     params: SamplingParams = field(default_factory=SamplingParams)
     ignore_eos: bool = True
     """Whether stop ids are ignored, so that every run commits as many tokens. False: outputs end as they do in use."""
-    chat: bool = False
-    """Whether texts are put into the target's chat template."""
+    options: RequestOptions = field(default_factory=RequestOptions)
+    """The chat template and the constraint of all requests; the rest of it does not count."""
     config: DraftTargetConfig = field(default_factory=lambda: DraftTargetConfig(reuse_blocks=False))
     """How the pair is run, but for the draft length. With the prefix cache, prompts are read in the first run alone."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from specrun.evaluation.bench_results import Result
 from specrun.evaluation.bench_settings import BenchSettings
 from specrun.evaluation.bench_tables import as_csv, table
 from specrun.evaluation.prompt_sets import BenchPrompt
+from specrun.request.options import RequestOptions
 from specrun.request.request import Request
 from specrun.request.stats import predicted_speedup
 from specrun.sampling.sampler import SamplingParams
@@ -122,7 +124,8 @@ def test_every_batch_size_with_every_draft_length(run: Bench) -> None:
     console = Console(width=130, file=io.StringIO(), record=True)
     console.print(table(results))
     shown = console.export_text()
-    assert shown.count("auto") == 2 * len(batch_sizes), "in both tables"
+    tables, _, _ = shown.partition("Medians of the repetitions")
+    assert tables.count("auto") == 2 * len(batch_sizes), "in both tables"
     assert max(map(len, map(str.rstrip, shown.splitlines()))) <= 80
 
 
@@ -172,6 +175,24 @@ def test_the_prediction_is_the_papers_with_the_times_of_a_repetition() -> None:
     assert split.predicted_speedup.median == pytest.approx(predicted_speedup(0.5, 4, c, v))
     split = split_of([(ours, theirs)], 0.5, [0, 2])
     assert split.predicted_speedup.median == pytest.approx((1 + 1.75) / (v + 2 * c + v))
+
+
+@pytest.mark.parametrize(
+    ("config", "lengths"),
+    [
+        (DraftTargetConfig(), [4]),
+        (DraftTargetConfig(draft="ngram"), [0, 2]),
+        (DraftTargetConfig(draft_confidence=0.5), [0, 2]),
+    ],
+)
+def test_drafts_that_may_end_early_are_predicted_by_their_own_lengths(
+    config: DraftTargetConfig, lengths: list[int]
+) -> None:
+    passes = (Pass(1.0, [0.1], ids=[[1]]), Pass(1.0, [0.1], ids=[[1]], rounds=[(0, 0, 0), (2, 2, 1)]))
+    passes[0].later[:] = (2.2, 2.0, 100, 0, 0)
+    passes[1].later[:] = (2.0, 1.5, 50, 0.4, 200)
+    result = summarize(1, 4, [passes], BenchSettings(config=config))
+    assert result.split and result.split == split_of([passes], 0.5, lengths)
 
 
 def test_rounds_that_are_not_timed_have_no_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +248,16 @@ def test_settings_of_the_pair_reach_it(tmp_path: Path, monkeypatch: pytest.Monke
     alone, pair = opened
     assert pair == replace(config, draft_len=2)
     assert alone == replace(config, draft_confidence=None)
+
+
+def test_constraints_hold_for_both_and_are_named(engines: Path) -> None:
+    pair = (engines / "target", engines / "draft")
+    settings = BenchSettings(draft_lens=[3], output_len=16, repetitions=1, options=RequestOptions(regex="[a-c]+"))
+    (result,) = bench(*pair, ["the quick brown"], settings)
+    assert result.identical_ids
+    assert result.example and re.fullmatch("[a-c]+", "".join(text for text, _ in result.example.pieces))
+    found = json.loads(as_json([result], open_engine(pair[0]), settings))
+    assert found["settings"]["options"] == {"regex": "[a-c]+"}
 
 
 def test_the_example_shows_who_proposed_what(engines: Path) -> None:
