@@ -1,6 +1,6 @@
 """Convert checkpoints larger than what a conversion may hold in memory, and say what it took.
 
-    .venv/bin/python scripts/large_conversions.py --work_dir DIR --json FILE
+    .venv/bin/python -m scripts.large_conversions --work_dir DIR --json FILE
 
 Generates a checkpoint with the first layers of a Llama of 70B parameters, one of 20 GB, one whose dtype changes and one
 with experts, converts and verifies each in a process of its own, and deletes them. Peak memory is counted from an
@@ -9,7 +9,6 @@ interpreter that has loaded torch. The largest needs 40 GB on the disk; --only N
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import os
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
 from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig
 
@@ -103,25 +103,26 @@ def measure(case: Case, directory: Path) -> dict[str, Any]:
             shutil.rmtree(made, ignore_errors=True)
 
 
-def main() -> None:
+@click.command()
+@click.option(
+    "--work_dir", type=click.Path(path_type=Path), required=True, help="Checkpoints are made and deleted here."
+)
+@click.option("--only", type=click.Choice(list(CASES)), multiple=True, help="Measure only this; may be repeated.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write this; other cases stay.")
+def main(work_dir: Path, only: tuple[str, ...], json_file: Path | None) -> None:
     """Measure, print and save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work_dir", type=Path, required=True, help="where checkpoints are made; deleted afterwards")
-    parser.add_argument("--json", type=Path, help="where results go; those of other cases stay")
-    parser.add_argument("--only", choices=CASES, action="append", help="measure only this; may be repeated")
-    args = parser.parse_args()
-    results = json.loads(args.json.read_text())["cases"] if args.json and args.json.exists() else {}
-    for name in args.only or CASES:
-        results[name] = measure(CASES[name], args.work_dir)
-        print(json.dumps({name: results[name]}, indent=2), flush=True)
-        if args.json:
+    results = json.loads(json_file.read_text())["cases"] if json_file and json_file.exists() else {}
+    for name in only or CASES:
+        results[name] = measure(CASES[name], work_dir)
+        click.echo(json.dumps({name: results[name]}, indent=2))
+        if json_file:
             machine = {
                 "processor": platform.processor() or platform.machine(),
                 "cores": os.cpu_count(),
                 "python": platform.python_version(),
             }
             date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-            args.json.write_text(json.dumps({"machine": {**machine, "date": date}, "cases": results}, indent=2) + "\n")
+            json_file.write_text(json.dumps({"machine": {**machine, "date": date}, "cases": results}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
