@@ -22,6 +22,7 @@ LONGEST_FIRST = [
     "deep_plans",
     "dflash",
     "draft_length",
+    "examples",
     "more_families",
     "dialects",
     "gathered_experts",
