@@ -4,7 +4,8 @@ The bare loop takes the largest logit, writes one number and calls the engine, a
 requests, text ends, sampling or errors. What it takes behind an engine of hundreds of megabytes, whose weights push
 everything else out of the processor's caches, no loop in Python goes below; behind small engines both cost what they
 compute. The wide pair has the shape and vocabulary of Qwen2.5-0.5B and random weights: what sampling takes follows the
-vocabulary. Needs what scripts/demo --kinds leaves in demo/ and .cache/; engines are built in a temporary directory.
+vocabulary. Needs what scripts/demo leaves in demo/; the heads need what scripts/demo --kinds leaves there, and are left
+out where it is not. Engines are built in a temporary directory.
 """
 
 from __future__ import annotations
@@ -177,6 +178,24 @@ def engines(pair: Pair, work: Path) -> tuple[Path, Path | None]:
     return work / "target", work / "draft"
 
 
+def pairs(demo: Path, work: Path, names: tuple[str, ...], output_len: int) -> dict[str, Pair]:
+    """Those with these names; the small ones are made in ``work``."""
+    onnx, kinds = demo / "onnx", demo / "kinds" / "onnx"
+    found = {
+        "demo pair": Pair(onnx / "target", onnx / "draft", None, output_len),
+        "EAGLE-3": Pair(kinds / "eagle3_target", kinds / "eagle3", None, output_len),
+        "Medusa": Pair(kinds / "medusa_target", kinds / "medusa", None, output_len),
+        "suffix": Pair(onnx / "target", None, "suffix", output_len),
+    }
+    if "small pair" in names:
+        small = converted(SMALL_PAIR, work / "small_onnx")
+        found["small pair"] = Pair(small / "target", small / "draft", None, output_len)
+    if "wide pair" in names:
+        wide = converted(wide_pair(SMALL_PAIR / "target", work / "wide"), work / "wide_onnx")
+        found["wide pair"] = Pair(wide / "target", wide / "draft", None, output_len // 5)
+    return {name: pair for name, pair in found.items() if name in names}
+
+
 @click.command()
 @click.option("--demo_dir", type=click.Path(path_type=Path), default=Path("demo"), show_default=True)
 @click.option("--pair", "names", type=click.Choice(PAIRS), multiple=True, default=PAIRS, show_default=True)
@@ -191,24 +210,13 @@ def main(
     json_file: Path | None,
 ) -> None:
     """Measure the loop's own time."""
-    found = {}
+    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
-        onnx, kinds = demo_dir / "onnx", demo_dir / "kinds" / "onnx"
-        pairs = {
-            "demo pair": Pair(onnx / "target", onnx / "draft", None, output_len),
-            "EAGLE-3": Pair(kinds / "eagle3_target", kinds / "eagle3", None, output_len),
-            "Medusa": Pair(kinds / "medusa_target", kinds / "medusa", None, output_len),
-            "suffix": Pair(onnx / "target", None, "suffix", output_len),
-        }
-        pairs = {name: pair for name, pair in pairs.items() if name in names}
-        if "small pair" in names:
-            small = converted(SMALL_PAIR, work / "small_onnx")
-            pairs["small pair"] = Pair(small / "target", small / "draft", None, output_len)
-        if "wide pair" in names:
-            wide = converted(wide_pair(SMALL_PAIR / "target", work / "wide"), work / "wide_onnx")
-            pairs["wide pair"] = Pair(wide / "target", wide / "draft", None, output_len // 5)
-        for pair, each in pairs.items():
+        for pair, each in pairs(demo_dir, work, names, output_len).items():
+            if not each.target.is_dir():
+                click.echo(f"{pair}: left out; scripts/demo --kinds makes {each.target}", err=True)
+                continue
             directories = engines(each, work / pair)
             results = measure(*directories, each.lookup, length=each.length, repetitions=repetitions)
             for way, (us, share) in results.items():
@@ -217,10 +225,10 @@ def main(
             found[pair] = {
                 way: {"microseconds": asdict(us), "share": asdict(share)} for way, (us, share) in results.items()
             }
-        settings = BenchSettings((1,), (DRAFT_LEN,), output_len, repetitions)
-        machine = json.loads(as_json([], open_engine(directories[0]), settings))
-    if json_file:
-        json_file.write_text(json.dumps({**machine, "results": found}, indent=2) + "\n")
+            if json_file:
+                settings = BenchSettings((1,), (DRAFT_LEN,), output_len, repetitions)
+                about = json.loads(as_json([], open_engine(directories[0]), settings))
+                json_file.write_text(json.dumps({**about, "results": found}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
