@@ -61,6 +61,7 @@ WAYS = {
     "flexible": RequestOptions(json_schema=SCHEMA),
     "compact": RequestOptions(json_schema={**SCHEMA, "x-guidance": {"whitespace_flexible": False}}),
 }
+PARTS = ("masks", "pair", "tokens a round")
 PARAMS, LENGTH, SEEDS = SamplingParams(temperature=0.8, seed=1), 80, 10
 
 
@@ -183,19 +184,24 @@ def masked_drafts(demo: Path) -> dict[str, float]:
 @click.option("--tokenizer", "file", type=click.Path(path_type=Path), help="The large one, instead of training it.")
 @click.option("--megabytes", default=150, show_default=True, help="Of text to train the large tokenizer on.")
 @click.option("--repeats", default=7, show_default=True)
+@click.option(
+    "--part", "parts", type=click.Choice(PARTS), multiple=True, default=PARTS, help="Others stay as they are."
+)
 @click.option("--json", "output", type=click.Path(path_type=Path), help="Where the results go.")
-def main(demo_dir: Path, file: Path | None, megabytes: int, repeats: int, output: Path | None) -> None:
+def main(
+    demo_dir: Path, file: Path | None, megabytes: int, repeats: int, parts: tuple[str, ...], output: Path | None
+) -> None:
     """Measure, and show the results as JSON."""
-    large = Tokenizer.from_file(str(file)) if file else train(151_643, megabytes)
-    results: dict[str, Any] = {"masks": [masks(train(2048, 20)), masks(large)]}
-    if demo_dir.is_dir():
-        results["pair"] = pair(demo_dir, repeats) | {"tokens_a_round": masked_drafts(demo_dir)}
-    machine = {
-        "processor": processor_name(),
-        "cores": os.cpu_count(),
-        "date": datetime.now(UTC).isoformat("T", "seconds"),
-    }
-    text = json.dumps({"machine": machine, **results}, indent=2)
+    results: dict[str, Any] = json.loads(output.read_text()) if output and output.exists() else {}
+    machine = {"processor": processor_name(), "cores": os.cpu_count()}
+    for part in parts:
+        if part == "masks":
+            large = Tokenizer.from_file(str(file)) if file else train(151_643, megabytes)
+            found: Any = [masks(train(2048, 20)), masks(large)]
+        else:
+            found = pair(demo_dir, repeats) if part == "pair" else masked_drafts(demo_dir)
+        results[part] = {**machine, "date": datetime.now(UTC).isoformat("T", "seconds"), "figures": found}
+    text = json.dumps(results, indent=2)
     click.echo(text)
     if output:
         output.write_text(text + "\n")
