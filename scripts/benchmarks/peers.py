@@ -26,18 +26,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import log_softmax
 
-from scripts.benchmarks.peers_systems import (
-    AUTO,
-    BITS,
-    DRAFT_LEN,
-    OPENVINO_FLOAT32,
-    THREADS,
-    Places,
-    System,
-    call,
-    make,
-    systems,
-)
+from scripts.benchmarks.peers_models import BITS, Places, call, make
+from scripts.benchmarks.peers_systems import AUTO, DRAFT_LEN, OPENVINO_FLOAT32, THREADS, System, systems
 from scripts.benchmarks.prompts import PROMPTS
 from scripts.benchmarks.quantized import Floats, log_probs, quality, unseen_texts
 from specrun.decoder import SpeculativeDecoder
@@ -79,7 +69,7 @@ def measure(found: dict[str, System], prompts: list[list[int]], output_len: int,
         others, started = seconds_of_others(), time.perf_counter()
         for name, drafted in ways:
             began = time.perf_counter()
-            texts[name, drafted] = [found[name].generate(ids, output_len, drafted) for ids in prompts]
+            texts[name, drafted] = [found[name].generate([ids], output_len, drafted)[0] for ids in prompts]
             turns[-1][name, drafted] = len(prompts) * output_len / (time.perf_counter() - began)
             if lengths := {len(text) for text in texts[name, drafted]} - {output_len}:
                 raise click.ClickException(f"{name}: texts of {lengths} tokens, expected {output_len}")

@@ -1,22 +1,21 @@
-"""What peers.py compares: the three runtimes, and how a checkpoint becomes a model of each."""
+"""The runtimes that peers.py and own_text.py compare, each with a target and its draft."""
 
 from __future__ import annotations
 
 import http.client
 import json
-import os
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import click
 
-from scripts.benchmarks.engines import build, to_onnx
+from scripts.benchmarks.peers_models import BITS, Places
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.request.request import Request
@@ -25,86 +24,23 @@ from specrun.sampling.sampler import SamplingParams
 AUTO = "specrun, auto"
 """With the draft length that it finds while it decodes, which is its default."""
 DRAFT_LEN = 3
-"""llama.cpp's default; here a verify pass of four tokens needs no padding to be exact."""
+"""llama.cpp's default."""
 THREADS = 2
-WORKER = Path(__file__).with_name("peers_worker.py")
+CONTEXT = 512
+"""Positions of a text in llama.cpp's servers."""
 OPENVINO_FLOAT32 = ("INFERENCE_PRECISION_HINT=f32", "KV_CACHE_PRECISION=f32")
 LLAMA_CPP_FLOAT32 = {False: ("-ctk", "f32", "-ctv", "f32"), True: ("-ctkd", "f32", "-ctvd", "f32")}
 """Types of the target's cache, and of the draft's."""
 
-
-class Bits(NamedTuple):
-    """What one row of the comparison is called by each."""
-
-    specrun: str
-    openvino: tuple[str, ...]
-    """Of optimum-cli."""
-    llama_cpp: str
-    draft: str
-    """The row whose form the draft has."""
-
-
-BITS = {
-    "float32": Bits("auto", ("fp32",), "F32", "float32"),
-    "8 bits": Bits("int8", ("int8",), "Q8_0", "8 bits"),
-    "4 bits": Bits("int4", ("int4", "--sym", "--group-size", "128", "--ratio", "1.0"), "Q4_0", "8 bits"),
-}
-"""In 4 bits all three keep the embedding and the head in 8 bits."""
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where things are."""
-
-    peers: Path
-    demo: Path
-    work: Path
-
-    def python(self, *arguments: object) -> list[str]:
-        """A command of the peers' environment."""
-        return [str(self.peers / "venv/bin/python"), str(WORKER), *map(str, arguments)]
-
-    def made(self, system: str, role: str, bits: str) -> Path:
-        """Where a model is, or is to be."""
-        return self.work / system / f"{role}-{bits.replace(' ', '')}{'.gguf' if system == 'llama.cpp' else ''}"
+Rows = list[list[int]]
+"""Token ids of several texts."""
 
 
 class System(Protocol):
-    """One of the three with a target and its draft."""
+    """One of them with a target and its draft."""
 
-    def generate(self, ids: list[int], output_len: int, drafted: bool) -> list[int]:
-        """``output_len`` tokens behind a prompt."""
-
-
-def call(command: list[str], **variables: str) -> None:
-    """Run a command to its end; what it prints is shown only where it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | variables)
-    if done.returncode:
-        raise click.ClickException(f"{' '.join(command)}: {done.stderr[-2000:]}")
-
-
-def make(places: Places, role: str, bits: str) -> None:
-    """A model of the pair in one form for all three, where it is not there yet."""
-    source, form = places.demo / "hf" / role, BITS[bits]
-    if not (engine := places.made("specrun", role, bits)).exists():
-        onnx = places.work / "onnx" / engine.name
-        build(
-            onnx if onnx.exists() else to_onnx(source, onnx, qformat=form.specrun, verify=False),
-            engine,
-            max_batch_size=1,
-        )
-    if not (ir := places.made("openvino", role, bits)).exists():
-        options = ["--task", "text-generation-with-past", "--weight-format", *form.openvino]
-        command = [str(places.peers / "venv/bin/optimum-cli"), "export", "openvino", "-m", str(source), *options]
-        call([*command, str(ir)])
-    if not (gguf := places.made("llama.cpp", role, bits)).exists():
-        gguf.parent.mkdir(parents=True, exist_ok=True)
-        dense = places.made("llama.cpp", role, "float32")
-        if not dense.exists():
-            call(places.python("gguf", places.peers / "llama-cpp-python/vendor/llama.cpp", source, dense))
-        if gguf != dense:
-            others = ["--token-embedding-type", "q8_0", "--output-tensor-type", "q8_0"]
-            call([str(places.peers / "build/bin/llama-quantize"), *others, str(dense), str(gguf), form.llama_cpp])
+    def generate(self, prompts: Rows, output_len: int, drafted: bool) -> Rows:
+        """``output_len`` tokens behind each prompt, all of which are decoded at the same time."""
 
 
 class Specrun:
@@ -113,16 +49,17 @@ class Specrun:
     def __init__(self, decoder: SpeculativeDecoder, draft_len: int | None = DRAFT_LEN) -> None:
         self.decoder, self.draft_len = decoder, draft_len
 
-    def generate(self, ids: list[int], output_len: int, drafted: bool) -> list[int]:
+    def generate(self, prompts: Rows, output_len: int, drafted: bool) -> Rows:
         """See ``System``."""
-        request = Request(ids, SamplingParams(), output_len, draft_len=self.draft_len if drafted else 0)
-        for _ in self.decoder.run([request]):
+        draft_len = self.draft_len if drafted else 0
+        requests = [Request(ids, SamplingParams(), output_len, draft_len=draft_len) for ids in prompts]
+        for _ in self.decoder.run(requests):
             pass
-        return [int(token) for token in request.output]
+        return [[int(token) for token in request.output] for request in requests]
 
 
-class OpenVino:
-    """OpenVINO GenAI's pipelines, in a process of their own."""
+class Worker:
+    """A peer in a Python process of its own, see peers_worker.py."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -133,14 +70,14 @@ class OpenVino:
         for line in self.process.stdout:
             if line.startswith(("[", '"')):
                 return json.loads(line)
-        raise click.ClickException("OpenVINO's process ended")
+        raise click.ClickException("a peer's process ended; its log is in --work_dir")
 
-    def generate(self, ids: list[int], output_len: int, drafted: bool) -> list[int]:
+    def generate(self, prompts: Rows, output_len: int, drafted: bool) -> Rows:
         """See ``System``."""
         assert self.process.stdin
-        self.process.stdin.write(json.dumps({"ids": ids, "output_len": output_len, "drafted": drafted}) + "\n")
+        self.process.stdin.write(json.dumps({"prompts": prompts, "output_len": output_len, "drafted": drafted}) + "\n")
         self.process.stdin.flush()
-        found: list[int] = self._answer()
+        found: Rows = self._answer()
         return found
 
 
@@ -152,10 +89,14 @@ class LlamaCpp:
         for port in ports.values():
             _wait_for(port)
 
-    def generate(self, ids: list[int], output_len: int, drafted: bool) -> list[int]:
+    def generate(self, prompts: Rows, output_len: int, drafted: bool) -> Rows:
         """See ``System``."""
+        with ThreadPoolExecutor(len(prompts)) as clients:
+            return list(clients.map(lambda ids: self._ask(self.ports[drafted], ids, output_len), prompts))
+
+    def _ask(self, port: int, ids: list[int], output_len: int) -> list[int]:
         body = {"prompt": ids, "n_predict": output_len, "samplers": ["top_k"], "top_k": 1, "ignore_eos": True}
-        answer = _answer(self.ports[drafted], "/completion", body | {"cache_prompt": False, "return_tokens": True})
+        answer = _answer(port, "/completion", body | {"cache_prompt": False, "return_tokens": True})
         if "tokens" not in answer:
             raise click.ClickException(f"llama-server: {answer}")
         found: list[int] = answer["tokens"]
@@ -201,33 +142,63 @@ def _free_port() -> int:
         return int(bound.getsockname()[1])
 
 
+def _pair(places: Places, system: str, bits: str) -> tuple[Path, Path]:
+    return places.made(system, "target", bits), places.made(system, "draft", BITS[bits].draft)
+
+
 @contextmanager
-def systems(places: Places, bits: str) -> Iterator[dict[str, System]]:
-    """All three with one row's pair."""
+def specrun(places: Places, bits: str) -> Iterator[SpeculativeDecoder]:
+    """Ours."""
+    config = DraftTargetConfig(reuse_blocks=False, shared_thread_pool=True)
+    with SpeculativeDecoder.open(*_pair(places, "specrun", bits), config) as decoder:
+        yield decoder
 
-    def pair(system: str) -> tuple[Path, Path]:
-        return places.made(system, "target", bits), places.made(system, "draft", BITS[bits].draft)
 
+@contextmanager
+def worker(places: Places, *arguments: object) -> Iterator[Worker]:
+    """A peer that runs in peers_worker.py, called with these arguments."""
+    log = places.work / f"{arguments[0]}.log"
+    with process(places.python(*arguments), log) as running:
+        yield Worker(running)
+
+
+@contextmanager
+def openvino(places: Places, bits: str, draft_len: int) -> Iterator[Worker]:
+    """OpenVINO GenAI."""
+    settings: Sequence[str] = OPENVINO_FLOAT32 if bits == "float32" else ()
+    with worker(places, "openvino", *_pair(places, "openvino", bits), draft_len, *settings) as running:
+        yield running
+
+
+@contextmanager
+def llama_cpp(places: Places, bits: str, draft_len: int) -> Iterator[LlamaCpp]:
+    """llama.cpp's server."""
+    target, draft = _pair(places, "llama.cpp", bits)
     is_float32 = bits == "float32"
+    ports = {drafted: _free_port() for drafted in (False, True)}
     with ExitStack() as opened:
-        target, draft = pair("llama.cpp")
-        ports = {drafted: _free_port() for drafted in (False, True)}
         for drafted, port in ports.items():
             command = [places.peers / "build/bin/llama-server", "-m", target, "--host", "127.0.0.1", "--port", port]
-            command += ["-t", THREADS, "-tb", THREADS, "-c", 512, "-np", 1, "--no-webui", "--cache-ram", 0]
-            command += LLAMA_CPP_FLOAT32[False] if is_float32 else ()
+            command += ["-t", THREADS, "-tb", THREADS, "-c", CONTEXT * places.rows, "-np", places.rows]
+            command += ["--no-webui", "--cache-ram", 0, *(LLAMA_CPP_FLOAT32[False] if is_float32 else ())]
             if drafted:
-                command += ["-md", draft, "--spec-type", "draft-simple", "--spec-draft-n-max", DRAFT_LEN]
+                command += ["-md", draft, "--spec-type", "draft-simple", "--spec-draft-n-max", draft_len]
                 command += LLAMA_CPP_FLOAT32[True] if is_float32 else ()
             opened.enter_context(process([str(part) for part in command], places.work / f"llama-server-{drafted}.log"))
-        target, draft = pair("openvino")
-        worker = places.python("generate", target, draft, DRAFT_LEN, *(OPENVINO_FLOAT32 if is_float32 else ()))
-        openvino = OpenVino(opened.enter_context(process(worker, places.work / "openvino.log")))
-        config = DraftTargetConfig(reuse_blocks=False, shared_thread_pool=True)
-        decoder = opened.enter_context(SpeculativeDecoder.open(*pair("specrun"), config))
+        yield LlamaCpp(ports)
+
+
+@contextmanager
+def systems(places: Places, bits: str) -> Iterator[dict[str, System]]:
+    """Those of peers.py with one row's pair."""
+    with (
+        llama_cpp(places, bits, DRAFT_LEN) as servers,
+        openvino(places, bits, DRAFT_LEN) as pipelines,
+        specrun(places, bits) as decoder,
+    ):
         yield {
             "specrun": Specrun(decoder),
-            "OpenVINO GenAI": openvino,
-            "llama.cpp": LlamaCpp(ports),
+            "OpenVINO GenAI": pipelines,
+            "llama.cpp": servers,
             AUTO: Specrun(decoder, None),
         }

@@ -2,11 +2,14 @@
 
     peers_worker.py versions                              as JSON
     peers_worker.py gguf LLAMA_CPP_SOURCE CHECKPOINT OUT  a checkpoint as float32 GGUF
-    peers_worker.py generate TARGET DRAFT DRAFT_LEN [NAME=VALUE ..]  OpenVINO GenAI; requests and answers are JSON
+    peers_worker.py openvino TARGET DRAFT DRAFT_LEN [NAME=VALUE ..]
+    peers_worker.py genai TARGET DRAFT DRAFT_LEN          ONNX Runtime GenAI
+    peers_worker.py transformers TARGET DRAFT DRAFT_LEN
     peers_worker.py openvino_logits MODEL TEXTS OUT [NAME=VALUE ..]
     peers_worker.py llama_cpp_logits MODEL TEXTS OUT
 
-TEXTS is an array [n, S] of tokens, OUT gets the logits [n, S, V]; texts are read CHUNK tokens at a time.
+The three write texts: a request is a line of JSON {prompts, output_len, drafted}, and so is its answer, a list of ids
+for each prompt. TEXTS is an array [n, S] of tokens, OUT gets the logits [n, S, V]; it is read CHUNK tokens at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +17,11 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import runpy
+import shutil
 import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,8 +31,8 @@ THREADS = 2
 
 
 def versions() -> None:
-    """Of OpenVINO's packages."""
-    names = ("openvino", "openvino-genai", "optimum-intel", "nncf")
+    """Of the peers' packages."""
+    names = ("openvino", "openvino-genai", "optimum-intel", "nncf", "onnxruntime-genai", "transformers", "torch")
     print(json.dumps({name: importlib.metadata.version(name) for name in names}))
 
 
@@ -44,34 +51,95 @@ def properties(given: tuple[str, ...]) -> dict[str, Any]:
     return {"INFERENCE_NUM_THREADS": THREADS, **dict(pair.split("=", 1) for pair in given)}
 
 
-def generate(target: str, draft: str, draft_len: str, *given: str) -> None:
-    """Two pipelines, alone and with the draft; a request is {ids, output_len, drafted}, the answer a list of ids."""
+def answer(generate: Callable[[np.ndarray, int, bool], Any]) -> None:
+    """Requests from standard input, whose prompts are of one length, until it ends."""
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        texts = generate(np.array(request["prompts"], np.int64), request["output_len"], request["drafted"])
+        print(json.dumps([[int(token) for token in text] for text in texts]), flush=True)
+
+
+def openvino(target: str, draft: str, draft_len: str, *given: str) -> None:
+    """Two pipelines, alone and with the draft."""
     import openvino
     import openvino_genai as genai
 
     options = properties(given)
     scheduler = genai.SchedulerConfig()
     scheduler.enable_prefix_caching = False
+    with_draft = {**options, "draft_model": genai.draft_model(draft, "CPU", **options)}
     pipelines = {
-        False: genai.LLMPipeline(target, "CPU", scheduler_config=scheduler, **options),
-        True: genai.LLMPipeline(
-            target,
-            "CPU",
-            scheduler_config=scheduler,
-            draft_model=genai.draft_model(draft, "CPU", **options),
-            **options,
-        ),
+        drafted: genai.ContinuousBatchingPipeline(target, scheduler, "CPU", own)
+        for drafted, own in ((False, options), (True, with_draft))
     }
-    print(json.dumps("ready"), flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
+
+    def generate(prompts: np.ndarray, output_len: int, drafted: bool) -> Any:
         config = genai.GenerationConfig()
-        config.max_new_tokens, config.ignore_eos, config.do_sample = request["output_len"], True, False
+        config.max_new_tokens, config.ignore_eos, config.do_sample = output_len, True, False
         config.apply_chat_template = False
-        if request["drafted"]:
+        if drafted:
             config.num_assistant_tokens = int(draft_len)
-        ids = openvino.Tensor(np.array([request["ids"]], np.int64))
-        print(json.dumps(list(pipelines[request["drafted"]].generate(ids, config).tokens[0])), flush=True)
+        texts = [openvino.Tensor(prompt[None]) for prompt in prompts]
+        return [found.m_generation_ids[0] for found in pipelines[drafted].generate(texts, [config] * len(texts))]
+
+    answer(generate)
+
+
+def genai(target: str, draft: str, draft_len: str) -> None:
+    """The pair is a model of its own, whose configuration names both graphs."""
+    import onnxruntime_genai as genai
+
+    folders = {role: Path(path) for role, path in (("decoder", target), ("draft", draft))}
+    configs = {role: json.loads((path / "genai_config.json").read_text()) for role, path in folders.items()}
+    for role in folders:
+        own = configs[role]["model"]["decoder"]
+        own["session_options"]["intra_op_num_threads"] = THREADS
+        configs["decoder"]["model"][role] = own | {"filename": f"{role}/{own['filename']}"}
+    with tempfile.TemporaryDirectory() as work:
+        for role, path in folders.items():
+            (Path(work) / role).symlink_to(path.absolute())
+        for file in folders["decoder"].glob("*token*"):
+            shutil.copyfile(file, Path(work) / file.name)
+        configs["decoder"]["speculative"] = {"max_draft_tokens": int(draft_len)}
+        (Path(work) / "genai_config.json").write_text(json.dumps(configs["decoder"]))
+        models = {False: genai.Model(target), True: genai.Model(work)}
+
+    def generate(prompts: np.ndarray, output_len: int, drafted: bool) -> Any:
+        params = genai.GeneratorParams(models[drafted])
+        length = prompts.shape[1] + output_len
+        params.set_search_options(do_sample=False, max_length=length, min_length=length, batch_size=len(prompts))
+        generator = genai.Generator(models[drafted], params)
+        generator.append_tokens(prompts.astype(np.int32))
+        while not generator.is_done():
+            generator.generate_next_token()
+        return [generator.get_sequence(row)[prompts.shape[1] :] for row in range(len(prompts))]
+
+    answer(generate)
+
+
+def transformers(target: str, draft: str, draft_len: str) -> None:
+    """Assisted generation with as many draft tokens in every round."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(THREADS)
+    model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    assistant: Any = AutoModelForCausalLM.from_pretrained(draft, dtype=torch.float32)
+    assistant.generation_config.num_assistant_tokens = int(draft_len)
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+
+    def generate(prompts: np.ndarray, output_len: int, drafted: bool) -> Any:
+        options = {"do_sample": False, "max_new_tokens": output_len, "min_new_tokens": output_len}
+        ids = torch.from_numpy(prompts)
+        mask = torch.ones_like(ids)
+        texts = model.generate(
+            ids, attention_mask=mask, **options, **({"assistant_model": assistant} if drafted else {})
+        )
+        return texts[:, ids.shape[1] :].tolist()
+
+    answer(generate)
 
 
 def openvino_logits(model: str, texts: str, out: str, *given: str) -> None:
@@ -114,6 +182,6 @@ def llama_cpp_logits(model: str, texts: str, out: str) -> None:
 
 if __name__ == "__main__":
     commands: dict[str, Any] = {
-        own.__name__: own for own in (versions, gguf, generate, openvino_logits, llama_cpp_logits)
+        own.__name__: own for own in (versions, gguf, openvino, genai, transformers, openvino_logits, llama_cpp_logits)
     }
     commands[sys.argv[1]](*sys.argv[2:])
