@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rich.console import Console
 
 from specbuild.engine.build import build_engine
 from specbuild.progress import Stages
+from specrun.devices.processor import describe_processor
 from specrun.engine_dir.config import WEIGHTS_NAME
 
 FORMS: dict[str, dict[str, str]] = {
@@ -81,7 +83,10 @@ def main(demo_dir: Path, json_file: Path | None, arguments: tuple[str, str, str]
             results[form] = measure(checkpoint, Path(name))
             click.echo(f"{form}: {results[form]}")
     if json_file:
-        json_file.write_text(json.dumps({"model": "demo/hf/target", "results": results}, indent=2) + "\n")
+        machine = {"processor": describe_processor(), "date": datetime.now(UTC).isoformat("T", "seconds")}
+        json_file.write_text(
+            json.dumps({"machine": machine, "model": "demo/hf/target", "results": results}, indent=2) + "\n"
+        )
 
 
 if __name__ == "__main__":

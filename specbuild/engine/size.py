@@ -9,8 +9,8 @@ from specbuild.graph import ops as graphs
 from specrun.engine_dir.cache_tensors import LEAST_REPLAYS
 from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME
 
-_OF_A_GRAPH = 120_000_000
-"""Bytes that ONNX Runtime takes beside weights."""
+_OF_A_GRAPH = 250_000_000
+"""Bytes that ONNX Runtime and probing take beside weights."""
 _LAYOUTS = 2
 """TensorRT keeps weights twice where a profile is for one token of one row: see profiles in docs/gpu.md."""
 _OF_TENSORRT = 3
