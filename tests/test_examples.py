@@ -73,6 +73,7 @@ PARSED = {
     "scripts/gpu_check.py": "needs a GPU",
     "scripts/pack_gpu_bundle.py": "downloads; scripts/test_pack_gpu_bundle.py runs it",
     "-m scripts.": "takes minutes, on what scripts/demo has made",
+    "scripts/fuzz_bit_exact.py": "takes an hour",
 }
 """By a part of the command: why nothing but its options is looked at."""
 SMALLER = {
