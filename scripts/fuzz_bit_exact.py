@@ -28,7 +28,8 @@ from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams, TokenLogprob
 
 RESULTS = Path(__file__).parent / "benchmarks" / "results" / "fuzz_bit_exact.json"
-FORMS = ("float32", "int8", "int4")
+FORMS = ("float32", "int8", "int4", "recurrent", "recurrent int8")
+"""Forms of weights; the last two are those of a target with gated delta nets."""
 GROUP = 24
 """Requests that one pair decodes."""
 LONGEST_OUTPUT = 32
@@ -146,12 +147,16 @@ def make_engines(root: Path, form: str) -> tuple[Path, list[Path]]:
     from tests.helpers.families import save_checkpoint
     from tests.helpers.quantized_onnx import quantized
 
-    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 3}
-    checkpoint = make_onnx(save_checkpoint(root / "hf", "llama3", seed=1, **sizes), root / "onnx", verify=False)
-    other = make_onnx(save_checkpoint(root / "other_hf", "qwen2", seed=2), root / "other_onnx", verify=False)
-    rough = quantized(checkpoint, root / "rough_onnx", "int4" if form != "int4" else "int8")
-    if form != "float32":
-        checkpoint = quantized(checkpoint, root / f"onnx_{form}", "int8" if form == "int8" else "int4")
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384}
+    is_recurrent, bits = form.startswith("recurrent"), form.removeprefix("recurrent").strip() or "float32"
+    family, layers = ("qwen3_5", 4) if is_recurrent else ("llama3", 3)
+    hf = save_checkpoint(root / "hf", family, seed=1, num_hidden_layers=layers, **sizes)
+    checkpoint = make_onnx(hf, root / "onnx", verify=False)
+    other_hf = save_checkpoint(root / "other_hf", "lfm2" if is_recurrent else "qwen2", seed=2)
+    other = make_onnx(other_hf, root / "other_onnx", verify=False)
+    rough = quantized(checkpoint, root / "rough_onnx", "int4" if bits != "int4" else "int8")
+    if bits != "float32":
+        checkpoint = quantized(checkpoint, root / "onnx_in_few_bits", "int8" if bits == "int8" else "int4")
     target = make_engine(checkpoint, root / "target", max_draft_len=7, max_batch_size=5)
     drafts = [make_engine(source, root / source.name.removesuffix("_onnx")) for source in (rough, other)]
     return target, [drafts[0], target, drafts[1]]

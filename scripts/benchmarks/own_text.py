@@ -26,7 +26,8 @@ from scripts.benchmarks.peers_systems import Rows, Specrun, System, llama_cpp, o
 from scripts.benchmarks.quantized import unseen_texts
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import open_engine
-from specrun.evaluation.bench import BenchSettings, as_json
+from specrun.evaluation.bench import as_json
+from specrun.evaluation.bench_settings import BenchSettings
 
 BATCH = 4
 DRAFT_LEN = 4
