@@ -15,6 +15,7 @@ from specbuild.hf.tokenizer_check import check_tokenizer
 from specbuild.progress import Stages
 from specbuild.weights.safetensors_files import Weights
 from specrun.command_line import human_bytes
+from specrun.engine_dir.cache_tensors import state_bytes
 from specrun.engine_dir.config import CONFIG_NAME, TokenizerInfo
 from specrun.errors import RequestError, UnsupportedModelError
 from specrun.kv_cache.host_memory import free_memory
@@ -43,6 +44,8 @@ class Checked:
     positions: int
     cache_bytes: int
     """Of the keys and values of one token, in the model's dtype."""
+    state_bytes: int
+    """Of recurrent layers, for each text, however long."""
     memory_to_convert: int
     """Bytes beyond Python with torch."""
     memory_to_run: int
@@ -63,6 +66,7 @@ class Checked:
             "weights": f"{self.form}, {human_bytes(self.weights.nbytes)}",
             "positions": str(self.positions),
             "KV cache": f"{human_bytes(self.cache_bytes)} a token",
+            **({"states": f"{human_bytes(self.state_bytes)} a text"} if self.state_bytes else {}),
             "vocabulary": f"{self.vocab_size} logits, tokenizer {tokens}, {chat}",
             **({"download": human_bytes(self.download)} if self.download else {}),
             "disk": f"{human_bytes(self.weights.nbytes)} for the ONNX checkpoint, and as much for each engine",
@@ -114,6 +118,7 @@ def _check(source: Source, options: ConvertOptions) -> Checked:
         vocab_size=vocab_size_of(model),
         positions=source.max_seq_len,
         cache_bytes=sum(shape.heads * shape.head_dim for shape in caches) * model.dtype.itemsize,
+        state_bytes=state_bytes(memory.states, 1),
         memory_to_convert=conversion_memory(len(caches) // 2),
         memory_to_run=weights.nbytes if scheme else parameters * 4,
         tokenizer=describe_tokenizer(directory),

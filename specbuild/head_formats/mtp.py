@@ -17,10 +17,13 @@ from specrun.errors import CheckpointError, UnsupportedModelError
 if TYPE_CHECKING:
     from specbuild.weights.lazy_tensors import Reader
 
-FAMILIES = ("deepseek_v3", "glm4_moe")
-"""The ``model_type`` of targets whose layer is known."""
-_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
-"""Fields that say how many layers there are; transformers writes the second one."""
+_BEHIND = ("deepseek_v3", "glm4_moe")
+"""The ``model_type`` of targets whose layer lies behind their last one, as one more of ``model.layers``."""
+_APART = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+"""The same of targets whose layer lies apart, under ``mtp.``. It has full attention, whatever the others have."""
+FAMILIES = (*_BEHIND, *_APART)
+_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+"""Fields that say how many layers there are; transformers writes the second one, and Qwen3-Next has none."""
 _SHARED = ("embed_tokens.weight", "shared_head.head.weight")
 """Copies of the target's own matrices, which are taken instead."""
 
@@ -31,6 +34,11 @@ class MtpHead(Head):
 
     model_type: str
     """Model type of the target that it was published with."""
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether its tensors lie apart from the target's layers, and it has full attention where these are mixed."""
+        return self.model_type in _APART
 
     def check_target(self, target: Path, weights: Weights) -> None:
         """See ``Head``. It may be a copy of the target: a quantized one, or one that was trained further."""
@@ -44,7 +52,14 @@ class MtpHead(Head):
 
 def is_mtp(config: Mapping[str, Any]) -> bool:
     """Whether a configuration is that of a target that may have MTP layers."""
-    return any(name in config for name in _COUNTS) and not any(mark in config for mark in MARKS)
+    may_have = config.get("model_type") == "qwen3_next" or any(name in _text_config(config) for name in _COUNTS)
+    return may_have and not any(mark in config for mark in MARKS)
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of the language model, which may stand inside those of a multimodal one."""
+    inside = config.get("text_config")
+    return {**config, **inside, "model_type": config.get("model_type")} if isinstance(inside, dict) else config
 
 
 def read_mtp(directory: Path, data: Mapping[str, Any], allow_pickle: bool) -> MtpHead:
@@ -57,7 +72,9 @@ def read_mtp(directory: Path, data: Mapping[str, Any], allow_pickle: bool) -> Mt
     from specbuild.weights.lazy_tensors import StoredTensor
 
     path = directory / CONFIG_NAME
-    field = next(name for name in _COUNTS if name in data)
+    data = _text_config(data)
+    field = next((name for name in _COUNTS if name in data), _COUNTS[0])
+    data = {field: 1, **data}
     count, model_type = data[field], data.get("model_type")
     if not count:
         raise UnsupportedModelError(f"{path}: {field} {count!r}: the model has no multi-token prediction layer")
@@ -68,7 +85,7 @@ def read_mtp(directory: Path, data: Mapping[str, Any], allow_pickle: bool) -> Mt
         )
     if whole(path, data, field) > 1:
         raise UnsupportedModelError(f"{path}: {field} {count}: one multi-token prediction layer is read, not several")
-    prefix = f"model.layers.{whole(path, data, 'num_hidden_layers')}."
+    prefix = "mtp." if model_type in _APART else f"model.layers.{whole(path, data, 'num_hidden_layers')}."
     stored: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in check_weights(directory).entries.items()}
     own = [one for name, one in stored.items() if name.startswith(prefix)]
     if not own:

@@ -49,6 +49,9 @@ class Mtp(ChainModule):
         super().__init__()
         require_vocab(head, vocab_size)
         self.dtype, self.vocab_size = owner.dtype, vocab_size
+        if head.is_apart:
+            config: Any = owner.config.get_text_config(decoder=True)
+            config.num_mtp_layers, config.mtp_layer_types = 1, ["full_attention"]
         with torch.device("meta"):
             made: Any = MtpModel(owner, 1)
             self.embed_tokens = nn.Embedding(vocab_size, head.hidden_size)
@@ -62,7 +65,7 @@ class Mtp(ChainModule):
 
     @property
     def caches(self) -> list[CacheTensor]:
-        """Those of the target's last layer, which is of the same class."""
+        """Those of the target's last layer with attention, which is of the same class."""
         return self._caches
 
     def forward(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from specrun.engine_dir.contract import state_name
@@ -45,3 +48,8 @@ class StateTensor(BaseModel):
     def present_name(self) -> str:
         """The name of the output."""
         return state_name("present", self.layer, self.part)
+
+
+def state_bytes(states: Sequence[StateTensor], rows: int, replays: int = LEAST_REPLAYS) -> int:
+    """Bytes of what recurrent layers keep of ``rows`` rows, of which they can read ``replays`` tokens again."""
+    return 4 * rows * sum(math.prod(state.row_shape(replays)) for state in states)

@@ -7,7 +7,6 @@ Everything read here comes from a file somebody else may have written, so all of
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 from collections.abc import Mapping
@@ -32,6 +31,7 @@ from specrun.devices.processor import has_vnni
 from specrun.engine_dir.bit_exact import BitExact
 from specrun.engine_dir.cache_tensors import CacheTensor as CacheTensor
 from specrun.engine_dir.cache_tensors import StateTensor as StateTensor
+from specrun.engine_dir.cache_tensors import state_bytes
 from specrun.engine_dir.checksums import checksum_of, is_unchanged
 from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN, MARKOV_FILES, NOTHING_WANTED, past_names, present_names
 from specrun.engine_dir.dtypes import DTYPES, CacheName, ElementType, FloatName
@@ -197,7 +197,7 @@ class GraphInfo(Strict):
 
     def state_bytes(self, rows: int) -> int:
         """Bytes of what recurrent layers keep of ``rows`` rows, however long these are."""
-        return 4 * rows * sum(math.prod(state.row_shape(self.replays)) for state in self.states)
+        return state_bytes(self.states, rows, self.replays)
 
 
 class TokenizerInfo(Strict):

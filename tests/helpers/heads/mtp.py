@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from tests.helpers.families import SIZES, save_tokenizer, spread_weights
+from tests.helpers.families import DELTA, LINEAR, SIZES, save_tokenizer, spread_weights
 from tests.helpers.heads.made import Tensors
 from tests.helpers.heads.trained import continued
 
@@ -43,7 +43,24 @@ TARGETS: dict[str, Callable[[], Any]] = {
         qk_rope_head_dim=16,
         v_head_dim=16,
     ),
+    # A gated delta net in front of attention; the layer lies apart.
+    "qwen3_5_text": lambda: transformers.Qwen3_5TextConfig(
+        **{
+            **SIZES,
+            "num_hidden_layers": LAYERS + 1,
+            "head_dim": 16,
+            **DELTA,
+            "layer_types": LINEAR[:LAYERS] + LINEAR[1:2],
+        }
+    ),
 }
+APART = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "shared_head.norm": "norm",
+    "eh_proj": "fc",
+}
+"""The names of what an MTP layer has beside a layer's tensors, where it lies apart under ``mtp.``."""
 
 
 def save_mtp_target(directory: Path, family: str) -> Path:
@@ -57,9 +74,26 @@ def save_mtp_target(directory: Path, family: str) -> Path:
     model.save_pretrained(directory)
     save_tokenizer(directory)
     path = directory / "model.safetensors"
-    save_file({**load_file(path), **_own_tensors(model)}, path, {"format": "pt"})
-    change_config(directory, num_hidden_layers=LAYERS)
+    tensors = {**load_file(path), **_own_tensors(model)}
+    changes: dict[str, Any] = {"num_hidden_layers": LAYERS}
+    if "layer_types" in json.loads((directory / "config.json").read_text()):
+        tensors = {_apart(name): tensor for name, tensor in tensors.items() if not name.endswith(_COPIES)}
+        changes |= {"layer_types": LINEAR[:LAYERS], "mtp_num_hidden_layers": 1}
+    save_file(tensors, path, {"format": "pt"})
+    change_config(directory, **changes)
     return directory
+
+
+_COPIES = (f"{LAYERS}.embed_tokens.weight", f"{LAYERS}.shared_head.head.weight")
+
+
+def _apart(name: str) -> str:
+    """A tensor's name where the layer lies under ``mtp.``."""
+    prefix = f"model.layers.{LAYERS}."
+    if not name.startswith(prefix):
+        return name
+    own = name.removeprefix(prefix).removesuffix(".weight")
+    return f"mtp.{APART[own]}.weight" if own in APART else f"mtp.layers.0.{name.removeprefix(prefix)}"
 
 
 def _own_tensors(model: Any) -> Tensors:
@@ -82,7 +116,10 @@ def change_config(directory: Path, **changes: Any) -> None:
 def load_reference(directory: Path) -> tuple[Any, Any]:
     """transformers' model and its own MTP model, in eager attention."""
     model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
-    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{LAYERS}\."]  # Its patterns are of large models.
+    if hasattr(model.config, "layer_types"):
+        model.config.num_mtp_layers, model.config.mtp_layer_types = 1, ["full_attention"]
+    else:  # Its patterns are of large models.
+        model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{LAYERS}\."]
     return model, MtpModel.from_pretrained(model).eval()
 
 
