@@ -73,10 +73,12 @@ PARSED = {
     "scripts/gpu_check.py": "needs a GPU",
     "scripts/pack_gpu_bundle.py": "downloads; scripts/test_pack_gpu_bundle.py runs it",
     "-m scripts.": "takes minutes, on what scripts/demo has made",
-    "scripts/fuzz_bit_exact.py": "takes an hour",
+    "--compare before.json": "reads two results; evaluation/test_bench_compare.py makes them",
+    "specrun tune": "takes minutes; evaluation/test_tune.py has small ones",
 }
 """By a part of the command: why nothing but its options is looked at."""
 SMALLER = {
+    "specrun bench /models/big /models/small --dataset": "--repetitions 1 --output_mean 4",
     "specrun bench": "--repetitions 1 --output_len 4",
     "specrun verify": "--seconds 1",
     "specbuild prepare_data": "--max_output_len 8",

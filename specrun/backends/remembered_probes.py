@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 
 from specrun.engine_dir import checksums
 from specrun.engine_dir.bit_exact import ShapeClass
 from specrun.engine_dir.config import EngineConfig
+from specrun.engine_dir.directories import write_whole
 from specrun.engine_dir.user_cache import user_cache
 
 _MOST = 1000
@@ -33,9 +32,7 @@ def remember(key: str, holds: bool) -> None:
         place = _place()
         place.parent.mkdir(parents=True, exist_ok=True)
         known = dict([*_read().items(), (key, holds)][-_MOST:])
-        with tempfile.NamedTemporaryFile("w", dir=place.parent, prefix=place.name, delete=False) as file:
-            json.dump(known, file)
-        os.replace(file.name, place)
+        write_whole(place, json.dumps(known).encode())
     except (OSError, RuntimeError):
         return
 

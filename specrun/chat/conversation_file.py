@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from specrun.engine_dir.directories import write_whole
 from specrun.errors import RequestError
 from specrun.request.factory import Message
 
@@ -19,14 +18,7 @@ def save(messages: Sequence[Message], path: Path) -> None:
         load(path)
     text = json.dumps({"messages": list(messages)}, ensure_ascii=False, indent=1) + "\n"
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            try:
-                file.write(text.encode(errors="backslashreplace"))
-                file.close()
-                os.replace(file.name, path)
-            except BaseException:
-                Path(file.name).unlink()
-                raise
+        write_whole(path, text.encode(errors="backslashreplace"), mode=0o600)
     except OSError as error:
         raise RequestError(f"{path}: {error.strerror}; nothing was saved") from error
 

@@ -166,12 +166,13 @@ def _write_report(
     file: Path, title: str, target: Path, draft: Path | None, results: list[Result], settings: BenchSettings
 ) -> None:
     from specrun.engine_dir.config import open_engine
+    from specrun.engine_dir.directories import write_whole
     from specrun.evaluation.report.bandwidth import shares
     from specrun.evaluation.report.page import page
 
     engine = open_engine(target)
     found = shares(target, draft, results) if engine.backend.device == "cpu" else []
-    file.write_text(page(title, results, found, engine, settings), encoding="utf-8")
+    write_whole(file, page(title, results, found, engine, settings).encode())
 
 
 def _print(shown: Any) -> None:

@@ -109,6 +109,7 @@ def _show(tuned: Tuned, found: dict[str, Any], file: Path) -> None:
     import yaml
     from rich.console import Console
 
+    from specrun.engine_dir.directories import write_whole
     from specrun.evaluation.tune.table import summary, table
 
     text = io.StringIO()
@@ -117,5 +118,5 @@ def _show(tuned: Tuned, found: dict[str, Any], file: Path) -> None:
         for part in shown:
             console.print(part)
     comment = "".join(f"# {line}".rstrip() + "\n" for line in text.getvalue().splitlines())
-    file.write_text(comment + yaml.safe_dump(found, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    write_whole(file, (comment + yaml.safe_dump(found, sort_keys=False, allow_unicode=True)).encode())
     click.echo(f"{file}: for every command, like specrun serve --config {file}")

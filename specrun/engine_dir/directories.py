@@ -1,4 +1,4 @@
-"""Writing directories so that a half-written one never has its final name."""
+"""Writing directories and files so that a half-written one never has its final name."""
 
 from __future__ import annotations
 
@@ -41,6 +41,18 @@ def require_free(output: Path, force: bool) -> None:
             f"{output}: exists and has no config.json of ours; refusing to replace a directory that specbuild and "
             "specrun did not write: choose another --output_dir"
         )
+
+
+def write_whole(file: Path, data: bytes, mode: int = 0o666) -> None:
+    """Write a file that takes its place at once, or not at all. mode: less what the umask takes. Raises OSError."""
+    temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}{_SCRATCH_END}")
+    try:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as written:
+            written.write(data)
+        os.replace(temporary, file)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _ours(directory: Path) -> bool:

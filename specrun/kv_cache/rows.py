@@ -78,6 +78,13 @@ class CacheRows:
         """Have ``rows`` rows, whose first ones hold ``used`` tokens; the others are empty."""
         self.lengths = [*used, *[0] * (rows - len(used))]
 
+    def begin(self, first: int, ends: Sequence[int], whole_blocks: bool = False) -> tuple[Sequence[int], Sequence[int]]:
+        """Begin a pass over the rows from ``first`` on: how many tokens recurrent states have read, and are to read.
+
+        ends: how many tokens of each row's text stand, those of the pass included.
+        """
+        return ends, ends
+
     def next_chunk(self, token_ids: Sequence[Sequence[int]], first: int, max_tokens: int) -> list[Sequence[int]] | None:
         """The texts of the rows from ``first`` on, each cut after ``max_tokens`` uncached tokens; None: all is cached.
 
@@ -169,12 +176,17 @@ class RecurrentRows(CacheRows):
         super().resize(rows, used)
         self.read = [*self.read[: len(used)], *[0] * (rows - len(used))]
 
-    def begin(self, first: int, rows: int) -> list[int]:
-        """How many tokens the states of rows ``first .. first + rows`` have read before a pass."""
-        for row in range(first, first + rows):
+    def begin(self, first: int, ends: Sequence[int], whole_blocks: bool = False) -> tuple[list[int], list[int]]:
+        """See ``CacheRows``. whole_blocks: states stay behind a whole block, where they can be kept."""
+        own = slice(first, first + len(ends))
+        before = self.read[own]
+        for row in range(first, first + len(ends)):
             if not self.lengths[row]:
                 self.cache.clear_states(row)
-        return self.read[first : first + rows]
+        if whole_blocks:
+            ends = [end - end % BLOCK for end in ends]
+        self.read[own] = list(map(max, before, ends))
+        return before, self.read[own]
 
 
 def rows_of(cache: KVCache, tensors: Sequence[CacheTensor]) -> CacheRows:

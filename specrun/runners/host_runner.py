@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from specrun.backends import Backend, Pass
 from specrun.engine_dir.bit_exact import ANY_SHAPE, ShapeClass
-from specrun.kv_cache import BLOCK
 from specrun.kv_cache.rows import RecurrentRows, host_rows
 from specrun.sampling.sampler import Floats
 
@@ -127,7 +126,7 @@ class ModelRunner:
         """
         max_tokens = min(max_tokens, self._chunk)
         if chunk := self.rows.next_chunk(token_ids, first, max_tokens):
-            self._feed(chunk, [()] * len(token_ids), [0] * len(token_ids), first, keep_whole_blocks=True)
+            self._feed(chunk, [()] * len(token_ids), [0] * len(token_ids), first, whole_blocks=True)
 
     def score(self, token_ids: Sequence[int], row: int, max_tokens: int) -> Floats:
         """Feed up to ``max_tokens`` more tokens that the cache lacks of one row's text ``token_ids``.
@@ -169,8 +168,8 @@ class ModelRunner:
             if token is not None:
                 step.input_ids[row, 0] = min(token, last_id)
                 lengths[row] += 1
-        if isinstance(self.rows, RecurrentRows):  # Tokens behind the texts may be taken back.
-            step.state_indices[:] = step.keep_indices[:] = self.rows.begin(0, len(tokens))
+        # Tokens behind the texts may be taken back.
+        step.state_indices[:], step.keep_indices[:] = self.rows.begin(0, [0] * len(tokens))
         self._run(step)
         return step.logits
 
@@ -180,31 +179,16 @@ class ModelRunner:
         drafts: Sequence[Sequence[int]],
         num_logits: Sequence[int],
         first: int,
-        keep_whole_blocks: bool = False,
+        whole_blocks: bool = False,
     ) -> Floats:
-        """Feed what the cache lacks of each row's tokens and draft tokens. Tokens stand; draft tokens may be rejected.
-
-        keep_whole_blocks: the states of recurrent layers stay behind a whole block, where they can be kept.
-        """
+        """Feed what the cache lacks of each row. Draft tokens may be rejected. whole_blocks: see ``RecurrentRows``."""
         own = slice(first, first + len(token_ids))
-        feed = build_inputs(
-            token_ids,
-            drafts,
-            self.rows.lengths[own],
-            num_logits,
-            self.backend.cache.length,
-            self.vocab_size,
-            self.shapes,
-            self.backend.config.graph.nothing_wanted,
-        )
+        lengths, nothing = self.rows.lengths[own], self.backend.config.graph.nothing_wanted
+        sizes = self.backend.cache.length, self.vocab_size
+        feed = build_inputs(token_ids, drafts, lengths, num_logits, *sizes, self.shapes, nothing)
         step = self.backend.bind(first, len(token_ids), len(feed.input_ids[0]), len(feed.logits_indices[0]))
         step.input_ids[...], step.write_indices[...], step.logits_indices[...] = feed
-        if isinstance(self.rows, RecurrentRows):
-            step.state_indices[:] = self.rows.begin(first, len(token_ids))
-            ends = [len(tokens) for tokens in token_ids]
-            if keep_whole_blocks:
-                ends = [max(read, end - end % BLOCK) for read, end in zip(self.rows.read[own], ends, strict=True)]
-            step.keep_indices[:] = self.rows.read[own] = ends
+        step.state_indices[:], step.keep_indices[:] = self.rows.begin(first, list(map(len, token_ids)), whole_blocks)
         self._run(step)
         self.rows.lengths[own] = [len(tokens) + len(more) for tokens, more in zip(token_ids, drafts, strict=True)]
         return step.logits

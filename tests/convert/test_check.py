@@ -56,7 +56,7 @@ def test_the_true_reason_is_said(hf: Path, tmp_path: Path) -> None:
     MambaConfig(num_hidden_layers=2).save_pretrained(tmp_path / "mamba")
     said = run("check", tmp_path / "mamba")
     assert said.exit_code == 1
-    assert "mamba cannot be converted: " in said.stderr and "recurrent state" in said.stderr
+    assert "mamba cannot be converted: " in said.stderr and "selective scan" in said.stderr
     truncated = shutil.copytree(hf / "draft", tmp_path / "truncated")
     with (truncated / "model.safetensors").open("rb+") as file:
         file.truncate(1000)
@@ -78,19 +78,19 @@ def test_the_table_is_of_the_installed_transformers_and_knows_the_tests_families
 
 
 def test_a_family_is_not_refused_where_the_configuration_decides(hf: Path, tmp_path: Path) -> None:
-    """GraniteMoeHybrid with attention in every layer converts; with others it is refused, and said once why."""
+    """GraniteMoeHybrid converts with attention in every layer and with recurrent ones; of others is said once why."""
     sizes = {**SIZES, "num_local_experts": 2, "num_experts_per_tok": 1, "shared_intermediate_size": 64}
-    config = transformers.GraniteMoeHybridConfig(**sizes, layer_types=["attention"] * 2, position_embedding_type="rope")
-    spread = transformers.AutoModelForCausalLM.from_config(config)
-    spread.save_pretrained(tmp_path / "attention")
-    said = run("check", tmp_path / "attention")
-    assert said.exit_code == 0, said.stderr
-    assert "granitemoehybrid" in said.stdout
-    dry = run("convert", "--dry_run", "--model_dir", tmp_path / "attention", "--output_dir", tmp_path / "onnx")
-    assert dry.exit_code == 0, dry.stderr
+    for kinds, keeps in ((["attention"] * 2, False), (["mamba", "attention"], True)):
+        config = transformers.GraniteMoeHybridConfig(**sizes, layer_types=kinds, position_embedding_type="rope")
+        spread = transformers.AutoModelForCausalLM.from_config(config)
+        spread.save_pretrained(tmp_path / kinds[0])
+        said = run("check", tmp_path / kinds[0])
+        assert said.exit_code == 0, said.stderr
+        assert "granitemoehybrid" in said.stdout and (" a text" in said.stdout) == keeps
+        dry = run("convert", "--dry_run", "--model_dir", tmp_path / kinds[0], "--output_dir", tmp_path / "onnx")
+        assert dry.exit_code == 0, dry.stderr
     path = tmp_path / "attention" / "config.json"
-    changed = json.loads(path.read_text()) | {"layer_types": ["mamba", "attention"]}
-    path.write_text(json.dumps(changed))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"layer_types": ["indexed_attention", "attention"]}))
     said = run("check", tmp_path / "attention")
     assert said.exit_code == 1
     assert said.stderr.count("cannot be converted") == 1

@@ -47,7 +47,14 @@ def test_a_wrong_state_shows(
 ) -> None:
     """The control of the test above."""
     if fault == "a state keeps rejected tokens":
-        monkeypatch.setattr(RecurrentRows, "begin", lambda rows, first, count: rows.lengths[first : first + count])
+        begin = RecurrentRows.begin
+
+        def forget(rows: RecurrentRows, first: int, ends: list[int], *whole: bool) -> tuple[list[int], list[int]]:
+            _, kept = begin(rows, first, ends, *whole)
+            written = rows.lengths[first : first + len(ends)]
+            return written, list(map(max, kept, written))
+
+        monkeypatch.setattr(RecurrentRows, "begin", forget)
     elif fault == "a row is not read again":
         monkeypatch.setattr("specrun.kv_cache.host.HostKVCache.clear_states", lambda _cache, _row: None)
     else:
