@@ -106,12 +106,13 @@ def result(batch: int, draft_len: int | None, speedup: tuple[float, float, float
 def test_the_last_line_says_what_to_do() -> None:
     results = [
         *(result(1, 4, (2.1, 1.9, 2.2)), result(1, None, (2.4, 2.3, 2.5))),
-        *(result(4, 4, (0.9, 0.8, 0.95)), result(8, 2, (1.01, 0.9, 1.1))),
+        *(result(4, 4, (0.9, 0.8, 0.95)), result(8, 2, (1.01, 0.9, 1.1)), result(16, 2, (1.2, 1.2, 1.2))),
     ]
     assert advice(results) == [
         "Batch 1: the draft pays, 2.40x with --draft_len auto.",
         "Batch 4: the draft does not pay, 0.90x at best, with --draft_len 4.",
         "Batch 8: not clear, 1.01x at best, with --draft_len 2; give more --repetitions.",
+        "Batch 16: 1.20x at best, with --draft_len 2, measured once; give more --repetitions.",
     ]
 
 
