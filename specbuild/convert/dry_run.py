@@ -56,13 +56,14 @@ def describe_conversion(options: ConvertOptions, stages: Stages) -> str:
 
 
 def _facts(options: ConvertOptions, source: Source, layout: Layout, would_be: str, download: int) -> dict[str, str]:
-    from specbuild.convert.model import output_bytes, pack
+    from specbuild.convert.model import output_bytes, pack, require_plain_cache
     from specbuild.export.features import Fusion
     from specbuild.export.model_memory import model_memory
     from specrun.engine_dir.config import GraphInfo
 
     model, notes = layout.model, list[str]()
     packed, kept = pack(source, options, layout, None, notes), model_memory(model)
+    require_plain_cache(source, kept)
     info = GraphInfo(
         vocab_size=vocab_size_of(model),
         dtype=dtype_name(model),

@@ -13,7 +13,7 @@ from specbuild.convert.verify import compare
 from specbuild.convert.write import Prepared
 from specbuild.export.exporter import export_onnx
 from specbuild.export.features import Fusion, describe_features
-from specbuild.export.model_memory import model_memory
+from specbuild.export.model_memory import ModelMemory, model_memory
 from specbuild.export.reference import Reference, far_reference, reference_logits
 from specbuild.export.rope import pin_rope
 from specbuild.files import require_space
@@ -29,7 +29,7 @@ from specbuild.quantized_formats.loading import packed_linears
 from specbuild.weights.kv_cache import CacheRounding, rounding_for
 from specbuild.weights.packed_model import PackedModel, use_dequantized
 from specrun.engine_dir.config import CacheTensor, GraphInfo, QuantizedWeights
-from specrun.errors import VerificationError
+from specrun.errors import UnsupportedModelError, VerificationError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,6 +43,7 @@ def prepare_model(source: Source, options: ConvertOptions, run: Run, work: Path,
     model, weights, notes = layout.model, dict(layout.weights), list[str]()
     save_generation_config(directory, work)
     parameters, memory = sum(parameter.numel() for parameter in model.parameters()), model_memory(model)
+    require_plain_cache(source, memory)
     caches = memory.caches
     amax = None
     if source.texts:
@@ -86,6 +87,15 @@ def prepare_model(source: Source, options: ConvertOptions, run: Run, work: Path,
         verify=(lambda graph: compare(graph, info, references, rounding)) if options.verify else None,
         compared=f", also behind {far.start} tokens" if far else "",
     )
+
+
+def require_plain_cache(source: Source, memory: ModelMemory) -> None:
+    """Raise UnsupportedModelError for an 8-bit cache of a model with recurrent layers, which nothing calibrates."""
+    if memory.states and source.kv_cache:
+        raise UnsupportedModelError(
+            f"{source.directory}: --kv_cache_dtype {source.kv_cache}: models with recurrent layers keep keys and "
+            "values as they are computed; leave it out"
+        )
 
 
 def _cache_rounding(

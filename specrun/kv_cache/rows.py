@@ -179,10 +179,11 @@ class RecurrentRows(CacheRows):
     def begin(self, first: int, ends: Sequence[int], whole_blocks: bool = False) -> tuple[list[int], list[int]]:
         """See ``CacheRows``. whole_blocks: states stay behind a whole block, where they can be kept."""
         own = slice(first, first + len(ends))
-        before = self.read[own]
         for row in range(first, first + len(ends)):
             if not self.lengths[row]:
+                self.read[row] = 0
                 self.cache.clear_states(row)
+        before = self.read[own]
         if whole_blocks:
             ends = [end - end % BLOCK for end in ends]
         self.read[own] = list(map(max, before, ends))

@@ -10,6 +10,7 @@ import pytest
 from specbuild.artifacts.onnx_checkpoint import open_checkpoint
 from specbuild.export.recurrent import SWAPS
 from specbuild.graph import recurrent
+from specbuild.quantization.calibration_data import TextOptions
 from specrun.engine_dir.config import GRAPH_NAME, open_engine
 from specrun.engine_dir.contract import KEEP_INDICES, STATE_INDICES, WRITE_INDICES
 from specrun.errors import UnsupportedModelError, VerificationError
@@ -69,3 +70,9 @@ def test_a_rule_that_nobody_knows_is_refused(tmp_path: Path, monkeypatch: pytest
     monkeypatch.delitem(SWAPS, "mamba2_chunk_scan")
     with pytest.raises(UnsupportedModelError, match="by a rule that is not known"):
         make_onnx(save_checkpoint(tmp_path / "hf", "bamba"), tmp_path / "onnx")
+
+
+def test_an_8_bit_cache_is_refused(tmp_path: Path) -> None:
+    checkpoint = save_checkpoint(tmp_path / "hf", "qwen3_5")
+    with pytest.raises(UnsupportedModelError, match="--kv_cache_dtype int8: models with recurrent layers"):
+        make_onnx(checkpoint, tmp_path / "onnx", kv_cache_dtype="int8", texts=TextOptions(size=2, length=32))
