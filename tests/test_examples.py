@@ -61,6 +61,7 @@ NOT_RUN = {
     "import tritonclient": "the same",
     "models/probe.py ": "the same",
     "scripts/benchmarks/peers_setup": "downloads, and takes half an hour",
+    "serve --config tuned.yaml": "reads what specrun tune writes; commands/test_config_file.py has such files",
     "models/\n": "a tree of files",
     "2 * layers": "a formula",
     "HF checkpoint --": "a diagram",
@@ -230,10 +231,11 @@ def run(text: str) -> None:
 
 def as_run(text: str, scratch: Path, server: str) -> str:
     """The command on the models here, beside the server here."""
-    text = text.removeprefix(".venv/bin/").replace("demo/engines/", "engines/")
+    text = text.removeprefix(".venv/bin/")
+    options = next((options for command, options in SMALLER.items() if text.startswith(command)), "")
+    text = text.replace("demo/engines/", "engines/")
     text = re.sub(r" /(models|var/cache)/", rf" {scratch}/root/\1/", text)
     text = re.sub(r"(127\.0\.0\.1|localhost):8000", server.removeprefix("http://"), text)
-    options = next((options for command, options in SMALLER.items() if text.startswith(command)), "")
     return f"{text.partition('    #')[0]} {options}"
 
 

@@ -45,10 +45,15 @@ class RecurrentStates:
     progress: Progress | None
     """None: a trial run, which only notes what tensors there are."""
     past: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The graph's inputs, by part."""
     present: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The graph's outputs, by part."""
     tensors: list[StateTensor] = field(default_factory=list)
+    """What a trial run has noted."""
     layer: int = 0
+    """Its number, for what is noted."""
     convolutions: int = 0
+    """How many were computed so far in this pass."""
 
     @property
     def has_state(self) -> bool:

@@ -234,7 +234,7 @@ def expand(model: ir.Model, states: Sequence[StateTensor], replays: int) -> None
         model.opset_imports.pop(DOMAIN, None)
     for number, node in enumerate(node for node in model.graph if node.op_type == "Scan"):
         for value in node.attributes["body"].as_graph().inputs:
-            value.name = f"{value.name}.{number}"  # Two loops with inputs of one name crash TensorRT-RTX 1.7.
+            value.name = f"{value.name}.{number}"  # A graph gives every name once, in loops too.
 
 
 def set_replays(model: ir.Model, states: Sequence[StateTensor], replays: int) -> None:

@@ -77,41 +77,74 @@ class Server:
         return subprocess.run(command, timeout=30).returncode == 0
 
 
+pytestmark = pytest.mark.flaky(reruns=2, only_rerun=["Socket closed", "Connection refused", "Connection reset"])
+"""tritonserver 24.10 ends now and then with signal 11 in its own handler of gRPC streams. Then it is started again."""
+
+
 @pytest.fixture(scope="module")
-def server(engines: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def repository(engines: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository of models, for a tritonserver that is there."""
     made = subprocess.run([ROOT / "scripts" / "setup_triton"], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
     if made.returncode == 77:
         pytest.skip(made.stderr.strip())
     assert made.returncode == 0, made.stderr
-    work = tmp_path_factory.mktemp("triton")
+    models = tmp_path_factory.mktemp("triton") / "models"
     pair = ["--engine_dir", str(engines / "target"), "--draft_engine_dir", str(engines / "draft")]
-    command = [sys.executable, "-m", "specrun", "triton_repository", *pair, "--output_dir", str(work / "models")]
+    command = [sys.executable, "-m", "specrun", "triton_repository", *pair, "--output_dir", str(models)]
     subprocess.run([*command, "--max_queue", str(MAX_QUEUE)], check=True)
-    ports = [str(port) for port in free_ports(3)]
-    options = ["--http-port", "--grpc-port", "--metrics-port"]
-    flags = [word for pair in zip(options, ports, strict=True) for word in pair]
+    return models
+
+
+@pytest.fixture(scope="module")
+def running(repository: Path) -> Iterator[list[Server]]:
+    """The servers that were started, of which the last one may run."""
+    started: list[Server] = []
+    try:
+        yield started
+    finally:
+        for server in started:
+            stop(server.process)
+
+
+@pytest.fixture
+def server(running: list[Server], repository: Path) -> Server:
+    """One that is ready."""
+    if not running or running[-1].process.poll() is not None:
+        running.append(start(repository))
+    server = running[-1]
+    while not is_ready(server):
+        assert server.process.poll() is None, log_of(repository).read_text()
+        time.sleep(0.1)
+    return server
+
+
+def log_of(repository: Path) -> Path:
+    return repository.with_name("log")
+
+
+def start(repository: Path) -> Server:
+    http, grpc, metrics = ports = free_ports(3)
+    flags = ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
     explicit = ["--model-control-mode=explicit", "--load-model=*", "--exit-timeout-secs=3"]
-    with (work / "log").open("wb") as log:
+    with log_of(repository).open("ab") as log:
         process = subprocess.Popen(
-            [ROOT / "scripts" / "tritonserver", "--model-repository", work / "models", *flags, *explicit],
+            [ROOT / "scripts" / "tritonserver", "--model-repository", repository, *flags, *explicit],
             env=ENVIRONMENT,
             stdout=log,
             stderr=log,
         )
+    addresses = [f"127.0.0.1:{port}" for port in ports]
+    urls = f"http://{addresses[0]}", addresses[1], f"http://{addresses[2]}"
+    return Server(*urls, process, repository, httpx.Client(timeout=60))
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
     try:
-        http, grpc, metrics = (f"127.0.0.1:{port}" for port in ports)
-        server = Server(f"http://{http}", grpc, f"http://{metrics}", process, work / "models", httpx.Client(timeout=60))
-        while not is_ready(server):
-            assert process.poll() is None, (work / "log").read_text()
-            time.sleep(0.1)
-        yield server
-    finally:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def free_ports(count: int) -> list[int]:
@@ -255,7 +288,8 @@ def test_a_client_that_leaves_ends_its_requests(server: Server) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert server.whole("speculative", text_input="a", max_tokens=2)["finish_reason"] == ["length"]  # The last in line.
-    assert server.count("generation_tokens_total") - tokens < 4 * 75  # The four that have rows are cancelled too.
+    # Those in the queue never begin, and the four that have rows are cancelled too, however late on a busy machine.
+    assert server.count("generation_tokens_total") - tokens < 4 * LONG["max_tokens"]
 
 
 def test_a_full_queue_is_unavailable(server: Server) -> None:
