@@ -75,7 +75,7 @@ def advice(results: Sequence[Result]) -> list[str]:
         best = max(of_size, key=lambda result: result.speedup.median)
         how, gain = f"--draft_len {shown_draft_len(best.draft_len)}", f"{best.speedup.median:.2f}x"
         if best.speedup.lowest == best.speedup.highest:
-            said.append(f"Batch {size}: {gain} at best, with {how}, measured once; give more --repetitions.")
+            said.append(f"Batch {size}: {gain} with {how}, but once; give more --repetitions.")
         elif best.speedup.lowest > 1:
             said.append(f"Batch {size}: the draft pays, {gain} with {how}.")
         elif best.speedup.highest < 1:

@@ -112,7 +112,7 @@ def test_the_last_line_says_what_to_do() -> None:
         "Batch 1: the draft pays, 2.40x with --draft_len auto.",
         "Batch 4: the draft does not pay, 0.90x at best, with --draft_len 4.",
         "Batch 8: not clear, 1.01x at best, with --draft_len 2; give more --repetitions.",
-        "Batch 16: 1.20x at best, with --draft_len 2, measured once; give more --repetitions.",
+        "Batch 16: 1.20x with --draft_len 2, but once; give more --repetitions.",
     ]
 
 
