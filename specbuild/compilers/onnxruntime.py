@@ -26,7 +26,6 @@ from specrun import cpu_operators
 from specrun.backends.ort import session_options
 from specrun.cpu_operators import DOMAIN
 from specrun.devices.processor import has_vnni
-from specrun.engine_dir.cache_tensors import LEAST_REPLAYS
 from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME, BackendInfo, BuildConfig, GraphInfo, Tensor
 from specrun.engine_dir.dtypes import DTYPES
 from specrun.errors import BuildError
@@ -58,7 +57,7 @@ def compile_graph(
                 f"{checkpoint}: recurrent layers need specrun's own CPU operators, which were not compiled here: "
                 f"{cpu_operators.HOW_TO_COMPILE}"
             )
-        graph = graph.model_copy(update={"replays": max(build.max_draft_len, LEAST_REPLAYS)})
+        graph = graph.with_replays(build.max_draft_len)
         use_recurrent_operators(model)
         recurrent = {state.layer for state in graph.states}
         notes.append(f"{len(recurrent)} recurrent layers by specrun's own CPU operators")

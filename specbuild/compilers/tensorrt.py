@@ -23,7 +23,6 @@ from specbuild.graph.moe_gather import gather_used_experts
 from specbuild.graph.plain_attention import write_out_attention
 from specbuild.graph.recurrent import expand
 from specrun.devices.driver import compute_capability, use_gpu, why_no_gpu
-from specrun.engine_dir.cache_tensors import LEAST_REPLAYS
 from specrun.engine_dir.config import GRAPH_NAME, PLAN_NAME, BackendInfo, BuildConfig, GraphInfo, Profile, Tensor
 from specrun.engine_dir.contract import INPUT_IDS, KEEP_INDICES, LOGITS_INDICES, STATE_INDICES, WRITE_INDICES
 from specrun.engine_dir.dtypes import DTYPES
@@ -102,7 +101,7 @@ class Tensorrt:
         narrow_float4_scales(model)
         notes = [_gathered(gather_used_experts(model))] if build.gather_experts else []
         if graph.states:
-            graph = graph.model_copy(update={"replays": max(build.max_draft_len, LEAST_REPLAYS)})
+            graph = graph.with_replays(build.max_draft_len)
             expand(model, graph.states, graph.replays)
             write_out_attention(model)  # TensorRT-RTX 1.7 crashes where a loop follows an Attention.
             notes.append("recurrent layers read token after token; specrun does not run them on GPUs yet")

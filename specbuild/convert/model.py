@@ -28,7 +28,8 @@ from specbuild.quantized_formats.config.scheme import has_cache_scales
 from specbuild.quantized_formats.loading import packed_linears
 from specbuild.weights.kv_cache import CacheRounding, rounding_for
 from specbuild.weights.packed_model import PackedModel, use_dequantized
-from specrun.engine_dir.config import CacheTensor, GraphInfo, QuantizedWeights
+from specrun.engine_dir.cache_tensors import CacheTensor
+from specrun.engine_dir.config import GraphInfo, QuantizedWeights
 from specrun.errors import UnsupportedModelError, VerificationError
 
 if TYPE_CHECKING:

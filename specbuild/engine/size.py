@@ -6,7 +6,6 @@ import onnx_ir as ir
 
 from specbuild.engine.plan import EnginePlan
 from specbuild.graph import ops as graphs
-from specrun.engine_dir.cache_tensors import LEAST_REPLAYS
 from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME
 
 _OF_A_GRAPH = 250_000_000
@@ -43,8 +42,7 @@ def disk_bytes_to_build(plan: EnginePlan) -> int:
 
 def cache_bytes(plan: EnginePlan) -> int:
     """Of the keys and values of all rows at their longest, and of what recurrent layers keep of them."""
-    graph = plan.checkpoint.graph
-    graph = graph.model_copy(update={"replays": max(plan.build.max_draft_len, LEAST_REPLAYS)})
+    graph = plan.checkpoint.graph.with_replays(plan.build.max_draft_len)
     if plan.device == "cpu":
         graph = graph.model_copy(update={"dtype": "float32"})
     rows = plan.build.max_batch_size

@@ -92,9 +92,10 @@ class ScatterLayer(CacheLayerMixin):
 class ScatterAndRecurrentLayer(RecurrentLayer, ScatterLayer):  # type: ignore[override]
     """A layer with both: attention and a recurrent part beside it (Falcon-H1)."""
 
-    def __init__(self, states: RecurrentStates, attention: ScatterLayer) -> None:
+    def __init__(self, states: RecurrentStates, *attention: Any) -> None:
+        """attention: as ``ScatterLayer`` takes it."""
+        ScatterLayer.__init__(self, *attention)
         RecurrentLayer.__init__(self, states)
-        self.__dict__.update(attention.__dict__)
 
     lazy_initialization = ScatterLayer.lazy_initialization  # type: ignore[assignment]
     get_max_length = ScatterLayer.get_max_length
@@ -114,15 +115,12 @@ class ScatterCache(AnyLayersCache):
         """recurrent: what layers keep that are recurrent. attending: those that keep keys and values; None: all."""
         pairs = list(zip(past[0::2], past[1::2], strict=True))
         numbers = range(len(pairs)) if attending is None else attending
-        self.scatter_layers = [
-            ScatterLayer(*pair, write_indices, rounding.layer(number) if rounding else None)
-            for number, pair in enumerate(pairs)
-        ]
-        by_layer: dict[int, Any] = dict(zip(numbers, self.scatter_layers, strict=True))
-        for layer, states in recurrent.items():
-            attention = by_layer.get(layer)
-            by_layer[layer] = ScatterAndRecurrentLayer(states, attention) if attention else RecurrentLayer(states)
-        self.scatter_layers = [by_layer[layer] for layer in numbers]
+        by_layer: dict[int, Any] = {layer: RecurrentLayer(states) for layer, states in recurrent.items()}
+        for number, (layer, pair) in enumerate(zip(numbers, pairs, strict=True)):
+            attention = (*pair, write_indices, rounding.layer(number) if rounding else None)
+            states = recurrent.get(layer)
+            by_layer[layer] = ScatterAndRecurrentLayer(states, *attention) if states else ScatterLayer(*attention)
+        self.scatter_layers: list[ScatterLayer] = [by_layer[layer] for layer in numbers]
         super().__init__(layers=[by_layer.get(layer) or DummyLayer() for layer in range(max(by_layer, default=-1) + 1)])
         self.write_indices = write_indices
 
@@ -198,7 +196,7 @@ def contract_attention(
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query = scaled(module, query)
-    own = roundings.get(int(getattr(module, "layer_idx", -1)))
+    own = roundings[int(getattr(module, "layer_idx"))] if roundings else None  # noqa: B009 (not in Module)
     if own:
         query = _times_factors(query, own[0])
     if softcap is not None or s_aux is not None or key.shape[-1] != value.shape[-1]:

@@ -73,7 +73,7 @@ def model_memory(model: PreTrainedModel) -> ModelMemory:
                 raise UnsupportedModelError(f"{name}: layer {index} is recurrent in a way that specbuild does not know")
             states += layer.states.tensors
         tensors: list[Any] = [getattr(layer, part, None) for part in ("keys", "values")]
-        if tensors == [None, None] and (cache or states):
+        if cache and all(tensor is None for tensor in tensors):
             continue
         if any(tensor is None or tensor.dim() != 4 for tensor in tensors):
             raise UnsupportedModelError(

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from enum import Enum
 
-import onnx
 import onnx.parser
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
@@ -22,7 +21,6 @@ DOMAIN = "specbuild"
 CONVOLUTION = "CausalConvolution"
 RULES = {"gated_delta": "GatedDeltaAttention", "gated": "GatedAttention"}
 """The function of each ``update_rule`` of the operator LinearAttention."""
-_LINEAR_ATTENTION = "LinearAttention"
 _OPSET = 27
 """The one that has LinearAttention."""
 _OPSET_OF_OTHERS = 24
@@ -39,26 +37,50 @@ class Operators(Enum):
     """ONNX Runtime 1.31 has LinearAttention as an operator of its own, and takes no newer opset than 26."""
 
 
+_BEGIN = """
+    zero = Constant <value_int: int = 0> ()
+    one = Constant <value_int: int = 1> ()
+    axis = Constant <value_ints: ints = [1]> ()
+    last_axis = Constant <value_ints: ints = [2]> ()
+    slot_axis = Shape <start: int = 1, end: int = 2> ({past})
+    token_axis = Shape <start: int = 1, end: int = 2> ({new})
+    num_slots = Squeeze (slot_axis)
+    num_tokens = Squeeze (token_axis)
+    slots = Range (zero, num_slots, one)
+    replayed = Sub (write_indices, state_indices)
+    replayed_rows = Unsqueeze (replayed, axis)
+    kept = Sub (keep_indices, state_indices)
+    kept_rows = Unsqueeze (kept, axis)
+"""
+"""What both functions begin with. past: what is kept of tokens. new: what a pass brings."""
+
+_END = """
+    behind = Sub (num_slots, first_new)
+    num_all = Add (num_slots, num_tokens)
+    last = Sub (num_all, one)
+    place = Add (slots, kept_rows)
+    is_again = Less (place, first_new)
+    moved = Add (place, behind)
+    chosen = Where (is_again, place, moved)
+    within = Min (chosen, last)
+    index = Unsqueeze (within, last_axis)
+    {present} = GatherND <batch_dims: int = 1> (all, index)
+"""
+"""What both end with: of ``all``, the kept tokens and then the new ones, those from ``keep_indices`` on are left.
+
+first_new: where the new ones would stand among the kept ones.
+"""
+
 _ATTENTION = """
 <domain: "specbuild", opset_import: [{imports}]>
 {name} <heads, scale> (query, key, value, {factors}, past_state, past_inputs, write_indices, state_indices,
 keep_indices) => (output, present_state, present_inputs)
 {{
-    zero = Constant <value_int: int = 0> ()
-    one = Constant <value_int: int = 1> ()
-    axis = Constant <value_ints: ints = [1]> ()
-    last_axis = Constant <value_ints: ints = [2]> ()
+    {begin}
     nothing = Constant <value_float: float = 0.0> ()
     new = Concat <axis: int = -1> (key, value, {factors})
-    slot_axis = Shape <start: int = 1, end: int = 2> (past_inputs)
-    token_axis = Shape <start: int = 1, end: int = 2> (new)
     slot_and_token = Concat <axis: int = 0> (slot_axis, token_axis)
-    num_slots = Squeeze (slot_axis)
-    num_tokens = Squeeze (token_axis)
-    slots = Range (zero, num_slots, one)
     tokens = Range (zero, num_tokens, one)
-    replayed = Sub (write_indices, state_indices)
-    replayed_rows = Unsqueeze (replayed, axis)
     slot_counts = Less (slots, replayed_rows)
     slot_counts_all = Unsqueeze (slot_counts, last_axis)
     again = Where (slot_counts_all, past_inputs, nothing)
@@ -69,8 +91,6 @@ keep_indices) => (output, present_state, present_inputs)
     slot_keys, token_keys = Split <axis: int = 1> (all_key, slot_and_token)
     no_queries = Mul (slot_keys, nothing)
     all_query = Concat <axis: int = 1> (no_queries, query)
-    kept = Sub (keep_indices, state_indices)
-    kept_rows = Unsqueeze (kept, axis)
     kept_slots = Less (slots, kept_rows)
     kept_new = Sub (keep_indices, write_indices)
     kept_new_rows = Unsqueeze (kept_new, axis)
@@ -78,16 +98,8 @@ keep_indices) => (output, present_state, present_inputs)
     kept_places = Concat <axis: int = 1> (kept_slots, kept_tokens)
     {recurrence}
     slot_outputs, output = Split <axis: int = 1> (outputs, slot_and_token)
-    num_all = Add (num_slots, num_tokens)
-    last = Sub (num_all, one)
-    place = Add (slots, kept_rows)
-    is_again = Less (place, replayed_rows)
-    behind = Sub (num_slots, replayed_rows)
-    moved = Add (place, behind)
-    chosen = Where (is_again, place, moved)
-    within = Min (chosen, last)
-    index = Unsqueeze (within, last_axis)
-    present_inputs = GatherND <batch_dims: int = 1> (all, index)
+    first_new = Identity (replayed_rows)
+    {end}
 }}
 """
 """``all`` are the tokens that can be read again, and the new ones behind them; what does not count is zeros."""
@@ -153,23 +165,13 @@ _CONVOLUTION = """
 <domain: "specbuild", opset_import: [{imports}]>
 CausalConvolution <channels> (x, weight, past, write_indices, state_indices, keep_indices) => (y, present)
 {{
-    zero = Constant <value_int: int = 0> ()
-    one = Constant <value_int: int = 1> ()
-    axis = Constant <value_ints: ints = [1]> ()
-    last_axis = Constant <value_ints: ints = [2]> ()
+    {begin}
     kernel_axis = Shape <start: int = 2, end: int = 3> (weight)
     kernel = Squeeze (kernel_axis)
     history = Sub (kernel, one)
-    slot_axis = Shape <start: int = 1, end: int = 2> (past)
-    num_slots = Squeeze (slot_axis)
-    token_axis = Shape <start: int = 1, end: int = 2> (x)
-    num_tokens = Squeeze (token_axis)
-    slots = Range (zero, num_slots, one)
     all = Concat <axis: int = 1> (past, x)
-    replayed = Sub (write_indices, state_indices)
-    replayed_rows = Unsqueeze (replayed, axis)
     first_new = Add (replayed_rows, history)
-    behind = Sub (num_slots, first_new)
+    {end}
     num_seen = Add (num_tokens, history)
     seen = Range (zero, num_seen, one)
     seen_place = Add (seen, replayed_rows)
@@ -183,17 +185,6 @@ CausalConvolution <channels> (x, weight, past, write_indices, state_indices, kee
     outputs = Transpose <perm: ints = [0, 2, 1]> (convolved)
     x_shape = Shape (x)
     y = Reshape (outputs, x_shape)
-    num_all = Add (num_slots, num_tokens)
-    last = Sub (num_all, one)
-    kept = Sub (keep_indices, state_indices)
-    kept_rows = Unsqueeze (kept, axis)
-    place = Add (slots, kept_rows)
-    is_again = Less (place, first_new)
-    moved = Add (place, behind)
-    chosen = Where (is_again, place, moved)
-    within = Min (chosen, last)
-    index = Unsqueeze (within, last_axis)
-    present = GatherND <batch_dims: int = 1> (all, index)
 }}
 """
 
@@ -248,13 +239,17 @@ def set_replays(model: ir.Model, states: Sequence[StateTensor], replays: int) ->
 def _texts(operators: Operators) -> Iterator[str]:
     """The functions in ONNX's own syntax."""
     imports = operators.value
-    yield _CONVOLUTION.format(imports=imports)
+    begin, end = _frame(past="past", new="x", present="present")
+    yield _CONVOLUTION.format(imports=imports, begin=begin, end=end)
+    begin, end = _frame(past="past_inputs", new="key", present="present_inputs")
     for rule, name in RULES.items():
         factors = ["decay", "beta"] if "delta" in rule else ["decay"]
         parts = ["key", "value", *factors]
         recurrence = _loop(rule, ["query", *parts]) if operators is Operators.LOOP else _twice(rule, factors, operators)
         yield _ATTENTION.format(
             imports=imports,
+            begin=begin,
+            end=end,
             name=name,
             factors=", ".join(factors),
             widths="\n    ".join(f"{part}_width = Shape <start: int = 2, end: int = 3> ({part})" for part in parts),
@@ -262,6 +257,10 @@ def _texts(operators: Operators) -> Iterator[str]:
             all=", ".join(f"all_{part}" for part in parts),
             recurrence=recurrence.strip(),
         )
+
+
+def _frame(past: str, new: str, present: str) -> tuple[str, str]:
+    return _BEGIN.format(past=past, new=new).strip(), _END.format(present=present).strip()
 
 
 def _twice(rule: str, factors: list[str], operators: Operators) -> str:

@@ -23,7 +23,7 @@ from specbuild.export.attention import gather_features, scatter
 from specbuild.export.exporter import export_module
 from specbuild.head_formats.medusa import MedusaHead
 from specbuild.heads.module import Contract, load_parameters, require_vocab
-from specrun.engine_dir.config import CacheTensor
+from specrun.engine_dir.cache_tensors import CacheTensor
 
 
 class ResBlock(nn.Module):

@@ -28,7 +28,7 @@ from specbuild.export.features import is_fused
 from specbuild.export.meta_model import placeholder
 from specbuild.head_formats.eagle import EagleHead, Head, LayerHead
 from specbuild.weights.lazy_tensors import Weight
-from specrun.engine_dir.config import CacheTensor
+from specrun.engine_dir.cache_tensors import CacheTensor
 from specrun.errors import CheckpointError, UnsupportedModelError, first_line
 
 _CLASSES: dict[str, tuple[Any, Any, Any]] = {

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from specbuild.head_formats.mtp import MtpHead
     from specbuild.weights.lazy_tensors import Reader
-    from specrun.engine_dir.config import CacheTensor
+    from specrun.engine_dir.cache_tensors import CacheTensor
 
 
 class Mtp(ChainModule):

@@ -22,9 +22,9 @@ REASONS = {
     ),
     "minimax": "it keeps a cache of its own kind, with states of linear attention, beside keys and values",
 }
-_KEYS_AND_VALUES = {"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp", "dummy"}
+_KEYS_AND_VALUES = {"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp"}
 """Types of layers whose memory of a text is at most keys and values."""
-_RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mamba2"}
+_RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 """Types of layers that keep the state of a recurrence or a convolution."""
 _CONVOLUTION = "causal_conv1d_fn"
 """The function of transformers' modelling files that is part of every kind of recurrent layer which converts."""

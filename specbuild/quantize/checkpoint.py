@@ -31,7 +31,7 @@ from specbuild.weights.packed import Packed
 from specbuild.weights.packed_model import PackedModel, parameter_names
 from specbuild.weights.safetensors_files import Entry, check_weights
 from specbuild.weights.weight_map import Converted
-from specrun.engine_dir.config import CacheTensor
+from specrun.engine_dir.cache_tensors import CacheTensor
 from specrun.errors import UnsupportedModelError
 
 

@@ -16,7 +16,7 @@ from specbuild.quantized_formats.from_torch import FromTorch
 from specbuild.weights.cache_codes import KV_CACHE_DTYPES
 from specbuild.weights.kv_cache import CacheRounding, tensor_rounding
 from specbuild.weights.lazy_tensors import Reader
-from specrun.engine_dir.config import CacheTensor
+from specrun.engine_dir.cache_tensors import CacheTensor
 from specrun.errors import CheckpointError
 
 _NAME = re.compile(rf"\.(\d+)\.(?:.*\.)?({'|'.join(CACHE_SCALES)})$")

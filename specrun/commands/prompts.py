@@ -34,12 +34,17 @@ dataset_options = together(
 )
 
 
-def require_one_dataset(options: dict[str, Any]) -> None:
+def require_one_place(options: dict[str, Any]) -> None:
     """Prompts come from one place. Raises click's UsageError."""
     require_one_source(options["input_text"], options["input_file"])
-    named = [name for name in ("dataset", "prompts", "input_text", "input_file") if options[name]]
+    named = [name for name in ("dataset", "prompts", "input_text", "input_file") if options.get(name)]
     if len(named) > 1:
         raise click.UsageError(f"--{named[0]} cannot be combined with --{named[1]}; prompts come from one place")
+
+
+def require_one_dataset(options: dict[str, Any]) -> None:
+    """See ``require_one_place``; and options of random tokens go with ``--dataset``."""
+    require_one_place(options)
     if options["dataset"]:
         for name in ("input_mean", "output_mean"):
             if options[name] is None:

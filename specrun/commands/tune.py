@@ -10,8 +10,8 @@ import click
 
 from specrun.command_line import FolderPath
 from specrun.commands.models import candidate_options, take_candidates
-from specrun.commands.options import DRAFT_LEN, SAMPLING, given, require_one_source, sampling_options
-from specrun.commands.prompts import read_texts, text_options
+from specrun.commands.options import DRAFT_LEN, SAMPLING, given, sampling_options
+from specrun.commands.prompts import read_texts, require_one_place, text_options
 from specrun.errors import OutputExistsError, RequestError
 
 if TYPE_CHECKING:
@@ -75,9 +75,7 @@ def tune(
     All candidates are measured a little, the better half twice as long, and so on. Standard output holds the table;
     the options go into a file that every command takes with --config.
     """
-    require_one_source(options["input_text"], options["input_file"])
-    if options["prompts"] and (options["input_text"] or options["input_file"]):
-        raise click.UsageError("--prompts cannot be combined with --input_text and --input_file")
+    require_one_place(options)
     if output_file.exists() and not force:
         raise OutputExistsError(f"{output_file}: exists; give --force to replace it, or another --output_file")
     if not output_file.absolute().parent.is_dir():

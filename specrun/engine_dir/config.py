@@ -29,9 +29,7 @@ from pydantic import (
 from specrun import cpu_operators
 from specrun.devices.processor import has_vnni
 from specrun.engine_dir.bit_exact import BitExact
-from specrun.engine_dir.cache_tensors import CacheTensor as CacheTensor
-from specrun.engine_dir.cache_tensors import StateTensor as StateTensor
-from specrun.engine_dir.cache_tensors import state_bytes
+from specrun.engine_dir.cache_tensors import LEAST_REPLAYS, CacheTensor, StateTensor, state_bytes
 from specrun.engine_dir.checksums import checksum_of, is_unchanged
 from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN, MARKOV_FILES, NOTHING_WANTED, past_names, present_names
 from specrun.engine_dir.dtypes import DTYPES, CacheName, ElementType, FloatName
@@ -194,6 +192,11 @@ class GraphInfo(Strict):
         """Bytes of a whole key-value cache for ``rows`` rows of ``length`` positions."""
         elements = sum(cache.heads * cache.head_dim for cache in self.own_tensors) * rows * length
         return elements * self.cache_element.nbytes
+
+    def with_replays(self, draft_len: int) -> GraphInfo:
+        """The same for drafts of ``draft_len`` tokens, which recurrent layers must be able to read again."""
+        replays = max(draft_len, self.replays, LEAST_REPLAYS) if self.states else 0
+        return self.model_copy(update={"replays": replays})
 
     def state_bytes(self, rows: int) -> int:
         """Bytes of what recurrent layers keep of ``rows`` rows, however long these are."""

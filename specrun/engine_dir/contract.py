@@ -30,7 +30,8 @@ the one behind it (``GraphInfo.sample_from_anchor``). What is fed behind the las
   it are guesses, so that token is fed again in the next round, with all that were committed since. Where -1 stands in
   ``logits_indices`` behind other positions, a row wants fewer logits than others.
 
-The last three inputs are those of models with recurrent layers (linear attention, state spaces, short convolutions).
+``state_indices``, ``keep_indices`` and ``past_states`` are for recurrent layers (linear attention, state spaces, short
+convolutions).
 Such a layer cannot forget a token that it has read, so its state stays behind the tokens that may be rejected, and it
 keeps what it needs to read these again. ``parts`` are:
 

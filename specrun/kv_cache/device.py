@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specrun.devices import Device, DeviceArray
-from specrun.engine_dir.config import CacheTensor
+from specrun.engine_dir.cache_tensors import CacheTensor
 from specrun.kernels import calls
 from specrun.kernels.layout import CACHE_TENSOR
 from specrun.kv_cache import BLOCK

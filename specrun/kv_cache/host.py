@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specrun.engine_dir.config import CacheTensor
+from specrun.engine_dir.cache_tensors import CacheTensor
 from specrun.kv_cache import BLOCK
 from specrun.kv_cache.kept_states import TOKENS_OF_STATE
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from specrun.engine_dir.config import CacheTensor, GraphInfo
+import numpy as np
+import numpy.typing as npt
+
+from specrun.engine_dir.cache_tensors import CacheTensor
+from specrun.engine_dir.config import GraphInfo
 from specrun.kv_cache import BLOCK
 from specrun.kv_cache.host import HostKVCache
 from specrun.kv_cache.kept_states import KeptStates
@@ -32,6 +36,13 @@ class KVCache(Protocol):
 
     def load(self, row: int, start: int, blocks: Sequence[int]) -> None:
         """Copy ``blocks`` of the pool to the positions of ``row`` from ``start`` on."""
+
+
+class StateIndices(Protocol):
+    """The inputs of a pass for recurrent layers, [B] each; see ``contract``."""
+
+    state_indices: npt.NDArray[np.int64]
+    keep_indices: npt.NDArray[np.int64]
 
 
 class CacheRows:
@@ -78,12 +89,12 @@ class CacheRows:
         """Have ``rows`` rows, whose first ones hold ``used`` tokens; the others are empty."""
         self.lengths = [*used, *[0] * (rows - len(used))]
 
-    def begin(self, first: int, ends: Sequence[int], whole_blocks: bool = False) -> tuple[Sequence[int], Sequence[int]]:
-        """Begin a pass over the rows from ``first`` on: how many tokens recurrent states have read, and are to read.
+    def begin(self, step: StateIndices, first: int, texts: Sequence[Sequence[int]], whole_blocks: bool = False) -> None:
+        """Say to a pass over the rows from ``first`` on what recurrent states have read, and are to read.
 
-        ends: how many tokens of each row's text stand, those of the pass included.
+        texts: the tokens of each row that stand, those of the pass included. whole_blocks: states stay behind a whole
+        block, where they can be kept.
         """
-        return ends, ends
 
     def next_chunk(self, token_ids: Sequence[Sequence[int]], first: int, max_tokens: int) -> list[Sequence[int]] | None:
         """The texts of the rows from ``first`` on, each cut after ``max_tokens`` uncached tokens; None: all is cached.
@@ -147,13 +158,14 @@ class RecurrentRows(CacheRows):
         return self.lengths[row]
 
     def cache_prefix(self, row: int, tokens: Sequence[int]) -> None:
-        """See ``CacheRows``. The row's state is kept too, where it is behind a whole block."""
-        super().cache_prefix(row, tokens)
-        count, rest = divmod(min(self.read[row], len(tokens)), BLOCK)
-        blocks = self.prefix_cache.known(tokens[: count * BLOCK])
-        if rest or not count or len(blocks) < count or self.read[row] > len(tokens):
+        """See ``CacheRows``. Blocks are of use up to a state that is kept: the row's own, behind a whole block."""
+        read = self.read[row]
+        if read % BLOCK or not 0 < read <= len(tokens):
             return
-        if (place := self._kept.add(blocks[-1].serial)) is not None:
+        super().cache_prefix(row, tokens[:read])
+        blocks = self.prefix_cache.known(tokens[:read])
+        whole = len(blocks) * BLOCK == read  # A text may be longer than the pool.
+        if whole and (place := self._kept.add(blocks[-1].serial)) is not None:
             try:
                 self.cache.save_state(row, place)
             except BaseException:
@@ -176,18 +188,15 @@ class RecurrentRows(CacheRows):
         super().resize(rows, used)
         self.read = [*self.read[: len(used)], *[0] * (rows - len(used))]
 
-    def begin(self, first: int, ends: Sequence[int], whole_blocks: bool = False) -> tuple[list[int], list[int]]:
-        """See ``CacheRows``. whole_blocks: states stay behind a whole block, where they can be kept."""
-        own = slice(first, first + len(ends))
-        for row in range(first, first + len(ends)):
+    def begin(self, step: StateIndices, first: int, texts: Sequence[Sequence[int]], whole_blocks: bool = False) -> None:
+        """See ``CacheRows``."""
+        for row, text in enumerate(texts, first):
             if not self.lengths[row]:
                 self.read[row] = 0
                 self.cache.clear_states(row)
-        before = self.read[own]
-        if whole_blocks:
-            ends = [end - end % BLOCK for end in ends]
-        self.read[own] = list(map(max, before, ends))
-        return before, self.read[own]
+            step.state_indices[row - first] = self.read[row]
+            end = len(text) - len(text) % BLOCK if whole_blocks else len(text)
+            step.keep_indices[row - first] = self.read[row] = max(self.read[row], end)
 
 
 def rows_of(cache: KVCache, tensors: Sequence[CacheTensor]) -> CacheRows:

@@ -168,8 +168,7 @@ class ModelRunner:
             if token is not None:
                 step.input_ids[row, 0] = min(token, last_id)
                 lengths[row] += 1
-        # Tokens behind the texts may be taken back.
-        step.state_indices[:], step.keep_indices[:] = self.rows.begin(0, [0] * len(tokens))
+        self.rows.begin(step, 0, [()] * len(tokens))  # What is fed behind the texts may be taken back.
         self._run(step)
         return step.logits
 
@@ -188,7 +187,7 @@ class ModelRunner:
         feed = build_inputs(token_ids, drafts, lengths, num_logits, *sizes, self.shapes, nothing)
         step = self.backend.bind(first, len(token_ids), len(feed.input_ids[0]), len(feed.logits_indices[0]))
         step.input_ids[...], step.write_indices[...], step.logits_indices[...] = feed
-        step.state_indices[:], step.keep_indices[:] = self.rows.begin(first, list(map(len, token_ids)), whole_blocks)
+        self.rows.begin(step, first, token_ids, whole_blocks)
         self._run(step)
         self.rows.lengths[own] = [len(tokens) + len(more) for tokens, more in zip(token_ids, drafts, strict=True)]
         return step.logits

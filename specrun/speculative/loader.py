@@ -100,9 +100,7 @@ def _host_drafter(
     target: where it is on the host, too.
     """
     if draft:
-        graph = draft.config.graph
-        if graph.states:  # Its engine was not told how long drafts would be.
-            graph = graph.model_copy(update={"replays": max(draft_len, graph.replays)})
+        graph = draft.config.graph.with_replays(draft_len)  # Its engine was not told how long drafts would be.
         cache_owner, own = target if graph.is_head else None, draft.config.model_copy(update={"graph": graph})
         backend = open_host_backend(draft.directory, own, blocks, config.shared_thread_pool, cache_owner)
         runner, settings = ModelRunner(backend), (vocab_size, draft_len, config.use_logits, config.least_confidence)

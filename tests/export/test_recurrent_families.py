@@ -59,7 +59,7 @@ def test_in_16_bits(tmp_path: Path) -> None:
 )
 def test_a_wrong_function_is_seen(right: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: rejected tokens stay, one too many stays, a window or inputs at other places."""
-    for name in ("_ATTENTION", "_CONVOLUTION"):
+    for name in ("_ATTENTION", "_CONVOLUTION", "_END"):
         monkeypatch.setattr(recurrent, name, getattr(recurrent, name).replace(right, wrong))
     with pytest.raises(VerificationError):
         make_onnx(save_checkpoint(tmp_path / "hf", "qwen3_5"), tmp_path / "onnx")

@@ -18,12 +18,12 @@ from onnx import TensorProto, helper, numpy_helper
 
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
+from specrun.engine_dir.cache_tensors import CacheTensor
 from specrun.engine_dir.config import (
     CONFIG_NAME,
     GRAPH_NAME,
     BackendInfo,
     BuildConfig,
-    CacheTensor,
     EngineConfig,
     FileInfo,
     GraphInfo,

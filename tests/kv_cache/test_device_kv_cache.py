@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from specrun.engine_dir.config import CacheTensor
+from specrun.engine_dir.cache_tensors import CacheTensor
 from specrun.kv_cache import BLOCK
 from specrun.kv_cache.device import DeviceKVCache
 from tests.helpers.host_device import kernel_device

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from specrun.engine_dir.config import CacheTensor
+from specrun.engine_dir.cache_tensors import CacheTensor
 from specrun.kv_cache.host import HostKVCache
 
 SHAPES = [CacheTensor(heads=2, head_dim=8), CacheTensor(heads=3, head_dim=5), CacheTensor(heads=1, head_dim=1)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,10 +50,10 @@ def test_a_wrong_state_shows(
     if fault == "a state keeps rejected tokens":
         begin = RecurrentRows.begin
 
-        def forget(rows: RecurrentRows, first: int, ends: list[int], *whole: bool) -> tuple[list[int], list[int]]:
-            _, kept = begin(rows, first, ends, *whole)
-            written = rows.lengths[first : first + len(ends)]
-            return written, list(map(max, kept, written))
+        def forget(rows: RecurrentRows, step: Any, first: int, texts: list[list[int]], *whole: bool) -> None:
+            begin(rows, step, first, texts, *whole)
+            step.state_indices[:] = rows.lengths[first : first + len(texts)]
+            step.keep_indices[:] = list(map(max, step.keep_indices, step.state_indices))
 
         monkeypatch.setattr(RecurrentRows, "begin", forget)
     elif fault == "a row is not read again":

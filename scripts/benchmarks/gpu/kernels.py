@@ -11,7 +11,7 @@ from scripts.benchmarks.gpu.results import Figures, Results
 from scripts.benchmarks.gpu.sizes import Size
 from scripts.benchmarks.gpu.timing import mean_seconds
 from specrun.devices import Device
-from specrun.engine_dir.config import CacheTensor
+from specrun.engine_dir.cache_tensors import CacheTensor
 from specrun.kernels import calls
 from specrun.kernels.layout import DISTRIBUTION, PROGRESS, TOKEN_VALUE, record_len
 from specrun.kv_cache import BLOCK
