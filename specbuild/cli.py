@@ -134,6 +134,7 @@ def _texts(options: dict[str, Any]) -> TextOptions:
 @click.option("--max_draft_len", type=int, help="Draft tokens a target checks in one pass; implies the mode.")
 @click.option("--gather_generation_logits", is_flag=True, default=None, help="Allow the logits of every position.")
 @click.option("--multiple_profiles", is_flag=True, default=None, help="TensorRT: a profile for each size of a round.")
+@click.option("--tp_size", type=int, help="Ranks that compute the model together (tensor parallel); default 1.")
 @click.option("--gather_experts", is_flag=True, default=None, help="TensorRT: multiply by the experts a pass can use.")
 @click.option("--compute_capabilities", metavar="86,89,..", help="GPUs of a TensorRT-RTX plan. Default: all that can.")
 @click.option("--timing_cache", type=FolderPath, metavar="FILE", help="TensorRT: keep kernel timings in this file.")

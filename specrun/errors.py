@@ -7,6 +7,7 @@ SpecError                      shown in one line; exit status 1
 ├── BuildConfigError           build settings contradict each other or the checkpoint
 ├── BuildError                 a compiler refused the graph
 ├── BackendError               a backend is not installed, or its hardware is missing
+│   └── EngineLostError        an engine cannot go on, because one of its processes is gone
 ├── OutputExistsError          the output directory exists and --force was not given
 ├── EngineDirError             an engine directory is half written, newer, altered or for other hardware
 ├── PairError                  the draft and the target do not fit together
@@ -43,6 +44,10 @@ class BuildError(SpecError):
 
 class BackendError(SpecError):
     """A backend is not installed, or its hardware is missing."""
+
+
+class EngineLostError(BackendError):
+    """An engine cannot go on: one of its processes has ended or does not answer."""
 
 
 class OutputExistsError(SpecError):

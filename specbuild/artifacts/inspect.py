@@ -93,6 +93,13 @@ def _states(graph: GraphInfo, rows: int) -> dict[str, str]:
     return {"states": f"{size} of {layers} recurrent layers for {rows} rows; {graph.replays} tokens can be read again"}
 
 
+def _ranks(config: EngineConfig) -> dict[str, str]:
+    if config.build_config.tp_size == 1:
+        return {}
+    weights = ", ".join(human_bytes(config.of_rank(rank).weight_bytes) for rank in range(config.build_config.tp_size))
+    return {"tp_size": f"{config.build_config.tp_size} ranks compute it together; their weights: {weights}"}
+
+
 _ANY = {"tensorrt_rtx": "any RTX GPU", "onnxruntime": "any NVIDIA GPU"}
 
 
@@ -112,6 +119,7 @@ def _engine(config: EngineConfig, show_all: bool) -> str:
         "max_batch_size": str(build.max_batch_size),
         "max_input_len": str(build.max_input_len),
         "max_seq_len": str(build.max_seq_len),
+        **_ranks(config),
         **({"experts": "a pass gathers those that it can use"} if build.gather_experts else {}),
         "bits": str(config.bit_exact or "not probed"),
         "KV cache": f"{human_bytes(cache)} in {config.graph.cache_element.name} for {build.max_batch_size} rows of "

@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 from specbuild.compilers import Compiled, cpu_forms, machine
 from specbuild.compilers.cpu_attention import fuse_cached_attention
+from specbuild.compilers.cpu_collectives import use_collectives
 from specbuild.compilers.cpu_recurrent import use_recurrent_operators
 from specbuild.graph import ops as graphs
 from specbuild.graph.causal_mask import drop_causal_masks
@@ -61,6 +62,8 @@ def compile_graph(
         use_recurrent_operators(model)
         recurrent = {state.layer for state in graph.states}
         notes.append(f"{len(recurrent)} recurrent layers by specrun's own CPU operators")
+    if collectives := use_collectives(model):
+        notes.append(f"{collectives} collectives of a pass")
     if prepared := cpu_forms.prepare(model, vnni, own_operators):
         notes += prepared
         model = graphs.write_recoded(model, output)

@@ -11,6 +11,7 @@ from specbuild.compilers import choose
 from specbuild.engine.cache import place_of, take
 from specbuild.engine.config import EngineOptions
 from specbuild.engine.plan import EnginePlan, plan_engine
+from specbuild.engine.shards import compile_ranks
 from specbuild.engine.size import disk_bytes, disk_bytes_to_build
 from specbuild.engine.workers import run_side_by_side
 from specbuild.files import require_space, share_a_disk
@@ -158,7 +159,10 @@ def _measure(directory: Path, config: EngineConfig) -> dict[str, BitExact | Pass
 
 def _compile(plan: EnginePlan, work: Path, advance: Advance) -> EngineConfig:
     source, checkpoint = plan.options.checkpoint_dir, plan.checkpoint
-    compiled = plan.compiler(source, checkpoint.graph, plan.build, work, advance)
+    if plan.build.tp_size > 1:
+        compiled = compile_ranks(plan, work, advance)
+    else:
+        compiled = plan.compiler(source, checkpoint.graph, plan.build, work, advance)
     copied = [*tokenizer_files(source), *(name for name in MARKOV_FILES if name in checkpoint.files)]
     for file in copied:
         shutil.copyfile(source / file, work / file)

@@ -63,6 +63,7 @@ def take(cache: Path, made: Provenance, build: Callable[[Path], EngineConfig], o
 
 
 def _link(source: Path, target: Path) -> None:
+    target.parent.mkdir(exist_ok=True)
     try:
         os.link(source, target)
     except OSError as error:

@@ -36,6 +36,7 @@ class EngineOptions(Strict):
     gather_generation_logits: bool = False
     multiple_profiles: bool = False
     gather_experts: bool = False
+    tp_size: Annotated[int, Field(ge=1, le=1 << 10)] = 1
     compute_capabilities: tuple[int, ...] = ()
     """The GPUs that a plan of TensorRT-RTX is for, as in 89; none: all that take the graph, from 80 on."""
     timing_cache: Path | None = None
@@ -171,6 +172,7 @@ def plan_build(options: EngineOptions, checkpoint: CheckpointConfig) -> tuple[Bu
         gather_generation_logits=options.gather_generation_logits,
         multiple_profiles=options.multiple_profiles,
         gather_experts=options.gather_experts,
+        tp_size=options.tp_size,
         cache_length=-(-(seq_len + draft_len + 1) // step) * step,
         profiles=plan_profiles(
             options.max_batch_size,

@@ -8,7 +8,7 @@ from pathlib import Path
 from specbuild.artifacts.inspect import facts_table, sizes
 from specbuild.engine.cache import look_up, place_of
 from specbuild.engine.plan import EnginePlan
-from specbuild.engine.size import build_memory, cache_bytes, disk_bytes, disk_bytes_to_build, weight_bytes
+from specbuild.engine.size import build_memory, cache_bytes, disk_bytes, disk_bytes_to_build, rank_bytes, weight_bytes
 from specbuild.files import existing
 from specrun.command_line import human_bytes
 from specrun.kv_cache.host_memory import free_memory
@@ -43,10 +43,20 @@ def describe_plan(plan: EnginePlan, cache_dir: Path | None) -> str:
         "memory to build": f"up to about {human_bytes(build_memory(plan))}{free}",
         "memory to run": f"{human_bytes(weight_bytes(plan))} weights, {human_bytes(cache_bytes(plan))} KV cache for "
         f"{build.max_batch_size} rows at their longest; beside it the prefix cache and what is computed in",
+        **_ranks(plan),
         "time": f"not known before it was tried; it goes into {_COMPILES[plan.backend]}",
         **{f"note {number}": note for number, note in enumerate(plan.notes, 1)},
     }
     return facts_table(facts)
+
+
+def _ranks(plan: EnginePlan) -> dict[str, str]:
+    if plan.build.tp_size == 1:
+        return {}
+    return {
+        f"rank {rank}": f"{human_bytes(weights)} weights, {human_bytes(caches)} KV cache"
+        for rank, (weights, caches) in enumerate(rank_bytes(plan))
+    }
 
 
 def _what_would_be_done(plan: EnginePlan, cache_dir: Path | None) -> str:

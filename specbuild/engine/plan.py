@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import onnx_ir as ir
 
@@ -64,6 +64,8 @@ def plan_engine(options: EngineOptions) -> EnginePlan:
     device: Literal["cpu", "cuda"] = "cpu"
     if backend != "onnxruntime" or options.device == "cuda":
         device = "cuda"
+    if options.tp_size > 1:
+        _check_ranks(options, checkpoint, device)
     made = provenance(
         "specbuild engine",
         str(options.checkpoint_dir),
@@ -73,11 +75,35 @@ def plan_engine(options: EngineOptions) -> EnginePlan:
             "backend": backend,
             "device": device,
             "compute_capabilities": list(options.compute_capabilities),
-            **build.model_dump(mode="json", exclude={"cache_length", "profiles"}),  # They follow from the others.
+            **_decided(build),
         },
         inputs=_inputs(checkpoint),
     )
     return EnginePlan(options, checkpoint, build, backend, device, compiler, reason, notes, made)
+
+
+def _decided(build: BuildConfig) -> dict[str, Any]:
+    """What of ``build`` does not follow from other options. One rank is not noted, as in engines of before."""
+    derived = {"cache_length", "profiles"} | ({"tp_size"} if build.tp_size == 1 else set())
+    return build.model_dump(mode="json", exclude=derived)
+
+
+def _check_ranks(options: EngineOptions, checkpoint: CheckpointConfig, device: str) -> None:
+    """Raises SpecError where a model cannot be divided between ranks."""
+    if checkpoint.graph.is_head:
+        raise BuildConfigError(
+            f"--tp_size: {options.checkpoint_dir} is a draft head, which one rank computes; leave it out"
+        )
+    if device == "cuda" and options.backend == "onnxruntime":
+        raise BackendError(
+            "--tp_size: engines of onnxruntime are divided for CPUs only; leave out --device cuda, or give --backend "
+            "tensorrt or tensorrt_rtx"
+        )
+    if device == "cpu" and not cpu_operators.is_available():
+        raise BackendError(
+            f"--tp_size: ranks need specrun's own CPU operators, which were not compiled here: "
+            f"{cpu_operators.HOW_TO_COMPILE}"
+        )
 
 
 def _check_experts(options: EngineOptions, backend: str) -> None:

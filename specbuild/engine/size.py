@@ -5,8 +5,9 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from specbuild.engine.plan import EnginePlan
+from specbuild.engine.shards import caches_of, shard_of
 from specbuild.graph import ops as graphs
-from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME
+from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME, GraphInfo
 
 _OF_A_GRAPH = 250_000_000
 """Bytes that ONNX Runtime and probing take beside weights."""
@@ -18,6 +19,8 @@ _OF_TENSORRT = 3
 
 def weight_bytes(plan: EnginePlan) -> int:
     """About how large the engine's weights are. On the CPU those of 16 bits become float32."""
+    if plan.build.tp_size > 1:
+        return sum(weights for weights, _ in rank_bytes(plan))
     weights = plan.checkpoint.files[WEIGHTS_NAME].bytes
     if plan.build.multiple_profiles:
         weights *= _LAYOUTS
@@ -26,6 +29,20 @@ def weight_bytes(plan: EnginePlan) -> int:
     model = ir.load(plan.options.checkpoint_dir / GRAPH_NAME)
     stored = [value.const_value for value in model.graph.initializers.values()]
     return weights + sum(tensor.nbytes for tensor in stored if tensor is not None and tensor.dtype in graphs.HALF)
+
+
+def rank_bytes(plan: EnginePlan) -> list[tuple[int, int]]:
+    """Of each of several ranks: about how large its weights and its caches are."""
+    found = []
+    for rank in range(plan.build.tp_size):
+        model = shard_of(plan, rank)
+        widened = graphs.HALF if plan.device == "cpu" else ()
+        stored = [value.const_value for value in model.graph.initializers.values() if value.const_value is not None]
+        weights = sum(tensor.nbytes * (2 if tensor.dtype in widened else 1) for tensor in stored)
+        found.append(
+            (weights, _cache_bytes(plan, plan.checkpoint.graph.model_copy(update={"caches": caches_of(model)})))
+        )
+    return found
 
 
 def disk_bytes(plan: EnginePlan) -> int:
@@ -42,7 +59,13 @@ def disk_bytes_to_build(plan: EnginePlan) -> int:
 
 def cache_bytes(plan: EnginePlan) -> int:
     """Of the keys and values of all rows at their longest, and of what recurrent layers keep of them."""
-    graph = plan.checkpoint.graph.with_replays(plan.build.max_draft_len)
+    if plan.build.tp_size > 1:
+        return sum(caches for _, caches in rank_bytes(plan))
+    return _cache_bytes(plan, plan.checkpoint.graph)
+
+
+def _cache_bytes(plan: EnginePlan, graph: GraphInfo) -> int:
+    graph = graph.with_replays(plan.build.max_draft_len)
     if plan.device == "cpu":
         graph = graph.model_copy(update={"dtype": "float32"})
     rows = plan.build.max_batch_size

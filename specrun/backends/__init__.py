@@ -56,6 +56,9 @@ class Backend(Protocol):
         Inputs hold what they held when the shape was bound last; zeros the first time. Valid until ``resize``.
         """
 
+    def problem(self) -> str | None:
+        """Why the engine cannot go on, as far as is known; None: it can. Any thread may ask."""
+
     def close(self) -> None:
         """Let go of the engine and its cache."""
 
@@ -131,6 +134,10 @@ def open_host_backend(
 
     cache_owner: of a head, its target. Raises EngineDirError, and BackendError when its runtime is not installed.
     """
+    if config.build_config.tp_size > 1:
+        from specrun.backends.cpu_ranks.backend import RanksBackend
+
+        return RanksBackend(directory, config, blocks)
     from specrun.backends.ort import OrtBackend
 
     return OrtBackend(directory, config, blocks, shared_pool, cache_owner)

@@ -52,7 +52,7 @@ class OrtBackend:
     ) -> None:
         self.config = config
         self.cache_owner = cache_owner
-        self._session = _open(
+        self._session = open_session(
             directory, config, "CPUExecutionProvider", {}, shared_pool
         )  # It knows whether the sizes are true.
         graph = config.graph
@@ -100,6 +100,10 @@ class OrtBackend:
         if (shared.rows, shared.length) != (self.cache.rows, self.cache.length):
             raise RuntimeError("a head's cache must be resized together with its target's")
         return shared.address
+
+    def problem(self) -> str | None:
+        """See ``Backend``."""
+        return None
 
     def close(self) -> None:
         """See ``Backend``."""
@@ -164,7 +168,7 @@ class OrtDeviceBackend:
                 "user_compute_stream": str(device.stream),
                 "use_tf32": "0",  # float32 means float32.
             }
-        self._session = _open(directory, config, provider, options)
+        self._session = open_session(directory, config, provider, options)
         self._bindings: dict[tuple[int, int], Any] = {}
         self._options = import_ort().RunOptions()
         self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
@@ -233,7 +237,7 @@ def _load_cuda_libraries() -> None:
             ) from error
 
 
-def _open(
+def open_session(
     directory: Path, config: EngineConfig, provider: str, provider_options: dict[str, str], shared_pool: bool = False
 ) -> Any:
     """A session on the engine's graph, checked against the contract. Raises EngineDirError and BackendError."""

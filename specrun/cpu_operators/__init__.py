@@ -2,8 +2,9 @@
 
 ``FloatMatMul`` and ``QuantizedMatMul`` multiply by weights in float32, and in 8 and 4 bits. ``CachedAttention`` writes
 keys and values into a cache and attends to them. ``RecurrentAttention`` and ``CausalConvolution`` are those of
-recurrent layers. A token's bits do not depend on what is computed beside it. Without a compiler the package installs
-without them, and engines are built of ONNX Runtime's operators.
+recurrent layers. ``AllReduce`` and ``AllGather`` are for models on several ranks. A token's bits do not depend on what
+is computed beside it. Without a compiler the package installs without them, and engines are built of ONNX Runtime's
+operators.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ DOMAIN = "specrun"
 """Of the operators in a graph."""
 MOST_OUTPUTS = 4
 """Products with one input that one node computes together."""
-VERSION = 4
+VERSION = 5
 """Grows when an operator changes its meaning, or one is added. An engine notes which one it needs."""
 HOW_TO_COMPILE = "install a C++ compiler (g++ or clang++) and install the package again"
 
@@ -46,6 +47,15 @@ def are_fast() -> bool:
     choose = ctypes.CDLL(str(path)).specrun_choose_instruction_set
     choose.argtypes, choose.restype = [ctypes.c_char_p], ctypes.c_char_p
     return bool(choose(None) != b"plain")
+
+
+Exchange = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+"""Gives bytes of this rank to all ranks: the collective's number, where they are, where all ranks' go, how many."""
+
+
+def set_exchange(exchange: Any) -> None:
+    """Let collectives of this process call ``exchange``, an ``Exchange``. It must live as long as the process."""
+    ctypes.CDLL(str(library())).specrun_set_exchange(exchange)
 
 
 def register(options: Any) -> None:

@@ -3,6 +3,8 @@
 
 #include "ort_abi.h"
 
+ort::CustomOp all_gather();
+ort::CustomOp all_reduce();
 ort::CustomOp cached_attention();
 ort::CustomOp causal_convolution();
 ort::CustomOp quantized_matmul();

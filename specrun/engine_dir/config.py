@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -56,6 +57,15 @@ ENGINE_FILES: dict[BackendName, str] = {
     "tensorrt_rtx": PLAN_NAME,
 }
 """The file that each backend loads."""
+
+
+def engine_files(backend: BackendName, tp_size: int) -> list[str]:
+    """The files that a backend loads, in the order of the ranks."""
+    if tp_size == 1:
+        return [ENGINE_FILES[backend]]
+    return [f"rank{rank}/{GRAPH_NAME}" if backend == "onnxruntime" else f"rank{rank}.engine" for rank in range(tp_size)]
+
+
 Range = tuple[int, int, int]
 """Smallest, usual and largest value of a dimension in a profile."""
 
@@ -78,14 +88,15 @@ Size = Annotated[int, Field(ge=1, le=1 << 31)]
 
 
 def _plain_names(files: dict[str, FileInfo]) -> dict[str, FileInfo]:
-    for name in files:
+    for given in files:
+        name = re.sub(r"^rank\d{1,4}/", "", given)
         if name in ("", ".", "..") or os.path.basename(name) != name or "\\" in name:
-            raise ValueError(f"{name!r} is not a plain file name")
+            raise ValueError(f"{given!r} is not a plain file name")
     return files
 
 
 Files = Annotated[dict[str, FileInfo], AfterValidator(_plain_names)]
-"""What a directory holds beside its config, by name."""
+"""What a directory holds beside its config, by name; those of one rank may be in a folder ``rank0``."""
 
 
 class QuantizedWeights(Strict):
@@ -125,6 +136,8 @@ class GraphInfo(Strict):
     caches: list[CacheTensor] = Field(max_length=1 << 16)
     states: list[StateTensor] = Field(default=[], max_length=1 << 16)
     """What recurrent layers keep."""
+    ranks: list[list[CacheTensor]] = Field(default=[], max_length=1 << 10)
+    """What each rank has of ``caches``, where several compute the model together; else empty."""
     replays: int = Field(default=0, ge=0, le=1 << 31)
     """The most tokens that recurrent layers can read again; 0: there are none, or no engine is built yet."""
     features: Features | None = None
@@ -165,8 +178,14 @@ class GraphInfo(Strict):
 
     @property
     def own_tensors(self) -> list[CacheTensor]:
-        """Those that the engine has memory for. A head's features are in its target's."""
+        """Those that the engine has memory for: of all ranks. A head's features are in its target's."""
+        if self.ranks:
+            return [tensor for rank in range(len(self.ranks)) for tensor in self.of_rank(rank).own_tensors]
         return self.caches if self.is_head else self.cache_tensors
+
+    def of_rank(self, rank: int) -> GraphInfo:
+        """What one of several ranks computes with."""
+        return self.model_copy(update={"caches": self.ranks[rank], "ranks": []})
 
     @property
     def past_names(self) -> list[str]:
@@ -200,7 +219,7 @@ class GraphInfo(Strict):
 
     def state_bytes(self, rows: int) -> int:
         """Bytes of what recurrent layers keep of ``rows`` rows, however long these are."""
-        return state_bytes(self.states, rows, self.replays)
+        return state_bytes(self.states, rows, self.replays) * max(1, len(self.ranks))
 
 
 class TokenizerInfo(Strict):
@@ -242,6 +261,8 @@ class BuildConfig(Strict):
     multiple_profiles: bool = False
     gather_experts: bool = False
     """Whether passes multiply by the experts that they can use, which are copied first."""
+    tp_size: int = Field(default=1, ge=1, le=1 << 10)
+    """How many ranks compute the model together (tensor parallel)."""
     cache_length: Size
     profiles: list[Profile]
 
@@ -323,15 +344,22 @@ class EngineConfig(Strict):
     @property
     def weight_bytes(self) -> int:
         """Size of the files that are loaded: about what its weights take."""
-        engine = ENGINE_FILES[self.backend.name]
-        return sum(info.bytes for name, info in self.files.items() if name.startswith((engine, *MARKOV_FILES)))
+        engines = engine_files(self.backend.name, self.build_config.tp_size)
+        return sum(info.bytes for name, info in self.files.items() if name.startswith((*engines, *MARKOV_FILES)))
+
+    def of_rank(self, rank: int) -> EngineConfig:
+        """The engine of one of several ranks, with its files."""
+        own = engine_files(self.backend.name, self.build_config.tp_size)[rank]
+        files = {name: info for name, info in self.files.items() if name.startswith(own)}
+        return self.model_copy(update={"graph": self.graph.of_rank(rank), "files": files})
 
     @field_validator("files")
     @classmethod
     def _lists_the_engine(cls, files: dict[str, FileInfo], info: ValidationInfo) -> dict[str, FileInfo]:
-        backend = info.data.get("backend")
-        if backend and ENGINE_FILES[backend.name] not in files:
-            raise ValueError(f"does not list {ENGINE_FILES[backend.name]}, the engine itself")
+        backend, build = info.data.get("backend"), info.data.get("build_config")
+        for name in engine_files(backend.name, build.tp_size) if backend and build else ():
+            if name not in files:
+                raise ValueError(f"does not list {name}, the engine itself")
         return files
 
 

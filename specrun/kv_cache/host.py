@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -29,12 +29,14 @@ class HostKVCache:
         storage: npt.DTypeLike,
         blocks: int,
         states: Sequence[tuple[int, ...]] = (),
+        allocate: Callable[[tuple[int, ...], npt.DTypeLike], Cache] = np.zeros,
     ) -> None:
-        """storage: the dtype of the elements. states: the shapes of a row's."""
+        """storage: the dtype of the elements. states: the shapes of a row's. allocate: makes zeros for rows."""
         self.blocks = blocks
         self.rows = 0
         self.length = 0
         self._shapes = shapes
+        self._allocate = allocate
         # The elements of one position lie tensor by tensor; these are where the tensors begin, and where the last ends.
         self._bounds = [0, *accumulate(shape.heads * shape.head_dim for shape in shapes)]
         self._memory = np.empty(0, storage)
@@ -62,7 +64,7 @@ class HostKVCache:
             raise ValueError(f"{self.rows} rows of {self.length} positions must not shrink while {used} are used")
         old, old_length, size = self._tensors, self.length, rows * length * self._bounds[-1]
         if size > self._memory.size:
-            self._memory = np.zeros(size, self._memory.dtype)  # Pages that are never written take no memory.
+            self._memory = self._allocate((size,), self._memory.dtype)  # Pages that are never written take no memory.
             self.address = self._memory.ctypes.data
         self._tensors = self._divide(rows, length)
         self.rows, self.length = rows, length
@@ -72,7 +74,7 @@ class HostKVCache:
             tensor[:used, :, old_length:] = 0
         if self._states and len(self._states[0]) < rows:
             smaller = self._states
-            self._states = [np.zeros((rows, *state.shape[1:]), np.float32) for state in smaller]
+            self._states = [self._allocate((rows, *state.shape[1:]), np.float32) for state in smaller]
             for state, old_state in zip(self._states, smaller, strict=True):
                 state[:used] = old_state[:used]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from specrun.decoder import SpeculativeDecoder
-from specrun.errors import BackendError, RequestError, SpecError
+from specrun.errors import BackendError, EngineLostError, RequestError, SpecError
 from specrun.request.request import Request
 from specrun.request.updates import Update, Watch
 from specrun.serve.log import log
@@ -114,7 +114,7 @@ class EngineThread:
             return f"a step has been running for {time.perf_counter() - began:.0f} s"
         if self._failed_steps >= MAX_FAILED_STEPS:
             return f"{self._failed_steps} steps failed, and no token came since the first"
-        return None
+        return self._scheduler.round.problem()
 
     def require_room(self, count: int) -> None:
         """Raise QueueFullError or EngineStoppedError unless ``count`` requests could be submitted now.
@@ -182,10 +182,15 @@ class EngineThread:
             self._watched.append(self._arrived.popleft())
 
     def _step(self) -> None:
-        """One step. An error fails the requests that the step worked on, and the others go on."""
+        """One step. An error fails the requests that the step worked on, and the others go on.
+
+        Raises EngineLostError where no other step can work.
+        """
         self._step_began = time.perf_counter()
         try:
             self._scheduler.step()
+        except EngineLostError:
+            raise
         except Exception as error:
             self._failed_steps += 1
             log.exception("a step failed: %s", error)
@@ -210,7 +215,7 @@ class EngineThread:
         """Fail everything: without this thread nothing more will happen."""
         log.critical("the engine thread ended: %r", error, exc_info=error)
         with self._wake:
-            self._death = f"the engine thread ended: {error!r}"
+            self._death = str(error) if isinstance(error, SpecError) else f"the engine thread ended: {error!r}"
             self._take_arrived()
         for watch, _, _ in self._watched:
             watch.request.fail(BackendError(self._death))

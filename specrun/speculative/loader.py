@@ -163,6 +163,11 @@ def _open_on_gpus(
                 f"{engine.directory}: an engine of {engine.config.backend.name} for GPU {engine.gpu}: {reason}; "
                 "'specbuild engine --backend onnxruntime' builds one for the CPU"
             )
+        if (ranks := engine.config.build_config.tp_size) > 1:
+            raise BackendError(
+                f"{engine.directory}: is for {ranks} ranks, which run on CPUs only as yet; 'specbuild engine --backend "
+                "onnxruntime' builds one for the CPU"
+            )
         if engine.config.graph.states:
             raise BackendError(
                 f"{engine.directory}: has recurrent layers, which run on CPUs only as yet; 'specbuild engine --backend "

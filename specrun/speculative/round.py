@@ -106,6 +106,10 @@ class Round(ABC, Generic[AnyRunner, DrafterT]):
         queued: what that round decided for it is dropped.
         """
 
+    def problem(self) -> str | None:
+        """Why no step can work any more, as far as is known; None: they can. Any thread may ask."""
+        return self.host_target.backend.problem() if self.host_target else None
+
     @abstractmethod
     def close(self) -> None:
         """Free the engines and their memory. Nothing may be called after it."""

@@ -17,6 +17,7 @@ from tests.helpers.engines import make_engine, make_onnx
 from tests.helpers.families import FAMILIES, POSITIONS, VOCAB, save_checkpoint
 from tests.helpers.masks import kept_masks, walk
 from tests.helpers.parity import STEPS, forward, largest_difference
+from tests.helpers.ranks import shard_difference
 
 MASKED = {"mistral": 2, "gemma3": 2, "llama4": 1}
 """Attention layers that keep their mask, which has a window or chunks. Gemma 2's and DeepSeek's attention is no
@@ -75,6 +76,10 @@ def test_family(family: str, tmp_path: Path) -> None:
     assert kept_masks(cuda / GRAPH_NAME) == MASKED.get(family, 0)
     masked = walk(onnx_dir / GRAPH_NAME)
     assert np.abs(walk(cuda / GRAPH_NAME) - masked).max() < 1e-3 * np.abs(masked).max()
+    for ranks in (2, 4):
+        assert shard_difference(onnx_dir, ranks) < 1e-5
+    plans = open_engine(make_engine(onnx_dir, tmp_path / "ranks", backend="tensorrt_rtx", tp_size=2))
+    assert {"rank0.engine", "rank1.engine"} <= plans.files.keys()
     check_plan(make_engine(onnx_dir, tmp_path / "target", backend="tensorrt_rtx", max_draft_len=4), "float16", 4)
     if family in ("llama3.2", "gemma2"):
         check_plan(make_engine(onnx_dir, tmp_path / "draft", backend="tensorrt_rtx"), "float16", 0)

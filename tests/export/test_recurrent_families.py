@@ -16,6 +16,7 @@ from specrun.engine_dir.contract import KEEP_INDICES, STATE_INDICES, WRITE_INDIC
 from specrun.errors import UnsupportedModelError, VerificationError
 from tests.helpers.engines import make_engine, make_onnx
 from tests.helpers.families import RECURRENT, save_checkpoint
+from tests.helpers.ranks import shard_difference
 
 
 @pytest.mark.parametrize("family", RECURRENT)
@@ -33,6 +34,7 @@ def test_family(family: str, tmp_path: Path) -> None:
     names = {tensor.name for tensor in engine.io if tensor.kind == "input"}
     assert names >= {WRITE_INDICES, STATE_INDICES, KEEP_INDICES, *(state.past_name for state in engine.graph.states)}
     assert engine.graph.state_bytes(2) == 2 * engine.graph.state_bytes(1) > 0
+    assert shard_difference(onnx_dir, 2) < 1e-5
     plan = open_engine(make_engine(onnx_dir, tmp_path / "rtx", backend="tensorrt_rtx", max_draft_len=4))
     assert {tensor.name for tensor in plan.io if tensor.kind == "input"} == names
 

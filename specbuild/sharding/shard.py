@@ -1,0 +1,182 @@
+"""Tensor parallel: of a model's graph, the graph that one of several ranks runs (Megatron-LM, arXiv 1909.08053).
+
+A product whose input can be computed in parts is cut by rows: each rank multiplies its part, and an all-reduce adds up
+what they give. What is in front of it is cut with it: products by columns, attention by heads, caches by heads. So a
+layer has an all-reduce behind attention and one behind the MLP. A wide product that is left over, such as the
+vocabulary's, is cut by columns, and an all-gather puts its output together. Everything else is the same on all ranks.
+
+All ranks' graphs have the same nodes in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from specbuild.sharding.collectives import gather_columns, reduce_sums
+from specbuild.sharding.own_scales import rescale, scale_of, take_own
+from specbuild.sharding.part import MisalignedError, divide, padded
+from specbuild.sharding.parts import CACHE, Parts
+from specbuild.sharding.rules import RULES
+from specbuild.sharding.weights import is_constant, shape_of
+from specrun.errors import BuildConfigError
+
+
+def shard(model: ir.Model, rank: int, ranks: int) -> None:
+    """Let ``model``, whose weights lie in a file, be what ``rank`` computes of it, in place. No weight is read.
+
+    Raises BuildConfigError where heads or blocks of weights cannot be divided.
+    """
+    graph, parts = model.graph, Parts(model, rank)
+    summands: set[ir.Value] = set()
+    for node in list(graph):
+        if not _is_product(node):
+            if node.op_type in RULES and not parts.can_gain.isdisjoint(node.inputs):
+                parts.can_gain.update(node.outputs)
+            continue
+        summand = _cut_rows(parts, node, ranks) if node.inputs[0] in parts.can_gain else None
+        if summand is None:
+            parts.can_gain.update(node.outputs)
+            continue
+        summands.add(summand)
+        bias = node.inputs[2] if len(node.inputs) > 2 else None
+        made = parts.node("Add", summand, bias) if bias is not None else summand
+        parts.insert(graph, node)
+        parts.replace(node.outputs[0], made)
+    _cut_caches(graph, parts)
+    _ask_parts_for_sizes(graph, parts)
+    RemoveUnusedNodesPass()(model)
+    for node in list(graph):
+        if _is_product(node) and not parts.has_made(node) and _is_wide(node, ranks):
+            _cut_columns(graph, parts, node, ranks)
+    reduce_sums(graph, parts, summands, ranks)
+    RemoveUnusedNodesPass()(model)
+
+
+def _is_product(node: ir.Node) -> bool:
+    """Whether a weight is multiplied by what depends on the tokens."""
+    if node.op_type not in ("MatMul", "Gemm") or len(node.inputs) < 2:
+        return False
+    x, weight = node.inputs[:2]
+    return is_constant(weight) and not is_constant(x) and weight is not None and len(shape_of(weight)) > 1
+
+
+def _transposed(node: ir.Node) -> bool:
+    return "transB" in node.attributes and bool(node.attributes["transB"].as_int())
+
+
+def _cut_rows(parts: Parts, node: ir.Node, ranks: int) -> ir.Value | None:
+    """The rank's summand of a product; None where nothing in front of it can be cut. Raises BuildConfigError."""
+    x, weight = node.inputs[:2]
+    assert weight is not None
+    axis = -1 if _transposed(node) else -2
+    size = number = shape_of(weight)[axis]
+    tried = 0
+    scale = scale_of(x)
+    while True:
+        part = divide(-1, size, number, ranks)
+        if part is None or number == tried:
+            raise BuildConfigError(
+                f"--tp_size {ranks}: the {size} inputs of {node.name} can be divided into {number} parts, by heads and "
+                f"blocks of weights, and not into {ranks}"
+            )
+        tried, before = number, parts.state()
+        try:
+            if scale is not None:
+                take_own(parts, scale, part)
+            own = parts.of(x, part)
+            if parts.gains == before.gains:
+                parts.restore(before)
+                return None
+            rows = parts.of(weight, part.at(axis))
+            attributes = [own for name, own in node.attributes.items() if name in ("transB", "alpha")]
+            made = ir.Node("", node.op_type, [own, rows], attributes, num_outputs=1)
+            made.metadata_props.update(node.metadata_props)
+            made.outputs[0].type = node.outputs[0].type
+            if scale is not None:
+                rescale(node.outputs[0], scale, parts.known[scale, part])
+            return parts.add(made)
+        except MisalignedError as error:
+            parts.restore(before)
+            number = math.gcd(number, error.parts)
+
+
+def _cut_caches(graph: ir.Graph, parts: Parts) -> None:
+    """Let caches be those of the rank's heads."""
+    outputs = {str(value.name): number for number, value in enumerate(graph.outputs)}
+    for number, old in enumerate(list(graph.inputs)):
+        if old not in parts.caches:
+            continue
+        part, new = parts.caches[old]
+        for use in list(old.uses()):
+            if use.node.op_type == "Shape":
+                use.node.replace_input_with(use.idx, new)
+        graph.inputs[number] = new
+        place = outputs[str(old.name).replace(CACHE, "present.")]
+        whole = graph.outputs[place]
+        own = parts.known[whole, part]
+        own.name, whole.name = whole.name, f"{whole.name}.whole"
+        own.type, own.shape = new.type, new.shape
+        graph.outputs[place] = own
+
+
+def _ask_parts_for_sizes(graph: ir.Graph, parts: Parts) -> None:
+    """What asks for sizes of a whole value asks its part where these are the same: nothing else may need the whole."""
+    made = {value: (part, own) for (value, part), own in parts.known.items()}
+    order = {node: number for number, node in enumerate(graph)}
+    for node in graph:
+        value = node.inputs[0] if node.op_type == "Shape" else None
+        shape = parts.shape(value)
+        if value is None or shape is None or value not in made:
+            continue
+        part, own = made[value]
+        producer = own.producer()
+        if (
+            producer in order
+            and order[producer] < order[node]
+            and len(shape) + part.axis not in _asked(node, len(shape))
+        ):
+            node.replace_input_with(0, own)
+
+
+def _asked(node: ir.Node, axes: int) -> set[int]:
+    """The axes whose sizes are read of a Shape of ``axes``."""
+    first = node.attributes["start"].as_int() if "start" in node.attributes else 0
+    last = node.attributes["end"].as_int() if "end" in node.attributes else axes
+    found = set(range(axes)[first:last])
+    readers = [use.node for use in node.outputs[0].uses()]
+    if first or len(found) < axes or any(reader.op_type != "Gather" for reader in readers):
+        return found
+    indices = [reader.inputs[1] for reader in readers]
+    if any(index is None or index.const_value is None for index in indices):
+        return found
+    return {int(one) for index in indices for one in index.const_value.numpy().reshape(-1)}  # type: ignore[union-attr]
+
+
+def _is_wide(node: ir.Node, ranks: int) -> bool:
+    """Whether a product has an output at least as wide as its input, as the vocabulary's does."""
+    weight = node.inputs[1]
+    assert weight is not None
+    shape = shape_of(weight)
+    rows, columns = shape[::-1] if _transposed(node) else shape[-2:]
+    return len(shape) == 2 and columns >= max(rows, ranks * ranks)
+
+
+def _cut_columns(graph: ir.Graph, parts: Parts, node: ir.Node, ranks: int) -> None:
+    """Let ``node`` compute the rank's columns, and gather those of all."""
+    x, weight, *bias = node.inputs
+    output = node.outputs[0]
+    shape = parts.shape(output)
+    if weight is None or shape is None:
+        return
+    axis = -2 if _transposed(node) else -1
+    columns = shape_of(weight)[axis]
+    part = padded(-1, columns, ranks)
+    own = parts.like(node, [x, parts.of(weight, part.at(axis)), *(parts.operand(value, part) for value in bias)])[0]
+    made = gather_columns(parts, own, len(shape), columns, ranks)
+    parts.insert(graph, node)
+    if output in graph.outputs:
+        made.name, output.name, made.shape = output.name, f"{output.name}.whole", output.shape
+    parts.replace(output, made)

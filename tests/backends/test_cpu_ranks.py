@@ -1,0 +1,162 @@
+"""Several processes that compute one model: texts, faults, and what is left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from scripts.fuzz_bit_exact import fuzz
+from specrun.backends.cpu_ranks import group as groups
+from specrun.backends.cpu_ranks.backend import RanksBackend
+from specrun.config import DraftTargetConfig
+from specrun.decoder import SpeculativeDecoder
+from specrun.engine_dir.config import open_engine
+from specrun.errors import BackendError, BuildConfigError, EngineLostError
+from specrun.request.request import Request
+from tests.helpers.engines import make_engine
+from tests.helpers.ranks import make_checkpoint
+
+PROMPTS = [[5, 6, 7, 8], [9, 1, 2], [30, 31, 32, 33, 34, 35, 36, 37, 38]]
+NEAR_TIE = 1e-3
+ROUNDED = 2e-2
+"""Where ranks round their parts of a token's activations."""
+
+
+@pytest.fixture(scope="module")
+def engine(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Makes an engine of some ranks."""
+    made: dict[tuple[Any, ...], Path] = {}
+
+    def make(ranks: int, family: str = "llama3", **convert: Any) -> Path:
+        key = (ranks, family, *convert.items())
+        if key not in made:
+            checkpoint = make_checkpoint(shared, family, **convert)
+            made[key] = make_engine(checkpoint, tmp_path_factory.mktemp("ranks") / "e", max_draft_len=4, tp_size=ranks)
+        return made[key]
+
+    return make
+
+
+def decode(directory: Path) -> list[Request]:
+    """Greedy texts of the prompts together."""
+    with SpeculativeDecoder.open(directory, config=DraftTargetConfig(draft="ngram")) as decoder:
+        return decoder.generate(PROMPTS, max_output_len=24, logprobs=1)
+
+
+def ranks_of(decoder: SpeculativeDecoder) -> list[psutil.Process]:
+    """The processes of the target's ranks, and their launcher's."""
+    target = decoder.scheduler.round.host_target
+    assert target is not None and isinstance(target.backend, RanksBackend)
+    group = target.backend._group
+    return [psutil.Process(group._processes[rank]) for rank in sorted(group._processes)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("family", "convert"),
+    [("llama2", {}), ("llama3", {}), ("mixtral", {}), ("gpt2", {"qformat": "int4"}), ("qwen3_5", {})],
+    ids=["dense", "shared heads", "mixture", "int4", "recurrent"],
+)
+def test_texts_are_those_of_one_rank(engine: Any, family: str, convert: dict[str, str], ranks: int) -> None:
+    """Dense, heads that ranks share, a mixture, 4 bits, recurrent layers; sums are rounded in another order."""
+    config = open_engine(engine(ranks, family, **convert))
+    assert config.build_config.tp_size == ranks == len(config.graph.ranks)
+    assert config.bit_exact and config.bit_exact.shapes, "passes of other shapes have other bits"
+    for one, several in zip(
+        decode(engine(1, family, **convert)), decode(engine(ranks, family, **convert)), strict=True
+    ):
+        same = next((n for n, ids in enumerate(zip(one.output, several.output, strict=True)) if len({*ids}) > 1), 24)
+        for own, other in zip(one.token_outputs[: same + 1], several.token_outputs, strict=False):
+            assert own.logprob and other.logprob
+            assert abs(own.logprob.logprob - other.logprob.logprob) < (ROUNDED if convert else NEAR_TIE)
+
+
+def test_no_text_depends_on_what_is_beside_it(engine: Any) -> None:
+    """Random requests in random batches, with drafts or without: bits of the ranks' own target alone."""
+    tally = fuzz(engine(2), [engine(1)], 60, seed=3)
+    assert (tally.different_texts, tally.different_logprobs) == (0, 0)
+    assert tally.evaluated > tally.accepted > 100
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "has not answered for 5 seconds")],
+    ids=["killed", "stopped"],
+)
+def test_a_lost_rank_ends_its_step_and_all_ranks(engine: Any, rank: int, sent: signal.Signals, said: str) -> None:
+    """Within seconds, with one error; then nothing is left."""
+    with SpeculativeDecoder.open(engine(2)) as decoder:
+        processes = ranks_of(decoder)
+        threading.Timer(0.3, processes[rank].send_signal, [sent]).start()
+        began = time.monotonic()
+        with pytest.raises(EngineLostError, match=f"rank {rank} of 2 {said}"):
+            while True:
+                decoder.generate(PROMPTS, max_output_len=100)
+        assert time.monotonic() - began < 15
+        with pytest.raises(EngineLostError, match=f"rank {rank} of 2 {said}"):
+            decoder.generate(PROMPTS[0], max_output_len=1)
+        assert decoder.scheduler.round.problem()
+    _, alive = psutil.wait_procs(processes, 5)
+    assert not alive
+
+
+def test_nothing_is_left_of_a_closed_engine_or_a_dead_owner(engine: Any, tmp_path: Path) -> None:
+    """Ranks end with who has started them, also where that was killed."""
+    before = set(Path("/tmp").glob("specrun-*"))
+    with SpeculativeDecoder.open(engine(2)) as decoder:
+        processes = ranks_of(decoder)
+    assert not psutil.wait_procs(processes, 5)[1]
+    child = os.fork()
+    if not child:
+        with SpeculativeDecoder.open(engine(2)) as decoder:
+            (tmp_path / "ranks").write_text(" ".join(str(process.pid) for process in ranks_of(decoder)))
+            (tmp_path / "ranks").rename(tmp_path / "there")
+            time.sleep(60)
+    while not (tmp_path / "there").exists():
+        time.sleep(0.05)
+    processes = [psutil.Process(int(number)) for number in (tmp_path / "there").read_text().split()]
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert not psutil.wait_procs(processes, 10)[1]
+    for folder in set(Path("/tmp").glob("specrun-*")) - before:
+        shutil.rmtree(folder)
+
+
+def test_what_is_missing_is_said(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is started."""
+    directory = engine(2)
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    with pytest.raises(BackendError, match="mpiexec is not here: pip install mpi4py mpich"):
+        SpeculativeDecoder.open(directory)
+    monkeypatch.undo()
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(BackendError, match="need mpi4py and an MPI library: pip install mpi4py mpich"):
+        SpeculativeDecoder.open(directory)
+
+
+def test_a_wrong_number_of_ranks_is_refused(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where mpiexec and mpi4py are of different libraries, and every process is alone."""
+    config = open_engine(engine(4))
+    start = groups.RankGroup.__init__
+    monkeypatch.setattr(groups.RankGroup, "__init__", lambda own, directory, _ranks: start(own, directory, 2))
+    with pytest.raises(EngineLostError, match="2 ranks were started for an engine of 4"):
+        RanksBackend(engine(4), config, 0)
+
+
+def test_what_no_rank_computes_is_refused(shared: Path, tmp_path: Path) -> None:
+    """Engines of ONNX Runtime for CUDA, and more ranks than there are heads."""
+    checkpoint = make_checkpoint(shared, "llama3")
+    with pytest.raises(BackendError, match="--tp_size: engines of onnxruntime are divided for CPUs only"):
+        make_engine(checkpoint, tmp_path / "e", tp_size=2, backend="onnxruntime", device="cuda")
+    with pytest.raises(BuildConfigError, match="--tp_size 5"):
+        make_engine(checkpoint, tmp_path / "e", tp_size=5)
+    assert not any(tmp_path.iterdir())
