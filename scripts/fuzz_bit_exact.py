@@ -28,8 +28,8 @@ from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams, TokenLogprob
 
 RESULTS = Path(__file__).parent / "benchmarks" / "results" / "fuzz_bit_exact.json"
-FORMS = ("float32", "int8", "int4", "recurrent", "recurrent int8")
-"""Forms of weights; the last two are those of a target with gated delta nets."""
+FORMS = ("float32", "int8", "int4", "recurrent", "recurrent int8", "2 ranks", "2 ranks int8", "2 ranks int4")
+"""Forms of weights: of a dense target, of one with gated delta nets, and of a dense one that two processes compute."""
 GROUP = 24
 """Requests that one pair decodes."""
 LONGEST_OUTPUT = 32
@@ -148,7 +148,8 @@ def make_engines(root: Path, form: str) -> tuple[Path, list[Path]]:
     from tests.helpers.quantized_onnx import quantized
 
     sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384}
-    is_recurrent, bits = form.startswith("recurrent"), form.removeprefix("recurrent").strip() or "float32"
+    is_recurrent, ranks = form.startswith("recurrent"), 2 if form.startswith("2 ranks") else 1
+    bits = form.removeprefix("recurrent").removeprefix("2 ranks").strip() or "float32"
     family, layers = ("qwen3_5", 4) if is_recurrent else ("llama3", 3)
     hf = save_checkpoint(root / "hf", family, seed=1, num_hidden_layers=layers, **sizes)
     checkpoint = make_onnx(hf, root / "onnx", verify=False)
@@ -157,9 +158,9 @@ def make_engines(root: Path, form: str) -> tuple[Path, list[Path]]:
     rough = quantized(checkpoint, root / "rough_onnx", "int4" if bits != "int4" else "int8")
     if bits != "float32":
         checkpoint = quantized(checkpoint, root / "onnx_in_few_bits", "int8" if bits == "int8" else "int4")
-    target = make_engine(checkpoint, root / "target", max_draft_len=7, max_batch_size=5)
-    drafts = [make_engine(source, root / source.name.removesuffix("_onnx")) for source in (rough, other)]
-    return target, [drafts[0], target, drafts[1]]
+    target = make_engine(checkpoint, root / "target", max_draft_len=7, max_batch_size=5, tp_size=ranks)
+    sources = {"rough": rough, "itself": checkpoint, "other": other}
+    return target, [make_engine(source, root / name, max_batch_size=5) for name, source in sources.items()]
 
 
 @click.command(context_settings={"token_normalize_func": lambda name: name.replace("-", "_")})

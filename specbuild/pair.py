@@ -120,7 +120,10 @@ class Pair:
         sizes = [options.max_batch_size, self.max_seq_len]
         if role == "target" or self.head:
             sizes.append(options.max_draft_len)
-        forms = [options.qformat, options.kv_cache_dtype, options.device, options.text_model and role == "target"]
+        text_model = options.text_model and role == "target"
+        forms: list[object] = [options.qformat, options.kv_cache_dtype, options.device, text_model]
+        if role == "target" and options.tp_size > 1:
+            forms.append(options.tp_size)
         machine = [platform.machine(), has_vnni(), cpu_operators.VERSION, cpu_operators.is_available()]
         model = models[role]
         assert model
@@ -205,6 +208,7 @@ class Pair:
             max_seq_len=self.max_seq_len,
             max_input_len=self.max_seq_len - 1,
             max_draft_len=options.max_draft_len if role == "target" or is_head else None,
+            tp_size=options.tp_size if role == "target" else 1,
         )
         build_engine(of_model, stages=stages)
         shutil.rmtree(onnx)

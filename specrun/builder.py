@@ -34,6 +34,8 @@ class BuildOptions:
     """Most tokens of prompt and output. None: what both models have, 4,096 at most."""
     max_draft_len: int = 10
     """Most draft tokens that the target checks in one pass."""
+    tp_size: int = 1
+    """Ranks that compute the target together."""
     device: str | None = None
     """``cpu``, ``cuda`` or ``cuda:N``. None: a GPU if there is one."""
     revision: str | None = None

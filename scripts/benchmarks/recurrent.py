@@ -19,7 +19,7 @@ import click
 import numpy as np
 import torch
 
-from specrun.backends.ort import OrtBackend
+from specrun.backends import open_host_backend
 from specrun.devices.processor import describe_processor
 from specrun.engine_dir.config import GraphInfo, open_engine
 from tests.helpers.engines import make_engine, make_onnx
@@ -65,7 +65,7 @@ class Passes:
     def __init__(self, directory: Path) -> None:
         config = open_engine(directory)
         self.graph: GraphInfo = config.graph
-        self.backend = OrtBackend(directory, config, 0)
+        self.backend = open_host_backend(directory, config, 0)
         self.backend.resize(1, LENGTHS[0] + 64, 0)
 
     def seconds(self, width: int) -> float:

@@ -56,6 +56,13 @@ _CHECKPOINTS = together(
         type=click.IntRange(2),
         help="Most tokens of prompt and output. Default: 4096, or the models' limit.",
     ),
+    click.option(
+        "--tp_size",
+        type=click.IntRange(1),
+        default=BuildOptions.tp_size,
+        show_default=True,
+        help="Ranks that compute TARGET together (tensor parallel).",
+    ),
     click.option("--device", metavar="cpu|cuda|cuda:N", help="The engines' device. Default: a GPU if there is one."),
     click.option("--revision", help="Branch, tag or commit of TARGET, for a Hub ID."),
     click.option("--trust_remote_code", is_flag=True, help="Run Python code that comes with the checkpoints."),
