@@ -114,19 +114,22 @@ class Parts:
         return None if shape is None else axis - len(shape)
 
     def integers(self, value: ir.Value | None) -> Sizes | None:
-        """The integers [N] in ``value``, constant or put together; None for those that are -1 or computed."""
+        """The integers [N] in ``value``, constant or put together; None for those that are computed."""
         if value is None:
             return None
         if value.const_value is not None:
-            numbers = value.const_value.numpy().reshape(-1).tolist()
-            return [None if number == -1 and len(numbers) > 1 else int(number) for number in numbers]
+            return [int(number) for number in value.const_value.numpy().reshape(-1)]
         node = value.producer()
         if node is not None and node.op_type == "Concat":
             pieces = [self.integers(piece) for piece in node.inputs]
-            pieces = [[None] if piece == [-1] else piece for piece in pieces]
-            return None if any(piece is None for piece in pieces) else [one for piece in pieces for one in piece or ()]
+            return None if None in pieces else [number for piece in pieces for number in piece or ()]
         shape = self.shape(value)
         return [None] * shape[0] if shape and shape[0] is not None else None
+
+    def sizes(self, value: ir.Value | None) -> Sizes | None:
+        """The shape [N] in ``value``; None for what is computed, or follows from the other sizes."""
+        numbers = self.integers(value)
+        return numbers and [number if number != -1 else None for number in numbers]
 
     def length(self, part: Part) -> int:
         """How many elements the rank has."""

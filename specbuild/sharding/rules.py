@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from specbuild.sharding.part import MisalignedError, Part
+from specbuild.sharding.reshaping import source_of
 from specbuild.sharding.weights import is_constant, shape_of
 
 if TYPE_CHECKING:
@@ -73,59 +73,24 @@ def transpose(parts: Parts, node: ir.Node, output: int, part: Part) -> ir.Value 
 def reshape(parts: Parts, node: ir.Node, output: int, part: Part) -> ir.Value | None:
     """The axis may be split into several, merged of several, or stay."""
     x, target = node.inputs
-    sizes, held = parts.integers(target), parts.shape(x)
-    if sizes is None or held is None:
+    sizes, held = parts.sizes(target), parts.shape(x)
+    found = source_of(part, sizes, held) if sizes and held else None
+    if sizes is None or found is None:
         return None
-    same = 0  # Axes at the end that stay as they are.
-    while same < min(-part.axis - 1, len(held)) and sizes[-1 - same] == held[-1 - same]:
-        same += 1
-    inner = sizes[len(sizes) + part.axis + 1 : len(sizes) - same]
-    if any(size is None or size < 1 for size in inner):
-        return None
-    behind = math.prod(size for size in inner if size)
-    axis, covered = -1 - same, 1
-    while -axis <= len(held) and (size := held[axis]) is not None and size and covered * size <= behind:
-        axis, covered = axis - 1, covered * size
-    if -axis > len(held):
-        return None
-    size = held[axis]
-    exact: Part | None = None
-    if covered < behind:  # Outer elements of a larger axis.
-        if behind % covered or (size is not None and size * covered != part.size * behind):
-            return None
-        own = part.times(behind // covered, axis)
-    elif size == part.size:
-        own = part.at(axis)
-    elif size is not None and size > part.size:
-        return None
-    else:  # Merged of this axis and those before it, of which the first one is cut.
-        factor = 1
-        while size is not None and factor * size < part.size:
-            factor, axis = factor * size, axis - 1
-            if -axis > len(held):
-                return None
-            size = held[axis]
-        if part.size % factor or (size is not None and size * factor != part.size):
-            return None
-        place = len(sizes) + part.axis
-        if size is None and sizes[place] is None and place != len(held) + axis:
-            return None  # The first axis may hold more than that.
-        own = part.covered_by(factor, axis)
-        if own.times(factor, part.axis).ranges != part.ranges:
-            exact = part
-    place, whole = len(sizes) + part.axis, own if exact is None else own.times(part.size // own.size, part.axis)
-    count = parts.length(part if exact is None else whole)
-    made = parts.like(node, [parts.of(x, own), parts.resized(target, place, count)])[output]
-    if exact is None:
+    own, whole = found
+    made = parts.like(node, [parts.of(x, own), parts.resized(target, len(sizes) + part.axis, parts.length(whole))])[
+        output
+    ]
+    if whole.ranges == part.ranges:
         return made
-    start = exact.ranges[parts.rank][0] - whole.ranges[parts.rank][0]
-    return parts.slice(made, exact.axis, start, start + parts.length(exact))
+    start = part.ranges[parts.rank][0] - whole.ranges[parts.rank][0]
+    return parts.slice(made, part.axis, start, start + parts.length(part))
 
 
 def expand(parts: Parts, node: ir.Node, output: int, part: Part) -> ir.Value | None:
     """One element is repeated, or the axis stays."""
     x, target = node.inputs
-    sizes = parts.integers(target)
+    sizes = parts.sizes(target)
     if sizes is None or -part.axis > len(sizes):
         return None
     place = len(sizes) + part.axis
@@ -136,7 +101,7 @@ def expand(parts: Parts, node: ir.Node, output: int, part: Part) -> ir.Value | N
 
 def filled(parts: Parts, node: ir.Node, output: int, part: Part) -> ir.Value | None:
     """ConstantOfShape."""
-    sizes = parts.integers(node.inputs[0])
+    sizes = parts.sizes(node.inputs[0])
     if sizes is None:
         return None
     target = parts.resized(node.inputs[0], len(sizes) + part.axis, parts.length(part))
