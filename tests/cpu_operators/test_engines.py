@@ -12,11 +12,13 @@ from pathlib import Path
 import onnx_ir as ir
 import pytest
 
+from scripts.benchmarks.roofline import work_of
 from scripts.fuzz_bit_exact import fuzz
 from specrun import EngineDirError, SpeculativeDecoder, cpu_operators
 from specrun.engine_dir.bit_exact import ANY_SHAPE
 from specrun.engine_dir.config import open_engine
-from tests.helpers.engines import make_engine
+from tests.helpers.engines import make_engine, make_onnx
+from tests.helpers.families import save_checkpoint
 from tests.helpers.quantized_onnx import quantized
 
 pytestmark = pytest.mark.skipif(not cpu_operators.are_fast(), reason="engines for this processor have none of them")
@@ -43,6 +45,25 @@ def test_every_shape_of_a_pass_gives_the_same_text(
     tally = fuzz(engine, [engines / "draft", engine, engines / "target"], 24, seed=1, bit_exact=False)
     assert (tally.different_texts, tally.different_logprobs) == (0, 0)
     assert 0 < tally.accepted < tally.evaluated
+
+
+@pytest.mark.parametrize(("form", "bits"), [("float32", 32), ("int8", 8), ("int4", 5)])
+def test_what_another_layer_adds_to_a_pass(form: str, bits: int, tmp_path: Path) -> None:
+    """Five nodes, and its weights once, whatever the machine. Here 32 weights of 4 bits have a scale in float32."""
+    works = []
+    for layers in (2, 3):
+        hf = save_checkpoint(tmp_path / f"hf{layers}", "llama3", num_hidden_layers=layers, hidden_size=128)
+        checkpoint = make_onnx(hf, tmp_path / f"onnx{layers}", verify=False)
+        if form != "float32":
+            checkpoint = quantized(checkpoint, tmp_path / f"{form}{layers}", form, 32)
+        works.append(work_of(ir.load(make_engine(checkpoint, tmp_path / f"engine{layers}") / "model.onnx").graph))
+    fewer, more = works
+    added = Counter(more.nodes) - Counter(fewer.nodes)
+    products = "FloatMatMul" if form == "float32" else "QuantizedMatMul"
+    assert added == {products: 4, "CachedAttention": 1}
+    weights = more.products - fewer.products
+    scales = 4 * 128 * 8 if form == "int8" else 0  # One for each column.
+    assert 0 <= more.weight_bytes - fewer.weight_bytes - weights * bits / 8 <= 4 * 2 * 128 + scales, "norms and scales"
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specrun.devices.processor import num_threads
-from specrun.engine_dir.config import GRAPH_NAME
+from specrun.engine_dir.config import EngineConfig, engine_files, read_config
+from specrun.errors import EngineDirError
 from specrun.evaluation.bench_results import Result, Split
 from specrun.optional_packages import import_package
 
@@ -77,7 +78,9 @@ def shares(target: Path, draft: Path | None, results: Sequence[Result]) -> list[
 def weight_bytes_of(directory: Path) -> int:
     """Bytes of weights that a pass of an engine for ONNX Runtime reads. Raises ModuleNotFoundError without onnx_ir."""
     onnx_ir = import_package("onnx_ir")
-    return weight_bytes(onnx_ir.load(directory / GRAPH_NAME).graph)
+    config = read_config(directory, EngineConfig, EngineDirError, "specbuild engine")
+    graphs = engine_files(config.backend.name, config.build_config.tp_size)
+    return sum(weight_bytes(onnx_ir.load(directory / graph).graph) for graph in graphs)
 
 
 def weight_bytes(graph: ir.Graph) -> int:
