@@ -306,18 +306,28 @@ def _require_one(requests: list[Request]) -> list[Request]:
     return requests
 
 
+def _number(ranks: int) -> str:
+    return "one device" if ranks == 1 else f"{ranks} ranks, each on a device of its own"
+
+
 def _open(role: str, directory: Path, devices: tuple[int, ...], check: Check) -> Engine:
     """Check an engine directory and the device it is to run on."""
     config = open_engine(directory, every_byte=check == "full")
     require_own_tokenizer(directory, config.tokenizer, EngineDirError)
-    if len(devices) > 1:
-        raise BackendError(f"{role}_model_device_list {list(devices)}: a model runs on one device; give one, like [0]")
+    ranks = config.build_config.tp_size
+    if config.backend.device != "cpu" and len(devices) != ranks:
+        raise BackendError(
+            f"{role}_model_device_list {list(devices)}: {directory} is for {_number(ranks)}; give as many, like "
+            f"{list(range(ranks))}"
+        )
+    if len(set(devices)) < len(devices):
+        raise BackendError(f"{role}_model_device_list {list(devices)}: expected every device once")
     if config.backend.device == "cpu" and devices != (0,):
         raise BackendError(
             f"{role}_model_device_list {list(devices)}: no such device; this onnxruntime engine runs on the CPU, "
             "device 0"
         )
-    return Engine(role, directory, config, devices[0])
+    return Engine(role, directory, config, devices)
 
 
 def _expected_times(target: Engine, draft: Engine | None, draft_len: int) -> Callable[[int], Sequence[float]] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol, get_args
 
@@ -12,8 +13,8 @@ from specrun.devices import Device, DeviceArray
 from specrun.devices.driver import compute_capability, why_no_gpu
 from specrun.engine_dir.config import BackendName, EngineConfig
 from specrun.engine_dir.contract import INPUT_IDS, LOGITS_INDICES, WRITE_INDICES
-from specrun.kv_cache.device import DeviceKVCache
 from specrun.kv_cache.host import HostKVCache
+from specrun.kv_cache.rows import KVCache
 from specrun.optional_packages import import_package
 
 BACKEND_NAMES: tuple[BackendName, ...] = get_args(BackendName)
@@ -75,13 +76,30 @@ class Feed(NamedTuple):
         return dict(zip((INPUT_IDS, WRITE_INDICES, LOGITS_INDICES), self, strict=True))
 
 
+class DeviceCache(KVCache, Protocol):
+    """The rows of a model's cache in device memory, and a pool of blocks."""
+
+    def allocate_pool(self, blocks: int) -> None:
+        """Allocate a pool of ``blocks`` blocks. Raises RuntimeError the second time."""
+
+    def part(self, first: int, rows: int) -> list[DeviceArray]:
+        """Views of rows ``first .. first + rows`` [rows, heads, length, head_dim], one for each cache tensor."""
+
+
 class DeviceBackend(Protocol):
     """An opened engine whose inputs and outputs are device memory. Queues its work on its device's stream."""
 
     config: EngineConfig
     device: Device
-    cache: DeviceKVCache
-    """There from ``allocate_cache`` on."""
+    """Where inputs and logits are."""
+
+    @property
+    def cache(self) -> DeviceCache:
+        """There from ``allocate_cache`` on."""
+
+    @property
+    def devices(self) -> Sequence[Device]:
+        """``device``, and those of further ranks."""
 
     @property
     def capturable(self) -> bool:
@@ -108,7 +126,7 @@ class DeviceBackend(Protocol):
         """Let go of the engine."""
 
 
-def bound_tensors(cache: DeviceKVCache, cache_owner: DeviceBackend | None, first: int, rows: int) -> list[DeviceArray]:
+def bound_tensors(cache: DeviceCache, cache_owner: DeviceBackend | None, first: int, rows: int) -> list[DeviceArray]:
     """Rows ``first .. first + rows`` of all tensors of a cache, those that a target lends included."""
     shared = cache_owner.cache.part(first, rows)[-1:] if cache_owner else []
     return [*cache.part(first, rows), *shared]
@@ -144,16 +162,21 @@ def open_host_backend(
 
 
 def open_device_backend(
-    directory: Path, config: EngineConfig, device: Device, cache_owner: DeviceBackend | None = None
+    directory: Path, config: EngineConfig, devices: Sequence[Device], cache_owner: DeviceBackend | None = None
 ) -> DeviceBackend:
-    """Load an engine onto a GPU. cache_owner: of a head, its target on the same GPU.
+    """Load an engine onto a GPU, or one of several ranks onto as many. cache_owner: of a head, its target on its GPU.
 
     Raises EngineDirError, and BackendError when its runtime is not installed.
     """
+    device = devices[0]
     if config.backend.name == "onnxruntime":
         from specrun.backends.ort import OrtDeviceBackend
 
         return OrtDeviceBackend(directory, config, device, cache_owner)
+    if config.build_config.tp_size > 1:
+        from specrun.backends.trt_ranks import TrtRanks
+
+        return TrtRanks(directory, config, devices, [compute_capability(device.number) for device in devices])
     from specrun.backends.trt import TrtBackend
 
     return TrtBackend(directory, config, device, compute_capability(device.number), cache_owner)

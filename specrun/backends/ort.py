@@ -156,7 +156,7 @@ class OrtDeviceBackend:
         self, directory: Path, config: EngineConfig, device: Device, cache_owner: DeviceBackend | None = None
     ) -> None:
         self.config = config
-        self.device = device
+        self.device, self.devices = device, [device]
         self._cache_owner = cache_owner
         provider, options = "CPUExecutionProvider", {}
         if device.kind == "cuda":

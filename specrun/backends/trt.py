@@ -15,7 +15,7 @@ import numpy as np
 from specrun.backends import DeviceBackend, Feed, bound_tensors
 from specrun.backends.rtx_kernels import KernelCache
 from specrun.devices import Device, DeviceArray
-from specrun.engine_dir.config import PLAN_NAME, EngineConfig, Profile
+from specrun.engine_dir.config import PLAN_SUFFIX, EngineConfig, Profile
 from specrun.engine_dir.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES
 from specrun.errors import BackendError, EngineDirError
 from specrun.kv_cache.device import DeviceKVCache
@@ -68,13 +68,13 @@ def input_shapes(config: EngineConfig, call: Call) -> dict[str, tuple[int, ...]]
     return shapes
 
 
-def check_plan(directory: Path, config: EngineConfig, trt: Any, runtime: Runtime, gpu: int, capability: str) -> None:
+def check_plan(plan: Path, config: EngineConfig, trt: Any, runtime: Runtime, gpu: int, capability: str) -> None:
     """Raise EngineDirError where this version of TensorRT or this GPU cannot run the plan. Nothing is loaded yet.
 
     trt: the vendor's package; runtime: its Runtime. gpu: the GPU's number; capability: its compute capability, such as
     9.0.
     """
-    backend = config.backend
+    backend, directory = config.backend, plan.parent
     if backend.version != trt.__version__:
         raise EngineDirError(
             f"{directory}: compiled by {backend.name} {backend.version}, {trt.__version__} is installed; build the "
@@ -87,7 +87,7 @@ def check_plan(directory: Path, config: EngineConfig, trt: Any, runtime: Runtime
             f"it, on this machine, with specbuild engine --device cuda:{gpu}"
         )
     if hasattr(runtime, "get_engine_validity"):
-        with (directory / PLAN_NAME).open("rb") as file:
+        with plan.open("rb") as file:
             header = file.read(int(runtime.engine_header_size))
         validity, diagnostics = runtime.get_engine_validity(header)
         if validity == trt.EngineValidity.INVALID:
@@ -128,7 +128,7 @@ class TrtBackend:
         not installed.
         """
         self.config = config
-        self.device = device
+        self.device, self.devices = device, [device]
         self._cache_owner = cache_owner
         try:
             self._trt = import_package(config.backend.name)
@@ -139,12 +139,15 @@ class TrtBackend:
         self._log = _log(self._trt)
         # TensorRT's objects must outlive what was made from them. Python's garbage collection does not know that.
         self._runtime: Runtime = self._trt.Runtime(self._log)
-        check_plan(directory, config, self._trt, self._runtime, device.number, capability)
-        self._engine: ICudaEngine = self._runtime.deserialize_cuda_engine((directory / PLAN_NAME).read_bytes())
+        plan = directory / next(name for name in config.files if name.endswith(PLAN_SUFFIX))
+        check_plan(plan, config, self._trt, self._runtime, device.number, capability)
+        self._engine: ICudaEngine = self._runtime.deserialize_cuda_engine(plan.read_bytes())
         if self._engine is None:
             raise EngineDirError(f"{directory}: {config.backend.name} does not load the plan: {self._log.reason()}")
         _check_engine(directory, config, self._engine)
-        self._kernels = KernelCache(self._engine, f"{config.files[PLAN_NAME].sha256[:16]}-{capability}")
+        self._kernels = KernelCache(self._engine, f"{config.files[plan.name].sha256[:16]}-{capability}")
+        self.communicator: Any = None
+        """Of a rank: NCCL's, in a capsule. Contexts are told of it when they are made."""
         self._contexts: dict[Call | int, _Context] = {}
         self._workspace: DeviceArray | None = None
 
@@ -223,6 +226,10 @@ class TrtBackend:
         if context is None:
             raise BackendError(f"{self.config.backend.name} cannot run the plan: {self._log.reason()}")
         context.set_device_memory(self._workspace.address, self.workspace_bytes)
+        if self.communicator is not None:
+            if not hasattr(context, "set_communicator"):
+                raise BackendError(f"{self.config.backend.name} {self._trt.__version__} has no ranks; 10.16 has them")
+            self._require(context.set_communicator(self.communicator), "the communicator")
         if profile:
             done = context.set_optimization_profile_async(profile, self.device.stream)
             self._require(done, f"optimization profile {profile}")

@@ -42,7 +42,8 @@ CONFIG_NAME = "config.json"
 GRAPH_NAME = "model.onnx"
 WEIGHTS_NAME = "model.onnx.data"
 """The graph's weights, beside it."""
-PLAN_NAME = "rank0.engine"
+PLAN_SUFFIX = ".engine"
+PLAN_NAME = f"rank0{PLAN_SUFFIX}"
 """TensorRT's serialized engine."""
 _NEW_POSITIONS = 2048
 """Of one pass, where they have memory of their own."""
@@ -63,7 +64,8 @@ def engine_files(backend: BackendName, tp_size: int) -> list[str]:
     """The files that a backend loads, in the order of the ranks."""
     if tp_size == 1:
         return [ENGINE_FILES[backend]]
-    return [f"rank{rank}/{GRAPH_NAME}" if backend == "onnxruntime" else f"rank{rank}.engine" for rank in range(tp_size)]
+    own = f"/{GRAPH_NAME}" if backend == "onnxruntime" else PLAN_SUFFIX
+    return [f"rank{rank}{own}" for rank in range(tp_size)]
 
 
 Range = tuple[int, int, int]

@@ -90,7 +90,7 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
         self._pinned_drafts = self.device.pinned_like(self._drafts)
         # Without a drafter, the kernel ``accept`` does not read it.
         self._no_probs = DraftProbs(self._target_distributions, runner.logits, 0, 0, runner.vocab)
-        self._devices = list(dict.fromkeys((self.device, *(self.drafter.devices if self.drafter else ()))))
+        self._devices = list(dict.fromkeys((*target.devices, *(self.drafter.devices if self.drafter else ()))))
         self._captures = Captures(captures, [target, *(self.drafter.captured if self.drafter else ())])
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import permutations
 from pathlib import Path
 
 from specrun.backends import Backend, DeviceBackend, open_device_backend, open_host_backend
@@ -44,14 +45,28 @@ _PREFIX_CACHE_SHARE = 0.25
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine directory that has been checked, and the GPU it is to run on."""
+    """An engine directory that has been checked, and the GPUs it is to run on: one, or one for each of its ranks."""
 
     role: str
     directory: Path
     config: EngineConfig
-    gpu: int
+    gpus: tuple[int, ...]
     translator: Translator | None = None
     """The translator of a draft whose tokenizer is not the target's."""
+
+    @property
+    def gpu(self) -> int:
+        """The one that rounds run on."""
+        return self.gpus[0]
+
+    def parts(self) -> list[Engine]:
+        """Itself, or what each of its ranks is."""
+        if len(self.gpus) == 1:
+            return [self]
+        return [
+            replace(self, role=f"{self.role}, rank {rank}", config=self.config.of_rank(rank), gpus=(gpu,))
+            for rank, gpu in enumerate(self.gpus)
+        ]
 
 
 def open_round(
@@ -157,16 +172,12 @@ def _open_on_gpus(
     show: Callable[[int, int], None],
 ) -> AnyRound:
     on_gpus = [engine for engine in (target, draft) if engine and engine.config.backend.device != "cpu"]
-    for engine in on_gpus:
+    parts = [part for engine in on_gpus for part in engine.parts()]
+    for engine in parts:
         if reason := why_no_gpu(engine.gpu):
             raise BackendError(
                 f"{engine.directory}: an engine of {engine.config.backend.name} for GPU {engine.gpu}: {reason}; "
                 "'specbuild engine --backend onnxruntime' builds one for the CPU"
-            )
-        if (ranks := engine.config.build_config.tp_size) > 1:
-            raise BackendError(
-                f"{engine.directory}: is for {ranks} ranks, which run on CPUs only as yet; 'specbuild engine --backend "
-                "onnxruntime' builds one for the CPU"
             )
         if engine.config.graph.states:
             raise BackendError(
@@ -181,18 +192,21 @@ def _open_on_gpus(
     blocks = _cached_blocks(target, rows, config)
     asked = blocks if config.max_tokens_in_kv_cache is not None else 0
     with ExitStack() as opened:
-        devices = _open_devices(on_gpus, opened)
-        needs = {engine.role: _need(engine, draft_len, rows, len(devices) > 1, asked) for engine in on_gpus}
-        _require_room(on_gpus, needs, devices, config)
+        devices = _open_devices(parts, opened)
+        apart = draft in on_gpus and draft is not None and draft.gpu != target.gpu
+        needs = {part.role: _need(part, draft_len, rows, apart, asked) for part in parts}
+        _require_room(parts, needs, devices, config)
         backends: dict[str, DeviceBackend] = {}
         for engine in on_gpus:
             cache_owner = backends["target"] if engine.config.graph.is_head else None
-            backend = open_device_backend(engine.directory, engine.config, devices[engine.gpu], cache_owner)
+            own = [devices[gpu] for gpu in engine.gpus]
+            backend = open_device_backend(engine.directory, engine.config, own, cache_owner)
             backends[engine.role] = backend
             opened.callback(backend.close)
             # Its weights are allocated now, so they are no longer part of what must fit.
-            needs[engine.role] = replace(needs[engine.role], weights=0, workspace=backend.workspace_bytes)
-        _require_room(on_gpus, needs, devices, config)
+            for part in engine.parts():
+                needs[part.role] = replace(needs[part.role], weights=0, workspace=backend.workspace_bytes)
+        _require_room(parts, needs, devices, config)
         make_drafter: MakeDrafter | None = None
         if draft and draft in on_gpus:
             make_drafter = partial(device_model_drafter, backends["draft"], config.cuda_graph)
@@ -213,9 +227,9 @@ def _open_on_gpus(
         if config.warm_up:
             round_.warm_up(show)
         for number, device in devices.items() if not asked else ():
-            own = [engine.config for engine in on_gpus if engine.gpu == number]
+            own_configs = [part.config for part in parts if part.gpu == number]
             free = device.free_memory()[0]
-            blocks = min(blocks, blocks_that_fit(free, config.kv_cache_free_gpu_memory_fraction, own))
+            blocks = min(blocks, blocks_that_fit(free, config.kv_cache_free_gpu_memory_fraction, own_configs))
         round_.allocate_pools(blocks)
     except BaseException as error:
         # The traceback's frames hold execution contexts, which must be freed before engines.
@@ -226,22 +240,20 @@ def _open_on_gpus(
 
 
 def _open_devices(engines: list[Engine], opened: ExitStack) -> dict[int, CudaDevice]:
-    """The GPUs of ``engines`` by number. Two GPUs reach each other's memory, where the hardware allows it."""
+    """The GPUs of ``engines`` by number. All reach each other's memory, where the hardware allows it."""
     devices: dict[int, CudaDevice] = {}
     for engine in engines:
         if engine.gpu not in devices:
             devices[engine.gpu] = open_gpu(engine.gpu)
             opened.callback(devices[engine.gpu].close)
-    if len(devices) > 1:
-        # In both directions: draft tokens go to the target's GPU, and committed tokens come back.
-        here, there = devices.values()
+    # In both directions: draft tokens go to the target's GPU, and committed tokens come back.
+    for here, there in permutations(devices.values(), 2):
         here.enable_peer_access(there)
-        there.enable_peer_access(here)
     return devices
 
 
 def _need(engine: Engine, draft_len: int, rows: int, apart: bool, blocks: int) -> Need:
-    if engine.role == "draft":
+    if engine.role.startswith("draft"):
         return need(engine.role, engine.config, rows, positions=draft_len, texts=apart, blocks=blocks)
     # Penalties change a copy of the logits. A draft on another GPU sends its logits here.
     positions = 2 * (draft_len + 1) + (draft_len if apart else 0)

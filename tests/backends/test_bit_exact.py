@@ -227,6 +227,6 @@ def test_verify_counts_equal_texts(int4: Path, engines: Path) -> None:
 def test_on_a_gpu_it_is_not_claimed() -> None:
     config: EngineConfig = table_config(8)
     config = config.model_copy(update={"backend": config.backend.model_copy(update={"device": "cuda"})})
-    engine = loader.Engine("target", Path("engine"), config, 0)
+    engine = loader.Engine("target", Path("engine"), config, (0,))
     with pytest.raises(BackendError, match="--bit_exact: engine is for GPUs"):
         loader.open_round(engine, None, 0, 1, DraftTargetConfig(bit_exact=True))

@@ -23,7 +23,7 @@ from specrun.backends.rtx_kernels import KernelCache
 from specrun.backends.trt import Call, TrtBackend, check_plan, choose_profile, input_shapes
 from specrun.config import DraftTargetConfig
 from specrun.devices.driver import why_no_gpu
-from specrun.engine_dir.config import EngineConfig, Profile, open_engine
+from specrun.engine_dir.config import PLAN_NAME, EngineConfig, Profile, open_engine
 from specrun.engine_dir.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
 from specrun.errors import BackendError, EngineDirError, PairError
 from specrun.speculative.loader import Engine, open_round
@@ -285,7 +285,7 @@ def test_shapes_are_within_the_plans_profiles(plan: Path) -> None:
 def check(plan: Path, capability: str = "8.9", runtime: Any = None, module: Any = trt, **backend: Any) -> None:
     config = open_engine(plan)
     config = config.model_copy(update={"backend": config.backend.model_copy(update=backend)})
-    check_plan(plan, config, module, runtime, 1, capability)
+    check_plan(plan / PLAN_NAME, config, module, runtime, 1, capability)
 
 
 def test_a_plan_of_another_version_is_refused(plan: Path) -> None:
@@ -353,7 +353,7 @@ def test_the_real_runtime_cannot_take_a_plan_without_a_gpu(plan: Path) -> None:
 
 def test_a_draft_on_a_gpu_has_its_target_there(plan: Path, engines: Path) -> None:
     target, draft = (
-        Engine(role, path, open_engine(path), 0) for role, path in (("target", engines / "target"), ("draft", plan))
+        Engine(role, path, open_engine(path), (0,)) for role, path in (("target", engines / "target"), ("draft", plan))
     )
     with pytest.raises(PairError, match="build both for the CPU, or the target for the GPU"):
         open_round(target, draft, 4, 1, DraftTargetConfig())

@@ -47,6 +47,7 @@ MISTAKES = [
     ("trt", "set_tensor_address(name, memory.address)", "set_tensor_address(memory.address, name)", "arg-type"),
     ("trt", "execute_async_v3(self.device.stream)", "execute_async_v3()", "Missing positional argument"),
     ("trt", "(self._workspace.address, self.workspace_bytes)", "(self._workspace.address, 1, 2)", "Too many arguments"),
+    ("trt", "set_communicator(self.communicator)", "set_communicator()", "Missing positional argument"),
     ("trt", "set_input_shape(name, shape)", "set_input_shape(name, call.batch)", "call-overload"),
     ("trt", "engine: ICudaEngine) ->", "engine: Any) ->", "before .get_tensor_name"),
     ("trt", "-> IExecutionContext:", "-> Runtime:", "return-value"),

@@ -170,7 +170,7 @@ def open_pair(readers: Path, target: str, draft_dir: str, draft_len: int | None,
 
 
 def open_on_device(readers: Path, target: str, draft: str, draft_len: int | None) -> SpeculativeDecoder:
-    here, there = (Engine("", readers / name, open_engine(readers / name), 0) for name in (target, draft))
+    here, there = (Engine("", readers / name, open_engine(readers / name), (0,)) for name in (target, draft))
     by = find_translator(here, there)
     assert by
     runner, vocab_size = ModelRunner(open_host_backend(there.directory, there.config, 20)), here.config.graph.vocab_size
@@ -362,9 +362,9 @@ def test_a_tokenizer_that_cannot_encode_a_text(readers: Path, tmp_path: Path) ->
 
 
 def test_a_draft_on_a_gpu_needs_the_targets_tokenizer(readers: Path) -> None:
-    target, draft = (Engine("", readers / name, open_engine(readers / name), 0) for name in ("bytes", "pieces"))
+    target, draft = (Engine("", readers / name, open_engine(readers / name), (0,)) for name in ("bytes", "pieces"))
     backend = draft.config.backend.model_copy(update={"device": "cuda"})
-    on_gpu = Engine("", draft.directory, draft.config.model_copy(update={"backend": backend}), 0)
+    on_gpu = Engine("", draft.directory, draft.config.model_copy(update={"backend": backend}), (0,))
     with pytest.raises(PairError, match=r"different vocabularies: .*, or an engine of this one for the CPU"):
         find_translator(target, on_gpu)
 

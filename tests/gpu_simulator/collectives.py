@@ -82,11 +82,46 @@ _communicators: list[Communicator] = []
 
 def make_communicators(count: int) -> list[object]:
     """A new group's communicators, as the capsules that ``set_communicator`` takes."""
+    return [_capsule(number, None, None) for number in _make_group(count)]
+
+
+def _make_group(count: int) -> range:
+    """The numbers of a new group's communicators, which stand for pointers."""
     group: list[Communicator] = []
     everybody = threading.Barrier(count)
     group += [Communicator(rank, group, everybody) for rank in range(count)]
     _communicators.extend(group)
-    return [_capsule(len(_communicators) - count + rank + 1, None, None) for rank in range(count)]
+    return range(len(_communicators) - count + 1, len(_communicators) + 1)
+
+
+class Nccl:
+    """A stand-in for NCCL's library, as far as communicators of one process go."""
+
+    def __init__(self) -> None:
+        self.alive: set[int] = set()
+        self.broken = False
+
+    def ncclCommInitAll(self, handles: Any, count: int, gpus: Any) -> int:
+        """Make a communicator for each of ``gpus``."""
+        if self.broken or len(set(gpus)) < count:
+            return 5
+        for rank, number in enumerate(_make_group(count)):
+            handles[rank] = number
+            self.alive.add(number)
+        return 0
+
+    def ncclCommDestroy(self, handle: ctypes.c_void_p) -> int:
+        """Give one back."""
+        self.alive.remove(int(handle.value or 0))
+        return 0
+
+    ncclCommAbort = ncclCommDestroy
+
+    class ncclGetErrorString:
+        """Say what a code means."""
+
+        def __new__(cls, code: int) -> bytes:  # type: ignore[misc]
+            return f"invalid usage ({code})".encode()
 
 
 def join(capsule: object) -> Communicator | None:
@@ -160,5 +195,6 @@ def _part(
 
 
 def _typed(name: str, type_: str) -> onnx.ValueInfoProto:
-    kinds = {"tensor(float)": onnx.TensorProto.FLOAT, "tensor(int64)": onnx.TensorProto.INT64}
+    types = onnx.TensorProto
+    kinds = {"tensor(float)": types.FLOAT, "tensor(int64)": types.INT64, "tensor(bool)": types.BOOL}
     return helper.make_tensor_value_info(name, kinds[type_], None)

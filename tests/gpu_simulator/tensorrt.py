@@ -69,6 +69,57 @@ def as_plan(source: Path, output: Path, checkpoint: Path | None = None, multiple
     return output
 
 
+def as_rank_plans(source: Path, output: Path) -> Path:
+    """An engine directory of backend tensorrt, with the graphs of an onnxruntime engine directory of several ranks."""
+    config = open_engine(source)
+    build, files = config.build_config, {}
+    profiles = plan_profiles(build.max_batch_size, build.max_input_len, build.max_draft_len, False)
+    output.mkdir(parents=True)
+    for rank, caches in enumerate(config.graph.ranks):
+        heads = dict(zip([*config.graph.past_names, *config.graph.present_names], [*caches, *caches], strict=True))
+        io = [
+            tensor.model_copy(update={"shape": [tensor.shape[0], heads[tensor.name].heads, *tensor.shape[2:]]})
+            if tensor.name in heads
+            else tensor
+            for tensor in config.io
+        ]
+        plan = {
+            "graph": str(_with_collectives(source / f"rank{rank}" / GRAPH_NAME, output / f"rank{rank}.onnx")),
+            "io": [tensor.model_dump() for tensor in io],
+            "profiles": [profile.model_dump() for profile in profiles],
+            "cache_length": build.cache_length,
+        }
+        name = f"rank{rank}.engine"
+        (output / name).write_text(json.dumps(plan))
+        files[name] = describe_file(output / name)
+    for name, info in config.files.items():
+        if "/" not in name:
+            (output / name).write_bytes((source / name).read_bytes())
+            files[name] = info
+    backend = {"name": "tensorrt", "version": __version__, "device": "cuda", "compute_capabilities": ["9.0"]}
+    changed = {
+        "backend": config.backend.model_copy(update=backend),
+        "build_config": build.model_copy(update={"profiles": profiles}),
+        "files": files,
+    }
+    (output / CONFIG_NAME).write_text(config.model_copy(update=changed).model_dump_json(indent=2) + "\n")
+    return output
+
+
+def _with_collectives(graph: Path, path: Path) -> Path:
+    """Save a graph for the CPU with TensorRT's nodes where it has specrun's collectives."""
+    model = onnx.load(graph)
+    for node in model.graph.node:
+        if node.op_type in ("AllReduce", "AllGather"):
+            ranks = next(attribute.i for attribute in node.attribute if attribute.name == "ranks")
+            kind = ("ALL_REDUCE", "SUM") if node.op_type == "AllReduce" else ("ALL_GATHER", "NONE")
+            settings = {"collective_operation": kind[0], "reduce_op": kind[1], "root": -1, "nb_rank": ranks}
+            inputs, outputs = list(node.input), list(node.output)
+            node.CopyFrom(onnx.helper.make_node("DistCollective", inputs, outputs, domain="tensorrt", **settings))
+    onnx.save(model, path)
+    return path.resolve()
+
+
 def _leave_writing_to_caller(checkpoint: Path, path: Path, cache_length: int) -> Path:
     """Save the graph of a checkpoint with an int8 cache as TensorRT's compiler would change it."""
     import onnx_ir as ir  # It takes seconds to import, and some tests start processes that have no use for it.

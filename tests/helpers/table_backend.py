@@ -76,6 +76,7 @@ class TableBackend:
         """Copy the table to ``device``. Raises BackendError."""
         self.config = config
         self.device: Device = device
+        self.devices = [device]
         device.add_kernels(KERNELS, THREADS)
         self._table = device.zeros(table.shape, np.float32)
         device.write(self._table, table)

@@ -39,7 +39,7 @@ def measure_engine(results: Results, directory: Path, size: Size, layers: Result
     try:
         bandwidth = copy_bandwidth(device, size.copied_bytes)
         free, began = device.free_memory()[0], time.perf_counter()
-        backend = open_device_backend(directory, config, device)
+        backend = open_device_backend(directory, config, [device])
         seconds = time.perf_counter() - began
         taken = free - device.free_memory()[0]
         results.put(loaded_in_seconds=seconds, weight_bytes=config.weight_bytes, taken_bytes=taken)

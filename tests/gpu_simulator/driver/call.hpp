@@ -9,6 +9,7 @@ namespace gpu {
 
 // A call is counted, and fails inside a host function and on a device that is broken.
 struct Call {
+  std::lock_guard<std::recursive_mutex> alone{world().gate};
   const char* outer = world().call;
   Result result = SUCCESS;
   explicit Call(const char* name) {

@@ -108,6 +108,7 @@ int cuCtxGetCurrent(Device** context) {
 }
 
 int cuCtxSetCurrent(Device* context) {
+  std::lock_guard<std::recursive_mutex> alone{world().gate};
   world().current = context;
   world().calls["cuCtxSetCurrent"]++;
   return SUCCESS;

@@ -9,6 +9,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <set>
 #include <string>
 #include <vector>
@@ -109,8 +110,8 @@ struct Module {
 
 struct World {
   std::vector<std::unique_ptr<Device>> devices;
-  Device* current = nullptr;
-  std::vector<Device*> stack;  // Contexts that were pushed aside.
+  static inline thread_local Device* current = nullptr;
+  static inline thread_local std::vector<Device*> stack;  // Contexts that were pushed aside.
   std::map<Address, Allocation> memory;  // Addresses are never used twice.
   std::set<Stream*> streams;
   std::set<Event*> events;
@@ -118,8 +119,9 @@ struct World {
   std::set<Graph*> graphs, executables;
   std::map<std::string, int> calls;
   std::vector<std::string> violations;
-  const char* call = "";  // The driver's function that is running.
-  bool in_host_function = false;
+  static inline thread_local const char* call = "";  // The driver's function that is running.
+  static inline thread_local bool in_host_function = false;
+  std::recursive_mutex gate;  // Threads come one at a time.
   bool eager = false;      // Work runs as soon as it is queued.
   bool backwards = false;  // Threads and blocks run in reverse order.
   const char* (*load)(const char* ptx) = nullptr;  // The path of the library of a module's kernels; null: not simulated.

@@ -91,27 +91,31 @@ void gpu_run_eagerly(int yes) { world().eager = yes; }
 void gpu_run_backwards(int yes) { world().backwards = yes; }
 
 // Calls of a function since the beginning.
-int gpu_calls(const char* name) { return world().calls[name]; }
+int gpu_calls(const char* name) { std::lock_guard<std::recursive_mutex> alone{world().gate}; return world().calls[name]; }
 
 // The rule that was broken as number `index`; nullptr behind the last.
 const char* gpu_violation(int index) {
+  std::lock_guard<std::recursive_mutex> alone{world().gate};
   auto& all = world().violations;
   return index < static_cast<int>(all.size()) ? all[index].c_str() : nullptr;
 }
 
 // Forget what was broken, let broken devices work again, and end peer access.
 void gpu_forgive() {
+  std::lock_guard<std::recursive_mutex> alone{world().gate};
   world().violations.clear();
   for (auto& device : world().devices) device->broken = SUCCESS, device->peers.clear();
 }
 
 void gpu_violate(const char* call, const char* why) {
+  std::lock_guard<std::recursive_mutex> alone{world().gate};
   world().call = call;
   broken(NOT_PERMITTED, why);
 }
 
 // The bytes from an address to the end of its allocation; 0: of none, or of another device.
 uint64_t gpu_room(uint64_t address, int device) {
+  std::lock_guard<std::recursive_mutex> alone{world().gate};
   const Allocation* found = holds(address, 0);
   if (!found || (device >= 0 && (!found->device || found->device->number != device))) return 0;
   return found->first + found->size - address;
@@ -119,6 +123,7 @@ uint64_t gpu_room(uint64_t address, int device) {
 
 // Queue what an engine does: a function of the host's, which may not call CUDA either.
 void gpu_queue_engine(Stream* stream, void (*function)(void*)) {
+  std::lock_guard<std::recursive_mutex> alone{world().gate};
   queue(stream, "enqueueV3", [=] {
     world().calls["enqueueV3"]++;
     bool outer = std::exchange(world().in_host_function, true);
@@ -129,6 +134,7 @@ void gpu_queue_engine(Stream* stream, void (*function)(void*)) {
 
 // Run the next piece of a stream's work, while another stream waits for it; 0 where none can run.
 int gpu_advance(Stream* stream) {
+  std::lock_guard<std::recursive_mutex> alone{world().gate};
   if (!world().streams.count(stream) || stream->running) return 0;
   stream->running = true;
   bool ran = advance(stream);
@@ -137,11 +143,12 @@ int gpu_advance(Stream* stream) {
 }
 
 int gpu_current_device() { return world().current ? world().current->number : -1; }
-int gpu_is_captured(Stream* stream) { return world().streams.count(stream) && stream->captured; }
-int gpu_stream_device(Stream* stream) { return world().streams.count(stream) ? stream->device->number : -1; }
+int gpu_is_captured(Stream* stream) { std::lock_guard<std::recursive_mutex> alone{world().gate}; return world().streams.count(stream) && stream->captured; }
+int gpu_stream_device(Stream* stream) { std::lock_guard<std::recursive_mutex> alone{world().gate}; return world().streams.count(stream) ? stream->device->number : -1; }
 
 // What is alive: allocations, pinned allocations, streams, events, graphs, executable graphs.
 void gpu_alive(int* counts) {
+  std::lock_guard<std::recursive_mutex> alone{world().gate};
   memset(counts, 0, 6 * sizeof(int));
   for (auto& [first, allocation] : world().memory)
     if (allocation.alive) counts[allocation.device ? 0 : 1]++;
