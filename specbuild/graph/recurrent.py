@@ -224,7 +224,8 @@ def expand(model: ir.Model, states: Sequence[StateTensor], replays: int) -> None
         InlinePass()(model)
         model.opset_imports.pop(DOMAIN, None)
     for number, node in enumerate(node for node in model.graph if node.op_type == "Scan"):
-        for value in node.attributes["body"].as_graph().inputs:
+        body = node.attributes["body"].as_graph()
+        for value in (*body.inputs, *(output for inner in body for output in inner.outputs)):
             value.name = f"{value.name}.{number}"  # A graph gives every name once, in loops too.
 
 
