@@ -9,6 +9,7 @@ from specrun.kernels.layout import header
 
 THREADS = {
     "feed": 1,
+    "begin_states": 1,
     "apply_penalties": 1024,
     "apply_masks": 256,
     "apply_markov": 256,
@@ -22,6 +23,7 @@ THREADS = {
     "copy_blocks": 256,
     "swap_rows": 256,
     "write_positions": 256,
+    "take_states": 256,
     "swap": 256,
 }
 """Threads per block."""

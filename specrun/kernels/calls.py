@@ -71,6 +71,25 @@ def feed(
     )
 
 
+def begin_states(
+    rows: RowState,
+    *,
+    write_indices: DeviceArray,
+    read: DeviceArray,
+    held_back: int,
+    replays: int,
+    state_indices: DeviceArray,
+    keep_indices: DeviceArray,
+    advances: DeviceArray,
+) -> None:
+    """Fill what recurrent layers are told of a pass that ``feed`` prepared for rows 0 .. B.
+
+    ``write_indices``, ``state_indices`` and ``keep_indices`` [B], ``read`` [rows]: int64; ``advances`` [B]: int32.
+    """
+    told = (read, held_back, replays, state_indices, keep_indices, advances)
+    rows.device.launch("begin_states", (write_indices.shape[0], 1, 1), rows.progress, write_indices, *told)
+
+
 def apply_penalties(
     rows: RowState, *, logits: DeviceArray, vocab: int, first: int, draft_len: int, adjusted: DeviceArray
 ) -> None:
@@ -216,6 +235,14 @@ def write_positions(
     """Write new positions to rows from ``first`` on; ``heads`` and ``size``: the largest of all tensors."""
     grid, (batch,) = (blocks_for_bytes(query_len * size), heads, tensors.shape[0]), write_indices.shape
     device.launch("write_positions", grid, tensors, length, first, write_indices, batch, query_len)
+
+
+def take_states(
+    device: Device, *, tensors: DeviceArray, first: int, batch: int, advances: DeviceArray, size: int
+) -> None:
+    """Let what a pass has left of ``batch`` rows become the states of rows from ``first`` on; ``size``: the largest."""
+    grid = (blocks_for_bytes(size), batch, tensors.shape[0])
+    device.launch("take_states", grid, tensors, first, advances)
 
 
 def swap(device: Device, *, one: DeviceArray, other: DeviceArray) -> None:

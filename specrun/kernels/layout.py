@@ -68,15 +68,12 @@ DISTRIBUTION = np.dtype(
 CACHE_TENSOR = np.dtype(
     [
         ("rows", "<u8"),  # The address of [rows, heads, length] positions.
-        (
-            "pool",
-            "<u8",
-        ),  # The address of [blocks, heads, CACHE_BLOCK] positions, or of [B, heads, query_len].
+        ("pool", "<u8"),  # Of [blocks, heads, CACHE_BLOCK] positions, or of what a pass leaves: [B, heads, query_len].
         ("heads", "<i4"),
         ("size", "<i4"),  # Bytes of a position: an even number.
     ]
 )
-"""A tensor of a key-value cache."""
+"""A tensor of a key-value cache; or of the states of rows, which have one head and one position."""
 
 BARRIER = np.dtype(
     [

@@ -528,6 +528,21 @@ KERNEL void feed(
   }
 }
 
+// What recurrent layers are told of a pass that `feed` has prepared: what their states have read of each row (`read`),
+// and are to read: its committed tokens, but for the last `held_back`, which its next round may feed again. They stay
+// as they are where a row does not decode, or is not looked at any more and has not been fed for a while: it is told that
+// it begins where its new tokens stand, and does not advance. One thread per row.
+KERNEL void begin_states(
+    const Progress* progress, const i64* write_indices, const i64* read, int held_back, int replays, i64* state_indices,
+    i64* keep_indices, int* advances) {
+  int row = blockIdx.x;
+  i64 begin = write_indices[row], state = read[row], keep = progress[row].length - held_back;
+  advances[row] = progress[row].remaining > 0 && state <= begin && begin - state <= replays;
+  if (!advances[row]) state = keep = begin;
+  state_indices[row] = state;
+  keep_indices[row] = keep > state ? keep : state;
+}
+
 // Logits of `positions` positions, the first behind `first` draft tokens, as the rows' texts and sampling parameters change them:
 // logits and adjusted [B, positions, stride], of which `vocab` ids count; both may be the same memory. Nothing is written
 // for a row without penalties, biases and forbidden ids.
@@ -785,6 +800,15 @@ KERNEL void write_positions(
     const u8* from = (const u8*)tensor.pool + ((i64)row * tensor.heads + head) * bytes;
     copy_bytes(position_of(tensor, length, first + row, head, (int)write_indices[row]), from, bytes);
   }
+}
+
+// What a pass has left (`pool`) of each row (blockIdx.y) becomes the state of rows `first` .., of every tensor
+// (blockIdx.z), where the row advances.
+KERNEL void take_states(const CacheTensor* tensors, int first, const int* advances) {
+  const CacheTensor& tensor = tensors[blockIdx.z];
+  int row = blockIdx.y;
+  if (!advances[row]) return;
+  copy_bytes(position_of(tensor, 1, first + row, 0, 0), (const u8*)tensor.pool + (i64)row * tensor.size, tensor.size);
 }
 
 // Exchange two arrays of `bytes`, an even number.

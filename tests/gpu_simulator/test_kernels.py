@@ -30,8 +30,14 @@ from tests.kv_cache.test_device_kv_cache import (
     test_new_positions_are_written_where_they_belong,
     test_rows_and_blocks_are_numpys,
 )
+from tests.kv_cache.test_device_states import (
+    test_a_pass_leaves_its_states_to_the_rows_that_advance,
+    test_rows_are_cleared_moved_and_kept,
+    test_what_a_round_reads_and_keeps,
+)
 
 __all__ = [
+    "test_a_pass_leaves_its_states_to_the_rows_that_advance",
     "test_a_row_that_has_ended_stays_as_it_is",
     "test_adjusted_logits_are_numpys",
     "test_blocks_beyond_the_end_of_a_row",
@@ -41,7 +47,9 @@ __all__ = [
     "test_new_positions_are_written_where_they_belong",
     "test_rounds_of_mixed_rows_are_numpys",
     "test_rows_and_blocks_are_numpys",
+    "test_rows_are_cleared_moved_and_kept",
     "test_two_arrays_change_places",
+    "test_what_a_round_reads_and_keeps",
 ]
 
 HARD = ("narrow", "odd", "ties", "minus infinity", "far apart", "subnormal weights")
