@@ -85,11 +85,11 @@ def _features(graph: GraphInfo) -> dict[str, str]:
     return {"head": f"{what} of {graph.features.width} channels, of {of}"}
 
 
-def _states(graph: GraphInfo, rows: int) -> dict[str, str]:
+def _states(graph: GraphInfo, rows: int, on_gpu: bool) -> dict[str, str]:
     if not graph.states:
         return {}
     layers = len({state.layer for state in graph.states})
-    size = human_bytes(graph.state_bytes(rows))
+    size = human_bytes(graph.state_bytes(rows, on_gpu))
     return {"states": f"{size} of {layers} recurrent layers for {rows} rows; {graph.replays} tokens can be read again"}
 
 
@@ -124,7 +124,7 @@ def _engine(config: EngineConfig, show_all: bool) -> str:
         "bits": str(config.bit_exact or "not probed"),
         "KV cache": f"{human_bytes(cache)} in {config.graph.cache_element.name} for {build.max_batch_size} rows of "
         f"{build.cache_length} positions",
-        **_states(config.graph, build.max_batch_size),
+        **_states(config.graph, build.max_batch_size, backend.device != "cpu"),
     }
     tables = [_table("profile", ["name", "batch", "sequence", "logits"])]
     for profile in build.profiles:

@@ -69,7 +69,7 @@ def _cache_bytes(plan: EnginePlan, graph: GraphInfo) -> int:
     if plan.device == "cpu":
         graph = graph.model_copy(update={"dtype": "float32"})
     rows = plan.build.max_batch_size
-    return graph.cache_bytes(rows, plan.build.cache_length) + graph.state_bytes(rows)
+    return graph.cache_bytes(rows, plan.build.cache_length) + graph.state_bytes(rows, on_gpu=plan.device != "cpu")
 
 
 def build_memory(plan: EnginePlan) -> int:

@@ -115,7 +115,7 @@ class DeviceBackend(Protocol):
     def enqueue(self, feed: Feed, logits: DeviceArray, first: int, fixed: bool) -> None:
         """Queue one forward pass as the graph contract says: ``feed`` -> logits [B, K, V].
 
-        On rows ``first .. first + B`` of the cache.
+        On rows ``first .. first + B`` of the cache. States of recurrent layers are left beside those of the rows.
         fixed: calls of this shape come again in every round, so it is worth preparing for.
         """
 

@@ -5,6 +5,7 @@ All execution contexts share one workspace. They can, because all work is queued
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,17 @@ from specrun.backends import DeviceBackend, Feed, bound_tensors
 from specrun.backends.rtx_kernels import KernelCache
 from specrun.devices import Device, DeviceArray
 from specrun.engine_dir.config import PLAN_SUFFIX, EngineConfig, Profile
-from specrun.engine_dir.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES
+from specrun.engine_dir.contract import (
+    INPUT_IDS,
+    KEEP_INDICES,
+    LOGITS,
+    LOGITS_INDICES,
+    STATE_INDICES,
+    WRITE_INDICES,
+)
 from specrun.errors import BackendError, EngineDirError
 from specrun.kv_cache.device import DeviceKVCache
+from specrun.kv_cache.device_states import DeviceStates
 from specrun.optional_packages import how_to_install, import_package
 
 if TYPE_CHECKING:
@@ -65,6 +74,10 @@ def input_shapes(config: EngineConfig, call: Call) -> dict[str, tuple[int, ...]]
     }
     for name, cache in zip(config.graph.past_names, config.graph.cache_tensors, strict=True):
         shapes[name] = (call.batch, cache.heads, length, cache.head_dim)
+    if config.graph.states:
+        shapes |= {STATE_INDICES: (call.batch,), KEEP_INDICES: (call.batch,)}
+    for state in config.graph.states:
+        shapes[state.past_name] = (call.batch, *state.row_shape(config.graph.replays))
     return shapes
 
 
@@ -169,8 +182,10 @@ class TrtBackend:
         """See ``DeviceBackend.allocate_cache``. The plan's rows have cache_length positions, neither more nor fewer."""
         build = self.config.build_config
         self._workspace = self.device.zeros((self.workspace_bytes,), np.uint8)
-        kind, size = self.config.graph.cache_element.storage, (build.max_batch_size, build.cache_length)
-        self.cache = DeviceKVCache(self.device, self.config.graph.own_tensors, kind, *size, self.config.new_positions)
+        graph, size = self.config.graph, (build.max_batch_size, build.cache_length)
+        states = DeviceStates(self.device, graph.states, graph.replays, size[0]) if graph.states else None
+        kind, new = graph.cache_element.storage, self.config.new_positions
+        self.cache = DeviceKVCache(self.device, graph.own_tensors, kind, *size, new, states)
 
     def enqueue(self, feed: Feed, logits: DeviceArray, first: int, fixed: bool) -> None:
         """See ``DeviceBackend.enqueue``.
@@ -241,7 +256,10 @@ class TrtBackend:
         cache = bound_tensors(self.cache, self._cache_owner, first, 1)
         written = cache if self.config.writes_cache else self.cache.new()
         names = (*self.config.graph.past_names, *self.config.graph.present_names)
-        for name, memory in zip(names, (*cache, *written), strict=True):
+        bound = dict(zip(names, (*cache, *written), strict=True))
+        if states := self.cache.states:
+            bound |= states.bound(first)
+        for name, memory in bound.items():
             self._require(context.set_tensor_address(name, memory.address), f"the address of {name}")
 
     def _require(self, done: bool, what: str) -> None:
@@ -257,8 +275,17 @@ def _check_engine(directory: Path, config: EngineConfig, engine: ICudaEngine) ->
         # Prompts are prefilled in rows behind those that decode. TensorRT needs addresses that are multiples of 256.
         if cache.heads * length * cache.head_dim * config.graph.cache_element.nbytes % 256:
             raise EngineDirError(f"{directory}: its rows of {length} positions are not aligned; build the engine again")
+    for state in config.graph.states:
+        if (size := 4 * math.prod(state.row_shape(config.graph.replays))) % 256:
+            raise EngineDirError(
+                f"{directory}: the {state.part} of its recurrent layer {state.layer} takes {size} bytes of a row; on a "
+                "GPU it must be a multiple of 256, so this model runs on CPUs only"
+            )
     past, present = config.graph.past_names, config.graph.present_names
     expected = {INPUT_IDS, WRITE_INDICES, LOGITS_INDICES, LOGITS, *past, *present}
+    if config.graph.states:
+        expected |= {STATE_INDICES, KEEP_INDICES}
+        expected |= {name for state in config.graph.states for name in (state.past_name, state.present_name)}
     found = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
     if different := sorted(found ^ expected):
         what = "has a tensor this release does not know" if different[0] in found else "lacks a tensor of the contract"

@@ -34,7 +34,7 @@ class DeviceModelDrafter(DeviceDrafter):
         """rows: the round's, to which the draft tokens are written."""
         first_step_len = self._first_step_len(rows.max_draft_len)
         sizes = (self._query_len(rows.max_draft_len), *self._passes(rows.max_draft_len))
-        self.runner = DeviceRunner(backend, rows.max_rows, *sizes)
+        self.runner = DeviceRunner(backend, rows.max_rows, *sizes, held_back=first_step_len - 1)
         self.texts = CachedTexts(self.runner, first_step_len, self.keeps_to_target)
         self.devices: Sequence[Device] = [backend.device]
         self.captured: Sequence[DeviceBackend] = [backend]
@@ -80,7 +80,7 @@ class DeviceModelDrafter(DeviceDrafter):
         Or a constraint left none of them, which ends a draft as on the host.
         """
         for row, (request, outcome) in enumerate(zip(requests, outcomes, strict=True) if draft_len else ()):
-            self.runner.rows.lengths[row] = len(request.tokens) + self._num_read(outcome)
+            self.runner.end_round(row, request, outcome, self._num_read(outcome))
             asked = 0 if request.matcher else request.num_draft_tokens(draft_len)
             if isinstance(outcome, Outcome) and outcome.drafted < asked:
                 request.stop_drafting(BackendError(NON_FINITE_LOGITS))  # The device knows it already.

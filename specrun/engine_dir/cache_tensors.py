@@ -10,7 +10,10 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from specrun.engine_dir.contract import state_name
 
 LEAST_REPLAYS = 16
-"""The fewest tokens that recurrent layers can read again, whatever the engine's ``max_draft_len``."""
+"""The fewest tokens that recurrent layers can read again, whatever the engine's ``max_draft_len``.
+
+More are a multiple of it, so that rows of kept tokens begin where TensorRT takes them.
+"""
 
 
 class CacheTensor(BaseModel):

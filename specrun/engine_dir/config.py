@@ -216,12 +216,15 @@ class GraphInfo(Strict):
 
     def with_replays(self, draft_len: int) -> GraphInfo:
         """The same for drafts of ``draft_len`` tokens, which recurrent layers must be able to read again."""
-        replays = max(draft_len, self.replays, LEAST_REPLAYS) if self.states else 0
-        return self.model_copy(update={"replays": replays})
+        steps = -(-max(draft_len, self.replays, 1) // LEAST_REPLAYS) if self.states else 0
+        return self.model_copy(update={"replays": steps * LEAST_REPLAYS})
 
-    def state_bytes(self, rows: int) -> int:
-        """Bytes of what recurrent layers keep of ``rows`` rows, however long these are."""
-        return state_bytes(self.states, rows, self.replays) * max(1, len(self.ranks))
+    def state_bytes(self, rows: int, on_gpu: bool = False) -> int:
+        """Bytes of what recurrent layers keep of ``rows`` rows, however long these are.
+
+        on_gpu: there is memory for as many again, where passes leave states.
+        """
+        return state_bytes(self.states, 2 * rows if on_gpu else rows, self.replays) * max(1, len(self.ranks))
 
 
 class TokenizerInfo(Strict):

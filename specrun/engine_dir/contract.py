@@ -13,7 +13,7 @@
 | logits                         | [B, K, V] float32      |                                                   |
 | present.{i}.key/.value         | as past                | the same memory as past                           |
 | present.features               | as past                | the same memory as past                           |
-| present_states.{i}.{part}      | as past                |                                                   |
+| present_states.{i}.{part}      | as past                | on a CPU the same memory as past                  |
 
 In TensorRT's plans with 8-bit caches ``present`` is [B, H_kv, S, D]: new positions, which the caller writes.
 

@@ -13,6 +13,8 @@ from specrun.engine_dir.cache_tensors import CacheTensor
 from specrun.kernels import calls
 from specrun.kernels.layout import CACHE_TENSOR
 from specrun.kv_cache import BLOCK
+from specrun.kv_cache.device_states import DeviceStates
+from specrun.kv_cache.kept_states import TOKENS_OF_STATE
 
 
 class DeviceKVCache:
@@ -30,14 +32,18 @@ class DeviceKVCache:
         rows: int,
         length: int,
         new_positions: int = 0,
+        states: DeviceStates | None = None,
     ) -> None:
-        """storage: the dtype of the elements. length: positions of a row.
+        """storage: the dtype of the elements. length: positions of a row. states: those of the same rows.
 
         new_positions: of how many positions an engine's outputs are kept, which ``write_new`` writes into rows.
         """
         self.rows = rows
         self.length = length
         self.blocks = 0
+        self.states = states
+        self.kept_states = 0
+        """How many states the pool has room for."""
         self._device = device
         self._shapes = shapes
         self._storage = np.dtype(storage)
@@ -64,6 +70,9 @@ class DeviceKVCache:
             self._pool = [zeros(size, self._storage) for size in sizes]
             self._write_table(self._tensor_table, [pool.address for pool in self._pool])
         self.blocks = blocks
+        if self.states:
+            self.kept_states = blocks * BLOCK // TOKENS_OF_STATE
+            self.states.allocate_pool(self.kept_states)
 
     def part(self, first: int, rows: int) -> list[DeviceArray]:
         """Views [rows, heads, length, head_dim] of rows ``first .. first + rows``, one for each cache tensor."""
@@ -77,6 +86,12 @@ class DeviceKVCache:
         """See ``KVCache``."""
         for tensor in self.part(row, 1):
             self._device.clear(tensor)
+        self.clear_states(row)
+
+    def clear_states(self, row: int) -> None:
+        """See ``RecurrentCache``."""
+        if self.states:
+            self.states.clear(row)
 
     def swap(self, one: int, other: int, lengths: tuple[int, int]) -> None:
         """See ``KVCache``."""
@@ -91,6 +106,8 @@ class DeviceKVCache:
                 heads=self._max_heads,
                 size=self._max_position_bytes,
             )
+        if self.states:
+            self.states.swap(one, other)
 
     def save(self, row: int, start: int, blocks: Sequence[int]) -> None:
         """See ``KVCache``."""
@@ -99,6 +116,16 @@ class DeviceKVCache:
     def load(self, row: int, start: int, blocks: Sequence[int]) -> None:
         """See ``KVCache``."""
         self._copy(row, start, blocks, saving=False)
+
+    def save_state(self, row: int, place: int) -> None:
+        """See ``RecurrentCache``."""
+        if self.states:
+            self.states.save(row, place)
+
+    def load_state(self, row: int, place: int) -> None:
+        """See ``RecurrentCache``."""
+        if self.states:
+            self.states.load(row, place)
 
     def new(self) -> list[DeviceArray]:
         """Memory for an engine's new keys and values, if they are outputs: [B, heads, S, head_dim] of each tensor."""

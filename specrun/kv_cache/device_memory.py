@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from specrun.engine_dir.config import EngineConfig
 from specrun.errors import BackendError
-from specrun.kv_cache import BLOCK
+from specrun.kv_cache.kept_states import block_bytes
 from specrun.sampling.limits import MAX_BIASES
 
 
@@ -39,7 +39,7 @@ def need(role: str, config: EngineConfig, rows: int, positions: int, texts: bool
     return Need(
         role=role,
         weights=config.weight_bytes,
-        cache=graph.cache_bytes(build.max_batch_size, build.cache_length) + graph.cache_bytes(blocks, BLOCK),
+        cache=_row_bytes(config) + blocks * block_bytes(graph),
         buffers=logits + ids + counts + masks + graph.cache_bytes(1, config.new_positions),
     )
 
@@ -70,12 +70,16 @@ def blocks_that_fit(free: int, fraction: float, engines: list[EngineConfig]) -> 
     free: bytes that are free beside the caches' rows. Rows and blocks together may take ``fraction`` of the memory that
     is free without them.
     """
-    rows = sum(
-        config.graph.cache_bytes(config.build_config.max_batch_size, config.build_config.cache_length)
-        for config in engines
-    )
+    rows = sum(map(_row_bytes, engines))
     room = int((free + rows) * fraction) - rows
-    return max(0, room) // sum(config.graph.cache_bytes(1, BLOCK) for config in engines)
+    return max(0, room) // sum(block_bytes(config.graph) for config in engines)
+
+
+def _row_bytes(config: EngineConfig) -> int:
+    """Bytes of the cache's rows, and of what recurrent layers keep of them."""
+    graph, build = config.graph, config.build_config
+    states = graph.state_bytes(build.max_batch_size, on_gpu=True)
+    return graph.cache_bytes(build.max_batch_size, build.cache_length) + states
 
 
 def _parts(item: Need) -> str:

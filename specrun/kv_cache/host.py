@@ -104,7 +104,7 @@ class HostKVCache:
         self.clear_states(row)
 
     def clear_states(self, row: int) -> None:
-        """Write zeros to what recurrent layers keep of ``row``: so a text begins."""
+        """See ``RecurrentCache``."""
         for state in self._states:
             state[row] = 0
 
@@ -129,12 +129,12 @@ class HostKVCache:
             self._blocks(tensor, row, start, len(blocks))[...] = pool[blocks]
 
     def save_state(self, row: int, place: int) -> None:
-        """Copy what recurrent layers keep of ``row`` to a ``place`` of the pool."""
+        """See ``RecurrentCache``."""
         for state, pool in zip(self._states, self._state_pool, strict=True):
             pool[place] = state[row]
 
     def load_state(self, row: int, place: int) -> None:
-        """Copy a ``place`` of the pool to what recurrent layers keep of ``row``."""
+        """See ``RecurrentCache``."""
         for state, pool in zip(self._states, self._state_pool, strict=True):
             state[row] = pool[place]
 

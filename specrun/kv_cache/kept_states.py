@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from specrun.engine_dir.config import GraphInfo
 from specrun.kv_cache import BLOCK
 
 TOKENS_OF_STATE = 16 * BLOCK
 """The prefix cache has room for one state for every so many tokens."""
+
+
+def block_bytes(graph: GraphInfo) -> int:
+    """Bytes of a prefix cache block, with its share of the states that are kept."""
+    return graph.cache_bytes(1, BLOCK) + graph.state_bytes(1) * BLOCK // TOKENS_OF_STATE
 
 
 class KeptStates:

@@ -8,11 +8,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from specrun.engine_dir.cache_tensors import CacheTensor
 from specrun.engine_dir.config import GraphInfo
 from specrun.kv_cache import BLOCK
-from specrun.kv_cache.host import HostKVCache
-from specrun.kv_cache.kept_states import KeptStates
+from specrun.kv_cache.kept_states import TOKENS_OF_STATE, KeptStates
 from specrun.kv_cache.prefix_cache import PrefixCache
 
 
@@ -36,6 +34,23 @@ class KVCache(Protocol):
 
     def load(self, row: int, start: int, blocks: Sequence[int]) -> None:
         """Copy ``blocks`` of the pool to the positions of ``row`` from ``start`` on."""
+
+
+class RecurrentCache(KVCache, Protocol):
+    """The memory of a model's cache, with what recurrent layers keep of rows, and a pool of places for that."""
+
+    @property
+    def kept_states(self) -> int:
+        """How many places the pool has."""
+
+    def clear_states(self, row: int) -> None:
+        """Write zeros to what recurrent layers keep of ``row``: so a text begins."""
+
+    def save_state(self, row: int, place: int) -> None:
+        """Copy what recurrent layers keep of ``row`` to a ``place`` of the pool."""
+
+    def load_state(self, row: int, place: int) -> None:
+        """Copy a ``place`` of the pool to what recurrent layers keep of ``row``."""
 
 
 class StateIndices(Protocol):
@@ -84,6 +99,14 @@ class CacheRows:
     def rewind(self, row: int, length: int) -> None:
         """Keep at most the first ``length`` tokens of ``row``. Only a number changes."""
         self.lengths[row] = min(self.lengths[row], length)
+
+    def end_round(self, row: int, length: int, read: int) -> None:
+        """Note what a round on a device has left of ``row``.
+
+        length: of its text's tokens so many are in the cache. read: so many have been read by recurrent states; 0
+        where the device alone knows.
+        """
+        self.lengths[row] = length
 
     def resize(self, rows: int, used: Sequence[int]) -> None:
         """Have ``rows`` rows, whose first ones hold ``used`` tokens; the others are empty."""
@@ -138,9 +161,9 @@ class NoCacheRows(CacheRows):
 class RecurrentRows(CacheRows):
     """The rows of a model with recurrent layers, which cannot forget a token that their states have read."""
 
-    cache: HostKVCache
+    cache: RecurrentCache
 
-    def __init__(self, cache: HostKVCache) -> None:
+    def __init__(self, cache: RecurrentCache) -> None:
         super().__init__(cache)
         self._kept = KeptStates(cache.kept_states)
         self.read = [0] * cache.rows
@@ -183,6 +206,11 @@ class RecurrentRows(CacheRows):
             self.read[row] = length = 0
         super().rewind(row, length)
 
+    def end_round(self, row: int, length: int, read: int) -> None:
+        """See ``CacheRows``."""
+        super().end_round(row, length, read)
+        self.read[row] = read
+
     def resize(self, rows: int, used: Sequence[int]) -> None:
         """See ``CacheRows``."""
         super().resize(rows, used)
@@ -198,12 +226,18 @@ class RecurrentRows(CacheRows):
             end = len(text) - len(text) % BLOCK if whole_blocks else len(text)
             step.keep_indices[row - first] = self.read[row] = max(self.read[row], end)
 
+    def next_chunk(self, token_ids: Sequence[Sequence[int]], first: int, max_tokens: int) -> list[Sequence[int]] | None:
+        """See ``CacheRows``. A chunk ends where a state behind it may be kept, so that one is met on the way."""
+        chunk = super().next_chunk(token_ids, first, max_tokens)
+        if chunk is None:
+            return None
+        lengths = self.lengths[first : first + len(token_ids)]
+        ends = [(length // TOKENS_OF_STATE + 1) * TOKENS_OF_STATE for length in lengths]
+        return [tokens[:end] for tokens, end in zip(chunk, ends, strict=True)]
 
-def rows_of(cache: KVCache, tensors: Sequence[CacheTensor]) -> CacheRows:
-    """The rows of a cache that consists of ``tensors``, which may be none."""
-    return (CacheRows if tensors else NoCacheRows)(cache)
 
-
-def host_rows(cache: HostKVCache, graph: GraphInfo) -> CacheRows:
-    """The rows of a cache in host memory."""
-    return RecurrentRows(cache) if graph.states else rows_of(cache, graph.own_tensors)
+def rows_of(cache: RecurrentCache, graph: GraphInfo) -> CacheRows:
+    """The rows of the cache of a model of ``graph``, which may keep nothing."""
+    if graph.states:
+        return RecurrentRows(cache)
+    return (CacheRows if graph.own_tensors else NoCacheRows)(cache)

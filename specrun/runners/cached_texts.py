@@ -66,6 +66,7 @@ class CachedTexts(Generic[AnyRunner]):
     def prefill(self, requests: Sequence[Request], first: int, max_tokens: int) -> None:
         """Prefill at most ``max_tokens`` more tokens of each prompt."""
         self.runner.prefill([self.ids(request)[:-1] for request in requests], first, max_tokens)
+        self._keep_states(requests, first)
 
     def draft_lag(self, requests: Sequence[Request]) -> int:
         """The most tokens that a row must read before the first draft step, which feeds the last ones itself."""
@@ -93,6 +94,13 @@ class CachedTexts(Generic[AnyRunner]):
             self.runner.rows.cache.clear(row)  # Values that are not finite would spread to the row's next text.
         self.runner.rows.rewind(row, 0)
 
+    def _keep_states(self, requests: Sequence[Request], first: int) -> None:
+        """Keep the states of recurrent layers, behind parts of prompts, from which other prompts may go on."""
+        if isinstance(rows := self.runner.rows, RecurrentRows):
+            for row, request in enumerate(requests, first):
+                if is_worth_keeping(rows.read[row], len(self.ids(request)) - 1):
+                    self.cache_prefix(request, row)
+
     def _loads_prefix(self, request: Request) -> bool:
         """Whether the request's prompt may begin with what was cached of other texts."""
         return request.reuse_blocks
@@ -119,18 +127,6 @@ class HostTexts(CachedTexts[ModelRunner]):
         """See ``CachedTexts``."""
         self.runner.reserve(first + len(requests), self.row_length(requests), first)
         super().admit(requests, first)
-
-    def prefill(self, requests: Sequence[Request], first: int, max_tokens: int) -> None:
-        """See ``CachedTexts``."""
-        super().prefill(requests, first, max_tokens)
-        self._keep_states(requests, first)
-
-    def _keep_states(self, requests: Sequence[Request], first: int) -> None:
-        """Keep the states of recurrent layers, behind parts of prompts, from which other prompts may go on."""
-        if isinstance(rows := self.runner.rows, RecurrentRows):
-            for row, request in enumerate(requests, first):
-                if is_worth_keeping(rows.read[row], len(self.ids(request)) - 1):
-                    self.cache_prefix(request, row)
 
     def row_length(self, requests: Sequence[Request]) -> int:
         """Positions of a row that the longest of ``requests`` may need, drafts included."""

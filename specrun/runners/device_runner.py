@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from specrun.backends import DeviceBackend, Feed
 from specrun.devices import DeviceArray
-from specrun.errors import BackendError
+from specrun.errors import BackendError, SpecError
 from specrun.kernels import calls
 from specrun.kernels.layout import MAX_VOCAB
 from specrun.kv_cache.rows import rows_of
+from specrun.request.request import Outcome, Request
 from specrun.runners.device_rows import DeviceRows
 from specrun.runners.host_runner import build_inputs
+
+
+@dataclass
+class _Indices:
+    """See ``StateIndices``."""
+
+    state_indices: npt.NDArray[np.int64]
+    keep_indices: npt.NDArray[np.int64]
 
 
 class DeviceRunner:
     """Feeds one model on its device. Owns the memory of the model's inputs and logits."""
 
-    def __init__(self, backend: DeviceBackend, rows: int, query_len: int, num_logits: int, steps: int) -> None:
+    def __init__(
+        self, backend: DeviceBackend, rows: int, query_len: int, num_logits: int, steps: int, held_back: int = 0
+    ) -> None:
         """Allocate all memory for at most ``rows`` rows, except the prefix cache.
 
         query_len, num_logits: the most tokens and logits of a row in one call of a round. steps: how many calls have
-        logits in memory at the same time. Raises BackendError where memory is short or the vocabulary is too large.
+        logits in memory at the same time. held_back: how many of a row's committed tokens a round leaves unread by
+        recurrent states, because the next one feeds them again. Raises BackendError where memory is short or the
+        vocabulary is too large.
         """
         build = backend.config.build_config
         self.backend = backend
@@ -32,7 +47,9 @@ class DeviceRunner:
         if self.vocab > MAX_VOCAB:
             raise BackendError(f"a vocabulary of {self.vocab} ids: the kernels support at most {MAX_VOCAB}")
         backend.allocate_cache()
-        self.rows = rows_of(backend.cache, backend.config.graph.own_tensors)
+        self.rows = rows_of(backend.cache, backend.config.graph)
+        self._states = backend.cache.states
+        self._held_back = held_back
         self.input_ids = self.device.zeros((rows, max(query_len, build.max_input_len)), np.int64)
         self.write_indices = self.device.zeros((rows,), np.int64)
         self.logits_indices = self.device.zeros((rows, num_logits), np.int64)
@@ -43,7 +60,7 @@ class DeviceRunner:
     def allocate_pool(self, blocks: int) -> None:
         """Give the prefix cache ``blocks`` blocks, before any request."""
         self.backend.cache.allocate_pool(blocks)
-        self.rows = rows_of(self.backend.cache, self.backend.config.graph.own_tensors)
+        self.rows = rows_of(self.backend.cache, self.backend.config.graph)
 
     def warm_up(self, rows: int) -> None:
         """Queue prompts of every batch size up to ``rows``. Admitting a request clears its row afterwards.
@@ -55,18 +72,28 @@ class DeviceRunner:
             feed = self._feed(batch, longest if batch == rows else 1, 1)
             for array in feed:
                 self.device.clear(array)
-            self.backend.enqueue(feed, self._step_logits(batch, 0, 1), 0, fixed=False)
+            self._enqueue(feed, self._step_logits(batch, 0, 1), 0, fixed=False)
 
     def prefill(self, token_ids: Sequence[Sequence[int]], first: int, max_tokens: int) -> None:
-        """See ``ModelRunner.prefill``. The call is queued."""
+        """See ``ModelRunner.prefill``. The call is queued.
+
+        Padding is written behind a row's tokens. Where a row has no room for it, other models write tokens again that
+        are in front of it; recurrent states cannot read them again, so each row is fed alone.
+        """
         max_tokens = min(max_tokens, self.backend.config.max_query_len)
         if chunk := self.rows.next_chunk(token_ids, first, max_tokens):
             own = slice(first, first + len(token_ids))
             num_logits, capacity = [0] * len(token_ids), self.backend.cache.length
+            lengths = self.rows.lengths[own]
+            longest = max(len(tokens) - length for tokens, length in zip(chunk, lengths, strict=True))
+            if self._states and len(token_ids) > 1 and max(lengths) + longest > capacity:
+                for row, tokens in enumerate(token_ids, first):
+                    self.prefill([tokens], row, max_tokens)
+                return
             values = build_inputs(
                 chunk,
                 [()] * len(token_ids),
-                self.rows.lengths[own],
+                lengths,
                 num_logits,
                 capacity,
                 self.vocab,
@@ -75,7 +102,11 @@ class DeviceRunner:
             feed = self._feed(len(token_ids), len(values.input_ids[0]), 1)
             for array, content in zip(feed, values, strict=True):
                 self.device.write(array, np.array(content, np.int64))
-            self.backend.enqueue(feed, self._step_logits(len(token_ids), 0, 1), first, fixed=False)
+            if self._states:
+                indices = _Indices(*np.zeros((2, len(token_ids)), np.int64))
+                self.rows.begin(indices, first, chunk, whole_blocks=True)
+                self._states.write_indices(indices.state_indices, indices.keep_indices)
+            self._enqueue(feed, self._step_logits(len(token_ids), 0, 1), first, fixed=False)
             self.rows.lengths[own] = map(len, chunk)
 
     def forward(
@@ -108,9 +139,26 @@ class DeviceRunner:
             write_indices=feed.write_indices,
             logits_indices=feed.logits_indices,
         )
+        if self._states:
+            self._states.begin(rows, feed.write_indices, self._held_back)
         logits = self._step_logits(batch, step, num_logits)
-        self.backend.enqueue(feed, logits, 0, fixed=True)
+        self._enqueue(feed, logits, 0, fixed=True)
         return logits
+
+    def end_round(self, row: int, request: Request, outcome: Outcome | SpecError, num_read: int) -> None:
+        """Note what a round has left of ``row``, when it is read and before its outcome is committed.
+
+        num_read: how many of its accepted draft tokens are in the cache. A request that failed or ended on the host may
+        have been read further than its text.
+        """
+        committed = len(request.tokens)
+        read = max(0, committed - self._held_back) if isinstance(outcome, Outcome) else 0
+        self.rows.end_round(row, committed + num_read, read)
+
+    def _enqueue(self, feed: Feed, logits: DeviceArray, first: int, fixed: bool) -> None:
+        self.backend.enqueue(feed, logits, first, fixed)
+        if self._states:
+            self._states.take(first, feed.write_indices.shape[0])
 
     def _step_logits(self, batch: int, step: int, num_logits: int) -> DeviceArray:
         return self.logits.part(step * self.step_stride, (batch, num_logits, self.vocab))

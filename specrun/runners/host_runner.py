@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from specrun.backends import Backend, Pass
 from specrun.engine_dir.bit_exact import ANY_SHAPE, ShapeClass
-from specrun.kv_cache.rows import RecurrentRows, host_rows
+from specrun.kv_cache.rows import RecurrentRows, rows_of
 from specrun.sampling.sampler import Floats
 
 _LENGTH_STEP = 64
@@ -72,7 +72,7 @@ class ModelRunner:
         self.backend = backend
         self.shapes = shapes
         """Passes stay in this class, but for those of ``extend``."""
-        self.rows = host_rows(backend.cache, backend.config.graph)
+        self.rows = rows_of(backend.cache, backend.config.graph)
         self._chunk = backend.config.build_config.max_input_len
         if isinstance(self.rows, RecurrentRows):
             self._chunk = min(self._chunk, _RECURRENT_CHUNK)

@@ -151,7 +151,7 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
         this.wait()
         outcomes = [self._outcome(this, row, request) for row, request in enumerate(requests)]
         for row, (request, outcome) in enumerate(zip(requests, outcomes, strict=True)):
-            self.target.rows.lengths[row] = len(request.tokens) + num_accepted(outcome)
+            self.target.end_round(row, request, outcome, num_accepted(outcome))
         if self.drafter:
             self.drafter.observe(requests, outcomes, this.draft_len)
         self.is_steady_state, self.seconds = this.is_steady_state, this.seconds

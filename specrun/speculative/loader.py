@@ -25,13 +25,13 @@ from specrun.drafters.ngram import NgramDrafter
 from specrun.drafters.other_tokenizer import TranslatedDrafter
 from specrun.drafters.suffix import SuffixDrafter
 from specrun.drafters.uploaded import UploadedDrafter
-from specrun.engine_dir.config import EngineConfig, GraphInfo
+from specrun.engine_dir.config import EngineConfig
 from specrun.errors import BackendError, PairError
 from specrun.kernels import open_gpu
 from specrun.kv_cache import BLOCK
 from specrun.kv_cache.device_memory import Need, blocks_that_fit, need, require_room
 from specrun.kv_cache.host_memory import free_memory, shortage
-from specrun.kv_cache.kept_states import TOKENS_OF_STATE
+from specrun.kv_cache.kept_states import block_bytes
 from specrun.runners.host_runner import ModelRunner
 from specrun.speculative.device_round import DeviceRound, MakeDrafter
 from specrun.speculative.exactness import choose_exactness
@@ -146,7 +146,7 @@ def _cached_blocks_on_host(engines: list[Engine], rows: int, config: DraftTarget
     """
     weights = sum(engine.config.weight_bytes for engine in engines)
     blocks = _cached_blocks(engines[0], rows, config)
-    block = sum(_block_bytes(engine.config.graph) for engine in engines)
+    block = sum(block_bytes(engine.config.graph) for engine in engines)
     if error := shortage("weights", weights, "use a smaller model"):
         raise error
     if config.max_tokens_in_kv_cache is None:
@@ -156,11 +156,6 @@ def _cached_blocks_on_host(engines: list[Engine], rows: int, config: DraftTarget
     if error := shortage(what, weights + blocks * block, "give a smaller --max_tokens_in_kv_cache"):
         raise error
     return blocks
-
-
-def _block_bytes(graph: GraphInfo) -> int:
-    """Bytes of a prefix cache block, with its share of the states that recurrent layers keep."""
-    return graph.cache_bytes(1, BLOCK) + graph.state_bytes(1) * BLOCK // TOKENS_OF_STATE
 
 
 def _open_on_gpus(
@@ -179,10 +174,16 @@ def _open_on_gpus(
                 f"{engine.directory}: an engine of {engine.config.backend.name} for GPU {engine.gpu}: {reason}; "
                 "'specbuild engine --backend onnxruntime' builds one for the CPU"
             )
-        if engine.config.graph.states:
+        graph = engine.config.graph
+        if graph.states and len(engine.gpus) < engine.config.build_config.tp_size:
             raise BackendError(
-                f"{engine.directory}: has recurrent layers, which run on CPUs only as yet; 'specbuild engine --backend "
-                "onnxruntime' builds one for the CPU"
+                f"{engine.directory}: has recurrent layers, which several ranks compute on CPUs only as yet; build it "
+                "without --tp_size, or with --backend onnxruntime"
+            )
+        if graph.states and draft_len > graph.replays:
+            raise PairError(
+                f"{engine.directory}: its recurrent layers can read {graph.replays} tokens again, too few for drafts "
+                f"of {draft_len}; give a smaller --draft_len, or build it with --max_draft_len {draft_len}"
             )
     if config.draft and draft and draft in on_gpus:
         raise BackendError(

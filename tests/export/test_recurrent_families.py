@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import onnx
@@ -37,6 +38,13 @@ def test_family(family: str, tmp_path: Path) -> None:
     assert shard_difference(onnx_dir, 2) < 1e-5
     plan = open_engine(make_engine(onnx_dir, tmp_path / "rtx", backend="tensorrt_rtx", max_draft_len=4))
     assert {tensor.name for tensor in plan.io if tensor.kind == "input"} == names
+    tensors = {tensor.name: tensor for tensor in plan.io}
+    for state in plan.graph.states:
+        shape = state.row_shape(plan.graph.replays)
+        assert 4 * math.prod(shape) % 256 == 0, "specrun refuses it on GPUs"
+        for name in (state.past_name, state.present_name):
+            assert (tensors[name].shape, tensors[name].dtype) == (["batch", *shape], "float32")
+            assert tensors[name].aliases is None
 
 
 def test_in_16_bits(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ refused and remembered. The numbers are ONNX Runtime's, computed in the stream.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import math
 import weakref
@@ -21,8 +22,17 @@ import numpy as np
 import onnx
 
 from specbuild.engine.config import plan_profiles
-from specrun.engine_dir.config import CONFIG_NAME, GRAPH_NAME, PLAN_NAME, Profile, Tensor, describe_file, open_engine
-from specrun.engine_dir.contract import INPUT_IDS, LOGITS_INDICES, WRITE_INDICES
+from specrun.engine_dir.config import (
+    CONFIG_NAME,
+    GRAPH_NAME,
+    PLAN_NAME,
+    EngineConfig,
+    Profile,
+    Tensor,
+    describe_file,
+    open_engine,
+)
+from specrun.engine_dir.contract import INPUT_IDS, KEEP_INDICES, LOGITS_INDICES, STATE_INDICES, WRITE_INDICES
 from tests.gpu_simulator import collectives, gpus
 
 __version__ = "11.99.simulated"
@@ -33,7 +43,8 @@ _WORKSPACE = 1 << 16
 def as_plan(source: Path, output: Path, checkpoint: Path | None = None, multiple_profiles: bool = False) -> Path:
     """An engine directory of backend tensorrt, with the graph of an onnxruntime engine directory.
 
-    checkpoint: the ONNX checkpoint of an engine with an int8 cache, which TensorRT's compiler leaves to the caller.
+    checkpoint: its ONNX checkpoint, where the plan is to have the graph that TensorRT's compiler makes of it: one of an
+    int8 cache, which the compiler leaves to the caller, or of recurrent layers, of which it makes loops.
     """
     config = open_engine(source)
     build = config.build_config
@@ -41,10 +52,9 @@ def as_plan(source: Path, output: Path, checkpoint: Path | None = None, multiple
     profiles = plan_profiles(*sizes, config.graph.round_len(build.max_draft_len), multiple_profiles)
     output.mkdir(parents=True)
     graph = next(name for name in config.files if name.endswith(".onnx"))
-    io, path = config.io, source / graph
+    io, path = [_as_trt_has_it(config, tensor) for tensor in config.io], source / graph
     if checkpoint:
-        path = _leave_writing_to_caller(checkpoint, output / "plan.onnx", build.cache_length)
-        io = [_new_positions(tensor) if tensor.aliases else tensor for tensor in io]
+        path = _compile(checkpoint, output / "plan.onnx", config)
     plan = {
         "graph": str(path.resolve()),
         "io": [tensor.model_dump() for tensor in io],
@@ -120,23 +130,35 @@ def _with_collectives(graph: Path, path: Path) -> Path:
     return path.resolve()
 
 
-def _leave_writing_to_caller(checkpoint: Path, path: Path, cache_length: int) -> Path:
-    """Save the graph of a checkpoint with an int8 cache as TensorRT's compiler would change it."""
+def _compile(checkpoint: Path, path: Path, config: EngineConfig) -> Path:
+    """Save the graph of a checkpoint as TensorRT's compiler would change it."""
     import onnx_ir as ir  # It takes seconds to import, and some tests start processes that have no use for it.
 
     from specbuild.graph.kv_cache_qdq import leave_writing_to_caller
     from specbuild.graph.ops import pin_cache_length
+    from specbuild.graph.plain_attention import write_out_attention
+    from specbuild.graph.recurrent import expand
 
-    model = ir.load(checkpoint / GRAPH_NAME)
-    pin_cache_length(model, cache_length)
-    leave_writing_to_caller(model, cache_length)
+    model, length = ir.load(checkpoint / GRAPH_NAME), config.build_config.cache_length
+    if config.graph.states:
+        expand(model, config.graph.states, config.graph.replays)
+        write_out_attention(model)
+    pin_cache_length(model, length)
+    leave_writing_to_caller(model, length)
     ir.save(model, path, external_data=f"{path.name}.data")
     return path
 
 
-def _new_positions(tensor: Tensor) -> Tensor:
-    """A cache's output that holds new positions only."""
-    return tensor.model_copy(update={"aliases": None, "shape": ["batch", tensor.shape[1], "sequence", tensor.shape[3]]})
+def _as_trt_has_it(config: EngineConfig, tensor: Tensor) -> Tensor:
+    """A tensor of an engine for the CPU as a plan has it: keys and values alone are updated in place, if at all."""
+    if config.graph.kv_cache_dtype and tensor.aliases in config.graph.past_names:
+        shape = ["batch", tensor.shape[1], "sequence", tensor.shape[3]]
+        return tensor.model_copy(update={"aliases": None, "shape": shape})
+    states = {name: state for state in config.graph.states for name in (state.past_name, state.present_name)}
+    if tensor.name in states:
+        shape = ["batch", *states[tensor.name].row_shape(config.graph.replays)]
+        return tensor.model_copy(update={"aliases": None, "shape": shape})
+    return tensor
 
 
 class Flag:
@@ -361,6 +383,20 @@ class ExecutionContext:
                 return f"{name}, of {size} bytes, which end behind their allocation or belong to another GPU"
             if tensor.aliases and self._addresses[name] != self._addresses[tensor.aliases]:
                 return f"{name}, which must be where {tensor.aliases} is"
+        return self._what_overlaps(engine)
+
+    def _what_overlaps(self, engine: CudaEngine) -> str | None:
+        """Outputs in the memory of inputs, other than those that the plan updates in place."""
+        sizes = {
+            name: math.prod(self._shape(tensor)) * np.dtype(tensor.dtype).itemsize
+            for name, tensor in engine.tensors.items()
+        }
+        outputs = [tensor for tensor in engine.tensors.values() if tensor.kind == "output"]
+        inputs = [tensor.name for tensor in engine.tensors.values() if tensor.kind == "input"]
+        for output, name in itertools.product(outputs, inputs):
+            distance = self._addresses[name] - self._addresses[output.name]
+            if output.aliases != name and -sizes[name] < distance < sizes[output.name]:
+                return f"{output.name}, which lies in the memory of {name}"
         return None
 
     def _shape(self, tensor: Tensor) -> tuple[int, ...]:
@@ -382,10 +418,12 @@ class ExecutionContext:
             INPUT_IDS: [profile.batch, profile.sequence],
             WRITE_INDICES: [profile.batch],
             LOGITS_INDICES: [profile.batch, profile.logits],
+            STATE_INDICES: [profile.batch],
+            KEEP_INDICES: [profile.batch],
         }
         if name in sizes:
             return [(size[0], size[2]) for size in sizes[name]]
-        fixed = (int(cache[1]), engine.cache_length, int(cache[3]))
+        fixed = [engine.cache_length if isinstance(size, str) else size for size in cache[1:]]
         return [(profile.batch[0], profile.batch[2]), *((size, size) for size in fixed)]
 
     def _own(self) -> CudaEngine:

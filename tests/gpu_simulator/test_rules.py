@@ -307,6 +307,12 @@ MISTAKES: dict[str, tuple[Any, str, Callable[[Any], Any], str]] = {
         lambda own: lambda self, name, address: own(self, name, address + 64),
         "not a multiple of 256",
     ),
+    "an output in the memory of an input": (
+        ExecutionContext,
+        "set_tensor_address",
+        lambda own: lambda self, name, to: own(self, name, self._addresses["input_ids"] if name == "logits" else to),
+        "logits, which lies in the memory of input_ids",
+    ),
     "a workspace that is too small": (
         ExecutionContext,
         "set_device_memory",

@@ -59,7 +59,7 @@ def test_same_ids_as_the_target_alone(made: Path, mode: str) -> None:
             assert [request.output for request in requests] == alone
             assert sum(request.stats.evaluated for request in requests) > 0
         if open_engine(made / "target").graph.states:
-            continue  # Recurrent layers run on the host only.
+            continue  # ONNX Runtime runs them on the host only; tests/gpu_simulator/test_recurrent.py has others.
         round_ = device_round(made, draft_len, use_logits=False)
         requests = [Request(prompt, params, LENGTH) for prompt in PROMPTS]
         for _ in Scheduler(round_, DraftLength(draft_len, draft_len), 4).run(requests):
