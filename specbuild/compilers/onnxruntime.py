@@ -128,7 +128,10 @@ def copy_graph(
     """Take the graph for CUDA, without the masks that row lengths replace; needs no GPU. See ``Compiler``."""
     ort, _ = session_options()
     if graph.states:
-        raise BuildError(f"{checkpoint}: models with recurrent layers run on CPUs only; leave out --device cuda")
+        raise BuildError(
+            f"{checkpoint}: ONNX Runtime does not run recurrent layers on CUDA; leave out --device cuda, or give "
+            "--backend tensorrt or tensorrt_rtx"
+        )
     if graph.kv_cache_dtype:
         raise BuildError(
             f"{checkpoint}: keys and values in {graph.kv_cache_dtype}: engines of ONNX Runtime for CUDA have no 8-bit "

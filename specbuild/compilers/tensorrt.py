@@ -104,7 +104,7 @@ class Tensorrt:
             graph = graph.with_replays(build.max_draft_len)
             expand(model, graph.states, graph.replays)
             write_out_attention(model)  # TensorRT-RTX 1.7 crashes where a loop follows an Attention.
-            notes.append("recurrent layers read token after token; specrun does not run them on GPUs yet")
+            notes.append("recurrent layers read token after token, in a loop whose speed is not known")
         graphs.pin_cache_length(model, build.cache_length)
         leave_writing_to_caller(model, build.cache_length)  # TensorRT updates no 8-bit cache in place.
         set_apart_names(model)
