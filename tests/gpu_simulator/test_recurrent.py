@@ -39,6 +39,7 @@ from specrun.sampling.sampler import NON_FINITE_LOGITS, SamplingParams
 from specrun.scheduler.draft_length import DraftLength
 from specrun.speculative.device_round import DeviceRound
 from specrun.text.detokenizer import Detokenizer, TextStream
+from specrun.text.grammar import Constraint, Grammars
 from tests.gpu_simulator import gpus
 from tests.gpu_simulator.rounds import config
 from tests.gpu_simulator.tensorrt import as_plan
@@ -254,6 +255,20 @@ def stop_text(tokenizer: Tokenizer, output: Sequence[int]) -> str:
         if text.isascii() and text.strip() and text not in tokenizer.decode(output[:number]):
             return text
     raise AssertionError("there is none")
+
+
+def test_constrained_texts(root: Path) -> None:
+    """Their drafts are drawn one by one, in pieces of a round."""
+    tokenizer = Tokenizer.from_file(str(root / "target" / "tokenizer.json"))
+    grammars, texts = Grammars(lambda: tokenizer, [0]), ("[a-f]{9}", r"([a-m]+ ){2,5}\.", "(abc|dam|fe)+x")
+    compiled = [*(grammars.compile(Constraint("regex", text)) for text in texts), None]
+    found = []
+    for engines in (root, root / "plans"):
+        requests = [replace(one, grammar=compiled[row % 4], max_output_len=14) for row, one in enumerate(some(8, 9))]
+        with SpeculativeDecoder.open(engines / "target", engines / "near", DraftTargetConfig(3)) as decoder:
+            found.append((decode(decoder, requests), [one.stats.accepted for one in requests]))
+    assert found[0] == found[1]
+    assert sum(found[0][1]) > 10
 
 
 class Changing(DraftLength):
