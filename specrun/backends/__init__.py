@@ -13,8 +13,9 @@ from specrun.devices import Device, DeviceArray
 from specrun.devices.driver import compute_capability, why_no_gpu
 from specrun.engine_dir.config import BackendName, EngineConfig
 from specrun.engine_dir.contract import INPUT_IDS, LOGITS_INDICES, WRITE_INDICES
+from specrun.kv_cache.device_states import DeviceStates
 from specrun.kv_cache.host import HostKVCache
-from specrun.kv_cache.rows import KVCache
+from specrun.kv_cache.rows import RecurrentCache
 from specrun.optional_packages import import_package
 
 BACKEND_NAMES: tuple[BackendName, ...] = get_args(BackendName)
@@ -76,8 +77,12 @@ class Feed(NamedTuple):
         return dict(zip((INPUT_IDS, WRITE_INDICES, LOGITS_INDICES), self, strict=True))
 
 
-class DeviceCache(KVCache, Protocol):
+class DeviceCache(RecurrentCache, Protocol):
     """The rows of a model's cache in device memory, and a pool of blocks."""
+
+    @property
+    def states(self) -> DeviceStates | None:
+        """What recurrent layers keep; None: there are none."""
 
     def allocate_pool(self, blocks: int) -> None:
         """Allocate a pool of ``blocks`` blocks. Raises RuntimeError the second time."""

@@ -23,7 +23,10 @@ from specrun.kv_cache.device import DeviceKVCache
 
 
 class RanksKVCache:
-    """See ``KVCache``: what is done to a row is done on every rank."""
+    """See ``DeviceCache``: what is done to a row is done on every rank. Recurrent layers are refused before."""
+
+    states = None
+    kept_states = 0
 
     def __init__(self, caches: Sequence[DeviceKVCache]) -> None:
         self._caches = caches
@@ -58,6 +61,15 @@ class RanksKVCache:
         """See ``KVCache``."""
         for cache in self._caches:
             cache.load(row, start, blocks)
+
+    def clear_states(self, row: int) -> None:
+        """See ``RecurrentCache``."""
+
+    def save_state(self, row: int, place: int) -> None:
+        """See ``RecurrentCache``."""
+
+    def load_state(self, row: int, place: int) -> None:
+        """See ``RecurrentCache``."""
 
 
 class TrtRanks:
