@@ -89,7 +89,7 @@ def test_no_text_depends_on_what_is_beside_it(engine: Any) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     ("sent", "said"),
-    [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "has not answered for 5 seconds")],
+    [(signal.SIGKILL, "a rank has ended"), (signal.SIGSTOP, "rank {} has not answered for 5 seconds")],
     ids=["killed", "stopped"],
 )
 def test_a_lost_rank_ends_its_step_and_all_ranks(engine: Any, rank: int, sent: signal.Signals, said: str) -> None:
@@ -98,11 +98,11 @@ def test_a_lost_rank_ends_its_step_and_all_ranks(engine: Any, rank: int, sent: s
         processes = ranks_of(decoder)
         threading.Timer(0.3, processes[rank].send_signal, [sent]).start()
         began = time.monotonic()
-        with pytest.raises(EngineLostError, match=f"rank {rank} of 2 {said}"):
+        with pytest.raises(EngineLostError, match=said.format(rank)):
             while True:
                 decoder.generate(PROMPTS, max_output_len=100)
         assert time.monotonic() - began < 15
-        with pytest.raises(EngineLostError, match=f"rank {rank} of 2 {said}"):
+        with pytest.raises(EngineLostError, match=said.format(rank)):
             decoder.generate(PROMPTS[0], max_output_len=1)
         assert decoder.scheduler.round.problem()
     _, alive = psutil.wait_procs(processes, 5)

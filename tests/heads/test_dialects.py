@@ -12,12 +12,14 @@ import torch
 
 from specbuild.convert.verify_head import reference_chain
 from specbuild.heads.module import HeadModule
-from tests.helpers.families import VOCAB
+from tests.helpers.engines import make_engine
+from tests.helpers.families import VOCAB, save_checkpoint
 from tests.helpers.heads.agreement import DRAFTS, TEXTS, TOLERANCE, difference, expected, found
 from tests.helpers.heads.as_read import as_read as read
 from tests.helpers.heads.made import (
     DIALECTS,
     LAYERS,
+    SMALL,
     Dialect,
     make_pair,
     save_head,
@@ -55,6 +57,20 @@ def test_logits_along_a_chain(target: Path, tmp_path: Path, name: str) -> None:
     for wrong in wrong_readings(dialect):
         assert difference(expected(target, wrong, name, 0), rows[0]) > 100 * TOLERANCE, wrong
     assert difference(expected(target, dialect, name, 0, shift=1), rows[0]) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize(("family", "ranks"), [("qwen3_5", 1), ("lfm2", 1), ("llama3", 2)])
+def test_features_of_other_targets(family: str, ranks: int, tmp_path: Path) -> None:
+    """Of layers that are recurrent, and of several ranks."""
+    target = save_checkpoint(tmp_path / "target", family, num_hidden_layers=LAYERS)
+    pair = make_pair(target, save_head(tmp_path / "head", "eagle"), tmp_path / "pair")
+    if ranks > 1:
+        build = {**SMALL, "tp_size": ranks}
+        make_engine(pair / "onnx" / "target", tmp_path / "ranks", **build).rename(pair / "of ranks")
+        (pair / "target").rename(pair / "of one")
+        (pair / "of ranks").rename(pair / "target")
+    for row, logits in enumerate(found(pair)):
+        assert difference(expected(target, DIALECTS["eagle"], "eagle", row), logits) < TOLERANCE
 
 
 def wrong_readings(dialect: Dialect) -> Iterator[Dialect]:

@@ -32,7 +32,11 @@ class RanksBackend:
         self._passes: dict[tuple[int, ...], RanksPass] = {}
         described = config.model_dump_json().encode()  # It may be too long for a message.
         self._memory.zeros((len(described),), np.uint8)[:] = np.frombuffer(described, np.uint8)
-        self._tell("open", directory=str(directory.absolute()), process=os.getpid())
+        try:
+            self._tell("open", directory=str(directory.absolute()), process=os.getpid())
+        except BaseException:
+            self.close()
+            raise
 
     def resize(self, rows: int, length: int, used: int) -> None:
         """See ``Backend``."""

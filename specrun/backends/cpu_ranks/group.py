@@ -24,6 +24,8 @@ _TO_START = 120.0
 """Seconds until all ranks must have connected."""
 _SILENCE = 5 * BEAT_SECONDS
 """A rank that says nothing for so long while it should compute is lost."""
+_ENDED = "a rank has ended"
+"""Which one, nobody knows: where one ends, ``mpiexec`` ends the others."""
 _HOW = "pip install mpi4py mpich"
 
 
@@ -36,7 +38,6 @@ class RankGroup:
         self._error: str | None = None
         self.sockets: list[socket.socket] = []
         self._processes: dict[int, int] = {}
-        self._heard = [0.0] * ranks
         self._selector = selectors.DefaultSelector()
         command = [_mpiexec(), "-n", str(ranks), sys.executable, "-P", "-m", "specrun.backends.cpu_ranks.process"]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (It is open as long as they run.)
@@ -61,35 +62,32 @@ class RankGroup:
         """Tell all ranks. Raises EngineLostError where one is lost."""
         if self._error:
             raise EngineLostError(self._error)
-        for rank, to in enumerate(self.sockets):
+        for to in self.sockets:
             try:
                 send(to, message)
             except OSError:
-                self._lose(rank, "has ended")
+                self._lose(_ENDED)
 
     def wait(self) -> None:
         """Until all ranks have answered. Raises EngineLostError where one is lost, or could not do what it was told."""
-        began = time.monotonic()
-        self._heard = [began] * len(self.sockets)
+        heard = [time.monotonic()] * len(self.sockets)
         waiting = set(range(len(self.sockets)))
-        failed = ""
         while waiting:
             for key, _ in self._selector.select(BEAT_SECONDS):
                 rank = key.data
                 try:
                     answer = receive(self.sockets[rank])
                 except (EOFError, OSError):
-                    self._lose(rank, "has ended")
-                self._heard[rank] = time.monotonic()
+                    self._lose(_ENDED)
+                heard[rank] = time.monotonic()
                 if "beat" not in answer:
                     waiting.discard(rank)
-                failed = failed or answer.get("error", "")
-                if failed:  # The others may wait for it for ever.
-                    self._lose(rank, f"failed: {failed}")
+                if "error" in answer:  # The others may wait for it for ever.
+                    self._lose(f"rank {rank} failed: {answer['error']}")
             now = time.monotonic()
             for rank in waiting:
-                if now - self._heard[rank] > _SILENCE:
-                    self._lose(rank, f"has not answered for {_SILENCE:g} seconds")
+                if now - heard[rank] > _SILENCE:
+                    self._lose(f"rank {rank} has not answered for {_SILENCE:g} seconds")
 
     def problem(self) -> str | None:
         """Why the engine cannot go on; None: nothing is known to be wrong. Any thread may ask."""
@@ -119,13 +117,10 @@ class RankGroup:
             self._selector.register(own, selectors.EVENT_READ, hello["rank"])
         self.sockets = [found[rank] for rank in range(ranks)]
 
-    def _lose(self, rank: int, how: str) -> NoReturn:
+    def _lose(self, what: str) -> NoReturn:
         """End all, because one is lost. Raises EngineLostError."""
         self._end()
-        self._error = (
-            f"{self._directory}: rank {rank} of {len(self.sockets)} {how}; all ranks were ended: open the engine again"
-            f"{self._said()}"
-        )
+        self._error = f"{self._directory}: {what}; all its ranks were ended: open the engine again{self._said()}"
         raise EngineLostError(self._error)
 
     def _end(self) -> None:
@@ -137,6 +132,7 @@ class RankGroup:
             with suppress(OSError):
                 os.kill(process, signal.SIGKILL)
         self._processes = {}
+        self._selector.close()
         self._launcher.wait()
 
     def _said(self) -> str:

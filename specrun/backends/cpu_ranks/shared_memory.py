@@ -41,11 +41,10 @@ class SharedMemory:
         new, self.new = self.new, []
         return new
 
-    def forget(self, kept: int = 0) -> None:
-        """Close all descriptors but the last ``kept``: who has opened the memory keeps it."""
-        for descriptor in self._owned[: len(self._owned) - kept]:
-            os.close(descriptor)
-        self._owned = self._owned[len(self._owned) - kept :]
+    def forget(self) -> None:
+        """Close the descriptors: who has opened the memory keeps it."""
+        while self._owned:
+            os.close(self._owned.pop())
 
 
 def attach(process: int, place: Place) -> mmap.mmap:
