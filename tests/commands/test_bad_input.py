@@ -863,7 +863,7 @@ def test_draft_len_over_the_engine(engines: Path) -> None:
     [
         (("--draft_model_device_list", "[1]"), ["draft_model_device_list [1]", "no such device", "device 0"]),
         (("--target_model_device_list", "3"), ["target_model_device_list [3]", "no such device"]),
-        (("--draft_target_model_config", "[4,[0,1],[0],False]"), ["[0, 1]", "runs on one device", "like [0]"]),
+        (("--draft_target_model_config", "[4,[0,1],[0],False]"), ["[0, 1]", "runs on the CPU", "device 0"]),
         (("--draft_target_model_config", "[4,[0],[9],False]"), ["target_model_device_list [9]", "no such device"]),
     ],
 )

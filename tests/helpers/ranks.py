@@ -17,6 +17,7 @@ from specbuild.graph import ops as graphs
 from specbuild.sharding.collectives import COLLECTIVE
 from specbuild.sharding.shard import shard
 from specrun import cpu_operators
+from specrun.backends.ort_session import session_options
 from specrun.engine_dir.config import GRAPH_NAME
 from specrun.engine_dir.contract import INPUT_IDS, KEEP_INDICES, LOGITS_INDICES, STATE_INDICES, WRITE_INDICES
 from tests.helpers.engines import make_onnx, once
@@ -108,8 +109,7 @@ def _inputs(session: Any, generator: np.random.Generator) -> Arrays:
 
 
 def _session(model: onnx.ModelProto) -> Any:
-    options = ort.SessionOptions()
-    options.log_severity_level, options.intra_op_num_threads = 3, 1
+    _, options = session_options()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     cpu_operators.register(options)
     return ort.InferenceSession(model.SerializeToString(), options)
