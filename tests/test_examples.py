@@ -179,9 +179,11 @@ def parse(text: str) -> None:
     """Fails where a command has an option or argument that is none."""
     words = [word for word in shlex.split(text, comments=True) if word not in ("python", "-m")]
     command, words = command_of(words[0]), words[1:]
+    group = None
     if isinstance(command, click.Group):
+        group = click.Context(command, **command.context_settings)  # A command keeps the names of its help option.
         command, words = command.commands[words[0]], words[1:]
-    command.make_context("example", words)
+    command.make_context("example", words, group)
 
 
 @contextmanager
