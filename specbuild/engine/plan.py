@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import onnx_ir as ir
@@ -13,10 +14,14 @@ from specbuild.artifacts.onnx_checkpoint import CheckpointConfig, open_checkpoin
 from specbuild.artifacts.provenance import provenance, releases
 from specbuild.compilers import Compiler, choose
 from specbuild.engine.config import EngineOptions, plan_build
+from specbuild.graph import ops as graphs
 from specbuild.graph.moe_gather import has_mixtures
+from specbuild.sharding.parts import CACHE
+from specbuild.sharding.shard import shard
 from specrun import cpu_operators
 from specrun.devices.driver import compute_capability, gpu_name
 from specrun.devices.processor import describe_processor
+from specrun.engine_dir.cache_tensors import CacheTensor
 from specrun.engine_dir.config import GRAPH_NAME, BuildConfig, Provenance
 from specrun.errors import BackendError, BuildConfigError
 from specrun.optional_packages import import_package
@@ -42,9 +47,34 @@ class EnginePlan:
     is_there: bool = False
     """The output directory holds it already."""
 
+    def shard(self, rank: int) -> ir.Model:
+        """The checkpoint's graph as one of several ranks computes it, without weights read. Raises BuildConfigError."""
+        model = ir.load(self.options.checkpoint_dir / GRAPH_NAME)
+        shard(model, rank, self.build.tp_size)
+        return model
+
+    @cached_property
+    def rank_sizes(self) -> list[tuple[int, list[CacheTensor]]]:
+        """Of each of several ranks: about how many bytes its weights are, and what it has of caches."""
+        widened = graphs.HALF if self.device == "cpu" else ()  # Computed in float32.
+        found = []
+        for rank in range(self.build.tp_size):
+            model = self.shard(rank)
+            stored = [value.const_value for value in model.graph.initializers.values() if value.const_value is not None]
+            weights = sum(tensor.nbytes * (2 if tensor.dtype in widened else 1) for tensor in stored)
+            found.append((weights, caches_of(model)))
+        return found
+
     def already_there(self) -> EnginePlan:
         """The same, with ``is_there``."""
         return replace(self, is_there=True)
+
+
+def caches_of(model: ir.Model) -> list[CacheTensor]:
+    """What a graph has of keys and values."""
+    own = [value for value in model.graph.inputs if str(value.name).startswith(CACHE)]
+    shapes = [value.shape for value in own if value.shape is not None and value.name != f"{CACHE}features"]
+    return [CacheTensor(heads=int(shape[1]), head_dim=int(shape[3])) for shape in shapes]  # type: ignore[arg-type]
 
 
 def plan_engine(options: EngineOptions) -> EnginePlan:

@@ -5,14 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import onnx_ir as ir
-
 from specbuild.compilers import Compiled
-from specbuild.engine.plan import EnginePlan
+from specbuild.engine.plan import EnginePlan, caches_of
 from specbuild.graph import ops as graphs
 from specbuild.progress import Advance
-from specbuild.sharding.shard import shard
-from specrun.engine_dir.cache_tensors import CacheTensor
 from specrun.engine_dir.config import GRAPH_NAME, PLAN_NAME, engine_files
 
 
@@ -23,7 +19,7 @@ def compile_ranks(plan: EnginePlan, work: Path, advance: Advance) -> Compiled:
         own, output = work / f"rank{rank}.checkpoint", work / f"rank{rank}"
         own.mkdir()
         output.mkdir()
-        model = shard_of(plan, rank)
+        model = plan.shard(rank)
         caches = caches_of(model)
         graphs.save(model, own / GRAPH_NAME)
         graph = plan.checkpoint.graph.model_copy(update={"caches": caches})
@@ -40,17 +36,3 @@ def compile_ranks(plan: EnginePlan, work: Path, advance: Advance) -> Compiled:
     if first.backend.name == "onnxruntime":
         files = [f"rank{rank}/{name}" for rank, compiled in enumerate(made) for name in compiled.files]
     return Compiled(first.backend, graph, first.io, files, first.notes)
-
-
-def shard_of(plan: EnginePlan, rank: int) -> ir.Model:
-    """The checkpoint's graph as one rank computes it; its weights are not read yet. Raises BuildConfigError."""
-    model = ir.load(plan.options.checkpoint_dir / GRAPH_NAME)
-    shard(model, rank, plan.build.tp_size)
-    return model
-
-
-def caches_of(model: ir.Model) -> list[CacheTensor]:
-    """What a rank has of keys and values."""
-    names = [value for value in model.graph.inputs if str(value.name).startswith("past_key_values.")]
-    shapes = [value.shape for value in names if value.shape is not None and value.name != "past_key_values.features"]
-    return [CacheTensor(heads=int(shape[1]), head_dim=int(shape[3])) for shape in shapes]  # type: ignore[arg-type]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from specbuild.engine.plan import EnginePlan
-from specbuild.engine.shards import caches_of, shard_of
 from specbuild.graph import ops as graphs
 from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME, GraphInfo
 
@@ -33,16 +32,11 @@ def weight_bytes(plan: EnginePlan) -> int:
 
 def rank_bytes(plan: EnginePlan) -> list[tuple[int, int]]:
     """Of each of several ranks: about how large its weights and its caches are."""
-    found = []
-    for rank in range(plan.build.tp_size):
-        model = shard_of(plan, rank)
-        widened = graphs.HALF if plan.device == "cpu" else ()
-        stored = [value.const_value for value in model.graph.initializers.values() if value.const_value is not None]
-        weights = sum(tensor.nbytes * (2 if tensor.dtype in widened else 1) for tensor in stored)
-        found.append(
-            (weights, _cache_bytes(plan, plan.checkpoint.graph.model_copy(update={"caches": caches_of(model)})))
-        )
-    return found
+    graph = plan.checkpoint.graph
+    return [
+        (weights, _cache_bytes(plan, graph.model_copy(update={"caches": caches})))
+        for weights, caches in plan.rank_sizes
+    ]
 
 
 def disk_bytes(plan: EnginePlan) -> int:

@@ -78,9 +78,8 @@ def reshape(parts: Parts, node: ir.Node, output: int, part: Part) -> ir.Value | 
     if sizes is None or found is None:
         return None
     own, whole = found
-    made = parts.like(node, [parts.of(x, own), parts.resized(target, len(sizes) + part.axis, parts.length(whole))])[
-        output
-    ]
+    own_target = parts.resized(target, len(sizes) + part.axis, parts.length(whole))
+    made = parts.like(node, [parts.of(x, own), own_target])[output]
     if whole.ranges == part.ranges:
         return made
     start = part.ranges[parts.rank][0] - whole.ranges[parts.rank][0]

@@ -16,7 +16,7 @@ from specrun.backends import Backend, DeviceBackend, Feed, bound_tensors
 from specrun.backends.ort_session import import_ort, keep_in_children
 from specrun.backends.ort_session import session_options as session_options
 from specrun.devices import Device, DeviceArray
-from specrun.engine_dir.config import GRAPH_NAME, EngineConfig
+from specrun.engine_dir.config import GRAPH_NAME, EngineConfig, GraphInfo
 from specrun.engine_dir.contract import (
     INPUT_IDS,
     KEEP_INDICES,
@@ -35,7 +35,7 @@ _OLDEST_FOR_CUDA = (1, 31)
 
 1.31 is the release that the graphs were tried with.
 """
-_MAX_ROUND_LEN = 16
+MAX_ROUND_LEN = 16
 """Tokens of a row in a round at most; longer inputs are prompts."""
 
 
@@ -78,14 +78,10 @@ class OrtBackend:
         if (size := math.prod(shape)) > self._logits.size:
             self._passes.clear()
             self._logits = np.empty(size, np.float32)
-        names = (self.config.graph.past_names, self.config.graph.present_names)
-        bound = list(zip(*names, cache, strict=True))
-        for state, memory in zip(self.config.graph.states, self.cache.states(first, num_rows), strict=True):
-            bound.append((state.past_name, state.present_name, memory))
-        made = OrtPass(
-            self._session, bound, query_len, self._logits[:size].reshape(shape), bool(self.config.graph.states)
-        )
-        if first == 0 and query_len <= _MAX_ROUND_LEN:  # Prompts are read anywhere, in any length.
+        logits = self._logits[:size].reshape(shape)
+        states = self.cache.states(first, num_rows)
+        made = OrtPass(self._session, self.config.graph, cache, states, query_len, logits)
+        if first == 0 and query_len <= MAX_ROUND_LEN:  # Prompts are read anywhere, in any length.
             self._passes[key] = made
         return made
 
@@ -119,12 +115,13 @@ class OrtPass:
     def __init__(
         self,
         session: Any,
-        cache: Sequence[tuple[str, str, npt.NDArray[Any]]],
+        graph: GraphInfo,
+        cache: Sequence[npt.NDArray[Any]],
+        states: Sequence[npt.NDArray[Any]],
         query_len: int,
         logits: npt.NDArray[np.float32],
-        is_recurrent: bool = False,
     ) -> None:
-        """cache: names and memory of every tensor. is_recurrent: whether the model has recurrent layers."""
+        """cache, states: the memory of the rows' cache tensors, and of what recurrent layers keep of them."""
         num_rows, num_logits, _ = logits.shape
         self.logits = logits
         self.input_ids = np.zeros((num_rows, query_len), np.int64)
@@ -135,11 +132,13 @@ class OrtPass:
         self._bind(binding.bind_input, INPUT_IDS, self.input_ids)
         self._bind(binding.bind_input, WRITE_INDICES, self.write_indices)
         self._bind(binding.bind_input, LOGITS_INDICES, self.logits_indices)
-        if is_recurrent:
+        if graph.states:
             self._bind(binding.bind_input, STATE_INDICES, self.state_indices)
             self._bind(binding.bind_input, KEEP_INDICES, self.keep_indices)
         self._bind(binding.bind_output, LOGITS, logits)
-        for past, present, memory in cache:
+        names = list(zip(graph.past_names, graph.present_names, strict=True))
+        names += [(state.past_name, state.present_name) for state in graph.states]
+        for (past, present), memory in zip(names, (*cache, *states), strict=True):
             self._bind(binding.bind_input, past, memory)
             self._bind(binding.bind_output, present, memory)
         self.run = functools.partial(session.run_with_iobinding, binding)

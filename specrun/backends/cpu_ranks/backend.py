@@ -13,6 +13,7 @@ import numpy.typing as npt
 from specrun.backends import Backend
 from specrun.backends.cpu_ranks.group import RankGroup
 from specrun.backends.cpu_ranks.shared_memory import SharedMemory
+from specrun.backends.ort import MAX_ROUND_LEN
 from specrun.engine_dir.config import EngineConfig
 from specrun.kv_cache.host import HostKVCache
 
@@ -120,7 +121,3 @@ def cache_of_all(config: EngineConfig, blocks: int, allocate: Any) -> HostKVCach
     graph = config.graph
     states = [state.row_shape(graph.replays) for state in graph.states] * len(graph.ranks)
     return HostKVCache(graph.own_tensors, graph.cache_element.storage, blocks, states, allocate)
-
-
-MAX_ROUND_LEN = 16
-"""Tokens of a row in a round at most; longer inputs are prompts, which are read anywhere, in any length."""

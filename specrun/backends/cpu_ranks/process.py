@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from specrun import cpu_operators
-from specrun.backends.cpu_ranks.backend import MAX_ROUND_LEN, cache_of_all, divide
+from specrun.backends.cpu_ranks.backend import cache_of_all, divide
 from specrun.backends.cpu_ranks.messages import ADDRESS, BEAT_SECONDS, receive, send
 from specrun.backends.cpu_ranks.shared_memory import Place, as_array, attach
-from specrun.backends.ort import OrtPass, open_session
+from specrun.backends.ort import MAX_ROUND_LEN, OrtPass, open_session
 from specrun.engine_dir.config import EngineConfig
 from specrun.errors import BackendError
 
@@ -74,16 +74,13 @@ class Rank:
         step.run()
 
     def _bind(self, first: int, rows: int, query_len: int, num_logits: int) -> OrtPass:
-        graph = self._config.graph
         caches = self._cache.part(first, rows)[self._tensors]
-        bound = list(zip(graph.past_names, graph.present_names, caches, strict=True))
-        for state, memory in zip(graph.states, self._cache.states(first, rows)[self._states], strict=True):
-            bound.append((state.past_name, state.present_name, memory))
-        shape = (rows, num_logits, graph.vocab_size)
+        states = self._cache.states(first, rows)[self._states]
+        shape = (rows, num_logits, self._config.graph.vocab_size)
         size = int(np.prod(shape))
         # All ranks have the logits; those of the first one are read.
         logits = np.empty(size, np.float32) if self._rank else self._logits[:size]
-        return OrtPass(self._session, bound, query_len, logits.reshape(shape), bool(graph.states))
+        return OrtPass(self._session, self._config.graph, caches, states, query_len, logits.reshape(shape))
 
     def _attached(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """What the decoding process has allocated for the same array."""
