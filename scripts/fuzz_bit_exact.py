@@ -73,10 +73,12 @@ def fuzz(
     seed: int,
     bit_exact: bool | None = None,
     report: Callable[[Tally], None] = lambda _: None,
+    rank_hosts: tuple[str, ...] = (),
 ) -> Tally:
     """Decode ``count`` random requests with ``target`` and random drafters: one of ``drafts``, or n-grams.
 
-    Raises what opening and decoding raise.
+    rank_hosts: the machines of the pair's ranks; the target alone has all of its ranks here. Raises what opening and
+    decoding raise.
     """
     tally = Tally()
     alone_config = DraftTargetConfig(reuse_blocks=False, bit_exact=bit_exact)
@@ -87,7 +89,8 @@ def fuzz(
             dice = random.Random(f"{seed}, {tally.requests}")
             make = [_request(dice, alone, beginnings) for _ in range(min(GROUP, count - tally.requests))]
             config, draft = _pair(dice, drafts, alone.target.build_config.max_draft_len)
-            with SpeculativeDecoder.open(target, draft, replace(config, bit_exact=bit_exact)) as pair:
+            settled = replace(config, bit_exact=bit_exact, rank_hosts=rank_hosts)
+            with SpeculativeDecoder.open(target, draft, settled) as pair:
                 requests = [request() for request in make]
                 _decode(dice, pair, requests)
             for request, again in zip(requests, make, strict=True):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
-from specrun.arguments import Checked, at_least, between, whole
+from specrun.arguments import Checked, at_least, between, texts, whole
+from specrun.errors import RequestError
 
 AUTO = "auto"
 
@@ -19,6 +22,17 @@ def draft_length(name: str, value: Any) -> int | str | None:
     if value is None or (isinstance(value, str) and value == AUTO):
         return value
     return at_least(0).check(name, whole(name, value))
+
+
+def host_names(name: str, value: Any) -> tuple[str, ...]:
+    """The names of the ranks' machines. Raises RequestError, naming the argument."""
+    hosts = texts(name, value)
+    for host in hosts:
+        if not re.fullmatch(r"[0-9A-Za-z][0-9A-Za-z._-]*", host):  # They become arguments of mpiexec.
+            raise RequestError(f"{name}: {host!r} is not the name of a machine")
+    if len(set(hosts)) < len([*groupby(hosts)]):
+        raise RequestError(f"{name} {','.join(hosts)}: name a machine's ranks side by side, like a,a,b,b")
+    return hosts
 
 
 @dataclass(frozen=True)
@@ -61,6 +75,9 @@ class DraftTargetConfig(Checked):
     own probabilities. Of a DSpark head, its confidence head ends drafts of any text before a token of which it expects
     less. Drafts on GPUs are not ended. 0: never. None: with ``auto``, where another token is not likely enough to be
     accepted to be worth its time."""
+
+    rank_hosts: Annotated[tuple[str, ...], host_names] = ()
+    """The machines of the ranks of a target for CPUs: a name for each rank, this machine's first. (): this one."""
 
     @property
     def least_confidence(self) -> float | None:
@@ -118,6 +135,14 @@ def parse_device_list(text: str) -> tuple[int, ...]:
     except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
         raise ValueError(f"{text!r} is not a device list; expected one like [0]") from error
     return _devices([value] if type(value) is int else value)
+
+
+def parse_hosts(text: str) -> tuple[str, ...]:
+    """Read the names of machines, such as ``a,a,b,b``. Raises ValueError."""
+    try:
+        return host_names("machines", tuple(text.split(",")))
+    except RequestError as error:
+        raise ValueError(str(error)) from None
 
 
 def _devices(value: object) -> tuple[int, ...]:

@@ -278,7 +278,7 @@ def check_pair(
 
     Nothing is loaded. Raises EngineDirError, PairError and BackendError.
     """
-    target = _open("target", target_dir, config.target_devices, config.check)
+    target = _open("target", target_dir, config.target_devices, config.check, config.rank_hosts)
     if target.config.graph.is_head:
         raise PairError(f"{target_dir}: is a draft head; give it with --draft_engine_dir, beside its target")
     if draft_dir is None:
@@ -310,7 +310,9 @@ def _number(ranks: int) -> str:
     return "one device" if ranks == 1 else f"{ranks} ranks, each on a device of its own"
 
 
-def _open(role: str, directory: Path, devices: tuple[int, ...], check: Check) -> Engine:
+def _open(
+    role: str, directory: Path, devices: tuple[int, ...], check: Check, rank_hosts: tuple[str, ...] = ()
+) -> Engine:
     """Check an engine directory and the device it is to run on."""
     config = open_engine(directory, every_byte=check == "full")
     require_own_tokenizer(directory, config.tokenizer, EngineDirError)
@@ -327,7 +329,12 @@ def _open(role: str, directory: Path, devices: tuple[int, ...], check: Check) ->
             f"{role}_model_device_list {list(devices)}: no such device; this onnxruntime engine runs on the CPU, "
             "device 0"
         )
-    return Engine(role, directory, config, devices)
+    if rank_hosts and (config.backend.device != "cpu" or ranks == 1):
+        raise BackendError(f"rank_hosts: {directory} is no engine of several ranks for CPUs; leave it out")
+    if rank_hosts and len(rank_hosts) != ranks:
+        named = "1 machine is" if len(rank_hosts) == 1 else f"{len(rank_hosts)} machines are"
+        raise BackendError(f"rank_hosts: {directory} has {ranks} ranks, {named} named: name one for each rank")
+    return Engine(role, directory, config, devices, rank_hosts)
 
 
 def _expected_times(target: Engine, draft: Engine | None, draft_len: int) -> Callable[[int], Sequence[float]] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 FILES = {
     "evaluation/test_report_browser.py": "the page's structure: evaluation/test_report.py",
     "export/test_more_families.py": "families convert: export/test_families.py",
+    "backends/test_rank_machines.py": "ranks that have their caches themselves: backends/test_cpu_ranks.py",
     "compilers/test_deep_plans.py": "plans compile: compilers/test_tensorrt.py, quantization/test_kv_cache.py",
     "heads/test_plans.py": "heads compile: heads/test_dflash.py::test_plans_write_back_what_they_read",
     "kernels/test_kernel_races.py": "kernels compute what numpy does: kernels/test_kernels.py",
@@ -42,6 +43,8 @@ KEPT = {
     "artifacts/test_interrupted.py::test_interrupt_engine": ("SIGTERM",),
     "artifacts/test_interrupted.py::test_interrupt_tensorrt": ("Ctrl-C",),
     "backends/test_cpu_ranks.py::test_a_lost_rank_ends_its_step_and_all_ranks": ("killed-1",),
+    "backends/test_cpu_ranks.py::test_control_what_other_machines_are_not_told_shows": ("swap",),
+    "backends/test_cpu_ranks.py::test_no_text_depends_on_what_is_beside_it": ("two",),
     "backends/test_cpu_ranks.py::test_texts_are_those_of_one_rank": ("shared heads-2", "mixture-2"),
     "bindings/test_tensorrt_bindings.py::test_every_module_that_uses_tensorrt_is_checked": ("11.4",),
     "compilers/test_tensorrt.py::test_attention_is_one_kernel_or_it_is_said": ("float16-16-True",),

@@ -73,6 +73,7 @@ PARSED = {
     "--backend tensorrt": "TensorRT is not installed",
     "scripts/gpu_check.py": "needs a GPU",
     '--target_model_device_list "[0,1]"': "needs two",
+    "--rank_hosts node1": "needs two machines",
     "scripts/pack_gpu_bundle.py": "downloads; scripts/test_pack_gpu_bundle.py runs it",
     "-m scripts.": "takes minutes, on what scripts/demo has made",
     "--compare before.json": "reads two results; evaluation/test_bench_compare.py makes them",

@@ -45,9 +45,12 @@ class Backend(Protocol):
     """An opened engine with one key-value cache. Owns device memory; knows nothing of tokens' meaning."""
 
     config: EngineConfig
-    cache: HostKVCache
     cache_owner: Backend | None
     """The target of a head: it shares the target's features, and its cache has the target's rows and positions."""
+
+    @property
+    def cache(self) -> HostKVCache:
+        """Its rows."""
 
     def resize(self, rows: int, length: int, used: int) -> None:
         """Have a cache of ``rows`` rows of ``length`` positions, keeping what the first ``used`` rows hold."""
@@ -151,16 +154,22 @@ def why_no_gpu_backend(name: BackendName) -> str | None:
 
 
 def open_host_backend(
-    directory: Path, config: EngineConfig, blocks: int, shared_pool: bool = False, cache_owner: Backend | None = None
+    directory: Path,
+    config: EngineConfig,
+    blocks: int,
+    shared_pool: bool = False,
+    cache_owner: Backend | None = None,
+    hosts: Sequence[str] = (),
 ) -> Backend:
     """Load an engine for the CPU, with ``blocks`` prefix cache blocks; shared_pool: of threads.
 
-    cache_owner: of a head, its target. Raises EngineDirError, and BackendError when its runtime is not installed.
+    cache_owner: of a head, its target. hosts: the machines of several ranks. Raises EngineDirError, and BackendError
+    when its runtime is not installed.
     """
     if config.build_config.tp_size > 1:
         from specrun.backends.cpu_ranks.backend import RanksBackend
 
-        return RanksBackend(directory, config, blocks)
+        return RanksBackend(directory, config, blocks, hosts)
     from specrun.backends.ort import OrtBackend
 
     return OrtBackend(directory, config, blocks, shared_pool, cache_owner)

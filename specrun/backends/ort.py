@@ -56,8 +56,7 @@ class OrtBackend:
             directory, config, "CPUExecutionProvider", {}, shared_pool
         )  # It knows whether the sizes are true.
         graph = config.graph
-        states = [state.row_shape(graph.replays) for state in graph.states]
-        self.cache = HostKVCache(graph.own_tensors, graph.cache_element.storage, blocks, states)
+        self.cache = HostKVCache(graph.own_tensors, graph.cache_element.storage, blocks, graph.row_states)
         self._passes: dict[tuple[int, ...], OrtPass] = {}
         self._logits = np.empty(0, np.float32)
 

@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from specrun.command_line import FolderPath
-from specrun.config import parse_device_list, parse_draft_len, parse_logit_bias
+from specrun.config import parse_device_list, parse_draft_len, parse_hosts, parse_logit_bias
 
 if TYPE_CHECKING:
     from specrun.sampling.sampler import SamplingParams
@@ -111,6 +111,12 @@ draft_option = click.option(
     type=click.Choice(["ngram", "suffix"]),
     help="Draft without a draft engine. ngram: what followed the last tokens where they came before in the text. "
     "suffix: longer matches, also in earlier outputs and through edits; it can be combined with a draft engine.",
+)
+rank_hosts_option = click.option(
+    "--rank_hosts",
+    type=Parsed("list", parse_hosts),
+    metavar="HOST,HOST,..",
+    help="The machine of each rank of a CPU target, this one first. Default: this one.",
 )
 bit_exact_option = click.option(
     "--bit_exact/--no_bit_exact",

@@ -19,6 +19,7 @@ from specrun.commands.options import (
     Parsed,
     bit_exact_option,
     given,
+    rank_hosts_option,
     together,
 )
 from specrun.config import DraftTargetConfig, parse_draft_target_config
@@ -38,6 +39,7 @@ def running_options(reuse_blocks: bool = True) -> Decorator:
         ),
         click.option("--draft_model_device_list", type=DEVICES, help="The GPU of the draft. Default: [0]."),
         click.option("--target_model_device_list", type=DEVICES, help="The GPU of the target. Default: [0]."),
+        rank_hosts_option,
         click.option(
             "--kv_cache_free_gpu_memory_fraction",
             type=click.FloatRange(0, 1, min_open=True),
@@ -115,6 +117,7 @@ def pair_config(options: dict[str, Any]) -> DraftTargetConfig:
     )
     own = {name: options[name] for name in memory}
     own["shared_thread_pool"] = True  # A command has its process for itself.
+    own["rank_hosts"] = options["rank_hosts"] or ()
     if options["draft_engine_dir"] is None and options["draft"] is None:
         needing = (
             "draft_target_model_config",

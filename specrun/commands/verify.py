@@ -18,6 +18,7 @@ from specrun.commands.options import (
     constraints,
     note_unused_sampling,
     prompt_options,
+    rank_hosts_option,
     require_one_source,
     sampling_options,
 )
@@ -30,6 +31,7 @@ INCONCLUSIVE = 3
 @click.command()
 @models_options
 @bit_exact_option
+@rank_hosts_option
 @click.option("--acceptance", type=click.Choice(["tokens", "logits"]), default="tokens", show_default=True)
 @prompt_options
 @sampling_options(temperature=0.8)
@@ -69,6 +71,7 @@ def verify(
     asked = RequestOptions(**constraints(options))
     config = DraftTargetConfig(
         options["draft_len"],
+        rank_hosts=options["rank_hosts"] or (),
         use_logits=acceptance == "logits",
         shared_thread_pool=True,
         draft=options["draft"],

@@ -185,6 +185,11 @@ class GraphInfo(Strict):
             return [tensor for rank in range(len(self.ranks)) for tensor in self.of_rank(rank).own_tensors]
         return self.caches if self.is_head else self.cache_tensors
 
+    @property
+    def row_states(self) -> list[tuple[int, ...]]:
+        """The shapes of what recurrent layers keep of a row, of all ranks."""
+        return [state.row_shape(self.replays) for state in self.states] * max(1, len(self.ranks))
+
     def of_rank(self, rank: int) -> GraphInfo:
         """What one of several ranks computes with."""
         return self.model_copy(update={"caches": self.ranks[rank], "ranks": []})
@@ -354,9 +359,16 @@ class EngineConfig(Strict):
 
     def of_rank(self, rank: int) -> EngineConfig:
         """The engine of one of several ranks, with its files."""
-        own = engine_files(self.backend.name, self.build_config.tp_size)[rank]
-        files = {name: info for name, info in self.files.items() if name.startswith(own)}
-        return self.model_copy(update={"graph": self.graph.of_rank(rank), "files": files})
+        return self.model_copy(update={"graph": self.graph.of_rank(rank), "files": self._files_of(rank, rank + 1)})
+
+    def of_first_ranks(self, count: int) -> EngineConfig:
+        """The engines of the first ranks, with their files."""
+        graph = self.graph.model_copy(update={"ranks": self.graph.ranks[:count]})
+        return self.model_copy(update={"graph": graph, "files": self._files_of(0, count)})
+
+    def _files_of(self, first: int, end: int) -> dict[str, FileInfo]:
+        engines = tuple(engine_files(self.backend.name, self.build_config.tp_size)[first:end])
+        return {name: info for name, info in self.files.items() if name.startswith(engines)}
 
     @field_validator("files")
     @classmethod

@@ -51,6 +51,8 @@ class Engine:
     directory: Path
     config: EngineConfig
     gpus: tuple[int, ...]
+    rank_hosts: tuple[str, ...] = ()
+    """The machines of its ranks on CPUs; (): all are on this one."""
     translator: Translator | None = None
     """The translator of a draft whose tokenizer is not the target's."""
 
@@ -58,6 +60,12 @@ class Engine:
     def gpu(self) -> int:
         """The one that rounds run on."""
         return self.gpus[0]
+
+    @property
+    def here(self) -> EngineConfig:
+        """What this machine has of it, where ranks are on several machines."""
+        here = self.rank_hosts[:1]
+        return self.config.of_first_ranks(self.rank_hosts.count(*here)) if here else self.config
 
     def parts(self) -> list[Engine]:
         """Itself, or what each of its ranks is."""
@@ -93,7 +101,8 @@ def open_round(
             raise BackendError(f"--bit_exact: {target.directory} is for GPUs, whose bits are not probed")
         return _open_on_gpus(target, draft, draft_len, rows, config, show)
     blocks = _cached_blocks_on_host([target, draft] if draft else [target], rows, config)
-    backend = open_host_backend(target.directory, target.config, blocks, config.shared_thread_pool)
+    pool, hosts = config.shared_thread_pool, target.rank_hosts
+    backend = open_host_backend(target.directory, target.config, blocks, pool, hosts=hosts)
     exactness = choose_exactness(target.directory, backend, config.bit_exact)
     runner = ModelRunner(backend, exactness.shapes)
     drafter = _host_drafter(draft, draft_len, blocks, runner.vocab_size, config, backend)
@@ -144,9 +153,9 @@ def _cached_blocks_on_host(engines: list[Engine], rows: int, config: DraftTarget
 
     Raises BackendError where memory is short for the weights, or for the blocks that were asked for.
     """
-    weights = sum(engine.config.weight_bytes for engine in engines)
+    weights = sum(engine.here.weight_bytes for engine in engines)
     blocks = _cached_blocks(engines[0], rows, config)
-    block = sum(block_bytes(engine.config.graph) for engine in engines)
+    block = sum(block_bytes(engine.here.graph) for engine in engines)
     if error := shortage("weights", weights, "use a smaller model"):
         raise error
     if config.max_tokens_in_kv_cache is None:

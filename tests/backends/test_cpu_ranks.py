@@ -15,16 +15,19 @@ import pytest
 
 from scripts.fuzz_bit_exact import fuzz
 from specrun.backends.cpu_ranks import group as groups
-from specrun.backends.cpu_ranks.backend import RanksBackend
+from specrun.backends.cpu_ranks.backend import RanksBackend, RanksCache
+from specrun.backends.cpu_ranks.messages import Link, connect, listen
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import open_engine
-from specrun.errors import BackendError, BuildConfigError, EngineLostError
+from specrun.errors import BackendError, BuildConfigError, EngineLostError, RequestError
+from specrun.kv_cache.host import HostKVCache
 from specrun.request.request import Request
 from tests.helpers.engines import make_engine
 from tests.helpers.ranks import make_checkpoint
 
 PROMPTS = [[5, 6, 7, 8], [9, 1, 2], [30, 31, 32, 33, 34, 35, 36, 37, 38]]
+MACHINES = ("localhost", "127.0.0.1")
 NEAR_TIE = 1e-3
 ROUNDED = 2e-2
 """Where ranks round their parts of a token's activations."""
@@ -52,11 +55,12 @@ def decode(directory: Path) -> list[Request]:
 
 
 def ranks_of(decoder: SpeculativeDecoder) -> list[psutil.Process]:
-    """The processes of the target's ranks, and their launcher's."""
+    """The processes of the target's ranks, also where they play another machine's."""
     target = decoder.scheduler.round.host_target
     assert target is not None and isinstance(target.backend, RanksBackend)
-    group = target.backend._group
-    return [psutil.Process(group._processes[rank]) for rank in sorted(group._processes)]
+    children = psutil.Process(target.backend._group._launcher.pid).children(recursive=True)
+    found = [child for child in children if "python" in child.name()]
+    return sorted(found, key=lambda child: int(child.environ()["PMI_RANK"]))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -79,22 +83,41 @@ def test_texts_are_those_of_one_rank(engine: Any, family: str, convert: dict[str
             assert abs(own.logprob.logprob - other.logprob.logprob) < (ROUNDED if convert else NEAR_TIE)
 
 
-def test_no_text_depends_on_what_is_beside_it(engine: Any) -> None:
-    """Random requests in random batches, with drafts or without: bits of the ranks' own target alone."""
-    tally = fuzz(engine(2), [engine(1)], 60, seed=3)
+@pytest.mark.parametrize(
+    ("family", "hosts"), [("llama3", ()), ("llama3", MACHINES), ("qwen3_5", MACHINES)], ids=["one", "two", "recurrent"]
+)
+def test_no_text_depends_on_what_is_beside_it(engine: Any, family: str, hosts: tuple[str, ...]) -> None:
+    """Random requests in random batches, with drafts or without: bits of the ranks' own target alone.
+
+    Ranks on another machine have their caches themselves. Here it has another name of this one.
+    """
+    tally = fuzz(engine(2, family), [engine(1, family)], 60, seed=3, rank_hosts=hosts)
     assert (tally.different_texts, tally.different_logprobs) == (0, 0)
     assert tally.evaluated > tally.accepted > 100
 
 
+@pytest.mark.parametrize("operation", ["swap", "load", "load_state"])
+def test_control_what_other_machines_are_not_told_shows(
+    engine: Any, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that are moved on one machine only."""
+    monkeypatch.setattr(RanksCache, operation, getattr(HostKVCache, operation))
+    tally = fuzz(engine(2, "qwen3_5"), [engine(1, "qwen3_5")], 60, seed=3, rank_hosts=MACHINES)
+    assert tally.different_texts
+
+
+@pytest.mark.parametrize("hosts", [(), MACHINES], ids=["one machine", "two"])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     ("sent", "said"),
     [(signal.SIGKILL, "a rank has ended"), (signal.SIGSTOP, "rank {} has not answered for 5 seconds")],
     ids=["killed", "stopped"],
 )
-def test_a_lost_rank_ends_its_step_and_all_ranks(engine: Any, rank: int, sent: signal.Signals, said: str) -> None:
+def test_a_lost_rank_ends_its_step_and_all_ranks(
+    engine: Any, rank: int, sent: signal.Signals, said: str, hosts: tuple[str, ...]
+) -> None:
     """Within seconds, with one error; then nothing is left."""
-    with SpeculativeDecoder.open(engine(2)) as decoder:
+    with SpeculativeDecoder.open(engine(2), config=DraftTargetConfig(rank_hosts=hosts)) as decoder:
         processes = ranks_of(decoder)
         threading.Timer(0.3, processes[rank].send_signal, [sent]).start()
         began = time.monotonic()
@@ -147,7 +170,7 @@ def test_a_wrong_number_of_ranks_is_refused(engine: Any, monkeypatch: pytest.Mon
     """As where mpiexec and mpi4py are of different libraries, and every process is alone."""
     config = open_engine(engine(4))
     start = groups.RankGroup.__init__
-    monkeypatch.setattr(groups.RankGroup, "__init__", lambda own, directory, _ranks: start(own, directory, 2))
+    monkeypatch.setattr(groups.RankGroup, "__init__", lambda own, directory, *_: start(own, directory, 2))
     with pytest.raises(EngineLostError, match="2 ranks were started for an engine of 4"):
         RanksBackend(engine(4), config, 0)
 
@@ -160,3 +183,39 @@ def test_what_no_rank_computes_is_refused(shared: Path, tmp_path: Path) -> None:
     with pytest.raises(BuildConfigError, match="--tp_size 5"):
         make_engine(checkpoint, tmp_path / "e", tp_size=5)
     assert not any(tmp_path.iterdir())
+
+
+def test_a_stranger_is_taken_for_no_rank(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ranks connect from other machines, others can: without the token, with a long message, with nothing."""
+    directory, strangers = engine(2), list[Link]()
+
+    def listen_to_strangers_too(*arguments: Any) -> Any:
+        own, address = listen(*arguments)
+        strangers.extend(connect(address) for _ in range(3))
+        strangers[0].send({"token": "0" * 64, "rank": 0, "process": 1})
+        strangers[1].socket.sendall(b"\xff" * 8)
+        strangers[2].close()
+        return own, address
+
+    monkeypatch.setattr(groups, "listen", listen_to_strangers_too)
+    with SpeculativeDecoder.open(directory, config=DraftTargetConfig(rank_hosts=MACHINES)) as decoder:
+        assert len(decoder.generate(PROMPTS, max_output_len=3)) == 3
+        for stranger in strangers[:2]:
+            with pytest.raises((EOFError, OSError)):
+                stranger.receive()
+
+
+def test_machines_that_do_not_fit_are_refused(engine: Any) -> None:
+    """Their number, this machine's place, and engines that have no ranks for CPUs."""
+
+    def refused(directory: Path, hosts: tuple[str, ...], message: str) -> None:
+        with pytest.raises(BackendError, match=message):
+            SpeculativeDecoder.open(directory, config=DraftTargetConfig(rank_hosts=hosts))
+
+    refused(engine(2), ("localhost",), "has 2 ranks, 1 machine is named: name one for each rank")
+    refused(engine(1), MACHINES, "is no engine of several ranks for CPUs; leave it out")
+    refused(engine(2), ("192.0.2.1", "localhost"), "rank_hosts: 192.0.2.1, the first one, is not this machine")
+    with pytest.raises(RequestError, match="name a machine's ranks side by side, like a,a,b,b"):
+        DraftTargetConfig(rank_hosts=("a", "b", "a"))
+    with pytest.raises(RequestError, match="'-launcher' is not the name of a machine"):
+        DraftTargetConfig(rank_hosts=("-launcher", "b"))

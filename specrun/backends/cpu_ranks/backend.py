@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +17,35 @@ from specrun.backends import Backend
 from specrun.backends.cpu_ranks.group import RankGroup
 from specrun.backends.cpu_ranks.shared_memory import SharedMemory
 from specrun.backends.ort import MAX_ROUND_LEN
-from specrun.engine_dir.config import EngineConfig
+from specrun.engine_dir.config import EngineConfig, GraphInfo
 from specrun.kv_cache.host import HostKVCache
 
 
 class RanksBackend:
-    """See ``Backend``. The caches of all ranks are memory of this process, so rows move without a word to them."""
+    """See ``Backend``. The caches of the ranks on this machine are memory of this process, so rows move without them.
 
-    def __init__(self, directory: Path, config: EngineConfig, blocks: int) -> None:
-        """Raises BackendError where the ranks do not start."""
+    Ranks on other machines have their caches themselves, and are told what is done to a row.
+    """
+
+    def __init__(self, directory: Path, config: EngineConfig, blocks: int, hosts: Sequence[str] = ()) -> None:
+        """hosts: the ranks' machines, this one first; (): all are on this one.
+
+        Raises BackendError where the ranks do not start.
+        """
         self.config = config
         self.cache_owner: Backend | None = None
-        self._group = RankGroup(directory, config.build_config.tp_size)
+        ranks = config.build_config.tp_size
+        self._group = RankGroup(directory, ranks, hosts)
         self._memory = SharedMemory()
-        self.cache = cache_of_all(config, blocks, self._memory.zeros)
+        elsewhere = range(self._group.here, ranks)
+        graph = config.of_first_ranks(self._group.here).graph
+        self.cache = RanksCache(graph, blocks, self._memory, partial(self._move, elsewhere))
         self._logits = np.empty(0, np.float32)
-        self._inputs = np.empty(0, np.int64)
         self._passes: dict[tuple[int, ...], RanksPass] = {}
-        described = config.model_dump_json().encode()  # It may be too long for a message.
-        self._memory.zeros((len(described),), np.uint8)[:] = np.frombuffer(described, np.uint8)
+        opening = {"directory": str(directory.absolute()), "process": os.getpid()}
+        opening |= {"here": self._group.here, "blocks": blocks, "version": version("onnxruntime")}
         try:
-            self._tell("open", directory=str(directory.absolute()), process=os.getpid())
+            self._group.tell(opening, config.model_dump_json().encode())
         except BaseException:
             self.close()
             raise
@@ -43,7 +54,7 @@ class RanksBackend:
         """See ``Backend``."""
         self._passes.clear()
         self.cache.resize(rows, length, used)
-        self._tell("resize", rows=rows, length=length)
+        self._tell("resize", rows=rows, length=length, used=used)
 
     def bind(self, first: int, num_rows: int, query_len: int, num_logits: int) -> RanksPass:
         """See ``Backend``. Passes share the memory of their logits."""
@@ -51,14 +62,11 @@ class RanksBackend:
         if known := self._passes.get(key):
             return known
         shape = (num_rows, num_logits, self.config.graph.vocab_size)
-        numbers = num_rows * (query_len + num_logits + 3)
-        if math.prod(shape) > self._logits.size or numbers > self._inputs.size:
+        if math.prod(shape) > self._logits.size:
             self._passes.clear()
-            self._logits = self._memory.zeros((max(math.prod(shape), self._logits.size),), np.float32)
-            self._inputs = self._memory.zeros((max(numbers, self._inputs.size),), np.int64)
+            self._logits = self._memory.zeros((math.prod(shape),), np.float32)
             self._tell("memory")
-        logits = self._logits[: math.prod(shape)].reshape(shape)
-        made = RanksPass(self._group, key, self._inputs[:numbers], logits)
+        made = RanksPass(self._group, key, self._logits[: math.prod(shape)].reshape(shape))
         if first == 0 and query_len <= MAX_ROUND_LEN:
             self._passes[key] = made
         return made
@@ -75,25 +83,23 @@ class RanksBackend:
         self.cache.release()
         self._logits, self._inputs = np.empty(0, np.float32), np.empty(0, np.int64)
 
-    def _tell(self, what: str, **more: int | str) -> None:
-        self._group.send({"do": what, "memory": self._memory.told(), **more})
-        self._group.wait()
+    def _tell(self, what: str, **more: int) -> None:
+        self._group.tell({"do": what, "memory": self._memory.told(), **more})
         self._memory.forget()
+
+    def _move(self, ranks: range, operation: str, *arguments: Any) -> None:
+        """Have ``ranks`` do to their caches what was done to those here."""
+        if ranks:
+            self._group.tell({"do": operation, "arguments": arguments}, to=ranks)
 
 
 class RanksPass:
-    """See ``Pass``. Its inputs are copied where all ranks see them."""
+    """See ``Pass``."""
 
-    def __init__(
-        self,
-        group: RankGroup,
-        key: tuple[int, ...],
-        shared: npt.NDArray[np.int64],
-        logits: npt.NDArray[np.float32],
-    ) -> None:
-        """shared: int64 [N], where the inputs go. key: first row, rows, tokens and logits of a row."""
-        self._group, self._shared, self._message = group, shared, {"do": "run", "pass": key}
-        self._inputs = np.zeros(len(shared), np.int64)
+    def __init__(self, group: RankGroup, key: tuple[int, ...], logits: npt.NDArray[np.float32]) -> None:
+        """key: first row, rows, tokens and logits of a row."""
+        self._group, self._message = group, {"do": "run", "pass": key}
+        self._inputs = np.zeros(num_inputs(*key[1:]), np.int64)
         self.logits = logits
         self.input_ids, self.write_indices, self.logits_indices, self.state_indices, self.keep_indices = divide(
             self._inputs, *key[1:]
@@ -101,9 +107,56 @@ class RanksPass:
 
     def run(self) -> None:
         """See ``Pass``. Raises EngineLostError where a rank is lost."""
-        self._shared[:] = self._inputs
-        self._group.send(self._message)
-        self._group.wait()
+        self._group.tell(self._message, self._inputs.tobytes())
+
+
+class RanksCache(HostKVCache):
+    """The caches of the ranks on this machine. What is done to a row, ranks elsewhere are told."""
+
+    def __init__(self, graph: GraphInfo, blocks: int, memory: SharedMemory, tell: Callable[..., None]) -> None:
+        """graph: with the ranks of this machine. tell: takes the name of an operation, and its arguments."""
+        super().__init__(graph.own_tensors, graph.cache_element.storage, blocks, graph.row_states, memory.zeros)
+        self._tell = tell
+
+    def clear(self, row: int) -> None:
+        """See ``KVCache``."""
+        super().clear(row)
+        self._tell("clear", row)
+
+    def clear_states(self, row: int) -> None:
+        """See ``RecurrentCache``."""
+        super().clear_states(row)
+        self._tell("clear_states", row)
+
+    def swap(self, one: int, other: int, lengths: tuple[int, int]) -> None:
+        """See ``KVCache``."""
+        super().swap(one, other, lengths)
+        self._tell("swap", one, other, lengths)
+
+    def save(self, row: int, start: int, blocks: Sequence[int]) -> None:
+        """See ``KVCache``."""
+        super().save(row, start, blocks)
+        self._tell("save", row, start, blocks)
+
+    def load(self, row: int, start: int, blocks: Sequence[int]) -> None:
+        """See ``KVCache``."""
+        super().load(row, start, blocks)
+        self._tell("load", row, start, blocks)
+
+    def save_state(self, row: int, place: int) -> None:
+        """See ``RecurrentCache``."""
+        super().save_state(row, place)
+        self._tell("save_state", row, place)
+
+    def load_state(self, row: int, place: int) -> None:
+        """See ``RecurrentCache``."""
+        super().load_state(row, place)
+        self._tell("load_state", row, place)
+
+
+def num_inputs(rows: int, query_len: int, num_logits: int) -> int:
+    """How many numbers a pass's inputs have."""
+    return rows * (query_len + num_logits + 3)
 
 
 def divide(numbers: npt.NDArray[np.int64], rows: int, query_len: int, num_logits: int) -> list[npt.NDArray[np.int64]]:
@@ -114,10 +167,3 @@ def divide(numbers: npt.NDArray[np.int64], rows: int, query_len: int, num_logits
         made.append(numbers[start : start + size].reshape(shape))
         start += size
     return made
-
-
-def cache_of_all(config: EngineConfig, blocks: int, allocate: Any) -> HostKVCache:
-    """The caches of all ranks: their tensors one after the other, in the order of the ranks."""
-    graph = config.graph
-    states = [state.row_shape(graph.replays) for state in graph.states] * len(graph.ranks)
-    return HostKVCache(graph.own_tensors, graph.cache_element.storage, blocks, states, allocate)

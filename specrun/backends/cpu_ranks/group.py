@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hmac
 import importlib.util
 import os
+import secrets
 import selectors
 import shutil
 import signal
@@ -12,12 +14,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
-from specrun.backends.cpu_ranks.messages import ADDRESS, BEAT_SECONDS, receive, send
-from specrun.devices.processor import THREADS, num_threads
+from specrun.backends.cpu_ranks.messages import ADDRESS, BEAT_SECONDS, TOKEN, Link, listen
 from specrun.errors import BackendError, EngineLostError
 
 _TO_START = 120.0
@@ -26,57 +29,75 @@ _SILENCE = 5 * BEAT_SECONDS
 """A rank that says nothing for so long while it should compute is lost."""
 _ENDED = "a rank has ended"
 """Which one, nobody knows: where one ends, ``mpiexec`` ends the others."""
+_LAUNCHERS_OWN = ("[mpiexec@", "[proxy:", "=", "YOUR APPLICATION", "This typically")
+"""How lines begin that MPICH's launcher writes about itself."""
 _HOW = "pip install mpi4py mpich"
 
 
 class RankGroup:
-    """The ranks' processes: rank r is at ``sockets[r]``. Once one is lost all are ended, and every call raises."""
+    """The ranks' processes, and the links to them. Once one is lost all are ended, and every call raises."""
 
-    def __init__(self, directory: Path, ranks: int) -> None:
-        """Raises BackendError where they do not start."""
+    def __init__(self, directory: Path, ranks: int, hosts: Sequence[str] = ()) -> None:
+        """hosts: the ranks' machines, this one first; (): all are on this one.
+
+        Raises BackendError where they do not start.
+        """
         self._directory = directory
         self._error: str | None = None
-        self.sockets: list[socket.socket] = []
+        self.links: list[Link] = []
+        self.here = num_here(ranks, hosts)
+        """So many ranks, the first ones, are on this machine."""
         self._processes: dict[int, int] = {}
+        """Of the ranks on this machine."""
         self._selector = selectors.DefaultSelector()
-        command = [_mpiexec(), "-n", str(ranks), sys.executable, "-P", "-m", "specrun.backends.cpu_ranks.process"]
+        command = [_mpiexec(), *_placed(hosts), "-n", str(ranks)]
+        command += [sys.executable, "-P", "-m", "specrun.backends.cpu_ranks.process"]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (It is open as long as they run.)
         # Only this user may enter the folder, and nobody needs it once all ranks are connected.
-        with tempfile.TemporaryDirectory(prefix="specrun-") as folder, _listener(f"{folder}/ranks", ranks) as listener:
-            threads = max(1, num_threads() // ranks)
-            self._launcher = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
-                env={**os.environ, ADDRESS: f"{folder}/ranks", THREADS: str(threads)},
-                start_new_session=True,
-            )
+        with tempfile.TemporaryDirectory(prefix="specrun-") as folder:
             try:
-                self._accept(listener, ranks)
-            except BaseException:
-                self._end()
-                raise
+                listener, address = listen(ranks, folder, hosts[0] if hosts else None)
+            except OSError as error:
+                raise BackendError(f"rank_hosts: {hosts[0]}, the first one, is not this machine: {error}") from None
+            token = secrets.token_hex()
+            with listener:
+                self._launcher = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._log,
+                    stderr=self._log,
+                    env={**os.environ, ADDRESS: address, TOKEN: token},
+                    start_new_session=True,
+                )
+                try:
+                    self._accept(listener, ranks, token)
+                except BaseException:
+                    self._end()
+                    raise
 
-    def send(self, message: dict[str, Any]) -> None:
-        """Tell all ranks. Raises EngineLostError where one is lost."""
+    def tell(self, message: dict[str, Any], data: bytes = b"", to: Iterable[int] | None = None) -> None:
+        """Have ranks do something, all or those in ``to``, and wait until they have.
+
+        Raises EngineLostError where one is lost, or could not do it.
+        """
         if self._error:
             raise EngineLostError(self._error)
-        for to in self.sockets:
+        told = range(len(self.links)) if to is None else to
+        for rank in told:
             try:
-                send(to, message)
+                self.links[rank].send(message, data)
             except OSError:
                 self._lose(_ENDED)
+        self._wait(set(told))
 
-    def wait(self) -> None:
-        """Until all ranks have answered. Raises EngineLostError where one is lost, or could not do what it was told."""
-        heard = [time.monotonic()] * len(self.sockets)
-        waiting = set(range(len(self.sockets)))
+    def _wait(self, waiting: set[int]) -> None:
+        """Until ranks have answered."""
+        heard = [time.monotonic()] * len(self.links)
         while waiting:
             for key, _ in self._selector.select(BEAT_SECONDS):
                 rank = key.data
                 try:
-                    answer = receive(self.sockets[rank])
+                    answer, _ = self.links[rank].receive()
                 except (EOFError, OSError):
                     self._lose(_ENDED)
                 heard[rank] = time.monotonic()
@@ -100,22 +121,32 @@ class RankGroup:
         self._error = self._error or f"{self._directory}: the engine was closed"
         self._end()
 
-    def _accept(self, listener: socket.socket, ranks: int) -> None:
+    def _accept(self, listener: socket.socket, ranks: int, token: str) -> None:
         """Wait for the ranks' connections."""
-        until, found = time.monotonic() + _TO_START, dict[int, socket.socket]()
+        until, found = time.monotonic() + _TO_START, dict[int, Link]()
+        listener.settimeout(0.5)
         while len(found) < ranks:
             try:
-                own, _ = listener.accept()
+                link = Link(listener.accept()[0])
             except TimeoutError:
                 if self._launcher.poll() is None and time.monotonic() < until:
                     continue
                 raise BackendError(f"{self._directory}: its {ranks} ranks did not start{self._said()}") from None
-            own.settimeout(None)
-            hello = receive(own)
-            found[hello["rank"]] = own
-            self._processes[hello["rank"]] = hello["process"]
-            self._selector.register(own, selectors.EVENT_READ, hello["rank"])
-        self.sockets = [found[rank] for rank in range(ranks)]
+            link.socket.settimeout(_SILENCE)
+            try:
+                hello, _ = link.receive(known=False)
+            except (ValueError, EOFError, OSError):
+                hello = {}
+            if not hmac.compare_digest(str(hello.get("token")), token):
+                link.close()
+                continue
+            link.socket.settimeout(None)
+            rank = hello["rank"]
+            found[rank] = link
+            if rank < self.here:
+                self._processes[rank] = hello["process"]
+            self._selector.register(link.socket, selectors.EVENT_READ, rank)
+        self.links = [found[rank] for rank in range(ranks)]
 
     def _lose(self, what: str) -> NoReturn:
         """End all, because one is lost. Raises EngineLostError."""
@@ -124,8 +155,8 @@ class RankGroup:
         raise EngineLostError(self._error)
 
     def _end(self) -> None:
-        for own in self.sockets:
-            own.close()
+        for link in self.links:
+            link.close()
         with suppress(OSError):
             os.killpg(self._launcher.pid, signal.SIGKILL)
         for process in self._processes.values():
@@ -136,18 +167,21 @@ class RankGroup:
         self._launcher.wait()
 
     def _said(self) -> str:
-        """The last line that the processes wrote."""
+        """The last line that a rank, or what starts it, has written."""
         self._log.seek(0)
-        lines = [line.strip() for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]
-        return f" ({lines[-1][:300]})" if lines else ""
+        lines = [line.strip() for line in self._log.read().decode(errors="replace").splitlines()]
+        said = [line for line in lines if line and not line.startswith(_LAUNCHERS_OWN)] or lines
+        return f" ({said[-1][:300]})" if said else ""
 
 
-def _listener(address: str, ranks: int) -> socket.socket:
-    own = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # Which keeps messages apart.
-    own.bind(address)
-    own.listen(ranks)
-    own.settimeout(0.5)
-    return own
+def num_here(ranks: int, hosts: Sequence[str]) -> int:
+    """How many of the ranks, the first ones, are on this machine, whose name stands first in ``hosts``."""
+    return hosts.count(hosts[0]) if hosts else ranks
+
+
+def _placed(hosts: Sequence[str]) -> list[str]:
+    """What tells ``mpiexec`` of the machines."""
+    return ["-hosts", ",".join(f"{host}:{len([*same])}" for host, same in groupby(hosts))] if hosts else []
 
 
 def _mpiexec() -> str:

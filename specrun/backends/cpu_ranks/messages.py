@@ -1,27 +1,91 @@
-"""What the decoding process and its ranks tell each other, over a socket that keeps messages apart."""
+"""What the decoding process and its ranks tell each other: JSON objects, with numbers as bytes behind them."""
 
 from __future__ import annotations
 
 import json
 import socket
+import struct
 from typing import Any
 
 ADDRESS = "SPECRUN_RANKS_ADDRESS"
-"""The environment variable that tells a rank where the decoding process listens."""
+"""The environment variable that tells a rank where the decoding process listens: a path, or a machine and a port."""
+TOKEN = "SPECRUN_RANKS_TOKEN"
+"""The environment variable with a random text that ranks begin with, so that nobody else is taken for one."""
 BEAT_SECONDS = 1.0
 """A rank that computes says so at this pace."""
-_LONGEST = 1 << 16
+_SIZES = struct.Struct("!II")
+_FIRST_BYTES = 1 << 12
+"""The most bytes of a message of somebody who has not said the token yet."""
+_SILENCE_MS = 10_000
+"""Milliseconds after which a connection is closed whose other machine confirms nothing."""
 
 
-def send(to: socket.socket, message: dict[str, Any]) -> None:
-    """Raises OSError where nobody is there any more."""
-    to.sendall(json.dumps(message).encode())
+class Link:
+    """One end of a connection between the decoding process and a rank."""
+
+    def __init__(self, own: socket.socket) -> None:
+        self.socket = own
+        if own.family != socket.AF_UNIX:
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MS)
+
+    def send(self, message: dict[str, Any], data: bytes = b"") -> None:
+        """Raises OSError where nobody is there any more."""
+        text = json.dumps(message).encode()
+        self.socket.sendall(_SIZES.pack(len(text), len(data)) + text + data)
+
+    def receive(self, known: bool = True) -> tuple[dict[str, Any], bytearray]:
+        """The next message. Raises EOFError where the other side has closed, and OSError.
+
+        known: whether the other side has said the token. Else raises ValueError for what no rank would send.
+        """
+        text, more = _SIZES.unpack(self._read(_SIZES.size))
+        if not known and text + more > _FIRST_BYTES:
+            raise ValueError("too long")
+        message = json.loads(self._read(text))
+        if not isinstance(message, dict):
+            raise ValueError("not an object")
+        return message, self._read(more)
+
+    def close(self) -> None:
+        """Close this end."""
+        self.socket.close()
+
+    def _read(self, count: int) -> bytearray:
+        data = bytearray(count)
+        left = memoryview(data)
+        while left:
+            got = self.socket.recv_into(left)
+            if not got:
+                raise EOFError
+            left = left[got:]
+        return data
 
 
-def receive(of: socket.socket) -> dict[str, Any]:
-    """The next message. Raises EOFError where the other side has closed, and OSError."""
-    data = of.recv(_LONGEST)
-    if not data:
-        raise EOFError
-    message: dict[str, Any] = json.loads(data)
-    return message
+def listen(ranks: int, folder: str, host: str | None) -> tuple[socket.socket, str]:
+    """A socket that ``ranks`` ranks connect to, and its address.
+
+    In ``folder``, or where ranks are on several machines on a port of this one, which they know as ``host``. Raises
+    OSError.
+    """
+    if host is None:
+        own, address = socket.socket(socket.AF_UNIX), f"{folder}/ranks"
+        own.bind(address)
+    else:
+        family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        own = socket.socket(family)
+        own.bind(place)
+        address = f"{host} {own.getsockname()[1]}"
+    own.listen(ranks)
+    return own, address
+
+
+def connect(address: str) -> Link:
+    """The rank's end. Raises OSError."""
+    host, _, port = address.partition(" ")
+    if port:
+        own = socket.create_connection((host, int(port)))
+    else:
+        own = socket.socket(socket.AF_UNIX)
+        own.connect(address)
+    return Link(own)

@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,62 +15,71 @@ import numpy as np
 import numpy.typing as npt
 
 from specrun import cpu_operators
-from specrun.backends.cpu_ranks.backend import cache_of_all, divide
-from specrun.backends.cpu_ranks.messages import ADDRESS, BEAT_SECONDS, receive, send
+from specrun.backends.cpu_ranks.backend import divide
+from specrun.backends.cpu_ranks.messages import ADDRESS, BEAT_SECONDS, TOKEN, Link, connect
 from specrun.backends.cpu_ranks.shared_memory import Place, as_array, attach
 from specrun.backends.ort import MAX_ROUND_LEN, OrtPass, open_session
+from specrun.devices.processor import THREADS, num_threads
 from specrun.engine_dir.config import EngineConfig
 from specrun.errors import BackendError
+from specrun.kv_cache.host import HostKVCache
+
+ROW_OPERATIONS = {"clear", "clear_states", "swap", "save", "load", "save_state", "load_state"}
+"""Of ``HostKVCache``: what a rank on another machine is told to do to a row."""
 
 
 class Rank:
-    """One rank's engine and its views of the caches."""
+    """One rank's engine. Its caches are the decoding process's memory, or its own where that is on another machine."""
 
-    def __init__(self, rank: int, ranks: int, message: dict[str, Any]) -> None:
-        """message: the first one, with the decoding process's number, and where config.json is. Raises SpecError."""
+    def __init__(self, rank: int, ranks: int, message: dict[str, Any], config: EngineConfig) -> None:
+        """message: the first one, with where config.json is, and the decoding process's number. Raises SpecError."""
+        _require_same(ranks, config, message)
         self._rank, self._process = rank, message["process"]
-        directory = Path(message["directory"])
-        place = Place(*message["memory"][0])
-        config = EngineConfig.model_validate_json(bytes(attach(self._process, place)))
-        if ranks != config.build_config.tp_size:
-            raise BackendError(
-                f"{ranks} ranks were started for an engine of {config.build_config.tp_size}; are mpiexec and mpi4py of "
-                "one MPI library?"
-            )
-        self._config = config.of_rank(rank)
-        self._session = open_session(directory / f"rank{rank}", self._config, "CPUExecutionProvider", {})
+        self._config, here = config.of_rank(rank), message["here"]
+        directory = Path(message["directory"]) / f"rank{rank}"
+        if not directory.exists():
+            raise BackendError(f"{directory} is not on {socket.gethostname()}: all machines need the whole directory")
+        self._session = open_session(directory, self._config, "CPUExecutionProvider", {})
         self._new: list[Place] = []
-        self._cache = cache_of_all(config, 0, self._attached)
-        tensors = [len(config.graph.of_rank(other).own_tensors) for other in range(len(config.graph.ranks))]
-        self._tensors = slice(sum(tensors[:rank]), sum(tensors[: rank + 1]))
-        states = len(config.graph.states)
-        self._states = slice(rank * states, (rank + 1) * states)
-        self._passes: dict[tuple[int, ...], OrtPass] = {}
-        self._logits, self._inputs = np.empty(0, np.float32), np.empty(0, np.int64)
-
-    def do(self, message: dict[str, Any]) -> None:
-        """One message of the decoding process."""
-        if message["do"] == "run":
-            self._run(*message["pass"])
-            return
-        self._passes.clear()
-        self._new = [Place(*place) for place in message["memory"]]
-        if message["do"] == "resize":
-            self._cache.resize(message["rows"], message["length"], 0)
+        self._has_own = rank >= here
+        """Whether its caches are its own."""
+        if not self._has_own:
+            graph, blocks, allocate = config.of_first_ranks(here).graph, 0, self._attached
+            tensors = [len(config.graph.of_rank(other).own_tensors) for other in range(here)]
+            self._tensors = slice(sum(tensors[:rank]), sum(tensors[: rank + 1]))
+            states = len(graph.states)
+            self._states = slice(rank * states, (rank + 1) * states)
         else:
-            logits, inputs = self._new
-            self._logits = self._view(logits, np.float32)
-            self._inputs = self._view(inputs, np.int64)
+            graph, blocks, allocate = self._config.graph, message["blocks"], np.zeros
+            self._tensors = self._states = slice(None)
+        self._cache = HostKVCache(graph.own_tensors, graph.cache_element.storage, blocks, graph.row_states, allocate)
+        self._passes: dict[tuple[int, ...], OrtPass] = {}
+        self._logits = np.empty(0, np.float32)
 
-    def _run(self, first: int, rows: int, query_len: int, num_logits: int) -> None:
-        key = (first, rows, query_len, num_logits)
-        step = self._passes.get(key)
+    def do(self, message: dict[str, Any], data: bytearray) -> None:
+        """One message of the decoding process."""
+        what = message["do"]
+        if what == "run":
+            self._run(message["pass"], np.frombuffer(data, np.int64))
+        elif what in ROW_OPERATIONS:
+            getattr(self._cache, what)(*message["arguments"])
+        else:
+            self._passes.clear()
+            self._new = [Place(*place) for place in message["memory"]]
+            if what == "resize":
+                self._cache.resize(message["rows"], message["length"], message["used"] if self._has_own else 0)
+            elif self._rank == 0:
+                self._logits = self._view(self._new.pop(), np.float32)
+
+    def _run(self, key: list[int], inputs: npt.NDArray[np.int64]) -> None:
+        first, rows, query_len, num_logits = key
+        step = self._passes.get((first, rows, query_len, num_logits))
         if step is None:
-            step = self._bind(*key)
+            step = self._bind(first, rows, query_len, num_logits)
             if first == 0 and query_len <= MAX_ROUND_LEN:
-                self._passes[key] = step
+                self._passes[first, rows, query_len, num_logits] = step
         names = (step.input_ids, step.write_indices, step.logits_indices, step.state_indices, step.keep_indices)
-        for own, given in zip(names, divide(self._inputs, rows, query_len, num_logits), strict=True):
+        for own, given in zip(names, divide(inputs, rows, query_len, num_logits), strict=True):
             own[...] = given
         step.run()
 
@@ -100,6 +110,11 @@ class Exchange:
         self.rank, self.ranks = self._world.Get_rank(), self._world.Get_size()
         self.function = cpu_operators.Exchange(self._exchange)
 
+    def on_this_machine(self) -> tuple[int, int]:
+        """This rank's place among the ranks of its machine, and how many these are."""
+        own = self._world.Split_type(self._mpi.COMM_TYPE_SHARED)
+        return own.Get_rank(), own.Get_size()
+
     def _exchange(self, number: int, own: int, everything: int, nbytes: int) -> int:
         try:
             if number not in (0, self._next):
@@ -116,8 +131,8 @@ class Exchange:
 class Beats:
     """Says at a steady pace that this process lives, while it computes."""
 
-    def __init__(self, to: socket.socket) -> None:
-        self._to, self._lock = to, threading.Lock()
+    def __init__(self, link: Link) -> None:
+        self._link, self._lock = link, threading.Lock()
         self.busy = False
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -125,47 +140,62 @@ class Beats:
         """Send the answer, after which this process waits."""
         with self._lock:
             self.busy = False
-            send(self._to, message)
+            self._link.send(message)
 
     def _run(self) -> None:
         while True:
             time.sleep(BEAT_SECONDS)
             with self._lock:
                 if self.busy:
-                    send(self._to, {"beat": True})
+                    try:
+                        self._link.send({"beat": True})
+                    except OSError:
+                        os._exit(1)  # The other thread may wait in a collective for a rank that has ended.
 
 
 def main() -> None:
     """The rank's loop."""
     exchange = Exchange()
-    _stay_on_own_cores(exchange.rank, exchange.ranks)
-    own = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    own.connect(os.environ[ADDRESS])
-    send(own, {"rank": exchange.rank, "process": os.getpid()})
+    _share_cores(*exchange.on_this_machine())
+    link = connect(os.environ[ADDRESS])
+    link.send({"token": os.environ[TOKEN], "rank": exchange.rank, "process": os.getpid()})
     cpu_operators.set_exchange(exchange.function)
-    beats, rank = Beats(own), None
+    beats, rank = Beats(link), None
     while True:
         try:
-            message = receive(own)
+            message, data = link.receive()
         except (EOFError, OSError):
             break
         beats.busy = True
         try:
             if rank is None:
-                rank = Rank(exchange.rank, exchange.ranks, message)
+                config = EngineConfig.model_validate_json(bytes(data))
+                rank = Rank(exchange.rank, exchange.ranks, message, config)
             else:
-                rank.do(message)
+                rank.do(message, data)
             beats.answer({})
         except Exception as error:
             beats.answer({"error": " ".join(str(error).split())[:2000]})
     os._exit(0)  # Without MPI's own end, which waits for all ranks.
 
 
-def _stay_on_own_cores(rank: int, ranks: int) -> None:
-    """A rank has its share of the cores, one behind the other, so that its memory is near them."""
-    cores = sorted(os.sched_getaffinity(0))
+def _require_same(ranks: int, config: EngineConfig, message: dict[str, Any]) -> None:
+    """Raise BackendError where this process cannot be a rank of the engine."""
+    if ranks != config.build_config.tp_size:
+        raise BackendError(
+            f"{ranks} ranks were started for an engine of {config.build_config.tp_size}; are mpiexec and mpi4py of "
+            "one MPI library?"
+        )
+    if (own := version("onnxruntime")) != message["version"]:
+        raise BackendError(f"{socket.gethostname()} has onnxruntime {own}, not {message['version']}; install the same")
+
+
+def _share_cores(place: int, ranks: int) -> None:
+    """A rank has its share of its machine's cores, one behind the other, so that its memory is near them."""
+    threads, cores = num_threads(), sorted(os.sched_getaffinity(0))
+    os.environ[THREADS] = str(max(1, threads // ranks))
     if len(cores) >= ranks:
-        os.sched_setaffinity(0, cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks])
+        os.sched_setaffinity(0, cores[place * len(cores) // ranks : (place + 1) * len(cores) // ranks])
 
 
 if __name__ == "__main__":
