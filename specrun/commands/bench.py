@@ -42,6 +42,12 @@ if TYPE_CHECKING:
     metavar="auto|N",
     help="Draft tokens a round; this and --batch_size may be repeated.",
 )
+@click.option(
+    "--request_rate",
+    type=click.FloatRange(0, min_open=True),
+    metavar="R",
+    help="Requests a second, at random times; --batch_size is then the most at a time. Default: batch by batch.",
+)
 @click.option("--output_len", type=click.IntRange(1), default=96, show_default=True, help="Tokens of every output.")
 @click.option(
     "--ignore_eos/--no_ignore_eos",
@@ -67,6 +73,7 @@ if TYPE_CHECKING:
 def bench(
     batch_sizes: tuple[int, ...],
     draft_lens: tuple[Any, ...],
+    request_rate: float | None,
     output_len: int,
     ignore_eos: bool,
     chat: bool,
@@ -100,6 +107,7 @@ def bench(
     settings = BenchSettings(
         batch_sizes=batch_sizes,
         draft_lens=draft_lens,
+        request_rate=request_rate,
         output_len=output_len,
         repetitions=repetitions,
         params=SamplingParams(**{name: options[name] for name in (*SAMPLING, "seed")}),

@@ -21,6 +21,7 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.devices.processor import processor_name
 from specrun.engine_dir.config import EngineConfig
 from specrun.errors import RequestError
+from specrun.evaluation.arrivals import arrival_times
 from specrun.evaluation.bench_passes import Pass, example, summarize
 from specrun.evaluation.bench_results import Result, shown_draft_len, vllm_names
 from specrun.evaluation.bench_settings import BenchSettings
@@ -85,7 +86,9 @@ def bench(
                     report(f"batch {size}, draft_len {shown_draft_len(draft_len)}")
                     stop_ids = () if settings.ignore_eos else alone.target.eos_token_ids
                     batches = _batches(tasks, size, settings, stop_ids)
-                    passes = _interleave(alone, pair, batches, settings.repetitions, report)
+                    for decoder in (alone, pair):
+                        decoder.scheduler.max_rows = size
+                    passes = _interleave(alone, pair, batches, settings, report)
                     shown = example(pair, first) if (first := passes[0][1].first) else None
                     results[size, draft_len] = replace(summarize(size, draft_len, passes, settings), example=shown)
     return [results[size, draft_len] for size in settings.batch_sizes for draft_len in settings.fixed_draft_lens]
@@ -120,14 +123,15 @@ def _batches(
         params = settings.params.seeded(row // len(tasks))
         return Request(task.prompt, params, task.output_len, frozenset(stop_ids), grammar=task.grammar), task.category
 
-    return lambda: [dict(request(first + row) for row in range(size)) for first in range(0, len(tasks), size)]
+    step = size if settings.request_rate is None else len(tasks)
+    return lambda: [dict(request(first + row) for row in range(step)) for first in range(0, len(tasks), step)]
 
 
 def _interleave(
     alone: SpeculativeDecoder,
     pair: SpeculativeDecoder,
     batches: Callable[[], list[_Batch]],
-    repetitions: int,
+    settings: BenchSettings,
     report: Callable[[str], None],
 ) -> list[tuple[Pass, Pass]]:
     """Warm up, then let the two take turns: a pass of each for every repetition."""
@@ -136,14 +140,15 @@ def _interleave(
             for _ in islice(decoder.run([*requests]), _WARM_UP_ROUNDS * len(requests)):
                 pass
     passes = []
-    for repetition in range(1, repetitions + 1):
+    for repetition in range(1, settings.repetitions + 1):
         ours, theirs = Pass(), Pass()
         for plain, drafted in zip(batches(), batches(), strict=True):
-            ours.decode(alone, plain)
-            theirs.decode(pair, drafted)
+            arrivals = arrival_times(len(plain), settings, repetition)
+            ours.decode(alone, plain, arrivals)
+            theirs.decode(pair, drafted, arrivals)
         passes.append((ours, theirs))
         rates = f"{ours.tokens_per_second:.1f} tokens/s alone, {theirs.tokens_per_second:.1f} with the draft"
-        report(f"  repetition {repetition}/{repetitions}: {rates}")
+        report(f"  repetition {repetition}/{settings.repetitions}: {rates}")
     return passes
 
 

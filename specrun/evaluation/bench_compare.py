@@ -16,7 +16,10 @@ from specrun.evaluation.bench_results import Result, Spread, shown_draft_len
 from specrun.evaluation.bench_tables import csv_of, new_table
 from specrun.request.prompts import read_text
 
-_SPREADS = ("tokens_per_second_alone", "tokens_per_second", "speedup", "first_token_ms_alone", "first_token_ms")
+_SPREADS = (
+    *("tokens_per_second_alone", "tokens_per_second", "speedup", "first_token_ms_alone", "first_token_ms"),
+    *("request_ms_alone", "request_ms"),
+)
 _NUMBERS = ("tokens_per_round", "acceptance_rate")
 _Settings = dict[str, Any]
 
@@ -97,8 +100,8 @@ def show(rows: Sequence[Row], output_format: Literal["table", "json", "csv"]) ->
     return Group(shown, "", "*: the ranges over the repetitions do not meet.")
 
 
-def _key(result: Result) -> tuple[int, int | None, bool]:
-    return result.batch_size, result.draft_len, result.ignore_eos
+def _key(result: Result) -> tuple[int, int | None, bool, float | None]:
+    return result.batch_size, result.draft_len, result.ignore_eos, result.request_rate
 
 
 def _rows(a: Result, b: Result) -> Iterator[Row]:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specrun.decoder import SpeculativeDecoder
+from specrun.evaluation.arrivals import decode_arriving
 from specrun.evaluation.bench_results import Example, Result, Split, Spread
 from specrun.evaluation.bench_settings import BenchSettings
 from specrun.request.request import Request
@@ -24,6 +25,8 @@ class Pass:
     seconds: float = 0.0
     first_tokens: list[float] = field(default_factory=list)
     """Seconds, for each request."""
+    requests: list[float] = field(default_factory=list)
+    """Seconds from each request's arrival to its last token."""
     later_tokens: list[float] = field(default_factory=list)
     """Seconds of a token behind the first one, for each request that has any."""
     later: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(5))
@@ -36,16 +39,22 @@ class Pass:
     first: Request | None = None
     """The first request."""
 
-    def decode(self, decoder: SpeculativeDecoder, requests: Mapping[Request, str]) -> None:
-        """Add a batch: requests and their categories."""
+    def decode(
+        self, decoder: SpeculativeDecoder, requests: Mapping[Request, str], arrivals: Sequence[float] | None = None
+    ) -> None:
+        """Add a batch: requests and their categories.
+
+        arrivals: when each of them comes. Then rounds are not divided into their parts.
+        """
         self.first = self.first or next(iter(requests))
         known = dict.fromkeys(requests, (0, 0, 0))
         clocks: list[npt.NDArray[np.float64]] = []
         began = time.perf_counter()
-        for event in decoder.run([*requests]):
+        events = decoder.run([*requests]) if arrivals is None else decode_arriving(decoder, [*requests], arrivals)
+        for event in events:
             if event.request.error:
                 raise event.request.error
-            if not clocks and all(request.token_outputs for request in requests):
+            if not clocks and arrivals is None and all(request.token_outputs for request in requests):
                 clocks.append(_clock(decoder, began))
             stats, (drafted, evaluated, accepted) = event.request.stats, known[event.request]
             known[event.request] = now = (stats.drafted, stats.evaluated, stats.accepted)
@@ -56,6 +65,7 @@ class Pass:
         for request, category in requests.items():
             stats = request.stats
             self.first_tokens.append(stats.first_token_seconds)
+            self.requests.append(stats.seconds)
             if behind := len(request.token_outputs) - 1:
                 self.later_tokens.append((stats.seconds - stats.first_token_seconds) / behind)
             self.stats.setdefault(category, []).append(stats)
@@ -76,6 +86,12 @@ def _clock(decoder: SpeculativeDecoder, began: float) -> npt.NDArray[np.float64]
 def summarize(size: int, draft_len: int | None, passes: Sequence[tuple[Pass, Pass]], settings: BenchSettings) -> Result:
     """The result of one batch size and draft length. passes: of the target alone and the pair, by repetition."""
     alone, pair = zip(*passes, strict=True)
+
+    def speedup(ours: Pass, theirs: Pass) -> float:
+        if settings.request_rate is None:
+            return theirs.tokens_per_second / ours.tokens_per_second
+        return mean(ours.requests) / mean(theirs.requests)  # How many tokens a second there are follows the rate.
+
     drafted, evaluated, accepted = np.array([counts for theirs in pair for counts in theirs.rounds]).T
     places = range(1, evaluated.max() + 1)
     timed = all(ours.later[2] and theirs.later[2] for ours, theirs in passes)
@@ -95,7 +111,11 @@ def summarize(size: int, draft_len: int | None, passes: Sequence[tuple[Pass, Pas
         output_tokens=mean(len(ids) for theirs in pair for ids in theirs.ids),
         tokens_per_second_alone=Spread.of(ours.tokens_per_second for ours in alone),
         tokens_per_second=Spread.of(theirs.tokens_per_second for theirs in pair),
-        speedup=Spread.of(theirs.tokens_per_second / ours.tokens_per_second for ours, theirs in passes),
+        speedup=Spread.of(speedup(*both) for both in passes),
+        request_rate=settings.request_rate,
+        request_ms_alone=Spread.of(mean(ours.requests) * 1e3 for ours in alone),
+        request_ms=Spread.of(mean(theirs.requests) * 1e3 for theirs in pair),
+        first_token_ms_p99=float(np.quantile([first for theirs in pair for first in theirs.first_tokens], 0.99)) * 1e3,
         first_token_ms_alone=Spread.of(mean(ours.first_tokens) * 1e3 for ours in alone),
         first_token_ms=Spread.of(mean(theirs.first_tokens) * 1e3 for theirs in pair),
         drafted_per_round=float(drafted.mean()),

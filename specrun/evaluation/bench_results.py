@@ -60,6 +60,7 @@ class Result:
     """Output tokens over wall time, the prompts' included."""
     tokens_per_second: Spread
     speedup: Spread
+    """By tokens a second; with a request rate, by the time from a request's arrival to its last token."""
     first_token_ms_alone: Spread
     """Milliseconds from a batch's start to its first tokens."""
     first_token_ms: Spread
@@ -84,6 +85,13 @@ class Result:
     """Whether stop ids were ignored. False: outputs ended as they do in use."""
     output_tokens: float = 0.0
     """Mean tokens of the pair's outputs."""
+    request_rate: float | None = None
+    """Requests a second that came at random times; None: they were decoded batch by batch."""
+    request_ms_alone: Spread | None = None
+    """Milliseconds from a request's arrival to its last token, mean of the requests. None in files of before."""
+    request_ms: Spread | None = None
+    first_token_ms_p99: float | None = None
+    """Milliseconds within which 99% of the pair's requests had their first token."""
     example: Example | None = None
     """None where there is no tokenizer."""
 
@@ -93,7 +101,11 @@ def vllm_names(result: Result) -> dict[str, Any]:
     counts = result.speculative_decoding
     drafts = counts["num_spec_steps"]
     histogram = counts["acceptance_histogram"]
+    latency, tail = result.request_ms, result.first_token_ms_p99
     return {
+        **({"request_rate": result.request_rate} if result.request_rate else {}),
+        **({"mean_e2el_ms": latency.median} if latency else {}),
+        **({"p99_ttft_ms": tail} if tail is not None else {}),
         "output_throughput": result.tokens_per_second.median,
         "mean_ttft_ms": result.first_token_ms.median,
         "mean_tpot_ms": result.token_ms,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -22,6 +23,9 @@ class BenchSettings:
     output_len: int = 96
     """Tokens of every output whose prompt names no number; the most of them without ``ignore_eos``."""
     repetitions: int = 3
+    request_rate: float | None = None
+    """Requests a second, which come at random times as on a server (a Poisson process); a batch size is then the most
+    that decode at a time. None: batch by batch."""
     params: SamplingParams = field(default_factory=SamplingParams)
     ignore_eos: bool = True
     """Whether stop ids are ignored, so that every run commits as many tokens. False: outputs end as they do in use."""
@@ -41,6 +45,8 @@ class BenchSettings:
         for name, value in least.items():
             if value < 1:
                 raise RequestError(f"{name} {value}: expected 1 or more")
+        if self.request_rate is not None and not 0 < self.request_rate < math.inf:
+            raise RequestError(f"request_rate {self.request_rate}: expected a number of requests a second")
 
     @property
     def fixed_draft_lens(self) -> list[int | None]:

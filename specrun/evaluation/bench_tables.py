@@ -42,7 +42,7 @@ def table(results: Sequence[Result]) -> Group:
     if categories := _categories(results):
         shown += [categories, ""]
     shown += ["Medians of the repetitions; speed-ups from the lowest to the highest."]
-    shown += [lengths(results), *advice(results)]
+    shown += [lengths(results), *arrivals(results), *advice(results)]
     return Group(*shown)
 
 
@@ -52,6 +52,20 @@ def lengths(results: Sequence[Result]) -> str:
     if results[0].ignore_eos:
         return f"Stop ids are ignored: {tokens} tokens an output."
     return f"Outputs end where the model ends them: {tokens} tokens an output."
+
+
+def arrivals(results: Sequence[Result]) -> list[str]:
+    """With a request rate: what speed-ups mean then, and how long requests took."""
+    rate = results[0].request_rate
+    if rate is None:
+        return []
+    said = [f"Requests come at {rate:g} a second on average; speed-ups are of their time to the last token:"]
+    for result in results:
+        if result.request_ms and result.request_ms_alone and result.first_token_ms_p99 is not None:
+            times = f"{result.request_ms.median:.0f} ms, alone {result.request_ms_alone.median:.0f}"
+            tail = f"99% have a token after {result.first_token_ms_p99:.0f} ms"
+            said.append(f"  batch {result.batch_size}, draft {shown_draft_len(result.draft_len)}: {times}; {tail}")
+    return said
 
 
 def _categories(results: Sequence[Result]) -> Table | None:

@@ -188,7 +188,7 @@ def test_the_prediction_is_the_papers_with_the_times_of_a_repetition() -> None:
 def test_drafts_that_may_end_early_are_predicted_by_their_own_lengths(
     config: DraftTargetConfig, lengths: list[int]
 ) -> None:
-    passes = (Pass(1.0, [0.1], ids=[[1]]), Pass(1.0, [0.1], ids=[[1]], rounds=[(0, 0, 0), (2, 2, 1)]))
+    passes = (Pass(1.0, [0.1], [1.0], ids=[[1]]), Pass(1.0, [0.1], [1.0], ids=[[1]], rounds=[(0, 0, 0), (2, 2, 1)]))
     passes[0].later[:] = (2.2, 2.0, 100, 0, 0)
     passes[1].later[:] = (2.0, 1.5, 50, 0.4, 200)
     result = summarize(1, 4, [passes], BenchSettings(config=config))
@@ -297,6 +297,8 @@ def test_csv_has_the_jsons_names_and_figures(run: Bench) -> None:
         ({"draft_lens": ["auto", None]}, "once"),
         ({"output_len": 0}, "output_len 0"),
         ({"repetitions": 0}, "repetitions 0"),
+        ({"request_rate": 0}, "request_rate 0"),
+        ({"request_rate": float("inf")}, "request_rate inf"),
     ],
 )
 def test_settings_that_measure_nothing(wrong: dict[str, Any], message: str) -> None:
