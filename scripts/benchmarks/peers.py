@@ -6,9 +6,10 @@ greedy, stop ids are ignored. A speed is wall time as the caller sees it: prompt
 process and back (below a millisecond a text), are in it. A turn is measured again where other processes took more than
 a share of the processor.
 
-A draft has the target's form, but 8 bits beside a target in 4 bits. Other settings are those that each has by default;
-with float32 the peers' caches are float32 too. Quality is as in quantized.py. Models and logits are kept in
---work_dir, so --repetitions 0 prepares what a later run measures.
+With --batch_size N, N texts decode at the same time, and a speed is that of all of them. A draft has the target's form,
+but 8 bits beside a target in 4 bits. Other settings are those that each has by default; with float32 the peers' caches
+are float32 too. Quality is as in quantized.py. Models and logits are kept in --work_dir, so --repetitions 0 prepares
+what a later run measures.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def seconds_of_others() -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def measure(found: dict[str, System], prompts: list[list[int]], output_len: int, repetitions: int) -> dict[str, Any]:
+def measure(
+    found: dict[str, System], prompts: list[list[int]], batch_size: int, output_len: int, repetitions: int
+) -> dict[str, Any]:
     """Tokens/s of all, alone and with the draft, in turns; the first turn warms up.
 
     And of how many prompts the text with the draft is the text without it.
@@ -69,7 +72,9 @@ def measure(found: dict[str, System], prompts: list[list[int]], output_len: int,
         others, started = seconds_of_others(), time.perf_counter()
         for name, drafted in ways:
             began = time.perf_counter()
-            texts[name, drafted] = [found[name].generate([ids], output_len, drafted)[0] for ids in prompts]
+            batches = (prompts[first : first + batch_size] for first in range(0, len(prompts), batch_size))
+            written = (found[name].generate(batch, output_len, drafted) for batch in batches)
+            texts[name, drafted] = [text for batch in written for text in batch]
             turns[-1][name, drafted] = len(prompts) * output_len / (time.perf_counter() - began)
             if lengths := {len(text) for text in texts[name, drafted]} - {output_len}:
                 raise click.ClickException(f"{name}: texts of {lengths} tokens, expected {output_len}")
@@ -152,6 +157,7 @@ def versions(places: Places) -> dict[str, str]:
 @click.option("--demo_dir", type=click.Path(path_type=Path), default=Path("demo"), show_default=True)
 @click.option("--prompts_file", type=click.Path(path_type=Path), help="JSON lines with text; default: the demo's.")
 @click.option("--bits", "rows", type=click.Choice(list(BITS)), multiple=True, default=list(BITS), show_default=True)
+@click.option("--batch_size", type=int, default=1, show_default=True)
 @click.option("--output_len", type=int, default=64, show_default=True)
 @click.option("--repetitions", type=int, default=5, show_default=True, help="0: only prepare.")
 @click.option(
@@ -163,12 +169,13 @@ def main(
     demo_dir: Path,
     prompts_file: Path | None,
     rows: tuple[str, ...],
+    batch_size: int,
     output_len: int,
     repetitions: int,
     json_file: Path | None,
 ) -> None:
     """Compare specrun with its peers on a CPU."""
-    places = Places(peers_dir.absolute(), demo_dir.absolute(), work_dir.absolute())
+    places = Places(peers_dir.absolute(), demo_dir.absolute(), work_dir.absolute(), batch_size)
     for bits in ("float32", *rows):
         for role in ("target", "draft"):
             make(places, role, BITS[bits].draft if role == "draft" else bits)
@@ -190,13 +197,14 @@ def main(
         click.echo(f"{bits}: {results[bits]}")
     for bits in rows if repetitions else ():
         with systems(places, bits) as running:
-            for name, figures in measure(running, prompts, output_len, repetitions).items():
+            for name, figures in measure(running, prompts, batch_size, output_len, repetitions).items():
                 results[bits].setdefault(name, {}).update(figures)
                 speeds = [f"{way} {figures[way]['tokens_per_second']['median']:.1f}" for way in WAYS if way in figures]
                 click.echo(f"{bits:>8} {name:<15} {', '.join(speeds)}")
     if json_file:
         machine = json.loads(as_json([], open_engine(base_engine), BenchSettings()))["machine"] | {"threads": THREADS}
-        about = {"machine": machine, "versions": versions(places), "draft_len": DRAFT_LEN, "output_len": output_len}
+        about = {"machine": machine, "versions": versions(places), "batch_size": batch_size}
+        about |= {"draft_len": DRAFT_LEN, "output_len": output_len}
         others = json.loads(json_file.read_text())["results"] if json_file.exists() else {}
         json_file.write_text(json.dumps({**about, "results": others | results}, indent=2) + "\n")
 

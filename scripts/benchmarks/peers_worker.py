@@ -51,12 +51,12 @@ def properties(given: tuple[str, ...]) -> dict[str, Any]:
     return {"INFERENCE_NUM_THREADS": THREADS, **dict(pair.split("=", 1) for pair in given)}
 
 
-def answer(generate: Callable[[np.ndarray, int, bool], Any]) -> None:
-    """Requests from standard input, whose prompts are of one length, until it ends."""
+def answer(generate: Callable[[list[list[int]], int, bool], Any]) -> None:
+    """Requests from standard input, until it ends."""
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        texts = generate(np.array(request["prompts"], np.int64), request["output_len"], request["drafted"])
+        texts = generate(request["prompts"], request["output_len"], request["drafted"])
         print(json.dumps([[int(token) for token in text] for text in texts]), flush=True)
 
 
@@ -74,13 +74,13 @@ def openvino(target: str, draft: str, draft_len: str, *given: str) -> None:
         for drafted, own in ((False, options), (True, with_draft))
     }
 
-    def generate(prompts: np.ndarray, output_len: int, drafted: bool) -> Any:
+    def generate(prompts: list[list[int]], output_len: int, drafted: bool) -> Any:
         config = genai.GenerationConfig()
         config.max_new_tokens, config.ignore_eos, config.do_sample = output_len, True, False
         config.apply_chat_template = False
         if drafted:
             config.num_assistant_tokens = int(draft_len)
-        texts = [openvino.Tensor(prompt[None]) for prompt in prompts]
+        texts = [openvino.Tensor(np.array([prompt], np.int64)) for prompt in prompts]
         return [found.m_generation_ids[0] for found in pipelines[drafted].generate(texts, [config] * len(texts))]
 
     answer(generate)
@@ -105,15 +105,16 @@ def genai(target: str, draft: str, draft_len: str) -> None:
         (Path(work) / "genai_config.json").write_text(json.dumps(configs["decoder"]))
         models = {False: genai.Model(target), True: genai.Model(work)}
 
-    def generate(prompts: np.ndarray, output_len: int, drafted: bool) -> Any:
+    def generate(prompts: list[list[int]], output_len: int, drafted: bool) -> Any:
+        ids = np.array(prompts, np.int32)  # All prompts are of one length.
         params = genai.GeneratorParams(models[drafted])
-        length = prompts.shape[1] + output_len
+        length = ids.shape[1] + output_len
         params.set_search_options(do_sample=False, max_length=length, min_length=length, batch_size=len(prompts))
         generator = genai.Generator(models[drafted], params)
-        generator.append_tokens(prompts.astype(np.int32))
+        generator.append_tokens(ids)
         while not generator.is_done():
             generator.generate_next_token()
-        return [generator.get_sequence(row)[prompts.shape[1] :] for row in range(len(prompts))]
+        return [generator.get_sequence(row)[ids.shape[1] :] for row in range(len(prompts))]
 
     answer(generate)
 
@@ -130,9 +131,9 @@ def transformers(target: str, draft: str, draft_len: str) -> None:
     assistant.generation_config.num_assistant_tokens_schedule = "constant"
     assistant.generation_config.assistant_confidence_threshold = 0.0
 
-    def generate(prompts: np.ndarray, output_len: int, drafted: bool) -> Any:
+    def generate(prompts: list[list[int]], output_len: int, drafted: bool) -> Any:
         options = {"do_sample": False, "max_new_tokens": output_len, "min_new_tokens": output_len}
-        ids = torch.from_numpy(prompts)
+        ids = torch.tensor(prompts)  # All prompts are of one length.
         mask = torch.ones_like(ids)
         texts = model.generate(
             ids, attention_mask=mask, **options, **({"assistant_model": assistant} if drafted else {})

@@ -63,3 +63,8 @@ def is_worth_keeping(read: int, end: int) -> bool:
         return False
     is_power = blocks & (blocks - 1) == 0
     return end - read < BLOCK or (is_power and read >= TOKENS_OF_STATE)
+
+
+def blocks_up_to_a_state(blocks: int, end: int) -> int:
+    """How many of the first ``blocks`` blocks of a prompt of ``end`` tokens stand before a state that is kept."""
+    return next((count for count in range(blocks, 0, -1) if is_worth_keeping(count * BLOCK, end)), 0)

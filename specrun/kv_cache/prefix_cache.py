@@ -65,7 +65,7 @@ class PrefixCache:
         """Whether more blocks of ``tokens`` will be cached once ``others`` are."""
         if not others or not self.capacity:
             return False
-        common = max(_common_blocks(tokens, other) for other in others)
+        common = max(common_blocks(tokens, other) for other in others)
         return min(common, self.capacity) > len(self._touch(tokens))
 
     def known(self, tokens: Sequence[int]) -> list[Block]:
@@ -92,7 +92,7 @@ def _whole_blocks(tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
         yield tuple(tokens[start : start + BLOCK])
 
 
-def _common_blocks(a: Sequence[int], b: Sequence[int]) -> int:
+def common_blocks(a: Sequence[int], b: Sequence[int]) -> int:
     """How many whole blocks are the same at the beginning of two texts."""
     pairs = zip(_whole_blocks(a), _whole_blocks(b), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

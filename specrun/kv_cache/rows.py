@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from specrun.engine_dir.config import GraphInfo
 from specrun.kv_cache import BLOCK
-from specrun.kv_cache.kept_states import TOKENS_OF_STATE, KeptStates
-from specrun.kv_cache.prefix_cache import PrefixCache
+from specrun.kv_cache.kept_states import TOKENS_OF_STATE, KeptStates, blocks_up_to_a_state
+from specrun.kv_cache.prefix_cache import PrefixCache, common_blocks
 
 
 class KVCache(Protocol):
@@ -76,6 +76,10 @@ class CacheRows:
             self.cache.load(row, 0, blocks)
         self.lengths[row] = len(blocks) * BLOCK
         return self.lengths[row]
+
+    def should_wait(self, tokens: Sequence[int], prompts: Sequence[Sequence[int]]) -> bool:
+        """Whether more of ``tokens`` will be cached once ``prompts`` are prefilled."""
+        return self.prefix_cache.should_wait(tokens, prompts)
 
     def cache_prefix(self, row: int, tokens: Sequence[int]) -> None:
         """Copy the whole blocks of ``tokens`` that ``row`` holds to the prefix cache, unless they are there.
@@ -179,6 +183,14 @@ class RecurrentRows(CacheRows):
             self.cache.load_state(row, place)
         self.lengths[row] = self.read[row] = count * BLOCK
         return self.lengths[row]
+
+    def should_wait(self, tokens: Sequence[int], prompts: Sequence[Sequence[int]]) -> bool:
+        """See ``CacheRows``. Blocks are of use up to a state that will be kept."""
+        if not prompts or not self._kept.capacity:
+            return False
+        kept = max(blocks_up_to_a_state(common_blocks(tokens, prompt), len(prompt)) for prompt in prompts)
+        serials = [block.serial for block in self.prefix_cache.known(tokens)]
+        return min(kept, self.prefix_cache.capacity) > self._kept.deepest(serials)[0]
 
     def cache_prefix(self, row: int, tokens: Sequence[int]) -> None:
         """See ``CacheRows``. Blocks are of use up to a state that is kept: the row's own, behind a whole block."""

@@ -57,7 +57,7 @@ class CachedTexts(Generic[AnyRunner]):
     def should_wait_for_prefix(self, request: Request, others: Sequence[Request]) -> bool:
         """Whether more of the prompt will be cached once the prompts of ``others`` are prefilled."""
         cached = [other.tokens[:-1] for other in others if other.reuse_blocks]
-        return self._loads_prefix(request) and self.runner.rows.prefix_cache.should_wait(request.tokens[:-1], cached)
+        return self._loads_prefix(request) and self.runner.rows.should_wait(request.tokens[:-1], cached)
 
     def tokens_to_prefill(self, requests: Sequence[Request], first: int) -> list[int]:
         """How many tokens of each prompt are still to be prefilled, in the rows from ``first`` on."""

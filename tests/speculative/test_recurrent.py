@@ -5,14 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from scripts.fuzz_bit_exact import Tally, fuzz
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.kv_cache import BLOCK
-from specrun.kv_cache.kept_states import KeptStates, is_worth_keeping
-from specrun.kv_cache.rows import RecurrentRows
+from specrun.kv_cache.host import HostKVCache
+from specrun.kv_cache.kept_states import KeptStates, blocks_up_to_a_state, is_worth_keeping
+from specrun.kv_cache.rows import CacheRows, RecurrentRows
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from tests.helpers.engines import make_engine, make_onnx
@@ -93,3 +95,22 @@ def test_which_states_are_kept() -> None:
     assert kept.add(3) == 1  # In the place of the state behind block 2, which was used before that behind 1.
     assert kept.deepest([2]) == (0, None) and kept.deepest([1, 2, 3]) == (3, 1)
     assert KeptStates(0).add(1) is None
+
+
+def test_what_is_worth_waiting_for() -> None:
+    """A prompt waits for another one's blocks only where a state will be kept behind them."""
+    rows = RecurrentRows(HostKVCache([], np.float32, 64, [(2,)]))
+    other = list(range(300))
+    long, short, whole = [*other[:270], 7], [*other[:200], 7], [*other, 7]
+    assert blocks_up_to_a_state(270 // BLOCK, 300) == 16, "the last one that is a power of two"
+    assert rows.should_wait(long, [other]) and rows.should_wait(whole, [other])
+    assert not rows.should_wait(short, [other]), "all of its blocks will be there, and no state"
+    assert CacheRows(rows.cache).should_wait(short, [other]), "which nothing but recurrent layers needs"
+    assert rows.should_wait(long, [short]), "behind its last whole block"
+    assert not rows.should_wait(long, [])
+    rows.resize(1, [])
+    rows.cache.resize(1, 512, 0)
+    rows.lengths[0] = rows.read[0] = 256
+    rows.cache_prefix(0, other)
+    assert not rows.should_wait(long, [other]), "it is kept by now"
+    assert rows.should_wait(whole, [other]), "the one behind the prompt's last whole block is not"
