@@ -30,6 +30,7 @@ TESTS = {
     "convert/test_parity_check.py::test_multi_head_latent_attention_converts",  # export/test_families.py, deepseek_v2
     "heads/test_dflash.py::test_transformers_own_model_of_the_kind_agrees",  # test_logits_of_blocks
     "heads/test_bad_medusa.py::test_heads_that_came_with_another_model",  # heads/test_bad_heads.py has its like
+    "heads/test_dialects.py::test_other_heads_of_recurrent_targets",  # test_features_of_other_targets
     "scripts/test_end_to_end.py::test_gpu_check_makes_its_models",  # scripts/test_gpu_check.py
     "scripts/test_end_to_end.py::test_chat_wraps_the_prompt_in_the_template",  # chat/test_chat.py
     "text/test_text_encoder.py::test_memory_comes_back",  # serve/test_long_prompts.py

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from scripts.fuzz_bit_exact import fuzz
 from specbuild.convert.verify_head import reference_chain
 from specbuild.heads.module import HeadModule
 from tests.helpers.engines import make_engine
 from tests.helpers.families import VOCAB, save_checkpoint
 from tests.helpers.heads.agreement import DRAFTS, TEXTS, TOLERANCE, difference, expected, found
 from tests.helpers.heads.as_read import as_read as read
+from tests.helpers.heads.dflash import save_block_head
 from tests.helpers.heads.made import (
     DIALECTS,
     LAYERS,
@@ -24,6 +26,7 @@ from tests.helpers.heads.made import (
     make_pair,
     save_head,
 )
+from tests.helpers.heads.medusa import random_heads, save_medusa
 
 VERIFIED = ("eagle", "eagle, version 1", "speculators, two layers")
 """Dialects whose conversion is compared with torch by ``convert`` as well."""
@@ -71,6 +74,20 @@ def test_features_of_other_targets(family: str, ranks: int, tmp_path: Path) -> N
         (pair / "of ranks").rename(pair / "target")
     for row, logits in enumerate(found(pair)):
         assert difference(expected(target, DIALECTS["eagle"], "eagle", row), logits) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["medusa", "dflash"])
+def test_other_heads_of_recurrent_targets(kind: str, tmp_path: Path) -> None:
+    """Texts are the target's own, whatever these heads propose."""
+    target = save_checkpoint(tmp_path / "target", "qwen3_5", num_hidden_layers=LAYERS)
+    if kind == "medusa":
+        head = save_medusa(tmp_path / "head", "safetensors", random_heads(), target)
+    else:
+        head = save_block_head(tmp_path / "head", "z-lab")
+    pair = make_pair(target, head, tmp_path / "pair", verify=True)
+    tally = fuzz(pair / "target", [pair / "head"], 24, seed=2)
+    assert (tally.different_texts, tally.different_logprobs) == (0, 0)
+    assert tally.evaluated > 500
 
 
 def wrong_readings(dialect: Dialect) -> Iterator[Dialect]:
