@@ -76,6 +76,12 @@ def make(places: Places, role: str, bits: str) -> None:
         options = ["--task", "text-generation-with-past", "--weight-format", *form.openvino]
         command = [str(places.peers / "venv/bin/optimum-cli"), "export", "openvino", "-m", str(source), *options]
         call([*command, str(ir)])
+    make_gguf(places, role, bits)
+
+
+def make_gguf(places: Places, role: str, bits: str) -> Path:
+    """The same for llama.cpp alone."""
+    source, form = places.demo / "hf" / role, BITS[bits]
     if not (gguf := places.made("llama.cpp", role, bits)).exists():
         gguf.parent.mkdir(parents=True, exist_ok=True)
         dense = places.made("llama.cpp", role, "float32")
@@ -84,6 +90,7 @@ def make(places: Places, role: str, bits: str) -> None:
         if gguf != dense:
             others = ["--token-embedding-type", "q8_0", "--output-tensor-type", "q8_0"]
             call([str(places.peers / "build/bin/llama-quantize"), *others, str(dense), str(gguf), form.llama_cpp])
+    return gguf
 
 
 def make_genai(places: Places, role: str, bits: str) -> Path:

@@ -175,17 +175,27 @@ def llama_cpp(places: Places, bits: str, draft_len: int) -> Iterator[LlamaCpp]:
     """llama.cpp's server."""
     target, draft = _pair(places, "llama.cpp", bits)
     is_float32 = bits == "float32"
-    ports = {drafted: _free_port() for drafted in (False, True)}
     with ExitStack() as opened:
-        for drafted, port in ports.items():
-            command = [places.peers / "build/bin/llama-server", "-m", target, "--host", "127.0.0.1", "--port", port]
-            command += ["-t", THREADS, "-tb", THREADS, "-c", CONTEXT * places.rows, "-np", places.rows]
-            command += ["--no-webui", "--cache-ram", 0, *(LLAMA_CPP_FLOAT32[False] if is_float32 else ())]
+        ports = {}
+        for drafted in (False, True):
+            options: list[object] = [*LLAMA_CPP_FLOAT32[False]] if is_float32 else []
             if drafted:
-                command += ["-md", draft, "--spec-type", "draft-simple", "--spec-draft-n-max", draft_len]
-                command += LLAMA_CPP_FLOAT32[True] if is_float32 else ()
-            opened.enter_context(process([str(part) for part in command], places.work / f"llama-server-{drafted}.log"))
+                options += ["-md", draft, "--spec-type", "draft-simple", "--spec-draft-n-max", draft_len]
+                options += LLAMA_CPP_FLOAT32[True] if is_float32 else ()
+            log = places.work / f"llama-server-{drafted}.log"
+            ports[drafted] = opened.enter_context(llama_server(places, target, log, CONTEXT, options))
         yield LlamaCpp(ports)
+
+
+@contextmanager
+def llama_server(places: Places, model: Path, log: Path, context: int, options: Sequence[object] = ()) -> Iterator[int]:
+    """llama.cpp's server for texts of ``context`` tokens; yields its port."""
+    port = _free_port()
+    command = [places.peers / "build/bin/llama-server", "-m", model, "--host", "127.0.0.1", "--port", port]
+    command += ["-t", THREADS, "-tb", THREADS, "-c", context * places.rows, "-np", places.rows]
+    command += ["--no-webui", "--cache-ram", 0, *options]
+    with process([str(part) for part in command], log):
+        yield port
 
 
 @contextmanager

@@ -1,19 +1,22 @@
-"""Programs that others write for servers of this kind: LangChain, and lm-eval's log-likelihoods."""
+"""Programs that others write for servers of this kind: LangChain, lm-eval's log-likelihoods, and AIPerf's counts."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import SecretStr
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.helpers.server_process import serving
 from tests.helpers.servers import Server
 
 ROOT = Path(__file__).parents[2]
@@ -59,9 +62,14 @@ def test_langchain(server: Server) -> None:
 @pytest.fixture(scope="module")
 def lm_eval() -> Path:
     """A Python that has it, in an environment of its own."""
-    command = [str(ROOT / "scripts" / "setup_client"), "lm_eval", "lm_eval[api]==0.4.13"]
+    return environment_with("lm_eval", "lm_eval[api]==0.4.13") / "python"
+
+
+def environment_with(name: str, requirement: str) -> Path:
+    """Where the programs of a virtual environment are that has a client."""
+    command = [str(ROOT / "scripts" / "setup_client"), name, requirement]
     subprocess.run(command, env=os.environ | {"PYTHON": sys.executable}, check=True)
-    return ROOT / ".cache" / "lm_eval" / "venv" / "bin" / "python"
+    return ROOT / ".cache" / name / "venv" / "bin"
 
 
 def test_lm_evals_log_likelihoods_are_hugging_faces(server: Server, hf: Path, lm_eval: Path, tmp_path: Path) -> None:
@@ -89,3 +97,24 @@ def test_lm_evals_log_likelihoods_are_hugging_faces(server: Server, hf: Path, lm
         tokens = torch.tensor(ids[start:])
         assert likelihood == pytest.approx(scores[range(len(tokens)), tokens].sum().item(), abs=1e-3)
         assert is_greedy == bool((scores.argmax(-1) == tokens).all())
+
+
+def test_aiperf_counts_what_the_server_does(engines: Path, hf: Path, tmp_path: Path) -> None:
+    """NVIDIA's benchmark reads what speculation did from the streams' last chunks; the server counts it by itself."""
+    aiperf, own = environment_with("aiperf", "aiperf==0.13.0") / "aiperf", tmp_path / "aiperf"
+    load = ["--request-count", "6", "--concurrency", "2", "--isl", "8", "--osl", "16", "--streaming"]
+    output = ["--ui", "none", "--artifact-dir", str(own), "--endpoint-type", "completions"]
+    with serving(engines, "--draft_len", "3") as server:
+        asked = ["--model", "target", "--url", server.url, "--tokenizer", str(hf / "target")]
+        said = subprocess.run([aiperf, "profile", *asked, *load, *output], capture_output=True, text=True)
+        assert said.returncode == 0, said.stdout + said.stderr
+        page = httpx.get(f"{server.url}/metrics").text
+    counted = dict(re.findall(r"^specrun:(\w+)_total\{.*\} (\S+)$", page, re.MULTILINE))
+    found = json.loads((own / "profile_export_aiperf.json").read_text())
+    names = {
+        "total_spec_decode_steps": "spec_decode_num_drafts",
+        "total_draft_tokens": "spec_decode_num_draft_tokens",
+        "total_accepted_draft_tokens": "spec_decode_num_accepted_tokens",
+    }
+    assert {name: found[name]["avg"] for name in names} == {name: float(counted[own]) for name, own in names.items()}
+    assert found["total_draft_tokens"]["avg"] > 20

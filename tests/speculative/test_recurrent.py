@@ -99,17 +99,18 @@ def test_which_states_are_kept() -> None:
 
 def test_what_is_worth_waiting_for() -> None:
     """A prompt waits for another one's blocks only where a state will be kept behind them."""
-    rows = RecurrentRows(HostKVCache([], np.float32, 64, [(2,)]))
+    cache = HostKVCache([], np.float32, 64, [(2,)])
+    rows = RecurrentRows(cache)
     other = list(range(300))
     long, short, whole = [*other[:270], 7], [*other[:200], 7], [*other, 7]
     assert blocks_up_to_a_state(270 // BLOCK, 300) == 16, "the last one that is a power of two"
     assert rows.should_wait(long, [other]) and rows.should_wait(whole, [other])
     assert not rows.should_wait(short, [other]), "all of its blocks will be there, and no state"
-    assert CacheRows(rows.cache).should_wait(short, [other]), "which nothing but recurrent layers needs"
+    assert CacheRows(cache).should_wait(short, [other]), "which nothing but recurrent layers needs"
     assert rows.should_wait(long, [short]), "behind its last whole block"
     assert not rows.should_wait(long, [])
     rows.resize(1, [])
-    rows.cache.resize(1, 512, 0)
+    cache.resize(1, 512, 0)
     rows.lengths[0] = rows.read[0] = 256
     rows.cache_prefix(0, other)
     assert not rows.should_wait(long, [other]), "it is kept by now"
