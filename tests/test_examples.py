@@ -74,6 +74,7 @@ PARSED = {
     "scripts/gpu_check.py": "needs a GPU",
     '--target_model_device_list "[0,1]"': "needs two",
     "--rank_hosts node1": "needs two machines",
+    "--request_rate": "waits for requests to come; evaluation/test_request_rates.py has a higher rate",
     "scripts/pack_gpu_bundle.py": "downloads; scripts/test_pack_gpu_bundle.py runs it",
     "-m scripts.": "takes minutes, on what scripts/demo has made",
     "--compare before.json": "reads two results; evaluation/test_bench_compare.py makes them",

@@ -49,7 +49,7 @@ def test_family(family: str, tmp_path: Path) -> None:
 
 def test_in_16_bits(tmp_path: Path) -> None:
     """States stay float32, as transformers computes them."""
-    onnx_dir = make_onnx(save_checkpoint(tmp_path / "hf", "qwen3_5"), tmp_path / "onnx", dtype="float16")
+    onnx_dir = make_onnx(save_checkpoint(tmp_path / "hf", "olmo_hybrid"), tmp_path / "onnx", dtype="float16")
     config = open_checkpoint(onnx_dir)
     assert config.max_logit_difference is not None and config.max_logit_difference < 1e-2
     model = onnx.load(onnx_dir / GRAPH_NAME, load_external_data=False)
@@ -72,7 +72,7 @@ def test_a_wrong_function_is_seen(right: str, wrong: str, tmp_path: Path, monkey
     for name in ("_ATTENTION", "_CONVOLUTION", "_END"):
         monkeypatch.setattr(recurrent, name, getattr(recurrent, name).replace(right, wrong))
     with pytest.raises(VerificationError):
-        make_onnx(save_checkpoint(tmp_path / "hf", "qwen3_5"), tmp_path / "onnx")
+        make_onnx(save_checkpoint(tmp_path / "hf", "olmo_hybrid"), tmp_path / "onnx")
 
 
 def test_a_rule_that_nobody_knows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,16 +133,22 @@ DELTA: dict[str, Any] = {
     "layer_types": LINEAR,
 }
 """Gated delta nets, whose keys are shared by two heads each."""
+TWO_LAYERS: dict[str, Any] = {**HYBRID, "num_hidden_layers": 2}
+"""Where another family has several layers of the same kind."""
 MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 2}
 RECURRENT: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3_5": lambda: transformers.Qwen3_5TextConfig(**HYBRID, **DELTA),
     "qwen3_next": lambda: transformers.Qwen3NextConfig(
-        **HYBRID, **DELTA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+        **TWO_LAYERS,
+        **{**DELTA, "layer_types": LINEAR[:2]},
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
     ),
-    "olmo_hybrid": lambda: transformers.OlmoHybridConfig(**HYBRID, **DELTA),
+    "olmo_hybrid": lambda: transformers.OlmoHybridConfig(**TWO_LAYERS, **{**DELTA, "layer_types": LINEAR[:2]}),
     # A decay for every channel of a key, and multi-head latent attention.
     "kimi_linear": lambda: transformers.KimiLinearConfig(
-        **{**HYBRID, "head_dim": None, "num_key_value_heads": 4},
+        **{**TWO_LAYERS, "head_dim": None, "num_key_value_heads": 4},
         kv_lora_rank=32,
         qk_nope_head_dim=16,
         qk_rope_head_dim=16,
@@ -152,14 +158,14 @@ RECURRENT: dict[str, Callable[[], PreTrainedConfig]] = {
         num_local_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=32,
-        layer_types=LINEAR,
+        layer_types=LINEAR[:2],
     ),
-    "bamba": lambda: transformers.BambaConfig(**HYBRID, **MAMBA, attn_layer_indices=[1, 3]),
+    "bamba": lambda: transformers.BambaConfig(**TWO_LAYERS, **MAMBA, attn_layer_indices=[1]),
     "granitemoehybrid": lambda: transformers.GraniteMoeHybridConfig(
-        **HYBRID, **MAMBA, layer_types=LINEAR, num_local_experts=0, shared_intermediate_size=64
+        **TWO_LAYERS, **MAMBA, layer_types=LINEAR[:2], num_local_experts=0, shared_intermediate_size=64
     ),
     # Attention and a state-space model side by side in every layer.
-    "falcon_h1": lambda: transformers.FalconH1Config(**HYBRID, **MAMBA, mamba_d_ssm=128),
+    "falcon_h1": lambda: transformers.FalconH1Config(**TWO_LAYERS, **MAMBA, mamba_d_ssm=128),
     # Layers of one kind each, some of which keep nothing.
     "nemotron_h": lambda: transformers.NemotronHConfig(
         **{**HYBRID, "hybrid_override_pattern": "M-M*"},
@@ -170,8 +176,8 @@ RECURRENT: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "lfm2": lambda: transformers.Lfm2Config(**HYBRID, layer_types=["conv", "full_attention"] * 2),
     "lfm2_moe": lambda: transformers.Lfm2MoeConfig(
-        **HYBRID,
-        layer_types=["conv", "full_attention"] * 2,
+        **TWO_LAYERS,
+        layer_types=["conv", "full_attention"],
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=32,

@@ -43,6 +43,7 @@ class RankGroup:
         Raises BackendError where they do not start.
         """
         self._directory = directory
+        self._hosts = hosts
         self._error: str | None = None
         self.links: list[Link] = []
         self.here = num_here(ranks, hosts)
@@ -131,7 +132,10 @@ class RankGroup:
             except TimeoutError:
                 if self._launcher.poll() is None and time.monotonic() < until:
                     continue
-                raise BackendError(f"{self._directory}: its {ranks} ranks did not start{self._said()}") from None
+                advice = f"; does 'ssh {self._hosts[-1]}' need no password?" if self._hosts else ""
+                raise BackendError(
+                    f"{self._directory}: its {ranks} ranks did not start{self._said()}{advice}"
+                ) from None
             link.socket.settimeout(_SILENCE)
             try:
                 hello, _ = link.receive(known=False)
