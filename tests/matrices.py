@@ -29,10 +29,13 @@ TESTS = {
     "convert/test_memory.py::test_convert_never_holds_the_weights",  # test_experts_are_never_dequantized_together
     "convert/test_parity_check.py::test_multi_head_latent_attention_converts",  # export/test_families.py, deepseek_v2
     "export/test_recurrent_families.py::test_in_16_bits",  # test_family, in float32
+    "gpu_simulator/test_recurrent.py::test_its_own_prediction_layer_drafts",  # heads/test_mtp.py, on the host
     "graph/test_used_experts.py::test_a_plan_with_quantized_experts",  # test_quantized_experts
+    "graph/test_used_experts.py::test_checkpoints_with_quantized_experts",  # the same
     "heads/test_checkpoints.py::test_a_target_that_is_named_twice_drafts_with_its_own_layer",  # heads/test_mtp.py
     "heads/test_dflash.py::test_transformers_own_model_of_the_kind_agrees",  # test_logits_of_blocks
     "heads/test_bad_medusa.py::test_heads_that_came_with_another_model",  # heads/test_bad_heads.py has its like
+    "heads/test_dflash_rounds.py::test_rounds_draft_what_the_formula_says",  # heads/test_dflash.py, one block
     "heads/test_dialects.py::test_other_heads_of_recurrent_targets",  # test_features_of_other_targets
     "scripts/test_end_to_end.py::test_gpu_check_makes_its_models",  # scripts/test_gpu_check.py
     "scripts/test_end_to_end.py::test_a_newcomers_second_command_is_chat",  # commands/test_models.py
@@ -66,7 +69,7 @@ KEPT = {
     "drafters/test_ngram.py::test_acceptance_by_logits_keeps_the_distribution": ("all-host",),
     "drafters/test_other_tokenizer.py::test_the_ids_are_the_targets_own": ("-host-", "alone"),
     "drafters/test_suffix.py::test_acceptance_by_logits_keeps_the_distribution": ("suffix",),
-    "export/test_families.py::test_family": ("deepseek_v2", "gpt2", "llama3]", "mixtral"),
+    "export/test_families.py::test_family": ("deepseek_v2", "llama3]", "mixtral"),
     "export/test_families.py::test_other_dtypes": ("llama3.2-bfloat16",),
     "export/test_meta_model.py::test_parts_and_pieces_make_no_difference": ("llama3.2",),
     "export/test_recurrent_families.py::test_a_wrong_function_is_seen": ("again",),
@@ -76,12 +79,11 @@ KEPT = {
     "gpu_simulator/test_rounds.py::test_ids_are_the_cpus": ("graph",),
     "graph/test_gathered_experts.py::test_a_plan_multiplies_by_the_gathered_experts": ("mixtral-nvfp4-True",),
     "graph/test_gathered_experts.py::test_the_logits_are_those_of_all_experts": ("mixtral",),
-    "graph/test_used_experts.py::test_checkpoints_with_quantized_experts": ("mixtral",),
     "graph/test_used_experts.py::test_quantized_experts": ("int4",),
     "graph/test_used_experts.py::test_the_logits_are_those_of_transformers": ("mixtral",),
     "heads/test_dflash.py::test_logits_of_blocks": ("z-lab",),
     "heads/test_dflash.py::test_plans_write_back_what_they_read": ("z-lab",),
-    "heads/test_dialects.py::test_features_of_other_targets": ("lfm2", "llama3"),
+    "heads/test_dialects.py::test_features_of_other_targets": ("lfm2",),
     "heads/test_dialects.py::test_logits_along_a_chain": ("specforge, 3.1",),
     "heads/test_medusa.py::test_logits_of_all_heads": ("safetensors",),
     "heads/test_mtp.py::test_logits_along_a_chain": ("glm4_moe",),

@@ -14,8 +14,9 @@ import psutil
 import pytest
 
 from scripts.fuzz_bit_exact import fuzz
+from specrun.backends.cpu_ranks import backend as backends
 from specrun.backends.cpu_ranks import group as groups
-from specrun.backends.cpu_ranks.backend import RanksBackend, RanksCache
+from specrun.backends.cpu_ranks.backend import RanksBackend, RanksCache, versions
 from specrun.backends.cpu_ranks.messages import Link, connect, listen
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
@@ -96,13 +97,13 @@ def test_no_text_depends_on_what_is_beside_it(engine: Any, family: str, hosts: t
     assert tally.evaluated > tally.accepted > 100
 
 
-@pytest.mark.parametrize("operation", ["swap", "load", "load_state"])
+@pytest.mark.parametrize(("operation", "family"), [("swap", "llama3"), ("load", "llama3"), ("load_state", "qwen3_5")])
 def test_control_what_other_machines_are_not_told_shows(
-    engine: Any, operation: str, monkeypatch: pytest.MonkeyPatch
+    engine: Any, operation: str, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that are moved on one machine only."""
     monkeypatch.setattr(RanksCache, operation, getattr(HostKVCache, operation))
-    tally = fuzz(engine(2, "qwen3_5"), [engine(1, "qwen3_5")], 60, seed=3, rank_hosts=MACHINES)
+    tally = fuzz(engine(2, family), [engine(1, family)], 60, seed=3, rank_hosts=MACHINES)
     assert tally.different_texts
 
 
@@ -173,6 +174,15 @@ def test_a_wrong_number_of_ranks_is_refused(engine: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(groups.RankGroup, "__init__", lambda own, directory, *_: start(own, directory, 2))
     with pytest.raises(EngineLostError, match="2 ranks were started for an engine of 4"):
         RanksBackend(engine(4), config, 0)
+
+
+@pytest.mark.parametrize("package", ["specrun", "onnxruntime"])
+def test_other_versions_are_refused(engine: Any, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where another machine has another environment."""
+    config = open_engine(engine(2))
+    monkeypatch.setattr(backends, "versions", lambda: versions() | {package: "0.0.1"})
+    with pytest.raises(EngineLostError, match=rf"has {package} .*, not 0\.0\.1; install the same everywhere"):
+        RanksBackend(engine(2), config, 0, MACHINES)
 
 
 def test_what_no_rank_computes_is_refused(shared: Path, tmp_path: Path) -> None:

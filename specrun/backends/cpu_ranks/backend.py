@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from specrun import __version__
 from specrun.backends import Backend
 from specrun.backends.cpu_ranks.group import RankGroup
 from specrun.backends.cpu_ranks.shared_memory import SharedMemory
@@ -43,7 +44,7 @@ class RanksBackend:
         self._logits = np.empty(0, np.float32)
         self._passes: dict[tuple[int, ...], RanksPass] = {}
         opening = {"directory": str(directory.absolute()), "process": os.getpid()}
-        opening |= {"here": self._group.here, "blocks": blocks, "version": version("onnxruntime")}
+        opening |= {"here": self._group.here, "blocks": blocks, "versions": versions()}
         try:
             self._group.tell(opening, config.model_dump_json().encode())
         except BaseException:
@@ -81,7 +82,7 @@ class RanksBackend:
         self._passes.clear()
         self._memory.forget()
         self.cache.release()
-        self._logits, self._inputs = np.empty(0, np.float32), np.empty(0, np.int64)
+        self._logits = np.empty(0, np.float32)
 
     def _tell(self, what: str, **more: int) -> None:
         self._group.tell({"do": what, "memory": self._memory.told(), **more})
@@ -152,6 +153,11 @@ class RanksCache(HostKVCache):
         """See ``RecurrentCache``."""
         super().load_state(row, place)
         self._tell("load_state", row, place)
+
+
+def versions() -> dict[str, str]:
+    """Of what all ranks must have alike."""
+    return {"specrun": __version__, "onnxruntime": version("onnxruntime")}
 
 
 def num_inputs(rows: int, query_len: int, num_logits: int) -> int:

@@ -7,7 +7,6 @@ import socket
 import sys
 import threading
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specrun import cpu_operators
-from specrun.backends.cpu_ranks.backend import divide
+from specrun.backends.cpu_ranks.backend import divide, versions
 from specrun.backends.cpu_ranks.messages import ADDRESS, BEAT_SECONDS, TOKEN, Link, connect
 from specrun.backends.cpu_ranks.shared_memory import Place, as_array, attach
 from specrun.backends.ort import MAX_ROUND_LEN, OrtPass, open_session
@@ -186,8 +185,9 @@ def _require_same(ranks: int, config: EngineConfig, message: dict[str, Any]) -> 
             f"{ranks} ranks were started for an engine of {config.build_config.tp_size}; are mpiexec and mpi4py of "
             "one MPI library?"
         )
-    if (own := version("onnxruntime")) != message["version"]:
-        raise BackendError(f"{socket.gethostname()} has onnxruntime {own}, not {message['version']}; install the same")
+    for name, own in versions().items():
+        if own != (wanted := message["versions"][name]):
+            raise BackendError(f"{socket.gethostname()} has {name} {own}, not {wanted}; install the same everywhere")
 
 
 def _share_cores(place: int, ranks: int) -> None:
