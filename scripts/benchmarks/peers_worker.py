@@ -43,6 +43,8 @@ def gguf(source: str, checkpoint: str, out: str) -> None:
 
     TextModel.get_vocab_base_pre = lambda _self, _tokenizer: "gpt-2"
     sys.argv = ["convert_hf_to_gguf.py", checkpoint, "--outfile", out, "--outtype", "f32"]
+    if json.loads((Path(checkpoint) / "config.json").read_text())["model_type"].startswith("qwen3_5"):
+        sys.argv.append("--no-mtp")  # Else it wants a multi-token prediction layer, which ours has not.
     runpy.run_path(f"{source}/convert_hf_to_gguf.py", run_name="__main__")
 
 
