@@ -11,6 +11,7 @@ from itertools import permutations
 from pathlib import Path
 
 from specrun.backends import Backend, DeviceBackend, open_device_backend, open_host_backend
+from specrun.backends.cpu_ranks.group import num_here
 from specrun.config import DraftTargetConfig
 from specrun.devices.cuda import CudaDevice
 from specrun.devices.driver import why_no_gpu
@@ -64,8 +65,9 @@ class Engine:
     @property
     def here(self) -> EngineConfig:
         """What this machine has of it, where ranks are on several machines."""
-        here = self.rank_hosts[:1]
-        return self.config.of_first_ranks(self.rank_hosts.count(*here)) if here else self.config
+        if not self.rank_hosts:
+            return self.config
+        return self.config.of_first_ranks(num_here(self.config.build_config.tp_size, self.rank_hosts))
 
     def parts(self) -> list[Engine]:
         """Itself, or what each of its ranks is."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import struct
 import threading
 import time
 from pathlib import Path
@@ -27,8 +28,23 @@ from specrun.request.request import Request
 from tests.helpers.engines import make_engine
 from tests.helpers.ranks import make_checkpoint
 
+
+def framed(text: bytes) -> bytes:
+    """A message as ``Link`` sends it."""
+    return struct.pack("!II", len(text), 0) + text
+
+
 PROMPTS = [[5, 6, 7, 8], [9, 1, 2], [30, 31, 32, 33, 34, 35, 36, 37, 38]]
 MACHINES = ("localhost", "127.0.0.1")
+SAID = [
+    framed(b'{"token": "0123", "rank": 0, "process": 1}'),
+    framed('{"token": "\u00e9"}'.encode()),
+    framed(b"[" * 4000),
+    framed(b"no JSON"),
+    b"\xff" * 8,
+    b"",
+]
+"""What strangers send: wrong tokens, nests, texts, lengths of gigabytes, and nothing."""
 NEAR_TIE = 1e-3
 ROUNDED = 2e-2
 """Where ranks round their parts of a token's activations."""
@@ -196,21 +212,21 @@ def test_what_no_rank_computes_is_refused(shared: Path, tmp_path: Path) -> None:
 
 
 def test_a_stranger_is_taken_for_no_rank(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where ranks connect from other machines, others can: without the token, with a long message, with nothing."""
+    """Where ranks connect from other machines, others can."""
     directory, strangers = engine(2), list[Link]()
 
     def listen_to_strangers_too(*arguments: Any) -> Any:
         own, address = listen(*arguments)
-        strangers.extend(connect(address) for _ in range(3))
-        strangers[0].send({"token": "0" * 64, "rank": 0, "process": 1})
-        strangers[1].socket.sendall(b"\xff" * 8)
-        strangers[2].close()
+        strangers.extend(connect(address) for _ in range(len(SAID)))
+        for stranger, said in zip(strangers, SAID, strict=True):
+            stranger.socket.sendall(said)
+        strangers[-1].close()
         return own, address
 
     monkeypatch.setattr(groups, "listen", listen_to_strangers_too)
     with SpeculativeDecoder.open(directory, config=DraftTargetConfig(rank_hosts=MACHINES)) as decoder:
         assert len(decoder.generate(PROMPTS, max_output_len=3)) == 3
-        for stranger in strangers[:2]:
+        for stranger in strangers[:-1]:
             with pytest.raises((EOFError, OSError)):
                 stranger.receive()
 

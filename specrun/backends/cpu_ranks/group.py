@@ -57,9 +57,10 @@ class RankGroup:
         # Only this user may enter the folder, and nobody needs it once all ranks are connected.
         with tempfile.TemporaryDirectory(prefix="specrun-") as folder:
             try:
-                listener, address = listen(ranks, folder, hosts[0] if hosts else None)
+                listener, address = listen(folder, hosts[0] if hosts else None)
             except OSError as error:
-                raise BackendError(f"rank_hosts: {hosts[0]}, the first one, is not this machine: {error}") from None
+                first = f"rank_hosts: {hosts[0]}, the first one, is not this machine" if hosts else str(directory)
+                raise BackendError(f"{first}: {error}") from None
             token = secrets.token_hex()
             with listener:
                 self._launcher = subprocess.Popen(
@@ -139,9 +140,9 @@ class RankGroup:
             link.socket.settimeout(_SILENCE)
             try:
                 hello, _ = link.receive(known=False)
-            except (ValueError, EOFError, OSError):
+            except (ValueError, RecursionError, EOFError, OSError):
                 hello = {}
-            if not hmac.compare_digest(str(hello.get("token")), token):
+            if not hmac.compare_digest(str(hello.get("token")).encode(errors="replace"), token.encode()):
                 link.close()
                 continue
             link.socket.settimeout(None)

@@ -62,8 +62,8 @@ class Link:
         return data
 
 
-def listen(ranks: int, folder: str, host: str | None) -> tuple[socket.socket, str]:
-    """A socket that ``ranks`` ranks connect to, and its address.
+def listen(folder: str, host: str | None) -> tuple[socket.socket, str]:
+    """A socket that ranks connect to, and its address.
 
     In ``folder``, or where ranks are on several machines on a port of this one, which they know as ``host``. Raises
     OSError.
@@ -76,7 +76,7 @@ def listen(ranks: int, folder: str, host: str | None) -> tuple[socket.socket, st
         own = socket.socket(family)
         own.bind(place)
         address = f"{host} {own.getsockname()[1]}"
-    own.listen(ranks)
+    own.listen()
     return own, address
 
 
