@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -14,8 +15,8 @@ _POSITIONS, _MOST_POSITIONS = 256, 2048
 _ROWS = (1, 4, 16)
 _MOST_TOKENS = 128
 """Tokens of a pass over all rows. Larger passes take long, and their times follow from these."""
-_TIMED = 3
-"""Passes of each size; the fastest counts, because other work only slows them down. One more comes first."""
+_TURNS = 3
+"""Passes of each size."""
 
 
 def time_passes(backend: Backend) -> PassTimes:
@@ -24,27 +25,27 @@ def time_passes(backend: Backend) -> PassTimes:
     tokens = sorted({1, 2, min(4, build.max_draft_len + 1), build.max_draft_len + 1})
     rows = sorted({min(count, build.max_batch_size) for count in _ROWS})
     rows = [count for count in rows if count == 1 or count * tokens[-1] <= _MOST_TOKENS]
-    return PassTimes(
-        rows=tuple(rows),
-        tokens=tuple(tokens),
-        seconds=tuple(tuple(_seconds(backend, batch, query_len) for query_len in tokens) for batch in rows),
-    )
+    turns = np.array([[_seconds(backend, batch, tokens) for batch in rows] for _ in range(_TURNS)])
+    # Machines get faster and slower within seconds. So sizes are compared within a turn, not with another turn's.
+    pace = np.exp(np.log(turns).mean((1, 2), keepdims=True))
+    seconds = np.median(turns / pace, axis=0) * pace.min()
+    return PassTimes(rows=tuple(rows), tokens=tuple(tokens), seconds=seconds.tolist())
 
 
-def _seconds(backend: Backend, batch: int, query_len: int) -> float:
+def _seconds(backend: Backend, batch: int, query_lens: Sequence[int]) -> list[float]:
+    """The times of passes of so many tokens of a row each, behind a pass that pays for new memory."""
     positions = min(_POSITIONS, _MOST_POSITIONS // batch, backend.config.build_config.cache_length)
-    positions = max(positions, query_len)
+    positions = max(positions, *query_lens)
     backend.resize(batch, positions, 0)
-    step = backend.bind(0, batch, query_len, query_len)
-    generator = np.random.default_rng(0)
-    step.input_ids[...] = generator.integers(0, backend.config.graph.vocab_size, (batch, query_len))
-    step.write_indices[...] = (positions - query_len) // 2
-    step.logits_indices[...] = range(query_len)
-    # As in a round: the first token stands, the others may be rejected.
-    step.state_indices[...], step.keep_indices[...] = step.write_indices, step.write_indices + 1
-    seconds = []
-    for _ in range(1 + _TIMED):
+    generator, seconds = np.random.default_rng(0), []
+    for query_len in (query_lens[-1], *query_lens):
+        step = backend.bind(0, batch, query_len, query_len)
+        step.input_ids[...] = generator.integers(0, backend.config.graph.vocab_size, (batch, query_len))
+        step.write_indices[...] = (positions - query_len) // 2
+        step.logits_indices[...] = range(query_len)
+        # As in a round: the first token stands, the others may be rejected.
+        step.state_indices[...], step.keep_indices[...] = step.write_indices, step.write_indices + 1
         began = time.perf_counter()
         step.run()
         seconds.append(time.perf_counter() - began)
-    return min(seconds[1:])
+    return seconds[1:]

@@ -31,13 +31,13 @@ from specrun.speculative.round import EngineTimes, Round
 class HostRound(Round[ModelRunner, Drafter]):
     """A round in numpy."""
 
+    is_steady_state = True  # On a CPU, the first pass of a shape takes no longer than later ones.
     prefill_chunk_size = 64  # On a CPU, every further token of a call takes nearly as long as the first.
 
     def __init__(self, target: ModelRunner, drafter: Drafter | None, max_draft_len: int, use_logits: bool) -> None:
         """See ``Round``."""
         super().__init__(target, drafter, max_draft_len, use_logits, ScoredTexts(target, max_draft_len))
         self.host_target = target
-        self._seen: set[tuple[int, int]] = set()
 
     def step(
         self, requests: Sequence[Request], plan: DraftPlan, may_queue_next: bool = False
@@ -61,9 +61,6 @@ class HostRound(Round[ModelRunner, Drafter]):
     def verify(self, requests: Sequence[Request], proposals: Sequence[Proposal]) -> Floats:
         """The target's logits behind each text and each of its g draft tokens: [B, max(g) + 1 or more, V]."""
         drafts = [proposal.tokens for proposal in proposals]
-        shape = (len(requests), max(map(len, drafts)))
-        self.is_steady_state = shape in self._seen  # An engine's first call of a shape takes longer.
-        self._seen.add(shape)
         for row, request in enumerate(requests):
             # The last committed token is fed in every round, because its logits start the round.
             self.target.rows.rewind(row, len(request.tokens) - 1)
