@@ -21,7 +21,7 @@ from specrun.request.options import Keywords, RequestOptions, combine
 from specrun.request.request import Request, TokenOutput
 from specrun.sampling.sampler import SamplingParams
 from specrun.scheduler.draft_length import DraftLength
-from specrun.scheduler.round_times import expected_by_passes
+from specrun.scheduler.round_times import ExpectedTimes, expected_by_passes
 from specrun.scheduler.scheduler import Event, Scheduler
 from specrun.speculative.exactness import Exactness
 from specrun.speculative.loader import Engine, open_round
@@ -113,7 +113,10 @@ class SpeculativeDecoder:
         rows = min(one.config.build_config.max_batch_size for one in (engine, draft) if one)
         rounds = open_round(engine, draft if draft_len else None, draft_len, rows, config, on_warm_up)
         lengths = DraftLength(
-            draft_len, config.fixed_draft_len if draft_len else 0, _expected_times(engine, draft, draft_len)
+            draft_len,
+            config.fixed_draft_len if draft_len else 0,
+            _expected_times(engine, draft, draft_len),
+            by_row=rounds.skips_unused_tokens,
         )
         translator = draft.translator if draft else None
         sizes = describe_sizes(engine.config, draft.config) if draft else ""
@@ -337,7 +340,7 @@ def _open(
     return Engine(role, directory, config, devices, rank_hosts)
 
 
-def _expected_times(target: Engine, draft: Engine | None, draft_len: int) -> Callable[[int], Sequence[float]] | None:
+def _expected_times(target: Engine, draft: Engine | None, draft_len: int) -> Callable[[int], ExpectedTimes] | None:
     """What rounds of so many rows take, by what was measured when the engines were built. None: they were not timed."""
     verify, drafting = target.config.pass_times, draft.config.pass_times if draft else None
     if verify is None or (draft and drafting is None):

@@ -18,6 +18,7 @@ from specbuild.compilers import Compiled, cpu_forms, machine
 from specbuild.compilers.cpu_attention import fuse_cached_attention
 from specbuild.compilers.cpu_collectives import use_collectives
 from specbuild.compilers.cpu_recurrent import use_recurrent_operators
+from specbuild.compilers.cpu_unused import mark_unused_tokens
 from specbuild.graph import ops as graphs
 from specbuild.graph.causal_mask import drop_causal_masks
 from specbuild.graph.kv_cache_qdq import cache_updates, store_float8_as_int8
@@ -71,6 +72,7 @@ def compile_graph(
     harmful = [*harmful, *(cpu_forms.HARMFUL_TO_CACHES if cache_updates(model) else [])]
     if own_operators and (layers := fuse_cached_attention(model, build.cache_length)):
         notes.append(f"attention of {layers} layers by specrun's own CPU operators")
+    skips_unused = not graph.features and not graph.states and mark_unused_tokens(model)
     if not graph.is_head:  # Only the bits of a target are those of texts.
         pad_single_queries(model)
     has_own = DOMAIN in model.opset_imports
@@ -104,6 +106,7 @@ def compile_graph(
             machine=machine(),
             needs_vnni=vnni and machine() == "x86_64" and cpu_forms.rounds_inputs(model),
             needs_cpu_operators=cpu_operators.VERSION if has_own else 0,
+            skips_unused_tokens=skips_unused,
         ),
         graph=graph,
         io=_io(model),

@@ -184,6 +184,11 @@ ON_EVERY_PROCESSOR void attend_part(void* item, size_t number) {
     Query pair[2];
     int64_t waiting = 0;
     for (int64_t token = first; token < end; ++token) {
+        const int64_t begin = (row * all.tokens + token) * all.q_heads * all.width;
+        if (std::isnan(all.q[begin])) {  // An unused token: see matmul.cpp.
+            if (kv_head == 0) all.y[begin] = NAN;
+            continue;
+        }
         const int64_t seen = all.first[row] + token + 1;
         const int64_t from = all.window ? std::max(seen - all.window, int64_t{0}) : 0;
         if (waiting && pair[0].first != from) {
@@ -191,7 +196,7 @@ ON_EVERY_PROCESSOR void attend_part(void* item, size_t number) {
             waiting = 0;
         }
         for (int64_t q_head = kv_head * all.group(); q_head < (kv_head + 1) * all.group(); ++q_head) {
-            const int64_t place = ((row * all.tokens + token) * all.q_heads + q_head) * all.width;
+            const int64_t place = begin + q_head * all.width;
             float* own = memory.data() + waiting * (most + all.width);
             rotate(all, all.q + place, row, token, all.scale, own);
             pair[waiting++] = {own, from, seen - from, own + all.width, all.y + place};

@@ -41,12 +41,12 @@ inline const Output& output_of(const Product& product, int64_t strip) {
     return *output;
 }
 
-// The activations of a row.
+// Make the activations of a row, where they are not given.
 inline const float* row_of(const Product& product, int64_t row) {
-    const int64_t place = row * product.weight.inputs;
-    if (product.activations.made == Made::kGiven) return product.activations.x + place;
-    make_row(product.activations, row, product.made + place);
-    return product.made + place;
+    if (product.activations.made != Made::kGiven) {
+        make_row(product.activations, product.places[row], product.made + row * product.weight.inputs);
+    }
+    return product.x(row);
 }
 
 inline size_t bytes_of(int64_t floats) { return static_cast<size_t>(floats) * sizeof(float); }
@@ -296,7 +296,25 @@ void prepare_row(void* item, size_t number) {
 
 void multiply_part(void* item, size_t number) {
     const Work& work = *static_cast<const Work*>(item);
-    chosen->multiply(*work.product, static_cast<int64_t>(number) * work.strips, work.strips);
+    const Product& product = *work.product;
+    const int64_t first = static_cast<int64_t>(number) * work.strips;
+    chosen->multiply(product, first, work.strips);
+    for (int i = 0; number == 0 && i < product.num_outputs; ++i) {
+        const Output& output = product.outputs[i];
+        for (int64_t row = 0; row < product.num_nans; ++row) output.y[product.nans[row] * output.columns] = NAN;
+    }
+}
+
+// Divide ``rows`` rows into those that are computed and those that are NaN, as unused tokens are
+// (specbuild/compilers/cpu_unused.py). Of the outputs of the latter, which are all NaN, the first one is written. Returns
+// how many rows are computed; the others stand last in ``places``.
+int64_t find_rows(const Product& product, int64_t rows, int64_t* places) {
+    int64_t used = 0, left = rows;
+    for (int64_t row = 0; row < rows; ++row) {
+        const bool is_nan = std::isnan(product.activations.x[row * product.weight.inputs]);
+        places[is_nan ? --left : used++] = row;
+    }
+    return used;
 }
 
 // Less work than this is done sooner than another thread is told about it.
@@ -316,7 +334,9 @@ bool multiply(Product product, const Threads& threads) {
     const int64_t row_bytes = has_codes ? rounded.stride : 4 * inputs;
     const int64_t rows = std::min(all_rows, std::max(kFewestRows, kRowBytes / row_bytes));
     const int64_t scales = (rows * blocks + 15) / 16 * 16, made = is_made ? (rows * inputs + 15) / 16 * 16 : 0;
-    const size_t needed = bytes_of(made + 2 * scales) + static_cast<size_t>(rows * rounded.stride);
+    const int64_t places = (rows + 7) / 8 * 8;
+    const size_t needed = static_cast<size_t>(places) * sizeof(int64_t) + bytes_of(made + 2 * scales) +
+                          static_cast<size_t>(rows * rounded.stride);
     // Kept from call to call: the system would clear so much memory each time.
     thread_local std::unique_ptr<void, void (*)(void*)> memory(nullptr, std::free);
     thread_local size_t size = 0;
@@ -325,25 +345,27 @@ bool multiply(Product product, const Threads& threads) {
         size = memory ? needed : 0;
         if (!memory) return false;
     }
-    product.made = static_cast<float*>(memory.get());
+    int64_t* const own_places = static_cast<int64_t*>(memory.get());
+    product.made = reinterpret_cast<float*>(own_places + places);
     rounded.scales = product.made + made;
     rounded.sums = reinterpret_cast<int32_t*>(rounded.scales + scales);
     rounded.codes = reinterpret_cast<int8_t*>(rounded.sums + scales);
-    for (int64_t done = 0; done < all_rows; done += product.rows) {
-        product.rows = std::min(rows, all_rows - done);
-        product.x = is_made ? product.made : activations.x;
+    for (int64_t done = 0; done < all_rows; done += rows) {
+        const int64_t now = std::min(rows, all_rows - done);
+        product.rows = find_rows(product, now, own_places);
+        product.places = own_places, product.nans = own_places + product.rows, product.num_nans = now - product.rows;
         const bool is_little = product.rows * inputs < kFewInputs;
         if ((is_made || has_codes) && !run(threads, is_little, prepare_row, product.rows, &product)) return false;
         Work work{&product, chosen->strips_at_once(product)};
         const int64_t parts = (weight.strips + work.strips - 1) / work.strips;
         const bool alone = product.rows * inputs * weight.strips * kColumns < kFewProducts;
         if (!run(threads, alone, multiply_part, parts, &work)) return false;
-        activations.x += product.rows * inputs;
-        if (activations.made != Made::kNormalized && activations.other) activations.other += product.rows * inputs;
+        activations.x += now * inputs;
+        if (activations.made != Made::kNormalized && activations.other) activations.other += now * inputs;
         for (int i = 0; i < product.num_outputs; ++i) {
             Output& output = product.outputs[i];
-            output.y += product.rows * output.columns;
-            if (output.residual) output.residual += product.rows * output.columns;
+            output.y += now * output.columns;
+            if (output.residual) output.residual += now * output.columns;
         }
     }
     return true;

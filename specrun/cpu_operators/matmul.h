@@ -54,9 +54,17 @@ struct Product {
     int64_t rows;
     Output outputs[kMostOutputs];
     int num_outputs;
-    float* made;       // [rows][K]: the activations, where they are not given
-    const float* x;    // [rows][K]: the activations
-    Rounded rounded;   // Of codes.
+    const int64_t* places;  // [rows]: where a row's activations and outputs are. Rows of NaN are left out.
+    const int64_t* nans;    // [num_nans]: where the outputs of those are
+    int64_t num_nans;
+    float* made;            // [rows][K]: the activations, where they are not given
+    Rounded rounded;        // Of codes.
+
+    // A row's activations, once they are made.
+    const float* x(int64_t row) const {
+        return activations.made == Made::kGiven ? activations.x + places[row] * weight.inputs
+                                                : made + row * weight.inputs;
+    }
 };
 
 // The same computation in the instructions of one kind of processor. Bits of results do not depend on which one.

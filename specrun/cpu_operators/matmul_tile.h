@@ -127,7 +127,7 @@ OPERATION void add_up_floats(const Product& product, int64_t row, int64_t strip,
                         row / kRows * asked * inputs * kColumns;
     const float* lines = static_cast<const float*>(product.weight.lines) + strip * inputs * kColumns;
     const float* x[kRows];
-    UNROLL for (int r = 0; r < kRows; ++r) x[r] = product.x + (row + r) * inputs;
+    UNROLL for (int r = 0; r < kRows; ++r) x[r] = product.x(row + r);
     for (int64_t i = 0; i < inputs; ++i) {
         for (int64_t line = 0; line < asked; ++line, next += kColumns) __builtin_prefetch(next, 0, 2);
         Float numbers[kVectors<kStrips>];
@@ -162,7 +162,7 @@ TARGET void multiply_tile(const Product& product, int64_t row, int64_t strip) {
         const int64_t first = (strip + s - output.first_strip) * kColumns;
         const int64_t columns = std::min(kColumns, output.columns - first);
         UNROLL for (int r = 0; r < kRows; ++r) {
-            const int64_t place = (row + r) * output.columns + first;
+            const int64_t place = product.places[row + r] * output.columns + first;
             const bool is_full = columns == kColumns;
             float last[kColumns], last_residual[kColumns];
             float* y = is_full ? output.y + place : last;

@@ -43,6 +43,11 @@ class Proposal:
         """A proposal with the tokens that the request's grammar forces."""
         return cls(list(forced), forced=len(forced))
 
+    def drop_last(self) -> None:
+        """Take the last token back, which was drawn."""
+        for own in (self.tokens, self.probs, self.confidences):
+            del own[-1:]
+
 
 class BaseDrafter:
     """What drafters on the host and on a device have in common."""
@@ -78,11 +83,12 @@ class Drafter(BaseDrafter, ABC):
         requests: Sequence[Request],
         counts: Sequence[int],
         forced: Sequence[Sequence[int]],
-        end_below: Sequence[float] = (),
+        plan: DraftPlan,
     ) -> list[Proposal]:
         """The proposal for the request in each row: at most ``counts[row]`` draft tokens with those that are forced.
 
-        forced: the first draft tokens of each row, which its grammar has decided. end_below: see ``DraftPlan``.
+        forced: the first draft tokens of each row, which its grammar has decided. plan: where drafts
+        end by themselves.
         """
 
 

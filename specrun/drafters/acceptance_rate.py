@@ -43,9 +43,12 @@ class Calibration:
     _precision: tuple[float, float, float] = _PRIOR
     """Of slope and offset: the matrix [[a, b], [b, c]] as (a, b, c)."""
 
-    def acceptance(self, probability: float) -> float:
-        """The probability of acceptance. probability: the drafter's own."""
-        return _sigmoid(self.slope * _logit(probability) + self.offset)
+    def acceptance(self, probability: float, doubt: float = 0.0) -> float:
+        """The probability of acceptance. probability: the drafter's own. doubt: standard errors that are added."""
+        x = _logit(probability)
+        a, b, c = self._precision
+        error = math.sqrt((c * x * x - 2 * b * x + a) / (a * c - b * b)) if doubt else 0.0
+        return _sigmoid(self.slope * x + self.offset + doubt * error)
 
     def add(self, probability: float, accepted: bool) -> None:
         """Learn whether a token was accepted of which the drafter expected ``probability``."""

@@ -14,3 +14,16 @@ class DraftPlan(NamedTuple):
     end_below: Sequence[float] = ()
     """[draft_len] or none. Behind its i-th draft token the round drafts no more if fewer rows than ``end_below[i - 1]``
     are expected to have all of their draft tokens accepted. None: drafts do not end."""
+    row_lens: Sequence[int] = ()
+    """[B] or none: the most draft tokens of each row, at most ``draft_len``."""
+    prices: Sequence[float] = ()
+    """[draft_len] or none: where the draft of a row ends. A draft token is worth its verification if it is accepted,
+    with all before it, with at least the probability ``prices[i]``, where rows have i draft tokens on average so far.
+    """
+    tokens_per_second: float = 0.0
+    """With ``prices``: what rounds yield. A further draft step must be worth its time at this speed."""
+
+    def counts(self, limits: Sequence[int]) -> list[int]:
+        """The most draft tokens of each row. limits: what each can use."""
+        wanted = self.row_lens or [self.draft_len] * len(limits)
+        return [min(one, limit) for one, limit in zip(wanted, limits, strict=True)]

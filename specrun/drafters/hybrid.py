@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from specrun.drafters import Drafter, Proposal
 from specrun.drafters.acceptance_rate import AcceptanceRate
+from specrun.drafters.draft_plan import DraftPlan
 from specrun.drafters.suffix import SuffixDrafter
 from specrun.errors import SpecError
 from specrun.request.request import Outcome, Request
@@ -43,7 +44,7 @@ class HybridDrafter(Drafter):
         requests: Sequence[Request],
         counts: Sequence[int],
         forced: Sequence[Sequence[int]],
-        end_below: Sequence[float] = (),
+        plan: DraftPlan,
     ) -> list[Proposal]:
         """See ``Drafter``."""
         found: dict[int, Proposal] = {}
@@ -56,7 +57,7 @@ class HybridDrafter(Drafter):
         self._by_model = {request for request, count in zip(requests, left, strict=True) if count}
         if self._by_model:
             began = time.perf_counter()
-            proposals = self.model.propose(requests, left, forced, end_below)
+            proposals = self.model.propose(requests, left, forced, plan)
             drawn = (len(proposal.tokens) - proposal.forced for proposal in proposals)
             drafted = max(1, *itertools.compress(drawn, left))
             self._step_seconds = _mean(self._step_seconds, (time.perf_counter() - began) / drafted)

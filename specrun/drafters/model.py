@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from specrun.drafters import Drafter, Proposal
-from specrun.drafters.acceptance_rate import Calibration
+from specrun.drafters.draft_ends import DraftEnds
+from specrun.drafters.draft_plan import DraftPlan
 from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN
 from specrun.errors import RequestError, SpecError, as_spec_error
 from specrun.request.request import Outcome, Request, num_accepted
@@ -41,8 +42,7 @@ class ModelDrafter(Drafter):
         self.runner = runner
         self.texts: HostTexts = self._texts_of(runner, max_draft_len)
         self._confidence = confidence
-        self._calibration = Calibration()
-        """Calibration of the draft's probabilities in greedy texts."""
+        self._ends = DraftEnds()
         self._proposals: Sequence[Proposal] = ()
         """The proposals of this round."""
         self._vocab_size = vocab_size
@@ -53,14 +53,14 @@ class ModelDrafter(Drafter):
         requests: Sequence[Request],
         counts: Sequence[int],
         forced: Sequence[Sequence[int]],
-        end_below: Sequence[float] = (),
+        plan: DraftPlan,
     ) -> list[Proposal]:
         """See ``Drafter``. What follows a prompt, a rejection or full acceptance takes the same path."""
         proposals = self._proposals = list(map(Proposal.begin, forced))
         for row, request in enumerate(requests):
             self.runner.rows.rewind(row, len(self.texts.ids(request)) - 1)  # The last token's logits start the round.
-        end_below = end_below if self._confidence is None else ()
-        least, survival = self._confidence or 0.0, [1.0] * len(requests)
+        self._ends.begin(plan if self._confidence is None else DraftPlan(plan.draft_len), len(requests))
+        least = self._confidence or 0.0
         for step in range(max(count - len(tokens) for count, tokens in zip(counts, forced, strict=True))):
             growing = [
                 len(proposal.tokens) == len(tokens) + step < count
@@ -68,31 +68,29 @@ class ModelDrafter(Drafter):
                 and math.prod(proposal.confidences) >= least
                 for request, proposal, tokens, count in zip(requests, proposals, forced, counts, strict=True)
             ]
-            if not any(growing):
-                break
-            if step and end_below and sum(itertools.compress(survival, growing)) < end_below[step - 1]:
+            drafted = sum(len(proposal.tokens) for proposal in proposals)
+            if not any(growing) or self._ends.are_reached(step, growing, drafted):
                 break
             logits = self._logits(requests, counts, forced, proposals, growing, step)
-            for row, (request, proposal) in enumerate(zip(requests, proposals, strict=True)):
-                if growing[row]:
-                    self._draw(logits[row], request, proposal)
-                    if end_below and proposal.confidences:
-                        survival[row] *= self._calibration.acceptance(proposal.confidences[-1])
+            for row in itertools.compress(range(len(requests)), growing):
+                proposal = proposals[row]
+                self._draw(logits[row], requests[row], proposal)
+                if len(proposal.confidences) > step and not self._ends.is_worth(row, proposal.confidences[-1]):
+                    proposal.drop_last()  # And the row grows no more.
         return proposals
 
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
         """See ``Drafter``. The cache is valid as far as the draft tokens were accepted."""
         for proposal, outcome in zip(self._proposals, outcomes, strict=False):
             accepted, evaluated = (0, 0) if isinstance(outcome, SpecError) else outcome.evaluated
-            for place, probability in enumerate(proposal.confidences[:evaluated]):
-                self._calibration.add(probability, place < accepted)
+            self._ends.learn(proposal.confidences, accepted, evaluated)
         self._proposals = ()
         for row, (request, outcome) in enumerate(zip(requests, outcomes, strict=True)):
             self.runner.rows.rewind(row, self._num_valid(request, outcome))
 
     def ends_drafts(self, requests: Sequence[Request]) -> bool:
         """See ``Drafter``."""
-        return all(self._ends(request) for request in requests)
+        return all(self._ends_draft(request) for request in requests)
 
     def _texts_of(self, runner: ModelRunner, max_draft_len: int) -> HostTexts:
         """The cache of the model."""
@@ -128,7 +126,7 @@ class ModelDrafter(Drafter):
         """The model's own id of a token that it has proposed."""
         return token
 
-    def _ends(self, request: Request) -> bool:
+    def _ends_draft(self, request: Request) -> bool:
         """Whether the request's drafts end where they are improbable.
 
         Of a token that is drawn with noise, its probability does not say whether the target agrees.
@@ -147,7 +145,7 @@ class ModelDrafter(Drafter):
         try:
             if request.has_logits_processors:
                 logits = request.apply_penalties(logits, proposal.tokens)
-            probability = largest_probability(logits) if self._ends(request) else None
+            probability = largest_probability(logits) if self._ends_draft(request) else None
             if request.accepts_by_logits(self._use_logits):
                 q = probabilities(logits, params)
                 if missing := self._vocab_size - len(q):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from specrun.drafters import Drafter, Proposal
+from specrun.drafters.draft_plan import DraftPlan
 from specrun.request.request import Request
 
 MAX_NGRAM = 4
@@ -56,7 +57,7 @@ class NgramDrafter(Drafter):
         requests: Sequence[Request],
         counts: Sequence[int],
         forced: Sequence[Sequence[int]],
-        end_below: Sequence[float] = (),
+        plan: DraftPlan,
     ) -> list[Proposal]:
         """See ``Drafter``."""
         proposals = list(map(Proposal.begin, forced))

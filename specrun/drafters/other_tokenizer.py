@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from specrun.drafters import Proposal
+from specrun.drafters.draft_plan import DraftPlan
 from specrun.drafters.model import ModelDrafter
 from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN
 from specrun.errors import BackendError, SpecError
@@ -88,7 +89,7 @@ class TranslatedDrafter(ModelDrafter):
         requests: Sequence[Request],
         counts: Sequence[int],
         forced: Sequence[Sequence[int]],
-        end_below: Sequence[float] = (),
+        plan: DraftPlan,
     ) -> list[Proposal]:
         """See ``Drafter``. What follows tokens without a counterpart is read again from where the ids part."""
         lengths = []
@@ -98,7 +99,7 @@ class TranslatedDrafter(ModelDrafter):
             lengths.append(len(self.texts.ids(request)) + begun + max(0, counts[row] - len(forced[row])))
         fitting = [count if length <= self._limit else 0 for count, length in zip(counts, lengths, strict=True)]
         self.texts.grow(min(max(lengths), self._limit) + 1)
-        proposals = super().propose(requests, fitting, forced, end_below)
+        proposals = super().propose(requests, fitting, forced, plan)
         for request, proposal in zip(requests, proposals, strict=True):
             self._drafted[request] = self._translate(proposal.tokens)
         return proposals

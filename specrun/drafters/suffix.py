@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 from specrun.drafters import Drafter, Proposal
 from specrun.drafters.acceptance_rate import AcceptanceRate
+from specrun.drafters.draft_plan import DraftPlan
 from specrun.drafters.edited_copy import EditedCopy
 from specrun.errors import SpecError
 from specrun.request.request import Outcome, Request
@@ -184,7 +185,7 @@ class SuffixDrafter(Drafter):
         requests: Sequence[Request],
         counts: Sequence[int],
         forced: Sequence[Sequence[int]],
-        end_below: Sequence[float] = (),
+        plan: DraftPlan,
     ) -> list[Proposal]:
         """See ``Drafter``."""
         proposals = list(map(Proposal.begin, forced))

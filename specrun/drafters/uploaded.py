@@ -45,7 +45,7 @@ class UploadedDrafter(DeviceDrafter):
         if not plan.draft_len:
             return 0
         counts = [request.num_draft_tokens(plan.draft_len) for request in requests]
-        proposals = self.drafter.propose(requests, counts, [()] * len(requests), plan.end_below)
+        proposals = self.drafter.propose(requests, counts, [()] * len(requests), plan)
         drafts = [proposal.tokens for proposal in proposals]
         length = max(map(len, drafts))
         if length:

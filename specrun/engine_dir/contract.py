@@ -44,7 +44,8 @@ keeps what it needs to read these again. ``parts`` are:
 ``state_indices <= keep_indices <= write_indices + S``, and ``write_indices - state_indices <= R``. After the pass the
 state is behind ``keep_indices`` tokens, and the next pass may write from there on, at most R tokens further.
 
-``write_index + S <= S_max`` must hold for every row: padded positions write beyond the row's length.
+``write_index + S <= S_max`` must hold for every row: padded positions write beyond the row's length. Padding is 0, or
+-1 in engines that skip it (``BackendInfo.skips_unused_tokens``).
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ FIRST_DRAFT_STEP_LEN = 2
 """Tokens of a round's first draft step. The draft's cache lacks two after a round in which every draft was accepted."""
 
 
+UNUSED_TOKEN = -1
+"""An entry of ``input_ids`` behind a row's last token, in engines that skip it."""
 NOTHING_WANTED = -1
 """An entry of a head's ``logits_indices`` that asks for no logits and no feature."""
 

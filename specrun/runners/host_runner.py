@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from specrun.backends import Backend, Pass
 from specrun.engine_dir.bit_exact import ANY_SHAPE, ShapeClass
+from specrun.engine_dir.contract import UNUSED_TOKEN
 from specrun.kv_cache.rows import RecurrentRows, rows_of
 from specrun.sampling.sampler import Floats
 
@@ -35,12 +36,14 @@ def build_inputs(
     vocab_size: int,
     shapes: ShapeClass = ANY_SHAPE,
     nothing_wanted: int = 0,
+    padding: int = 0,
 ) -> HostFeed:
     """The inputs that feed each row's tokens and draft tokens that the cache lacks, right-padded.
 
     lengths: tokens of each row that are in the cache. num_logits: the logits of so many last tokens of each row are
     wanted. capacity: positions of a row in the cache. vocab_size: ids that the model knows. shapes: the pass is padded
-    into this class. nothing_wanted: stands in ``logits_indices`` where a row wants fewer logits than others.
+    into this class. nothing_wanted: stands in ``logits_indices`` where a row wants fewer logits than others. padding:
+    stands behind a row's tokens.
     """
     # Texts may be long and not in the processor's caches, so only the tokens that are fed are touched.
     ends = [len(tokens) + len(more) for tokens, more in zip(token_ids, drafts, strict=True)]
@@ -54,9 +57,11 @@ def build_inputs(
         end = ends[row] - start
         # A target with a padded embedding may commit ids that a draft without the padding has no row for.
         new = [min(token, last_id) for token in (*token_ids[row][start:], *drafts[row])]
-        feed.input_ids.append(new + [0] * (query_len - end))
+        feed.input_ids.append(new + [padding] * (query_len - end))
         feed.write_indices.append(start)
-        feed.logits_indices.append([*range(end - count, end), *[nothing_wanted] * (max_logits - count)])
+        # The logits of an unused token cost nothing in engines that skip it.
+        nothing = query_len - 1 if padding == UNUSED_TOKEN and end < query_len else nothing_wanted
+        feed.logits_indices.append([*range(end - count, end), *[nothing] * (max_logits - count)])
     return feed
 
 
@@ -73,6 +78,7 @@ class ModelRunner:
         self.shapes = shapes
         """Passes stay in this class, but for those of ``extend``."""
         self.rows = rows_of(backend.cache, backend.config.graph)
+        self._padding = UNUSED_TOKEN if backend.config.backend.skips_unused_tokens else 0
         self._chunk = backend.config.build_config.max_input_len
         if isinstance(self.rows, RecurrentRows):
             self._chunk = min(self._chunk, _RECURRENT_CHUNK)
@@ -165,9 +171,8 @@ class ModelRunner:
             # A row with None writes behind its text, where nothing is valid.
             step.write_indices[row] = lengths[row]
             step.logits_indices[row, 0] = 0
-            if token is not None:
-                step.input_ids[row, 0] = min(token, last_id)
-                lengths[row] += 1
+            step.input_ids[row, 0] = self._padding if token is None else min(token, last_id)
+            lengths[row] += token is not None
         self.rows.begin(step, 0, [()] * len(tokens))  # What is fed behind the texts may be taken back.
         self._run(step)
         return step.logits
@@ -184,7 +189,7 @@ class ModelRunner:
         own = slice(first, first + len(token_ids))
         lengths, nothing = self.rows.lengths[own], self.backend.config.graph.nothing_wanted
         sizes = self.backend.cache.length, self.vocab_size
-        feed = build_inputs(token_ids, drafts, lengths, num_logits, *sizes, self.shapes, nothing)
+        feed = build_inputs(token_ids, drafts, lengths, num_logits, *sizes, self.shapes, nothing, self._padding)
         step = self.backend.bind(first, len(token_ids), len(feed.input_ids[0]), len(feed.logits_indices[0]))
         step.input_ids[...], step.write_indices[...], step.logits_indices[...] = feed
         self.rows.begin(step, first, token_ids, whole_blocks)

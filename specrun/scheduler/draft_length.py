@@ -12,6 +12,7 @@ rate (arXiv 2211.17192). Both are measured. A non-speculative step is a round wi
    If drafting promises little, plain rounds follow now and then, so that T(0) stays known.
 5. Where drafts can end by themselves, they may have as many tokens as the rows can use, and ``DraftPlan.end_below``
    says where another one no longer pays.
+6. Where unused tokens of a pass cost nothing, each row of a batch has a draft length of its own (``draft_budget``).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from weakref import WeakKeyDictionary
 
 from specrun.drafters.acceptance_rate import AcceptanceRate
 from specrun.drafters.draft_plan import DraftPlan
-from specrun.scheduler.round_times import RoundTimes, TimeTuning
+from specrun.scheduler.draft_budget import Speed, prices, share, time_of
+from specrun.scheduler.round_times import ExpectedTimes, RoundTimes, TimeTuning
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ _UNKNOWN = AcceptanceRate()
 
 
 _PLAIN = DraftPlan(0)
+_ENDING_GAIN = 1.1
+"""Drafts that end row by row are expected to be so much faster than the best common length, until that was measured."""
 
 
 class DraftLength:
@@ -103,12 +107,14 @@ class DraftLength:
         self,
         max_draft_len: int,
         fixed_draft_len: int | None,
-        prior: Callable[[int], Sequence[float]] | None = None,
+        prior: Callable[[int], ExpectedTimes] | None = None,
         tuning: Tuning | None = None,
+        by_row: bool = False,
     ) -> None:
         """fixed_draft_len: the draft length of every round; None: the best one, 0 to ``max_draft_len``.
 
-        prior: the expected times T(0) to T(max_draft_len) of rounds of so many rows.
+        prior: the expected times T(0) to T(max_draft_len) of rounds of so many rows. by_row: whether rows may have
+        different draft lengths at no cost.
         """
         self.max_draft_len = max_draft_len
         self.fixed_draft_len = fixed_draft_len
@@ -116,6 +122,9 @@ class DraftLength:
         self.drafting = bool(max_draft_len) and fixed_draft_len != 0
         """Whether drafting pays, as far as is known. If it does, the draft reads prompts when the target does."""
         self._built_prior = prior
+        self._by_row = by_row
+        self._speeds: dict[int, Speed] = {}
+        """Those of rounds in which each row's draft ended by itself, by batch size."""
         self._guess = [1 + self.tuning.draft_token_share * draft_len for draft_len in range(max_draft_len + 1)]
         self._times: dict[int, RoundTimes] = {}
         """By batch size."""
@@ -156,12 +165,24 @@ class DraftLength:
             return [yielded / time for yielded, time in zip(tokens, seconds, strict=False)]
 
         plain, *drafting = rates(times)
-        gain = max(drafting) / plain
+        by_row, expected = self._by_row and len(row_limits) > 1, self._expected(len(row_limits), times)
+        best, row_lens = max(drafting), list[int]()
+        if by_row and drafts_end:
+            best = self._speeds.setdefault(len(row_limits), Speed()).rate(_ENDING_GAIN * best)
+        elif by_row:
+            row_lens, best = share(times[: longest + 1], expected.draft_step, alphas, row_limits)
+        gain = best / plain
         self.drafting = gain >= tuning.min_gain
         if not self.drafting:
             # A standard error of the acceptance rate: until it is known well, drafting goes on where it may pay.
             doubt = math.sqrt(overall * (1 - overall) / (2 + self._evaluated))
             self.drafting = max(rates(times, doubt)[1:]) >= tuning.min_gain * plain
+        ending = None
+        if by_row and drafts_end:
+            rate = max(plain, best)
+            ending = DraftPlan(
+                longest, prices=prices(expected.passes[:longest], rate, len(row_limits)), tokens_per_second=rate
+            )
         if not self.drafting:
             # Optimistically, a length beyond the longest tried one takes no longer than that one.
             tried = max([1, *(g for g in known.medians if g <= longest)])
@@ -171,19 +192,26 @@ class DraftLength:
             cost = times[trial] - times[0] + lag_time
             # Only after a non-speculative step: those between trials tell what trials cost.
             can_afford = self._since_plain == 0 and self._trials.can_afford(cost)
-            return DraftPlan(trial) if can_afford else _PLAIN
+            return (ending or DraftPlan(trial))._replace(draft_len=trial) if can_afford else _PLAIN
         if gain < tuning.clear_gain and self._since_plain >= tuning.non_speculative_every:
             return _PLAIN
+        if ending:
+            return ending
         if drafts_end:
             # Lengths vary by themselves here, so times need no optimism to be found out.
             alpha = sum(alphas) / len(alphas)
             return DraftPlan(longest, least_survivors(times[: longest + 1], max(plain, *drafting), alpha))
-        optimistic = rates(known.optimistic(times))[1:]
+        optimistic = known.optimistic(times)
+        if by_row:
+            row_lens, _ = share(optimistic[: longest + 1], expected.draft_step, alphas, row_limits)
+            row_lens = row_lens if any(row_lens) else [min(1, limit) for limit in row_limits]
+            return DraftPlan(max(row_lens), row_lens=row_lens)
+        optimistic = rates(optimistic)[1:]
         return DraftPlan(max(range(len(optimistic)), key=optimistic.__getitem__) + 1)
 
     def observe(
         self,
-        draft_len: int,
+        draft_len: float,
         seconds: float | None,
         requests: Sequence[object],
         rows: Sequence[tuple[int, int]],
@@ -191,8 +219,9 @@ class DraftLength:
     ) -> None:
         """Learn from a round.
 
-        draft_len: the most tokens that a row drafted. seconds: its time; None if later rounds of its kind take another
-        time. rows: accepted and evaluated draft tokens of each of ``requests``. draft_lag: as in ``choose``.
+        draft_len: the most tokens that a row drafted, or with ``by_row`` their mean. seconds: its time; None if later
+        rounds of its kind take another time. rows: accepted and evaluated draft tokens of each of ``requests``.
+        draft_lag: as in ``choose``.
         """
         if self.fixed_draft_len is not None:
             return
@@ -204,14 +233,21 @@ class DraftLength:
             self._evaluated += evaluated
         if seconds is None:
             return
-        known, lost = self._of_batch(len(rows)), 0.0
+        known, lost, committed = self._of_batch(len(rows)), 0.0, len(rows) + sum(accepted for accepted, _ in rows)
         if draft_len and 0 in known.medians:
-            lost = seconds - known.medians[0] * (1 + sum(accepted for accepted, _ in rows) / len(rows))
+            lost = seconds - known.medians[0] * committed / len(rows)
         self._trials.add(seconds, lost)
+        if draft_len and self._by_row:
+            self._speeds.setdefault(len(rows), Speed()).add(committed, seconds)
+        whole = max(1, round(draft_len)) if draft_len else 0
+        if not (draft_len and draft_lag) and whole == draft_len:
+            known.add(whole, seconds)
+            return
+        times = known.estimate(self._prior(len(rows)) or self._guess)
+        usual = time_of(times, draft_len)
         if not (draft_len and draft_lag):
-            known.add(draft_len, seconds)
+            known.add(whole, seconds * times[whole] / usual)
         elif known.medians:
-            usual = known.estimate(self._prior(len(rows)) or self._guess)[draft_len]
             self._lag_times.append(max(0.0, seconds - usual) / draft_lag)
 
     def _of_batch(self, batch_size: int) -> RoundTimes:
@@ -220,12 +256,20 @@ class DraftLength:
     def _prior(self, batch_size: int) -> Sequence[float] | None:
         """The expected times T(0) to T(max_draft_len), whatever was measured of this batch size. None: not known."""
         if self._built_prior:
-            return self._built_prior(batch_size)
+            return self._built_prior(batch_size).rounds
         others = [size for size, times in self._times.items() if size != batch_size and len(times.medians) > 1]
         if not others:
             return None
         nearest = min(others, key=lambda size: max(size, batch_size) / min(size, batch_size))
         return self._times[nearest].estimate(self._guess)
+
+    def _expected(self, batch_size: int, times: Sequence[float]) -> ExpectedTimes:
+        """What was expected before any round, at the pace of now. times: those of rounds, by draft length."""
+        if not self._built_prior:
+            return ExpectedTimes(times)
+        rounds, draft_step = self._built_prior(batch_size)
+        pace = times[0] / rounds[0]
+        return ExpectedTimes([pace * time for time in rounds], pace * draft_step)
 
     def _lag_token_time(self, times: Sequence[float]) -> float:
         """The time to read one token of the draft lag. times: those of rounds, by draft length."""

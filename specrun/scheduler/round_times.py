@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN
 from specrun.engine_dir.pass_times import PassTimes
@@ -30,7 +32,21 @@ class TimeTuning:
     """Share of the time by which an optimistic time of a length that has not been measured is shorter."""
 
 
-def expected_by_passes(target: PassTimes, draft: PassTimes | None, rows: int, max_draft_len: int) -> list[float]:
+class ExpectedTimes(NamedTuple):
+    """What rounds are expected to take before any ran, in seconds."""
+
+    rounds: Sequence[float]
+    """Those of draft length 0, 1, .."""
+    draft_step: float = 0.0
+    """The part of it that each further draft step takes."""
+
+    @property
+    def passes(self) -> list[float]:
+        """The target's part of each further draft token of all rows."""
+        return [later - sooner - self.draft_step for sooner, later in itertools.pairwise(self.rounds)]
+
+
+def expected_by_passes(target: PassTimes, draft: PassTimes | None, rows: int, max_draft_len: int) -> ExpectedTimes:
     """Seconds of rounds of draft length 0 to ``max_draft_len`` that follow from the times of passes.
 
     A round verifies g + 1 tokens. A draft model's first step reads two, its others one. draft None: drafts take no
@@ -38,9 +54,9 @@ def expected_by_passes(target: PassTimes, draft: PassTimes | None, rows: int, ma
     """
     times = [target.of(rows, draft_len + 1) for draft_len in range(max_draft_len + 1)]
     if draft is None:
-        return times
+        return ExpectedTimes(times)
     first, further = draft.of(rows, FIRST_DRAFT_STEP_LEN), draft.of(rows, 1)
-    return [time + (first + (g - 1) * further if g else 0.0) for g, time in enumerate(times)]
+    return ExpectedTimes([time + (first + (g - 1) * further if g else 0.0) for g, time in enumerate(times)], further)
 
 
 _FLATTEST = 0.01

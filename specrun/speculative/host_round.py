@@ -38,6 +38,7 @@ class HostRound(Round[ModelRunner, Drafter]):
         """See ``Round``."""
         super().__init__(target, drafter, max_draft_len, use_logits, ScoredTexts(target, max_draft_len))
         self.host_target = target
+        self.skips_unused_tokens = target.backend.config.backend.skips_unused_tokens
 
     def step(
         self, requests: Sequence[Request], plan: DraftPlan, may_queue_next: bool = False
@@ -53,9 +54,9 @@ class HostRound(Round[ModelRunner, Drafter]):
     def draft(self, requests: Sequence[Request], plan: DraftPlan) -> list[Proposal]:
         """What is proposed for each request. What its grammar forces needs no drafter, and may be more than planned."""
         forced = [request.forced(request.num_draft_tokens(self.max_draft_len)) for request in requests]
-        counts = [request.num_draft_tokens(plan.draft_len) for request in requests]
+        counts = plan.counts([request.num_draft_tokens(self.max_draft_len) for request in requests])
         if self.drafter and any(counts):
-            return self.drafter.propose(requests, counts, forced, plan.end_below)
+            return self.drafter.propose(requests, counts, forced, plan)
         return list(map(Proposal.begin, forced))
 
     def verify(self, requests: Sequence[Request], proposals: Sequence[Proposal]) -> Floats:

@@ -36,7 +36,7 @@ class DraftLengths(Protocol):
 
     def observe(
         self,
-        draft_len: int,
+        draft_len: float,
         seconds: float | None,
         requests: Sequence[object],
         rows: Sequence[tuple[int, int]],
@@ -64,6 +64,8 @@ class Round(ABC, Generic[AnyRunner, DrafterT]):
     """Tells if texts are the target's own to the bit."""
     next_is_queued = False
     """True if the round of the next ``step`` is queued already. Before that step no row may change."""
+    skips_unused_tokens = False
+    """Whether a pass takes as long as its rows have tokens together, not as the longest one has."""
     host_target: ModelRunner | None = None
     """The target's runner where the target runs on the host."""
     is_steady_state = False

@@ -187,6 +187,20 @@ def test_a_querys_bits_are_its_own(name: str) -> None:
     assert np.array_equal(found(one, 3, 7, 2, positions=POSITIONS + 24), whole[:, 7:10])
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_unused_tokens_are_left_out(name: str) -> None:
+    """They stand behind a row's tokens, which do not see them. Their first number is NaN, as in products."""
+    case = CASES[name]
+    given = made(case, 5, 3, 9)
+    whole = run(session(case), given)[0]
+    for array in (given.q, given.k, given.v):
+        array[0, 2:] = np.nan
+    found = run(session(case), given)[0]
+    assert np.array_equal(found[0, :2], whole[0, :2])
+    assert np.array_equal(found[1], whole[1])
+    assert np.isnan(found[0, 2:, 0, 0]).all()
+
+
 def test_scores_of_any_size() -> None:
     """The largest weight is 1 however far scores lie apart; a key that is not a number shows."""
     case = Case(1, 1, 16)

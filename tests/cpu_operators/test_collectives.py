@@ -32,6 +32,10 @@ def _session(operator: str, number: int) -> Any:
     return ort.InferenceSession(model.SerializeToString(), options)
 
 
+_KEPT: list[Any] = []
+"""Functions that the operators may call: they live as long as the process."""
+
+
 class Others:
     """Stands for the other ranks: what they have is chosen by the test."""
 
@@ -39,6 +43,7 @@ class Others:
         self.others, self.numbers, self.fails = others, list[int](), False
         self.function = cpu_operators.Exchange(self._exchange)
         cpu_operators.set_exchange(self.function)
+        _KEPT.append(self.function)
 
     def _exchange(self, number: int, own: int, everything: int, nbytes: int) -> int:
         self.numbers.append(number)

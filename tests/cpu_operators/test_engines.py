@@ -6,17 +6,22 @@ import ctypes
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 import pytest
 
 from scripts.benchmarks.roofline import work_of
 from scripts.fuzz_bit_exact import fuzz
 from specrun import EngineDirError, SpeculativeDecoder, cpu_operators
+from specrun.backends import open_host_backend
 from specrun.engine_dir.bit_exact import ANY_SHAPE
 from specrun.engine_dir.config import open_engine
+from specrun.engine_dir.contract import UNUSED_TOKEN
 from tests.helpers.engines import make_engine, make_onnx
 from tests.helpers.families import save_checkpoint
 from tests.helpers.quantized_onnx import quantized
@@ -45,6 +50,40 @@ def test_every_shape_of_a_pass_gives_the_same_text(
     tally = fuzz(engine, [engines / "draft", engine, engines / "target"], 24, seed=1, bit_exact=False)
     assert (tally.different_texts, tally.different_logprobs) == (0, 0)
     assert 0 < tally.accepted < tally.evaluated
+
+
+@pytest.mark.parametrize("form", ["float32", "int8", "int4"])
+def test_unused_tokens_change_nothing(form: str, onnx: Path, tmp_path: Path) -> None:
+    """Neither logits nor caches of other tokens, however many are unused; and their products are left out."""
+    checkpoint = onnx / "target" if form == "float32" else quantized(onnx / "target", tmp_path / "onnx", form, 32)
+    engine = make_engine(checkpoint, tmp_path / "engine", **SIZES)
+    config = open_engine(engine)
+    assert config.backend.skips_unused_tokens
+    ids, lens = np.random.default_rng(0).integers(3, 90, (3, 6)), (6, 2, 4)
+
+    def read(used: Sequence[int]) -> list[npt.NDArray[np.float32]]:
+        with closing(open_host_backend(engine, config, 0)) as backend:
+            backend.resize(3, 64, 0)
+            step = backend.bind(0, 3, 6, 6)
+            step.input_ids[...], step.write_indices[...], step.logits_indices[...] = ids, 5, range(6)
+            for row, count in enumerate(used):
+                step.input_ids[row, count:] = UNUSED_TOKEN
+            step.run()
+            if used == lens:
+                assert np.isnan(step.logits[1, 2:, 0]).all(), "no product was computed"
+            logits = [step.logits[row, :count].copy() for row, count in enumerate(lens)]
+            caches = backend.cache.part(0, 3)
+            return logits + [cache[row, :, : 5 + count].copy() for cache in caches for row, count in enumerate(lens)]
+
+    for one, other in zip(read(lens), read((6, 6, 6)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5", "gemma2"])
+def test_where_other_tokens_could_see_an_unused_one_it_is_a_token_like_others(family: str, tmp_path: Path) -> None:
+    """Experts are chosen for all tokens, states read all of them, and soft-capped scores are ONNX Runtime's."""
+    checkpoint = make_onnx(save_checkpoint(tmp_path / "hf", family), tmp_path / "onnx", verify=False)
+    assert not open_engine(make_engine(checkpoint, tmp_path / "engine")).backend.skips_unused_tokens
 
 
 @pytest.mark.parametrize(("form", "bits"), [("float32", 32), ("int8", 8), ("int4", 5)])

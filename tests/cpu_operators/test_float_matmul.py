@@ -70,6 +70,19 @@ def test_it_is_the_product_and_bits_depend_on_the_row_alone(size: tuple[int, int
                 np.testing.assert_array_equal(opened.run(None, {"x": x[part]})[0], wanted[part])
 
 
+def test_rows_of_nan_are_left_out(instruction_set: str) -> None:
+    """See ``test_quantized_matmul``."""
+    weight, x = numbers(70, 40), numbers(23, 70)
+    opened = session(product(weight), threads=2)
+    (wanted,) = opened.run(None, {"x": x})
+    for unused in ([0], [3, 4, 9], [*range(1, 23)], [*range(23)]):
+        marked, used = x.copy(), np.delete(np.arange(23), unused)
+        marked[unused] = np.nan
+        (found,) = opened.run(None, {"x": marked})
+        assert np.isnan(found[unused, 0]).all()
+        np.testing.assert_array_equal(found[used], wanted[used])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_weights_as_checkpoints_store_them(dtype: str, is_transposed: bool) -> None:

@@ -132,6 +132,19 @@ def test_a_row_that_is_not_finite_stays_by_itself(instruction_set: str) -> None:
         np.testing.assert_array_equal(np.delete(found, 3, 0), np.delete(wanted, 3, 0))
 
 
+def test_rows_of_nan_are_left_out(instruction_set: str) -> None:
+    """Unused tokens are. Their first output is NaN, so what reads them leaves them out as well."""
+    opened = session(product_graph(packed(Form("int4", 32), 64, 40)))
+    x = inputs(70, 64)
+    wanted = run(opened, x)
+    for unused in ([0], [3, 4, 9], [*range(1, 70)], [*range(70)]):
+        marked, used = x.copy(), np.delete(np.arange(70), unused)
+        marked[unused] = np.nan
+        found = run(opened, marked)
+        assert np.isnan(found[unused, 0]).all()
+        np.testing.assert_array_equal(found[used], wanted[used])
+
+
 def test_inputs_of_all_sizes_and_shapes() -> None:
     weight = packed(Form("int8", None, by_token=True), 16, 4)
     opened = session(product_graph(weight))

@@ -13,6 +13,7 @@ import torch
 from specrun.backends.ort import OrtDeviceBackend
 from specrun.drafters import Proposal
 from specrun.drafters.block_head import DeviceParallelDrafter, ParallelDrafter
+from specrun.drafters.draft_plan import DraftPlan
 from specrun.drafters.markov import Markov
 from specrun.drafters.model import ModelDrafter
 from specrun.engine_dir.config import open_engine
@@ -69,10 +70,10 @@ def test_rounds_draft_what_the_formula_says(
         requests: Sequence[Request],
         counts: Sequence[int],
         forced: Sequence[Sequence[int]],
-        end_below: Sequence[float],
+        plan: DraftPlan,
     ) -> list[Proposal]:
         nonlocal seen, ended
-        proposals = right(self, requests, counts, forced, end_below)
+        proposals = right(self, requests, counts, forced, plan)
         for request, count, proposal in zip(requests, counts, proposals, strict=True):
             text, before = list(request.tokens), [request.tokens[-1]]
             features = features_of(dialect, tensors, states_of(target, torch.tensor([text])))[0]

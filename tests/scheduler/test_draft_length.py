@@ -15,6 +15,7 @@ from specrun.request.request import Request
 from specrun.request.stats import expected_tokens
 from specrun.sampling.sampler import SamplingParams
 from specrun.scheduler.draft_length import DraftLength, batch_tokens
+from specrun.scheduler.round_times import ExpectedTimes
 from tests.helpers.pairs import PROMPTS, SAMPLED, decode, near_ties
 
 MOST = 10
@@ -91,11 +92,11 @@ def seconds_a_token(
     return elapsed / tokens
 
 
-def timed(cost: float, width: float, seed: int) -> Callable[[int], list[float]]:
+def timed(cost: float, width: float, seed: int) -> Callable[[int], ExpectedTimes]:
     """What is expected where engines were timed: by a machine of another speed, and by rounds that are alone."""
     generator = np.random.default_rng(seed)
     speed, draft = generator.lognormal(0, 0.3), generator.lognormal(0, 0.15)
-    return lambda _rows: [speed * (1 + draft * g * (cost + width)) for g in range(MOST + 1)]
+    return lambda _rows: ExpectedTimes([speed * (1 + draft * g * (cost + width)) for g in range(MOST + 1)])
 
 
 def fixed(alpha: float, cost: float, width: float) -> list[float]:

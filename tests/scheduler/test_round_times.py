@@ -22,8 +22,10 @@ class Row:
 
 def test_a_round_verifies_and_drafts() -> None:
     draft = PassTimes(rows=(1,), tokens=(1, 2), seconds=((0.1, 0.15),))
-    assert expected_by_passes(TIMES, draft, 1, 2) == pytest.approx([1.0, 1.2 + 0.15, 1.4 + 0.15 + 0.1])
-    assert expected_by_passes(TIMES, None, 4, 1) == [2.0, 2.4]
+    found = expected_by_passes(TIMES, draft, 1, 2)
+    assert found.rounds == pytest.approx([1.0, 1.2 + 0.15, 1.4 + 0.15 + 0.1])
+    assert found.draft_step == 0.1
+    assert expected_by_passes(TIMES, None, 4, 1) == ([2.0, 2.4], 0.0)
 
 
 def test_engines_are_timed_and_auto_begins_with_that(engines: Path, tmp_path: Path) -> None:

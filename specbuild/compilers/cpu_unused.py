@@ -1,0 +1,70 @@
+"""Padding that costs nothing on CPUs: unused tokens are NaN behind their embedding, and our operators leave NaN out.
+
+A pass has as many tokens in each row as in the longest one. Rows have fewer where texts end, where a draft ends by
+itself, or where it pays for other rows only.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from specbuild.compilers.cpu_attention import OPERATOR as ATTENTION
+from specbuild.graph.ops import initializer
+from specrun.cpu_operators import DOMAIN
+from specrun.engine_dir.contract import INPUT_IDS, UNUSED_TOKEN
+
+_HARMFUL = {"Attention", "Softmax", "TopK", "If", "Loop", "Scan", "RecurrentAttention", "CausalConvolution"}
+"""Operators that would carry a NaN from a token to others, or choose something by it."""
+
+
+def mark_unused_tokens(model: ir.Model) -> bool:
+    """Let tokens of ``UNUSED_TOKEN`` be NaN, in place, if no other token can see them. Returns whether it was done."""
+    nodes = list(model.graph)
+    has_attention = any(node.op_type == ATTENTION and node.domain == DOMAIN for node in nodes)
+    if not has_attention or any(node.op_type in _HARMFUL for node in nodes):
+        return False
+    ids = next(value for value in model.graph.inputs if value.name == INPUT_IDS)
+    lookups = [use.node for use in ids.uses() if use.node.op_type == "Gather" and use.idx == 1]
+    embeddings = [_embedding(node) for node in lookups if _is_table(node.inputs[0])]
+    if not embeddings or any(node.outputs[0].dtype != ir.DataType.FLOAT for node in embeddings):
+        return False
+    for node in embeddings:
+        _mark(model.graph, ids, node)
+    return True
+
+
+def _is_table(value: ir.Value | None) -> bool:
+    """Whether a value is [V, width]; the scales of a quantized embedding are [V]."""
+    return value is not None and value.shape is not None and len(value.shape) == 2
+
+
+def _embedding(lookup: ir.Node) -> ir.Node:
+    """The node that makes numbers of what is looked up: the codes of a quantized embedding are cast and scaled."""
+    node = lookup
+    while node.outputs[0].dtype != ir.DataType.FLOAT and len(uses := list(node.outputs[0].uses())) == 1:
+        if uses[0].node.op_type not in ("Cast", "Mul"):
+            break
+        node = uses[0].node
+    return node
+
+
+def _mark(graph: ir.Graph, ids: ir.Value, embedding: ir.Node) -> None:
+    """Put NaN in place of an embedding [B, S, width] where a token is unused."""
+    value = embedding.outputs[0]
+    unused = ir.node("Equal", [ids, _constant(graph, "unused.id", np.int64(UNUSED_TOKEN))])
+    each = ir.node("Unsqueeze", [unused.outputs[0], _constant(graph, "unused.axis", np.array([-1]))])
+    nan = _constant(graph, "unused.nan", np.float32(np.nan))
+    marked = ir.node("Where", [each.outputs[0], nan, value], name=f"{value.name}.marked")
+    (own,) = marked.outputs
+    own.name, own.dtype, own.shape = marked.name, ir.DataType.FLOAT, value.shape
+    value.replace_all_uses_with(own)
+    marked.replace_input_with(2, value)
+    graph.insert_after(embedding, [unused, each, marked])
+
+
+def _constant(graph: ir.Graph, name: str, number: npt.ArrayLike) -> ir.Value:
+    if name in graph.initializers:
+        return graph.initializers[name]
+    return initializer(graph, name, ir.tensor(np.asarray(number), name=name))

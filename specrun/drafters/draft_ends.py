@@ -1,0 +1,59 @@
+"""Where a model's drafts end by themselves: where another token costs more than it is worth."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+
+from specrun.drafters.acceptance_rate import AcceptanceRate, Calibration
+from specrun.drafters.draft_plan import DraftPlan
+
+
+class DraftEnds:
+    """Follows how likely each draft of a round still stands. Owns what was learnt of the model's own probabilities."""
+
+    def __init__(self) -> None:
+        self.calibration = Calibration()
+        """Of the draft's probabilities in greedy texts."""
+        self._accepted = AcceptanceRate()
+        self._step_seconds: dict[int, float] = {}
+        """Of a draft step behind the first one, by batch size: a running mean."""
+        self._plan = DraftPlan(0)
+        self._survival: list[float] = []
+        """[B]: how likely all of a row's draft tokens are accepted."""
+        self._price = self._step_began = 0.0
+
+    def begin(self, plan: DraftPlan, batch: int) -> None:
+        """Begin a round of ``batch`` rows."""
+        self._plan, self._survival, self._price, self._step_began = plan, [1.0] * batch, 0.0, 0.0
+
+    def are_reached(self, step: int, growing: Sequence[bool], drafted: int) -> bool:
+        """Whether no row goes on with draft step ``step``. growing: those that would. drafted: tokens of all rows."""
+        plan, batch = self._plan, len(growing)
+        standing = itertools.compress(self._survival, growing)
+        if not plan.prices:
+            return bool(step and plan.end_below) and sum(standing) < plan.end_below[step - 1]
+        self._price = plan.prices[min(drafted // batch, len(plan.prices) - 1)]
+        now, usual = time.perf_counter(), self._step_seconds
+        if step > 1:
+            seconds = now - self._step_began
+            usual[batch] = 0.9 * usual.get(batch, seconds) + 0.1 * seconds
+        self._step_began, likely = now, self._accepted.rate(0.7, 4.0)
+        worth = sum(max(0.0, one * likely - self._price) for one in standing)
+        return step > 0 and worth < plan.tokens_per_second * usual.get(batch, 0.0)
+
+    def is_worth(self, row: int, probability: float) -> bool:
+        """Whether a row's next token is to be verified. probability: the model's own of it."""
+        if not (self._plan.prices or self._plan.end_below):
+            return True
+        # What is dropped teaches nothing, so tokens are dropped once they are known to be bad.
+        doubt = 1.0 if self._plan.prices else 0.0
+        self._survival[row] *= self.calibration.acceptance(probability, doubt)
+        return self._survival[row] >= self._price
+
+    def learn(self, probabilities: Sequence[float], accepted: int, evaluated: int) -> None:
+        """Learn from a draft. probabilities: the model's own of its tokens, as far as it is known."""
+        self._accepted.add(accepted, evaluated, 256.0)
+        for place, probability in enumerate(probabilities[:evaluated]):
+            self.calibration.add(probability, place < accepted)
