@@ -14,7 +14,8 @@ from typing import Any
 
 import click
 
-from scripts.grow_checkpoint import TOLERANCE, Growth, Shape, load_config, load_model
+from scripts.grow_checkpoint import TOLERANCE, load_config, load_model
+from scripts.growth import Growth, Shape
 from specrun.engine_dir.directories import new_directory
 from specrun.errors import SpecError
 

@@ -1,4 +1,4 @@
-"""Train a demo pair: a small Llama target, and a draft distilled from it, in a few minutes and without network.
+"""Train a demo pair: a small target, and a draft distilled from it, in a few minutes and without network.
 
 Both learn one of scripts/corpora.py, by default the help topics of Python. They are small enough to nearly memorise
 them: the target's text then reads like its corpus, and the draft agrees with the target often enough to show what
@@ -6,6 +6,8 @@ speculative decoding gains. The result is a pair of ordinary Hugging Face checkp
 on the same machine. The pair of the help topics is kept in scripts/demo_pair, so that nobody has to wait for it:
 
     python -m scripts.make_demo_pair --output_dir scripts/demo_pair --force
+
+Both are Llamas, or with ``--architecture qwen3_5`` hybrids: all layers but the last one are gated delta nets.
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ DRAFT: dict[str, Any] = {"layers": 2, "intermediate_size": 512, "steps": 220, "n
 """Noise is the share of the tokens read that are replaced by others. A model that has only ever read its corpus word
 for word is lost after its first own mistake; these find the way back, and the draft learns to agree on the detours."""
 ADAM_RATE, MUON_RATE = 4e-3, 1.4e-2
+LINEAR = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 64, "value_head_dim": 64}
+"""The shape of a hybrid's gated delta nets. Its target has a layer of them more."""
 KIND = "demo pair"
 """Written to recipe.json, by which a pair is known that may be replaced."""
 
@@ -58,19 +62,21 @@ CHAT_TEMPLATE = """\
 LossOf = Callable[[Any, Tensor, Tensor], Tensor]
 
 
-def recipe(corpus: str) -> dict[str, Any]:
+def recipe(corpus: str, architecture: str) -> dict[str, Any]:
     """What is written beside the pair, which is up to date while this is the same.
 
     The version is raised with any change that nothing else here shows.
     """
+    hybrid = architecture != "llama"
     return {
+        **({"architecture": architecture, "linear": LINEAR} if hybrid else {}),
         "kind": KIND,
         "version": 3,
         "python": platform.python_version(),
         "corpus": corpus,
         "corpus_characters": CORPORA[corpus].characters,
         "shape": SHAPE,
-        "target": TARGET,
+        "target": {**TARGET, "layers": TARGET["layers"] + hybrid},
         "draft": DRAFT,
         "tokens_per_step": TOKENS_PER_STEP,
         "windows": [SHORT_WINDOW, LONG_WINDOW, LONG_SHARE],
@@ -103,23 +109,29 @@ def train_tokenizer(texts: list[str]) -> Any:
     )
 
 
-def new_model(model_recipe: dict[str, Any]) -> Any:
-    """An untrained Llama."""
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+def new_model(model_recipe: dict[str, Any], linear: dict[str, int] | None) -> Any:
+    """An untrained model. linear: the shape of a hybrid's gated delta nets; None: a Llama."""
+    from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Qwen3_5TextConfig
 
     torch.manual_seed(0)
-    shape: dict[str, Any] = SHAPE
-    config = LlamaConfig(
-        **shape,
-        num_hidden_layers=model_recipe["layers"],
-        intermediate_size=model_recipe["intermediate_size"],
-        max_position_embeddings=POSITIONS,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=None,
-    )
-    model = LlamaForCausalLM(config)
+    layers = model_recipe["layers"]
+    fields: dict[str, Any] = {
+        **SHAPE,
+        "num_hidden_layers": layers,
+        "intermediate_size": model_recipe["intermediate_size"],
+        "max_position_embeddings": POSITIONS,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": None,
+    }
+    if linear:
+        types = ["linear_attention"] * (layers - 1) + ["full_attention"]
+        fields |= {f"linear_{name}": size for name, size in linear.items()}
+        config: Any = Qwen3_5TextConfig(**fields, layer_types=types)
+    else:
+        config = LlamaConfig(**fields)
+    model = AutoModelForCausalLM.from_config(config)
     model.generation_config = GenerationConfig(eos_token_id=0, pad_token_id=0)
     return model
 
@@ -185,12 +197,12 @@ def make_pair(output: Path, wanted: dict[str, Any], stages: Stages) -> None:
         texts = CORPORA[wanted["corpus"]].texts()
         tokenizer = train_tokenizer(texts)
         tokens = torch.tensor([token for text in texts for token in [*tokenizer.encode(text, verbose=False), 0]])
-    target = new_model(wanted["target"])
+    target = new_model(wanted["target"], wanted.get("linear"))
     with stages.stage("training the target", total=wanted["target"]["steps"]) as advance:
         loss = train(target, tokens, wanted["target"], next_token_loss, advance)
     stages.say(f"target: {target.num_parameters() / 1e6:.2f}M parameters, {len(tokens)} tokens, loss {loss:.2f}")
     target.eval()
-    draft = new_model(wanted["draft"])
+    draft = new_model(wanted["draft"], wanted.get("linear"))
     # It starts where the target has arrived, with fewer of its layers.
     draft.load_state_dict(target.state_dict(), strict=False)
     with stages.stage("distilling the draft", total=wanted["draft"]["steps"]) as advance:
@@ -214,14 +226,15 @@ def recipe_of(directory: Path) -> Any:
 @click.command(context_settings={"token_normalize_func": lambda name: name.replace("-", "_")})
 @click.option("--output_dir", required=True, type=click.Path(path_type=Path), help="Gets target/ and draft/.")
 @click.option("--corpus", type=click.Choice(list(CORPORA)), default="help", show_default=True)
+@click.option("--architecture", type=click.Choice(["llama", "qwen3_5"]), default="llama", show_default=True)
 @click.option("--force", is_flag=True, help="Make the pair again if there is one.")
-def main(output_dir: Path, corpus: str, force: bool) -> None:
+def main(output_dir: Path, corpus: str, architecture: str, force: bool) -> None:
     """Train the demo pair, unless it is there already."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     stages = Stages()
-    wanted, found = recipe(corpus), recipe_of(output_dir)
+    wanted, found = recipe(corpus, architecture), recipe_of(output_dir)
     if found == wanted and not force:
         stages.say(f"{output_dir}: the demo pair is there already")
         return

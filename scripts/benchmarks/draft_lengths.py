@@ -78,6 +78,11 @@ Seconds = dict[str, list[float]]
 """Of each group of texts, by the name of the way."""
 
 
+def output_lens(texts: int) -> list[int]:
+    """How many tokens each text has."""
+    return [int(length) for length in np.random.default_rng(0).integers(SHORTEST, LONGEST, texts, endpoint=True)]
+
+
 def make_pair(work: Path) -> None:
     """Hugging Face checkpoints in ``work``/hf, and prompts in ``work``/prompts.jsonl."""
     made, hf = work / "pair", work / "hf"
@@ -126,7 +131,7 @@ def measure(engines: dict[str, Path], ways: dict[str, Way], prompts: list[str], 
                 decoders[kind] = opened.enter_context(decoder)
             decoders[way] = decoders[kind]
         encode = next(iter(decoders.values())).tokenizer.encode
-        lengths = np.random.default_rng(0).integers(SHORTEST, LONGEST, len(prompts), endpoint=True).tolist()
+        lengths = output_lens(len(prompts))
         texts = [Text(encode(prompt).ids, length) for prompt, length in zip(prompts, lengths, strict=True)]
         for decoder in set(decoders.values()):
             decoder.scheduler.max_rows = batch

@@ -1,19 +1,21 @@
-"""A hybrid beside a dense model of its size: passes of a round, and memory of a row.
+"""A hybrid pair beside a dense pair of its size: tokens/s, passes of a round, and memory of a row.
 
-Both have 16 layers of width 1,024 and random weights. In the hybrid, three of four layers are gated delta nets with the
-shape that Qwen3.5 gives them; the dense model is Qwen3's. A pass of g + 1 tokens follows one in which one draft token
-of g was accepted, so the hybrid's reads that one again. Models take turns; medians.
+Both have learnt the same texts, and their targets are grown to 16 layers of width 1,024 as the demo's is. In the
+hybrid, three of four layers are gated delta nets with the shape that Qwen3.5 gives them, and so is the first of the
+draft's two; the dense pair is the demo pair. Pairs are made in --work_dir, once, in a few minutes. A pass of g + 1
+tokens follows one in which one draft token of g was accepted, so the hybrid's reads that one again. Models take turns;
+medians.
 
-With --peers_dir, which scripts/benchmarks/peers_setup makes, a step of the same models is timed in llama.cpp, and in
+With --peers_dir, which scripts/benchmarks/peers_setup makes, a step of the same targets is timed in llama.cpp, and in
 transformers in float32: the time of STEPS tokens behind the same text, with the tokens of a prompt taken away.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import statistics
-import tempfile
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,14 +25,17 @@ from typing import Any
 
 import click
 import numpy as np
-import torch
+from safetensors import safe_open
 
+from scripts.benchmarks.draft_lengths import ALONE, AUTO, WAYS, measure, output_lens
+from scripts.benchmarks.engines import build, to_onnx
 from scripts.benchmarks.peers_models import Places, make_gguf
 from scripts.benchmarks.peers_systems import LLAMA_CPP_FLOAT32, LlamaCpp, llama_server, worker
+from scripts.corpora import sentence_beginnings
+from scripts.grow_checkpoint import main as grow_checkpoint
 from specrun.backends import open_host_backend
 from specrun.devices.processor import describe_processor
 from specrun.engine_dir.config import GraphInfo, open_engine
-from tests.helpers.engines import make_engine, make_onnx
 
 WIDTHS = (1, 2, 3, 5, 9)
 LENGTHS = (512, 4096)
@@ -38,39 +43,52 @@ LENGTHS = (512, 4096)
 BITS = ("float32", "int8", "int4")
 PEERS_BITS = {"float32": "float32", "int8": "8 bits", "int4": "4 bits"}
 STEPS = 32
-TOKENIZER = Path(__file__).parents[1] / "demo_pair" / "target"
-"""Whose tokenizer llama.cpp's files get."""
-SIZES: dict[str, Any] = {
-    "vocab_size": 2048,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-}
-DELTA: dict[str, Any] = {
-    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 4,
-    "linear_num_key_heads": 8,
-    "linear_num_value_heads": 16,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-}
+SPEEDS = (ALONE, "3", AUTO)
+"""The draft lengths at which texts are written."""
+TEXTS = 16
+ROOT = Path(__file__).parents[2]
+SIZES = {"num_layers": 16, "hidden_size": 1024, "intermediate_size": 3072, "num_heads": 16, "num_kv_heads": 4}
+KINDS: dict[str, dict[str, int]] = {"hybrid": {**SIZES, "num_linear_heads": 8}, "dense": SIZES}
 
 
-def save(directory: Path, hybrid: bool) -> int:
-    """Write a checkpoint; returns how many parameters it has."""
-    import transformers
+def make_pair(work: Path, kind: str) -> None:
+    """Hugging Face checkpoints of a target and its draft in ``work``/hf, if they are not there yet."""
+    pair, target, draft = ROOT / "scripts" / "demo_pair", work / "hf" / kind, work / "hf" / f"{kind}-draft"
+    if not draft.exists():
+        if kind == "hybrid":
+            pair = work / "pair"
+            train = [sys.executable, "-m", "scripts.make_demo_pair", "--architecture", "qwen3_5"]
+            subprocess.run([*train, "--output_dir", str(pair)], cwd=ROOT, check=True)
+        flags = [text for name, size in KINDS[kind].items() for text in (f"--{name}", str(size))]
+        flags += ["--max_position_embeddings", str(2 * LENGTHS[-1]), "--dtype", "float32"]
+        where = ["--input_dir", str(pair / "target"), "--output_dir", str(target)]
+        grow_checkpoint([*where, *flags], standalone_mode=False)
+        draft.symlink_to(pair / "draft")
 
-    torch.manual_seed(0)
-    config = transformers.Qwen3_5TextConfig(**SIZES, **DELTA) if hybrid else transformers.Qwen3Config(**SIZES)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(directory)
-    for file in TOKENIZER.glob("token*"):
-        shutil.copyfile(file, directory / file.name)
-    return int(sum(parameter.numel() for parameter in model.parameters()))
+
+def engine_of(work: Path, model: str, bits: str, ranks: int = 1) -> Path:
+    """The engine of a checkpoint, made if it is not there yet."""
+    onnx, engine = work / "onnx" / f"{model}-{bits}", work / f"engines-{ranks}" / f"{model}-{bits}"
+    if not engine.exists():
+        if not onnx.exists():
+            form = {"dtype": "float32"} if bits == "float32" else {"qformat": bits}
+            to_onnx(work / "hf" / model, onnx, verify=False, **form)
+        build(onnx, engine, max_draft_len=10, max_seq_len=LENGTHS[0] + 512, tp_size=ranks)
+    return engine
+
+
+def parameters_of(checkpoint: Path) -> int:
+    """How many parameters a checkpoint has."""
+    with safe_open(checkpoint / "model.safetensors", "np") as file:
+        return sum(int(np.prod(file.get_slice(name).get_shape())) for name in file.keys())  # noqa: SIM118
+
+
+def tokens_per_second(target: Path, draft: Path) -> dict[str, float]:
+    """Of greedy texts one at a time, by draft length."""
+    engines = {"target": target, "draft": draft}
+    seconds = measure(engines, {name: WAYS[name] for name in SPEEDS}, sentence_beginnings()[:TEXTS], 1)
+    tokens = sum(output_lens(TEXTS))
+    return {name: tokens / sum(own) for name, own in seconds.items()}
 
 
 class Passes:
@@ -128,25 +146,23 @@ def peers(places: Places) -> Iterator[dict[tuple[str, str, str], Step]]:
 
 
 @click.command()
+@click.option("--work_dir", type=click.Path(path_type=Path), default=Path(".cache/recurrent"), show_default=True)
 @click.option("--peers_dir", type=click.Path(path_type=Path), help="What peers_setup made; default: no peers.")
 @click.option("--turns", type=click.IntRange(1), default=30, show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
-def main(peers_dir: Path | None, turns: int, json_file: Path | None) -> None:
-    """Make the models and measure them."""
-    results: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
-        work, parameters = Path(folder), dict[str, int]()
-        passes: dict[tuple[str, str], Passes] = {}
-        for name in ("hybrid", "dense"):
-            parameters[name] = save(work / "hf" / name, name == "hybrid")
-            for bits in BITS:
-                form = {} if bits == "float32" else {"qformat": bits}
-                onnx_dir = make_onnx(work / "hf" / name, work / f"{name}-{bits}-onnx", verify=False, **form)
-                engine = make_engine(onnx_dir, work / f"{name}-{bits}", max_draft_len=8, max_seq_len=4608)
-                passes[name, bits] = Passes(engine)
+def main(work_dir: Path, peers_dir: Path | None, turns: int, json_file: Path | None) -> None:
+    """Make the pairs and measure them."""
+    work = work_dir.absolute()
+    for kind in KINDS:
+        make_pair(work, kind)
+    engines = {(kind, bits): engine_of(work, kind, bits) for kind in KINDS for bits in BITS}
+    drafts = {kind: engine_of(work, f"{kind}-draft", "float32") for kind in KINDS}
+    speeds = {(kind, bits): tokens_per_second(engine, drafts[kind]) for (kind, bits), engine in engines.items()}
+    seconds: dict[tuple[str, str, int], list[float]] = {}
+    theirs: dict[tuple[str, str, str], list[float]] = {}
+    with ExitStack() as opened:
+        passes = {key: Passes(engine) for key, engine in engines.items()}
         others = opened.enter_context(peers(Places(peers_dir.absolute(), work, work))) if peers_dir else {}
-        seconds: dict[tuple[str, str, int], list[float]] = {}
-        theirs: dict[tuple[str, str, str], list[float]] = {}
         for _ in range(turns + 1):
             for runtime, step in others.items():
                 theirs.setdefault(runtime, []).append(step())
@@ -154,32 +170,26 @@ def main(peers_dir: Path | None, turns: int, json_file: Path | None) -> None:
                 one.seconds(1)  # Others have had the processor's caches.
                 for width in WIDTHS:
                     seconds.setdefault((*key, width), []).append(one.seconds(width))
-        for (name, bits), one in passes.items():
-            medians = [statistics.median(seconds[name, bits, width][1:]) for width in WIDTHS]
-            memory = {n: one.graph.cache_bytes(1, n) + one.graph.state_bytes(1) for n in LENGTHS}
-            results.append(
-                {
-                    "model": name,
-                    "parameters": parameters[name],
-                    "bits": bits,
-                    "milliseconds": dict(zip(WIDTHS, (1e3 * value for value in medians), strict=True)),
-                    "steps": dict(zip(WIDTHS, (value / medians[0] for value in medians), strict=True)),
-                    "row_bytes": memory,
-                    "peers_step_milliseconds": {
-                        runtime: 1e3 * statistics.median(own[1:])
-                        for (runtime, *model), own in theirs.items()
-                        if model == [name, bits]
-                    },
-                }
-            )
-            steps = ", ".join(
-                f"{width}: {value / medians[0]:.2f}" for width, value in zip(WIDTHS, medians, strict=True)
-            )
-            click.echo(
-                f"{name} {bits}: {parameters[name] / 1e6:.0f}M, a step {1e3 * medians[0]:.2f} ms; in steps {steps}; "
-                + ", ".join(f"{size / 1e6:.1f} MB at {length}" for length, size in memory.items())
-                + f"; peers {results[-1]['peers_step_milliseconds']}"
-            )
+    results: list[dict[str, Any]] = []
+    for (kind, bits), one in passes.items():
+        medians = {width: 1e3 * statistics.median(seconds[kind, bits, width][1:]) for width in WIDTHS}
+        results.append(
+            {
+                "model": kind,
+                "parameters": parameters_of(work / "hf" / kind),
+                "bits": bits,
+                "milliseconds": medians,
+                "steps": {width: value / medians[1] for width, value in medians.items()},
+                "row_bytes": {n: one.graph.cache_bytes(1, n) + one.graph.state_bytes(1) for n in LENGTHS},
+                "tokens_per_second": speeds[kind, bits],
+                "peers_step_milliseconds": {
+                    runtime: 1e3 * statistics.median(own[1:])
+                    for (runtime, *model), own in theirs.items()
+                    if model == [kind, bits]
+                },
+            }
+        )
+        click.echo(f"{kind} {bits}: {json.dumps(results[-1])}")
     if json_file:
         when = datetime.now(UTC).isoformat(timespec="seconds")
         machine = {"machine": describe_processor(), "date": when, "turns": turns}

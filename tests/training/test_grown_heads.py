@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from scripts import grow_head
-from scripts.grow_checkpoint import Growth
 from scripts.grow_checkpoint import main as grow_checkpoint
+from scripts.growth import Growth
 from specrun.errors import SpecError
 from tests.helpers.character_model import train
 from tests.helpers.heads.made import make_pair
