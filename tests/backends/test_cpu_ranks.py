@@ -117,10 +117,14 @@ def test_no_text_depends_on_what_is_beside_it(engine: Any, family: str, hosts: t
 def test_control_what_other_machines_are_not_told_shows(
     engine: Any, operation: str, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows that are moved on one machine only."""
+    """Rows that are moved on one machine only: other texts, or keys of unused tokens, which are not numbers."""
     monkeypatch.setattr(RanksCache, operation, getattr(HostKVCache, operation))
-    tally = fuzz(engine(2, family), [engine(1, family)], 60, seed=3, rank_hosts=MACHINES)
-    assert tally.different_texts
+    try:
+        tally = fuzz(engine(2, family), [engine(1, family)], 60, seed=3, rank_hosts=MACHINES)
+    except BackendError as error:
+        assert "logits are not numbers" in str(error)
+    else:
+        assert tally.different_texts
 
 
 @pytest.mark.parametrize("hosts", [(), MACHINES], ids=["one machine", "two"])
