@@ -12,6 +12,7 @@ fixed length that was best over all texts are opened anew, in turns.
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -141,6 +142,8 @@ def measure(engines: dict[str, Path], ways: dict[str, Way], prompts: list[str], 
             later = turn % len(ways)  # Nobody is always behind the same one.
             for name in [*ways][later:] + [*ways][:later]:
                 group = texts[first : first + TEXTS_PER_ROW * batch]
+                # Ways that share a decoder come one behind the other. So each one begins with a decoder that is warm.
+                seconds_of(decoders[ways[name]], [text._replace(output_len=1) for text in group[:batch]], None)
                 seconds[name].append(seconds_of(decoders[ways[name]], group, ways[name].draft_len))
     return seconds
 
@@ -158,15 +161,19 @@ def first_groups(engines: dict[str, Path], best: str, prompts: list[str], batch:
 
 def summary(seconds: Seconds) -> dict[str, Any]:
     """Speeds in those of the target alone, what auto has of the best fixed length, and what exactness costs."""
-    total = {name: sum(own) for name, own in seconds.items()}
-    found: dict[str, Any] = {"speedups": {name: total[ALONE] / own for name, own in total.items()}}
-    if AUTO in total:
-        best = min((name for name in LENGTHS if name in total), key=total.__getitem__)
+    found: dict[str, Any] = {"speedups": {name: ratio(seconds[ALONE], own) for name, own in seconds.items()}}
+    if AUTO in seconds:
+        best = max((name for name in LENGTHS if name in seconds), key=found["speedups"].__getitem__)
         found["best"] = int(best)
-        found["auto_of_best"] = total[best] / total[AUTO]
-    pairs = [(one, other) for one, other in zip(EXACT, INEXACT, strict=True) if {one, other} <= total.keys()]
-    found["exactness_costs"] = {exact: total[exact] / total[inexact] for exact, inexact in pairs}
+        found["auto_of_best"] = ratio(seconds[best], seconds[AUTO])
+    pairs = [(one, other) for one, other in zip(EXACT, INEXACT, strict=True) if {one, other} <= seconds.keys()]
+    found["exactness_costs"] = {exact: ratio(seconds[exact], seconds[inexact]) for exact, inexact in pairs}
     return found
+
+
+def ratio(seconds: list[float], others: list[float]) -> float:
+    """The median of the groups' ratios. A group's ways take turns, and other work disturbs some of them."""
+    return statistics.median(one / other for one, other in zip(seconds, others, strict=True))
 
 
 @click.command()
@@ -205,7 +212,7 @@ def main(
             if AUTO in ways:
                 best = str(found["best"])
                 firsts = found["first_groups"] = first_groups(engines, best, prompts, batch)
-                found["auto_of_best_in_first_groups"] = sum(firsts[best]) / sum(firsts[AUTO])
+                found["auto_of_best_in_first_groups"] = ratio(firsts[best], firsts[AUTO])
                 shares = f"{found['auto_of_best']:.1%}, in first groups {found['auto_of_best_in_first_groups']:.1%}"
                 click.echo(f"  auto has {shares} of {best}'s")
     if json_file:

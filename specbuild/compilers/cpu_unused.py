@@ -15,15 +15,21 @@ from specbuild.graph.ops import initializer
 from specrun.cpu_operators import DOMAIN
 from specrun.engine_dir.contract import INPUT_IDS, UNUSED_TOKEN
 
-_HARMFUL = {"Attention", "Softmax", "TopK", "If", "Loop", "Scan", "RecurrentAttention", "CausalConvolution"}
-"""Operators that would carry a NaN from a token to others, or choose something by it."""
+_OWN = {"QuantizedMatMul", "FloatMatMul", ATTENTION}
+"""Our operators, which carry no NaN from a token to others."""
+_BY_TOKEN = {
+    *("Add", "Cast", "Clip", "Div", "Elu", "Erf", "Exp", "Gelu", "Mul", "Neg", "Pow", "Reciprocal", "Relu", "Sigmoid"),
+    *("Softplus", "Sqrt", "Sub", "Swish", "Tanh", "Where", "LayerNormalization", "RMSNormalization"),
+    *("Concat", "Expand", "Gather", "GatherElements", "Identity", "Reshape", "Slice", "Split", "Squeeze"),
+    *("Transpose", "Unsqueeze", "Constant", "Cos", "Equal", "Less", "Range", "RotaryEmbedding", "Shape", "Sin"),
+}
+"""Standard operators that do not either: they compute numbers one by one, or those of a token, or move them."""
 
 
 def mark_unused_tokens(model: ir.Model) -> bool:
     """Let tokens of ``UNUSED_TOKEN`` be NaN, in place, if no other token can see them. Returns whether it was done."""
     nodes = list(model.graph)
-    has_attention = any(node.op_type == ATTENTION and node.domain == DOMAIN for node in nodes)
-    if not has_attention or any(node.op_type in _HARMFUL for node in nodes):
+    if not all(node.op_type in (_OWN if node.domain == DOMAIN else _BY_TOKEN) for node in nodes):
         return False
     ids = next(value for value in model.graph.inputs if value.name == INPUT_IDS)
     lookups = [use.node for use in ids.uses() if use.node.op_type == "Gather" and use.idx == 1]

@@ -1,13 +1,15 @@
-"""How many draft tokens each row of a batch has, where a pass takes as long as its rows have tokens together.
+"""What draft tokens yield and cost: where another one pays, for a batch and for each row.
 
-A draft token is worth the probability that it is accepted with all of its draft before it. It costs the time by which
-it makes the round longer, in which the batch could have written tokens at its usual speed. So every row drafts as long
-as its next token is worth more than that price, and rows whose drafts are good have more of them.
+In engines that skip unused tokens a pass takes as long as its rows have tokens together. There a draft token is worth
+the probability that it is accepted with all of its draft before it. It costs the time by which it makes the round
+longer, in which the batch could have written tokens at its usual speed. So every row drafts as long as its next token
+is worth more than that price, and rows whose drafts are good have more of them.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +17,43 @@ _EXPECTED_ROUNDS = 8
 """Rounds that the expected speed counts as."""
 _ROUNDS = 64
 """Rounds after which older ones have lost most of their weight."""
+
+
+def batch_tokens(alphas: Sequence[float], row_limits: Sequence[int], longest: int) -> list[float]:
+    """Expected tokens of a round of a batch, for every draft length from 0 to ``longest``.
+
+    alphas, row_limits: each row's acceptance rate and the most draft tokens it can use.
+    """
+    tokens = [0.0] * (longest + 1)
+    for alpha, limit in zip(alphas, row_limits, strict=True):
+        expected = power = 1.0
+        for g in range(longest + 1):
+            tokens[g] += expected
+            if g < limit:
+                power *= alpha
+                expected += power
+    return tokens
+
+
+def least_survivors(seconds: Sequence[float], tokens_per_second: float, alpha: float) -> list[float]:
+    """How many rows' drafts must be likely to stand behind 1, 2, .. draft tokens, for more of them to pay.
+
+    seconds: T(0), T(1), .. T(g). alpha: how likely another token is accepted whose draft stood so far. To go on from
+    i to j draft tokens takes T(j) - T(i) seconds and yields alpha + .. + alpha^(j - i) tokens a surviving row. That
+    must be no slower than ``tokens_per_second``, for the best j. Times rise. Returns [g]; the last is infinite.
+    """
+    least, most = [], alpha / (1 - alpha) if alpha < 1 else math.inf
+    for i in range(1, len(seconds)):
+        best, power, yielded = math.inf, 1.0, 0.0
+        for later in seconds[i + 1 :]:
+            power *= alpha
+            yielded += power
+            tokens = tokens_per_second * (later - seconds[i])
+            best = min(best, tokens / yielded)
+            if tokens >= best * most:  # Nor would any longer draft be better, whatever it yields.
+                break
+        least.append(best)
+    return least
 
 
 def time_of(seconds: Sequence[float], draft_len: float) -> float:

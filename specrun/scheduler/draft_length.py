@@ -22,11 +22,12 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from specrun.drafters.acceptance_rate import AcceptanceRate
 from specrun.drafters.draft_plan import DraftPlan
-from specrun.scheduler.draft_budget import Speed, prices, share, time_of
+from specrun.scheduler.draft_budget import Speed, batch_tokens, least_survivors, prices, share, time_of
 from specrun.scheduler.round_times import ExpectedTimes, RoundTimes, TimeTuning
 
 
@@ -55,49 +56,30 @@ class Tuning:
     times: TimeTuning = field(default_factory=TimeTuning)
 
 
-def batch_tokens(alphas: Sequence[float], row_limits: Sequence[int], longest: int) -> list[float]:
-    """Expected tokens of a round of a batch, for every draft length from 0 to ``longest``.
-
-    alphas, row_limits: each row's acceptance rate and the most draft tokens it can use.
-    """
-    tokens = [0.0] * (longest + 1)
-    for alpha, limit in zip(alphas, row_limits, strict=True):
-        expected = power = 1.0
-        for g in range(longest + 1):
-            tokens[g] += expected
-            if g < limit:
-                power *= alpha
-                expected += power
-    return tokens
-
-
-def least_survivors(seconds: Sequence[float], tokens_per_second: float, alpha: float) -> list[float]:
-    """How many rows' drafts must be likely to stand behind 1, 2, .. draft tokens, for more of them to pay.
-
-    seconds: T(0), T(1), .. T(g). alpha: how likely another token is accepted whose draft stood so far. To go on from
-    i to j draft tokens takes T(j) - T(i) seconds and yields alpha + .. + alpha^(j - i) tokens a surviving row. That
-    must be no slower than ``tokens_per_second``, for the best j. Times rise. Returns [g]; the last is infinite.
-    """
-    least, most = [], alpha / (1 - alpha) if alpha < 1 else math.inf
-    for i in range(1, len(seconds)):
-        best, power, yielded = math.inf, 1.0, 0.0
-        for later in seconds[i + 1 :]:
-            power *= alpha
-            yielded += power
-            tokens = tokens_per_second * (later - seconds[i])
-            best = min(best, tokens / yielded)
-            if tokens >= best * most:  # Nor would any longer draft be better, whatever it yields.
-                break
-        least.append(best)
-    return least
-
-
 _UNKNOWN = AcceptanceRate()
 
 
 _PLAIN = DraftPlan(0)
 _ENDING_GAIN = 1.1
 """Drafts that end row by row are expected to be so much faster than the best common length, until that was measured."""
+
+
+class _Batch(NamedTuple):
+    """The rows of a round, and what is expected of it."""
+
+    alphas: Sequence[float]
+    """Acceptance rates of the rows."""
+    limits: Sequence[int]
+    """The most draft tokens that the rows can use."""
+    longest: int
+    """The most draft tokens of the round."""
+    times: Sequence[float]
+    """Seconds of rounds with 0, 1, .. draft tokens, up to ``longest`` or more."""
+
+    def rates(self, doubt: float = 0.0) -> list[float]:
+        """Tokens a second of rounds with 0, 1, .. ``longest`` draft tokens. doubt: is added to acceptance rates."""
+        tokens = batch_tokens([min(1.0, alpha + doubt) for alpha in self.alphas], self.limits, self.longest)
+        return [yielded / time for yielded, time in zip(tokens, self.times, strict=False)]
 
 
 class DraftLength:
@@ -151,63 +133,69 @@ class DraftLength:
         longest = min(self.max_draft_len, max(row_limits))
         if longest == 0:
             return _PLAIN
-        tuning, known = self.tuning, self._of_batch(len(row_limits))
-        prior = self._prior(len(row_limits))
+        known, prior = self._of_batch(len(row_limits)), self._prior(len(row_limits))
         if prior is None and len(known.medians) < 2:
             return DraftPlan(1, (math.inf,) if drafts_end else ()) if known.medians else _PLAIN
         times = known.estimate(prior or self._guess)
         overall = self._overall.rate(0.5, 2.0)
-        alphas = [self._own.get(request, _UNKNOWN).rate(overall, tuning.own_rate_tokens) for request in requests]
-        lag_time = draft_lag * self._lag_token_time(times)
-
-        def rates(seconds: Sequence[float], doubt: float = 0.0) -> list[float]:
-            tokens = batch_tokens([min(1.0, alpha + doubt) for alpha in alphas], row_limits, longest)
-            return [yielded / time for yielded, time in zip(tokens, seconds, strict=False)]
-
-        plain, *drafting = rates(times)
-        by_row, expected = self._by_row and len(row_limits) > 1, self._expected(len(row_limits), times)
-        best, row_lens = max(drafting), list[int]()
-        if by_row and drafts_end:
-            best = self._speeds.setdefault(len(row_limits), Speed()).rate(_ENDING_GAIN * best)
-        elif by_row:
-            row_lens, best = share(times[: longest + 1], expected.draft_step, alphas, row_limits)
-        gain = best / plain
-        self.drafting = gain >= tuning.min_gain
+        alphas = [self._own.get(request, _UNKNOWN).rate(overall, self.tuning.own_rate_tokens) for request in requests]
+        batch = _Batch(alphas, row_limits, longest, times[: longest + 1])
+        by_row = self._by_row and len(row_limits) > 1
+        best = self._best_by_row(batch, drafts_end) if by_row else max(batch.rates()[1:])
+        plain = len(row_limits) / times[0]
+        ending = self._ending(batch, max(plain, best), by_row) if drafts_end else None
+        self.drafting = self._pays(batch, best / plain, overall)
         if not self.drafting:
-            # A standard error of the acceptance rate: until it is known well, drafting goes on where it may pay.
-            doubt = math.sqrt(overall * (1 - overall) / (2 + self._evaluated))
-            self.drafting = max(rates(times, doubt)[1:]) >= tuning.min_gain * plain
-        ending = None
-        if by_row and drafts_end:
-            rate = max(plain, best)
-            ending = DraftPlan(
-                longest, prices=prices(expected.passes[:longest], rate, len(row_limits)), tokens_per_second=rate
-            )
-        if not self.drafting:
-            # Optimistically, a length beyond the longest tried one takes no longer than that one.
-            tried = max([1, *(g for g in known.medians if g <= longest)])
-            last = min(tried + 1, longest)
-            trial_rates = rates([times[min(g, tried)] for g in range(last + 1)])
-            trial = max(range(1, last + 1), key=trial_rates.__getitem__)
-            cost = times[trial] - times[0] + lag_time
-            # Only after a non-speculative step: those between trials tell what trials cost.
-            can_afford = self._since_plain == 0 and self._trials.can_afford(cost)
-            return (ending or DraftPlan(trial))._replace(draft_len=trial) if can_afford else _PLAIN
-        if gain < tuning.clear_gain and self._since_plain >= tuning.non_speculative_every:
+            return self._trial(batch, known, ending if by_row else None, draft_lag * self._lag_token_time(times))
+        if best / plain < self.tuning.clear_gain and self._since_plain >= self.tuning.non_speculative_every:
             return _PLAIN
-        if ending:
-            return ending
-        if drafts_end:
-            # Lengths vary by themselves here, so times need no optimism to be found out.
-            alpha = sum(alphas) / len(alphas)
-            return DraftPlan(longest, least_survivors(times[: longest + 1], max(plain, *drafting), alpha))
-        optimistic = known.optimistic(times)
+        # Where drafts end, lengths vary by themselves, so times need no optimism to be found out.
+        return ending or self._longest_that_pays(batch._replace(times=known.optimistic(batch.times)), by_row)
+
+    def _best_by_row(self, batch: _Batch, drafts_end: bool) -> float:
+        """The most tokens a second that drafts of different lengths yield."""
+        if not drafts_end:
+            return share(batch.times, self._expected(batch).draft_step, batch.alphas, batch.limits)[1]
+        common = max(batch.rates()[1:])
+        return self._speeds.setdefault(len(batch.limits), Speed()).rate(_ENDING_GAIN * common)
+
+    def _ending(self, batch: _Batch, tokens_per_second: float, by_row: bool) -> DraftPlan:
+        """The plan of a round whose drafts end where they no longer pay."""
         if by_row:
-            row_lens, _ = share(optimistic[: longest + 1], expected.draft_step, alphas, row_limits)
-            row_lens = row_lens if any(row_lens) else [min(1, limit) for limit in row_limits]
-            return DraftPlan(max(row_lens), row_lens=row_lens)
-        optimistic = rates(optimistic)[1:]
-        return DraftPlan(max(range(len(optimistic)), key=optimistic.__getitem__) + 1)
+            worth = prices(self._expected(batch).passes[: batch.longest], tokens_per_second, len(batch.limits))
+            return DraftPlan(batch.longest, prices=worth, tokens_per_second=tokens_per_second)
+        alpha = sum(batch.alphas) / len(batch.alphas)
+        return DraftPlan(batch.longest, least_survivors(batch.times, tokens_per_second, alpha))
+
+    def _pays(self, batch: _Batch, gain: float, overall: float) -> bool:
+        """Whether drafting pays. gain: the factor that it promises. overall: the acceptance rate of all requests."""
+        if gain >= self.tuning.min_gain:
+            return True
+        # A standard error of the acceptance rate: until it is known well, drafting goes on where it may pay.
+        doubt = math.sqrt(overall * (1 - overall) / (2 + self._evaluated))
+        plain, *drafting = batch.rates(doubt)
+        return max(drafting) >= self.tuning.min_gain * plain
+
+    def _trial(self, batch: _Batch, known: RoundTimes, ending: DraftPlan | None, lag_time: float) -> DraftPlan:
+        """The plan of a round that drafts though it does not seem to pay, or of a plain one where it costs too much."""
+        times, longest = batch.times, batch.longest
+        # Optimistically, a length beyond the longest tried one takes no longer than that one.
+        tried = max([1, *(g for g in known.medians if g <= longest)])
+        last = min(tried + 1, longest)
+        rates = batch._replace(longest=last, times=[times[min(g, tried)] for g in range(last + 1)]).rates()
+        trial = max(range(1, last + 1), key=rates.__getitem__)
+        # Only after a non-speculative step: those between trials tell what trials cost.
+        can_afford = self._since_plain == 0 and self._trials.can_afford(times[trial] - times[0] + lag_time)
+        return (ending or DraftPlan(trial))._replace(draft_len=trial) if can_afford else _PLAIN
+
+    def _longest_that_pays(self, batch: _Batch, by_row: bool) -> DraftPlan:
+        """The plan of a round whose drafts do not end by themselves."""
+        if by_row:
+            lens, _ = share(batch.times, self._expected(batch).draft_step, batch.alphas, batch.limits)
+            lens = lens if any(lens) else [min(1, limit) for limit in batch.limits]
+            return DraftPlan(max(lens), row_lens=lens)
+        rates = batch.rates()[1:]
+        return DraftPlan(max(range(len(rates)), key=rates.__getitem__) + 1)
 
     def observe(
         self,
@@ -263,12 +251,12 @@ class DraftLength:
         nearest = min(others, key=lambda size: max(size, batch_size) / min(size, batch_size))
         return self._times[nearest].estimate(self._guess)
 
-    def _expected(self, batch_size: int, times: Sequence[float]) -> ExpectedTimes:
-        """What was expected before any round, at the pace of now. times: those of rounds, by draft length."""
+    def _expected(self, batch: _Batch) -> ExpectedTimes:
+        """What was expected before any round, at the pace of now."""
         if not self._built_prior:
-            return ExpectedTimes(times)
-        rounds, draft_step = self._built_prior(batch_size)
-        pace = times[0] / rounds[0]
+            return ExpectedTimes(batch.times)
+        rounds, draft_step = self._built_prior(len(batch.limits))
+        pace = batch.times[0] / rounds[0]
         return ExpectedTimes([pace * time for time in rounds], pace * draft_step)
 
     def _lag_token_time(self, times: Sequence[float]) -> float:

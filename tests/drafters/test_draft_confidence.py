@@ -28,7 +28,8 @@ from specrun.errors import RequestError
 from specrun.request.request import Outcome, Request
 from specrun.runners.host_runner import ModelRunner
 from specrun.sampling.sampler import Floats, SamplingParams
-from specrun.scheduler.draft_length import DraftLength, least_survivors
+from specrun.scheduler.draft_budget import least_survivors
+from specrun.scheduler.draft_length import DraftLength
 from specrun.scheduler.round_times import ExpectedTimes
 from specrun.speculative.device_round import DeviceRound
 from specrun.speculative.round import AnyRound

@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from specrun.scheduler.draft_budget import Speed, prices, share, time_of
-from specrun.scheduler.draft_length import DraftLength, batch_tokens
+from specrun.scheduler.draft_budget import Speed, batch_tokens, prices, share, time_of
+from specrun.scheduler.draft_length import DraftLength
 from specrun.scheduler.round_times import ExpectedTimes
 
 SECONDS = [1.0, 1.3, 1.65, 2.0, 2.5]

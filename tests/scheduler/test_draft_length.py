@@ -14,7 +14,8 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.request.request import Request
 from specrun.request.stats import expected_tokens
 from specrun.sampling.sampler import SamplingParams
-from specrun.scheduler.draft_length import DraftLength, batch_tokens
+from specrun.scheduler.draft_budget import batch_tokens
+from specrun.scheduler.draft_length import DraftLength
 from specrun.scheduler.round_times import ExpectedTimes
 from tests.helpers.pairs import PROMPTS, SAMPLED, decode, near_ties
 
