@@ -171,8 +171,8 @@ class DraftLength:
         """Whether drafting pays. gain: the factor that it promises. overall: the acceptance rate of all requests."""
         if gain >= self.tuning.min_gain:
             return True
-        # A standard error of the acceptance rate: until it is known well, drafting goes on where it may pay.
-        doubt = math.sqrt(overall * (1 - overall) / (2 + self._evaluated))
+        # Two standard errors of the acceptance rate: until it is known well, drafting goes on where it may pay.
+        doubt = 2 * math.sqrt(overall * (1 - overall) / (2 + self._evaluated))
         plain, *drafting = batch.rates(doubt)
         return max(drafting) >= self.tuning.min_gain * plain
 
