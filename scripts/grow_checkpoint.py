@@ -129,8 +129,8 @@ def grown(model: Any, old: Shape, new: Shape, more: dict[str, int]) -> Any:
         fields["layer_types"] = [types[layer % len(types)] for layer in range(new.num_layers)]
         fields["linear_num_value_heads"] *= new.num_linear_heads
         fields["linear_num_value_heads"] //= old.num_linear_heads
-        growth = replace(growth, linear_head_dim=model.config.linear_key_head_dim, zero_centered=True)
-    else:  # Norms over a head's channels have the same eps, so a hybrid's stays: it is tiny beside the stream.
+        growth = replace(growth, linear_head_dim=model.config.linear_key_head_dim, is_hybrid=True)
+    else:
         fields["rms_norm_eps"] *= growth.norm_scale**2
     config = type(model.config)(**fields)
     torch.manual_seed(0)

@@ -1,7 +1,8 @@
 """Where the weights of a small model have their places in a large one that computes the same.
 
 - The residual stream gets channels that stay zero: nothing writes to them, and the weights that read them are random.
-  RMSNorm averages over more channels, so its weights and its eps shrink with the ratio of the widths.
+  RMSNorm averages over more channels, so its weights and its eps shrink with the ratio of the widths. In hybrids the
+  eps stays, and the stream is larger by so much.
 - New attention heads and new MLP channels compute, but the columns of o_proj and down_proj that would read them are
   zero. Query heads stay with their key-value head (which is copied where the new groups are smaller than the old).
 - New heads of gated delta nets stand behind the old ones; the columns of out_proj that would read them are zero.
@@ -78,8 +79,9 @@ class Growth:
     head_dim: int
     linear_head_dim: int = 0
     """That of the keys of gated delta nets."""
-    zero_centered: bool = False
-    """Whether norms multiply by 1 + weight."""
+    is_hybrid: bool = False
+    """Norms multiply by 1 + weight. Their eps is that of norms over a head's channels too, so it stays, and the stream
+    grows instead; embeddings are tied."""
 
     @property
     def norm_scale(self) -> float:
@@ -95,7 +97,7 @@ class Growth:
 
         # Others are over the channels of a head, which stay.
         is_norm = kind.endswith("norm") and weight.shape[0] % self.new.hidden_size == 0
-        center = 1 if self.zero_centered else 0
+        center = 1 if self.is_hybrid else 0
         if kind in WRITERS:
             weight.zero_()
         elif is_norm:
@@ -103,7 +105,11 @@ class Growth:
         if original is None:
             return
         if is_norm:
-            original = (original + center) * self.norm_scale - center
+            # Behind the last norm the tied embeddings are larger, too.
+            scale = self.norm_scale**2 if self.is_hybrid and kind == "norm" else self.norm_scale
+            original = (original + center) * scale - center
+        elif self.is_hybrid and kind in WRITERS:
+            original = original / self.norm_scale
         if kind in ("k_proj", "v_proj"):
             copies = copies_of_kv_heads(self.old, self.new)
             kv_heads = torch.arange(self.old.num_kv_heads).repeat_interleave(copies)
