@@ -11,6 +11,7 @@ import pytest
 from scripts.fuzz_bit_exact import Tally, fuzz
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
+from specrun.errors import BackendError
 from specrun.kv_cache import BLOCK
 from specrun.kv_cache.host import HostKVCache
 from specrun.kv_cache.kept_states import KeptStates, blocks_up_to_a_state, is_worth_keeping
@@ -115,3 +116,27 @@ def test_what_is_worth_waiting_for() -> None:
     rows.cache_prefix(0, other)
     assert not rows.should_wait(long, [other]), "it is kept by now"
     assert rows.should_wait(whole, [other]), "the one behind the prompt's last whole block is not"
+
+
+def test_a_state_that_is_not_finite_ends_its_request_alone(pair: tuple[Path, Path]) -> None:
+    """The other row and the row's next request have the texts that they have alone."""
+
+    def request_of(first: int) -> Request:
+        return Request([first, first + 1], SamplingParams(), 12)
+
+    with SpeculativeDecoder.open(pair[0], config=DraftTargetConfig(0)) as decoder:
+        alone = [request_of(first) for first in (5, 9, 13)]
+        for request in alone:
+            list(decoder.run([request]))
+        bad, good, later = (request_of(first) for first in (5, 9, 13))
+        target = decoder.scheduler.round.host_target
+        assert target
+        for step, _ in enumerate(decoder.run([bad, good])):
+            if step == 3:
+                for state in target.backend.cache.states(0, 1):
+                    state[...] = np.nan
+        assert isinstance(bad.error, BackendError) and "not numbers" in str(bad.error)
+        assert 0 < len(bad.output) < 12
+        list(decoder.run([later]))
+    assert bad.output == alone[0].output[: len(bad.output)]
+    assert [good.output, later.output] == [one.output for one in alone[1:]]
