@@ -104,6 +104,8 @@ def load_config(directory: Path) -> Any:
     architecture = (config.architectures or [config.model_type])[0]
     if architecture not in ARCHITECTURES:
         raise CheckpointError(f"{directory}: {architecture} cannot be grown; expected {' or '.join(ARCHITECTURES)}")
+    if Shape.of(config).num_linear_heads and not config.tie_word_embeddings:
+        raise CheckpointError(f"{directory}: of hybrids only those with tied embeddings can be grown")
     check_weights(directory)
     config.head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
     return config

@@ -13,6 +13,7 @@ from scripts.grow_checkpoint import main as grow_checkpoint
 from scripts.growth import Growth
 from specrun.errors import SpecError
 from tests.helpers.character_model import train
+from tests.helpers.families import save_checkpoint
 from tests.helpers.heads.made import make_pair
 from tests.helpers.trained_drafts import GREEDY, SMALL, decode
 
@@ -55,3 +56,18 @@ def test_a_head_that_computes_something_else_is_not_written(
     with pytest.raises(SpecError, match="the logits differ by"):
         grow_head.grow(trained / "hf", target, grown_target, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
+
+
+def test_a_hybrid_grows_as_a_llama_does(tmp_path: Path) -> None:
+    """What was written is compared with what it was made of. An untied one is refused."""
+    sizes = {
+        **{"hidden_size": 128, "intermediate_size": 160, "num_layers": 4, "num_heads": 8, "num_kv_heads": 4},
+        "num_linear_heads": 4,
+    }
+    flags = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
+    for tied in (True, False):
+        hf = save_checkpoint(tmp_path / f"hf {tied}", "qwen3_5", tie_word_embeddings=tied)
+        command = ["--input_dir", str(hf), "--output_dir", str(tmp_path / f"grown {tied}"), *flags]
+        result = CliRunner().invoke(grow_checkpoint, command)
+        assert (result.exit_code == 0) == tied, result.output
+        assert ("largest logit difference" if tied else "only those with tied embeddings") in result.output
