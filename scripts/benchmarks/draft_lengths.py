@@ -1,7 +1,8 @@
 """``auto`` beside every fixed draft length, bad drafts beside none, and the cost of exactness to the bit.
 
-The pair is one that nothing was tuned on. It learns other texts than the demo pair (the docstrings of Python's library)
-and has another shape: a target of 197M parameters in 16 layers, a draft of 1.4M. It is made in --work_dir, once, in
+The pair was kept aside until auto's rules for batches, and how long it stays in doubt, were chosen while looking at it:
+claims about those need another one. It learns other texts than the demo pair (the docstrings of Python's library) and
+has another shape: a target of 197M parameters in 16 layers, a draft of 1.4M. It is made in --work_dir, once, in
 about ten minutes. A bad draft has random weights, or is the target itself and so takes as long. Texts have 32 to 96
 tokens, and the next one takes the row of one that has ended, as on a server: texts of one length would end together
 only where nothing drafts. All ways decode every group of texts in turns. Each repetition opens its decoders anew, so

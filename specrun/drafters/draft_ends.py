@@ -28,8 +28,11 @@ class DraftEnds:
         """Begin a round of ``batch`` rows."""
         self._plan, self._survival, self._price, self._step_began = plan, [1.0] * batch, 0.0, 0.0
 
-    def are_reached(self, step: int, growing: Sequence[bool], drafted: int) -> bool:
-        """Whether no row goes on with draft step ``step``. growing: those that would. drafted: tokens of all rows."""
+    def ends_before(self, step: int, growing: Sequence[bool], drafted: int) -> bool:
+        """Time the step before ``step``; whether no row goes on with it. growing: rows that would.
+
+        drafted: draft tokens of all rows so far.
+        """
         plan, batch = self._plan, len(growing)
         standing = itertools.compress(self._survival, growing)
         if not plan.prices:
@@ -43,8 +46,8 @@ class DraftEnds:
         worth = sum(max(0.0, one * likely - self._price) for one in standing)
         return step > 0 and worth < plan.tokens_per_second * usual.get(batch, 0.0)
 
-    def is_worth(self, row: int, probability: float) -> bool:
-        """Whether a row's next token is to be verified. probability: the model's own of it."""
+    def keeps(self, row: int, probability: float) -> bool:
+        """Follow a row's next token; whether it is to be verified. probability: the model's own of it."""
         if not (self._plan.prices or self._plan.end_below):
             return True
         # What is dropped teaches nothing, so tokens are dropped once they are known to be bad.

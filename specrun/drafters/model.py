@@ -69,13 +69,13 @@ class ModelDrafter(Drafter):
                 for request, proposal, tokens, count in zip(requests, proposals, forced, counts, strict=True)
             ]
             drafted = sum(len(proposal.tokens) for proposal in proposals)
-            if not any(growing) or self._ends.are_reached(step, growing, drafted):
+            if not any(growing) or self._ends.ends_before(step, growing, drafted):
                 break
             logits = self._logits(requests, counts, forced, proposals, growing, step)
             for row in itertools.compress(range(len(requests)), growing):
                 proposal = proposals[row]
                 self._draw(logits[row], requests[row], proposal)
-                if len(proposal.confidences) > step and not self._ends.is_worth(row, proposal.confidences[-1]):
+                if len(proposal.confidences) > step and not self._ends.keeps(row, proposal.confidences[-1]):
                     proposal.drop_last()  # And the row grows no more.
         return proposals
 

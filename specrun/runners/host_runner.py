@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from specrun.backends import Backend, Pass
 from specrun.engine_dir.bit_exact import ANY_SHAPE, ShapeClass
 from specrun.engine_dir.contract import UNUSED_TOKEN
@@ -63,6 +65,15 @@ def build_inputs(
         nothing = query_len - 1 if padding == UNUSED_TOKEN and end < query_len else nothing_wanted
         feed.logits_indices.append([*range(end - count, end), *[nothing] * (max_logits - count)])
     return feed
+
+
+def fill_nan_rows(logits: Floats, num_logits: Sequence[int]) -> None:
+    """Make whole rows of NaN of those that begin with NaN, among the first ``num_logits`` of each row of ``logits``.
+
+    Our own products write the first number alone, and a stop id or a constraint may hide that one. [B, K, V], in place.
+    """
+    wanted = np.arange(logits.shape[1]) < np.asarray(num_logits)[:, None]
+    logits[wanted & np.isnan(logits[:, :, 0])] = np.nan
 
 
 class ModelRunner:
@@ -194,6 +205,7 @@ class ModelRunner:
         step.input_ids[...], step.write_indices[...], step.logits_indices[...] = feed
         self.rows.begin(step, first, token_ids, whole_blocks)
         self._run(step)
+        fill_nan_rows(step.logits, num_logits)
         self.rows.lengths[own] = [len(tokens) + len(more) for tokens, more in zip(token_ids, drafts, strict=True)]
         return step.logits
 

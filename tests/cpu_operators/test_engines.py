@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 import pytest
+from safetensors.torch import load_file, save_file
 
 from scripts.benchmarks.roofline import work_of
 from scripts.fuzz_bit_exact import fuzz
@@ -22,6 +23,9 @@ from specrun.backends import open_host_backend
 from specrun.engine_dir.bit_exact import ANY_SHAPE
 from specrun.engine_dir.config import open_engine
 from specrun.engine_dir.contract import UNUSED_TOKEN
+from specrun.errors import BackendError
+from specrun.request.request import Request
+from specrun.sampling.sampler import SamplingParams
 from tests.helpers.engines import make_engine, make_onnx
 from tests.helpers.families import save_checkpoint
 from tests.helpers.quantized_onnx import quantized
@@ -140,3 +144,29 @@ def test_a_library_of_another_version_is_none(uncompiled: Path, monkeypatch: pyt
     cpu_operators.library.cache_clear()
     monkeypatch.setattr(cpu_operators, "VERSION", cpu_operators.VERSION + 1)
     assert not cpu_operators.is_available(1)
+
+
+def test_logits_that_are_not_numbers_are_seen_through_a_constraint(tmp_path: Path) -> None:
+    """Products write the first number alone of a row of NaN, and a stop id that must not come yet hides that one."""
+    hf = save_checkpoint(tmp_path / "hf", "llama3")
+    weights = load_file(hf / "model.safetensors")
+    embeddings = weights["model.embed_tokens.weight"]
+    embeddings[:, 0] = 0
+    embeddings[7, 0] = 1000  # Of this token alone, a layer's products overflow.
+    for name, weight in weights.items():
+        if "o_proj" in name or "down_proj" in name:
+            weight[0] = 0
+        elif "layers.0.mlp" in name:
+            weight[:, 0] = 1e30
+    save_file(weights, hf / "model.safetensors", {"format": "pt"})
+    engine = make_engine(make_onnx(hf, tmp_path / "onnx", verify=False), tmp_path / "engine", **SIZES)
+    with SpeculativeDecoder.open(engine) as decoder:
+        sound, spoiled = (
+            Request([first], SamplingParams(), 4, stop_ids=frozenset([0]), min_output_len=4, reuse_blocks=False)
+            for first in (5, 7)
+        )
+        list(decoder.run([sound]))  # Its logits lie in memory that the other one uses.
+        list(decoder.run([spoiled]))
+    assert len(sound.output) == 4
+    assert isinstance(spoiled.error, BackendError) and "not numbers" in str(spoiled.error)
+    assert not spoiled.output
