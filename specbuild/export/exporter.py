@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from specbuild.export import experts
 from specbuild.export.attention import IMPLEMENTATION, ScatterCache, register, scatter
+from specbuild.export.decompositions import spare_decompositions
 from specbuild.export.features import Fusion, watched
 from specbuild.export.fused import fused_operators
 from specbuild.export.model_memory import ModelMemory
@@ -158,6 +159,7 @@ def export_module(
     with fused_operators(module), _quiet(), torch.no_grad():
         try:
             program = torch.export.export(module, arguments, dynamic_shapes=dynamic, strict=False)
+            spare_decompositions(program)
             exported = torch.onnx.export(
                 program,
                 (),

@@ -95,7 +95,8 @@ class RecurrentStates:
         decay may be [B, S, H, K]. Returns [B, S, H, V], float32.
         """
         heads, widths = key.shape[2], (key.shape[3], value.shape[3])
-        flat = [x.float().flatten(2) for x in (query, key, value, decay, *([] if beta is None else [beta]))]
+        inputs = (query, key, value, decay, *([] if beta is None else [beta]))
+        flat = [x.float().reshape(*x.shape[:2], -1) for x in inputs]
         if self.progress is None:
             row = sum(x.shape[2] for x in flat[1:])
             self.tensors.append(StateTensor(layer=self.layer, part="state", shape=[heads, *widths]))

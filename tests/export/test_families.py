@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from torch.export import ExportedProgram
 
 from specbuild.artifacts.onnx_checkpoint import open_checkpoint
 from specrun.backends import open_host_backend
@@ -56,7 +57,7 @@ def check_plan(engine: Path, dtype: str, draft_len: int) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_family(family: str, tmp_path: Path) -> None:
+def test_family(family: str, tmp_path: Path, decomposed: list[ExportedProgram]) -> None:
     """Saved in float32 (Mixtral in shards), converted to float16, verified, run, compiled."""
     checkpoint = save_checkpoint(tmp_path / "hf", family, shards=family == "mixtral")
     if family == "mixtral":
@@ -64,6 +65,7 @@ def test_family(family: str, tmp_path: Path) -> None:
     # longrope's long frequencies are tested below; transformers uses the short ones up to 32 positions.
     limit = {"max_seq_len": 32} if family == "phi3-longrope" else {}
     onnx_dir = make_onnx(checkpoint, tmp_path / "onnx", dtype="float16", **limit)
+    assert not decomposed
     config = open_checkpoint(onnx_dir)
     assert config.graph.dtype == "float16"
     assert config.max_logit_difference is not None

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import onnx
 import pytest
+from torch.export import ExportedProgram
 
 from specbuild.artifacts.onnx_checkpoint import open_checkpoint
 from specbuild.export.recurrent import SWAPS
@@ -21,9 +22,10 @@ from tests.helpers.ranks import shard_difference
 
 
 @pytest.mark.parametrize("family", RECURRENT)
-def test_family(family: str, tmp_path: Path) -> None:
+def test_family(family: str, tmp_path: Path, decomposed: list[ExportedProgram]) -> None:
     """``convert`` compares with transformers, over passes that take tokens back, in standard operators."""
     onnx_dir = make_onnx(save_checkpoint(tmp_path / "hf", family), tmp_path / "onnx")
+    assert not decomposed
     config = open_checkpoint(onnx_dir)
     assert config.max_logit_difference is not None and config.max_logit_difference < 1e-5
     assert config.graph.states

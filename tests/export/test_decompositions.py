@@ -1,0 +1,153 @@
+"""Programs that ``torch.onnx`` need not trace anew, and those in which that would change what is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim, ExportedProgram
+
+from specbuild.export import decompositions
+
+Function = Callable[[torch.Tensor], Any]
+
+
+def cast(x: torch.Tensor) -> Any:
+    return x.to(torch.float32) + x.to(torch.float64).to(torch.float32), x.detach().square()
+
+
+def normalized_in_place(x: torch.Tensor) -> Any:
+    top = x.topk(2).values
+    top /= top.sum(-1, keepdim=True)
+    return top
+
+
+def scattered(x: torch.Tensor) -> Any:
+    values, indices = x.topk(2)
+    return torch.full_like(x, -1.0).scatter_(-1, indices, values).add_(x)
+
+
+def filled(x: torch.Tensor) -> Any:
+    both = x.new_empty(*x.shape[:-1], 8)
+    both[..., :4] = x
+    both[..., 4:] = x * 2
+    return both.sin()
+
+
+def interleaved(x: torch.Tensor) -> Any:
+    """As rotary embeddings of several dimensions are."""
+    angles = torch.stack([x, x * 2, x * 3])
+    first = angles[0]
+    first[..., 1::3] = angles[1][..., 1::3]
+    first[..., 2::3] = angles[2][..., 2::3]
+    return first.cos()
+
+
+SPARED = [cast, normalized_in_place, scattered, filled, interleaved]
+
+
+def read_through_a_view(x: torch.Tensor) -> Any:
+    doubled = x * 2
+    flat = doubled.view(-1)
+    doubled.add_(x)
+    return flat.sin()
+
+
+def read_through_the_whole(x: torch.Tensor) -> Any:
+    doubled = torch.stack([x, x])
+    doubled[0].add_(x)
+    return doubled.sin()
+
+
+def read_through_another_part(x: torch.Tensor) -> Any:
+    doubled = torch.stack([x, x * 2])
+    first, columns = doubled[0], doubled[:, :, 0]
+    first[..., :2] = x[..., 2:]
+    return columns.sin(), first.cos()
+
+
+def read_from_behind(x: torch.Tensor) -> Any:
+    doubled = torch.stack([x, x * 2])
+    first, same = doubled[0], doubled[-2]
+    first[..., :2] = x[..., 2:]
+    return same.sin(), first.cos()
+
+
+def divided_in_half_precision(x: torch.Tensor) -> Any:
+    half = x.half() * 2
+    half /= x
+    return half.float().sin()
+
+
+def written_input(x: torch.Tensor) -> Any:
+    y = x.view(-1)
+    y.add_(1.0)
+    return x.sin()
+
+
+def written_output(x: torch.Tensor) -> Any:
+    doubled = x * 2
+    doubled[..., :2] = x[..., 2:]
+    return doubled
+
+
+TRACED_ANEW = [read_through_a_view, read_through_the_whole, read_through_another_part, divided_in_half_precision]
+TRACED_ANEW += [read_from_behind, written_input, written_output]
+
+
+class Module(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Call it."""
+        return self.function(x)
+
+
+def difference(function: Function, path: Path) -> float:
+    """The largest difference between torch and ONNX Runtime on the exported function."""
+    x = torch.from_numpy(np.random.default_rng(0).uniform(0.5, 2.0, (3, 4)).astype(np.float32))
+    with torch.no_grad():
+        program = torch.export.export(Module(function), (x,), dynamic_shapes=({0: Dim("rows", min=1)},), strict=False)
+        decompositions.spare_decompositions(program)
+        exported = torch.onnx.export(program, (), opset_version=23, optimize=False, verbose=False)
+        expected = function(x.clone())
+    assert exported is not None
+    ir.save(exported.model, path)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    found = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    outputs = expected if isinstance(expected, tuple) else (expected,)
+    tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
+    return max(float(np.abs(one - other.numpy()).max()) for one, other in zip(found, tensors, strict=False))
+
+
+@pytest.mark.parametrize("function", SPARED)
+def test_programs_that_are_spared(function: Function, tmp_path: Path, decomposed: list[ExportedProgram]) -> None:
+    assert difference(function, tmp_path / "model.onnx") < 1e-6
+    assert not decomposed
+
+
+@pytest.mark.parametrize("function", TRACED_ANEW)
+def test_programs_that_write_where_others_read(
+    function: Function, tmp_path: Path, decomposed: list[ExportedProgram]
+) -> None:
+    """They stay as they were, and torch takes them apart."""
+    assert difference(function, tmp_path / "model.onnx") < 1e-3
+    assert decomposed
+
+
+@pytest.mark.parametrize("function", [read_through_a_view, read_through_another_part, read_from_behind, written_output])
+def test_control(function: Function, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the rule on other views, the outcome is another one."""
+    monkeypatch.setattr(decompositions, "_writes_unseen", lambda node, written: True)
+    assert difference(function, tmp_path / "model.onnx") > 1e-2
