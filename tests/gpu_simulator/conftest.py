@@ -29,6 +29,8 @@ def rules() -> Iterator[None]:
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
     """What a test makes on the GPUs it gives back."""
+    gc.collect()
+    gc.freeze()  # What is there already need not be looked at again.
     before = gpus.alive()
     yield
     gc.collect()
