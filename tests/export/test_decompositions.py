@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime
 import pytest
 import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
 
 from specbuild.export import decompositions
+from specrun.backends.ort_session import session_options
 
 Function = Callable[[torch.Tensor], Any]
 
@@ -124,7 +124,8 @@ def difference(function: Function, path: Path) -> float:
         expected = function(x.clone())
     assert exported is not None
     ir.save(exported.model, path)
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    ort, options = session_options()
+    session = ort.InferenceSession(path, options)
     found = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     outputs = expected if isinstance(expected, tuple) else (expected,)
     tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
