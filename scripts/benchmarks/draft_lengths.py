@@ -186,7 +186,7 @@ def ratio(seconds: list[float], others: list[float]) -> float:
 )
 @click.option("--texts", type=int, default=32, show_default=True)
 @click.option("--repetitions", type=int, default=1, show_default=True)
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here; others stay.")
 def main(
     work_dir: Path,
     forms: tuple[str, ...],
@@ -201,6 +201,8 @@ def main(
     prompts = [json.loads(line)["text"] for line in (work_dir / "prompts.jsonl").read_text().splitlines()[:texts]]
     ways = {name: way for name, way in WAYS.items() if name == ALONE or not chosen or name in chosen}
     results: dict[str, list[dict[str, Any]]] = {}
+    if json_file and json_file.exists():
+        results = json.loads(json_file.read_text())["results"]
     for form in forms:
         engines = {model: make_engine(work_dir, model, "float32") for model in ("draft", "random")}
         engines["target"] = make_engine(work_dir, "target", form)
@@ -208,7 +210,8 @@ def main(
             turns = [measure(engines, ways, prompts, batch) for _ in range(repetitions)]
             seconds = {name: [each for turn in turns for each in turn[name]] for name in ways}
             found = {"batch_size": batch, **summary(seconds), "seconds": seconds}
-            results.setdefault(form, []).append(found)
+            others = [row for row in results.get(form, []) if row["batch_size"] != batch]
+            results[form] = sorted([*others, found], key=lambda row: row["batch_size"])
             click.echo(f"{form} batch {batch}: " + "  ".join(f"{way} {x:.2f}x" for way, x in found["speedups"].items()))
             if AUTO in ways:
                 best = str(found["best"])

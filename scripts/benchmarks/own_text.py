@@ -21,8 +21,19 @@ from typing import Any
 import click
 
 from scripts.benchmarks.peers import versions
-from scripts.benchmarks.peers_models import BITS, Places, make, make_genai
-from scripts.benchmarks.peers_systems import Rows, Specrun, System, llama_cpp, openvino, specrun, worker
+from scripts.benchmarks.peers_models import BITS, Places, make
+from scripts.benchmarks.peers_systems import (
+    FLOAT32_ALONE,
+    NO_BATCH,
+    Rows,
+    Specrun,
+    System,
+    genai,
+    llama_cpp,
+    openvino,
+    specrun,
+    transformers,
+)
 from scripts.benchmarks.quantized import unseen_texts
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import open_engine
@@ -38,9 +49,6 @@ WAYS = {
     "draft, in a batch": (BATCH, True),
 }
 """Texts at a time, and whether there is a draft."""
-NO_BATCH = ("onnxruntime-genai", "transformers")
-"""Their drafts are for one text at a time."""
-FLOAT32_ALONE = ("transformers",)
 
 
 @contextmanager
@@ -50,23 +58,12 @@ def ours(places: Places, bits: str) -> Iterator[System]:
         yield Specrun(decoder, DRAFT_LEN)
 
 
-def genai(places: Places, bits: str) -> AbstractContextManager[System]:
-    """ONNX Runtime GenAI."""
-    target, draft = (make_genai(places, role, form) for role, form in (("target", bits), ("draft", BITS[bits].draft)))
-    return worker(places, "genai", target, draft, DRAFT_LEN)
-
-
-def transformers(places: Places, _bits: str) -> AbstractContextManager[System]:
-    """Assisted generation."""
-    return worker(places, "transformers", places.demo / "hf" / "target", places.demo / "hf" / "draft", DRAFT_LEN)
-
-
 RUNTIMES: dict[str, Callable[[Places, str], AbstractContextManager[System]]] = {
     "specrun": ours,
     "OpenVINO GenAI": lambda places, bits: openvino(places, bits, DRAFT_LEN),
     "llama.cpp": lambda places, bits: llama_cpp(places, bits, DRAFT_LEN),
-    "onnxruntime-genai": genai,
-    "transformers": transformers,
+    "onnxruntime-genai": lambda places, bits: genai(places, bits, DRAFT_LEN),
+    "transformers": lambda places, _bits: transformers(places, DRAFT_LEN),
 }
 
 

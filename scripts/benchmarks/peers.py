@@ -1,15 +1,16 @@
-"""specrun beside OpenVINO GenAI and llama.cpp: the same pair, the same processor, the same bits.
+"""specrun beside OpenVINO GenAI, llama.cpp, onnxruntime-genai and transformers: the same pair, processor and bits.
 
-Needs what scripts/demo leaves in demo/, and what scripts/benchmarks/peers_setup makes. The three take turns within one
-run; each keeps a process of its own with its models loaded, and two threads. Prompts are given as tokens, texts are
-greedy, stop ids are ignored. A speed is wall time as the caller sees it: prompts, and for the peers the way to their
-process and back (below a millisecond a text), are in it. A turn is measured again where other processes took more than
-a share of the processor.
+Needs what scripts/demo leaves in demo/, and what scripts/benchmarks/peers_setup makes. They take turns within one run;
+each keeps a process of its own with its models loaded, and two threads. Prompts are given as tokens, texts are greedy,
+stop ids are ignored. A speed is wall time as the caller sees it: prompts, and for the peers the way to their process
+and back (below a millisecond a text), are in it. A turn is measured again where other processes took more than a share
+of the processor.
 
-With --batch_size N, N texts decode at the same time, and a speed is that of all of them. A draft has the target's form,
-but 8 bits beside a target in 4 bits. Other settings are those that each has by default; with float32 the peers' caches
-are float32 too. Quality is as in quantized.py. Models and logits are kept in --work_dir, so --repetitions 0 prepares
-what a later run measures.
+With --batch_size N, N texts decode at the same time, and a speed is that of all of them; onnxruntime-genai and
+transformers are then left out, as their drafts are for one text. transformers runs in float32 alone. A draft has the
+target's form, but 8 bits beside a target in 4 bits. Other settings are those that each has by default; with float32
+the peers' caches are float32 too. Quality is as in quantized.py. Models and logits are kept in --work_dir, so
+--repetitions 0 prepares what a later run measures.
 """
 
 from __future__ import annotations

@@ -9,13 +9,13 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import click
 
-from scripts.benchmarks.peers_models import BITS, Places
+from scripts.benchmarks.peers_models import BITS, Places, make_genai
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.request.request import Request
@@ -31,6 +31,11 @@ CONTEXT = 512
 OPENVINO_FLOAT32 = ("INFERENCE_PRECISION_HINT=f32", "KV_CACHE_PRECISION=f32")
 LLAMA_CPP_FLOAT32 = {False: ("-ctk", "f32", "-ctv", "f32"), True: ("-ctkd", "f32", "-ctvd", "f32")}
 """Types of the target's cache, and of the draft's."""
+
+NO_BATCH = ("onnxruntime-genai", "transformers")
+"""Their drafts are for one text at a time."""
+FLOAT32_ALONE = ("transformers",)
+"""Few bits are other packages' work there."""
 
 Rows = list[list[int]]
 """Token ids of several texts."""
@@ -198,17 +203,28 @@ def llama_server(places: Places, model: Path, log: Path, context: int, options: 
         yield port
 
 
+def genai(places: Places, bits: str, draft_len: int) -> AbstractContextManager[Worker]:
+    """ONNX Runtime GenAI."""
+    target, draft = (make_genai(places, role, form) for role, form in (("target", bits), ("draft", BITS[bits].draft)))
+    return worker(places, "genai", target, draft, draft_len)
+
+
+def transformers(places: Places, draft_len: int) -> AbstractContextManager[Worker]:
+    """Assisted generation."""
+    target, draft = (places.demo / "hf" / role for role in ("target", "draft"))
+    return worker(places, "transformers", target, draft, draft_len)
+
+
 @contextmanager
 def systems(places: Places, bits: str) -> Iterator[dict[str, System]]:
     """Those of peers.py with one row's pair."""
-    with (
-        llama_cpp(places, bits, DRAFT_LEN) as servers,
-        openvino(places, bits, DRAFT_LEN) as pipelines,
-        specrun(places, bits) as decoder,
-    ):
-        yield {
-            "specrun": Specrun(decoder),
-            "OpenVINO GenAI": pipelines,
-            "llama.cpp": servers,
-            AUTO: Specrun(decoder, None),
-        }
+    with ExitStack() as opened:
+        decoder = opened.enter_context(specrun(places, bits))
+        found: dict[str, System] = {"specrun": Specrun(decoder)}
+        found["OpenVINO GenAI"] = opened.enter_context(openvino(places, bits, DRAFT_LEN))
+        found["llama.cpp"] = opened.enter_context(llama_cpp(places, bits, DRAFT_LEN))
+        if places.rows == 1:
+            found["onnxruntime-genai"] = opened.enter_context(genai(places, bits, DRAFT_LEN))
+        if places.rows == 1 and bits == "float32":
+            found["transformers"] = opened.enter_context(transformers(places, DRAFT_LEN))
+        yield found | {AUTO: Specrun(decoder, None)}
