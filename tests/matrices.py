@@ -66,6 +66,7 @@ KEPT = {
     ),
     "cpu_operators/test_engines.py::test_where_other_tokens_could_see_an_unused_one_it_is_a_token_like_others": (
         "gemma2",
+        "qwen3_moe",
     ),
     "cpu_operators/test_engines.py::test_what_another_layer_adds_to_a_pass": ("int4-5",),
     "drafters/test_draft_confidence.py::test_auto_has_all_that_the_best_fixed_length_has": ("1.0-1", "2.5-4", "0.4-8"),
