@@ -34,11 +34,11 @@ def spare_decompositions(program: ExportedProgram) -> None:
     decompose: Callable[[dict[Any, Any]], ExportedProgram] = program.run_decompositions
     graph = program.graph
 
-    def decompose_if_needed(table: dict[Any, Any]) -> ExportedProgram:
+    def decompose_if_needed(decomp_table: dict[Any, Any]) -> ExportedProgram:
         for node in graph.nodes:
             _rewrite(node)
-        if not all(_can_stay(node, table) for node in graph.nodes):
-            return decompose(table)
+        if not all(_can_stay(node, decomp_table) for node in graph.nodes):
+            return decompose(decomp_table)
         graph.eliminate_dead_code()
         return program
 
