@@ -50,7 +50,14 @@ def interleaved(x: torch.Tensor) -> Any:
     return first.cos()
 
 
-SPARED = [cast, normalized_in_place, scattered, filled, interleaved]
+def copied(x: torch.Tensor) -> Any:
+    doubled = x * 2
+    copy = doubled.to(torch.float32, copy=True)
+    copy.add_(x)
+    return doubled.sin(), copy.cos()
+
+
+SPARED = [cast, copied, normalized_in_place, scattered, filled, interleaved]
 
 
 def read_through_a_view(x: torch.Tensor) -> Any:
