@@ -6,7 +6,9 @@
 - New attention heads and new MLP channels compute, but the columns of o_proj and down_proj that would read them are
   zero. Query heads stay with their key-value head (which is copied where the new groups are smaller than the old).
 - New heads of gated delta nets stand behind the old ones; the columns of out_proj that would read them are zero.
-- New layers compute as well; what they would write is zero.
+- New layers compute as well, and write nothing: half of their values and of their MLP channels are zero, and so are the
+  columns that would read the other half. Matrices of zeros alone would be the same in all new layers. OpenVINO keeps
+  such weights once, and would have less to read than in a real model.
 """
 
 from __future__ import annotations
@@ -98,7 +100,9 @@ class Growth:
         # Others are over the channels of a head, which stay.
         is_norm = kind.endswith("norm") and weight.shape[0] % self.new.hidden_size == 0
         center = 1 if self.is_hybrid else 0
-        if kind in WRITERS:
+        if original is None and kind in ("v_proj", "up_proj", "o_proj", "down_proj"):
+            self._silence(kind, weight)
+        elif kind in WRITERS:
             weight.zero_()
         elif is_norm:
             weight.fill_(self.norm_scale - center)
@@ -130,6 +134,17 @@ class Growth:
             streams = torch.arange(original.shape[1] // self.old.hidden_size)
             columns = torch.flatten(streams[:, None] * self.new.hidden_size + torch.arange(self.old.hidden_size))
         weight[rows[:, None], columns] = original
+
+    def _silence(self, kind: str, weight: Any) -> None:
+        """Have a new layer write nothing: what is computed first is zero, and what is computed last is not read."""
+        if kind in ("up_proj", "down_proj"):
+            half = self.new.intermediate_size // 2
+        else:
+            half = self.new.num_kv_heads // 2 * self.head_dim * (self.new.group if kind == "o_proj" else 1)
+        if kind in ("v_proj", "up_proj"):
+            weight[:half] = 0
+        else:
+            weight[:, half:] = 0
 
     def _query_heads(self) -> Any:
         """The places of the small model's query heads."""
