@@ -157,7 +157,7 @@ def _heads(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, keys and values [B, heads, .., D] of ``x`` [B, .., H], turned by ``angles``."""
     query, key, value = (
-        getattr(attention, f"{name}_proj")(x).reshape(*x.shape[:2], -1, attention.head_dim) for name in "qkv"
+        getattr(attention, f"{name}_proj")(x).unflatten(-1, (-1, attention.head_dim)) for name in "qkv"
     )
     if hasattr(attention, "q_norm"):
         query, key = attention.q_norm(query), attention.k_norm(key)
@@ -179,7 +179,7 @@ def _attend(
     implementation = attention.config._attn_implementation
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, _module_of(attention).eager_attention_forward)
     output, _ = attend(attention, query, key, value, mask, dropout=0.0, scaling=attention.scaling)
-    attended: torch.Tensor = attention.o_proj(output.reshape(*output.shape[:2], -1))
+    attended: torch.Tensor = attention.o_proj(output.flatten(2))
     return attended
 
 
