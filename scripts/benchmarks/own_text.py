@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,7 @@ import click
 
 from scripts.benchmarks.peers import versions
 from scripts.benchmarks.peers_models import BITS, Places, make
-from scripts.benchmarks.peers_systems import (
-    FLOAT32_ALONE,
-    NO_BATCH,
-    Rows,
-    Specrun,
-    System,
-    genai,
-    llama_cpp,
-    openvino,
-    specrun,
-    transformers,
-)
+from scripts.benchmarks.peers_systems import FLOAT32_ALONE, NO_BATCH, PEERS, Rows, Specrun, System, specrun
 from scripts.benchmarks.quantized import unseen_texts
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import open_engine
@@ -52,19 +41,13 @@ WAYS = {
 
 
 @contextmanager
-def ours(places: Places, bits: str) -> Iterator[System]:
+def ours(places: Places, bits: str, draft_len: int) -> Iterator[System]:
     """specrun with a fixed draft length."""
     with specrun(places, bits) as decoder:
-        yield Specrun(decoder, DRAFT_LEN)
+        yield Specrun(decoder, draft_len)
 
 
-RUNTIMES: dict[str, Callable[[Places, str], AbstractContextManager[System]]] = {
-    "specrun": ours,
-    "OpenVINO GenAI": lambda places, bits: openvino(places, bits, DRAFT_LEN),
-    "llama.cpp": lambda places, bits: llama_cpp(places, bits, DRAFT_LEN),
-    "onnxruntime-genai": lambda places, bits: genai(places, bits, DRAFT_LEN),
-    "transformers": lambda places, _bits: transformers(places, DRAFT_LEN),
-}
+RUNTIMES = {"specrun": ours, **PEERS}
 
 
 def prompts_of(engine: Path, number: int) -> Rows:
@@ -130,7 +113,7 @@ def main(
         for name in names:
             if name in FLOAT32_ALONE and bits != "float32":
                 continue
-            with RUNTIMES[name](places, bits) as system:
+            with RUNTIMES[name](places, bits, DRAFT_LEN) as system:
                 found = compare(system, prompts, output_len, name not in NO_BATCH)
             results.setdefault(bits, {})[name] = {"texts": number, **found}
             click.echo(f"{bits:>8} {name:<18} of {number}: {found}")

@@ -7,7 +7,7 @@ import json
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -209,10 +209,18 @@ def genai(places: Places, bits: str, draft_len: int) -> AbstractContextManager[W
     return worker(places, "genai", target, draft, draft_len)
 
 
-def transformers(places: Places, draft_len: int) -> AbstractContextManager[Worker]:
+def transformers(places: Places, _bits: str, draft_len: int) -> AbstractContextManager[Worker]:
     """Assisted generation."""
     target, draft = (places.demo / "hf" / role for role in ("target", "draft"))
     return worker(places, "transformers", target, draft, draft_len)
+
+
+PEERS: dict[str, Callable[[Places, str, int], AbstractContextManager[System]]] = {
+    "OpenVINO GenAI": openvino,
+    "llama.cpp": llama_cpp,
+    "onnxruntime-genai": genai,
+    "transformers": transformers,
+}
 
 
 @contextmanager
@@ -221,10 +229,7 @@ def systems(places: Places, bits: str) -> Iterator[dict[str, System]]:
     with ExitStack() as opened:
         decoder = opened.enter_context(specrun(places, bits))
         found: dict[str, System] = {"specrun": Specrun(decoder)}
-        found["OpenVINO GenAI"] = opened.enter_context(openvino(places, bits, DRAFT_LEN))
-        found["llama.cpp"] = opened.enter_context(llama_cpp(places, bits, DRAFT_LEN))
-        if places.rows == 1:
-            found["onnxruntime-genai"] = opened.enter_context(genai(places, bits, DRAFT_LEN))
-        if places.rows == 1 and bits == "float32":
-            found["transformers"] = opened.enter_context(transformers(places, DRAFT_LEN))
+        for name, peer in PEERS.items():
+            if (places.rows == 1 or name not in NO_BATCH) and (bits == "float32" or name not in FLOAT32_ALONE):
+                found[name] = opened.enter_context(peer(places, bits, DRAFT_LEN))
         yield found | {AUTO: Specrun(decoder, None)}
