@@ -122,6 +122,7 @@ def grown(model: Any, old: Shape, new: Shape, more: dict[str, int]) -> Any:
     """A model of shape ``new`` with random weights, into which ``model`` is planted. more: fields of its config."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
 
     # Through a dictionary, because the derived fields of a copied object would keep the old sizes.
     fields = {**model.config.to_dict(), **new.config_fields(), **more, "head_dim": model.config.head_dim}
@@ -135,8 +136,9 @@ def grown(model: Any, old: Shape, new: Shape, more: dict[str, int]) -> Any:
     else:
         fields["rms_norm_eps"] *= growth.norm_scale**2
     config = type(model.config)(**fields)
-    torch.manual_seed(0)
-    result = AutoModelForCausalLM.from_config(config, dtype=model.dtype).eval()
+    with no_init_weights():
+        result = AutoModelForCausalLM.from_config(config, dtype=model.dtype).eval()
+    draw_weights(result)
 
     originals = dict(model.named_parameters())
     with torch.no_grad():
@@ -145,6 +147,30 @@ def grown(model: Any, old: Shape, new: Shape, more: dict[str, int]) -> Any:
     if config.vocab_size > model.config.vocab_size:
         pad_vocabulary(result, model.config.vocab_size, old.hidden_size)
     return result
+
+
+def draw_weights(model: Any) -> None:
+    """Initialize ``model`` as Hugging Face does, but fill matrices from a few random numbers, again and again.
+
+    To draw them all takes minutes of a billion. The count of the numbers is a prime, so that no two matrices are equal.
+    """
+    import torch
+
+    torch.manual_seed(0)
+    numbers = (torch.randn(16_777_259) * model.config.initializer_range).to(model.dtype)
+    place = 0
+    for module in model.modules():
+        if not isinstance(module, torch.nn.Linear | torch.nn.Embedding):
+            model._init_weights(module)
+            continue
+        for piece in module.weight.data.view(-1).split(len(numbers)):
+            head = piece[: len(numbers) - place]
+            head.copy_(numbers[place : place + len(head)])
+            piece[len(head) :].copy_(numbers[: len(piece) - len(head)])
+            place = (place + len(piece)) % len(numbers)
+        if (bias := getattr(module, "bias", None)) is not None:
+            bias.data.zero_()
+    model.tie_weights()
 
 
 def difference(original: Any, copy: Any) -> tuple[float, float]:
