@@ -113,14 +113,15 @@ def _same_rope(original: Callable[..., Any], rope: Callable[..., Any]) -> bool:
 
 
 def _norm_swaps(model: nn.Module) -> list[Swap]:
+    dtype = next(model.parameters()).dtype
     samples: dict[type[nn.Module], nn.Module] = {}
     for part in model.modules():
         if type(part).__name__.endswith("RMSNorm") and getattr(part, "weight", None) is not None:
             samples.setdefault(type(part), part)
     swaps: list[Swap] = []
     for cls, sample in samples.items():
-        for forward in (_plain_norm, _one_plus_norm):
-            if _same_norm(sample, forward):
+        for forward in (_plain_norm, _wide_norm, _one_plus_norm):
+            if _same_norm(sample, forward, dtype):
                 swaps.append((cls, "forward", _where_weighted(cls.forward, forward)))
                 break
     return swaps
@@ -144,6 +145,11 @@ def _plain_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     return rms_norm(hidden_states, self.weight, _epsilon(self))
 
 
+def _wide_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """The same, scaled in fp32 too (gpt-oss, whose weights may stay in float32 whatever the model's dtype)."""
+    return rms_norm(hidden_states.float(), self.weight.float(), _epsilon(self)).to(hidden_states.dtype)
+
+
 def _one_plus_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """The same with a weight of (1 + w) and fp32 throughout (Gemma)."""
     return rms_norm(hidden_states.float(), 1.0 + self.weight.float(), _epsilon(self)).to(hidden_states.dtype)
@@ -159,9 +165,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     return normed.to(x.dtype) * weight
 
 
-def _same_norm(sample: Any, forward: Callable[..., torch.Tensor]) -> bool:
-    x = torch.randn(2, 3, sample.weight.shape[-1], generator=torch.Generator().manual_seed(0))
-    x = x.to(sample.weight.dtype)
+def _same_norm(sample: Any, forward: Callable[..., torch.Tensor], dtype: torch.dtype) -> bool:
+    """Whether ``forward`` is the norm of states of ``dtype``."""
+    x = torch.randn(2, 3, sample.weight.shape[-1], generator=torch.Generator().manual_seed(0)).to(dtype)
     try:
         with torch.no_grad():
             return _close([sample(x)], [forward(sample, x)])
