@@ -88,11 +88,16 @@ class Tape:
     def part(self, value: ir.Value, expert: int, row: bool) -> ir.Value:
         """One expert's entry of an initializer, as an initializer. row: of [E, 1, N] take [N], not [1, N]."""
         stored = value.const_value
-        assert isinstance(stored, ir.ExternalTensor)
+        assert stored is not None
         _, *shape = stored_shape(value)
         first, shape = expert * math.prod(shape), shape[1:] if row else shape
-        tensor = graphs.part_of(stored, first, shape, f"{self.name}.{expert}.{stored.name}")
-        made = ir.Value(name=tensor.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+        name = f"{self.name}.{expert}.{stored.name}"
+        tensor: ir.TensorProtocol
+        if isinstance(stored, ir.ExternalTensor):
+            tensor = graphs.part_of(stored, first, shape, name)
+        else:  # Few numbers are in the graph itself.
+            tensor = ir.tensor(stored.numpy()[expert].reshape(shape), name=name)
+        made = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
         self.weights.append(made)
         return made
 

@@ -66,11 +66,11 @@ _READS = ("Cast", "DequantizeLinear")
 
 
 def _is_stored(value: ir.Value) -> bool:
-    """Whether ``value`` is a weight in a file, or its numbers, of which one expert's part can be taken."""
+    """Whether ``value`` is a constant, or its numbers, of which one expert's part can be taken."""
     node = value.producer()
     if node is not None:
         return node.op_type in _READS and all(other is not None and _is_stored(other) for other in node.inputs)
-    return isinstance(value.const_value, ir.ExternalTensor)
+    return value.const_value is not None and stored_shape(value) != ()
 
 
 def _part(value: ir.Value, expert: int, outside: Tape, branch: Tape, row: bool = False) -> ir.Value:
