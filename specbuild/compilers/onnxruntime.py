@@ -1,7 +1,7 @@
 """ONNX Runtime: for the CPU, the graph optimized for this machine at build time and saved, so that loading is quick.
 
-For CUDA the graph is the checkpoint's own, less masks that would keep ONNX Runtime from Flash attention. ONNX Runtime
-optimizes it on the GPU when it loads it.
+For CUDA the graph is the checkpoint's own, less masks that would keep ONNX Runtime from Flash attention, and in forms
+that can be captured. ONNX Runtime optimizes it on the GPU when it loads it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 import onnx
 import onnx_ir as ir
 
-from specbuild.compilers import Compiled, cpu_forms, machine
+from specbuild.compilers import Compiled, cpu_forms, cuda_forms, machine
 from specbuild.compilers.cpu_attention import fuse_cached_attention
 from specbuild.compilers.cpu_collectives import use_collectives
 from specbuild.compilers.cpu_recurrent import use_recurrent_operators
@@ -128,7 +128,7 @@ def _drop_own_domain(path: Path) -> None:
 def copy_graph(
     checkpoint: Path, graph: GraphInfo, build: BuildConfig, output: Path, advance: Callable[[float], None]
 ) -> Compiled:
-    """Take the graph for CUDA, without the masks that row lengths replace; needs no GPU. See ``Compiler``."""
+    """Take the graph for CUDA, in the forms that its kernels take; needs no GPU. See ``Compiler``."""
     ort, _ = session_options()
     if graph.states:
         raise BuildError(
@@ -140,19 +140,28 @@ def copy_graph(
             f"{checkpoint}: keys and values in {graph.kv_cache_dtype}: engines of ONNX Runtime for CUDA have no 8-bit "
             "caches here; convert without --kv_cache_dtype, or build with --backend tensorrt"
         )
-    for name in (GRAPH_NAME, WEIGHTS_NAME):
-        shutil.copyfile(checkpoint / name, output / name)
-        advance(0.5)
     model = ir.load(checkpoint / GRAPH_NAME)
+    if cuda_forms.has_float4(model):
+        raise BuildError(
+            f"{checkpoint}: ONNX Runtime has no float4 weights on CUDA; build with --backend tensorrt or tensorrt_rtx"
+        )
+    shutil.copyfile(checkpoint / WEIGHTS_NAME, output / WEIGHTS_NAME)
+    advance(1.0)
     notes = ["optimized on the GPU when it is loaded"]
+    cuda_forms.split_block_scales(model)
     if graph.dtype != "float32":  # Flash attention has no float32.
         dropped, total = drop_causal_masks(model, build.cache_length)
         if total:
             others = "; the others need a mask" if dropped < total else ""
             notes.append(f"Flash attention is possible in {dropped} of {total} attention layers{others}")
-        (output / GRAPH_NAME).write_bytes(graphs.to_bytes(model))
+    (output / GRAPH_NAME).write_bytes(graphs.to_bytes(model))
+    capturable = cuda_forms.can_be_captured(model)
+    if not capturable:
+        notes.append("rounds are queued call by call: not all of its operators are known to work in CUDA graphs")
     return Compiled(
-        backend=BackendInfo(name="onnxruntime", version=ort.__version__, device="cuda", machine=machine()),
+        backend=BackendInfo(
+            name="onnxruntime", version=ort.__version__, device="cuda", machine=machine(), capturable=capturable
+        ),
         graph=graph,
         io=_io(model),
         files=[GRAPH_NAME, WEIGHTS_NAME],

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from specbuild.graph.ops import BATCH, CACHE, SEQUENCE
+from specbuild.graph.ops import BATCH, CACHE, SEQUENCE, initializer
 from specrun.engine_dir.contract import INPUT_IDS, WRITE_INDICES
 
 Array = npt.NDArray[Any]
@@ -154,11 +154,18 @@ def _fits_flash(node: ir.Node) -> bool:
 
 
 def _row_lengths(model: ir.Model) -> ir.Value:
-    """write_indices + S: the keys of every row, its new ones included."""
+    """write_indices + S: the keys of every row, its new ones included.
+
+    ONNX Runtime knows S on the host. A copy to the GPU could not be captured; a range of one number is made there.
+    """
     inputs = {value.name: value for value in model.graph.inputs}
-    tokens = ir.node("Shape", [inputs[INPUT_IDS]], {"start": 1, "end": 2}, name="row_lengths.tokens")
+    beyond = initializer(model.graph, "row_lengths.beyond", ir.tensor(np.array(1 << 40, np.int64)))
+    size = ir.node("Shape", [inputs[INPUT_IDS]], {"start": 1, "end": 2}, name="row_lengths.size")
+    number = ir.node("Squeeze", size.outputs, name="row_lengths.number")
+    tokens = ir.node("Range", [number.outputs[0], beyond, beyond], name="row_lengths.tokens")
     lengths = ir.node("Add", [inputs[WRITE_INDICES], tokens.outputs[0]], name="row_lengths")
-    for node in (tokens, lengths):
+    nodes = [size, number, tokens, lengths]
+    for node in nodes:
         node.outputs[0].name, node.outputs[0].type = node.name, ir.TensorType(ir.DataType.INT64)
-    model.graph.insert_before(model.graph[0], [tokens, lengths])
+    model.graph.insert_before(model.graph[0], nodes)
     return lengths.outputs[0]

@@ -173,8 +173,11 @@ class OrtDeviceBackend:
 
     @property
     def capturable(self) -> bool:
-        """ONNX Runtime allocates while it runs, which a recording does not allow."""
-        return False
+        """Memory of ONNX Runtime's first call of a shape serves the next ones, so that they allocate nothing.
+
+        The device refuses to capture what is partly computed on the host.
+        """
+        return self.device.kind == "cuda" and self.config.backend.capturable
 
     @property
     def workspace_bytes(self) -> int:
@@ -246,6 +249,7 @@ def open_session(
         )
     if provider == "CUDAExecutionProvider":
         require_release(ort.__version__)
+        options.enable_mem_pattern = False  # It would allocate in the second call of a shape, which is captured.
     if config.backend.needs_cpu_operators:
         cpu_operators.register(options)
     optimized = provider == "CPUExecutionProvider"  # When it was built, for this processor.

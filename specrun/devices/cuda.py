@@ -158,6 +158,7 @@ class CudaDevice:
             try:
                 builder.begin_building(mode="thread_local")
                 work()
+                self._require_no_foreign_copies()
                 builder.end_building()
                 graph = builder.complete()
             except BaseException:
@@ -171,6 +172,25 @@ class CudaDevice:
                 graph.launch(self._stream)
 
         return replay
+
+    def _require_no_foreign_copies(self) -> None:
+        """Raise BackendError where what is being captured copies from the host, or to memory that is not ours.
+
+        Somebody computes with such bytes on the host, which no replay does again.
+        """
+        driver = self._driver
+        graph = self._check(driver.cuStreamGetCaptureInfo(self.stream))[2]
+        _, count = self._check(driver.cuGraphGetNodes(graph))
+        nodes, _ = self._check(driver.cuGraphGetNodes(graph, count))
+        host = driver.CUmemorytype.CU_MEMORYTYPE_HOST
+        for node in nodes:
+            if self._check(driver.cuGraphNodeGetType(node)) == driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMCPY:
+                copy = self._check(driver.cuGraphMemcpyNodeGetParams(node))
+                if copy.srcMemoryType == host or (copy.dstMemoryType == host and not self._is_pinned(copy.dstHost)):
+                    raise BackendError("part of it is computed on the host")
+
+    def _is_pinned(self, address: int) -> bool:
+        return any(0 <= address - int(memory.handle) < memory.size for memory in self._pinned)
 
     def event(self) -> DeviceEvent:
         """See ``Device.event``."""

@@ -290,6 +290,8 @@ class BackendInfo(Strict):
     """On other x86-64 processors its products of 8-bit integers would overflow."""
     needs_cpu_operators: int = Field(default=0, ge=0)
     """The version of specrun's own CPU operators that its graph has; 0: none."""
+    capturable: bool = False
+    """Of ONNX Runtime on CUDA: whether its kernels were seen to work in CUDA graphs."""
     skips_unused_tokens: bool = False
     """Whether padding (``UNUSED_TOKEN``) costs nothing: a pass takes as long as its rows have tokens together."""
 

@@ -24,6 +24,9 @@ MASKED = {"mistral": 2, "gemma3": 2, "llama4": 1}
 """Attention layers that keep their mask, which has a window or chunks. Gemma 2's and DeepSeek's attention is no
 Attention node at all."""
 
+CALLED_ONE_BY_ONE = ("mixtral", "gemma2", "deepseek_v2", "llama4")
+"""Families whose engines for CUDA have operators that were not captured on a GPU."""
+
 
 def check_plan(engine: Path, dtype: str, draft_len: int) -> None:
     """A compiled plan has the contract's inputs, its profiles, and every cache output in its input's memory."""
@@ -75,6 +78,7 @@ def test_family(family: str, tmp_path: Path, decomposed: list[ExportedProgram]) 
     engine = make_engine(onnx_dir, tmp_path / "ort")
     assert largest_difference(checkpoint, engine, torch.float16, STEPS) < 1e-3
     cuda = make_engine(onnx_dir, tmp_path / "cuda", backend="onnxruntime", device="cuda")
+    assert open_engine(cuda).backend.capturable == (family not in CALLED_ONE_BY_ONE)
     assert kept_masks(cuda / GRAPH_NAME) == MASKED.get(family, 0)
     masked = walk(onnx_dir / GRAPH_NAME)
     assert np.abs(walk(cuda / GRAPH_NAME) - masked).max() < 1e-3 * np.abs(masked).max()
@@ -101,6 +105,16 @@ def test_other_dtypes(family: str, dtype: str, tmp_path: Path) -> None:
     assert largest_difference(checkpoint, engine, stored, STEPS) < tolerance
     plan = make_engine(onnx_dir, tmp_path / "rtx", backend="tensorrt_rtx", max_draft_len=4)
     check_plan(plan, dtype, 4)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_norms_that_are_scaled_in_float32(stored: torch.dtype, tmp_path: Path) -> None:
+    """gpt-oss's. Of a float32 checkpoint their weights stay so, and what they give has the model's dtype even then."""
+    checkpoint = save_checkpoint(tmp_path / "hf", "gpt_oss", dtype=stored)
+    onnx_dir = make_onnx(checkpoint, tmp_path / "onnx", dtype="bfloat16", verify=False)
+    model = onnx.load(onnx_dir / GRAPH_NAME, load_external_data=False)
+    assert sum(node.op_type == "RMSNormalization" for node in model.graph.node) == 5
+    onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
 
 
 def test_longrope_beyond_the_trained_length(tmp_path: Path) -> None:

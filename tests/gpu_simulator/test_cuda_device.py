@@ -67,3 +67,23 @@ def test_kernels_of_a_caller(device: CudaDevice) -> None:
     assert mirror.tolist() == [3 * n for n in range(64)]
     with pytest.raises(BackendError, match="does not take kernels: "):
         device.add_kernels("not C++", {"number": 64})
+
+
+def test_a_capture_reads_nothing_of_the_host(device: CudaDevice) -> None:
+    """At a replay other bytes may lie there. What it writes goes to our own memory, or something reads it there."""
+    there = device.zeros((4,), np.uint8)
+    ours, foreign = device.pinned_like(there), np.zeros(4, np.uint8)
+    other = CudaDevice(0)
+    of_another = other.pinned_like(there)
+    device.wait()
+    device.capture(lambda: device.copy_to_host(there, ours))()
+    to_device = device._driver.cuMemcpyHtoDAsync
+    for work in (
+        lambda: to_device(there.address, ours.ctypes.data, 4, device.stream),
+        lambda: to_device(there.address, foreign.ctypes.data, 4, device.stream),
+        lambda: device.copy_to_host(there, of_another),
+    ):
+        with pytest.raises(BackendError, match="part of it is computed on the host"):
+            device.capture(work)
+    device.wait()
+    other.close()

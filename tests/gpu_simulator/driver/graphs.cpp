@@ -51,12 +51,39 @@ int cuStreamGetCaptureInfo_v2(Stream* stream, int* status, uint64_t* id, Graph**
   return cuStreamGetCaptureInfo_v3(stream, status, id, graph, dependencies, nullptr, count);
 }
 
-// Only how many there are.
-int cuGraphGetNodes(Graph* graph, void** nodes, size_t* count) {
+int cuGraphGetNodes(Graph* graph, const Operation** nodes, size_t* count) {
   BEGIN;
   REQUIRE(world().graphs.count(graph), INVALID_HANDLE, "no such graph, or it was destroyed");
-  REQUIRE(!nodes, INVALID_VALUE, "a graph's nodes are not simulated, but for their number");
+  if (nodes) {
+    REQUIRE(*count <= graph->nodes->size(), INVALID_VALUE, "the graph has fewer nodes");
+    for (size_t number = 0; number < *count; number++) nodes[number] = &(*graph->nodes)[number];
+  }
   *count = graph->nodes->size();
+  return SUCCESS;
+}
+
+int cuGraphNodeGetType(const Operation* node, int* type) {
+  constexpr int KERNEL = 0, MEMCPY = 1;
+  *type = std::string(node->what).starts_with("cuMemcpy") ? MEMCPY : KERNEL;
+  return SUCCESS;
+}
+
+// CUDA_MEMCPY3D.
+struct CopyEnd {
+  size_t x, y, z, level;
+  int type;
+  const void* host;
+  Address device;
+  void *array, *reserved;
+  size_t pitch, height;
+};
+
+int cuGraphMemcpyNodeGetParams(const Operation* node, CopyEnd ends[2]) {
+  constexpr int HOST = 1, DEVICE = 2;
+  const std::string what = node->what;
+  ends[0].type = what.starts_with("cuMemcpyHtoD") ? HOST : DEVICE;
+  ends[1].type = what.starts_with("cuMemcpyDtoH") ? HOST : DEVICE;
+  ends[0].host = ends[1].host = node->host;
   return SUCCESS;
 }
 

@@ -110,7 +110,7 @@ int cuMemcpyHtoDAsync_v2(Address to, const void* from, size_t size, Stream* stre
   return queue(stream, __func__, [=] {
     if (kept->size() < size && !there(stream, reinterpret_cast<Address>(from), size)) return;
     if (!size || there(stream, to, size)) memcpy(reinterpret_cast<void*>(to), kept->size() < size ? from : kept->data(), size);
-  });
+  }, from);
 }
 
 int cuMemcpyDtoHAsync_v2(void* to, Address from, size_t size, Stream* stream) {
@@ -122,7 +122,7 @@ int cuMemcpyDtoHAsync_v2(void* to, Address from, size_t size, Stream* stream) {
   return queue(stream, __func__, [=] {
     if (size && there(stream, from, size) && there(stream, reinterpret_cast<Address>(to), size))
       memcpy(to, reinterpret_cast<void*>(from), size);
-  });
+  }, to);
 }
 
 int cuMemcpyAsync(Address to, Address from, size_t size, Stream* stream) {

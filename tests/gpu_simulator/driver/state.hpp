@@ -67,6 +67,7 @@ struct Marker {
 struct Operation {
   const char* what;
   std::function<void()> run;
+  const void* host = nullptr;  // Of a copy, its end there.
 };
 
 using Nodes = std::shared_ptr<std::vector<Operation>>;
@@ -142,7 +143,7 @@ void drain(Stream* stream, const Marker* until = nullptr);
 void drain_all(const Device* device);
 
 // Queue work, or add it to the stream's capture.
-Result queue(Stream* stream, const char* what, std::function<void()> run);
+Result queue(Stream* stream, const char* what, std::function<void()> run, const void* host = nullptr);
 
 // A grid of blocks of threads. An error breaks the device.
 struct Launch {

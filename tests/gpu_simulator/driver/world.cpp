@@ -50,9 +50,9 @@ void drain_all(const Device* device) {
     if (stream->device == device) drain(stream);
 }
 
-Result queue(Stream* stream, const char* what, std::function<void()> run) {
-  if (stream->captured) stream->captured->nodes->push_back({what, std::move(run)});
-  else stream->waiting.push_back({what, std::move(run)});
+Result queue(Stream* stream, const char* what, std::function<void()> run, const void* host) {
+  if (stream->captured) stream->captured->nodes->push_back({what, std::move(run), host});
+  else stream->waiting.push_back({what, std::move(run), host});
   if (world().eager && !stream->captured && !stream->running) drain(stream);
   return SUCCESS;
 }
