@@ -14,7 +14,7 @@ import numpy as np
 
 from scripts.benchmarks.gpu.results import Figures, Results
 from scripts.benchmarks.gpu.sizes import Size
-from scripts.benchmarks.gpu.timing import copy_bandwidth, count_nodes, mean_seconds
+from scripts.benchmarks.gpu.timing import count_nodes, mean_seconds, read_bandwidth
 from specrun.devices import DeviceArray
 from specrun.devices.cuda import CudaDevice
 from specrun.devices.driver import compute_capability, why_no_gpu
@@ -74,9 +74,10 @@ def _ask_nvidia_smi(results: Results) -> None:
 
 
 def _measure_copies(results: Results, device: CudaDevice, size: int) -> None:
-    results.put(copied_bytes=size, memory=copy_bandwidth(device, size))
-    there = device.zeros((size,), np.uint8)
+    results.put(copied_bytes=size, read=read_bandwidth(device, size))
+    there, other = (device.zeros((size,), np.uint8) for _ in range(2))
     mirror = device.pinned_like(there)
+    results.put(read_and_written=2 * size / mean_seconds(device, lambda: device.copy(other, there)))
     results.put(clear=size / mean_seconds(device, lambda: device.clear(there)))
     results.put(to_host=size / mean_seconds(device, lambda: device.copy_to_host(there, mirror)))
     began = time.perf_counter()

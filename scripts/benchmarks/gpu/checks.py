@@ -16,7 +16,8 @@ from scripts.benchmarks.gpu.results import Results
 from scripts.benchmarks.gpu.sizes import Size
 
 ROOT = Path(__file__).resolve().parents[3]
-TOOLS = ("memcheck", "racecheck", "synccheck")
+TOOLS = (("memcheck", "--report-api-errors=no"), ("racecheck",), ("synccheck",))
+"""With their options. cuda-python asks a driver for functions that only later ones have; that is no error of ours."""
 
 
 def run_tests(results: Results, size: Size) -> None:
@@ -53,14 +54,14 @@ def run_sanitizer(results: Results, size: Size) -> None:
         return
     for tool in TOOLS:
         for test in size.sanitized:
-            name = f"{tool} {Path(test[0]).stem}"
-            command = [program, f"--tool={tool}", "--error-exitcode=99", "--print-limit=20", *_pytest(*test)]
+            name = f"{tool[0]} {Path(test[0]).stem}"
+            command = [program, "--tool", *tool, "--error-exitcode=99", "--print-limit=20", *_pytest(*test)]
             results.attempt(name, _sanitize, command)
 
 
 def _sanitize(results: Results, command: Sequence[str]) -> None:
     status, said = _run(command, results.seconds_left)
-    lines = [line for line in said.splitlines() if line.startswith("=========")]
+    lines = [line for line in said.splitlines() if line.startswith("=========") and "Host Frame" not in line]
     summary = [line for line in lines if "SUMMARY" in line]
     if not summary:
         raise RuntimeError(" ".join(said.split())[-1000:] or f"exit status {status}")

@@ -16,7 +16,7 @@ import numpy as np
 
 from scripts.benchmarks.gpu.results import Results
 from scripts.benchmarks.gpu.sizes import Size
-from scripts.benchmarks.gpu.timing import copy_bandwidth, count_nodes, mean_seconds
+from scripts.benchmarks.gpu.timing import count_nodes, mean_seconds, read_bandwidth
 from specrun.backends import DeviceBackend, Feed, open_device_backend
 from specrun.backends.trt import TrtBackend
 from specrun.devices.cuda import CudaDevice
@@ -37,7 +37,7 @@ def measure_engine(results: Results, directory: Path, size: Size, layers: Result
     config, device = open_engine(directory), open_gpu(0)
     backend: DeviceBackend | None = None
     try:
-        bandwidth = copy_bandwidth(device, size.copied_bytes)
+        bandwidth = read_bandwidth(device, size.copied_bytes)
         free, began = device.free_memory()[0], time.perf_counter()
         backend = open_device_backend(directory, config, [device])
         seconds = time.perf_counter() - began

@@ -13,7 +13,7 @@ from pathlib import Path
 from scripts.benchmarks.gpu.results import Figures, Results
 from scripts.benchmarks.gpu.sizes import Size
 from scripts.benchmarks.gpu.soak import soak
-from scripts.benchmarks.gpu.timing import Replays, copy_bandwidth, cuda_device, mean_seconds, watch_replays
+from scripts.benchmarks.gpu.timing import Replays, cuda_device, mean_seconds, read_bandwidth, watch_replays
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.drafters.device_model import DeviceModelDrafter
@@ -50,7 +50,7 @@ def measure_pair(results: Results, target: Path, draft: Path, draft_len: int, si
         with SpeculativeDecoder.open(target, draft, config) as decoder:
             part.put(opened_in_seconds=time.perf_counter() - began, free_bytes=cuda_device(decoder).free_memory()[0])
             rounds = device_round(decoder)
-            replays, bandwidth = watch_replays(rounds.device), copy_bandwidth(rounds.device, size.copied_bytes)
+            replays, bandwidth = watch_replays(rounds.device), read_bandwidth(cuda_device(decoder), size.copied_bytes)
             for mode, (batch, params, use_logits) in MODES.items():
                 if batch > decoder.max_batch_size:
                     continue
