@@ -8,17 +8,17 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
-import onnxruntime
 import pytest
 
 from specbuild.compilers.cuda_forms import can_be_captured, has_float4, split_block_scales
 from specbuild.graph.ops import to_bytes
+from specrun.backends.ort_session import session_options
 
 
 def run(model: ir.Model, **inputs: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return np.asarray(onnxruntime.InferenceSession(to_bytes(model), options).run(None, inputs)[0])
+    ort, options = session_options()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return np.asarray(ort.InferenceSession(to_bytes(model), options).run(None, inputs)[0])
 
 
 @pytest.mark.parametrize(
