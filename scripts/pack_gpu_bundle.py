@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Pack what a GPU host without network lacks into parts small enough to carry there.
 
-Such a host has a Python with torch for CUDA 13, transformers, onnx and cuda-core. This fetches the wheels of
-TensorRT-RTX, onnxruntime-gpu and the libraries that specbuild and specrun need besides, in the versions of
-constraints.txt, for x86-64 Linux. It needs network and no GPU; the host needs neither network nor anything of this
-repository to run ``bash install TARGET_DIR`` beside the parts.
+Such a host has a Python with torch for CUDA 13 and onnx. This fetches the wheels of TensorRT-RTX, onnxruntime-gpu,
+cuda-python, transformers and the libraries that specbuild and specrun need besides, in the versions of constraints.txt,
+for x86-64 Linux. It needs network and no GPU; the host needs neither network nor anything of this repository to run
+``bash install TARGET_DIR`` beside the parts.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from pathlib import Path
 
 import click
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # For what lies beside it.
+
+from scripts.gpu_wheels import slim
 from specrun.engine_dir.directories import new_directory
 from specrun.errors import SpecError
 
@@ -32,16 +35,19 @@ PLATFORMS = [
 GROUPS = {
     "tensorrt_rtx": ["tensorrt-rtx-cu13-libs", "tensorrt-rtx-cu13-bindings"],
     "onnxruntime_gpu": ["onnxruntime-gpu", "flatbuffers", "packaging", "protobuf"],
-    "libraries": ["onnx-ir", "onnxscript", "ml-dtypes", "packaging", "pyyaml", "tokenizers"],
+    "libraries": [
+        *("cuda-bindings", "cuda-core", "cuda-pathfinder"),
+        *("onnx-ir", "onnxscript", "ml-dtypes", "packaging", "pyyaml", "tokenizers", "transformers"),
+    ],
 }
-"""Fetched without what they depend on: the host's torch, transformers and onnx brought that."""
+"""Fetched without what they depend on: the host's torch and onnx brought that."""
 WHOLE = {"libraries": ["click", "pydantic", "pytest", "rich"]}
 """Fetched with what they depend on, which only pip knows: pydantic takes one single version of pydantic-core."""
 BUILT = {"tensorrt_rtx": ["tensorrt-rtx-cu13"]}
 """Published as source only: it holds the package tensorrt_rtx, which imports the bindings. (The distribution
 tensorrt-rtx holds nothing.)"""
-ONLY_IF_MISSING = {"flatbuffers", "ml-dtypes", "packaging", "protobuf", "pyyaml", "tokenizers"}
-"""Where the host has one, its own packages chose the version: transformers refuses to load with other tokenizers."""
+ONLY_IF_MISSING = {"flatbuffers", "ml-dtypes", "packaging", "protobuf", "pyyaml"}
+"""Where the host has one, its own packages chose the version."""
 
 MEGABYTE = 10**6
 CHUNK = 1 << 20
@@ -170,12 +176,13 @@ def pip(*arguments: str | Path) -> None:
 
 
 def pinned(name: str) -> str:
-    """onnxruntime-gpu in the version of the onnxruntime that the project is tested with; others by --constraint."""
-    if name != "onnxruntime-gpu":
+    """``name`` in the version of the package that the project is tested with in its place; others by --constraint."""
+    tested = {"onnxruntime-gpu": "onnxruntime", "cuda-bindings": "cuda-python"}.get(name)
+    if tested is None:
         return name
-    version = re.search(r"^onnxruntime==(\S+)$", CONSTRAINTS.read_text(), re.MULTILINE)
+    version = re.search(rf"^{tested}==(\S+)$", CONSTRAINTS.read_text(), re.MULTILINE)
     if version is None:
-        raise click.ClickException(f"{CONSTRAINTS}: has no onnxruntime")
+        raise click.ClickException(f"{CONSTRAINTS}: has no {tested}")
     return f"{name}=={version[1]}"
 
 
@@ -243,14 +250,21 @@ def size_of(wheels: Path) -> int:
     return sum(wheel.stat().st_size for wheel in wheels.glob("*.whl"))
 
 
-def pack(output: Path, python: str, part_bytes: int, groups: tuple[str, ...], given: Path | None) -> None:
-    """Write the parts, the manifest and ``install`` into ``output``, which appears when all is there."""
+def pack(
+    output: Path, python: str, part_bytes: int, groups: tuple[str, ...], given: Path | None, architecture: int | None
+) -> None:
+    """Write the parts, the manifest and ``install`` into ``output``, which appears when all is there.
+
+    architecture: with kernels for this kind of GPU alone, such as 90.
+    """
     with new_directory(output, force=False) as work:
         source = given or work / "wheels"
         if given is None:
             for group in groups:
                 before = size_of(source)
                 fetch(group, python, source)
+                for wheel in source.glob("*gpu*.whl") if architecture else ():
+                    slim(wheel, architecture)
                 click.echo(f"{group}: {(size_of(source) - before) / MEGABYTE:.1f} MB", err=True)
         wheels, size = sorted(source.glob("*.whl")), size_of(source)
         if not wheels:
@@ -270,14 +284,25 @@ def pack(output: Path, python: str, part_bytes: int, groups: tuple[str, ...], gi
 @click.argument("output_dir", type=click.Path(path_type=Path))
 @click.option("--python", default="3.12", show_default=True, help="The host's Python.")
 @click.option("--part_mb", type=click.FloatRange(0.001), default=60, show_default=True, help="Largest part, in 10^6 B.")
+@click.option("--compute_capability", metavar="X.Y", help="Of the host's GPU: leave out the kernels for others.")
 @click.option("--only", multiple=True, type=click.Choice([*GROUPS]), help="Only this group; may be repeated.")
 @click.option(
     "--wheels",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="Pack the wheels in this directory and fetch none.",
 )
-def main(output_dir: Path, python: str, part_mb: float, only: tuple[str, ...], wheels: Path | None) -> None:
+def main(
+    output_dir: Path,
+    python: str,
+    part_mb: float,
+    compute_capability: str | None,
+    only: tuple[str, ...],
+    wheels: Path | None,
+) -> None:
     """Pack what a GPU host without network lacks into OUTPUT_DIR, in parts small enough to carry there."""
+    if compute_capability and re.fullmatch(r"\d{1,2}\.\d", compute_capability) is None:
+        raise click.UsageError(f"--compute_capability {compute_capability}: give two numbers, such as 9.0")
+    architecture = int(compute_capability.replace(".", "")) if compute_capability else None
     if re.fullmatch(r"3\.(1[1-9]|[2-9]\d)", python) is None:
         raise click.UsageError(f"--python {python}: give 3.11 or newer, such as 3.12")
     if only and wheels:
@@ -285,7 +310,7 @@ def main(output_dir: Path, python: str, part_mb: float, only: tuple[str, ...], w
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         raise click.UsageError(f"{output_dir}: exists; choose another directory, or remove it")
     try:
-        pack(output_dir, python, round(part_mb * MEGABYTE), only or tuple(GROUPS), wheels)
+        pack(output_dir, python, round(part_mb * MEGABYTE), only or tuple(GROUPS), wheels, architecture)
     except (SpecError, OSError) as error:
         raise click.ClickException(str(error)) from error
 

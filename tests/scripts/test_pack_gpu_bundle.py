@@ -36,12 +36,12 @@ def make_wheel(directory: Path, name: str, source: str) -> None:
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three wheels in parts of 1000 bytes; the host has tokenizers of its own."""
+    """Three wheels in parts of 1000 bytes; the host has packaging of its own."""
     root = tmp_path_factory.mktemp("bundle")
     wheels = root / "wheels"
     wheels.mkdir()
     make_wheel(wheels, "one_of_two", "value = 1\n" + "# long\n" * 400)
-    make_wheel(wheels, "tokenizers", "raise ImportError\n")
+    make_wheel(wheels, "packaging", "raise ImportError\n")
     make_wheel(wheels, "two_of_two", "value = 2\n")
     result = run(sys.executable, SCRIPT, root / "parts", "--wheels", wheels, "--part_mb", "0.001", "--python", PYTHON)
     assert result.returncode == 0, result.stderr
@@ -56,7 +56,7 @@ def test_what_is_packed_installs(bundle: Path, tmp_path: Path) -> None:
     target = tmp_path / "the target"
     result = install(target, bundle)
     assert result.returncode == 0, result.stderr
-    check = "import one_of_two, two_of_two, tokenizers; print(one_of_two.value, two_of_two.value)"
+    check = "import one_of_two, two_of_two, packaging; print(one_of_two.value, two_of_two.value)"
     found = run("bash", "-c", f'{result.stdout}\n"$PYTHON" -c "{check}"')
     assert found.stdout == "1 2\n", found.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["the target"]
