@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import os
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from specbuild.engine.workers import run_side_by_side
 from specbuild.hf.tokenizer_check import check_tokenizer
 from specrun.builder import engines_of
 from specrun.errors import CheckpointError
+from specrun.serve.large_body import LargeBodies
 
 ROOT = Path(__file__).parent.parent
 NAMES = ("tokenizers", "transformers", "multiprocessing", "specbuild", "specrun", "click", "json", "signal")
@@ -62,6 +64,15 @@ def test_a_pair_is_built(planted: Path) -> None:
     (planted / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="no 'model_type'"):
         engines_of(planted, None)
+
+
+def test_a_large_body_is_looked_at(planted: Path) -> None:
+    async def look() -> None:
+        bodies = LargeBodies()
+        await bodies.check("/tokenize", b'{"prompt": "a"}', 48)
+        await bodies.close()
+
+    asyncio.run(look())
 
 
 def test_every_command_of_python_leaves_the_working_directory_out() -> None:

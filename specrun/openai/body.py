@@ -112,10 +112,10 @@ class OpenAIBody:
 
 
 def read_completion(body: object, defaults: SamplingParams = DEFAULTS, max_prompt_len: int | None = None) -> OpenAIBody:
-    """The body of a completion. Raises BodyError, and ContextLengthError where it is seen before the decoder sees it.
+    """The body of a completion. Raises BodyError, and ContextLengthError where that is seen before texts are encoded.
 
-    defaults: what holds where a sampling field is missing. max_prompt_len: tokens that the decoder takes; of a prompt
-    that is longer not everything is looked at.
+    defaults: what holds where a sampling field is missing. max_prompt_len: tokens that a prompt may have; None: any
+    number.
     """
     return _read(body, defaults, max_prompt_len, chat=False)
 
@@ -123,6 +123,12 @@ def read_completion(body: object, defaults: SamplingParams = DEFAULTS, max_promp
 def read_chat(body: object, defaults: SamplingParams = DEFAULTS, max_prompt_len: int | None = None) -> OpenAIBody:
     """The body of a chat completion. Arguments and errors as for completions."""
     return _read(body, defaults, max_prompt_len, chat=True)
+
+
+def read_either(body: object, max_prompt_len: int | None = None) -> OpenAIBody:
+    """The body of a chat where it has messages, otherwise that of a completion."""
+    is_chat = isinstance(body, Mapping) and "messages" in body
+    return _read(body, DEFAULTS, max_prompt_len, chat=is_chat)
 
 
 def token_biases(name: str, value: Any) -> Mapping[int, float]:

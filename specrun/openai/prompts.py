@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from typing import Any, TypeGuard
 
 from specrun.errors import ContextLengthError
@@ -21,7 +20,7 @@ _LARGEST_ID = 1 << 63
 def read_prompts(name: str, value: Any, max_len: int | None = None) -> Sequence[Prompt]:
     """A text, token ids, or several of both. Raises BodyError.
 
-    max_len: more ids than so many are not looked at, because the decoder refuses them. None: all are.
+    max_len: tokens that a prompt may have; more ids than that are a ContextLengthError. None: any number.
     """
     several = isinstance(value, list) and bool(value) and isinstance(value[0], str | list)
     prompts = value if several else [value]
@@ -29,21 +28,18 @@ def read_prompts(name: str, value: Any, max_len: int | None = None) -> Sequence[
         raise BodyError(f"{name}: {len(prompts)} prompts, expected at most {MAX_PROMPTS}", name)
     for number, prompt in enumerate(prompts):
         where = f"{name}[{number}]" if several else name
-        if not isinstance(prompt, str) and not are_ids(prompt, max_len):
+        if isinstance(prompt, list) and max_len is not None and len(prompt) > max_len:
+            raise ContextLengthError(f"{where}: {len(prompt)} tokens, the engine's max_input_len is {max_len}")
+        if not isinstance(prompt, str) and not are_ids(prompt):
             raise wrong(where, prompt, "a text, token ids, or a list of both", name)
         if not prompt:
             raise BodyError(f"{where}: empty; a text needs at least one token to follow", name)
     return prompts
 
 
-def are_ids(value: object, count: int | None = None) -> TypeGuard[list[int]]:
-    """Whether it is a list of token ids. JSON's true is none, though Python's True is a number.
-
-    count: only so many of them are looked at.
-    """
-    if not isinstance(value, list):
-        return False
-    return all(type(item) is int and 0 <= item < _LARGEST_ID for item in islice(value, count))
+def are_ids(value: object) -> TypeGuard[list[int]]:
+    """Whether it is a list of token ids. JSON's true is none, though Python's True is a number."""
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < _LARGEST_ID for item in value)
 
 
 def read_messages(name: str, value: Any, max_len: int | None = None) -> Sequence[Message]:

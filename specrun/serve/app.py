@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specrun import __version__, arguments
 from specrun.errors import SpecError
-from specrun.openai.body import read_chat, read_completion
+from specrun.openai.body import read_either
 from specrun.openai.fields import Fields, as_object
 from specrun.openai.prompts import are_ids
 from specrun.openai.responses import ResponseShape
@@ -148,14 +148,13 @@ async def _tokenize(service: Service, request: Request) -> Response:
     """vLLM's: a ``prompt`` or ``messages`` to token ids."""
 
     def read(body: Any) -> list[int]:
-        read_body = read_chat if isinstance(body, dict) and "messages" in body else read_completion
-        ask = read_body(body, max_prompt_len=service.max_input_len)
+        ask = read_either(body, max_prompt_len=service.max_input_len)
         service.require_model(ask.model)
         if len(ask.prompts) != 1:
             raise ApiError(400, "prompt: expected one text", "prompt")
         return service.decoder.token_ids(ask.prompts[0], ask.options)
 
-    ids = await service.bodies.read(request, read)
+    ids = await service.bodies.read(request, read, service.max_input_len)
     return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": service.max_seq_len})
 
 
@@ -172,7 +171,7 @@ async def _detokenize(service: Service, request: Request) -> Response:
             raise ApiError(400, f"tokens: expected a list of ids from 0 to {vocab - 1}", "tokens")
         return service.decoder.tokenizer.decode(ids, skip_special_tokens=False)
 
-    return JSONResponse({"prompt": await service.bodies.read(request, read)})
+    return JSONResponse({"prompt": await service.bodies.read(request, read, service.max_input_len)})
 
 
 async def _health(service: Service, request: Request) -> Response:

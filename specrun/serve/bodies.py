@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from anyio import to_thread
-from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from specrun.kv_cache.host_memory import return_freed
 from specrun.serve.engine import QueueFullError
 from specrun.serve.errors import ApiError
+from specrun.serve.json_body import parse
+from specrun.serve.large_body import LargeBodies
 from specrun.serve.limits import LARGE_BODY_BYTES, MAX_BODY_BYTES, MAX_BODY_SECONDS, MAX_LARGE_BODIES
 
 T = TypeVar("T")
-
 
 _PAUSE = 2.0
 """Seconds without a large body for each second that one took: the interpreter's lock is for the streams then."""
@@ -29,18 +27,19 @@ class BodyReader:
     """Reads bodies in worker threads: large ones one after the other, in a third of the time at most."""
 
     def __init__(self) -> None:
+        self._check = LargeBodies()
         self._large = asyncio.Semaphore()
         self._num_waiting = 0
 
-    async def read(self, request: Request, use: Callable[[Any], T]) -> T:
+    async def read(self, request: Request, use: Callable[[Any], T], max_prompt_len: int) -> T:
         """What ``use`` makes of the JSON of a body; it runs in a worker thread.
 
-        Raises ApiError for a body that is too large, too slow, or no JSON, and QueueFullError where too many large
-        ones wait.
+        max_prompt_len: tokens of the longest prompt that is taken. Raises ApiError for a body that is too large, too
+        slow, or no JSON, and QueueFullError where too many large ones wait.
         """
         data = await _receive(request)
         if len(data) <= LARGE_BODY_BYTES:
-            return await to_thread.run_sync(lambda: use(_parse(data)))
+            return await to_thread.run_sync(lambda: use(parse(data)))
         if self._num_waiting >= MAX_LARGE_BODIES:
             raise QueueFullError(f"{MAX_LARGE_BODIES} large bodies wait, and no more may")
         self._num_waiting += 1
@@ -48,17 +47,25 @@ class BodyReader:
             await self._large.acquire()
         finally:
             self._num_waiting -= 1
-        began = time.perf_counter()
+        pause = 0.0
         try:
-            return await to_thread.run_sync(_read_large, data, use)
+            await self._check.check(request.url.path, data, max_prompt_len)
+            began = time.perf_counter()
+            try:
+                return await to_thread.run_sync(_read_large, data, use)
+            finally:
+                pause = _PAUSE * (time.perf_counter() - began)
         finally:
-            pause = _PAUSE * (time.perf_counter() - began)
             asyncio.get_running_loop().call_later(pause, self._large.release)
+
+    async def close(self) -> None:
+        """End the process that looks at large bodies."""
+        await self._check.close()
 
 
 def _read_large(data: bytes, use: Callable[[Any], T]) -> T:
     try:
-        return use(_parse(data))
+        return use(parse(data))
     finally:
         return_freed()
 
@@ -73,16 +80,6 @@ async def _receive(request: Request) -> bytes:
         raise ApiError(400, "the client left before its body had ended") from None
 
 
-def _parse(data: bytes) -> Any:
-    # Both hold the interpreter's lock, pydantic's for half the time. What it refuses json reads, or says why not.
-    with suppress(ValueError):
-        return from_json(data, allow_inf_nan=False)
-    try:
-        return json.loads(data, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:  # Texts that are not UTF-8 and numbers too long are ValueErrors.
-        raise ApiError(400, f"the body is not JSON ({error})") from error
-
-
 async def _read(request: Request) -> bytes:
     size, parts = 0, []
     async for part in request.stream():
@@ -91,7 +88,3 @@ async def _read(request: Request) -> bytes:
             raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
         parts.append(part)
     return b"".join(parts)
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")

@@ -39,7 +39,7 @@ async def respond(service: Service, shape: Shape, request: Request) -> Response:
             write("ignored", {"id": request.state.id, "fields": [*map(shown, body.ignored[:MAX_LOGGED_FIELDS])]})
         return body, service.answers(body, request.state.key)
 
-    body, answers = await service.bodies.read(request, read)
+    body, answers = await service.bodies.read(request, read, service.max_input_len)
     exchange = _Exchange(service, shape, body, answers)
     request.state.log = exchange.log_fields()
     if body.stream:

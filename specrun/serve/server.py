@@ -93,6 +93,7 @@ async def serve(
     try:
         await server.serve([listener])
     finally:
+        await service.bodies.close()
         await asyncio.to_thread(engine.stop, 0.0)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from specrun.serve.bodies import _parse
 from specrun.serve.errors import ApiError
+from specrun.serve.json_body import parse
 
 VALUES = [
     *(b"null", b"true", b"0", b"-0", b"-0.0", b"1.0", b"1e3", b"1E-400", b"123456789012345678901234567890", b'""'),
@@ -31,13 +31,13 @@ def shown(value: Any) -> Any:
 
 @pytest.mark.parametrize("body", VALUES, ids=repr)
 def test_values(body: bytes) -> None:
-    assert shown(_parse(body)) == shown(json.loads(body))
+    assert shown(parse(body)) == shown(json.loads(body))
 
 
 @pytest.mark.parametrize("body", WRONG, ids=lambda body: repr(body[:20]))
 def test_what_is_no_json(body: bytes) -> None:
     with pytest.raises(ApiError, match="the body is not JSON"):
-        _parse(body)
+        parse(body)
 
 
 def test_random_numbers_and_texts() -> None:
@@ -46,4 +46,4 @@ def test_random_numbers_and_texts() -> None:
         numbers = [draw.uniform(-1, 1) * 10.0 ** draw.randint(-300, 300) for _ in range(20)]
         texts = ["".join(chr(draw.choice([*range(32, 127), 233, 0x2028, 0x1F600, 9, 10])) for _ in range(12))]
         body = json.dumps({"a": numbers, "b": texts, "c": [str(number) for number in numbers]}).encode()
-        assert shown(_parse(body)) == shown(json.loads(body))
+        assert shown(parse(body)) == shown(json.loads(body))

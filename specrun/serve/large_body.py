@@ -1,0 +1,110 @@
+"""Large bodies are looked at in a process of its own, before the server reads them.
+
+Reading megabytes of JSON holds the interpreter's lock, and every stream waits. A body that is refused, for a million
+ids say, is never read by the server itself. The reasons are those that the server would have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from specrun.errors import RequestError
+from specrun.kv_cache.host_memory import return_freed
+from specrun.openai.body import DEFAULTS, read_chat, read_completion, read_either
+from specrun.openai.responses import ResponseShape
+from specrun.serve.errors import ApiError, as_api_error
+from specrun.serve.json_body import parse
+
+_READERS: Mapping[str, Callable[[Any, int], object]] = {
+    "/v1/completions": lambda body, longest: read_completion(body, max_prompt_len=longest),
+    "/v1/chat/completions": lambda body, longest: read_chat(body, max_prompt_len=longest),
+    "/v1/responses": lambda body, longest: ResponseShape().read(body, DEFAULTS, longest),
+    "/tokenize": lambda body, longest: read_either(body, max_prompt_len=longest),
+}
+_SECONDS = 60.0
+"""A look takes tenths of a second; after so many the process is ended."""
+
+
+class LargeBodies:
+    """The process, which begins with the first large body and ends with the server. Not for two bodies at a time."""
+
+    def __init__(self) -> None:
+        self._process: Process | None = None
+
+    async def check(self, path: str, data: bytes, max_prompt_len: int) -> None:
+        """Raise ApiError where the server would refuse the body ``data`` of a request for ``path``.
+
+        Where no process can be started, the server has to find out itself.
+        """
+        if path not in _READERS:
+            return
+        try:
+            process = self._process = self._process or await _start()
+        except OSError:
+            return
+        try:
+            found = await asyncio.wait_for(_ask(process, path, data, max_prompt_len), _SECONDS)
+        except BaseException as error:  # Its answer would be taken for that to the next body.
+            await self.close()
+            if isinstance(error, Exception):
+                raise ApiError(400, "the body could not be read; send a smaller one") from error
+            raise
+        if found:
+            raise ApiError(**found)
+
+    async def close(self) -> None:
+        """End the process. The next body begins another one."""
+        process, self._process = self._process, None
+        if process:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+_PROGRAM = "import os; os.nice(10); from specrun.serve.large_body import main; main()"
+"""Streams come first, before its imports too."""
+
+
+async def _start() -> Process:
+    # -P: nothing is imported from the working directory.
+    command = (sys.executable, "-P", "-c", _PROGRAM)
+    return await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+
+
+async def _ask(process: Process, path: str, data: bytes, max_prompt_len: int) -> dict[str, Any]:
+    """What the process says of a body: arguments of ApiError; none where the body is fine."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps([path, max_prompt_len, len(data)]).encode() + b"\n")
+    process.stdin.write(data)
+    await process.stdin.drain()
+    found: dict[str, Any] = json.loads(await process.stdout.readline())
+    return found
+
+
+def refusal(path: str, data: bytes, max_prompt_len: int) -> dict[str, Any]:
+    """Why the server would refuse a body, as arguments of ApiError; none where it would not."""
+    try:
+        _READERS[path](parse(data), max_prompt_len)
+    except (ApiError, RequestError) as error:
+        found = as_api_error(error)
+        return {"status": found.status, "message": found.message, "param": found.param, "code": found.code}
+    return {}
+
+
+def main() -> None:
+    """Look at bodies until the server closes its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Of a terminal, which the server gets too.
+    while line := sys.stdin.buffer.readline():
+        path, max_prompt_len, size = json.loads(line)
+        answer = refusal(path, sys.stdin.buffer.read(size), max_prompt_len)
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+        return_freed()
