@@ -49,7 +49,7 @@ def _entries(library: bytearray) -> Iterator[tuple[int, int, int]]:
 def slim(wheel: Path, architecture: int) -> None:
     """Write ``wheel`` anew with the kernels of one GPU, where it has any. Its RECORD says what is in it then."""
     slimmed = wheel.with_suffix(".part")
-    changed = {}
+    changed: dict[str, bytearray] = {}
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(slimmed, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as new:
         names = sorted(old.namelist(), key=lambda name: name.endswith(".dist-info/RECORD"))  # The record comes last.
         for name in names:

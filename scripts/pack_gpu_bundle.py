@@ -263,8 +263,9 @@ def pack(
             for group in groups:
                 before = size_of(source)
                 fetch(group, python, source)
-                for wheel in source.glob("*gpu*.whl") if architecture else ():
-                    slim(wheel, architecture)
+                if architecture is not None:
+                    for wheel in source.glob("*gpu*.whl"):
+                        slim(wheel, architecture)
                 click.echo(f"{group}: {(size_of(source) - before) / MEGABYTE:.1f} MB", err=True)
         wheels, size = sorted(source.glob("*.whl")), size_of(source)
         if not wheels:
