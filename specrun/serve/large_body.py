@@ -37,11 +37,13 @@ class LargeBodies:
 
     def __init__(self) -> None:
         self._process: Process | None = None
+        self._works = False
+        """Whether it has answered once."""
 
     async def check(self, path: str, data: bytes, max_prompt_len: int) -> None:
         """Raise ApiError where the server would refuse the body ``data`` of a request for ``path``.
 
-        Where no process can be started, the server has to find out itself.
+        Where no process can be started, or none that answers, the server has to find out itself.
         """
         if path not in _READERS:
             return
@@ -53,9 +55,12 @@ class LargeBodies:
             found = await asyncio.wait_for(_ask(process, path, data, max_prompt_len), _SECONDS)
         except BaseException as error:  # Its answer would be taken for that to the next body.
             await self.close()
-            if isinstance(error, Exception):
+            if not isinstance(error, Exception):
+                raise
+            if self._works:
                 raise ApiError(400, "the body could not be read; send a smaller one") from error
-            raise
+            return
+        self._works = True
         if found:
             raise ApiError(**found)
 

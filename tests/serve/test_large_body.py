@@ -73,6 +73,16 @@ def test_a_process_that_was_killed_is_started_again() -> None:
     asyncio.run(check())
 
 
+def test_a_process_that_never_works_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check() -> None:
+        async with looking() as bodies:
+            assert await refusal(bodies, COMPLETION, b'{"prompt": ') is None
+
+    for program in ("/bin/false", "/nowhere"):
+        monkeypatch.setattr("sys.executable", program)
+        asyncio.run(check())
+
+
 def test_a_client_that_left_takes_no_answer_from_the_next() -> None:
     async def check() -> None:
         async with looking() as bodies:
