@@ -55,7 +55,14 @@ def run_sanitizer(results: Results, size: Size) -> None:
     for tool in TOOLS:
         for test in size.sanitized:
             name = f"{tool[0]} {Path(test[0]).stem}"
-            command = [program, "--tool", *tool, "--error-exitcode=99", "--print-limit=20", *_pytest(*test)]
+            command = [
+                program,
+                f"--tool={tool[0]}",
+                *tool[1:],
+                "--error-exitcode=99",
+                "--print-limit=20",
+                *_pytest(*test),
+            ]
             results.attempt(name, _sanitize, command)
 
 
