@@ -70,6 +70,7 @@ def test_a_large_body_is_looked_at(planted: Path) -> None:
     async def look() -> None:
         bodies = LargeBodies()
         await bodies.check("/tokenize", b'{"prompt": "a"}', 48)
+        assert bodies._works
         await bodies.close()
 
     asyncio.run(look())

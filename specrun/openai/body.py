@@ -125,10 +125,10 @@ def read_chat(body: object, defaults: SamplingParams = DEFAULTS, max_prompt_len:
     return _read(body, defaults, max_prompt_len, chat=True)
 
 
-def read_either(body: object, max_prompt_len: int | None = None) -> OpenAIBody:
-    """The body of a chat where it has messages, otherwise that of a completion."""
+def read_either(body: object, defaults: SamplingParams = DEFAULTS, max_prompt_len: int | None = None) -> OpenAIBody:
+    """The body of a chat where it has messages, otherwise that of a completion. Arguments and errors as for these."""
     is_chat = isinstance(body, Mapping) and "messages" in body
-    return _read(body, DEFAULTS, max_prompt_len, chat=is_chat)
+    return _read(body, defaults, max_prompt_len, chat=is_chat)
 
 
 def token_biases(name: str, value: Any) -> Mapping[int, float]:

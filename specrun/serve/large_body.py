@@ -1,7 +1,7 @@
 """Large bodies are looked at in a process of its own, before the server reads them.
 
-Reading megabytes of JSON holds the interpreter's lock, and every stream waits. A body that is refused, for a million
-ids say, is never read by the server itself. The reasons are those that the server would have.
+Reading megabytes of JSON holds the interpreter's lock, and every stream waits. A body whose fields are refused, for a
+million ids say, is never read by the server itself. What takes the model or the tokenizer to see, the server finds.
 """
 
 from __future__ import annotations
@@ -17,17 +17,21 @@ from typing import Any
 
 from specrun.errors import RequestError
 from specrun.kv_cache.host_memory import return_freed
-from specrun.openai.body import DEFAULTS, read_chat, read_completion, read_either
+from specrun.openai.body import DEFAULTS, read_either
 from specrun.openai.responses import ResponseShape
+from specrun.openai.shapes import ChatShape, CompletionShape
+from specrun.sampling.sampler import SamplingParams
 from specrun.serve.errors import ApiError, as_api_error
 from specrun.serve.json_body import parse
 
-_READERS: Mapping[str, Callable[[Any, int], object]] = {
-    "/v1/completions": lambda body, longest: read_completion(body, max_prompt_len=longest),
-    "/v1/chat/completions": lambda body, longest: read_chat(body, max_prompt_len=longest),
-    "/v1/responses": lambda body, longest: ResponseShape().read(body, DEFAULTS, longest),
-    "/tokenize": lambda body, longest: read_either(body, max_prompt_len=longest),
+_READERS: Mapping[str, Callable[[object, SamplingParams, int], object]] = {
+    "/v1/completions": CompletionShape().read,
+    "/v1/chat/completions": ChatShape().read,
+    "/v1/responses": ResponseShape().read,
+    "/tokenize": read_either,
 }
+_PROGRAM = "import os; os.nice(10); from specrun.serve.large_body import main; main()"
+"""Streams come first, before its imports too."""
 _SECONDS = 60.0
 """A look takes tenths of a second; after so many the process is ended."""
 
@@ -41,7 +45,7 @@ class LargeBodies:
         """Whether it has answered once."""
 
     async def check(self, path: str, data: bytes, max_prompt_len: int) -> None:
-        """Raise ApiError where the server would refuse the body ``data`` of a request for ``path``.
+        """Raise ApiError where the fields of ``data``, the body of a request for ``path``, are refused.
 
         Where no process can be started, or none that answers, the server has to find out itself.
         """
@@ -73,10 +77,6 @@ class LargeBodies:
             await process.wait()
 
 
-_PROGRAM = "import os; os.nice(10); from specrun.serve.large_body import main; main()"
-"""Streams come first, before its imports too."""
-
-
 async def _start() -> Process:
     # -P: nothing is imported from the working directory.
     command = (sys.executable, "-P", "-c", _PROGRAM)
@@ -95,9 +95,9 @@ async def _ask(process: Process, path: str, data: bytes, max_prompt_len: int) ->
 
 
 def refusal(path: str, data: bytes, max_prompt_len: int) -> dict[str, Any]:
-    """Why the server would refuse a body, as arguments of ApiError; none where it would not."""
+    """Why a body's fields are refused, as arguments of ApiError; none where they are not."""
     try:
-        _READERS[path](parse(data), max_prompt_len)
+        _READERS[path](parse(data), DEFAULTS, max_prompt_len)
     except (ApiError, RequestError) as error:
         found = as_api_error(error)
         return {"status": found.status, "message": found.message, "param": found.param, "code": found.code}
