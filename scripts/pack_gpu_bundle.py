@@ -263,10 +263,10 @@ def pack(
             for group in groups:
                 before = size_of(source)
                 fetch(group, python, source)
-                if architecture is not None:
-                    for wheel in source.glob("*gpu*.whl"):
-                        slim(wheel, architecture)
                 click.echo(f"{group}: {(size_of(source) - before) / MEGABYTE:.1f} MB", err=True)
+            if architecture is not None:
+                for wheel in source.glob("*gpu*.whl"):
+                    slim(wheel, architecture)
         wheels, size = sorted(source.glob("*.whl")), size_of(source)
         if not wheels:
             raise click.ClickException(f"{source}: has no wheels")

@@ -16,7 +16,7 @@ from scripts.benchmarks.gpu.results import Results
 from scripts.benchmarks.gpu.sizes import Size
 
 ROOT = Path(__file__).resolve().parents[3]
-TOOLS = (("memcheck", "--report-api-errors=no"), ("racecheck",), ("synccheck",))
+TOOLS = {"memcheck": ["--report-api-errors=no"], "racecheck": [], "synccheck": []}
 """With their options. cuda-python asks a driver for functions that only later ones have; that is no error of ours."""
 
 
@@ -52,17 +52,11 @@ def run_sanitizer(results: Results, size: Size) -> None:
     if program is None:
         results.put(missing="compute-sanitizer is not installed: CUDA's toolkit has it")
         return
-    for tool in TOOLS:
+    for tool, own in TOOLS.items():
         for test in size.sanitized:
-            name = f"{tool[0]} {Path(test[0]).stem}"
-            command = [
-                program,
-                f"--tool={tool[0]}",
-                *tool[1:],
-                "--error-exitcode=99",
-                "--print-limit=20",
-                *_pytest(*test),
-            ]
+            name = f"{tool} {Path(test[0]).stem}"
+            options = [f"--tool={tool}", *own, "--error-exitcode=99", "--print-limit=20"]
+            command = [program, *options, *_pytest(*test)]
             results.attempt(name, _sanitize, command)
 
 
