@@ -64,6 +64,23 @@ def docstring_beginnings() -> list[str]:
     return beginnings[:NUM_PROMPTS]
 
 
+def code() -> list[str]:
+    """Functions of the standard library, written as ``ast`` does, without comments."""
+    texts: list[str] = []
+    for text, _ in _functions(Path(sysconfig.get_paths()["stdlib"])):
+        texts.append(f"{text}\n")
+        if sum(map(len, texts)) > HELP_CHARACTERS:
+            break
+    return texts
+
+
+def code_beginnings() -> list[str]:
+    """First lines of the functions, drawn at random, each once."""
+    beginnings = sorted({text.partition("\n")[0] for text in code()})
+    random.Random(0).shuffle(beginnings)
+    return beginnings[:NUM_PROMPTS]
+
+
 def sentence_beginnings() -> list[str]:
     """Two to four words with which sentences of the topics begin; none that begin as the benchmarks' prompts do."""
     asked = tuple(" ".join(text.split(" ")[:2]) for text in (*PROMPTS, *SENTENCES))
@@ -128,6 +145,7 @@ class Corpus(NamedTuple):
 CORPORA = {
     "help": Corpus(HELP_CHARACTERS, help_topics, sentence_beginnings),
     "docstrings": Corpus(HELP_CHARACTERS, docstrings, docstring_beginnings),
+    "code": Corpus(HELP_CHARACTERS, code, code_beginnings),
     "edits": Corpus(
         EDIT_CHARACTERS, lambda: ["".join(edit) for edit in edits()], lambda: [question for question, _ in edits()]
     ),

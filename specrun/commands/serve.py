@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,9 @@ def serve(
     decoder = open_pair(options, config, FORMATS.get(tool_call_format))
     show_recommended_sampling(recommended)
     set_up()
+    # What is here now stays. A collection of garbage would look at all of it, and every stream waits meanwhile.
+    gc.collect()
+    gc.freeze()
     bound, number = listener.getsockname()[:2]
     address = f"http://{f'[{bound}]' if ':' in bound else bound}:{number}"
     click.echo(f"serving on {address}; stop with Ctrl-C", err=True)

@@ -37,8 +37,9 @@ class Generation:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._job and self._running:
-            self._job.cancel()
+        job, self._job = self._job, None  # It refers to this object. Without it both are freed with no collection.
+        if job and self._running:
+            job.cancel()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Update]]:
         """Updates until all requests have ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import json
 import os
@@ -19,6 +20,7 @@ import pytest
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import BackendError, RequestError
 from specrun.serve import limits
+from specrun.serve.generation import Generation
 from specrun.serve.keys import read_keys
 from specrun.serve.limits import MAX_BODY_BYTES, MAX_HEADER_BYTES
 from tests.helpers.server_process import serving
@@ -51,6 +53,26 @@ def send(server: Server, body: Any, path: str = "/v1/completions") -> socket.soc
 
 def is_idle(server: Server) -> bool:
     return server.metric("num_requests_running") == server.metric("num_requests_waiting") == 0
+
+
+def num_generations() -> int:
+    return sum(isinstance(each, Generation) for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_leave_nothing_to_the_garbage_collector(server: Server, stream: bool) -> None:
+    """A collection stops every stream."""
+    assert until(lambda: is_idle(server))
+    gc.collect()
+    before = num_generations()
+    gc.disable()
+    try:
+        for _ in range(3):
+            body = {"prompt": ["the cat", "the dog"], "max_tokens": 3, "n": 2, "stream": stream}
+            assert server.post("/v1/completions", body).status_code == 200
+        assert until(lambda: num_generations() <= before), num_generations() - before
+    finally:
+        gc.enable()
 
 
 BAD: list[tuple[str, Any, int, str | None]] = [
