@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,32 +57,40 @@ class OrtBackend:
         )  # It knows whether the sizes are true.
         graph = config.graph
         self.cache = HostKVCache(graph.own_tensors, graph.cache_element.storage, blocks, graph.row_states)
+        self._rows: dict[tuple[int, ...], list[Any]] = {}
+        """``values_of`` those that passes are bound to."""
         self._passes: dict[tuple[int, ...], OrtPass] = {}
         self._logits = np.empty(0, np.float32)
 
     def resize(self, rows: int, length: int, used: int) -> None:
         """The graph's S_max is free here, so the cache is as long as its rows need: attention costs less."""
-        self._passes.clear()
+        self._forget_rows()
         self.cache.resize(rows, length, used)
 
     def bind(self, first: int, num_rows: int, query_len: int, num_logits: int) -> OrtPass:
         """See ``Backend``. Passes share the memory of their logits."""
-        key = (first, num_rows, query_len, num_logits, self._shared_memory())
+        shared = self._shared_memory()
+        key = (first, num_rows, query_len, num_logits, shared)
         if known := self._passes.get(key):
             return known
-        cache = self.cache.part(first, num_rows)
-        if self.cache_owner:
-            cache.append(self.cache_owner.cache.part(first, num_rows)[-1])
         shape = (num_rows, num_logits, self.config.graph.vocab_size)
         if (size := math.prod(shape)) > self._logits.size:
             self._passes.clear()
             self._logits = np.empty(size, np.float32)
         logits = self._logits[:size].reshape(shape)
-        states = self.cache.states(first, num_rows)
-        made = OrtPass(self._session, self.config.graph, cache, states, query_len, logits)
+        if (rows := self._rows.get((first, num_rows, shared))) is None:
+            rows = self._values(first, num_rows)
+        made = OrtPass(self._session, self.config.graph, rows, query_len, logits)
         if first == 0 and query_len <= MAX_ROUND_LEN:  # Prompts are read anywhere, in any length.
-            self._passes[key] = made
+            self._passes[key], self._rows[first, num_rows, shared] = made, rows
         return made
+
+    def _values(self, first: int, num_rows: int) -> list[Any]:
+        """``values_of`` rows of the cache."""
+        cache = self.cache.part(first, num_rows)
+        if self.cache_owner:
+            cache.append(self.cache_owner.cache.part(first, num_rows)[-1])
+        return values_of([*cache, *self.cache.states(first, num_rows)])
 
     def _shared_memory(self) -> int:
         """The address of the owner's cache, which is another one after it has grown; 0 without an owner.
@@ -96,13 +104,18 @@ class OrtBackend:
             raise RuntimeError("a head's cache must be resized together with its target's")
         return shared.address
 
+    def _forget_rows(self) -> None:
+        """Their memory is about to go."""
+        self._passes.clear()
+        self._rows.clear()
+
     def problem(self) -> str | None:
         """See ``Backend``."""
         return None
 
     def close(self) -> None:
         """See ``Backend``."""
-        self._passes.clear()
+        self._forget_rows()
         self._session = None
         self._logits = np.empty(0, np.float32)
         self.cache.release()
@@ -115,36 +128,39 @@ class OrtPass:
         self,
         session: Any,
         graph: GraphInfo,
-        cache: Sequence[npt.NDArray[Any]],
-        states: Sequence[npt.NDArray[Any]],
+        rows: Sequence[Any],
         query_len: int,
         logits: npt.NDArray[np.float32],
     ) -> None:
-        """cache, states: the memory of the rows' cache tensors, and of what recurrent layers keep of them."""
+        """rows: ``values_of`` the rows' cache tensors, and of what recurrent layers keep of them."""
         num_rows, num_logits, _ = logits.shape
         self.logits = logits
         self.input_ids = np.zeros((num_rows, query_len), np.int64)
         self.write_indices = np.zeros(num_rows, np.int64)
         self.logits_indices = np.zeros((num_rows, num_logits), np.int64)
         self.state_indices, self.keep_indices = np.zeros((2, num_rows), np.int64)
-        binding = session.io_binding()
-        self._bind(binding.bind_input, INPUT_IDS, self.input_ids)
-        self._bind(binding.bind_input, WRITE_INDICES, self.write_indices)
-        self._bind(binding.bind_input, LOGITS_INDICES, self.logits_indices)
+        inputs = {
+            INPUT_IDS: self.input_ids,
+            WRITE_INDICES: self.write_indices,
+            LOGITS_INDICES: self.logits_indices,
+        }
         if graph.states:
-            self._bind(binding.bind_input, STATE_INDICES, self.state_indices)
-            self._bind(binding.bind_input, KEEP_INDICES, self.keep_indices)
-        self._bind(binding.bind_output, LOGITS, logits)
+            inputs |= {STATE_INDICES: self.state_indices, KEEP_INDICES: self.keep_indices}
+        binding = session.io_binding()
+        for name, value in zip(inputs, values_of(inputs.values()), strict=True):
+            binding.bind_ortvalue_input(name, value)
+        binding.bind_ortvalue_output(LOGITS, *values_of([logits]))
         names = list(zip(graph.past_names, graph.present_names, strict=True))
         names += [(state.past_name, state.present_name) for state in graph.states]
-        for (past, present), memory in zip(names, (*cache, *states), strict=True):
-            self._bind(binding.bind_input, past, memory)
-            self._bind(binding.bind_output, present, memory)
+        for (past, present), value in zip(names, rows, strict=True):
+            binding.bind_ortvalue_input(past, value)
+            binding.bind_ortvalue_output(present, value)
         self.run = functools.partial(session.run_with_iobinding, binding)
 
-    @staticmethod
-    def _bind(bind: Any, name: str, array: npt.NDArray[Any]) -> None:
-        bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+
+def values_of(arrays: Iterable[npt.NDArray[Any]]) -> list[Any]:
+    """ONNX Runtime's values in the arrays' memory. To make one takes longer than to bind it."""
+    return list(map(import_ort().OrtValue.ortvalue_from_numpy, arrays))
 
 
 class OrtDeviceBackend:

@@ -17,7 +17,7 @@ from specrun import cpu_operators
 from specrun.backends.cpu_ranks.backend import divide, versions
 from specrun.backends.cpu_ranks.messages import ADDRESS, BEAT_SECONDS, TOKEN, Link, connect
 from specrun.backends.cpu_ranks.shared_memory import Place, as_array, attach
-from specrun.backends.ort import MAX_ROUND_LEN, OrtPass, open_session
+from specrun.backends.ort import MAX_ROUND_LEN, OrtPass, open_session, values_of
 from specrun.devices.processor import THREADS, num_threads
 from specrun.engine_dir.config import EngineConfig
 from specrun.errors import BackendError
@@ -89,7 +89,8 @@ class Rank:
         size = int(np.prod(shape))
         # All ranks have the logits; those of the first one are read.
         logits = np.empty(size, np.float32) if self._rank else self._logits[:size]
-        return OrtPass(self._session, self._config.graph, caches, states, query_len, logits.reshape(shape))
+        memory = values_of([*caches, *states])
+        return OrtPass(self._session, self._config.graph, memory, query_len, logits.reshape(shape))
 
     def _attached(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """What the decoding process has allocated for the same array."""
