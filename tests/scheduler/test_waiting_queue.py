@@ -94,7 +94,7 @@ def test_threads_add_take_and_cancel() -> None:
             gc.collect(0)
 
     def consume() -> None:
-        while len(queue) or not done.is_set():
+        while not done.is_set() or len(queue):  # In this order: nothing is added once it is set.
             if (request := queue.first()) and queue.take(request):
                 taken.append(request)
 
