@@ -150,9 +150,9 @@ TARGET void multiply_tile(const Product& product, int64_t row, int64_t strip) {
     Float totals[kRows][kVectors<kStrips>];
     UNROLL for (int r = 0; r < kRows; ++r) UNROLL for (int v = 0; v < kVectors<kStrips>; ++v) totals[r][v] = zero();
     // A weight that no cache keeps comes sooner if the next strips are asked for now. One that is there comes later.
-    // Where rows have several tiles, all but the first one find the strips in the nearest caches.
+    // Where rows have several tiles, the first one asks.
     const int64_t bytes = weight.strips * weight.lines_of_strip() * kLineBytes;
-    const bool is_far = (kBits == 32 || kRows == (kBits == 4 ? product.rows : 1)) && bytes > kLargestNear<kBits>;
+    const bool is_far = (kBits == 32 || (kBits == 4 ? row == 0 : kRows == 1)) && bytes > kLargestNear<kBits>;
     if constexpr (kBits == 32) {
         add_up_floats<kRows, kStrips>(product, row, strip, is_far, totals);
     } else {
