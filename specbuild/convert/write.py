@@ -14,6 +14,7 @@ from specbuild.artifacts.onnx_checkpoint import CheckpointConfig
 from specbuild.export.exporter import PREFIX
 from specbuild.graph import ops as graphs
 from specbuild.graph.recurrent import DOMAIN, add_functions
+from specbuild.graph.tidy import share_tied_weights, tidy
 from specbuild.hf.model_facts import plain
 from specbuild.progress import Stages
 from specbuild.quantization.insert_qdq import attach
@@ -54,10 +55,10 @@ def write_checkpoint(prepared: Prepared, made: Provenance, work: Path, stages: S
         stages.say(f"note: {note}")
     with stages.stage("export graph"):
         graph = prepared.export()
-        graphs.share_tied_weights(graph)
+        share_tied_weights(graph)
         attach(graph, prepared.packed, PREFIX)
         bind(graph, prepared.weights, PREFIX)
-        graphs.tidy(graph)
+        tidy(graph)
         add_functions(graph)
     total = sum(value.const_value.nbytes for value in graph.graph.initializers.values() if value.const_value)
     with stages.stage("write weights", total) as advance:

@@ -8,19 +8,9 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import (
-    ClearMetadataAndDocStringPass,
-    CommonSubexpressionEliminationPass,
-    IdentityEliminationPass,
-    RemoveUnusedNodesPass,
-)
-from onnxscript import optimizer
-
-from specrun.engine_dir.contract import INPUT_IDS, KEEP_INDICES, LOGITS_INDICES, STATE_INDICES, WRITE_INDICES
 
 BATCH, SEQUENCE, KEPT, CACHE = "batch", "sequence", "logits", "cache_length"
 
@@ -45,63 +35,14 @@ _DEQUANTIZE = {"DequantizeLinear"}
 HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
-def tidy(model: ir.Model) -> ir.Model:
-    """Fold what is small and constant, drop duplicates and leftovers, name the dimensions. In place."""
-    share_tied_weights(model)
-    _clear_metadata(model)
-    fold_transposes(model)
-    # The size limits keep out whatever would copy a weight in memory.
-    optimizer.optimize(model, input_size_limit=1024, output_size_limit=1 << 16)
-    CommonSubexpressionEliminationPass()(model)
-    IdentityEliminationPass()(model)
-    RemoveUnusedNodesPass()(model)
-    name_dimensions(model)
-    _clear_metadata(model)
-    return model
-
-
-def _clear_metadata(model: ir.Model) -> None:
-    """Drop what the exporter notes down for people; what is noted for compilers stays."""
-    kept = [
-        (node, name, text)
-        for node in model.graph
-        for name, text in node.metadata_props.items()
-        if name.startswith(FOR_COMPILERS)
-    ]
-    ClearMetadataAndDocStringPass()(model)
-    for node, name, text in kept:
-        node.metadata_props[name] = text
-
-
-def name_dimensions(model: ir.Model) -> None:
-    """Give the exporter's symbols (s16, s70, ...) the contract's names, and forget shapes inside the graph."""
-    for value in _inner_values(model):
-        value.shape = None
-    names: dict[str | None, tuple[str, ...]] = {INPUT_IDS: (BATCH, SEQUENCE), LOGITS_INDICES: (BATCH, KEPT)}
-    names |= dict.fromkeys((WRITE_INDICES, STATE_INDICES, KEEP_INDICES), (BATCH,))
-    for value in (*model.graph.inputs, *model.graph.outputs):
-        if value.name in names:
-            value.shape = ir.Shape(names[value.name])
-    for value in _caches(model):
-        heads, width = value.shape[1], value.shape[3]  # type: ignore[index]
-        if not isinstance(heads, int) or not isinstance(width, int):
-            raise ValueError(f"{value.name}: heads and width must be numbers, found {value.shape}")
-        value.shape = ir.Shape([BATCH, heads, CACHE, width])
-    for value in (*model.graph.inputs, *model.graph.outputs):
-        if str(value.name).startswith(("past_states.", "present_states.")):
-            sizes = [size if isinstance(size, int) else None for size in value.shape or ()]
-            value.shape = ir.Shape([BATCH, *(size or f"replays_{value.name}" for size in sizes[1:])])
-    logits = model.graph.outputs[0]
-    logits.shape = ir.Shape([BATCH, KEPT, logits.shape[2]])  # type: ignore[index]
-
-
-def _caches(model: ir.Model) -> list[ir.Value]:
+def caches(model: ir.Model) -> list[ir.Value]:
     """Every cache tensor among the graph's inputs and outputs."""
     values = (*model.graph.inputs, *model.graph.outputs)
     return [value for value in values if str(value.name).startswith(("past_key_values.", "present."))]
 
 
-def _inner_values(model: ir.Model) -> list[ir.Value]:
+def inner_values(model: ir.Model) -> list[ir.Value]:
+    """Outputs of nodes that are not the graph's."""
     outputs = set(model.graph.outputs)
     return [value for node in model.graph for value in node.outputs if value not in outputs]
 
@@ -140,38 +81,9 @@ def part_of(tensor: ir.ExternalTensor, first: int, shape: Sequence[int], name: s
     )
 
 
-def share_tied_weights(model: ir.Model) -> None:
-    """Make initializers that are one tensor in memory one initializer in the file (tied embeddings)."""
-    seen: dict[object, ir.Value] = {}
-    for name, value in list(model.graph.initializers.items()):
-        raw: Any = getattr(value.const_value, "raw", None)
-        if not hasattr(raw, "data_ptr"):
-            continue
-        key = (raw.data_ptr(), tuple(raw.shape), raw.stride(), raw.dtype)
-        first = seen.setdefault(key, value)
-        if first is not value:
-            value.replace_all_uses_with(first)
-            model.graph.initializers.pop(name)
-
-
-def fold_transposes(model: ir.Model) -> None:
-    """Turn weights that are read later and have one reader, which transposes them, without reading them now."""
-    for node in model.graph:
-        weight = node.inputs[0] if node.op_type == "Transpose" else None
-        transposed = getattr(weight.const_value, "transposed", None) if weight is not None else None
-        if weight is None or transposed is None or not weight.is_initializer() or len(weight.uses()) != 1:
-            continue
-        old = node.outputs[0]
-        tensor = transposed(node.attributes["perm"].as_ints(), str(old.name))
-        new = ir.Value(name=old.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
-        model.graph.register_initializer(new)
-        ir.convenience.replace_nodes_and_values(model.graph, node, [node], [], [old], [new])
-        del model.graph.initializers[str(weight.name)]
-
-
 def pin_cache_length(model: ir.Model, cache_length: int) -> None:
     """Make S_max a number: TensorRT's in-place cache update needs a static length."""
-    for value in _caches(model):
+    for value in caches(model):
         value.shape = ir.Shape([cache_length if dim == CACHE else dim for dim in value.shape])  # type: ignore[union-attr]
 
 
@@ -192,7 +104,7 @@ def widen_to_float32(model: ir.Model) -> None:
     Weights stay 16 bits wide behind a Cast, so that nothing is copied here; a compiler folds the casts.
     """
     graph = model.graph
-    for value in (*graph.inputs, *graph.outputs, *_inner_values(model)):
+    for value in (*graph.inputs, *graph.outputs, *inner_values(model)):
         if value.dtype in HALF:
             value.dtype = ir.DataType.FLOAT
     for node in list(graph):

@@ -22,7 +22,8 @@ from specbuild.export.exporter import export_onnx
 from specbuild.export.model_memory import model_memory
 from specbuild.export.reference import far_reference, reference_logits
 from specbuild.export.rope import pin_rope
-from specbuild.graph.ops import save, tidy
+from specbuild.graph.ops import save
+from specbuild.graph.tidy import tidy
 from specrun.engine_dir.config import GRAPH_NAME, GraphInfo
 from specrun.errors import CheckpointError, SpecError, VerificationError
 from tests.helpers.engines import make_onnx
