@@ -115,7 +115,7 @@ class SpeculativeDecoder:
         lengths = DraftLength(
             draft_len,
             config.fixed_draft_len if draft_len else 0,
-            _expected_times(engine, draft, draft_len),
+            _expected_times(rounds, config),
             by_row=rounds.skips_unused_tokens,
         )
         translator = draft.translator if draft else None
@@ -340,9 +340,9 @@ def _open(
     return Engine(role, directory, config, devices, rank_hosts)
 
 
-def _expected_times(target: Engine, draft: Engine | None, draft_len: int) -> Callable[[int], ExpectedTimes] | None:
-    """What rounds of so many rows take, by what was measured when the engines were built. None: they were not timed."""
-    verify, drafting = target.config.pass_times, draft.config.pass_times if draft else None
-    if verify is None or (draft and drafting is None):
+def _expected_times(rounds: AnyRound, config: DraftTargetConfig) -> Callable[[int], ExpectedTimes] | None:
+    """What rounds of so many rows take, by the passes of the engines. None: nobody asks, or they were not timed."""
+    draft_len = rounds.max_draft_len
+    if not draft_len or config.fixed_draft_len is not None or not (times := rounds.pass_times()):
         return None
-    return cache(lambda rows: expected_by_passes(verify, drafting, rows, draft_len))
+    return cache(lambda rows: expected_by_passes(*times, rows, draft_len))

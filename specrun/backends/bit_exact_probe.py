@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specrun.backends import Backend
-from specrun.devices.processor import describe_processor
+from specrun.backends.known_here import describe_runtime
 from specrun.engine_dir.bit_exact import ANY_SHAPE, BitExact, RowMultiple, ShapeClass
 from specrun.engine_dir.cache_tensors import LEAST_REPLAYS
 
@@ -75,7 +75,7 @@ def probe(backend: Backend) -> BitExact:
     if any(unpadded):
         found = next((shapes for shapes in CANDIDATES if _agree(backend, shapes)), None)
     cost = _cost(backend, found) if found else 0.0
-    return BitExact(shapes=found, cost=cost, near_tie=near_tie, processor=describe_runtime())
+    return BitExact(shapes=found, cost=cost, near_tie=near_tie, processor=describe_runtime(backend.config))
 
 
 def _agree(backend: Backend, shapes: ShapeClass) -> bool:
@@ -94,13 +94,6 @@ def _nudged(backend: Backend) -> Iterator[float]:
 def holds(backend: Backend, shapes: ShapeClass) -> bool:
     """Whether ``shapes`` are a class on this processor too: a few of ``probe``'s passes."""
     return not any(_differences(backend, shapes, _ways(backend)[1:4], _lengths(backend)[-1:]))
-
-
-def describe_runtime() -> str:
-    """The processor, and what runs the engine on it."""
-    from specrun.backends.ort_session import import_ort
-
-    return f"{describe_processor()}, onnxruntime {import_ort().__version__}"
 
 
 def _ways(backend: Backend) -> list[_Way]:

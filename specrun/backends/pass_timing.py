@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from specrun.backends import Backend
+from specrun.backends.known_here import describe_runtime, known_here
 from specrun.engine_dir.pass_times import PassTimes
 
 _POSITIONS, _MOST_POSITIONS = 256, 2048
@@ -15,21 +16,39 @@ _POSITIONS, _MOST_POSITIONS = 256, 2048
 _ROWS = (1, 4, 16)
 _MOST_TOKENS = 128
 """Tokens of a pass over all rows. Larger passes take long, and their times follow from these."""
-_TURNS = 3
-"""Passes of each size."""
+_TURNS, _SECONDS = 3, 10.0
+"""Passes of each size, and after how many seconds no further turn begins."""
+
+
+def times_here(backend: Backend) -> PassTimes | None:
+    """How long passes of an opened engine take on this machine. None: the engine was never timed.
+
+    They are measured where the engine was timed on another machine, or with other kernels. The cache is junk then.
+    """
+    built = backend.config.pass_times
+    if built is None or built.processor == describe_runtime(backend.config):
+        return built
+    return known_here(
+        backend.config, "pass times", lambda: time_passes(backend).model_dump(mode="json"), PassTimes.model_validate
+    ).value
 
 
 def time_passes(backend: Backend) -> PassTimes:
     """Passes of a few rows, and of the tokens that rounds have. The cache is junk then."""
+    began = time.monotonic()
     build = backend.config.build_config
     tokens = sorted({1, 2, min(4, build.max_draft_len + 1), build.max_draft_len + 1})
     rows = sorted({min(count, build.max_batch_size) for count in _ROWS})
     rows = [count for count in rows if count == 1 or count * tokens[-1] <= _MOST_TOKENS]
-    turns = np.array([[_seconds(backend, batch, tokens) for batch in rows] for _ in range(_TURNS)])
+    taken: list[list[list[float]]] = []
+    while not taken or (len(taken) < _TURNS and time.monotonic() - began < _SECONDS):
+        taken.append([_seconds(backend, batch, tokens) for batch in rows])
+    turns = np.array(taken)
     # Machines get faster and slower within seconds. So sizes are compared within a turn, not with another turn's.
     pace = np.exp(np.log(turns).mean((1, 2), keepdims=True))
     seconds = np.median(turns / pace, axis=0) * pace.min()
-    return PassTimes(rows=tuple(rows), tokens=tuple(tokens), seconds=seconds.tolist())
+    runtime = describe_runtime(backend.config)
+    return PassTimes(rows=tuple(rows), tokens=tuple(tokens), seconds=seconds.tolist(), processor=runtime)
 
 
 def _seconds(backend: Backend, batch: int, query_lens: Sequence[int]) -> list[float]:

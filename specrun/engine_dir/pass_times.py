@@ -1,17 +1,17 @@
-"""How long an engine's passes take, measured when it was built: what ``auto`` expects before the first round."""
+"""How long an engine's passes take, measured before the first round: what ``auto`` expects of rounds."""
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Self
+from typing import NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class PassTimes(BaseModel):
-    """Seconds of passes of so many rows and so many tokens of a row, on one processor."""
+    """Seconds of passes of so many rows and so many tokens of a row."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -21,6 +21,8 @@ class PassTimes(BaseModel):
     """[T], rising."""
     seconds: tuple[tuple[float, ...], ...]
     """[R, T]"""
+    processor: str = ""
+    """The processor and the runtime that they were measured with; empty: earlier releases did not say."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -36,6 +38,13 @@ class PassTimes(BaseModel):
     def of(self, rows: int, tokens: int) -> float:
         """Seconds of a pass, on straight lines between the nearest sizes that were measured."""
         return _between(self.rows, [_between(self.tokens, times, tokens) for times in self.seconds], rows)
+
+
+class PairTimes(NamedTuple):
+    """Those of a target, and of the draft engine where there is one."""
+
+    target: PassTimes
+    draft: PassTimes | None
 
 
 def _between(sizes: Sequence[int], values: Sequence[float], size: int) -> float:

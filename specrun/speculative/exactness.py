@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from specrun.backends import Backend
-from specrun.backends.bit_exact_probe import describe_runtime, holds
-from specrun.backends.remembered_probes import key_of, recall, remember
+from specrun.backends.bit_exact_probe import holds
+from specrun.backends.known_here import describe_runtime, known_here
 from specrun.engine_dir.bit_exact import ANY_SHAPE, CHEAP, BitExact, ShapeClass
 from specrun.errors import BackendError
 
@@ -29,15 +29,14 @@ def choose_exactness(directory: Path, backend: Backend, wanted: bool | None) -> 
     found = backend.config.bit_exact
     reason = _why_not(directory, found)
     note = ""
-    if found and found.shapes and found.processor != (here := describe_runtime()):
+    if found and (shapes := found.shapes) and found.processor != describe_runtime(backend.config):
         # Other kernels may run here. A few passes tell.
-        key = key_of(backend.config, found.shapes, here)
-        same = recall(key)
-        if same is None:
-            same = holds(backend, found.shapes)
-            remember(key, same)
-            note = f"{directory} was built on another processor or number of cores; probed on this one, once"
-        reason = "" if same else f"on this processor the bits of passes of {directory} differ; build it again here"
+        same = known_here(backend.config, shapes.model_dump(), lambda: holds(backend, shapes), bool)
+        if same.is_new:
+            note = f"{directory} was built on another machine or release; its passes were probed here, once"
+        reason = (
+            "" if same.value else f"on this processor the bits of passes of {directory} differ; build it again here"
+        )
     if found and found.shapes and not reason and wanted is None and found.cost > CHEAP:
         reason = f"it would make one-token rounds {found.cost:.0%} slower; --bit_exact turns it on"
     if not found or not found.shapes or reason:

@@ -6,8 +6,10 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 
+from specrun.backends.pass_timing import times_here
 from specrun.drafters import Drafter, Proposal
 from specrun.drafters.draft_plan import DraftPlan
+from specrun.engine_dir.pass_times import PairTimes
 from specrun.errors import BackendError, SpecError, as_spec_error
 from specrun.request.request import Outcome, Request
 from specrun.runners.host_runner import ModelRunner
@@ -80,6 +82,12 @@ class HostRound(Round[ModelRunner, Drafter]):
         draft = self._draft_texts.runner if self._draft_texts else None
         drafted = (draft.seconds, draft.calls) if draft else (0.0, 0)
         return EngineTimes(self.target.seconds, self.target.calls, *drafted)
+
+    def pass_times(self) -> PairTimes | None:
+        """See ``Round``."""
+        target = times_here(self.target.backend)
+        draft = times_here(self._draft_texts.runner.backend) if self._draft_texts else None
+        return PairTimes(target, draft) if target and (draft or not self._draft_texts) else None
 
     def close(self) -> None:
         """See ``Round``."""

@@ -9,6 +9,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from specrun.drafters import BaseDrafter
 from specrun.drafters.draft_plan import DraftPlan
+from specrun.engine_dir.pass_times import PairTimes
 from specrun.errors import SpecError
 from specrun.kv_cache.host_memory import shortage
 from specrun.request.request import Outcome, Request
@@ -118,6 +119,13 @@ class Round(ABC, Generic[AnyRunner, DrafterT]):
 
     def engine_times(self) -> EngineTimes | None:
         """The engines' times so far; None on a device, where they are not measured."""
+        return None
+
+    def pass_times(self) -> PairTimes | None:
+        """How long the engines' passes take on this machine; None where that is not known, as on a device.
+
+        Nothing may be admitted yet: it is measured where the engines were timed on another machine.
+        """
         return None
 
     def memory_shortage(self, requests: Sequence[Request], used: int) -> SpecError | None:

@@ -174,7 +174,7 @@ def test_another_processor_is_tried(int4: Path, tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr(exactness, "holds", lambda *_: False)
     on, said = note(engine)
     assert on == same
-    assert ("probed on this one, once" in said) == same
+    assert ("probed here, once" in said) == same
     assert ("build it again here" in said) == (not same)
     monkeypatch.delattr(exactness, "holds")  # It is not asked again.
     on, said = note(engine)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from specrun.backends import Pass, open_host_backend
-from specrun.backends.pass_timing import time_passes
+from specrun.backends import Pass, open_host_backend, pass_timing
+from specrun.backends.known_here import describe_runtime
+from specrun.backends.pass_timing import time_passes, times_here
 from specrun.engine_dir.config import open_engine
 from specrun.engine_dir.pass_times import PassTimes
 
@@ -70,3 +71,40 @@ def test_a_machine_that_gets_slower_meanwhile_changes_no_ratio(
     assert calls // 2 > slow_from
     expected = np.multiply.outer(times.rows, times.tokens)
     np.testing.assert_allclose(np.array(times.seconds) / times.seconds[0][0], expected)
+
+
+def test_an_engine_from_another_machine_is_timed_here_once(
+    engines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of times from elsewhere, not even the ratios need hold. What is kept but damaged is measured again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = open_engine(engines / "target")
+    assert config.pass_times
+    assert config.pass_times.processor == describe_runtime(config)
+    with closing(open_host_backend(engines / "target", config, 0)) as backend:
+        monkeypatch.setattr(pass_timing, "time_passes", lambda _: TIMES)
+        assert times_here(backend) == config.pass_times
+        elsewhere = config.pass_times.model_copy(update={"processor": "Z80"})
+        backend.config = config.model_copy(update={"pass_times": elsewhere})
+        assert times_here(backend) == TIMES
+        monkeypatch.delattr(pass_timing, "time_passes")
+        assert times_here(backend) == TIMES
+        kept = tmp_path / "specrun" / "probes.json"
+        kept.write_text(kept.read_text().replace("1.2", "-1.2"))
+        with pytest.raises(NameError, match="time_passes"):
+            times_here(backend)
+        backend.config = config.model_copy(update={"pass_times": None})
+        assert times_here(backend) is None
+
+
+def test_other_kernels_are_another_runtime(engines: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A compilation may change how fast our own operators are, and the order in which they add up."""
+    config = open_engine(engines / "target")
+    assert config.backend.needs_cpu_operators
+    compiled = tmp_path / "compiled.so"
+    compiled.write_bytes(b"other code")
+    before = describe_runtime(config)
+    monkeypatch.setattr("specrun.cpu_operators.library", lambda: compiled)
+    assert describe_runtime(config) != before
+    backend = config.backend.model_copy(update={"needs_cpu_operators": 0})
+    assert "operators" not in describe_runtime(config.model_copy(update={"backend": backend}))
