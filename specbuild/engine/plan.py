@@ -26,7 +26,7 @@ from specrun.engine_dir.config import GRAPH_NAME, BuildConfig, Provenance
 from specrun.errors import BackendError, BuildConfigError
 from specrun.optional_packages import import_package
 
-_MAKERS = ("onnx", "onnx_ir", "onnxscript", "numpy")
+_MAKERS = ("onnx", "onnx_ir", "numpy")
 _NOT_OF_THE_CONTENT = {"provenance", "max_logit_difference"}
 
 
