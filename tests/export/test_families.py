@@ -27,6 +27,10 @@ Attention node at all."""
 CALLED_ONE_BY_ONE = ("mixtral", "gemma2", "deepseek_v2", "llama4")
 """Families whose engines for CUDA have operators that were not captured on a GPU."""
 
+CUT_IN_THEIR_OWN_WAY = ("llama3.2", "phi3", "gpt2", "olmo2", "gemma2", "mixtral", "deepseek_v2", "llama4")
+"""Families of whose ranks plans are compiled. Those of the others have the same operators in the same places; what
+they compute is compared for every family."""
+
 
 def check_plan(engine: Path, dtype: str, draft_len: int) -> None:
     """A compiled plan has the contract's inputs, its profiles, and every cache output in its input's memory."""
@@ -84,8 +88,9 @@ def test_family(family: str, tmp_path: Path, decomposed: list[ExportedProgram]) 
     assert np.abs(walk(cuda / GRAPH_NAME) - masked).max() < 1e-3 * np.abs(masked).max()
     for ranks in (2, 4):
         assert shard_difference(onnx_dir, ranks) < 1e-5
-    plans = open_engine(make_engine(onnx_dir, tmp_path / "ranks", backend="tensorrt_rtx", tp_size=2))
-    assert {"rank0.engine", "rank1.engine"} <= plans.files.keys()
+    if family in CUT_IN_THEIR_OWN_WAY:
+        plans = open_engine(make_engine(onnx_dir, tmp_path / "ranks", backend="tensorrt_rtx", tp_size=2))
+        assert {"rank0.engine", "rank1.engine"} <= plans.files.keys()
     check_plan(make_engine(onnx_dir, tmp_path / "target", backend="tensorrt_rtx", max_draft_len=4), "float16", 4)
     if family in ("llama3.2", "gemma2"):
         check_plan(make_engine(onnx_dir, tmp_path / "draft", backend="tensorrt_rtx"), "float16", 0)
