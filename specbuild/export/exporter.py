@@ -10,6 +10,7 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
+import torch._dynamo.config
 from torch import nn
 from torch.export import Dim
 from transformers import PreTrainedModel
@@ -22,6 +23,7 @@ from specbuild.export.fused import fused_operators
 from specbuild.export.model_memory import ModelMemory
 from specbuild.export.query_scales import by_position
 from specbuild.export.recurrent import Progress, RecurrentStates
+from specbuild.export.type_promotion import promoted_where_needed
 from specbuild.weights.kv_cache import CODE_TYPES, CacheRounding
 from specrun.engine_dir.cache_tensors import CacheTensor, StateTensor
 from specrun.engine_dir.contract import (
@@ -156,7 +158,9 @@ def export_module(
         dynamic += ([{0: batch}, {0: batch}, *axes],)
         inputs += [STATE_INDICES, KEEP_INDICES, *(state.past_name for state in states)]
         outputs += [state.present_name for state in states]
-    with fused_operators(module), _quiet(), torch.no_grad():
+    # The cache of what operators yield costs more than it saves where dimensions are symbols.
+    without_cache = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
+    with fused_operators(module), promoted_where_needed(), without_cache, _quiet(), torch.no_grad():
         try:
             program = torch.export.export(module, arguments, dynamic_shapes=dynamic, strict=False)
             spare_decompositions(program)

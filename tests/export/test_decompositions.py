@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import onnx_ir as ir
 import pytest
 import torch
-from torch import nn
-from torch.export import Dim, ExportedProgram
+from torch.export import ExportedProgram
 
 from specbuild.export import decompositions
-from specrun.backends.ort_session import session_options
-
-Function = Callable[[torch.Tensor], Any]
+from tests.helpers.exported_functions import Function, difference
 
 
 def cast(x: torch.Tensor) -> Any:
@@ -107,35 +101,6 @@ def written_output(x: torch.Tensor) -> Any:
 
 TRACED_ANEW = [read_through_a_view, read_through_the_whole, read_through_another_part, divided_in_half_precision]
 TRACED_ANEW += [read_from_behind, written_input, written_output]
-
-
-class Module(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function: Function) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> Any:
-        """Call it."""
-        return self.function(x)
-
-
-def difference(function: Function, path: Path) -> float:
-    """The largest difference between torch and ONNX Runtime on the exported function."""
-    x = torch.from_numpy(np.random.default_rng(0).uniform(0.5, 2.0, (3, 4)).astype(np.float32))
-    with torch.no_grad():
-        program = torch.export.export(Module(function), (x,), dynamic_shapes=({0: Dim("rows", min=1)},), strict=False)
-        decompositions.spare_decompositions(program)
-        exported = torch.onnx.export(program, (), opset_version=23, optimize=False, verbose=False)
-        expected = function(x.clone())
-    assert exported is not None
-    ir.save(exported.model, path)
-    ort, options = session_options()
-    session = ort.InferenceSession(path, options)
-    found = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    outputs = expected if isinstance(expected, tuple) else (expected,)
-    return max(float(np.abs(one - other.numpy()).max()) for one, other in zip(found, outputs, strict=True))
 
 
 @pytest.mark.parametrize("function", SPARED)

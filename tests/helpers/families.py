@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo.config
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
-# Torch's cache of what operators yield costs more than it saves where dimensions are symbols.
-torch._dynamo.config.fake_tensor_cache_enabled = False
 # The exporter looks its operators up anew for every model; they are the same for all models of a process.
 ONNXRegistry.from_torchlib = staticmethod(functools.cache(ONNXRegistry.from_torchlib))  # type: ignore[method-assign]
 
