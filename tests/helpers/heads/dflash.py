@@ -318,7 +318,7 @@ def head_logits(
     return torch.full((*own.shape[:-1], VOCAB), float("-inf")).index_copy(-1, ids, own), confidence
 
 
-_STEPS, _ANCHORS = 200, 12
+_STEPS, _ANCHORS = 100, 12
 """Of training, and places of a step, each with a block."""
 
 
