@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from pydantic import StrictBool, TypeAdapter
+
 from specrun.backends import Backend
 from specrun.backends.bit_exact_probe import holds
 from specrun.backends.known_here import describe_runtime, known_here
 from specrun.engine_dir.bit_exact import ANY_SHAPE, CHEAP, BitExact, ShapeClass
 from specrun.errors import BackendError
+
+_BOOL = TypeAdapter(StrictBool)
 
 
 class Exactness(NamedTuple):
@@ -31,7 +35,7 @@ def choose_exactness(directory: Path, backend: Backend, wanted: bool | None) -> 
     note = ""
     if found and (shapes := found.shapes) and found.processor != describe_runtime(backend.config):
         # Other kernels may run here. A few passes tell.
-        same = known_here(backend.config, shapes.model_dump(), lambda: holds(backend, shapes), bool)
+        same = known_here(backend.config, shapes.model_dump(), lambda: holds(backend, shapes), _BOOL.validate_python)
         if same.is_new:
             note = f"{directory} was built on another machine or release; its passes were probed here, once"
         reason = (
