@@ -28,8 +28,7 @@ CALLED_ONE_BY_ONE = ("mixtral", "gemma2", "deepseek_v2", "llama4")
 """Families whose engines for CUDA have operators that were not captured on a GPU."""
 
 CUT_IN_THEIR_OWN_WAY = ("llama3.2", "phi3", "gpt2", "olmo2", "gemma2", "mixtral", "deepseek_v2", "llama4")
-"""Families of whose ranks plans are compiled. Those of the others have the same operators in the same places; what
-they compute is compared for every family."""
+"""Families of whose ranks plans are compiled. What the ranks of every family compute is compared with one rank."""
 
 
 def check_plan(engine: Path, dtype: str, draft_len: int) -> None:
