@@ -86,8 +86,10 @@ class HostRound(Round[ModelRunner, Drafter]):
     def pass_times(self) -> PairTimes | None:
         """See ``Round``."""
         target = times_here(self.target.backend)
-        draft = times_here(self._draft_texts.runner.backend) if self._draft_texts else None
-        return PairTimes(target, draft) if target and (draft or not self._draft_texts) else None
+        if target is None or self._draft_texts is None:
+            return PairTimes(target, None) if target else None
+        draft = times_here(self._draft_texts.runner.backend)
+        return PairTimes(target, draft) if draft else None
 
     def close(self) -> None:
         """See ``Round``."""
