@@ -130,7 +130,13 @@ def engine_quality(source: Path, text: Path, work: Path) -> dict[str, Any]:
 
 @click.command()
 @click.option("--demo_dir", type=click.Path(path_type=Path), default=Path("demo"), show_default=True)
-@click.option("--part", type=click.Choice(["quality", "passes"]), multiple=True, default=["quality", "passes"])
+@click.option(
+    "--part",
+    type=click.Choice(["quality", "passes"]),
+    multiple=True,
+    default=["quality", "passes"],
+    help="The other stays.",
+)
 @click.option("--engines_dir", type=click.Path(path_type=Path), help="Where engines are kept for the other part.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
 def main(demo_dir: Path, part: tuple[str, ...], engines_dir: Path | None, json_file: Path | None) -> None:
@@ -143,9 +149,8 @@ def main(demo_dir: Path, part: tuple[str, ...], engines_dir: Path | None, json_f
         text.write_text(unseen_text(), encoding="utf-8")
         build_engines(source, text, work)
         machine = json.loads(as_json([], open_engine(work / BASE), BenchSettings()))["machine"]
-        report: dict[str, Any] = {"machine": machine, "calibration_rows": ROWS, "tokens_a_row": LENGTH}
-        if json_file and json_file.is_file():
-            report |= json.loads(json_file.read_text())
+        report: dict[str, Any] = json.loads(json_file.read_text()) if json_file and json_file.is_file() else {}
+        report |= {"calibration_rows": ROWS, "tokens_a_row": LENGTH, **{f"{one}_machine": machine for one in part}}
         if "quality" in part:
             report["model"] = model_quality(source, text)
             report["engines"] = engine_quality(source, text, work)
