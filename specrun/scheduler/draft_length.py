@@ -129,7 +129,7 @@ class DraftLength:
         first, because it has not read them in earlier rounds. drafts_end: whether the drafts end by themselves.
         """
         if self.fixed_draft_len is not None:
-            return DraftPlan(self.fixed_draft_len)
+            return DraftPlan(min(self.fixed_draft_len, max(row_limits)))
         longest = min(self.max_draft_len, max(row_limits))
         if longest == 0:
             return _PLAIN

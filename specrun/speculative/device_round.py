@@ -34,6 +34,7 @@ from specrun.backends import DeviceBackend
 from specrun.devices import Device, DeviceArray
 from specrun.drafters import DeviceDrafter, DraftProbs
 from specrun.drafters.draft_plan import DraftPlan
+from specrun.engine_dir.pass_times import PairTimes, PassTimes
 from specrun.errors import BackendError, RequestError, SpecError
 from specrun.kernels import calls
 from specrun.kernels.layout import DISTRIBUTION
@@ -44,6 +45,9 @@ from specrun.runners.graph_capture import Captures
 from specrun.speculative.device_records import DeviceRecords, QueuedRound
 from specrun.speculative.round import Round, Rows
 from specrun.text.grammar import fill_masks
+
+_TIMED = 3
+"""Rounds of each kind that the warm-up times."""
 
 MakeDrafter = Callable[[DeviceRows], DeviceDrafter]
 """Makes the drafter of a round from the round's rows."""
@@ -91,6 +95,8 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
         # Without a drafter, the kernel ``accept`` does not read it.
         self._no_probs = DraftProbs(self._target_distributions, runner.logits, 0, 0, runner.vocab)
         self._devices = list(dict.fromkeys((*target.devices, *(self.drafter.devices if self.drafter else ()))))
+        self._seconds: dict[tuple[int, int], float] = {}
+        """Of rounds by batch size and draft length, in the warm-up."""
         self._captures = Captures(captures, [target, *(self.drafter.captured if self.drafter else ())])
 
     @property
@@ -115,6 +121,7 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
         steps: list[Callable[[], object]] = [partial(self.target.warm_up, max_rows)]
         steps += [self.drafter.warm_up] if self.drafter else []
         steps += [partial(self._queue, *kind, True) for kind in kinds for _ in range(2)]
+        steps += [partial(self._time, *kind) for kind in kinds]
         show(0, len(steps))
         for done, step in enumerate(steps, 1):
             step()
@@ -123,6 +130,14 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
         self.target.backend.save_kernels()
         if self.drafter:
             self.drafter.save_kernels()
+
+    def pass_times(self) -> PairTimes | None:
+        """See ``Round``. Whole rounds of the warm-up count as passes of the target; their drafts are in them."""
+        if not self._seconds or (self.drafter and self.drafter.needs_host):
+            return None
+        rows, draft_lens = range(1, self.rows.max_rows + 1), range(self.max_draft_len + 1)
+        seconds = [[self._seconds[self.rows.batch_size(count), g] for g in draft_lens] for count in rows]
+        return PairTimes(PassTimes(rows=rows, tokens=[g + 1 for g in draft_lens], seconds=seconds), None)
 
     def admit(self, requests: Sequence[Request], first: int) -> None:
         """See ``Round``."""
@@ -155,6 +170,7 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
         if self.drafter:
             self.drafter.observe(requests, outcomes, this.draft_len)
         self.is_steady_state, self.seconds = this.is_steady_state, this.seconds
+        self.queued_draft_len = this.draft_len
         self._next = following
         return outcomes
 
@@ -212,6 +228,17 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
         if drafter:
             drafter.queue_behind(batch, draft_len, self._records.of(batch, draft_len)[0])
         return steady
+
+    def _time(self, batch: int, draft_len: int) -> None:
+        """Measure how long a round takes whose shape is warm."""
+        began, ended, times = self.device.event(), self.device.event(), []
+        for _ in range(_TIMED):
+            began.record()
+            self._queue(batch, draft_len, True)
+            ended.record()
+            ended.wait()
+            times.append(ended.seconds_since(began))
+        self._seconds[batch, draft_len] = min(times)
 
     def _queue_with_masks(
         self, requests: Sequence[Request], counts: Sequence[int], batch: int, draft_len: int, sends_logits: bool

@@ -74,7 +74,9 @@ def learn(
     """Tell ``lengths`` what the round took and what was accepted. A drafter may have proposed less than ``plan``."""
     drafted = [outcome.drafted - outcome.forced for outcome in outcomes if not isinstance(outcome, SpecError)]
     draft_len: float = max(drafted, default=plan.draft_len)
-    if drafted and round_.skips_unused_tokens:
+    if round_.queued_draft_len is not None:
+        draft_len = round_.queued_draft_len
+    elif drafted and round_.skips_unused_tokens:
         draft_len = sum(drafted) / len(drafted)
     evaluated = [(0, 0) if isinstance(outcome, SpecError) else outcome.evaluated for outcome in outcomes]
     seconds = round_.seconds if round_.is_steady_state else None

@@ -73,6 +73,9 @@ class Round(ABC, Generic[AnyRunner, DrafterT]):
     """False while the last round's shape was warming up; its time is then ignored."""
     seconds = 0.0
     """The time of the last round. A device measures it, as several rounds may be queued."""
+    queued_draft_len: int | None = None
+    """The draft length of the last round on a device, where a row takes the time of all draft tokens though it uses
+    fewer. None on the host."""
 
     def __init__(
         self,
@@ -122,9 +125,9 @@ class Round(ABC, Generic[AnyRunner, DrafterT]):
         return None
 
     def pass_times(self) -> PairTimes | None:
-        """How long the engines' passes take on this machine; None where that is not known, as on a device.
+        """How long the engines' passes take on this machine; None where that is not known.
 
-        Nothing may be admitted yet: it is measured where the engines were timed on another machine.
+        Nothing may be admitted yet: on the CPU it is measured where the engines were timed on another machine.
         """
         return None
 

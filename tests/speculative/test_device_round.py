@@ -21,6 +21,7 @@ from specrun.errors import BackendError
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from specrun.scheduler.draft_length import DraftLength
+from specrun.scheduler.round_times import expected_by_passes
 from specrun.scheduler.scheduler import Scheduler
 from specrun.speculative.device_records import QueuedRound
 from specrun.speculative.device_round import DeviceRound
@@ -28,7 +29,7 @@ from specrun.text.grammar import Constraint, Grammar, Grammars, fill_masks
 from tests.helpers.device_rounds import Recordable, device_round
 from tests.helpers.engines import make_engine
 from tests.helpers.families import save_tokenizer
-from tests.helpers.host_device import HostDevice
+from tests.helpers.host_device import HostDevice, HostEvent
 from tests.helpers.staggered import V as SMALL
 from tests.helpers.staggered import run_staggered, some_requests
 from tests.helpers.tables import decode, normal, save_table_engine
@@ -106,7 +107,7 @@ def test_after_a_warm_up_every_round_is_settled(
     round_, unprepared = (device_round(*tables, 4, kind=kind, apart=apart) for _ in range(2))
     shown: list[tuple[int, int]] = []
     round_.warm_up(lambda done, of: shown.append((done, of)))
-    assert shown == [(done, 2 + 2 * 3 * 5) for done in range(33)]
+    assert shown == [(done, 2 + 3 * 3 * 5) for done in range(48)]
     for size in (3, 1, 4):
         states = []
         for one in (round_, unprepared):
@@ -121,6 +122,74 @@ def test_after_a_warm_up_every_round_is_settled(
             states.append(settled)
         assert all(states[0])
         assert not all(states[1])
+
+
+def test_a_round_drafts_no_more_than_its_requests_can_use(tables: tuple[Path, Path]) -> None:
+    """Neither where all ask for fewer tokens, nor where all texts are about to end."""
+    round_ = device_round(*tables, 4, kind=Recordable)
+    on_device(round_, [Request([3, row], GREEDY, 9, draft_len=1) for row in range(2)])
+    assert [g for g in range(5) if (2, g) in round_._captures] == [1]
+    for _ in range(3):
+        on_device(round_, [Request([3, 5], GREEDY, 4)])
+    assert [g for g in (3, 4) if (1, g) in round_._captures] == [3]
+
+
+class Observed(DraftLength):
+    """Drafts as much as the rows can use, and keeps what it is told of rounds."""
+
+    def choose(
+        self, requests: Sequence[object], row_limits: Sequence[int], draft_lag: int = 0, drafts_end: bool = False
+    ) -> DraftPlan:
+        return DraftPlan(min(self.max_draft_len, max(row_limits)))
+
+    def observe(self, draft_len: float, seconds: float | None, *rest: Any) -> None:
+        self.told = [*getattr(self, "told", []), draft_len]
+        super().observe(draft_len, seconds, *rest)
+
+
+def test_auto_is_told_the_length_whose_time_a_round_took(
+    tables: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a text's end a round that is queued ahead drafts more than the row can use."""
+    round_ = device_round(*tables, 4, kind=Recordable)
+    lengths, queued = Observed(4, None), []
+    end = QueuedRound.end
+
+    def spy(self: QueuedRound, batch: int, draft_len: int, is_steady_state: bool) -> None:
+        queued.append(draft_len)
+        end(self, batch, draft_len, is_steady_state)
+
+    monkeypatch.setattr(QueuedRound, "end", spy)
+    for output_len in range(20, 30):
+        for _ in Scheduler(round_, lengths, 1).run([Request([3, 5], GREEDY, output_len)]):
+            pass
+    assert lengths.told == queued
+
+
+def test_a_warm_up_times_rounds_for_auto(tables: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of three is padded to four rows, and takes as long as these."""
+    taken = {(1, 0): 1.0, (1, 1): 1.5, (1, 2): 2.0, (2, 0): 3.0, (2, 1): 4.0, (2, 2): 5.0}
+    taken |= {(4, g): 7.0 + g for g in range(3)}
+    now = 0.0
+    round_ = device_round(*tables, 2, kind=Recordable)
+    assert round_.pass_times() is None
+    queue = round_._queue
+
+    def take(batch: int, draft_len: int, sends_logits: bool) -> bool:
+        nonlocal now
+        now += taken[batch, draft_len]
+        return queue(batch, draft_len, sends_logits)
+
+    def record(event: HostEvent) -> None:
+        event.when = now
+
+    monkeypatch.setattr(round_, "_queue", take)
+    monkeypatch.setattr(HostEvent, "record", record)
+    round_.warm_up()
+    times = round_.pass_times()
+    assert times is not None and times.draft is None
+    found = [expected_by_passes(*times, rows, 2).rounds for rows in range(1, 5)]
+    assert found == [[taken[rows, g] for g in range(3)] for rows in (1, 2, 4, 4)]
 
 
 def test_what_cannot_be_recorded_is_queued_piece_by_piece(
