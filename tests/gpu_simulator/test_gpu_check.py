@@ -152,6 +152,17 @@ def test_pair(run: Run) -> None:
 
 
 @pytest.mark.usefixtures("nothing_left", "narrow")
+def test_lengths(run: Run) -> None:
+    found = run("lengths", "--backend", "tensorrt")["backends"]["tensorrt"]["lengths"]
+    assert list(errors(found)) == []
+    assert set(found) == {"greedy", "sampled, tokens"}
+    greedy = found["greedy"]
+    assert len(greedy["expected_ms"]) == DRAFT_LEN + 1
+    best = max(greedy[str(draft_len)] for draft_len in range(DRAFT_LEN + 1))
+    assert greedy["auto_by_best"] == pytest.approx(greedy["auto"] / best)
+
+
+@pytest.mark.usefixtures("nothing_left", "narrow")
 def test_soak(run: Run) -> None:
     found = run("soak", "--backend", "tensorrt")["backends"]["tensorrt"]["soak"]
     assert list(errors(found)) == []

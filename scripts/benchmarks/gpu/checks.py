@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -27,9 +28,11 @@ def run_tests(results: Results, size: Size) -> None:
 
 
 def _run_file(results: Results, file: str) -> None:
+    # Families are converted on the CPU, one core each; a capture that ends its process ends one test.
+    workers = ["-n", "8"] if importlib.util.find_spec("xdist") else []
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
-        said = _run(_pytest(file, f"--junitxml={report}"), results.seconds_left)[1]
+        said = _run(_pytest(file, *workers, f"--junitxml={report}"), results.seconds_left)[1]
         if not report.is_file():
             raise RuntimeError(said[-1000:])
         cases = list(ElementTree.parse(report).getroot().iter("testcase"))
@@ -67,7 +70,9 @@ def _sanitize(results: Results, command: Sequence[str]) -> None:
     if not summary:
         raise RuntimeError(" ".join(said.split())[-1000:] or f"exit status {status}")
     tests = re.findall(r"\d+ (?:passed|failed|skipped).*", said) or ["none"]
-    results.put(exit_status=status, summary=" ".join(summary), tests=tests[-1], said=lines[-60:] if status else [])
+    errors = [line for line in said.splitlines() if line.startswith("E  ")]  # As pytest marks what a test died of.
+    results.put(exit_status=status, summary=" ".join(summary), tests=tests[-1])
+    results.put(**({"said": lines[-60:], "test_errors": errors[-20:]} if status else {}))
 
 
 def find_sanitizer() -> str | None:

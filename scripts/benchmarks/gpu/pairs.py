@@ -17,6 +17,7 @@ from scripts.benchmarks.gpu.timing import Replays, cuda_device, mean_seconds, re
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.drafters.device_model import DeviceModelDrafter
+from specrun.engine_dir.config import open_engine
 from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN
 from specrun.request.request import Request
 from specrun.request.stats import predicted_speedup
@@ -38,6 +39,8 @@ MODES: dict[str, tuple[int, SamplingParams, bool]] = {
     "greedy, batch 8": (8, SamplingParams(), False),
 }
 """Batch size, sampling, acceptance by logits."""
+LENGTH_MODES = ("greedy", "sampled, tokens", "greedy, batch 4", "greedy, batch 8")
+"""Those in which ``auto`` is measured beside fixed lengths."""
 
 
 def measure_pair(results: Results, target: Path, draft: Path, draft_len: int, size: Size) -> None:
@@ -61,6 +64,53 @@ def measure_pair(results: Results, target: Path, draft: Path, draft_len: int, si
                 part.attempt(mode, _measure, decoder, requests, size, replays, bandwidth)
             # Contexts and recordings are made in the first rounds of every kind.
             part.put(free_bytes_at_the_end=cuda_device(decoder).free_memory()[0])
+
+
+def measure_lengths(results: Results, target: Path, draft: Path, size: Size) -> None:
+    """Every draft length up to the target's ``--max_draft_len``, and ``auto``, by tokens a second.
+
+    ``auto`` is opened anew for each mode, so it knows nothing but what the warm-up showed. All decode the same texts,
+    one batch behind another; the first text counts too.
+    """
+    encode = load_tokenizer(target).encode
+    longest = open_engine(target).build_config.max_draft_len
+
+    def texts(mode: str) -> list[list[Request]]:
+        batch, params, _ = MODES[mode]
+        requests = [Request(encode(prompt).ids, params, size.output_len) for prompt in PROMPTS]
+        return [requests[first : first + batch] for first in range(0, len(requests), batch)]
+
+    def open_decoder(draft_len: int | str) -> SpeculativeDecoder:
+        return SpeculativeDecoder.open(target, draft, DraftTargetConfig(draft_len, reuse_blocks=False))
+
+    with open_decoder(longest) as decoder:
+        modes = [mode for mode in LENGTH_MODES if MODES[mode][0] <= decoder.max_batch_size]
+        for mode in modes:
+            for draft_len in range(longest + 1):
+                results.part(mode).put(**{str(draft_len): _tokens_per_second(decoder, texts(mode), draft_len)})
+    for mode in modes:
+        results.require_time()
+        part = results.part(mode)
+        with open_decoder("auto") as decoder:
+            part.put(expected_ms=_expected_ms(decoder, MODES[mode][0]))
+            part.put(auto=_tokens_per_second(decoder, texts(mode), None))
+        part.put(auto_by_best=part.figures["auto"] / max(part.figures[str(g)] for g in range(longest + 1)))
+
+
+def _expected_ms(decoder: SpeculativeDecoder, batch: int) -> list[float]:
+    """What the warm-up says that rounds of 0, 1, .. draft tokens take."""
+    times = device_round(decoder).pass_times()
+    return [] if times is None else [1e3 * times.target.of(batch, g + 1) for g in range(len(times.target.tokens))]
+
+
+def _tokens_per_second(decoder: SpeculativeDecoder, texts: Sequence[Sequence[Request]], draft_len: int | None) -> float:
+    """Of texts that are decoded batch by batch, prompts left out. draft_len None: the decoder's own."""
+    seconds, tokens = 0.0, 0
+    for batch in texts:
+        stats = [request.stats for request in decode(decoder, batch, draft_len)]
+        seconds += max(s.seconds - s.first_token_seconds for s in stats)
+        tokens += sum(request.max_output_len - 1 for request in batch)
+    return tokens / seconds
 
 
 def soak_pair(results: Results, target: Path, draft: Path, draft_len: int, size: Size) -> None:

@@ -13,7 +13,7 @@ from scripts.benchmarks.gpu.checks import run_sanitizer, run_tests
 from scripts.benchmarks.gpu.engines import measure_engine
 from scripts.benchmarks.gpu.kernels import time_kernels
 from scripts.benchmarks.gpu.models import engine_dir, make_engine, make_pair
-from scripts.benchmarks.gpu.pairs import measure_pair, soak_pair
+from scripts.benchmarks.gpu.pairs import measure_lengths, measure_pair, soak_pair
 from scripts.benchmarks.gpu.results import Results
 from scripts.benchmarks.gpu.sizes import SIZES, Size
 from scripts.benchmarks.gpu.tables import measure_rounds, soak_tables
@@ -92,6 +92,10 @@ def _measure_pair(results: Results, settings: Settings, backend: str) -> None:
     measure_pair(results, *_pair(settings, backend), settings.draft_len, settings.sizes)
 
 
+def _measure_lengths(results: Results, settings: Settings, backend: str) -> None:
+    measure_lengths(results, *_pair(settings, backend), settings.sizes)
+
+
 def _soak_pair(results: Results, settings: Settings, backend: str) -> None:
     soak_pair(results, *_pair(settings, backend), settings.draft_len, settings.sizes)
 
@@ -107,6 +111,7 @@ PARTS = (
     ),
     Part("build", True, _build),
     Part("pair", True, _measure_pair),
+    Part("lengths", True, _measure_lengths),
     Part("engines", True, _measure_engines),
     Part("kernels", False, _time_kernels),
     Part("soak of tables", False, lambda results, settings, _: soak_tables(results, settings.sizes)),
