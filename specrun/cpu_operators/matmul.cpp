@@ -9,6 +9,10 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 #endif
@@ -189,6 +193,22 @@ bool is_supported() {
 }
 }  // namespace avx512_vnni
 
+#if defined(__linux__) && (!defined(__clang__) && __GNUC__ >= 11 || defined(__clang__) && __clang_major__ >= 12)
+#define HAS_AMX
+namespace amx {
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma,amx-tile,amx-int8")))
+using namespace avx512_vnni;
+#include "matmul_amx.h"
+#undef TARGET
+bool is_supported() {
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    constexpr unsigned kAmxTile = 1u << 24, kAmxInt8 = 1u << 25;
+    return avx512_vnni::is_supported() && __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & kAmxTile) &&
+           (edx & kAmxInt8) && ask_for_tiles();
+}
+}  // namespace amx
+#endif
+
 // Vectors of 8 floats, which AVX-VNNI and AVX2 share.
 #define EIGHT_LANES                                                                                                 \
     constexpr int kLanes = 8, kTileRows = 4, kStripsOfFewRows = 2, kStripsOfManyRows = 1;                           \
@@ -263,6 +283,9 @@ bool is_supported() { return __builtin_cpu_supports("avx2") && __builtin_cpu_sup
 
 const InstructionSet kInstructionSets[] = {
 #if defined(__x86_64__)
+#if defined(HAS_AMX)
+    INSTRUCTION_SET(amx),
+#endif
     INSTRUCTION_SET(avx512_vnni),
 #if defined(HAS_AVX_VNNI)
     INSTRUCTION_SET(avx_vnni),

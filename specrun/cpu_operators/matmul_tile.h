@@ -143,6 +143,30 @@ OPERATION void add_up_floats(const Product& product, int64_t row, int64_t strip,
     }
 }
 
+// Write the totals of a row and a strip, with the residual added.
+OPERATION void write_out(const Product& product, int64_t row, int64_t strip,
+                         const Float (&totals)[kColumns / kLanes]) {
+    constexpr int kParts = static_cast<int>(kColumns) / kLanes;
+    const Output& output = output_of(product, strip);
+    const int64_t first = (strip - output.first_strip) * kColumns;
+    const int64_t columns = std::min(kColumns, output.columns - first);
+    const int64_t place = product.places[row] * output.columns + first;
+    const bool is_full = columns == kColumns;
+    float last[kColumns], last_residual[kColumns];
+    float* y = is_full ? output.y + place : last;
+    const float* residual = output.residual ? output.residual + place : nullptr;
+    if (residual && !is_full) {
+        std::memcpy(last_residual, residual, bytes_of(columns));
+        residual = last_residual;
+    }
+    UNROLL for (int p = 0; p < kParts; ++p) {
+        Float total = totals[p];
+        if (residual) total = multiply_add(total, spread(1.0f), load(residual + p * kLanes));
+        store(y + p * kLanes, total);
+    }
+    if (!is_full) std::memcpy(output.y + place, last, bytes_of(columns));
+}
+
 template <int kBits, int kRows, int kStrips>
 TARGET void multiply_tile(const Product& product, int64_t row, int64_t strip) {
     constexpr int kParts = static_cast<int>(kColumns) / kLanes;
@@ -158,27 +182,10 @@ TARGET void multiply_tile(const Product& product, int64_t row, int64_t strip) {
     } else {
         add_up_codes<kBits, kRows, kStrips>(product, row, strip, is_far, totals);
     }
-    UNROLL for (int s = 0; s < kStrips; ++s) {
-        const Output& output = output_of(product, strip + s);
-        const int64_t first = (strip + s - output.first_strip) * kColumns;
-        const int64_t columns = std::min(kColumns, output.columns - first);
-        UNROLL for (int r = 0; r < kRows; ++r) {
-            const int64_t place = product.places[row + r] * output.columns + first;
-            const bool is_full = columns == kColumns;
-            float last[kColumns], last_residual[kColumns];
-            float* y = is_full ? output.y + place : last;
-            const float* residual = output.residual ? output.residual + place : nullptr;
-            if (residual && !is_full) {
-                std::memcpy(last_residual, residual, bytes_of(columns));
-                residual = last_residual;
-            }
-            UNROLL for (int p = 0; p < kParts; ++p) {
-                Float total = totals[r][s * kParts + p];
-                if (residual) total = multiply_add(total, spread(1.0f), load(residual + p * kLanes));
-                store(y + p * kLanes, total);
-            }
-            if (!is_full) std::memcpy(output.y + place, last, bytes_of(columns));
-        }
+    UNROLL for (int s = 0; s < kStrips; ++s) UNROLL for (int r = 0; r < kRows; ++r) {
+        Float row_totals[kParts];
+        UNROLL for (int p = 0; p < kParts; ++p) row_totals[p] = totals[r][s * kParts + p];
+        write_out(product, row + r, strip + s, row_totals);
     }
 }
 

@@ -136,8 +136,9 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
         if not self._seconds or (self.drafter and self.drafter.needs_host):
             return None
         rows, draft_lens = range(1, self.rows.max_rows + 1), range(self.max_draft_len + 1)
-        seconds = [[self._seconds[self.rows.batch_size(count), g] for g in draft_lens] for count in rows]
-        return PairTimes(PassTimes(rows=rows, tokens=[g + 1 for g in draft_lens], seconds=seconds), None)
+        seconds = tuple(tuple(self._seconds[self.rows.batch_size(count), g] for g in draft_lens) for count in rows)
+        tokens = tuple(draft_len + 1 for draft_len in draft_lens)
+        return PairTimes(PassTimes(rows=tuple(rows), tokens=tokens, seconds=seconds), None)
 
     def admit(self, requests: Sequence[Request], first: int) -> None:
         """See ``Round``."""

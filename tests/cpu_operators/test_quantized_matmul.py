@@ -96,17 +96,18 @@ def test_scales_in_16_bits_are_the_same_numbers(bits: str, instruction_set: str)
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
 def test_a_rows_bits_depend_on_nothing_else(form: Form, instruction_set: str) -> None:
-    """On no other rows, on no number of threads, and not on the processor. One size is enough work for threads."""
-    for size in [(1000, 100), (520, 300), (70, 5)]:
+    """On no other rows, on no number of threads, and not on the processor. One size is enough work for threads, and one
+    has whole tiles of inputs."""
+    for size in [(1000, 100), (520, 300), (70, 5), (640, 100)]:
         model = product_graph(packed(form, *size))
-        x = inputs(17, size[0])
+        x = inputs(40, size[0])
         choose_instruction_set(None)
         alone = session(model)
         wanted = np.concatenate([run(alone, row[None]) for row in x])
         choose_instruction_set(instruction_set)
         for threads in (1, 3):
             opened = session(model, threads)
-            for rows in range(1, 18):
+            for rows in (*range(1, 18), 32, 33, 40):
                 np.testing.assert_array_equal(run(opened, x[:rows]), wanted[:rows])
                 np.testing.assert_array_equal(run(opened, x[-rows:]), wanted[-rows:])
 

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from scripts.benchmarks.gpu.results import Figures, Results
 from scripts.benchmarks.gpu.sizes import Size
@@ -80,7 +81,7 @@ def measure_lengths(results: Results, target: Path, draft: Path, size: Size) -> 
         requests = [Request(encode(prompt).ids, params, size.output_len) for prompt in PROMPTS]
         return [requests[first : first + batch] for first in range(0, len(requests), batch)]
 
-    def open_decoder(draft_len: int | str) -> SpeculativeDecoder:
+    def open_decoder(draft_len: int | Literal["auto"]) -> SpeculativeDecoder:
         return SpeculativeDecoder.open(target, draft, DraftTargetConfig(draft_len, reuse_blocks=False))
 
     with open_decoder(longest) as decoder:

@@ -1,0 +1,240 @@
+// Products of several rows with codes by AMX. One instruction multiplies up to 16 rows and 64 inputs with the codes of 16
+// columns, a tile that looks as 16 lines in 8 bits do. Lines in 4 bits are unpacked into such tiles first.
+//
+// No include guard: matmul.cpp includes it once, in a namespace that has the vector operations of AVX-512. The sums are of
+// integers, and floats are added up in the order of matmul_tile.h, so bits are the same.
+
+constexpr int64_t kMostTileRows = 16, kMostRows = 2 * kMostTileRows, kMostTileInputs = 64;
+// Strips that are multiplied at a time. More of them hide how long a product takes, but there are eight tiles: 0 to 3 for
+// sums, the next ones for activations, and the others for codes.
+constexpr int kStripsOfOneTile = 4, kStripsOfTwoTiles = 2;
+constexpr int64_t kTurns = 4, kAhead = 2;
+
+// The shapes of the tiles, as LDTILECFG reads them.
+struct alignas(64) TileShapes {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+
+    void set(int tile, int64_t tile_rows, int64_t bytes) {
+        rows[tile] = static_cast<uint8_t>(tile_rows);
+        row_bytes[tile] = static_cast<uint16_t>(bytes);
+    }
+};
+
+// Inputs of a tile; 0: the blocks are not made of tiles.
+inline int64_t tile_inputs(const Weight& weight) {
+    const int64_t inputs = std::min(kMostTileInputs, std::min(weight.block, weight.inputs));
+    const int64_t block = std::min(weight.block, weight.inputs);
+    const bool fits = inputs % weight.line_inputs() == 0 && weight.inputs % inputs == 0 && block % inputs == 0;
+    return weight.bits != 32 && fits ? inputs : 0;
+}
+
+// Up to 32 rows from ``row`` on, in one or two tiles, times kStrips strips.
+template <int kBits, int kStrips, bool kIsTwo>
+struct Tiles {
+    static constexpr int64_t kRows = kIsTwo ? kMostRows : kMostTileRows, kLineInputs = 32 / kBits;
+    static constexpr int32_t kOffset = kBits == 4 ? 8 : 128;
+    typedef int32_t Sums[kStrips][kRows][kColumns];
+
+    const Product& product;
+    const int64_t row, rows, strip;
+    const bool is_far;
+    const int64_t inputs = tile_inputs(product.weight), lines = inputs / kLineInputs;  // Of a tile.
+    const int64_t steps = product.weight.inputs / inputs, block_steps = product.weight.block / inputs;
+    const int64_t strip_bytes = product.weight.lines_of_strip() * kLineBytes;
+    const int64_t blocks = product.weight.blocks();
+    const uint8_t* const codes = static_cast<const uint8_t*>(product.weight.lines) + strip * strip_bytes;
+    alignas(64) float totals[kStrips][kRows][kColumns];
+    alignas(64) Sums sums[2];
+    // Tiles that were unpacked from 4 bits. They take turns, so that a tile's stores have ended when it is loaded.
+    alignas(64) uint8_t unpacked[kTurns][kMostTileInputs * kColumns];
+
+    TARGET void multiply() {
+        for (int s = 0; s < kStrips; ++s) {
+            for (int64_t r = 0; r < rows; ++r) store(totals[s][r], zero());
+        }
+        UNROLL for (int tile = 0; tile < kAhead; ++tile) unpack(tile / kStrips, tile % kStrips);
+        // What a block's products are is read when those of the next one are under way.
+        add_up_block(0);
+        for (int64_t block = 1; block < blocks; ++block) {
+            add_up_block(block);
+            add_to_totals(block - 1);
+        }
+        add_to_totals(blocks - 1);
+        for (int s = 0; s < kStrips; ++s) {
+            for (int64_t r = 0; r < rows; ++r) {
+                const Float total[1] = {load(totals[s][r])};
+                write_out(product, row + r, strip + s, total);
+            }
+        }
+    }
+
+    // The codes of a strip and a step, [inputs / 4][16 columns][4].
+    OPERATION const uint8_t* tile_of(int64_t step, int s) {
+        if constexpr (kBits == 8) return codes + s * strip_bytes + step * lines * kLineBytes;
+        return unpacked[(step * kStrips + s) % kTurns];
+    }
+
+    // Write such a tile, where codes have 4 bits. s: may be a strip of the next step.
+    OPERATION void unpack(int64_t step, int s) {
+        if constexpr (kBits == 8) return;
+        step += s / kStrips, s %= kStrips;
+        if (step >= steps) return;
+        const uint8_t* from = codes + s * strip_bytes + step * lines * kLineBytes;
+        uint8_t* to = unpacked[(step * kStrips + s) % kTurns];
+        for (int64_t line = 0; line < lines; ++line, from += kLineBytes, to += 2 * kLineBytes) {
+            const Int packed = load(from);
+            _mm512_store_si512(to, low_nibbles(packed));
+            _mm512_store_si512(to + kLineBytes, high_nibbles(packed));
+        }
+    }
+
+    OPERATION void ask_for_next_strips(int64_t step) {
+        for (int s = 0; s < kStrips; ++s) {
+            const uint8_t* next = codes + (kStrips + s) * strip_bytes + step * lines * kLineBytes;
+            for (int64_t line = 0; line < lines; ++line) __builtin_prefetch(next + line * kLineBytes, 0, 2);
+        }
+    }
+
+    OPERATION void add_up_block(int64_t block) {
+        const int64_t stride = product.rounded.stride, end = std::min(steps, (block + 1) * block_steps);
+        const int8_t* x = product.rounded.codes + row * stride + block * block_steps * inputs;
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t step = block * block_steps; step < end; ++step, x += inputs) {
+            if (is_far) ask_for_next_strips(step);
+            _tile_loadd(4, x, stride);
+            unpack(step, kAhead);
+            if constexpr (kIsTwo) {
+                _tile_loadd(5, x + kMostTileRows * stride, stride);
+                _tile_loadd(6, tile_of(step, 0), kLineBytes);
+                _tile_dpbsud(0, 4, 6);
+                _tile_dpbsud(2, 5, 6);
+                if constexpr (kStrips > 1) {
+                    unpack(step, 1 + kAhead);
+                    _tile_loadd(7, tile_of(step, 1), kLineBytes);
+                    _tile_dpbsud(1, 4, 7);
+                    _tile_dpbsud(3, 5, 7);
+                }
+            } else {
+                _tile_loadd(5, tile_of(step, 0), kLineBytes);
+                _tile_dpbsud(0, 4, 5);
+                if constexpr (kStrips > 1) {
+                    unpack(step, 1 + kAhead);
+                    _tile_loadd(6, tile_of(step, 1), kLineBytes);
+                    _tile_dpbsud(1, 4, 6);
+                    unpack(step, 2 + kAhead);
+                    _tile_loadd(7, tile_of(step, 2), kLineBytes);
+                    _tile_dpbsud(2, 4, 7);
+                    unpack(step, 3 + kAhead);
+                    _tile_loadd(5, tile_of(step, 3), kLineBytes);
+                    _tile_dpbsud(3, 4, 5);
+                }
+            }
+        }
+        Sums& found = sums[block % 2];
+        _tile_stored(0, found[0], kLineBytes);
+        if constexpr (kIsTwo) {
+            _tile_stored(2, found[0][kMostTileRows], kLineBytes);
+            if constexpr (kStrips > 1) {
+                _tile_stored(1, found[1], kLineBytes);
+                _tile_stored(3, found[1][kMostTileRows], kLineBytes);
+            }
+        } else if constexpr (kStrips > 1) {
+            _tile_stored(1, found[1], kLineBytes);
+            _tile_stored(2, found[2], kLineBytes);
+            _tile_stored(3, found[3], kLineBytes);
+        }
+    }
+
+    OPERATION void add_to_totals(int64_t block) {
+        const Weight& weight = product.weight;
+        const int64_t scale_bytes = weight.half_scales ? 2 : 4;
+        const int64_t scale_blocks = weight.one_scale ? 1 : blocks, scale_block = weight.one_scale ? 0 : block;
+        const int32_t* x_sums = product.rounded.sums + row * blocks + block;
+        const float* x_scales = product.rounded.scales + row * blocks + block;
+        for (int s = 0; s < kStrips; ++s) {
+            const int64_t place = (strip + s) * scale_blocks + scale_block;
+            const uint8_t* own = static_cast<const uint8_t*>(weight.scales) + place * kColumns * scale_bytes;
+            const Float scale = weight.half_scales ? load_halves(own) : load(reinterpret_cast<const float*>(own));
+            const int8_t* zeros = weight.zeros + ((strip + s) * blocks + block) * kColumns;
+            const Float zero_points = weight.zeros ? load_zeros(zeros) : zero();
+            for (int64_t r = 0; r < rows; ++r) {
+                const Int start = spread(-kOffset * x_sums[r * blocks]);
+                Float sum = to_float(_mm512_add_epi32(_mm512_load_si512(sums[block % 2][s][r]), start));
+                if (weight.zeros) {
+                    sum = multiply_add(zero_points, spread(static_cast<float>(-x_sums[r * blocks])), sum);
+                }
+                const Float both = times(scale, spread(x_scales[r * blocks]));
+                store(totals[s][r], multiply_add(sum, both, load(totals[s][r])));
+            }
+        }
+    }
+};
+
+// All strips up to ``end`` that come in groups of kStrips, times up to 32 rows from ``row`` on. Returns the first that is
+// left.
+template <int kBits, int kStrips, bool kIsTwo>
+TARGET int64_t multiply_groups(const Product& product, int64_t row, int64_t rows, int64_t strip, int64_t end) {
+    const Weight& weight = product.weight;
+    const bool is_far = row == 0 && weight.strips * weight.lines_of_strip() * kLineBytes > kLargestNear<kBits>;
+    for (; strip + kStrips <= end; strip += kStrips) {
+        Tiles<kBits, kStrips, kIsTwo> tiles{product, row, rows, strip, is_far};
+        tiles.multiply();
+    }
+    return strip;
+}
+
+template <int kBits>
+TARGET void multiply_tiles(const Product& product, int64_t first, int64_t end) {
+    const int64_t inputs = tile_inputs(product.weight);
+    for (int64_t row = 0; row < product.rows; row += kMostRows) {
+        const int64_t rows = std::min(kMostRows, product.rows - row);
+        const int64_t upper = std::min(kMostTileRows, rows), lower = rows - upper;
+        const bool is_two = lower > 0;
+        TileShapes shapes;
+        for (int tile = 0; tile < 4; ++tile) shapes.set(tile, is_two && tile >= 2 ? lower : upper, kLineBytes);
+        for (int tile = 4; tile < 8; ++tile) shapes.set(tile, inputs / 4, kLineBytes);
+        shapes.set(4, upper, inputs);
+        if (is_two) shapes.set(5, lower, inputs);
+        _tile_loadconfig(&shapes);
+        if (is_two) {
+            const int64_t left = multiply_groups<kBits, kStripsOfTwoTiles, true>(product, row, rows, first, end);
+            multiply_groups<kBits, 1, true>(product, row, rows, left, end);
+        } else {
+            const int64_t left = multiply_groups<kBits, kStripsOfOneTile, false>(product, row, rows, first, end);
+            multiply_groups<kBits, 1, false>(product, row, rows, left, end);
+        }
+    }
+    _tile_release();  // Otherwise the system keeps the tiles of threads that do something else.
+}
+
+// Whether tiles are faster. To unpack 4 bits takes longer than they save where rows are few.
+inline bool has_tiles(const Product& product) {
+    const int64_t fewest = product.weight.bits == 8 ? 3 : 7;
+    return product.rows >= fewest && tile_inputs(product.weight) > 0;
+}
+
+int64_t strips_at_once(const Product& product) {
+    return has_tiles(product) ? kStripsOfOneTile : avx512_vnni::strips_at_once(product);
+}
+
+TARGET void multiply(const Product& product, int64_t first_strip, int64_t num_strips) {
+    const int64_t end = std::min(first_strip + num_strips, product.weight.strips);
+    if (!has_tiles(product)) {
+        avx512_vnni::multiply(product, first_strip, num_strips);
+    } else if (product.weight.bits == 4) {
+        multiply_tiles<4>(product, first_strip, end);
+    } else {
+        multiply_tiles<8>(product, first_strip, end);
+    }
+}
+
+// Linux gives the tiles to processes that ask for them.
+inline bool ask_for_tiles() {
+    constexpr long kAskForFeature = 0x1023, kTiles = 18;
+    return syscall(SYS_arch_prctl, kAskForFeature, kTiles) == 0;
+}
