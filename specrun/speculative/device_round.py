@@ -109,11 +109,11 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
         for model in self._models():
             model.allocate_pool(blocks)
 
-    def warm_up(self, show: Callable[[int, int], None] = lambda _done, _of: None) -> None:
+    def warm_up(self, show: Callable[[int, int], None] = lambda _done, _of: None, times_rounds: bool = True) -> None:
         """Run prompts and capture every possible round, so that nothing is prepared, compiled or allocated later.
 
-        Call it before any request. ``show`` is called with how many steps are done, and of how many. Raises
-        BackendError.
+        Call it before any request. ``show`` is called with how many steps are done, and of how many. times_rounds: for
+        ``pass_times``. Raises BackendError.
         """
         max_rows = self.rows.max_rows
         sizes = sorted({self.rows.batch_size(count) for count in range(1, max_rows + 1)}, reverse=True)
@@ -121,7 +121,7 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
         steps: list[Callable[[], object]] = [partial(self.target.warm_up, max_rows)]
         steps += [self.drafter.warm_up] if self.drafter else []
         steps += [partial(self._queue, *kind, True) for kind in kinds for _ in range(2)]
-        steps += [partial(self._time, *kind) for kind in kinds]
+        steps += [partial(self._time, *kind) for kind in kinds] if times_rounds else []
         show(0, len(steps))
         for done, step in enumerate(steps, 1):
             step()

@@ -237,7 +237,7 @@ def _open_on_gpus(
         opened.pop_all()  # From now on the round closes them.
     try:
         if config.warm_up:
-            round_.warm_up(show)
+            round_.warm_up(show, times_rounds=bool(draft_len) and config.fixed_draft_len is None)
         for number, device in devices.items() if not asked else ():
             own_configs = [part.config for part in parts if part.gpu == number]
             free = device.free_memory()[0]
