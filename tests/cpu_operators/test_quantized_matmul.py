@@ -137,8 +137,8 @@ def test_a_row_that_is_not_finite_stays_by_itself(instruction_set: str) -> None:
 
 def test_blocks_of_zeros_make_no_subnormal_numbers(instruction_set: str) -> None:
     """Intel's processors need a hundred cycles for a sum with one. Where a result is one, the processor sets a flag."""
-    if instruction_set == "plain" or platform.machine() != "x86_64":
-        pytest.skip("a flag of x86-64's vector instructions")
+    if instruction_set == "plain" or (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        pytest.skip("glibc shows this flag of x86-64's vector instructions")
     libm, all_flags, underflow = ctypes.CDLL("libm.so.6"), 0x3D, 0x10
     opened = session(product_graph(packed(Form("int4", 128), 256, 40)), 1)
     x = inputs(9, 256)
