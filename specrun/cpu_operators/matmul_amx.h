@@ -50,6 +50,10 @@ struct Tiles {
     // Tiles that were unpacked from 4 bits. They take turns, so that a tile's stores have ended when it is loaded.
     alignas(64) uint8_t unpacked[kTurns][kMostTileInputs * kColumns];
 
+    // Not by a list of values, which would clear the memory.
+    Tiles(const Product& all, int64_t first_row, int64_t num_rows, int64_t first_strip, bool asks)
+        : product(all), row(first_row), rows(num_rows), strip(first_strip), is_far(asks) {}
+
     TARGET void multiply() {
         for (int s = 0; s < kStrips; ++s) {
             for (int64_t r = 0; r < rows; ++r) store(totals[s][r], zero());
@@ -182,7 +186,7 @@ TARGET int64_t multiply_groups(const Product& product, int64_t row, int64_t rows
     const Weight& weight = product.weight;
     const bool is_far = row == 0 && weight.strips * weight.lines_of_strip() * kLineBytes > kLargestNear<kBits>;
     for (; strip + kStrips <= end; strip += kStrips) {
-        Tiles<kBits, kStrips, kIsTwo> tiles{product, row, rows, strip, is_far};
+        Tiles<kBits, kStrips, kIsTwo> tiles(product, row, rows, strip, is_far);
         tiles.multiply();
     }
     return strip;
