@@ -8,6 +8,7 @@ constexpr int64_t kMostTileRows = 16, kMostRows = 2 * kMostTileRows, kMostTileIn
 // Strips that are multiplied at a time. More of them hide how long a product takes, but there are eight tiles: 0 to 3 for
 // sums, the next ones for activations, and the others for codes.
 constexpr int kStripsOfOneTile = 4, kStripsOfTwoTiles = 2;
+// Of tiles that are unpacked from 4 bits: how many are kept, and how many tiles ahead one is unpacked.
 constexpr int64_t kTurns = 4, kAhead = 2;
 
 // The shapes of the tiles, as LDTILECFG reads them.
