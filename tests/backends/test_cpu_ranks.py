@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import struct
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -157,8 +160,13 @@ def test_nothing_is_left_of_a_closed_engine_or_a_dead_owner(engine: Any, tmp_pat
     """Ranks end with who has started them, also where that was killed."""
     before = set(Path("/tmp").glob("specrun-*"))
     with SpeculativeDecoder.open(engine(2)) as decoder:
-        processes = ranks_of(decoder)
+        processes, launcher = ranks_of(decoder), decoder.scheduler.round.host_target.backend._group._launcher
+        for process in processes:
+            maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            shared = [line for line in maps if "/dev/shm/" in line]
+            assert shared and all(line.endswith("(deleted)") for line in shared)
     assert not psutil.wait_procs(processes, 5)[1]
+    assert launcher.returncode != -signal.SIGKILL, "it has not removed its files in /tmp"
     child = os.fork()
     if not child:
         with SpeculativeDecoder.open(engine(2)) as decoder:
@@ -173,6 +181,16 @@ def test_nothing_is_left_of_a_closed_engine_or_a_dead_owner(engine: Any, tmp_pat
     assert not psutil.wait_procs(processes, 10)[1]
     for folder in set(Path("/tmp").glob("specrun-*")) - before:
         shutil.rmtree(folder)
+
+
+def test_memory_that_is_too_small_is_said(engine: Any) -> None:
+    """MPI's memory lies in /dev/shm, of which containers have little; ranks end with a bus error there."""
+    opens = f"from specrun.decoder import SpeculativeDecoder; SpeculativeDecoder.open({str(engine(2))!r})"
+    small = f"mount -t tmpfs -o size=1m tmpfs /dev/shm && exec {sys.executable} -c {shlex.quote(opens)}"
+    ran = subprocess.run(["unshare", "-rm", "sh", "-c", small], capture_output=True, text=True, timeout=100)
+    if "unshare failed" in ran.stderr or "mount" in ran.stderr:
+        pytest.skip("this user may not mount")
+    assert "2 ranks did not start (Bus error); /dev/shm has 0 kB left: make it larger" in ran.stderr
 
 
 def test_what_is_missing_is_said(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,8 +29,14 @@ _SILENCE = 5 * BEAT_SECONDS
 """A rank that says nothing for so long while it should compute is lost."""
 _ENDED = "a rank has ended"
 """Which one, nobody knows: where one ends, ``mpiexec`` ends the others."""
-_LAUNCHERS_OWN = ("[mpiexec@", "[proxy:", "=", "YOUR APPLICATION", "This typically")
+_TO_END = 2.0
+"""Seconds in which ``mpiexec`` ends the ranks and removes its files, also on other machines."""
+_LAUNCHERS_OWN = ("[mpiexec@", "[proxy:", "=", "This typically", "Please see")
 """How lines begin that MPICH's launcher writes about itself."""
+_CAUSES = ("Fatal Python error: ", "YOUR APPLICATION TERMINATED WITH THE EXIT STRING: ")
+"""How lines begin that say why a rank has ended: its own, where a signal does not kill it at once, and MPICH's."""
+_MPI_MEMORY, _MPI_BYTES = "/dev/shm", 2 << 20
+"""Where MPICH has memory that ranks share, and what is enough for each of them: it takes 1.1 MB."""
 _HOW = "pip install mpi4py mpich"
 
 
@@ -52,7 +58,7 @@ class RankGroup:
         """Of the ranks on this machine."""
         self._selector = selectors.DefaultSelector()
         command = [_mpiexec(), *_placed(hosts), "-n", str(ranks)]
-        command += [sys.executable, "-P", "-m", "specrun.backends.cpu_ranks.process"]
+        command += [sys.executable, "-P", "-X", "faulthandler", "-m", "specrun.backends.cpu_ranks.process"]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (It is open as long as they run.)
         # Only this user may enter the folder, and nobody needs it once all ranks are connected.
         with tempfile.TemporaryDirectory(prefix="specrun-") as folder:
@@ -134,6 +140,9 @@ class RankGroup:
                 if self._launcher.poll() is None and time.monotonic() < until:
                     continue
                 advice = f"; does 'ssh {self._hosts[-1]}' need no password?" if self._hosts else ""
+                with suppress(OSError):
+                    if (free := shutil.disk_usage(_MPI_MEMORY).free) < self.here * _MPI_BYTES:
+                        advice = f"; {_MPI_MEMORY} has {free >> 10} kB left: make it larger (docker run --shm-size)"
                 raise BackendError(
                     f"{self._directory}: its {ranks} ranks did not start{self._said()}{advice}"
                 ) from None
@@ -162,6 +171,9 @@ class RankGroup:
     def _end(self) -> None:
         for link in self.links:
             link.close()
+        self._launcher.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._launcher.wait(_TO_END)
         with suppress(OSError):
             os.killpg(self._launcher.pid, signal.SIGKILL)
         for process in self._processes.values():
@@ -172,10 +184,12 @@ class RankGroup:
         self._launcher.wait()
 
     def _said(self) -> str:
-        """The last line that a rank, or what starts it, has written."""
+        """Why a rank has ended, or the last line that one has written."""
         self._log.seek(0)
         lines = [line.strip() for line in self._log.read().decode(errors="replace").splitlines()]
-        said = [line for line in lines if line and not line.startswith(_LAUNCHERS_OWN)] or lines
+        lines = [line for line in lines if line and not line.startswith(_LAUNCHERS_OWN)]
+        own, launchers = ([line.removeprefix(cause) for line in lines if line.startswith(cause)] for cause in _CAUSES)
+        said = own or [line for line in lines if not line.startswith(_CAUSES)] or launchers
         return f" ({said[-1][:300]})" if said else ""
 
 

@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from specrun.kv_cache.host import HostKVCache
 
 ROW_OPERATIONS = {"clear", "clear_states", "swap", "save", "load", "save_state", "load_state"}
 """Of ``HostKVCache``: what a rank on another machine is told to do to a row."""
+
+_MPI_MEMORY = "/dev/shm/mpich_shm_"
 
 
 class Rank:
@@ -113,6 +116,8 @@ class Exchange:
     def on_this_machine(self) -> tuple[int, int]:
         """This rank's place among the ranks of its machine, and how many these are."""
         own = self._world.Split_type(self._mpi.COMM_TYPE_SHARED)
+        own.Barrier()
+        _unlink_mpi_memory()
         return own.Get_rank(), own.Get_size()
 
     def _exchange(self, number: int, own: int, everything: int, nbytes: int) -> int:
@@ -189,6 +194,16 @@ def _require_same(ranks: int, config: EngineConfig, message: dict[str, Any]) -> 
     for name, own in versions().items():
         if own != (wanted := message["versions"][name]):
             raise BackendError(f"{socket.gethostname()} has {name} {own}, not {wanted}; install the same everywhere")
+
+
+def _unlink_mpi_memory() -> None:
+    """Remove the names of MPICH's shared memory, which all ranks have mapped: nobody does where a rank is killed.
+
+    What stays there fills /dev/shm, and then ranks end with a bus error.
+    """
+    with suppress(OSError), Path("/proc/self/maps").open() as maps:
+        for name in {line.split()[-1] for line in maps if f" {_MPI_MEMORY}" in line}:
+            Path(name).unlink(missing_ok=True)
 
 
 def _share_cores(place: int, ranks: int) -> None:
