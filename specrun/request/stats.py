@@ -22,8 +22,8 @@ class Stats:
     accepted: int = 0
     forced: int = 0
     """Draft tokens that a grammar forced; ``drafted`` includes them."""
-    steps: Counter[tuple[int, int]] = field(default_factory=Counter)
-    """Number of rounds that drafted, by their draft tokens and the accepted ones of these."""
+    steps: list[tuple[int, int]] = field(default_factory=list)
+    """Of each round that drafted its draft tokens, and the accepted ones of these."""
     max_draft_len: int = 0
     """Most draft tokens that a round could have had."""
     cached: int = 0
@@ -57,7 +57,7 @@ class Stats:
         self.drafted += drafted
         self.accepted += min(accepted, committed)
         if drafted:
-            self.steps[drafted, min(accepted, committed)] += 1
+            self.steps.append((drafted, min(accepted, committed)))
         self.evaluated += committed if ended_early else min(drafted, accepted + 1)
 
 

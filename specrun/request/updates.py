@@ -26,8 +26,8 @@ class Update(NamedTuple):
     """What is new of a request."""
 
     token_outputs: Sequence[TokenOutput]
-    drafted: int
-    """Draft tokens of the rounds. Those accepted are in ``token_outputs``."""
+    steps: Sequence[tuple[int, int]]
+    """Those of ``Stats.steps``: of one round or several."""
     prompt_logprobs: Sequence[TokenLogprob]
     """Log-probabilities of the prompt's tokens from the second on, in a request's first update if it wants them."""
     ended: Ended | None
@@ -39,18 +39,18 @@ class Watch:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self._shown = self._drafted = 0
+        self._shown = self._steps = 0
 
     def update(self) -> Update | None:
         """What is new since the last call; None where nothing is."""
         request = self.request
         reason = request.finish_reason  # Read before the tokens: it is set after the last of them.
-        count, drafted = len(request.token_outputs), request.stats.drafted
+        count, steps = len(request.token_outputs), len(request.stats.steps)
         if reason is None and count == self._shown:
             return None
         new = request.token_outputs[self._shown :]
         scores = () if self._shown else tuple(request.prompt_token_logprobs)
         ended = Ended(reason, count, replace(request.stats), request.error) if reason else None
-        update = Update(new, drafted - self._drafted, scores, ended)
-        self._shown, self._drafted = count, drafted
+        update = Update(new, request.stats.steps[self._steps : steps], scores, ended)
+        self._shown, self._steps = count, steps
         return update

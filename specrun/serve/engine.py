@@ -162,8 +162,8 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while self._wait_for_work():
-                self._take_arrived()
                 self._step()
+                self._take_arrived()  # Behind the step, which may have begun with them.
                 self._hand_out()
         except BaseException as error:
             self._die(error)

@@ -55,14 +55,13 @@ class Metrics:
         self._output_sizes = self._histogram("request_generation_tokens", "Tokens of output.", _TOKENS)
 
     def count_round(self, update: Update, seconds: float, is_first: bool) -> None:
-        """Count the tokens of a round. seconds: since the request's last tokens, or since it came."""
+        """Count the tokens of a round or more. seconds: since the request's last tokens, or since it came."""
         tokens = len(update.token_outputs)
         self._output_tokens.inc(tokens)
         (self._first_token if is_first else self._between).observe(seconds if is_first else seconds / tokens)
-        if update.drafted:
-            accepted = sum(output.from_draft for output in update.token_outputs)
+        for drafted, accepted in update.steps:
             self._rounds.inc()
-            self._drafted.inc(update.drafted)
+            self._drafted.inc(drafted)
             self._accepted.inc(accepted)
             for position in range(accepted):
                 self._accepted_at.labels(self._model, str(position)).inc()
@@ -79,10 +78,14 @@ class Metrics:
         self._whole.observe(seconds)
 
     def page(self, engine: EngineThread) -> bytes:
-        """What ``/metrics`` answers, in Prometheus' text format."""
+        """What ``/metrics`` answers: ``text`` with what the engine does now."""
         self._running.set(engine.num_running)
         self._waiting.set(engine.num_waiting)
         self._cache_usage.set(engine.cache_usage)
+        return self.text()
+
+    def text(self) -> bytes:
+        """The counts, in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def _gauge(self, name: str, text: str) -> Gauge:

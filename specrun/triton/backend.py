@@ -93,7 +93,7 @@ class TritonPythonModel:
         response.answer = UnsentAnswer(ask.stream, made.logprobs is not None, made.echo, len(made.prompt), ask.is_probe)
         if ask.is_probe and self._is_busy():
             ended = Ended("length", 0, Stats(), None)
-            self.responses.do(partial(response.receive, 0, Update((), 0, (), ended)))
+            self.responses.do(partial(response.receive, 0, Update((), (), (), ended)))
         else:
             response.job = self.engine.submit([made], response.receive)
 

@@ -76,7 +76,7 @@ def spread(middle: float) -> Spread:
 
 def result(batch: int, draft_len: int | None, speedup: float) -> Result:
     stats = Stats(rounds=3, drafted=6, evaluated=5, accepted=3, max_draft_len=2)
-    stats.steps.update({(2, 1): 3})
+    stats.steps += [(2, 1)] * 3
     counts = speculative_decoding([stats])
     split = Split(*map(spread, (2.0, 4.0, 1.0, 0.1, 4.0, 0.5, speedup * 1.1)))
     one = spread(10)

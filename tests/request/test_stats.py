@@ -46,7 +46,7 @@ def test_means_are_finite_where_nothing_was_drafted() -> None:
 def test_tokens_behind_the_texts_end_are_not_accepted(committed: int, counts: tuple[int, int]) -> None:
     stats = Stats()
     stats.count_round(4, 4, committed, 0.0)
-    assert stats.steps == {counts: 1}
+    assert stats.steps == [counts]
     assert stats.accepted == counts[1]
 
 
