@@ -74,20 +74,31 @@ def decode(directory: Path) -> list[Request]:
         return decoder.generate(PROMPTS, max_output_len=24, logprobs=1)
 
 
-def ranks_of(decoder: SpeculativeDecoder) -> list[psutil.Process]:
-    """The processes of the target's ranks, also where they play another machine's."""
+def launcher_of(decoder: SpeculativeDecoder) -> subprocess.Popen[bytes]:
+    """The process that has started the target's ranks."""
     target = decoder.scheduler.round.host_target
     assert target is not None and isinstance(target.backend, RanksBackend)
-    children = psutil.Process(target.backend._group._launcher.pid).children(recursive=True)
+    return target.backend._group._launcher
+
+
+def ranks_of(decoder: SpeculativeDecoder) -> list[psutil.Process]:
+    """The processes of the target's ranks, also where they play another machine's."""
+    children = psutil.Process(launcher_of(decoder).pid).children(recursive=True)
     found = [child for child in children if "python" in child.name()]
     return sorted(found, key=lambda child: int(child.environ()["PMI_RANK"]))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
-    ("family", "convert"),
-    [("llama2", {}), ("llama3", {}), ("mixtral", {}), ("gpt2", {"qformat": "int4"}), ("qwen3_5", {})],
-    ids=["dense", "shared heads", "mixture", "int4", "recurrent"],
+    ("family", "convert", "ranks"),
+    [
+        ("llama2", {}, 2),
+        ("llama3", {}, 2),
+        ("llama3", {}, 4),
+        ("mixtral", {}, 2),
+        ("gpt2", {"qformat": "int4"}, 4),
+        ("qwen3_5", {}, 4),
+    ],
+    ids=["dense-2", "shared heads-2", "shared heads-4", "mixture-2", "int4-4", "recurrent-4"],
 )
 def test_texts_are_those_of_one_rank(engine: Any, family: str, convert: dict[str, str], ranks: int) -> None:
     """Dense, heads that ranks share, a mixture, 4 bits, recurrent layers; sums are rounded in another order."""
@@ -123,24 +134,26 @@ def test_control_what_other_machines_are_not_told_shows(
     """Rows that are moved on one machine only: other texts, or keys of unused tokens, which are not numbers."""
     monkeypatch.setattr(RanksCache, operation, getattr(HostKVCache, operation))
     try:
-        tally = fuzz(engine(2, family), [engine(1, family)], 60, seed=3, rank_hosts=MACHINES)
+        tally = fuzz(engine(2, family), [engine(1, family)], 30, seed=3, rank_hosts=MACHINES)
     except BackendError as error:
         assert "logits are not numbers" in str(error)
     else:
         assert tally.different_texts
 
 
-@pytest.mark.parametrize("hosts", [(), MACHINES], ids=["one machine", "two"])
-@pytest.mark.parametrize("rank", [0, 1])
+KILLED, STOPPED = (signal.SIGKILL, "a rank has ended"), (signal.SIGSTOP, "rank {} has not answered for 5 seconds")
+
+
 @pytest.mark.parametrize(
-    ("sent", "said"),
-    [(signal.SIGKILL, "a rank has ended"), (signal.SIGSTOP, "rank {} has not answered for 5 seconds")],
-    ids=["killed", "stopped"],
+    ("lost", "rank", "hosts"),
+    [(KILLED, 0, MACHINES), (KILLED, 1, ()), (STOPPED, 0, ()), (STOPPED, 1, MACHINES)],
+    ids=["killed-0-two", "killed-1", "stopped-0", "stopped-1-two"],
 )
 def test_a_lost_rank_ends_its_step_and_all_ranks(
-    engine: Any, rank: int, sent: signal.Signals, said: str, hosts: tuple[str, ...]
+    engine: Any, lost: tuple[signal.Signals, str], rank: int, hosts: tuple[str, ...]
 ) -> None:
     """Within seconds, with one error; then nothing is left."""
+    sent, said = lost
     with SpeculativeDecoder.open(engine(2), config=DraftTargetConfig(rank_hosts=hosts)) as decoder:
         processes = ranks_of(decoder)
         threading.Timer(0.3, processes[rank].send_signal, [sent]).start()
@@ -160,7 +173,7 @@ def test_nothing_is_left_of_a_closed_engine_or_a_dead_owner(engine: Any, tmp_pat
     """Ranks end with who has started them, also where that was killed."""
     before = set(Path("/tmp").glob("specrun-*"))
     with SpeculativeDecoder.open(engine(2)) as decoder:
-        processes, launcher = ranks_of(decoder), decoder.scheduler.round.host_target.backend._group._launcher
+        processes, launcher = ranks_of(decoder), launcher_of(decoder)
         for process in processes:
             maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
             shared = [line for line in maps if "/dev/shm/" in line]
