@@ -111,7 +111,6 @@ def int8_with_zero_points(directory: Path) -> Path:
     ("save", "qformat", "writes_all"),
     [
         (mixtral, "auto", False),
-        (mixtral, "int8", False),
         (mixtral, "int4", False),
         (mixtral, "fp8", False),
         (mixtral, "nvfp4", True),
