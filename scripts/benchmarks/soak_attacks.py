@@ -12,6 +12,7 @@ times the quiet median, if an attack gets an answer that it should not, or if th
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import multiprocessing
 import os
@@ -37,12 +38,15 @@ from specrun.devices.processor import describe_processor
 
 Results: TypeAlias = "multiprocessing.Queue[tuple[Counter[str], list[str]]]"
 """What attackers got, and what was wrong with it."""
+Start: TypeAlias = "multiprocessing.synchronize.Barrier"
+"""Where attackers and honest clients wait for each other."""
 STREAMS = 16
 BODIES = 64
 SLOWEST = 3.0
 """Times of the quiet median that an honest answer may take."""
 FILES = 1024
 """Number of files that the server may have open."""
+_TICK = 0.01
 IDLE = 1100
 """Number of connections that send nothing."""
 TEXT = "the class of the statement is return; " * 200_000
@@ -145,7 +149,8 @@ class Honest:
         while time.monotonic() < until:
             began = time.perf_counter()
             try:
-                async with httpx.AsyncClient(base_url=self.client.base_url, timeout=10) as client:
+                # Without certificates, whose reading would hold up all clients.
+                async with httpx.AsyncClient(base_url=self.client.base_url, timeout=10, verify=False) as client:
                     status = (await client.get("/health")).status_code
             except httpx.HTTPError as error:
                 self.wrong.append(f"/health: {error!r}")
@@ -154,6 +159,12 @@ class Honest:
                     self.wrong.append(f"/health: {status}")
             self.seconds.setdefault("health", []).append(time.perf_counter() - began)
             await asyncio.sleep(1)
+
+    async def watch(self, until: float) -> None:
+        """For how long these clients themselves did not run: no server can be blamed for that."""
+        while (began := time.monotonic()) < until:
+            await asyncio.sleep(_TICK)
+            self.seconds.setdefault("pauses", []).append(time.monotonic() - began - _TICK)
 
 
 @dataclass
@@ -205,14 +216,14 @@ class Attackers:
         await asyncio.gather(*map(connect, range(IDLE)))
 
 
-def attack(
-    url: str, minutes: float, number: int, results: multiprocessing.Queue[tuple[Counter[str], list[str]]]
-) -> None:
+def attack(url: str, minutes: float, number: int, start: Start, results: Results) -> None:
     """In a process of its own: ``number`` clients that send bodies of attacks, and the idle connections."""
     os.nice(19)
 
     async def run() -> None:
         bodies = [json.dumps(body, separators=(",", ":")).encode() for _, _, body, _ in ATTACKS]
+        start.wait()  # Before the quiet time, so that no imports take time from the server.
+        start.wait()
         until = time.monotonic() + 60 * minutes
         async with httpx.AsyncClient(base_url=url, timeout=120, limits=httpx.Limits(max_connections=None)) as client:
             attackers = Attackers(client)
@@ -232,7 +243,10 @@ async def run_clients(
     """
     context = multiprocessing.get_context("spawn")
     results: Results = context.Queue()
-    attackers = context.Process(target=attack, args=(url, minutes, number, results))
+    start = context.Barrier(2)
+    attackers = context.Process(target=attack, args=(url, minutes, number, start, results))
+    attackers.start()
+    start.wait()
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=httpx.Limits(max_connections=None)) as client:
         honest, seen = Honest(client), {}
         for body in range(BODIES):  # Alone, and so the texts to which all others are compared.
@@ -241,9 +255,10 @@ async def run_clients(
         until = time.monotonic() + 15 * minutes
         await asyncio.gather(*(honest.stream(draw, "quiet", until) for draw in streams))
         seen["quiet"] = resources(process)
-        attackers.start()
+        start.wait()
         until = time.monotonic() + 60 * minutes
-        await asyncio.gather(*(honest.stream(draw, "attacked", until) for draw in streams), honest.health(until))
+        attacked = [honest.stream(draw, "attacked", until) for draw in streams]
+        await asyncio.gather(*attacked, honest.health(until), honest.watch(until))
         seen["attacked"] = resources(process)
         answers, wrong = await asyncio.to_thread(results.get)
         attackers.join()
@@ -274,6 +289,7 @@ def main(minutes: float, attackers: int, json_file: Path | None) -> None:
                         sys.exit(log.read_text())
                     time.sleep(0.2)
                 url = log.read_text().partition("serving on ")[2].partition(";")[0]
+                gc.freeze()  # A full collection of what imports have made would hold up all clients for 0.5 s.
                 soak, answers, seen = asyncio.run(run_clients(url, server.pid, minutes, attackers))
             finally:
                 server.terminate()
@@ -287,12 +303,13 @@ def main(minutes: float, attackers: int, json_file: Path | None) -> None:
         "date": time.strftime("%Y-%m-%d"),
         "minutes": minutes,
         "exit_status": status,
-        "honest answers": {when: len(seconds) for when, seconds in soak.seconds.items()},
+        "honest answers": {when: len(soak.seconds[when]) for when in ("alone", "quiet", "attacked", "afterwards")},
         "quiet median seconds": round(median, 3),
         "median beside the quiet one": round(slow["attacked"], 2),
         "slowest beside the quiet median": round(max(soak.seconds["attacked"]) / median, 2),
         f"answers later than {SLOWEST:.0f} times": late,
         "slowest health seconds": round(max(soak.seconds["health"]), 3),
+        "longest pause of the clients themselves": round(max(soak.seconds["pauses"]), 3),
         "honest answers of 429": soak.refused,
         "attacks": dict(sorted(answers.items())),
         "wrong": soak.wrong[:20],
