@@ -188,7 +188,8 @@ class RankGroup:
         self._log.seek(0)
         lines = [line.strip() for line in self._log.read().decode(errors="replace").splitlines()]
         lines = [line for line in lines if line and not line.startswith(_LAUNCHERS_OWN)]
-        own, launchers = ([line.removeprefix(cause) for line in lines if line.startswith(cause)] for cause in _CAUSES)
+        # Ranks that end at the same time write into each other's lines.
+        own, launchers = ([line.split(cause)[-1] for line in lines if line.startswith(cause)] for cause in _CAUSES)
         said = own or [line for line in lines if not line.startswith(_CAUSES)] or launchers
         return f" ({said[-1][:300]})" if said else ""
 
