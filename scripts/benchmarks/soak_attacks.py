@@ -244,7 +244,7 @@ async def run_clients(
     context = multiprocessing.get_context("spawn")
     results: Results = context.Queue()
     start = context.Barrier(2)
-    attackers = context.Process(target=attack, args=(url, minutes, number, start, results))
+    attackers = context.Process(target=attack, args=(url, minutes, number, start, results), daemon=True)
     attackers.start()
     start.wait()
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=httpx.Limits(max_connections=None)) as client:

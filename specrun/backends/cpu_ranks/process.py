@@ -202,7 +202,7 @@ def _unlink_mpi_memory() -> None:
     What stays there fills /dev/shm, and then ranks end with a bus error.
     """
     with suppress(OSError), Path("/proc/self/maps").open() as maps:
-        for name in {line.split()[-1] for line in maps if f" {_MPI_MEMORY}" in line}:
+        for name in {line.split()[5] for line in maps if f" {_MPI_MEMORY}" in line}:
             Path(name).unlink(missing_ok=True)
 
 
