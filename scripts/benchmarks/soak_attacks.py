@@ -47,6 +47,7 @@ SLOWEST = 3.0
 FILES = 1024
 """Number of files that the server may have open."""
 _TICK = 0.01
+"""Seconds between two looks at whether the clients run."""
 IDLE = 1100
 """Number of connections that send nothing."""
 TEXT = "the class of the statement is return; " * 200_000

@@ -161,8 +161,8 @@ def test_times_that_are_no_straight_line(rows: int, alpha: float, step: int) -> 
     chosen = [
         seconds_a_token(DraftLength(MOST, None), lambda _: alpha, 0.01, 0.02, seed=seed, **run) for seed in range(6)
     ]
-    fixed = [[seconds_of_fixed(g, alpha, seed=seed, **run) for seed in range(12)] for g in range(MOST + 1)]
-    assert np.mean(chosen) <= 1.08 * np.mean(fixed, axis=1).min()
+    of_fixed = [[seconds_of_fixed(g, alpha, seed=seed, **run) for seed in range(12)] for g in range(MOST + 1)]
+    assert np.mean(chosen) <= 1.08 * np.mean(of_fixed, axis=1).min()
 
 
 def test_a_new_batch_size_begins_with_what_others_have_told() -> None:
@@ -237,10 +237,9 @@ def test_no_kind_of_draft_is_slower_whether_it_is_good_or_useless(kind: Kind, ro
 
     def chosen(alpha: float) -> float:
         ends: dict[str, Any] = {"drafts_end": kind.drafts_end, **run}
-        lengths = (DraftLength(MOST, None) for _ in range(3))
         found = [
-            seconds_a_token(length, lambda _: alpha, kind.cost, 0.06, seed=seed, **ends)
-            for seed, length in enumerate(lengths)
+            seconds_a_token(DraftLength(MOST, None), lambda _: alpha, kind.cost, 0.06, seed=seed, **ends)
+            for seed in range(3)
         ]
         return float(np.mean(found))
 

@@ -35,7 +35,7 @@ _LAUNCHERS_OWN = ("[mpiexec@", "[proxy:", "=", "This typically", "Please see")
 """How lines begin that MPICH's launcher writes about itself."""
 _CAUSES = ("Fatal Python error: ", "YOUR APPLICATION TERMINATED WITH THE EXIT STRING: ")
 """How lines begin that say why a rank has ended: its own, where a signal does not kill it at once, and MPICH's."""
-_MPI_MEMORY, _MPI_BYTES = "/dev/shm", 2 << 20
+_SHARED_MEMORY, _SHARED_BYTES = "/dev/shm", 2 << 20
 """Where MPICH has memory that ranks share, and what is enough for each of them: it takes 1.1 MB."""
 _HOW = "pip install mpi4py mpich"
 
@@ -141,8 +141,8 @@ class RankGroup:
                     continue
                 advice = f"; does 'ssh {self._hosts[-1]}' need no password?" if self._hosts else ""
                 with suppress(OSError):
-                    if (free := shutil.disk_usage(_MPI_MEMORY).free) < self.here * _MPI_BYTES:
-                        advice = f"; {_MPI_MEMORY} has {free >> 10} kB left: make it larger (docker run --shm-size)"
+                    if (free := shutil.disk_usage(_SHARED_MEMORY).free) < self.here * _SHARED_BYTES:
+                        advice = f"; {_SHARED_MEMORY} has {free >> 10} kB left: make it larger (docker run --shm-size)"
                 raise BackendError(
                     f"{self._directory}: its {ranks} ranks did not start{self._said()}{advice}"
                 ) from None

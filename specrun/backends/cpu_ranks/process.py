@@ -28,6 +28,7 @@ ROW_OPERATIONS = {"clear", "clear_states", "swap", "save", "load", "save_state",
 """Of ``HostKVCache``: what a rank on another machine is told to do to a row."""
 
 _MPI_MEMORY = "/dev/shm/mpich_shm_"
+"""How the names begin of what MPICH's ranks on one machine share."""
 
 
 class Rank:
@@ -109,24 +110,25 @@ class Exchange:
     def __init__(self) -> None:
         from mpi4py import MPI
 
-        self._mpi, self._world, self._next = MPI, MPI.COMM_WORLD, 0
+        self._world, self._next = MPI.COMM_WORLD, 0
+        self._from_address = MPI.buffer.fromaddress
+        self._machine = self._world.Split_type(MPI.COMM_TYPE_SHARED)
+        self._machine.Barrier()
+        _unlink_mpi_memory()
         self.rank, self.ranks = self._world.Get_rank(), self._world.Get_size()
         self.function = cpu_operators.Exchange(self._exchange)
 
     def on_this_machine(self) -> tuple[int, int]:
         """This rank's place among the ranks of its machine, and how many these are."""
-        own = self._world.Split_type(self._mpi.COMM_TYPE_SHARED)
-        own.Barrier()
-        _unlink_mpi_memory()
-        return own.Get_rank(), own.Get_size()
+        return self._machine.Get_rank(), self._machine.Get_size()
 
     def _exchange(self, number: int, own: int, everything: int, nbytes: int) -> int:
         try:
             if number not in (0, self._next):
                 raise RuntimeError(f"collective {number} follows {self._next - 1}")
             self._next = number + 1
-            given = self._mpi.buffer.fromaddress(own, nbytes)
-            self._world.Allgather(given, self._mpi.buffer.fromaddress(everything, nbytes * self.ranks))
+            given = self._from_address(own, nbytes)
+            self._world.Allgather(given, self._from_address(everything, nbytes * self.ranks))
         except Exception as error:  # An exception cannot pass through C++.
             print(f"rank {self.rank}: {error}", file=sys.stderr)
             return 1
