@@ -142,7 +142,7 @@ def test_control_what_other_machines_are_not_told_shows(
         assert tally.different_texts
 
 
-KILLED, STOPPED = (signal.SIGKILL, "a rank has ended"), (signal.SIGSTOP, "rank {} has not answered for 5 seconds")
+KILLED, STOPPED = (signal.SIGKILL, "a rank has ended"), (signal.SIGSTOP, "rank {} has not answered for 5 seconds; all")
 
 
 @pytest.mark.parametrize(

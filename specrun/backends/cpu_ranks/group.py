@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import importlib.util
 import os
+import re
 import secrets
 import selectors
 import shutil
@@ -33,6 +34,8 @@ _TO_END = 2.0
 """Seconds in which ``mpiexec`` ends the ranks and removes its files, also on other machines."""
 _LAUNCHERS_OWN = ("[mpiexec@", "[proxy:", "=", "This typically", "Please see")
 """How lines begin that MPICH's launcher writes about itself."""
+_LAUNCHERS_CAUSE = re.compile(r"\[mpiexec@.*?\): (.*)")
+"""Such a line with a cause; the first is the deepest. It is all there is where what ssh wrote got lost in MPICH."""
 _CAUSES = ("Fatal Python error: ", "YOUR APPLICATION TERMINATED WITH THE EXIT STRING: ")
 """How lines begin that say why a rank has ended: its own, where a signal does not kill it at once, and MPICH's."""
 _SHARED_MEMORY, _SHARED_BYTES = "/dev/shm", 2 << 20
@@ -165,7 +168,9 @@ class RankGroup:
     def _lose(self, what: str) -> NoReturn:
         """End all, because one is lost. Raises EngineLostError."""
         self._end()
-        self._error = f"{self._directory}: {what}; all its ranks were ended: open the engine again{self._said()}"
+        # Of another loss the log knows only that the ranks were ended here.
+        said = self._said() if what == _ENDED else ""
+        self._error = f"{self._directory}: {what}{said}; all its ranks were ended: open the engine again"
         raise EngineLostError(self._error)
 
     def _end(self) -> None:
@@ -187,7 +192,8 @@ class RankGroup:
         """Why a rank has ended, or the last line that one has written."""
         self._log.seek(0)
         lines = [line.strip() for line in self._log.read().decode(errors="replace").splitlines()]
-        lines = [line for line in lines if line and not line.startswith(_LAUNCHERS_OWN)]
+        failures = [found[1] for line in lines if (found := _LAUNCHERS_CAUSE.match(line))]
+        lines = [line for line in lines if line and not line.startswith(_LAUNCHERS_OWN)] or failures[:1]
         # Ranks that end at the same time write into each other's lines.
         own, launchers = ([line.split(cause)[-1] for line in lines if line.startswith(cause)] for cause in _CAUSES)
         said = own or [line for line in lines if not line.startswith(_CAUSES)] or launchers
