@@ -101,6 +101,7 @@ class Request(Checked):
     """Why nothing more is drafted for it; None where its draft has not failed."""
     stats: Stats = field(init=False, default_factory=Stats)
     _counts: TokenCounts = field(init=False)
+    """Of the prompt and the output, if penalties need them."""
     _has_penalties: bool = field(init=False)
     _began: float = field(init=False, default=0.0)
     _cancelled: bool = field(init=False, default=False)
@@ -112,8 +113,10 @@ class Request(Checked):
         self.params = self.params.seeded()
         self.tokens = list(self.prompt)
         self.matcher = self.grammar.start() if self.grammar else None
-        self._has_penalties = self.params.has_logits_processors or self.min_output_len > 0
-        self.has_logits_processors = self._has_penalties or self.matcher is not None
+        self._has_penalties = self.params.has_penalties
+        self.has_logits_processors = (
+            self.params.has_logits_processors or self.min_output_len > 0 or self.matcher is not None
+        )
         self._counts = TokenCounts.of(self.prompt if self._has_penalties else ())
 
     @property
@@ -168,10 +171,10 @@ class Request(Checked):
         Only for a request that has logits processors. Raises RequestError where no token is left, and where the grammar
         grows too complex.
         """
-        if self._has_penalties:
-            length = len(self.tokens) - len(self.prompt) + len(drafts)
-            forbidden = self.stop_ids if length < self.min_output_len else ()
-            text = functools.reduce(TokenCounts.add, drafts, self._counts)
+        length = len(self.tokens) - len(self.prompt) + len(drafts)
+        forbidden = self.stop_ids if length < self.min_output_len else ()
+        if forbidden or self.params.has_logits_processors:
+            text = functools.reduce(TokenCounts.add, drafts, self._counts) if self._has_penalties else self._counts
             logits = apply_penalties(logits, self.params, text, forbidden)
         if self.matcher and (mask := self.matcher.mask(drafts)) is not None:
             logits = apply_mask(logits, mask)

@@ -45,22 +45,30 @@ def apply_penalties(
     In this order: the repetition penalty r divides positive logits of all tokens seen so far by r and multiplies
     negative ones (CTRL, arXiv 1909.05858); of every token of the output, the presence penalty is subtracted once and
     the frequency penalty as often as it came (OpenAI's definitions); the logit bias is added; ``forbidden`` tokens
-    become impossible. Returns a new array.
+    become impossible. Returns a new array. Without penalties ``text`` is not read.
     """
     adjusted = logits.copy()
-    known = text.ids < len(logits)
-    ids, counts = text.ids[known], text.counts[known]
-    values = adjusted[ids]
+    if params.has_penalties:
+        known = text.ids < len(logits)
+        ids, counts = text.ids[known], text.counts[known]
+        adjusted[ids] = _penalized(adjusted[ids], params, counts)
+    if params.logit_bias:
+        with np.errstate(invalid="ignore"):  # Infinite logits are reported where they become a distribution.
+            for token, bias in params.logit_bias.items():
+                if token < len(logits):
+                    adjusted[token] += np.float32(bias)
+    for token in forbidden:
+        if token < len(logits):
+            adjusted[token] = -np.inf
+    return adjusted
+
+
+def _penalized(logits: Floats, params: SamplingParams, counts: Floats) -> Floats:
+    """The logits of tokens that stand in the text; counts: how often each is in the output."""
     if params.repetition_penalty != 1:
         factor = np.float32(params.repetition_penalty)
-        values = np.where(values > 0, values / factor, values * factor)
+        logits = np.where(logits > 0, logits / factor, logits * factor)
     if params.presence_penalty or params.frequency_penalty:
         penalties = np.float32(params.presence_penalty) + np.float32(params.frequency_penalty) * counts
-        values = np.where(counts > 0, values - penalties, values)
-    adjusted[ids] = values
-    with np.errstate(invalid="ignore"):  # Infinite logits are reported where they become a distribution.
-        for token, bias in params.logit_bias.items():
-            if token < len(logits):
-                adjusted[token] += np.float32(bias)
-    adjusted[[token for token in forbidden if token < len(logits)]] = -np.inf
-    return adjusted
+        logits = np.where(counts > 0, logits - penalties, logits)
+    return logits

@@ -89,7 +89,7 @@ class SamplingKeywords(TypedDict, total=False):
 class SamplingParams(Checked):
     """How one request chooses tokens. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off.
 
-    ``repetition_penalty`` 1, the other penalties 0 and an empty ``logit_bias`` are off too; see ``penalties.adjust``.
+    ``repetition_penalty`` 1, the other penalties 0 and an empty ``logit_bias`` are off too; see ``apply_penalties``.
     The same ``seed`` gives the same text. None: every request draws one, and ``request.params.seed`` tells it.
     Raises RequestError, naming the parameter, for values of the wrong type and such that mean nothing.
     """
@@ -120,8 +120,12 @@ class SamplingParams(Checked):
     @property
     def has_logits_processors(self) -> bool:
         """Whether logits are changed before they become a distribution."""
-        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-        return penalties != (1, 0, 0) or bool(self.logit_bias)
+        return self.has_penalties or bool(self.logit_bias)
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens of the text change logits."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
 
 def probabilities(logits: Floats, params: SamplingParams) -> Floats:

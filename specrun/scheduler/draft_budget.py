@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,31 +68,41 @@ def share(
 ) -> tuple[list[int], float]:
     """The draft length of each row that yields the most tokens a second, and how many these are.
 
-    seconds: T(0), T(1), .. of rounds in which all rows have as many draft tokens. draft_step: the part of it that is
-    a draft step, which takes as long for one row as for all. alphas, limits: each row's acceptance rate and the most
-    draft tokens it can use.
+    seconds: T(0), T(1), .. of rounds in which all rows have as many draft tokens; they rise. draft_step: the part of
+    it that is a draft step, which takes as long for one row as for all. alphas, limits: each row's acceptance rate and
+    the most draft tokens it can use.
     """
-    batch = len(alphas)
-    counts = [0] * batch
-    best, expected = [0] * batch, float(batch)
-    rate = batch / seconds[0]
+    batch, longest = len(alphas), len(seconds) - 1
+    expected, rate = float(batch), batch / seconds[0]
+    most = sum(_geometric(alpha, min(limit, longest)) for alpha, limit in zip(alphas, limits, strict=True))
     worth = [(-alpha, row) for row, (alpha, limit) in enumerate(zip(alphas, limits, strict=True)) if limit]
     heapq.heapify(worth)
-    for total in range(1, batch * (len(seconds) - 1) + 1):
-        if not worth:
-            break
+    given, num_best = list[int](), 0
+    counts, highest = [0] * batch, 0
+    while worth:
         value, row = worth[0]
-        counts[row] += 1
+        given.append(row)
+        counts[row] = own = counts[row] + 1
+        highest = max(highest, own)
         expected -= value
-        mean = total / batch
-        found = expected / (time_of(seconds, mean) + (max(counts) - mean) * draft_step)
+        mean = len(given) / batch
+        at_least = time_of(seconds, mean)
+        found = expected / (at_least + (highest - mean) * draft_step)
         if found > rate:
-            rate, best = found, counts.copy()
-        if counts[row] < min(limits[row], len(seconds) - 1):
+            rate, num_best = found, len(given)
+        elif most <= rate * at_least:  # Nor would the tokens of all drafts be worth the time of more of them.
+            break
+        if own < min(limits[row], longest):
             heapq.heapreplace(worth, (value * alphas[row], row))
         else:
             heapq.heappop(worth)
-    return best, rate
+    best = Counter(given[:num_best])
+    return [best[row] for row in range(batch)], rate
+
+
+def _geometric(alpha: float, last: int) -> float:
+    """1 + alpha + .. + alpha^last."""
+    return (1 - alpha ** (last + 1)) / (1 - alpha) if alpha < 1 else last + 1.0
 
 
 def prices(passes: Sequence[float], tokens_per_second: float, batch: int) -> list[float]:
