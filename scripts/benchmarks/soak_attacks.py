@@ -1,12 +1,13 @@
 """Sixteen honest streams beside clients that attack a `specrun serve`: are the answers right, and how much later?
 
-First the streams run alone. Then attackers join them: prompts of megabytes, as texts, ids, messages, tools and
-`logit_bias`; more idle connections than the server may have files; full queues; names of megabytes for the log. Every
-honest body has a seed, so its text is known from the quiet time. Attackers have a process of their own, of the lowest
-priority: theirs would be other machines, which take no time from the server.
+The streams never pause. Turn by turn they are alone first, then attackers join them: prompts of megabytes, as texts,
+ids, messages, tools and `logit_bias`; more idle connections than the server may have files; full queues; names of
+megabytes for the log. Every honest body has a seed, so its text is known. An answer beside attackers is compared with
+the median of the quiet times before and behind its turn, because a machine's speed changes within minutes. Attackers
+have a process of their own. The time that it takes is reported: theirs would be other machines.
 
-Ends with status 1 if an honest text differs or fails, if the slowest or the median honest answer takes more than three
-times the quiet median, if an attack gets an answer that it should not, or if the server is not well at the end.
+Ends with status 1 if an honest text differs or fails, if an honest answer takes more than three times the quiet median,
+if an attack gets an answer that it should not or never the one that it should, or if the server is not well at the end.
 """
 
 from __future__ import annotations
@@ -15,14 +16,13 @@ import asyncio
 import gc
 import json
 import multiprocessing
-import os
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -36,12 +36,16 @@ from transformers import PreTrainedTokenizerFast
 from scripts.benchmarks.soak import ROOT, WORDS, make_pair, resources
 from specrun.devices.processor import describe_processor
 
-Results: TypeAlias = "multiprocessing.Queue[tuple[Counter[str], list[str]]]"
-"""What attackers got, and what was wrong with it."""
-Start: TypeAlias = "multiprocessing.synchronize.Barrier"
-"""Where attackers and honest clients wait for each other."""
+Results: TypeAlias = "multiprocessing.Queue[tuple[Counter[str], list[str], float]]"
+"""What attackers got, what was wrong with it, and the processor's seconds that their process took."""
+Gate: TypeAlias = "multiprocessing.synchronize.Barrier"
+"""Where attackers and honest clients wait for each other: before and behind each attack."""
 STREAMS = 16
 BODIES = 64
+OUTPUT_TOKENS = 256
+"""Of an honest answer, which takes a second or more: a virtual machine may be stopped for 0.1 s at any time."""
+ATTACK_SECONDS = 60.0
+QUIET_SECONDS = 15.0
 SLOWEST = 3.0
 """Times of the quiet median that an honest answer may take."""
 FILES = 1024
@@ -63,11 +67,14 @@ ATTACKS: list[tuple[str, str, dict[str, Any], tuple[int, ...]]] = [
     ("many ids", "/v1/completions", {"prompt": [1] * 2_800_000}, (400,)),
     ("many biases", "/v1/completions", {"prompt": "a", "logit_bias": {str(n): 1 for n in range(500_000)}}, (400,)),
     ("never served", "/v1/completions", {"prompt": ["a"] * 8, "n": 128}, (400,)),
-    ("full queue", "/v1/completions", {"prompt": ["a"] * 2, "n": 112, "max_tokens": 1}, (200,)),
+    ("full queue", "/v1/completions", {"prompt": ["a"] * 2, "n": 100, "max_tokens": 1}, (200,)),
     ("long name", "/v1/completions", {"prompt": "a", "max_tokens": 1, "x\u202e" * (1 << 19): 1}, (200,)),
     ("long model", "/v1/completions", {"prompt": "a", "model": "m" * (4 << 20)}, (404,)),
 ]
-"""Names, paths, bodies, and the answers that they may get. All may get 429."""
+"""Names, paths, bodies, and the answers that they should get. All may get 429.
+
+The full queue is what the server gives to one body, 224 places, less those where honest streams wait.
+"""
 
 
 def make_tokenizer(directory: Path) -> Path:
@@ -92,7 +99,7 @@ def make_body(number: int) -> dict[str, Any]:
     draw = random.Random(number)
     return {
         "prompt": " ".join(draw.choices(WORDS, k=draw.randint(5, 40))),
-        "max_tokens": 48,
+        "max_tokens": OUTPUT_TOKENS,
         "ignore_eos": True,
         "temperature": draw.choice([0, 0.8]),
         "seed": number,
@@ -107,27 +114,38 @@ class Honest:
     client: httpx.AsyncClient
     texts: dict[int, str] = field(default_factory=dict)
     """By the numbers of bodies."""
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    """Of answers, by time: quiet and attacked."""
+    turn: int = 0
+    """Each begins with a quiet time; the last one has no other."""
+    attacked: bool = False
+    over: bool = False
+    quiet_seconds: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Of answers, by turn."""
+    attacked_seconds: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    longest_gap: dict[str, float] = field(default_factory=lambda: {"quiet": 0.0, "attacked": 0.0})
+    """The most seconds between two events of a stream."""
+    health_seconds: list[float] = field(default_factory=list)
+    pauses: list[float] = field(default_factory=list)
+    """Seconds in which these clients themselves did not run: no server can be blamed for that."""
     refused: int = 0
     """Answers of 429."""
     wrong: list[str] = field(default_factory=list)
 
-    async def ask(self, number: int, when: str) -> None:
+    async def ask(self, number: int) -> None:
         """One honest answer."""
-        began, text = time.perf_counter(), None
+        began, turn, attacked, text = time.perf_counter(), self.turn, self.attacked, None
         while text is None:
             try:
                 text = await self.text_of(make_body(number))
             except httpx.HTTPError as error:
                 text = repr(error)
-        self.seconds.setdefault(when, []).append(time.perf_counter() - began)
+        seconds = self.attacked_seconds if attacked or self.attacked else self.quiet_seconds
+        seconds[turn].append(time.perf_counter() - began)
         if self.texts.setdefault(number, text) != text:
-            self.wrong.append(f"{when}, body {number}: {text!r} beside {self.texts[number]!r}")
+            self.wrong.append(f"turn {turn}, body {number}: {text!r} beside {self.texts[number]!r}")
 
     async def text_of(self, body: dict[str, Any]) -> str | None:
         """What a stream says; None where the queue was full, after the pause that the server asks for."""
-        text = ""
+        text, before = "", None
         async with self.client.stream("POST", "/v1/completions", json=body) as answer:
             if answer.status_code == 429:
                 self.refused += 1
@@ -138,16 +156,19 @@ class Honest:
             async for line in answer.aiter_lines():
                 if line.startswith("data: {"):
                     text += json.loads(line[6:])["choices"][0]["text"]
+                    now, when = time.perf_counter(), "attacked" if self.attacked else "quiet"
+                    self.longest_gap[when] = max(self.longest_gap[when], now - (before or now))
+                    before = now
         return text
 
-    async def stream(self, draw: random.Random, when: str, until: float) -> None:
+    async def stream(self, draw: random.Random) -> None:
         """Honest answers, one after the other."""
-        while time.monotonic() < until:
-            await self.ask(draw.randrange(BODIES), when)
+        while not self.over:
+            await self.ask(draw.randrange(BODIES))
 
-    async def health(self, until: float) -> None:
+    async def health(self) -> None:
         """A probe each second, as Kubernetes sends it, on a connection of its own."""
-        while time.monotonic() < until:
+        while not self.over:
             began = time.perf_counter()
             try:
                 # Without certificates, whose reading would hold up all clients.
@@ -158,14 +179,23 @@ class Honest:
             else:
                 if status != 200:
                     self.wrong.append(f"/health: {status}")
-            self.seconds.setdefault("health", []).append(time.perf_counter() - began)
+            self.health_seconds.append(time.perf_counter() - began)
             await asyncio.sleep(1)
 
-    async def watch(self, until: float) -> None:
-        """For how long these clients themselves did not run: no server can be blamed for that."""
-        while (began := time.monotonic()) < until:
+    async def watch(self) -> None:
+        """Whether the clients run."""
+        while not self.over:
+            began = time.monotonic()
             await asyncio.sleep(_TICK)
-            self.seconds.setdefault("pauses", []).append(time.monotonic() - began - _TICK)
+            self.pauses.append(time.monotonic() - began - _TICK)
+
+    def beside_quiet(self) -> list[float]:
+        """What each answer beside attackers took, in the quiet median around its turn."""
+        found = list[float]()
+        for turn, seconds in self.attacked_seconds.items():
+            median = statistics.median(self.quiet_seconds[turn] + self.quiet_seconds[turn + 1])
+            found += [one / median for one in seconds]
+        return found
 
 
 @dataclass
@@ -217,64 +247,73 @@ class Attackers:
         await asyncio.gather(*map(connect, range(IDLE)))
 
 
-def attack(url: str, minutes: float, number: int, start: Start, results: Results) -> None:
+def attack(url: str, turns: int, number: int, gate: Gate, results: Results) -> None:
     """In a process of its own: ``number`` clients that send bodies of attacks, and the idle connections."""
-    os.nice(19)
 
     async def run() -> None:
         bodies = [json.dumps(body, separators=(",", ":")).encode() for _, _, body, _ in ATTACKS]
-        start.wait()  # Before the quiet time, so that no imports take time from the server.
-        start.wait()
-        until = time.monotonic() + 60 * minutes
+        draws = [random.Random(-seed) for seed in range(1, number + 1)]
+        gate.wait()  # Behind the imports, which would take time from the server.
+        began = time.process_time()
         async with httpx.AsyncClient(base_url=url, timeout=120, limits=httpx.Limits(max_connections=None)) as client:
             attackers = Attackers(client)
-            work = [attackers.attack(bodies, random.Random(-seed), until) for seed in range(1, number + 1)]
-            await asyncio.gather(*work, attackers.idle(until))
-        results.put((attackers.answers, attackers.wrong))
+            for _ in range(turns):
+                gate.wait()
+                until = time.monotonic() + ATTACK_SECONDS
+                work = [attackers.attack(bodies, draw, until) for draw in draws]
+                await asyncio.gather(*work, attackers.idle(until))
+                gate.wait()
+        results.put((attackers.answers, attackers.wrong, time.process_time() - began))
 
     asyncio.run(run())
 
 
 async def run_clients(
-    url: str, process: int, minutes: float, number: int
-) -> tuple[Honest, Counter[str], dict[str, Any]]:
-    """The quiet time, a quarter of the other one, and the attacked one.
+    url: str, process: int, turns: int, number: int
+) -> tuple[Honest, Counter[str], float, dict[str, Any]]:
+    """All turns.
 
-    Returns what honest clients saw, what attackers got, and the server's resources.
+    Returns what honest clients saw, what attackers got, the processor's seconds that they took, and the server's
+    resources.
     """
     context = multiprocessing.get_context("spawn")
     results: Results = context.Queue()
-    start = context.Barrier(2)
-    attackers = context.Process(target=attack, args=(url, minutes, number, start, results), daemon=True)
+    gate = context.Barrier(2)
+    attackers = context.Process(target=attack, args=(url, turns, number, gate, results), daemon=True)
     attackers.start()
-    start.wait()
+    gate.wait()
+
+    async def lead() -> None:
+        for honest.turn in range(turns):
+            await asyncio.sleep(QUIET_SECONDS)
+            seen.setdefault("quiet", resources(process))
+            honest.attacked = True
+            await asyncio.to_thread(gate.wait)
+            await asyncio.sleep(ATTACK_SECONDS)
+            seen["attacked"] = resources(process)
+            await asyncio.to_thread(gate.wait)  # When their last bodies are answered.
+            honest.attacked = False
+        honest.turn = turns
+        await asyncio.sleep(QUIET_SECONDS)
+        honest.over = True
+
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=httpx.Limits(max_connections=None)) as client:
-        honest, seen = Honest(client), {}
-        for body in range(BODIES):  # Alone, and so the texts to which all others are compared.
-            await honest.ask(body, "alone")
-        streams = [random.Random(seed) for seed in range(STREAMS)]
-        until = time.monotonic() + 15 * minutes
-        await asyncio.gather(*(honest.stream(draw, "quiet", until) for draw in streams))
-        seen["quiet"] = resources(process)
-        start.wait()
-        until = time.monotonic() + 60 * minutes
-        attacked = [honest.stream(draw, "attacked", until) for draw in streams]
-        await asyncio.gather(*attacked, honest.health(until), honest.watch(until))
-        seen["attacked"] = resources(process)
-        answers, wrong = await asyncio.to_thread(results.get)
+        honest, seen = Honest(client), dict[str, Any]()
+        streams = [honest.stream(random.Random(seed)) for seed in range(STREAMS)]
+        await asyncio.gather(lead(), honest.health(), honest.watch(), *streams)
+        answers, wrong, taken = await asyncio.to_thread(results.get)
         attackers.join()
         honest.wrong += wrong
         await asyncio.sleep(5)
-        await honest.ask(0, "afterwards")
         seen["afterwards"] = resources(process)
-    return honest, answers, seen
+    return honest, answers, taken, seen
 
 
 @click.command()
-@click.option("--minutes", type=float, default=10.0, show_default=True, help="How long the attacks last.")
+@click.option("--turns", type=int, default=10, show_default=True, help="Attacks, of a minute each.")
 @click.option("--attackers", type=int, default=4, show_default=True, help="Clients that send bodies of attacks.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
-def main(minutes: float, attackers: int, json_file: Path | None) -> None:
+def main(turns: int, attackers: int, json_file: Path | None) -> None:
     """See the module."""
     with tempfile.TemporaryDirectory() as made:
         make_pair(make_tokenizer(Path(made) / "tokenizer"), Path(made))
@@ -291,27 +330,37 @@ def main(minutes: float, attackers: int, json_file: Path | None) -> None:
                     time.sleep(0.2)
                 url = log.read_text().partition("serving on ")[2].partition(";")[0]
                 gc.freeze()  # A full collection of what imports have made would hold up all clients for 0.5 s.
-                soak, answers, seen = asyncio.run(run_clients(url, server.pid, minutes, attackers))
+                soak, answers, taken, seen = asyncio.run(run_clients(url, server.pid, turns, attackers))
             finally:
                 server.terminate()
                 status = server.wait()
         written = log.read_text()
-    median = statistics.median(soak.seconds["quiet"])
-    slow = {when: statistics.median(soak.seconds[when]) / median for when in ("quiet", "attacked")}
-    late = sum(seconds > SLOWEST * median for seconds in soak.seconds["attacked"])
+    quiet, beside, seconds = soak.quiet_seconds, soak.beside_quiet(), turns * ATTACK_SECONDS
+    late = sum(times > SLOWEST for times in beside)
+    soak.wrong += [
+        f"{name}: never {allowed}"
+        for name, _, _, allowed in ATTACKS
+        if not any(answers[f"{name}: {status}"] for status in allowed)
+    ]
     figures = {
         "processor": describe_processor(),
         "date": time.strftime("%Y-%m-%d"),
-        "minutes": minutes,
+        "turns": turns,
         "exit_status": status,
-        "honest answers": {when: len(soak.seconds[when]) for when in ("alone", "quiet", "attacked", "afterwards")},
-        "quiet median seconds": round(median, 3),
-        "median beside the quiet one": round(slow["attacked"], 2),
-        "slowest beside the quiet median": round(max(soak.seconds["attacked"]) / median, 2),
+        "honest answers": {"quiet": sum(map(len, quiet.values())), "attacked": len(beside)},
+        "quiet medians of the turns": [round(statistics.median(times), 3) for times in quiet.values()],
+        "slowest quiet answer beside its median": round(
+            max(max(times) / statistics.median(times) for times in quiet.values()), 2
+        ),
+        "median beside the quiet one": round(statistics.median(beside), 2),
+        "slowest beside the quiet median": round(max(beside), 2),
         f"answers later than {SLOWEST:.0f} times": late,
-        "slowest health seconds": round(max(soak.seconds["health"]), 3),
-        "longest pause of the clients themselves": round(max(soak.seconds["pauses"]), 3),
+        "longest seconds between two events": {when: round(gap, 3) for when, gap in soak.longest_gap.items()},
+        "slowest health seconds": round(max(soak.health_seconds), 3),
+        "longest pause of the clients themselves": round(max(soak.pauses), 3),
         "honest answers of 429": soak.refused,
+        "attacks a second": round(answers.total() / seconds, 2),
+        "attackers' share of a core": round(taken / seconds, 3),
         "attacks": dict(sorted(answers.items())),
         "wrong": soak.wrong[:20],
         "log bytes": len(written),
