@@ -73,8 +73,9 @@ def share(
     the most draft tokens it can use.
     """
     batch, longest = len(alphas), len(seconds) - 1
+    limits = [min(limit, longest) for limit in limits]
     expected, rate = float(batch), batch / seconds[0]
-    most = sum(_geometric(alpha, min(limit, longest)) for alpha, limit in zip(alphas, limits, strict=True))
+    most = sum(map(_geometric, alphas, limits))
     worth = [(-alpha, row) for row, (alpha, limit) in enumerate(zip(alphas, limits, strict=True)) if limit]
     heapq.heapify(worth)
     given, num_best = list[int](), 0
@@ -92,7 +93,7 @@ def share(
             rate, num_best = found, len(given)
         elif most <= rate * at_least:  # Nor would the tokens of all drafts be worth the time of more of them.
             break
-        if own < min(limits[row], longest):
+        if own < limits[row]:
             heapq.heapreplace(worth, (value * alphas[row], row))
         else:
             heapq.heappop(worth)
