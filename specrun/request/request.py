@@ -102,7 +102,6 @@ class Request(Checked):
     stats: Stats = field(init=False, default_factory=Stats)
     _counts: TokenCounts = field(init=False)
     """Of the prompt and the output, if penalties need them."""
-    _has_penalties: bool = field(init=False)
     _began: float = field(init=False, default=0.0)
     _cancelled: bool = field(init=False, default=False)
     _on_cancel: Callable[[Request], None] | None = field(init=False, default=None)
@@ -113,11 +112,10 @@ class Request(Checked):
         self.params = self.params.seeded()
         self.tokens = list(self.prompt)
         self.matcher = self.grammar.start() if self.grammar else None
-        self._has_penalties = self.params.has_penalties
         self.has_logits_processors = (
             self.params.has_logits_processors or self.min_output_len > 0 or self.matcher is not None
         )
-        self._counts = TokenCounts.of(self.prompt if self._has_penalties else ())
+        self._counts = TokenCounts.of(self.prompt if self.params.has_penalties else ())
 
     @property
     def output(self) -> list[int]:
@@ -174,7 +172,9 @@ class Request(Checked):
         length = len(self.tokens) - len(self.prompt) + len(drafts)
         forbidden = self.stop_ids if length < self.min_output_len else ()
         if forbidden or self.params.has_logits_processors:
-            text = functools.reduce(TokenCounts.add, drafts, self._counts) if self._has_penalties else self._counts
+            text = (
+                functools.reduce(TokenCounts.add, drafts, self._counts) if self.params.has_penalties else self._counts
+            )
             logits = apply_penalties(logits, self.params, text, forbidden)
         if self.matcher and (mask := self.matcher.mask(drafts)) is not None:
             logits = apply_mask(logits, mask)
@@ -216,7 +216,7 @@ class Request(Checked):
         reason: FinishReason | None = None
         for index, token in enumerate((*outcome.accepted, outcome.next_token)):
             self.tokens.append(token)
-            if self._has_penalties:
+            if self.params.has_penalties:
                 self._counts = self._counts.add(token)
             text = self.stream.push(token) if self.stream else ""
             if self.matcher:
