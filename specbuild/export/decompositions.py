@@ -8,7 +8,8 @@ operators, which are rewritten here.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -27,22 +28,37 @@ _IN_PLACE = {
     _aten.scatter_.value: _aten.scatter.value,
 }
 """Operators that write to their first input, and those that yield what the others write."""
+_DROPPED = {_aten._assert_tensor_metadata.default}
+"""What ``torch.onnx`` leaves out."""
+_OF_ONNX = {"onnx", "onnx_symbolic"}
+"""Namespaces of operators that are ONNX's already."""
 
 
-def spare_decompositions(program: ExportedProgram) -> None:
-    """Make ``program.run_decompositions``, which ``torch.onnx`` calls, do nothing where the rewriting is enough."""
-    decompose: Callable[[dict[Any, Any]], ExportedProgram] = program.run_decompositions
-    graph = program.graph
+@contextmanager
+def decomposed_where_needed() -> Iterator[None]:
+    """While it is open, ``torch.onnx`` traces those programs alone for which the rewriting is not enough."""
+    try:
+        from torch.onnx._internal.exporter import _decomp, _fx_passes
 
-    def decompose_if_needed(decomp_table: dict[Any, Any]) -> ExportedProgram:
+        decompose, list_known = _fx_passes.decompose_with_registry, _decomp.get_onnx_implemented_overloads
+    except (ImportError, AttributeError):  # Another release of torch has other internals; it takes the longer way.
+        yield
+        return
+
+    def decompose_if_needed(exported_program: ExportedProgram, registry: Any) -> ExportedProgram:
+        graph, known = exported_program.graph, set(list_known(registry))
         for node in graph.nodes:
             _rewrite(node)
-        if not all(_can_stay(node, decomp_table) for node in graph.nodes):
-            return decompose(decomp_table)
+        if not all(_can_stay(node, known) for node in graph.nodes):
+            return decompose(exported_program, registry)
         graph.eliminate_dead_code()
-        return program
+        return exported_program
 
-    program.run_decompositions = decompose_if_needed
+    _fx_passes.decompose_with_registry = decompose_if_needed
+    try:
+        yield
+    finally:
+        _fx_passes.decompose_with_registry = decompose
 
 
 def _rewrite(node: fx.Node) -> None:
@@ -141,9 +157,11 @@ def _is_view(node: fx.Node) -> bool:
     return any(output.alias_info for output in outputs)
 
 
-def _can_stay(node: fx.Node, table: Mapping[Any, Any]) -> bool:
-    """Whether ``torch.onnx`` need not take the operator apart. table: operators that it would."""
+def _can_stay(node: fx.Node, known: Collection[Any]) -> bool:
+    """Whether ``torch.onnx`` need not take the operator apart. known: operators that it has a translation for."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OperatorBase):
         return True
-    is_operator = isinstance(node.target, torch._ops.OpOverload)  # Others call functions, in which more may be.
-    return is_operator and node.target not in table and not cast("Any", node.target)._schema.is_mutable
+    if not isinstance(node.target, torch._ops.OpOverload):  # It calls functions, in which more may be.
+        return False
+    is_known = node.target in known or node.target in _DROPPED or node.target.namespace in _OF_ONNX
+    return is_known and not node.target._schema.is_mutable

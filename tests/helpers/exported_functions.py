@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from specbuild.export.decompositions import spare_decompositions
+from specbuild.export.decompositions import decomposed_where_needed
 from specbuild.export.type_promotion import promoted_where_needed
 from specrun.backends.ort_session import session_options
 
@@ -34,9 +34,8 @@ class Module(nn.Module):
 def difference(function: Function, path: Path) -> float:
     """The largest difference between torch and ONNX Runtime on the exported function. x: float32 [3, 4], 0.5 to 2."""
     x = torch.from_numpy(np.random.default_rng(0).uniform(0.5, 2.0, (3, 4)).astype(np.float32))
-    with torch.no_grad(), promoted_where_needed():
+    with torch.no_grad(), decomposed_where_needed(), promoted_where_needed():
         program = torch.export.export(Module(function), (x,), dynamic_shapes=({0: Dim("rows", min=1)},), strict=False)
-        spare_decompositions(program)
         exported = torch.onnx.export(program, (), opset_version=23, optimize=False, verbose=False)
         expected = function(x.clone())
     assert exported is not None
