@@ -29,7 +29,7 @@ def run_tests(results: Results, size: Size) -> None:
 
 def _run_file(results: Results, file: str) -> None:
     # Families are converted on the CPU, one core each; a capture that ends its process ends one test.
-    workers = ["-n", "8"] if importlib.util.find_spec("xdist") else []
+    workers = ["-n", str(min(8, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") else []
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
         said = _run(_pytest(file, *workers, f"--junitxml={report}"), results.seconds_left)[1]
