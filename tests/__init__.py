@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 _CORES = os.sched_getaffinity(0)
 
-if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+if worker := os.environ.get("PYTEST_XDIST_WORKER", os.environ.get("SPECBUILD_TEST_WORKER")):
     # Each process keeps to a core, before torch counts them: threads that wait would spin on the others' cores.
     os.sched_setaffinity(0, {sorted(_CORES)[int(worker.removeprefix("gw")) % len(_CORES)]})
 
