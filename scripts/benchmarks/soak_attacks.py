@@ -1,11 +1,12 @@
 """Sixteen honest streams beside clients that attack a `specrun serve`: are the answers right, and how much later?
 
-The streams never pause. Turn by turn they are alone first, then attackers join them: prompts of megabytes, as texts,
-ids, messages, tools and `logit_bias`; more idle connections than the server may have files; full queues; names of
-megabytes for the log. Every honest body has a seed, so its text is known. An answer beside attackers is compared with
-the median of the quiet times before and behind its turn, because a machine's speed changes within minutes. Attackers
-have a process of their own. The time that it takes is reported: theirs would be other machines. Ten turns take half an
-hour, because a full queue waits for the streams, and a turn for its answer.
+The pair is the demo's, so a pass takes as long as one of a small real model. The streams never pause. Turn by turn
+they are alone first, then attackers join them: prompts of megabytes, as texts, ids, messages, tools and `logit_bias`;
+more idle connections than the server may have files; full queues; names of megabytes for the log. Every honest body has
+a seed, so its text is known. An answer beside attackers is compared with the median of the quiet times before and
+behind its turn, because a machine's speed changes within minutes. Attackers have a process of their own. The time that
+it takes is reported: theirs would be other machines. Ten turns take half an hour, because a full queue waits for the
+streams, and a turn for its answer.
 
 Ends with status 1 if an honest text differs or fails, if an honest answer takes more than three times the quiet median,
 if an attack gets an answer that it should not, if all of its kind were refused as one too many (429), or if the server
@@ -31,20 +32,16 @@ from typing import Any
 
 import click
 import httpx
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from scripts.benchmarks.attackers import ATTACK_SECONDS, ATTACKS, GIVEN_UP, attack
-from scripts.benchmarks.soak import ROOT, WORDS, make_pair, resources
+from scripts.benchmarks.engines import build
+from scripts.benchmarks.soak import ROOT, WORDS, resources
 from specrun.devices.processor import describe_processor
 
 STREAMS = 16
 BODIES = 64
-OUTPUT_TOKENS = 256
-"""Of an honest answer, which takes a second or more: a virtual machine may be stopped for 0.1 s at any time.
-
-Chosen after a run with 48 tokens, of which some came late; see docs/benchmarks.md.
-"""
+OUTPUT_TOKENS = 48
+"""Of an honest answer."""
 QUIET_SECONDS = 15.0
 SLOWEST = 3.0
 """Times of the quiet median that an honest answer may take."""
@@ -54,21 +51,14 @@ _TICK = 0.01
 """Seconds between two looks at whether the clients run."""
 
 
-def make_tokenizer(directory: Path) -> Path:
-    """A folder with a tokenizer and a configuration, for random checkpoints."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    files = sorted((ROOT / "specrun").rglob("*.py"))
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=2048, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator((file.read_text() for file in files), trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    fast.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}{{ tools }}<tool_call>"
-    fast.save_pretrained(directory)
-    sizes = {"vocab_size": tokenizer.get_vocab_size(), "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    (directory / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
-    return directory
+def make_server(onnx: Path, directory: Path) -> list[str]:
+    """The options of a server of the demo pair, for 8 texts at once."""
+    for name in ("target", "draft"):
+        build(onnx / name, directory / name, max_batch_size=8)
+    template = directory / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}{{ tools }}<tool_call>")
+    engines = ["--engine_dir", f"{directory}/target", "--draft_engine_dir", f"{directory}/draft"]
+    return [*engines, "--chat_template", str(template)]
 
 
 def make_body(number: int) -> dict[str, Any]:
@@ -219,13 +209,15 @@ async def run_clients(
 @click.command()
 @click.option("--turns", type=int, default=10, show_default=True, help="Attacks, of a minute each.")
 @click.option("--attackers", type=int, default=4, show_default=True, help="Clients that send bodies of attacks.")
+@click.option(
+    "--onnx_dir", type=click.Path(path_type=Path), default=ROOT / "demo/onnx", help="The pair. Default: scripts/demo's."
+)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
-def main(turns: int, attackers: int, json_file: Path | None) -> None:
+def main(turns: int, attackers: int, onnx_dir: Path, json_file: Path | None) -> None:
     """See the module."""
     with tempfile.TemporaryDirectory() as made:
-        make_pair(make_tokenizer(Path(made) / "tokenizer"), Path(made))
-        engines = ["--engine_dir", f"{made}/target", "--draft_engine_dir", f"{made}/draft"]
-        command = [sys.executable, "-m", "specrun", "serve", *engines, "--port", "0"]
+        options = make_server(onnx_dir, Path(made))
+        command = [sys.executable, "-m", "specrun", "serve", *options, "--port", "0"]
         few_files = ["bash", "-c", f'ulimit -n {FILES} && exec "$@"', "-"]
         log = Path(f"{made}/log")
         with log.open("w") as file:
