@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.export import ExportedProgram
+from torch.onnx._internal.exporter import _fx_passes
 
 from specbuild.export import decompositions
 from tests.helpers.exported_functions import Function, difference
@@ -116,6 +117,22 @@ def test_programs_that_write_where_others_read(
     """They stay as they were, and torch takes them apart."""
     assert difference(function, tmp_path / "model.onnx") < 1e-3
     assert decomposed
+
+
+def without_translation(x: torch.Tensor) -> Any:
+    return torch.special.entr(x)
+
+
+def test_an_operator_that_has_no_translation_is_taken_apart(tmp_path: Path, decomposed: list[ExportedProgram]) -> None:
+    assert difference(without_translation, tmp_path / "model.onnx") < 1e-6
+    assert decomposed
+
+
+def test_other_releases_of_torch_trace_every_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is looked for is internal to torch."""
+    monkeypatch.delattr(_fx_passes, "decompose_with_registry")
+    with decompositions.decomposed_where_needed():
+        assert not hasattr(_fx_passes, "decompose_with_registry")
 
 
 @pytest.mark.parametrize("function", [read_through_a_view, read_through_another_part, read_from_behind, written_output])
