@@ -1,12 +1,12 @@
 """Sixteen honest streams beside clients that attack a `specrun serve`: are the answers right, and how much later?
 
-The pair is the demo's, so a pass takes as long as one of a small real model. The streams never pause. Turn by turn
-they are alone first, then attackers join them: prompts of megabytes, as texts, ids, messages, tools and `logit_bias`;
-more idle connections than the server may have files; full queues; names of megabytes for the log. Every honest body has
-a seed, so its text is known. An answer beside attackers is compared with the median of the quiet times before and
-behind its turn, because a machine's speed changes within minutes. Attackers have a process of their own. The time that
-it takes is reported: theirs would be other machines. Ten turns take half an hour, because a full queue waits for the
-streams, and a turn for its answer.
+The pair is the demo's, whose target has 200 million parameters. The streams never pause. Turn by turn they are alone
+first, then attackers join them: prompts of megabytes, as texts, ids, messages, tools and `logit_bias`; more idle
+connections than the server may have files; full queues; names of megabytes for the log. Every honest body has a seed,
+so its text is known. An answer beside attackers is compared with the median of the quiet times before and behind its
+turn, because a machine's speed changes within minutes. Attackers have a process of their own. The time that it takes is
+reported: theirs would be other machines. Ten turns take half an hour, because a full queue waits for the streams, and a
+turn for its answer.
 
 Ends with status 1 if an honest text differs or fails, if an honest answer takes more than three times the quiet median,
 if an attack gets an answer that it should not, if all of its kind were refused as one too many (429), or if the server
