@@ -40,8 +40,6 @@ from specrun.devices.processor import describe_processor
 
 STREAMS = 16
 BODIES = 64
-OUTPUT_TOKENS = 48
-"""Of an honest answer."""
 QUIET_SECONDS = 15.0
 SLOWEST = 3.0
 """Times of the quiet median that an honest answer may take."""
@@ -61,12 +59,12 @@ def make_server(onnx: Path, directory: Path) -> list[str]:
     return [*engines, "--chat_template", str(template)]
 
 
-def make_body(number: int) -> dict[str, Any]:
+def make_body(number: int, output_tokens: int) -> dict[str, Any]:
     """One of the honest ones. Its seed makes its answer known."""
     draw = random.Random(number)
     return {
         "prompt": " ".join(draw.choices(WORDS, k=draw.randint(5, 40))),
-        "max_tokens": OUTPUT_TOKENS,
+        "max_tokens": output_tokens,
         "ignore_eos": True,
         "temperature": draw.choice([0, 0.8]),
         "seed": number,
@@ -79,6 +77,8 @@ class Honest:
     """The honest clients, and what they saw."""
 
     client: httpx.AsyncClient
+    output_tokens: int
+    """Of each answer."""
     texts: dict[int, str] = field(default_factory=dict)
     """By the numbers of bodies."""
     turn: int = 0
@@ -102,7 +102,7 @@ class Honest:
         began, turn, attacked, text = time.perf_counter(), self.turn, self.attacked, None
         while text is None:
             try:
-                text = await self.text_of(make_body(number))
+                text = await self.text_of(make_body(number, self.output_tokens))
             except httpx.HTTPError as error:
                 text = repr(error)
         seconds = self.attacked_seconds if attacked or self.attacked else self.quiet_seconds
@@ -166,7 +166,7 @@ class Honest:
 
 
 async def run_clients(
-    url: str, process: int, turns: int, number: int
+    url: str, process: int, turns: int, number: int, output_tokens: int
 ) -> tuple[Honest, Counter[str], float, dict[str, Any]]:
     """All turns.
 
@@ -195,7 +195,7 @@ async def run_clients(
         honest.over = True
 
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=httpx.Limits(max_connections=None)) as client:
-        honest, seen = Honest(client), dict[str, Any]()
+        honest, seen = Honest(client, output_tokens), dict[str, Any]()
         streams = [honest.stream(random.Random(seed)) for seed in range(STREAMS)]
         await asyncio.gather(lead(), honest.health(), honest.watch(), *streams)
         answers, wrong, taken = await asyncio.to_thread(results.get)
@@ -209,11 +209,12 @@ async def run_clients(
 @click.command()
 @click.option("--turns", type=int, default=10, show_default=True, help="Attacks, of a minute each.")
 @click.option("--attackers", type=int, default=4, show_default=True, help="Clients that send bodies of attacks.")
+@click.option("--output_tokens", type=int, default=48, show_default=True, help="Of an honest answer.")
 @click.option(
     "--onnx_dir", type=click.Path(path_type=Path), default=ROOT / "demo/onnx", help="The pair. Default: scripts/demo's."
 )
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
-def main(turns: int, attackers: int, onnx_dir: Path, json_file: Path | None) -> None:
+def main(turns: int, attackers: int, output_tokens: int, onnx_dir: Path, json_file: Path | None) -> None:
     """See the module."""
     with tempfile.TemporaryDirectory() as made:
         options = make_server(onnx_dir, Path(made))
@@ -229,7 +230,7 @@ def main(turns: int, attackers: int, onnx_dir: Path, json_file: Path | None) -> 
                     time.sleep(0.2)
                 url = log.read_text().partition("serving on ")[2].partition(";")[0]
                 gc.freeze()  # A full collection of what imports have made would hold up all clients for 0.5 s.
-                soak, answers, taken, seen = asyncio.run(run_clients(url, server.pid, turns, attackers))
+                soak, answers, taken, seen = asyncio.run(run_clients(url, server.pid, turns, attackers, output_tokens))
             finally:
                 server.terminate()
                 status = server.wait()
@@ -245,6 +246,7 @@ def main(turns: int, attackers: int, onnx_dir: Path, json_file: Path | None) -> 
         "processor": describe_processor(),
         "date": time.strftime("%Y-%m-%d"),
         "turns": turns,
+        "output tokens": output_tokens,
         "exit_status": status,
         "honest answers": {"quiet": sum(map(len, quiet.values())), "attacked": len(beside)},
         "quiet medians of the turns": [round(statistics.median(times), 3) for times in quiet.values()],
