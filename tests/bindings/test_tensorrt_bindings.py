@@ -133,6 +133,7 @@ def test_what_is_asked_for_is_in_some_release() -> None:
         assert any(has(build, guard) for build in BUILDS), guard
 
 
+@functools.cache
 def python_files() -> dict[str, list[ast.AST]]:
     """The syntax of every program, by its path."""
     files = [
