@@ -50,12 +50,13 @@ def test_it_has_everything_and_nothing_else(wheel: Path) -> None:
 
 def test_an_empty_environment_runs_engines(wheel: Path, engines: Path, tmp_path: Path) -> None:
     """Away from the sources, and with nothing of this environment."""
-    venv.create(tmp_path / "env", with_pip=True)
+    venv.create(tmp_path / "env")
     programs = tmp_path / "env" / "bin"
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
     outside: dict[str, Any] = {"cwd": tmp_path, "env": environment}
     constraints = ROOT / "scripts" / "constraints.txt"
-    run(programs / "pip", "install", "--quiet", "--no-compile", "--constraint", constraints, f"{wheel}[run]", **outside)
+    pip = (sys.executable, "-m", "pip", "--python", programs / "python")
+    run(*pip, "install", "--quiet", "--no-compile", "--constraint", constraints, f"{wheel}[run]", **outside)
     for name in ("specbuild", "specrun"):
         assert run(programs / name, "--version", **outside).startswith(f"{name}, version ")
         assert run(programs / name, "--help", **outside)

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import httpx
@@ -16,10 +15,10 @@ from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import SecretStr
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.helpers.client_environments import environment_with
 from tests.helpers.server_process import serving
 from tests.helpers.servers import Server
 
-ROOT = Path(__file__).parents[2]
 KEY = SecretStr("none")
 TASK = """\
 task: ours
@@ -63,13 +62,6 @@ def test_langchain(server: Server) -> None:
 def lm_eval() -> Path:
     """A Python that has it, in an environment of its own."""
     return environment_with("lm_eval", "lm_eval[api]==0.4.13") / "python"
-
-
-def environment_with(name: str, requirement: str) -> Path:
-    """Where the programs of a virtual environment are that has a client."""
-    command = [str(ROOT / "scripts" / "setup_client"), name, requirement]
-    subprocess.run(command, env=os.environ | {"PYTHON": sys.executable}, check=True)
-    return ROOT / ".cache" / name / "venv" / "bin"
 
 
 def test_lm_evals_log_likelihoods_are_hugging_faces(server: Server, hf: Path, lm_eval: Path, tmp_path: Path) -> None:

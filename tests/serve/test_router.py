@@ -6,11 +6,9 @@ are on the loopback interface, and the test that cuts a cable is skipped.
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,10 +19,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.helpers.client_environments import environment_with
 from tests.helpers.machines import Machine
 from tests.helpers.server_process import Server, serving
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -72,15 +69,14 @@ class Fleet:
 
 @pytest.fixture(scope="module")
 def fleet(engines: Path, machines: list[Machine], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    subprocess.run([ROOT / "scripts" / "setup_router"], env=os.environ | {"PYTHON": sys.executable}, check=True)
+    python = environment_with("router", "sglang-router==0.3.2") / "python"
     with ExitStack() as stack, (tmp_path_factory.mktemp("router") / "log").open("wb") as log:
         servers = [
             stack.enter_context(serving(engines, "--host", machine.host, within=machine.within)) for machine in machines
         ]
         with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
             port, metrics = (str(free.getsockname()[1]) for free in (one, other))
-        python = str(ROOT / ".cache" / "router" / "venv" / "bin" / "python")
-        command = [python, "-m", "sglang_router.launch_router", "--port", port, "--prometheus-port", metrics]
+        command = [str(python), "-m", "sglang_router.launch_router", "--port", port, "--prometheus-port", metrics]
         options = ["--policy", "cache_aware", "--health-check-endpoint", "/health", "--health-check-interval-secs", "1"]
         limits = ["--health-check-timeout-secs", "1", "--request-timeout-secs", "3"]
         limits += ["--cb-timeout-duration-secs", "1", "--cb-success-threshold", "1"]
