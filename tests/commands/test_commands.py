@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from specrun.cli import main
+from specrun.command_line import OneLineErrors
 from tests.helpers.tables import normal, save_table_engine
 from tests.helpers.wrong_acceptance import accepts_tokens_always
 
@@ -26,6 +28,26 @@ def run(*arguments: object) -> Result:
 
 def pair(engines: Path) -> tuple[object, ...]:
     return ("--engine_dir", engines / "target", "--draft_engine_dir", engines / "draft", "--input_text", "alpha beta")
+
+
+@pytest.mark.parametrize(("before", "within"), [(700, 10_000), (50_000, 50_000)])
+def test_while_a_command_runs_garbage_is_collected_less_often(before: int, within: int) -> None:
+    """Beside a caller that has chosen more, and one that goes on after an error."""
+    callers = gc.get_threshold()
+    gc.set_threshold(before, 7, 6)
+    group, seen = OneLineErrors("group"), list[tuple[int, int, int]]()
+
+    @group.command("fails")
+    def fails() -> None:
+        seen.append(gc.get_threshold())
+        raise ZeroDivisionError
+
+    try:
+        assert isinstance(CliRunner().invoke(group, ["fails"]).exception, ZeroDivisionError)
+        assert seen == [(within, 7, 6)]
+        assert gc.get_threshold() == (before, 7, 6)
+    finally:
+        gc.set_threshold(*callers)
 
 
 def test_bench_prints_a_table_or_json(engines: Path) -> None:
