@@ -142,9 +142,11 @@ def _build_driver() -> Path:
     sources = sorted(_DRIVER.glob("*.[ch]pp"))
     code = hashlib.sha256(b"".join([*(path.read_bytes() for path in sources), repr(_COMPILER).encode()])).hexdigest()
     path = _CACHE / f"driver-{code[:16]}.so"
-    units = [str(source) for source in sources if source.suffix == ".cpp"]
+    units = [f'#include "{source.name}"\n' for source in sources if source.suffix == ".cpp"]
     with _alone(path):
-        _compile(path, ["-O2", "-shared", "-Wl,-soname,libcuda.so.1", *units, "-ldl"])
+        whole = path.with_suffix(".cpp")  # The compiler reads what all include once.
+        whole.write_text("".join(units))
+        _compile(path, ["-O2", "-shared", "-Wl,-soname,libcuda.so.1", str(whole), "-ldl"])
     return path
 
 

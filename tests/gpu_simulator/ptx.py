@@ -189,7 +189,9 @@ def _value(operand: str, kind: str, function: _Function) -> str:
     if operand.startswith("!"):
         return f"!{_register(operand[1:])}"
     if operand.startswith("%"):
-        return _register(operand) if kind == "pred" else f"as<{kind}>({_register(operand)})"
+        if kind == "pred":
+            return _register(operand)
+        return f"as<{kind}>({_register(operand)})" if kind[0] == "f" else f"{kind}({_register(operand)})"
     if re.fullmatch(r"__local_depot\d+", operand):
         return f"reinterpret_cast<u64>({operand})"
     raise ValueError(f"the operand {operand}")
@@ -199,8 +201,11 @@ def _store(to: str, kind: str, value: str) -> str:
     """``to = value``: registers hold bits."""
     if to == "_":
         return ""
-    width = kind[1:]
-    return f"{_register(to)} = as<{_WORDS[width]}>(static_cast<{kind}>({value}));"
+    word = _WORDS[kind[1:]]
+    if kind[0] == "f":
+        return f"{_register(to)} = as<{word}>(static_cast<{kind}>({value}));"
+    # Between integers a cast keeps the bits, and takes the compiler half as long as as<>.
+    return f"{_register(to)} = {word}({kind}({value}));"
 
 
 _BINARY = {
