@@ -91,6 +91,16 @@ def stop_signals() -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
+    hook, again = sys.unraisablehook, list[threading.Timer]()
+
+    def stop_later(dropped: sys.UnraisableHookArgs) -> None:
+        """Python drops what is raised in a finalizer, a signal's exception too, so the signal has to come again."""
+        if not (received and isinstance(dropped.exc_value, KeyboardInterrupt)):
+            hook(dropped)
+            return
+        signal.signal(received[0], stop)
+        again.append(threading.Timer(0.01, signal.pthread_kill, [threading.get_ident(), received[0]]))
+        again[-1].start()
 
     def stop(number: int, _frame: object) -> None:
         if number == signal.SIGTERM:
@@ -105,9 +115,13 @@ def stop_signals() -> Iterator[list[int]]:
         del before[signal.SIGINT]  # Ignored, as in the background of a shell; or somebody else's.
     for number in before:
         signal.signal(number, stop)
+    sys.unraisablehook = stop_later
     try:
         yield received
     finally:
+        sys.unraisablehook = hook
+        for timer in again:
+            timer.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
 

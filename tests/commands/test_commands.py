@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +49,34 @@ def test_while_a_command_runs_garbage_is_collected_less_often(before: int, withi
         assert gc.get_threshold() == (before, 7, 6)
     finally:
         gc.set_threshold(*callers)
+
+
+class Finalized:
+    """Sends a signal to this process when it is collected."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        signal.raise_signal(self.number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_comes_within_a_finalizer_ends_the_command(number: int) -> None:
+    """Python drops what is raised there. Twice, because the garbage collector runs many finalizers in a row."""
+    group, ended = OneLineErrors("group"), list[bool]()
+
+    @group.command("works")
+    def works() -> None:
+        made = [Finalized(number), Finalized(number)]
+        made.clear()
+        time.sleep(20)
+        ended.append(True)
+
+    shown = CliRunner().invoke(group, ["works"], prog_name="group")
+    assert shown.exit_code == 128 + number
+    assert "nothing half-written was left behind" in shown.stderr
+    assert not ended
 
 
 def test_bench_prints_a_table_or_json(engines: Path) -> None:
