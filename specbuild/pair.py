@@ -25,7 +25,7 @@ from specbuild.head_formats.detect import holds_head, holds_own_head
 from specbuild.hf.local import local_directory
 from specrun import cpu_operators
 from specrun.builder import BuildOptions, is_checkpoint
-from specrun.command_line import explain_error, stop_signals
+from specrun.command_line import explain_error, fewer_collections, stop_signals
 from specrun.devices.processor import has_vnni
 from specrun.engine_dir.checksums import key_of
 from specrun.engine_dir.config import EngineConfig, read_config
@@ -247,7 +247,7 @@ def main() -> None:
 
 
 def _answer(request: PairRequest) -> dict[str, str]:
-    with stop_signals() as received:
+    with stop_signals() as received, fewer_collections():
         try:
             return {name: str(path) for name, path in Pair(request).engines().items()}
         except BaseException as error:
