@@ -69,19 +69,18 @@ class ParallelDrafter(HeadDrafter):
         counts: Sequence[int],
         forced: Sequence[Sequence[int]],
         proposals: Sequence[Proposal],
-        growing: Sequence[bool],
+        growing: Sequence[int],
         step: int,
-    ) -> Sequence[Floats] | Floats:
+    ) -> list[Floats]:
         """See ``ModelDrafter``. Drafted tokens change nothing of those behind them, but by ``Markov``."""
         if step == 0:
             wanted = [max(1, count) for count in counts]
             behind = [[0] * (count - self._graph.sample_from_anchor) for count in wanted]
             self._places = self.runner.forward([request.tokens for request in requests], wanted, behind)
+        drafts = [proposal.tokens for proposal in proposals]
         return [
-            self._behind(self._places[row, len(proposal.tokens)], (proposal.tokens or request.tokens)[-1])
-            if grows
-            else self._places[row, 0]
-            for row, (request, proposal, grows) in enumerate(zip(requests, proposals, growing, strict=True))
+            self._behind(self._places[row, len(drafts[row])], (drafts[row] or requests[row].tokens)[-1])
+            for row in growing
         ]
 
     def _draw(self, logits: Floats, request: Request, proposal: Proposal) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Sequence
 
@@ -28,15 +27,17 @@ class DraftEnds:
         """Begin a round of ``batch`` rows."""
         self._plan, self._survival, self._price, self._step_began = plan, [1.0] * batch, 0.0, 0.0
 
-    def ends_before(self, step: int, growing: Sequence[bool], drafted: int) -> bool:
+    def ends_before(self, step: int, growing: Sequence[int], drafted: int) -> bool:
         """Time the step before ``step``; whether no row goes on with it. growing: rows that would.
 
         drafted: draft tokens of all rows so far.
         """
-        plan, batch = self._plan, len(growing)
-        standing = itertools.compress(self._survival, growing)
+        plan, batch = self._plan, len(self._survival)
+        if not (plan.prices or (step and plan.end_below)):
+            return False
+        standing = [self._survival[row] for row in growing]
         if not plan.prices:
-            return bool(step and plan.end_below) and sum(standing) < plan.end_below[step - 1]
+            return sum(standing) < plan.end_below[step - 1]
         self._price = plan.prices[min(drafted // batch, len(plan.prices) - 1)]
         now, usual = time.perf_counter(), self._step_seconds
         if step > 1:

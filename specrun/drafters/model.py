@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -60,23 +59,15 @@ class ModelDrafter(Drafter):
         for row, request in enumerate(requests):
             self.runner.rows.rewind(row, len(self.texts.ids(request)) - 1)  # The last token's logits start the round.
         self._ends.begin(plan if self._confidence is None else DraftPlan(plan.draft_len), len(requests))
-        least = self._confidence or 0.0
-        for step in range(max(count - len(tokens) for count, tokens in zip(counts, forced, strict=True))):
-            growing = [
-                len(proposal.tokens) == len(tokens) + step < count
-                and not request.draft_error
-                and math.prod(proposal.confidences) >= least
-                for request, proposal, tokens, count in zip(requests, proposals, forced, counts, strict=True)
-            ]
+        rows = enumerate(zip(requests, counts, forced, strict=True))
+        growing = [row for row, (request, count, own) in rows if len(own) < count and not request.draft_error]
+        for step in range(max(counts)):
             drafted = sum(len(proposal.tokens) for proposal in proposals)
-            if not any(growing) or self._ends.ends_before(step, growing, drafted):
+            if not growing or self._ends.ends_before(step, growing, drafted):
                 break
             logits = self._logits(requests, counts, forced, proposals, growing, step)
-            for row in itertools.compress(range(len(requests)), growing):
-                proposal = proposals[row]
-                self._draw(logits[row], requests[row], proposal)
-                if len(proposal.confidences) > step and not self._ends.keeps(row, proposal.confidences[-1]):
-                    proposal.drop_last()  # And the row grows no more.
+            places = zip(growing, logits, strict=True)
+            growing = [row for row, own in places if self._grow(row, own, requests[row], proposals[row], counts[row])]
         return proposals
 
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
@@ -106,14 +97,18 @@ class ModelDrafter(Drafter):
         counts: Sequence[int],
         forced: Sequence[Sequence[int]],
         proposals: Sequence[Proposal],
-        growing: Sequence[bool],
+        growing: Sequence[int],
         step: int,
-    ) -> Sequence[Floats] | Floats:
-        """The logits [V] of the next token of each row that is ``growing``."""
+    ) -> list[Floats]:
+        """The logits [V] of the next token of each row in ``growing``."""
         if step == 0:
-            return self._read(requests, forced)[:, 0]
-        rows = zip(proposals, growing, strict=True)
-        return self.runner.extend([self._own_id(p.tokens[-1]) if grows else None for p, grows in rows])[:, 0]
+            logits = self._read(requests, forced)
+        else:
+            tokens: list[int | None] = [None] * len(requests)
+            for row in growing:
+                tokens[row] = self._own_id(proposals[row].tokens[-1])
+            logits = self.runner.extend(tokens)
+        return [logits[row, 0] for row in growing]
 
     def _read(self, requests: Sequence[Request], forced: Sequence[Sequence[int]]) -> Floats:
         """Feed what the cache lacks of the requests' texts, and the forced tokens behind them.
@@ -132,6 +127,20 @@ class ModelDrafter(Drafter):
         Of a token that is drawn with noise, its probability does not say whether the target agrees.
         """
         return self._confidence != 0 and request.draft_len is None and request.params.greedy
+
+    def _grow(self, row: int, logits: Floats, request: Request, proposal: Proposal, count: int) -> bool:
+        """Draw the next token of a row, up to ``count`` in all. Returns whether another one may follow."""
+        length = len(proposal.tokens)
+        self._draw(logits, request, proposal)
+        if len(proposal.tokens) == length:
+            return False
+        if confidences := proposal.confidences:
+            if not self._ends.keeps(row, confidences[-1]):
+                proposal.drop_last()
+                return False
+            if math.prod(confidences) < (self._confidence or 0.0):
+                return False
+        return length + 1 < count
 
     def _draw(self, logits: Floats, request: Request, proposal: Proposal) -> None:
         """Add the token that follows the request's and those of ``proposal``.

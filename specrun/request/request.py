@@ -15,7 +15,7 @@ from specrun.errors import RequestError, SpecError
 from specrun.request.stats import Stats
 from specrun.sampling.limits import MAX_LOGPROBS
 from specrun.sampling.penalties import TokenCounts, apply_penalties
-from specrun.sampling.sampler import Floats, SamplingParams, TokenLogprob
+from specrun.sampling.sampler import Floats, SamplingParams, TokenLogprob, whole_nan
 from specrun.text.detokenizer import TextStream
 from specrun.text.grammar import Grammar, Matcher, apply_mask
 from specrun.text.tools import ExpectedCalls
@@ -169,7 +169,7 @@ class Request(Checked):
         Only for a request that has logits processors. Raises RequestError where no token is left, and where the grammar
         grows too complex.
         """
-        length = len(self.tokens) - len(self.prompt) + len(drafts)
+        logits, length = whole_nan(logits), len(self.tokens) - len(self.prompt) + len(drafts)
         forbidden = self.stop_ids if length < self.min_output_len else ()
         if forbidden or self.params.has_logits_processors:
             text = (
@@ -214,6 +214,7 @@ class Request(Checked):
             return []
         token_outputs: list[TokenOutput] = []
         reason: FinishReason | None = None
+        last = self.remaining - 1
         for index, token in enumerate((*outcome.accepted, outcome.next_token)):
             self.tokens.append(token)
             if self.params.has_penalties:
@@ -224,7 +225,7 @@ class Request(Checked):
             is_complete = self.matcher is not None and self.matcher.is_complete
             if token in self.stop_ids or is_complete or (self.stream and self.stream.stopped):
                 reason = "stop"
-            elif self.remaining == 0:
+            elif index == last:
                 reason = "length"
             if reason and self.stream:
                 text += self.stream.finish()

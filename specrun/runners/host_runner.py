@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
-
-import numpy as np
 
 from specrun.backends import Backend, Pass
 from specrun.engine_dir.bit_exact import ANY_SHAPE, ShapeClass
@@ -68,18 +65,6 @@ def build_inputs(
     return feed
 
 
-def fill_nan_rows(logits: Floats, num_logits: Sequence[int]) -> None:
-    """Make whole rows of NaN of those that begin with NaN, among the first ``num_logits`` of each row of ``logits``.
-
-    Our own products write the first number alone, and a stop id or a constraint may hide that one. [B, K, V], in place.
-    With Python's numbers: numpy's functions take longer for so few, above all when the caches are full of weights.
-    """
-    for row, (numbers, count) in enumerate(zip(logits[:, :, 0].tolist(), num_logits, strict=True)):
-        for place in range(count):
-            if math.isnan(numbers[place]):
-                logits[row, place] = np.nan
-
-
 class ModelRunner:
     """Feeds one model. ``rows`` knows how many tokens of each row its cache holds, and everything else follows from it.
 
@@ -92,6 +77,8 @@ class ModelRunner:
         self.backend = backend
         self.shapes = shapes
         """Passes stay in this class, but for those of ``extend``."""
+        self.vocab_size = backend.config.graph.vocab_size
+        """How many ids a row of logits has."""
         self.rows = rows_of(backend.cache, backend.config.graph)
         self._padding = UNUSED_TOKEN if backend.config.backend.skips_unused_tokens else 0
         self._chunk = backend.config.build_config.max_input_len
@@ -100,11 +87,6 @@ class ModelRunner:
         self.seconds = 0.0
         """Time spent in the engine so far."""
         self.calls = 0
-
-    @property
-    def vocab_size(self) -> int:
-        """How many ids a row of logits has."""
-        return self.backend.config.graph.vocab_size
 
     def reserve(self, num_rows: int, length: int, used: int = 0) -> None:
         """Make the cache large enough for ``num_rows`` rows of ``length`` tokens, drafts included.
@@ -209,7 +191,6 @@ class ModelRunner:
         step.input_ids[...], step.write_indices[...], step.logits_indices[...] = feed
         self.rows.begin(step, first, token_ids, whole_blocks)
         self._run(step)
-        fill_nan_rows(step.logits, num_logits)
         self.rows.lengths[own] = [len(tokens) + len(more) for tokens, more in zip(token_ids, drafts, strict=True)]
         return step.logits
 

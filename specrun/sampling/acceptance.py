@@ -50,4 +50,7 @@ def accept_logits(
 
 def deterministic(tokens: Sequence[int], vocab_size: int) -> list[Floats]:
     """Distributions [g, V] of draft tokens that were not drawn: probability 1 for each of ``tokens`` [g]."""
-    return list((np.arange(vocab_size) == np.asarray(tokens, np.int64)[:, None]).astype(np.float32))
+    probs = list(np.zeros((len(tokens), vocab_size), np.float32))
+    for row, token in zip(probs, tokens, strict=True):
+        row[token] = 1
+    return probs

@@ -195,6 +195,15 @@ def _least_of_mass(probs: Floats, mass: float) -> float:
     return float(descending[min(reached, len(few) - 1)])
 
 
+def whole_nan(logits: Floats) -> Floats:
+    """The logits [V]; NaN in all places where the first one is.
+
+    Our own CPU products write no more of a row of NaN than the first number. What moves or hides single logits asks for
+    this before.
+    """
+    return np.full_like(logits, np.nan) if math.isnan(logits[0]) else logits
+
+
 def _likeliest(logits: Floats) -> int:
     """The first largest of logits [V]. Raises BackendError where it is not a finite number."""
     best = int(logits.argmax())  # The first NaN, where there is one.

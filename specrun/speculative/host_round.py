@@ -55,8 +55,9 @@ class HostRound(Round[ModelRunner, Drafter]):
 
     def draft(self, requests: Sequence[Request], plan: DraftPlan) -> list[Proposal]:
         """What is proposed for each request. What its grammar forces needs no drafter, and may be more than planned."""
-        forced = [request.forced(request.num_draft_tokens(self.max_draft_len)) for request in requests]
-        counts = plan.counts([request.num_draft_tokens(self.max_draft_len) for request in requests])
+        limits = [request.num_draft_tokens(self.max_draft_len) for request in requests]
+        forced = [request.forced(limit) for request, limit in zip(requests, limits, strict=True)]
+        counts = plan.counts(limits)
         if self.drafter and any(counts):
             return self.drafter.propose(requests, counts, forced, plan)
         return list(map(Proposal.begin, forced))

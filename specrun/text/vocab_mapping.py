@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import tokenizers
 
-from specrun.sampling.sampler import Floats
+from specrun.sampling.sampler import Floats, whole_nan
 from specrun.text.token_bytes import TokenBytes
 
 ABSENT = -1
@@ -79,7 +79,7 @@ class VocabMapping:
 
         logits: float32 [V of the draft]. Returns float32 [V of the target].
         """
-        self._source[:-1] = logits
+        self._source[:-1] = whole_nan(logits)
         return self._source.take(self._places, out=self._moved, mode="clip")  # Checked indices would be copied.
 
     def describe(self, sample: Sequence[int]) -> str:
