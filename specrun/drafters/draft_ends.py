@@ -27,10 +27,10 @@ class DraftEnds:
         """Begin a round of ``batch`` rows."""
         self._plan, self._survival, self._price, self._step_began = plan, [1.0] * batch, 0.0, 0.0
 
-    def ends_before(self, step: int, growing: Sequence[int], drafted: int) -> bool:
+    def ends_before(self, step: int, growing: Sequence[int], drafts: Sequence[Sequence[int]]) -> bool:
         """Time the step before ``step``; whether no row goes on with it. growing: rows that would.
 
-        drafted: draft tokens of all rows so far.
+        drafts: each row's draft tokens so far.
         """
         plan, batch = self._plan, len(self._survival)
         if not (plan.prices or (step and plan.end_below)):
@@ -38,7 +38,7 @@ class DraftEnds:
         standing = [self._survival[row] for row in growing]
         if not plan.prices:
             return sum(standing) < plan.end_below[step - 1]
-        self._price = plan.prices[min(drafted // batch, len(plan.prices) - 1)]
+        self._price = plan.prices[min(sum(map(len, drafts)) // batch, len(plan.prices) - 1)]
         now, usual = time.perf_counter(), self._step_seconds
         if step > 1:
             seconds = now - self._step_began

@@ -61,9 +61,9 @@ class ModelDrafter(Drafter):
         self._ends.begin(plan if self._confidence is None else DraftPlan(plan.draft_len), len(requests))
         rows = enumerate(zip(requests, counts, forced, strict=True))
         growing = [row for row, (request, count, own) in rows if len(own) < count and not request.draft_error]
+        drafts = [proposal.tokens for proposal in proposals]
         for step in range(max(counts)):
-            drafted = sum(len(proposal.tokens) for proposal in proposals)
-            if not growing or self._ends.ends_before(step, growing, drafted):
+            if not growing or self._ends.ends_before(step, growing, drafts):
                 break
             logits = self._logits(requests, counts, forced, proposals, growing, step)
             places = zip(growing, logits, strict=True)
