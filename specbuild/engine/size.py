@@ -8,7 +8,7 @@ from specbuild.engine.plan import EnginePlan
 from specbuild.graph import ops as graphs
 from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME, GraphInfo
 
-_OF_A_GRAPH = 250_000_000
+_OF_A_GRAPH = 300_000_000
 """Bytes that ONNX Runtime and probing take beside weights."""
 _LAYOUTS = 2
 """TensorRT keeps weights twice where a profile is for one token of one row: see profiles in docs/gpu.md."""
