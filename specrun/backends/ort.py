@@ -155,11 +155,12 @@ class OrtPass:
         for (past, present), value in zip(names, rows, strict=True):
             binding.bind_ortvalue_input(past, value)
             binding.bind_ortvalue_output(present, value)
-        self.run = _runs(session, binding)
+        self._binding = binding  # It keeps alive what is bound, also where passes run without it.
+        self.run = _bound_run(session, binding)
 
 
-def _runs(session: Any, binding: Any) -> Callable[[], None]:
-    """What runs ``session`` with ``binding``: without the checks of onnxruntime's method, which take microseconds."""
+def _bound_run(session: Any, binding: Any) -> Callable[[], None]:
+    """``session.run_with_iobinding`` of ``binding``, without its checks in Python, which take microseconds a pass."""
     inner, bound = getattr(session, "_sess", None), getattr(binding, "_iobinding", None)
     if inner is None or bound is None:  # Another release.
         return functools.partial(session.run_with_iobinding, binding)

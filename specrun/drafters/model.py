@@ -60,14 +60,14 @@ class ModelDrafter(Drafter):
             self.runner.rows.rewind(row, len(self.texts.ids(request)) - 1)  # The last token's logits start the round.
         self._ends.begin(plan if self._confidence is None else DraftPlan(plan.draft_len), len(requests))
         rows = enumerate(zip(requests, counts, forced, strict=True))
-        growing = [row for row, (request, count, own) in rows if len(own) < count and not request.draft_error]
+        growing = [row for row, (request, count, begun) in rows if len(begun) < count and not request.draft_error]
         drafts = [proposal.tokens for proposal in proposals]
         for step in range(max(counts)):
             if not growing or self._ends.ends_before(step, growing, drafts):
                 break
             logits = self._logits(requests, counts, forced, proposals, growing, step)
-            places = zip(growing, logits, strict=True)
-            growing = [row for row, own in places if self._grow(row, own, requests[row], proposals[row], counts[row])]
+            by_row = zip(growing, logits, strict=True)
+            growing = [row for row, own in by_row if self._grow(row, own, requests[row], proposals[row], counts[row])]
         return proposals
 
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
