@@ -150,7 +150,8 @@ async def run_clients(url: str, process: int, requests: int, clients: int) -> tu
         await asyncio.sleep(2)
         page = (await client.get("/metrics")).text
         left = re.findall(r"num_requests_(?:running|waiting)\{[^}]*\} (\S+)", page)
-        soak.count("left", len(left) == 2 and not any(map(float, left)), f"left: {left}")
+        if len(left) != 2 or any(map(float, left)):
+            soak.wrong.append(f"left: {left}")
         seen.append({"requests": requests, **resources(process)})
     return soak, seen
 

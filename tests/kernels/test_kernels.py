@@ -49,8 +49,9 @@ PARAMS = [
 ]
 
 
+@functools.cache
 def rows() -> dict[str, Floats]:
-    """Random and adversarial logits."""
+    """Random and adversarial logits. Tests read them and write to none."""
     wide = normal(1, 50_257, scale=3)
     masked = normal(2, 1000)
     masked[::3] = -np.inf

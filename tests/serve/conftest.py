@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +13,14 @@ from specrun.decoder import SpeculativeDecoder
 from tests.helpers.engines import once
 from tests.helpers.servers import Server, running
 from tests.helpers.tool_pairs import make_long_pair
+
+
+@pytest.fixture(scope="package", autouse=True)
+def certificates() -> Iterator[None]:
+    """Are read once. httpx reads all of them for each client, which takes longer than most requests here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
+        yield
 
 
 @pytest.fixture
