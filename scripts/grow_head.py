@@ -50,7 +50,7 @@ def draft_logits(head: Path, target: Any) -> list[Any]:
 
 
 def grown(tensors: Mapping[str, Any], growth: Growth) -> dict[str, Any]:
-    """The tensors of a head, in a larger one."""
+    """The tensors of a head, in a larger one, in float32."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -76,7 +76,7 @@ def grown(tensors: Mapping[str, Any], growth: Growth) -> dict[str, Any]:
         elif columns:
             columns = [columns[0] // growth.old.hidden_size * growth.new.hidden_size]
         found[name] = torch.randn(rows, *columns, generator=generator) * SCALE
-        growth.plant(kind, found[name], original)
+        growth.plant(kind, found[name], original.float())
     return found
 
 
