@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _EXPECTED_ROUNDS = 8
-"""Rounds that the expected speed counts as."""
+"""Rounds that the expected speed counts as. They are older than all others."""
 _ROUNDS = 64
 """Rounds after which older ones have lost most of their weight."""
 
@@ -118,6 +118,7 @@ class Speed:
     tokens: float = 0.0
     seconds: float = 0.0
     rounds: float = 0.0
+    expected_rounds: float = _EXPECTED_ROUNDS
 
     def add(self, tokens: int, seconds: float) -> None:
         """Count a round."""
@@ -125,10 +126,11 @@ class Speed:
         self.tokens = self.tokens * keep + tokens
         self.seconds = self.seconds * keep + seconds
         self.rounds = self.rounds * keep + 1
+        self.expected_rounds *= keep
 
     def rate(self, expected: float) -> float:
         """Tokens a second. expected: before any round was counted."""
         if not self.rounds:
             return expected
-        weight = _EXPECTED_ROUNDS * self.seconds / self.rounds
+        weight = self.expected_rounds * self.seconds / self.rounds
         return (self.tokens + expected * weight) / (self.seconds + weight)

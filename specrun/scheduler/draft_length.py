@@ -9,7 +9,8 @@ rate (arXiv 2211.17192). Both are measured. A non-speculative step is a round wi
 3. If the best g promises less than ``min_gain``, the round is plain. Now and then a trial round drafts nevertheless,
    because only drafting shows whether it has begun to pay. Trials cost at most ``trial_time_share`` of the time.
 4. Otherwise the best g by optimistic times is chosen. So a length that was rarely tried, but may be the best, is tried.
-   If drafting promises little, plain rounds follow now and then, so that T(0) stays known.
+   If drafting promises little, plain rounds follow now and then, so that T(0) stays known. One that is alone takes
+   longer than those that follow one another would; ``Settling`` says by how much.
 5. Where drafts can end by themselves, they may have as many tokens as the rows can use, and ``DraftPlan.end_below``
    says where another one no longer pays.
 6. Where unused tokens of a pass cost nothing, each row of a batch has a draft length of its own (``draft_budget``).
@@ -28,7 +29,7 @@ from weakref import WeakKeyDictionary
 from specrun.drafters.acceptance_rate import AcceptanceRate
 from specrun.drafters.draft_plan import DraftPlan
 from specrun.scheduler.draft_budget import Speed, batch_tokens, least_survivors, prices, share, time_of
-from specrun.scheduler.round_times import ExpectedTimes, RoundTimes, TimeTuning
+from specrun.scheduler.round_times import ExpectedTimes, RoundTimes, Settling, TimeTuning
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Tuning:
     clear_gain: float = 1.25
     """If drafting promises less than this factor, T(0) is measured again from time to time."""
     non_speculative_every: int = 16
-    """T(0) is measured again every so many rounds."""
+    """T(0) is measured again every so many rounds, by a single one. The first time and each eighth time it is a run."""
     trial_time_share: float = 0.01
     """The largest share of the time that trials may cost."""
     loss_window_seconds: float = 300.0
@@ -117,6 +118,11 @@ class DraftLength:
         self._trials = Trials(self.tuning)
         self._since_plain = 0
         """Rounds since the last plain one."""
+        self._settling = Settling()
+        self._measurements = 0
+        """How often T(0) was measured though drafting paid."""
+        self._plain_left = 0
+        """Plain rounds of the present run that are still to come."""
         self._lag_times: deque[float] = deque(maxlen=self.tuning.times.times_per_length)
         """Measured times to read one token of the draft lag."""
 
@@ -144,13 +150,29 @@ class DraftLength:
         best = self._best_by_row(batch, drafts_end) if by_row else max(batch.rates()[1:])
         plain = len(row_limits) / times[0]
         ending = self._ending(batch, max(plain, best), by_row) if drafts_end else None
-        self.drafting = self._pays(batch, best / plain, overall)
+        pays, is_measured = best >= self.tuning.min_gain * plain, by_row and drafts_end
+        self.drafting = pays if is_measured else pays or self._may_pay(batch, overall)
+        lag_time = draft_lag * self._lag_token_time(times) if draft_lag else 0.0
         if not self.drafting:
-            return self._trial(batch, known, ending if by_row else None, draft_lag * self._lag_token_time(times))
-        if best / plain < self.tuning.clear_gain and self._since_plain >= self.tuning.non_speculative_every:
+            return self._trial(batch, known, ending if by_row else None, lag_time)
+        if longest < self.max_draft_len and lag_time > (longest + 1) * (times[0] - len(row_limits) / best):
+            self.drafting = False  # All texts end before the time is paid back in which the draft would read them.
+            return _PLAIN
+        if best / plain < self.tuning.clear_gain and self._measures_plain():
             return _PLAIN
         # Where drafts end, lengths vary by themselves, so times need no optimism to be found out.
         return ending or self._longest_that_pays(batch._replace(times=known.optimistic(batch.times)), by_row)
+
+    def _measures_plain(self) -> bool:
+        """Whether T(0) is measured by this round though drafting pays."""
+        if self._plain_left:
+            self._plain_left -= 1
+            return True
+        if self._since_plain < self.tuning.non_speculative_every:
+            return False
+        self._plain_left = 0 if self._measurements % 8 else Settling.ROUNDS - 1
+        self._measurements += 1
+        return True
 
     def _best_by_row(self, batch: _Batch, drafts_end: bool) -> float:
         """The most tokens a second that drafts of different lengths yield."""
@@ -167,10 +189,8 @@ class DraftLength:
         alpha = sum(batch.alphas) / len(batch.alphas)
         return DraftPlan(batch.longest, least_survivors(batch.times, tokens_per_second, alpha))
 
-    def _pays(self, batch: _Batch, gain: float, overall: float) -> bool:
-        """Whether drafting pays. gain: the factor that it promises. overall: the acceptance rate of all requests."""
-        if gain >= self.tuning.min_gain:
-            return True
+    def _may_pay(self, batch: _Batch, overall: float) -> bool:
+        """Whether drafting pays if more drafts are accepted than were so far. overall: the rate of all requests."""
         # Two standard errors of the acceptance rate: until it is known well, drafting goes on where it may pay.
         doubt = 2 * math.sqrt(overall * (1 - overall) / (2 + self._evaluated))
         plain, *drafting = batch.rates(doubt)
@@ -219,6 +239,7 @@ class DraftLength:
             self._own.setdefault(request, AcceptanceRate()).add(accepted, evaluated, window)
             self._overall.add(accepted, evaluated, window)
             self._evaluated += evaluated
+        seconds = self._settling.settled(draft_len, seconds)
         if seconds is None:
             return
         known, lost, committed = self._of_batch(len(rows)), 0.0, len(rows) + sum(accepted for accepted, _ in rows)

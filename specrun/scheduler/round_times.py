@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN
 from specrun.engine_dir.pass_times import PassTimes
@@ -130,3 +131,36 @@ class RoundTimes:
         slope = (pp * gt - pg * pt) / (pp * gg - pg * pg)
         slope = max(slope, -usual_slope)
         return (pt - slope * pg) / pp, slope
+
+
+@dataclass
+class Settling:
+    """How much longer a plain round takes behind one that drafted than behind plain ones.
+
+    A draft displaces the target's weights from the processor's caches. Where these hold quantized weights, the next
+    step takes up to a quarter longer, and the ones behind it less and less.
+    """
+
+    ROUNDS: ClassVar[int] = 8
+    """Plain rounds in a row that tell it. The later half of them is settled."""
+    in_row: int = ROUNDS
+    """Plain rounds since the last one that drafted. None has drafted yet."""
+    ratios: deque[float] = field(default_factory=lambda: deque([1.0], 15))
+    """Of the latest runs: what settled rounds take, in the first one. It is expected to be 1."""
+    _run: list[float | None] = field(default_factory=list)
+
+    def settled(self, draft_len: float, seconds: float | None) -> float | None:
+        """What a round that took ``seconds`` would take among rounds of its kind. None: it does not tell."""
+        if draft_len:
+            self.in_row, self._run = 0, []
+            return seconds
+        self.in_row += 1
+        if self.in_row > self.ROUNDS:
+            return seconds
+        self._run.append(seconds)
+        half = self.ROUNDS // 2
+        if self.in_row == self.ROUNDS and (first := self._run[0]) and (later := [*filter(None, self._run[half:])]):
+            self.ratios.append(statistics.median(later) / first)
+        if seconds is None or 1 < self.in_row <= half:
+            return None
+        return seconds * statistics.median(self.ratios) if self.in_row == 1 else seconds

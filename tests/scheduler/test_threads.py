@@ -271,7 +271,7 @@ def test_ctrl_c_at_any_time_leaves_the_decoder_usable(pair: SpeculativeDecoder) 
                 if decode(pair, [request]) != [expected[seed]]:
                     assert "KeyboardInterrupt" in str(request.error)
                     failed += 1
-                time.sleep(0.001)  # Else it takes turn after turn, and the main thread waits whenever it is interrupted.
+                time.sleep(0.001)  # Else the main thread never has a turn, and waits whenever it is interrupted.
 
     def interrupt(seconds: float, received: threading.Event) -> None:
         time.sleep(seconds)
