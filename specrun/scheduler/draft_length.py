@@ -41,7 +41,9 @@ class Tuning:
     clear_gain: float = 1.25
     """If drafting promises less than this factor, T(0) is measured again from time to time."""
     non_speculative_every: int = 16
-    """T(0) is measured again every so many rounds, by a single one. The first time and each eighth time it is a run."""
+    """T(0) is measured again every so many rounds, by a single one."""
+    run_every: int = 8
+    """The first time, and each time so many measurements later, it is measured by a run of plain rounds instead."""
     trial_time_share: float = 0.01
     """The largest share of the time that trials may cost."""
     loss_window_seconds: float = 300.0
@@ -150,8 +152,9 @@ class DraftLength:
         best = self._best_by_row(batch, drafts_end) if by_row else max(batch.rates()[1:])
         plain = len(row_limits) / times[0]
         ending = self._ending(batch, max(plain, best), by_row) if drafts_end else None
-        pays, is_measured = best >= self.tuning.min_gain * plain, by_row and drafts_end
-        self.drafting = pays if is_measured else pays or self._may_pay(batch, overall)
+        self.drafting = best >= self.tuning.min_gain * plain
+        if not self.drafting and not (by_row and drafts_end):  # There the speed of drafting is measured.
+            self.drafting = self._may_pay(batch, overall)
         lag_time = draft_lag * self._lag_token_time(times) if draft_lag else 0.0
         if not self.drafting:
             return self._trial(batch, known, ending if by_row else None, lag_time)
@@ -170,7 +173,7 @@ class DraftLength:
             return True
         if self._since_plain < self.tuning.non_speculative_every:
             return False
-        self._plain_left = 0 if self._measurements % 8 else Settling.ROUNDS - 1
+        self._plain_left = 0 if self._measurements % self.tuning.run_every else Settling.ROUNDS - 1
         self._measurements += 1
         return True
 

@@ -10,12 +10,9 @@ import pytest
 from specrun.scheduler.draft_budget import Speed, batch_tokens, prices, share, time_of
 from specrun.scheduler.draft_length import DraftLength
 from specrun.scheduler.round_times import ExpectedTimes
+from tests.helpers.row import Row
 
 SECONDS = [1.0, 1.3, 1.65, 2.0, 2.5]
-
-
-class Row:
-    """Something to be known by."""
 
 
 def rate_of(lens: tuple[int, ...], alphas: list[float], draft_step: float) -> float:

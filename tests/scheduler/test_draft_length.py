@@ -18,12 +18,9 @@ from specrun.scheduler.draft_budget import batch_tokens
 from specrun.scheduler.draft_length import DraftLength
 from specrun.scheduler.round_times import ExpectedTimes
 from tests.helpers.pairs import PROMPTS, SAMPLED, decode, near_ties
+from tests.helpers.row import Row
 
 MOST = 10
-
-
-class Row:
-    """Something to be known by."""
 
 
 def test_expected_tokens_is_the_geometric_series() -> None:

@@ -9,10 +9,7 @@ import pytest
 from specrun.scheduler.draft_budget import Speed
 from specrun.scheduler.draft_length import DraftLength
 from specrun.scheduler.round_times import ExpectedTimes, Settling
-
-
-class Row:
-    """Something to be known by."""
+from tests.helpers.row import Row
 
 
 def drafted_share(alpha: float, drafting: float, unsettled: float, rounds: int = 1500) -> float:

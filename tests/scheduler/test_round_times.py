@@ -12,12 +12,9 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import open_engine
 from specrun.engine_dir.pass_times import PassTimes
 from specrun.scheduler.round_times import expected_by_passes
+from tests.helpers.row import Row
 
 TIMES = PassTimes(rows=(1, 4), tokens=(1, 2, 11), seconds=((1.0, 1.2, 3.0), (2.0, 2.4, 12.0)))
-
-
-class Row:
-    """Something to be known by."""
 
 
 def test_a_round_verifies_and_drafts() -> None:
