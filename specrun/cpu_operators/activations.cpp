@@ -2,71 +2,13 @@
 
 #include <cmath>
 
-#include "vectors.h"
+#define KERNELS "activations_kernels.h"
+#include "on_every_processor.h"
 
 namespace specrun {
-namespace {
 
-// The next 16 numbers or fewer; what is missing is 0.
-INLINE Float next(const float* place, int64_t left) {
-    Float vector = {};
-    if (left >= kLanes) {
-        load(vector, place);
-    } else {
-        std::memcpy(&vector, place, static_cast<size_t>(left) * sizeof(float));
-    }
-    return vector;
-}
-
-INLINE void write(float* place, int64_t left, Float vector) {
-    if (left >= kLanes) {
-        std::memcpy(place, &vector, sizeof vector);
-    } else {
-        std::memcpy(place, &vector, static_cast<size_t>(left) * sizeof(float));
-    }
-}
-
-// 1 / (1 + e**-x), by powers of numbers that are not above 0.
-INLINE Float sigmoid(Float x) {
-    const Float zero = {}, power = exponential(x < zero ? x : -x);
-    return (x < zero ? power : zero + 1.0f) / (power + 1.0f);
-}
-
-INLINE float sum(Float vector) {
-    float lanes[kLanes];
-    std::memcpy(lanes, &vector, sizeof lanes);
-    for (int half = kLanes / 2; half; half /= 2) {
-        for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
-    }
-    return lanes[0];
-}
-
-}  // namespace
-
-ON_EVERY_PROCESSOR void make_row(const Activations& all, int64_t row, float* y) {
-    const int64_t size = all.size;
-    const float* x = all.x + row * size;
-    if (all.made == Made::kNormalized) {
-        Float squares[4] = {};
-        for (int64_t i = 0; i < size; i += 4 * kLanes) {
-            for (int part = 0; part < 4 && i + part * kLanes < size; ++part) {
-                const Float vector = next(x + i + part * kLanes, size - i - part * kLanes);
-                squares[part] += vector * vector;
-            }
-        }
-        const float mean = sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / static_cast<float>(size);
-        const float factor = 1.0f / std::sqrt(mean + all.epsilon);
-        for (int64_t i = 0; i < size; i += kLanes) {
-            write(y + i, size - i, next(x + i, size - i) * factor * next(all.other + i, size - i));
-        }
-        return;
-    }
-    const float* other = all.other + row * size;
-    for (int64_t i = 0; i < size; i += kLanes) {
-        const Float gate = next(x + i, size - i);
-        const Float inner = all.made == Made::kSiluGated ? gate : 1.59576912f * (gate + 0.044715f * gate * gate * gate);
-        write(y + i, size - i, gate * sigmoid(inner) * next(other + i, size - i));
-    }
+void make_row(const Activations& activations, int64_t row, float* y) {
+    ON_THIS_PROCESSOR(make_row)(activations, row, y);
 }
 
 }  // namespace specrun

@@ -25,6 +25,8 @@ struct CachedAttention {
     int64_t group() const { return q_heads / kv_heads; }
 };
 
+constexpr int64_t kTokensOfPart = 16;  // A part is an item of work.
+
 // Returns false where threads fail.
 bool attend(CachedAttention attention, const Threads& threads);
 

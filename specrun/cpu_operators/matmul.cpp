@@ -279,20 +279,21 @@ bool is_supported() { return __builtin_cpu_supports("avx2") && __builtin_cpu_sup
 
 #endif
 
-#define INSTRUCTION_SET(name) {#name, name::is_supported, name::strips_at_once, name::round_row, name::multiply}
+#define INSTRUCTION_SET(name, vectors) \
+    {#name, vectors, name::is_supported, name::strips_at_once, name::round_row, name::multiply}
 
 const InstructionSet kInstructionSets[] = {
 #if defined(__x86_64__)
 #if defined(HAS_AMX)
-    INSTRUCTION_SET(amx),
+    INSTRUCTION_SET(amx, Vectors::kAvx512),
 #endif
-    INSTRUCTION_SET(avx512_vnni),
+    INSTRUCTION_SET(avx512_vnni, Vectors::kAvx512),
 #if defined(HAS_AVX_VNNI)
-    INSTRUCTION_SET(avx_vnni),
+    INSTRUCTION_SET(avx_vnni, Vectors::kAvx2),
 #endif
-    INSTRUCTION_SET(avx2),
+    INSTRUCTION_SET(avx2, Vectors::kAvx2),
 #endif
-    INSTRUCTION_SET(plain),
+    INSTRUCTION_SET(plain, Vectors::kPlain),
 };
 
 const InstructionSet* choose(const char* name) {
@@ -402,5 +403,6 @@ const char* specrun_choose_instruction_set(const char* name) {
     const specrun::InstructionSet* found = specrun::choose(name);
     if (!found) return nullptr;
     specrun::chosen = found;
+    specrun::vectors = name ? found->vectors : specrun::widest_vectors();
     return found->name;
 }

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "activations.h"
+#include "processor.h"
 #include "threads.h"
 
 namespace specrun {
@@ -70,6 +71,7 @@ struct Product {
 // The same computation in the instructions of one kind of processor. Bits of results do not depend on which one.
 struct InstructionSet {
     const char* name;
+    Vectors vectors;  // Of the other operators beside it.
     bool (*is_supported)();
     int64_t (*strips_at_once)(const Product&);
     void (*round_row)(const Product&, int64_t row);

@@ -42,6 +42,8 @@ struct CausalConvolution {
     float* y;             // [B, S, channels]
 };
 
+constexpr int64_t kChannelsOfPart = 256;  // A part is an item of work.
+
 // Both return false where threads fail.
 bool attend(RecurrentAttention attention, const Threads& threads);
 bool convolve(CausalConvolution convolution, const Threads& threads);

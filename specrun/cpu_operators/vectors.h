@@ -1,35 +1,90 @@
-// Vectors of 16 floats in plain C++. A function marked ON_EVERY_PROCESSOR is compiled for several instruction sets, and
-// the processor takes the widest that it has. Products are not joined with sums (-ffp-contract=off), so that all of
-// them compute the same bits.
-#pragma once
+// Vectors of 16 floats in plain C++: of as many parts as the processor's vectors are narrower. on_every_processor.h
+// includes it for each width kPart. Products are not joined with sums (-ffp-contract=off), so that all widths compute
+// the same bits.
+//
+// No include guard. A compiler's own vectors of 16 floats would do where the processor has such; elsewhere GCC 12 keeps
+// them in memory, which takes up to eight times as long.
 
-#include <cstdint>
-#include <cstring>
-
-#if defined(__x86_64__) && defined(__linux__) && (!defined(__clang__) || __clang_major__ >= 14)
-#define ON_EVERY_PROCESSOR __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define ON_EVERY_PROCESSOR
-#endif
-#define INLINE static inline __attribute__((always_inline))
+#undef INLINE
+#define INLINE TARGET static inline __attribute__((always_inline))
+#undef UNROLL
 #define UNROLL _Pragma("GCC unroll 16")
+#undef EACH
+#define EACH UNROLL for (int i = 0; i < kParts; ++i)
 
-namespace specrun {
+constexpr int kLanes = 16, kParts = kLanes / kPart;
+typedef float FloatPart __attribute__((vector_size(kPart * 4)));
+typedef int32_t IntPart __attribute__((vector_size(kPart * 4)));
 
-constexpr int kLanes = 16;
-typedef float Float __attribute__((vector_size(64)));
-typedef int32_t Int __attribute__((vector_size(64)));
+struct Int {
+    IntPart parts[kParts];
+};
 
+struct Float {
+    FloatPart parts[kParts];
+    TARGET float operator[](int lane) const { return parts[lane / kPart][lane % kPart]; }
+};
+
+INLINE Float spread(float x) {
+    Float y;
+    EACH y.parts[i] = FloatPart{} + x;
+    return y;
+}
+
+#define OPERATOR(op)                                        \
+    INLINE Float operator op(const Float& a, const Float& b) { \
+        Float y;                                            \
+        EACH y.parts[i] = a.parts[i] op b.parts[i];         \
+        return y;                                           \
+    }                                                       \
+    INLINE Float operator op(const Float& a, float b) {     \
+        Float y;                                            \
+        EACH y.parts[i] = a.parts[i] op b;                  \
+        return y;                                           \
+    }
+OPERATOR(+)
+OPERATOR(-)
+OPERATOR(*)
+OPERATOR(/)
+#undef OPERATOR
+
+INLINE void operator+=(Float& a, const Float& b) { a = a + b; }
+
+INLINE Int operator>(const Float& a, const Float& b) {
+    Int y;
+    EACH y.parts[i] = a.parts[i] > b.parts[i];
+    return y;
+}
+
+INLINE Int operator>(const Int& a, int32_t b) {
+    Int y;
+    EACH y.parts[i] = a.parts[i] > b;
+    return y;
+}
+
+// a where ``which`` is set, else b.
+INLINE Float select(const Int& which, const Float& a, const Float& b) {
+    Float y;
+    EACH y.parts[i] = which.parts[i] ? a.parts[i] : b.parts[i];
+    return y;
+}
+
+// Part by part: what is copied as a whole stays in memory.
 template <typename Vector>
 INLINE void load(Vector& vector, const void* place) {
-    std::memcpy(&vector, place, sizeof vector);
+    EACH std::memcpy(&vector.parts[i], static_cast<const char*>(place) + i * sizeof vector.parts[i],
+                     sizeof vector.parts[i]);
+}
+
+INLINE void store(float* place, const Float& vector) {
+    EACH std::memcpy(place + i * kPart, &vector.parts[i], sizeof vector.parts[i]);
 }
 
 // e to the power of x, x <= 0, within two units in the last place; at least e**-87. Cephes' polynomial.
 INLINE Float exponential(Float x) {
     constexpr float kShift = 12582912.0f;  // 1.5 * 2**23: what is added to it is rounded to a whole number.
-    const Float lowest = Float{} - 87.0f;
-    x = x < lowest ? lowest : x;  // NaN stays NaN.
+    const Float lowest = spread(-87.0f);
+    x = select(lowest > x, lowest, x);  // NaN stays NaN.
     const Float shifted = x * 1.44269504f + kShift, power = shifted - kShift;
     const Float rest = x - power * 0.693359375f - power * -2.12194440e-4f;
     Float y = rest * 1.9875691500e-4f + 1.3981999507e-3f;
@@ -38,7 +93,6 @@ INLINE Float exponential(Float x) {
     y = y * rest + 1.6666665459e-1f;
     y = y * rest + 5.0000001201e-1f;
     y = y * (rest * rest) + rest + 1.0f;
-    return (Float)((Int)y + ((Int)shifted << 23));
+    EACH y.parts[i] = (FloatPart)((IntPart)y.parts[i] + ((IntPart)shifted.parts[i] << 23));
+    return y;
 }
-
-}  // namespace specrun

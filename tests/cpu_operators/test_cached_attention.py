@@ -13,6 +13,7 @@ from specbuild.compilers.cpu_attention import OPERATOR
 from specbuild.graph import ops as graphs
 from specrun import cpu_operators
 from specrun.backends.ort_session import session_options
+from tests.helpers.own_products import choose_instruction_set
 
 Floats = npt.NDArray[np.float32]
 
@@ -168,11 +169,16 @@ def test_it_computes_what_numpy_does(name: str, tokens: int, first: tuple[int, .
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_querys_bits_are_its_own(name: str) -> None:
-    """Whatever is computed beside it: other tokens, other rows, in a longer cache, by more threads."""
+def test_a_querys_bits_are_its_own(name: str, vectors: str) -> None:
+    """Whatever is computed beside it: other tokens, other rows, in a longer cache, by more threads.
+
+    And on other processors. Many queries are computed at once, one in each lane of a vector; few are not.
+    """
     case = CASES[name]
     one, two = session(case), session(case, threads=2)
+    choose_instruction_set(None)
     whole, *caches = run(one, made(case, 30, 0, 0))
+    choose_instruction_set(vectors)
 
     def found(session: Any, tokens: int, begin: int, rows: int, positions: int = POSITIONS) -> Floats:
         given = made(case, tokens, *[begin] * rows, positions=positions)
@@ -180,7 +186,7 @@ def test_a_querys_bits_are_its_own(name: str) -> None:
             past[:, :, :begin] = written[:rows, :, :begin]
         return run(session, given)[0]
 
-    for tokens in (1, 2, 3, 7, 16, 17):
+    for tokens in (1, 2, 3, 7, 12, 16, 17):
         for begin in (0, 5, 13):
             for rows, by in ((2, one), (1, two)):
                 assert np.array_equal(found(by, tokens, begin, rows), whole[:rows, begin : begin + tokens])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
@@ -11,7 +9,7 @@ import pytest
 
 from specbuild.compilers.cpu_forms import prepare
 from specbuild.graph import ops as graphs
-from tests.helpers.own_products import INSTRUCTION_SETS, choose_instruction_set, session
+from tests.helpers.own_products import choose_instruction_set, session
 
 SIZES = [(256, 64), (100, 17), (52, 1), (7, 130), (1000, 100), (64, 1100)]
 """[K, N]"""
@@ -43,14 +41,6 @@ def product(*weights: npt.NDArray[np.float32], dtype: str = "float32", is_transp
     prepare(model, own_products=True)
     assert {node.op_type for node in model.graph} == {"FloatMatMul"}
     return model
-
-
-@pytest.fixture(params=INSTRUCTION_SETS)
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    if not choose_instruction_set(request.param):
-        pytest.skip("this processor does not have it")
-    yield request.param
-    choose_instruction_set(None)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)

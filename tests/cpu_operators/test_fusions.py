@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ import pytest
 from specbuild.compilers.cpu_forms import prepare
 from specbuild.quantization.insert_qdq import quantize_matmul, weighted_matmuls
 from tests.helpers.own_products import (
-    INSTRUCTION_SETS,
     Form,
     choose_instruction_set,
     mlp,
@@ -51,14 +49,6 @@ def quantize(model: ir.Model, form: Form) -> None:
     for number, product in enumerate(weighted_matmuls(model)):
         rows, columns = product.weight.shape.numpy()  # type: ignore[union-attr]
         quantize_matmul(model, product, packed(form, rows, columns, number))
-
-
-@pytest.fixture(params=INSTRUCTION_SETS)
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    if not choose_instruction_set(request.param):
-        pytest.skip("this processor does not have it")
-    yield request.param
-    choose_instruction_set(None)
 
 
 @pytest.mark.parametrize("activation", ["Sigmoid", "Gelu"])

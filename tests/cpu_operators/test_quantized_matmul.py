@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from specrun import cpu_operators
 from specrun.backends.ort_session import import_ort
 from specrun.devices.processor import features
 from tests.helpers.own_products import (
-    INSTRUCTION_SETS,
     Form,
     choose_instruction_set,
     expected,
@@ -57,14 +55,6 @@ def inputs(rows: int, width: int) -> npt.NDArray[np.float32]:
 def run(session: Any, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     (y,) = session.run(None, {"x": x})
     return np.asarray(y)
-
-
-@pytest.fixture(params=INSTRUCTION_SETS)
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    if not choose_instruction_set(request.param):
-        pytest.skip("this processor does not have it")
-    yield request.param
-    choose_instruction_set(None)
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))

@@ -17,6 +17,7 @@ from specbuild.graph.recurrent import CONVOLUTION, DOMAIN, RULES, add_functions,
 from specrun import cpu_operators
 from specrun.backends.ort_session import session_options
 from specrun.engine_dir.contract import KEEP_INDICES, STATE_INDICES, WRITE_INDICES
+from tests.helpers.own_products import choose_instruction_set
 
 Floats = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.int64]
@@ -176,9 +177,11 @@ def test_tokens_that_are_taken_back_leave_nothing(name: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_tokens_bits_do_not_depend_on_passes_or_threads(name: str) -> None:
+def test_a_tokens_bits_do_not_depend_on_passes_threads_or_the_processor(name: str, vectors: str) -> None:
     layer = LAYERS[name]()
+    choose_instruction_set(None)
     ((_, whole),) = run(session(layer, "own", threads=1), layer, [WHOLE])
+    choose_instruction_set(vectors)
     made = session(layer, "own")
     for seed in range(5):
         for one, y in run(made, layer, list(rounds(seed))):

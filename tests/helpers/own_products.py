@@ -18,8 +18,6 @@ from specbuild.weights.packed import Activation, Floats, Packed
 from specrun import cpu_operators
 from specrun.backends.ort_session import session_options
 
-INSTRUCTION_SETS = ("amx", "avx512_vnni", "avx_vnni", "avx2", "plain")
-
 
 class Form(NamedTuple):
     """How a weight is stored."""

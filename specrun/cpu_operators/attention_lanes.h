@@ -1,0 +1,126 @@
+// Attention of up to 16 queries at a time, one in each lane of a vector. Keys and values are read once for all of them.
+// Each query's numbers are computed in the same order as alone, so they are the same bits.
+
+constexpr int64_t kKeysAtATime = 16;  // Whose values stay in the first cache.
+
+// Memory of 16 queries of ``width`` numbers: weights of ``keys`` keys, the queries, and what becomes their answers.
+inline int64_t lanes_memory(int64_t keys, int64_t width) { return kLanes * (keys + 2 * width); }
+
+// The sum of 16 parts, in the order of ``sums_of``.
+INLINE Float sum_of_parts(const Float (&x)[kLanes]) {
+    Float quarters[4];
+    UNROLL for (int i = 0; i < 4; ++i) quarters[i] = (x[i] + x[i + 8]) + (x[i + 4] + x[i + 12]);
+    return (quarters[0] + quarters[2]) + (quarters[1] + quarters[3]);
+}
+
+// scores [kKeys, 16] = keys [kKeys, width] times each query. queries: [width, 16].
+template <int kKeys>
+TARGET void score_lanes(const float* queries, const float* keys, int64_t width, float* scores) {
+    Float quarters[kKeys][4];
+    UNROLL for (int i = 0; i < 4; ++i) {
+        Float parts[kKeys][4] = {};  // Of numbers i, i + 4, i + 8 and i + 12 of each 16.
+        for (int64_t number = i; number < width; number += kLanes) {
+            UNROLL for (int part = 0; part < 4; ++part) {
+                const int64_t place = number + 4 * part;
+                Float q;
+                load(q, queries + place * kLanes);
+                UNROLL for (int n = 0; n < kKeys; ++n) parts[n][part] += q * keys[n * width + place];
+            }
+        }
+        UNROLL for (int n = 0; n < kKeys; ++n) {
+            quarters[n][i] = (parts[n][0] + parts[n][2]) + (parts[n][1] + parts[n][3]);
+        }
+    }
+    UNROLL for (int n = 0; n < kKeys; ++n) {
+        store(scores + n * kLanes, (quarters[n][0] + quarters[n][2]) + (quarters[n][1] + quarters[n][3]));
+    }
+}
+
+// y += values times weights, of keys ``begin`` to ``end``. weights: [keys, 16] from the first query's lane on.
+template <int kQueries, int kVectors>
+INLINE void mix_lanes(float* y, const float* weights, const float* values, int64_t width, int64_t begin, int64_t end) {
+    Float sums[kQueries][kVectors];
+    UNROLL for (int n = 0; n < kQueries; ++n) {
+        UNROLL for (int v = 0; v < kVectors; ++v) load(sums[n][v], y + n * width + v * kLanes);
+    }
+    for (int64_t key = begin; key < end; ++key) {
+        UNROLL for (int v = 0; v < kVectors; ++v) {
+            Float value;
+            load(value, values + key * width + v * kLanes);
+            UNROLL for (int n = 0; n < kQueries; ++n) sums[n][v] += value * weights[key * kLanes + n];
+        }
+    }
+    UNROLL for (int n = 0; n < kQueries; ++n) {
+        UNROLL for (int v = 0; v < kVectors; ++v) store(y + n * width + v * kLanes, sums[n][v]);
+    }
+}
+
+// The same for all numbers of a head.
+template <int kQueries>
+TARGET void mix_heads(float* y, const float* weights, const float* values, int64_t width, int64_t begin, int64_t end) {
+    int64_t lane = 0;
+    for (; lane + 4 * kLanes <= width; lane += 4 * kLanes) {
+        mix_lanes<kQueries, 4>(y + lane, weights, values + lane, width, begin, end);
+    }
+    for (; lane < width; lane += kLanes) mix_lanes<kQueries, 1>(y + lane, weights, values + lane, width, begin, end);
+}
+
+// Queries: ``count`` of them, 1 to 16, whose keys begin at the same position; of increasing numbers of keys.
+TARGET void answer_lanes(const Query* queries, int count, const float* keys, const float* values, int64_t width,
+                         float* memory) {
+    keys += queries[0].first * width;
+    values += queries[0].first * width;
+    const int64_t fewest = queries[0].keys, most = queries[count - 1].keys;
+    float *by_lane = memory, *y = by_lane + kLanes * width, *weights = y + kLanes * width;
+    int32_t numbers[kLanes];  // Of keys of each lane. Lanes without a query do the work of the last one.
+    for (int lane = 0; lane < kLanes; ++lane) {
+        const Query& query = queries[std::min(lane, count - 1)];
+        numbers[lane] = static_cast<int32_t>(query.keys);
+        for (int64_t i = 0; i < width; ++i) by_lane[i * kLanes + lane] = query.q[i];
+    }
+    Int seen;
+    load(seen, numbers);
+    const Float nothing = spread(-INFINITY);
+    Float highest = nothing;
+    int64_t key = 0;
+    for (; key + 4 <= most; key += 4) {
+        score_lanes<4>(by_lane, keys + key * width, width, weights + key * kLanes);
+    }
+    for (; key < most; ++key) score_lanes<1>(by_lane, keys + key * width, width, weights + key * kLanes);
+    for (key = 0; key < most; ++key) {
+        Float score;
+        load(score, weights + key * kLanes);
+        if (key >= fewest) {
+            score = select(seen > static_cast<int32_t>(key), score, nothing);
+            store(weights + key * kLanes, score);
+        }
+        highest = select(score > highest, score, highest);
+    }
+    Float sums[kLanes] = {};
+    for (key = 0; key < most; ++key) {
+        Float weight;
+        load(weight, weights + key * kLanes);
+        weight = exponential(weight - highest);
+        if (key >= fewest) weight = select(seen > static_cast<int32_t>(key), weight, Float{});
+        store(weights + key * kLanes, weight);
+        sums[key % kLanes] += weight;
+    }
+    const Float divisors = sum_of_parts(sums);
+    std::fill(y, y + count * width, 0.0f);
+    for (int64_t begin = 0; begin < most; begin += kKeysAtATime) {
+        for (int n = 0; n < count; n += 2) {
+            float* own = y + n * width;
+            const int64_t end = std::min(begin + kKeysAtATime, queries[n].keys);
+            if (n + 1 == count) {
+                mix_heads<1>(own, weights + n, values, width, begin, end);
+                break;
+            }
+            mix_heads<2>(own, weights + n, values, width, begin, end);
+            const int64_t last = std::min(begin + kKeysAtATime, queries[n + 1].keys);
+            if (last > end) mix_heads<1>(own + width, weights + n + 1, values, width, std::max(begin, end), last);
+        }
+    }
+    for (int n = 0; n < count; ++n) {
+        for (int64_t i = 0; i < width; ++i) queries[n].y[i] = y[n * width + i] / divisors[n];
+    }
+}
