@@ -35,7 +35,7 @@ inline int64_t tile_inputs(const Weight& weight) {
 template <int kBits, int kStrips, bool kIsTwo>
 struct Tiles {
     static constexpr int64_t kRows = kIsTwo ? kMostRows : kMostTileRows, kLineInputs = 32 / kBits;
-    static constexpr int32_t kOffset = kBits == 4 ? 8 : 128;
+    static constexpr bool kSigned = kBits == 4;  // Codes of tiles; else they are 128 too large.
     typedef int32_t Sums[kStrips][kRows][kColumns];
 
     const Product& product;
@@ -88,10 +88,11 @@ struct Tiles {
         if (step >= steps) return;
         const uint8_t* from = codes + s * strip_bytes + step * lines * kLineBytes;
         uint8_t* to = unpacked[(step * kStrips + s) % kTurns];
+        const Int eight = _mm512_set1_epi8(8);
         for (int64_t line = 0; line < lines; ++line, from += kLineBytes, to += 2 * kLineBytes) {
             const Int packed = load(from);
-            _mm512_store_si512(to, low_nibbles(packed));
-            _mm512_store_si512(to + kLineBytes, high_nibbles(packed));
+            _mm512_store_si512(to, _mm512_sub_epi8(low_nibbles(packed), eight));
+            _mm512_store_si512(to + kLineBytes, _mm512_sub_epi8(high_nibbles(packed), eight));
         }
     }
 
@@ -101,6 +102,11 @@ struct Tiles {
             for (int64_t line = 0; line < lines; ++line) __builtin_prefetch(next + line * kLineBytes, 0, 2);
         }
     }
+
+    // Tiles are named by literals alone.
+#define ADD_PRODUCT(sums, x, codes)                              \
+    if constexpr (kSigned) { _tile_dpbssd(sums, x, codes); } \
+    else { _tile_dpbsud(sums, x, codes); }
 
     OPERATION void add_up_block(int64_t block) {
         const int64_t stride = product.rounded.stride, end = std::min(steps, (block + 1) * block_steps);
@@ -116,27 +122,27 @@ struct Tiles {
             if constexpr (kIsTwo) {
                 _tile_loadd(5, x + kMostTileRows * stride, stride);
                 _tile_loadd(6, tile_of(step, 0), kLineBytes);
-                _tile_dpbsud(0, 4, 6);
-                _tile_dpbsud(2, 5, 6);
+                ADD_PRODUCT(0, 4, 6);
+                ADD_PRODUCT(2, 5, 6);
                 if constexpr (kStrips > 1) {
                     unpack(step, 1 + kAhead);
                     _tile_loadd(7, tile_of(step, 1), kLineBytes);
-                    _tile_dpbsud(1, 4, 7);
-                    _tile_dpbsud(3, 5, 7);
+                    ADD_PRODUCT(1, 4, 7);
+                    ADD_PRODUCT(3, 5, 7);
                 }
             } else {
                 _tile_loadd(5, tile_of(step, 0), kLineBytes);
-                _tile_dpbsud(0, 4, 5);
+                ADD_PRODUCT(0, 4, 5);
                 if constexpr (kStrips > 1) {
                     unpack(step, 1 + kAhead);
                     _tile_loadd(6, tile_of(step, 1), kLineBytes);
-                    _tile_dpbsud(1, 4, 6);
+                    ADD_PRODUCT(1, 4, 6);
                     unpack(step, 2 + kAhead);
                     _tile_loadd(7, tile_of(step, 2), kLineBytes);
-                    _tile_dpbsud(2, 4, 7);
+                    ADD_PRODUCT(2, 4, 7);
                     unpack(step, 3 + kAhead);
                     _tile_loadd(5, tile_of(step, 3), kLineBytes);
-                    _tile_dpbsud(3, 4, 5);
+                    ADD_PRODUCT(3, 4, 5);
                 }
             }
         }
@@ -161,20 +167,23 @@ struct Tiles {
         const int64_t scale_blocks = weight.one_scale ? 1 : blocks, scale_block = weight.one_scale ? 0 : block;
         const int32_t* x_sums = product.rounded.sums + row * blocks + block;
         const float* x_scales = product.rounded.scales + row * blocks + block;
-        for (int s = 0; s < kStrips; ++s) {
+        Float scales[kStrips], zero_points[kStrips];
+        UNROLL for (int s = 0; s < kStrips; ++s) {
             const int64_t place = (strip + s) * scale_blocks + scale_block;
             const uint8_t* own = static_cast<const uint8_t*>(weight.scales) + place * kColumns * scale_bytes;
-            const Float scale = weight.half_scales ? load_halves(own) : load(reinterpret_cast<const float*>(own));
+            scales[s] = weight.half_scales ? load_halves(own) : load(reinterpret_cast<const float*>(own));
             const int8_t* zeros = weight.zeros + ((strip + s) * blocks + block) * kColumns;
-            const Float zero_points = weight.zeros ? load_zeros(zeros) : zero();
-            for (int64_t r = 0; r < rows; ++r) {
-                const Int start = spread(-kOffset * x_sums[r * blocks]);
-                Float sum = to_float(_mm512_add_epi32(_mm512_load_si512(sums[block % 2][s][r]), start));
-                if (weight.zeros) {
-                    sum = multiply_add(zero_points, spread(static_cast<float>(-x_sums[r * blocks])), sum);
-                }
-                const Float both = times(scale, spread(x_scales[r * blocks]));
-                store(totals[s][r], multiply_add(sum, both, load(totals[s][r])));
+            zero_points[s] = weight.zeros ? load_zeros(zeros) : zero();
+        }
+        for (int64_t r = 0; r < rows; ++r) {
+            const Float x_scale = spread(x_scales[r * blocks]);
+            const int32_t x_sum = x_sums[r * blocks];
+            UNROLL for (int s = 0; s < kStrips; ++s) {
+                Int found = _mm512_load_si512(sums[block % 2][s][r]);
+                if constexpr (!kSigned) found = _mm512_add_epi32(found, spread(-128 * x_sum));
+                Float sum = to_float(found);
+                if (weight.zeros) sum = multiply_add(zero_points[s], spread(static_cast<float>(-x_sum)), sum);
+                store(totals[s][r], multiply_add(sum, times(scales[s], x_scale), load(totals[s][r])));
             }
         }
     }
