@@ -72,11 +72,17 @@ def make(places: Places, role: str, bits: str) -> None:
             engine,
             max_batch_size=places.rows,
         )
-    if not (ir := places.made("openvino", role, bits)).exists():
-        options = ["--task", "text-generation-with-past", "--weight-format", *form.openvino]
-        command = [str(places.peers / "venv/bin/optimum-cli"), "export", "openvino", "-m", str(source), *options]
-        call([*command, str(ir)])
+    make_openvino(places, role, bits)
     make_gguf(places, role, bits)
+
+
+def make_openvino(places: Places, role: str, bits: str) -> None:
+    """The same for OpenVINO GenAI alone."""
+    if not (ir := places.made("openvino", role, bits)).exists():
+        options = ["--task", "text-generation-with-past", "--weight-format", *BITS[bits].openvino]
+        source = str(places.demo / "hf" / role)
+        command = [str(places.peers / "venv/bin/optimum-cli"), "export", "openvino", "-m", source, *options]
+        call([*command, str(ir)])
 
 
 def make_gguf(places: Places, role: str, bits: str) -> Path:
