@@ -2,9 +2,9 @@
 
 Both have learnt the same texts, and their targets are grown to 16 layers of width 1,024 as the demo's is. In the
 hybrid, three of four layers are gated delta nets with the shape that Qwen3.5 gives them, and so is the first of the
-draft's two; the dense pair is the demo pair. Pairs are made in --work_dir, once, in a few minutes. A pass of g + 1
-tokens follows one in which one draft token of g was accepted, so the hybrid's reads that one again. Models take turns;
-medians.
+draft's two; the dense pair is the demo pair. Pairs are made in --work_dir, once; to train the hybrid takes ten minutes.
+A pass of g + 1 tokens follows one in which one draft token of g was accepted, so the hybrid's reads that one again.
+Models take turns; medians.
 
 With --peers_dir, which scripts/benchmarks/peers_setup makes, a step of the same targets is timed in llama.cpp, and in
 transformers in float32: the time of STEPS tokens behind the same text, with the tokens of a prompt taken away.
