@@ -18,7 +18,6 @@ from typing import Any
 
 import click
 import numpy as np
-import torch
 from transformers import Qwen2Config
 
 from scripts.benchmarks.engines import build, random_checkpoint, to_onnx
@@ -49,11 +48,10 @@ def make(places: Places, bits: str) -> None:
             vocab_size=151_936,
             tie_word_embeddings=True,
             max_position_embeddings=POSITIONS,
+            initializer_range=0.03,
             dtype="bfloat16",
         )
-        torch.set_default_dtype(torch.bfloat16)
         random_checkpoint(config, TOKENIZER, source)
-        torch.set_default_dtype(torch.float32)
     if not (engine := places.made("specrun", "target", bits)).exists():
         onnx = to_onnx(source, places.work / "onnx" / engine.name, qformat=BITS[bits].specrun, verify=False)
         build(onnx, engine, max_seq_len=POSITIONS, max_input_len=POSITIONS - 1)

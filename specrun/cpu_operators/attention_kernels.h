@@ -160,7 +160,8 @@ TARGET void answer(const Query* queries, const float* keys, const float* values,
     for (; lane < width; lane += kLanes) mix<kQueries, 1>(queries, divisors, values, width, lane);
 }
 
-// With fewer queries, lanes without one cost more than it saves to read keys once. (Measured for each width.)
+// With fewer queries, lanes without one cost more than it saves to read keys once. (Measured with AVX-512 and AVX2, on
+// one processor.)
 constexpr int kManyQueries = kPart == kLanes ? 6 : 14;
 
 // Queries of any number up to 16, whose keys begin at the same position; of increasing numbers of keys.

@@ -367,9 +367,9 @@ bool multiply(Product product, const Threads& threads) {
     thread_local std::unique_ptr<void, void (*)(void*)> memory(nullptr, std::free);
     thread_local size_t size = 0;
     if (needed > size) {
-        size = (needed + 63) / 64 * 64;
-        memory.reset(std::aligned_alloc(64, size));  // Whole lines of the cache.
-        size = memory ? size : 0;
+        const size_t lines = (needed + 63) / 64 * 64;  // Whole ones of the cache.
+        memory.reset(std::aligned_alloc(64, lines));
+        size = memory ? lines : 0;
         if (!memory) return false;
     }
     int64_t* const own_places = static_cast<int64_t*>(memory.get());

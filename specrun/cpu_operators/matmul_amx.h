@@ -103,10 +103,13 @@ struct Tiles {
         }
     }
 
-    // Tiles are named by literals alone.
-#define ADD_PRODUCT(sums, x, codes)                              \
-    if constexpr (kSigned) { _tile_dpbssd(sums, x, codes); } \
-    else { _tile_dpbsud(sums, x, codes); }
+    // A macro, because tiles are named by literals.
+#define ADD_PRODUCT(sums, x, codes)        \
+    if constexpr (kSigned) {               \
+        _tile_dpbssd(sums, x, codes);      \
+    } else {                               \
+        _tile_dpbsud(sums, x, codes);      \
+    }
 
     OPERATION void add_up_block(int64_t block) {
         const int64_t stride = product.rounded.stride, end = std::min(steps, (block + 1) * block_steps);
@@ -160,6 +163,8 @@ struct Tiles {
             _tile_stored(3, found[3], kLineBytes);
         }
     }
+
+#undef ADD_PRODUCT
 
     OPERATION void add_to_totals(int64_t block) {
         const Weight& weight = product.weight;
