@@ -39,7 +39,12 @@ def nothing_left() -> Iterator[None]:
 
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups of two blocks of fewer threads, which take less time; ``test_kernels`` has them all."""
+    """Groups of a block of fewer threads, which take less time; ``test_kernels`` has them all."""
     for kernel, threads in kernels.THREADS.items():
         monkeypatch.setitem(kernels.THREADS, kernel, min(threads, 32))
+
+
+@pytest.fixture
+def two_blocks(narrow: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of two such blocks, which wait for each other, as blocks of large vocabularies do."""
     monkeypatch.setattr(calls, "blocks_per_group", lambda groups, vocab, multiprocessors: 2)

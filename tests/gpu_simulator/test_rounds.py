@@ -62,7 +62,7 @@ def expected(tables: Path) -> dict[str, list[list[int]]]:
     return found
 
 
-@pytest.mark.usefixtures("nothing_left", "narrow")
+@pytest.mark.usefixtures("nothing_left", "two_blocks")
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "pieces"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -74,7 +74,7 @@ def test_ids_are_the_cpus(
         assert in_batches(decoder) == expected[draft]
 
 
-@pytest.mark.usefixtures("nothing_left", "narrow")
+@pytest.mark.usefixtures("nothing_left", "two_blocks")
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "pieces"])
 def test_plans_with_a_profile_for_each_size_of_a_round(
     tables: Path, expected: dict[str, list[list[int]]], graph: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -100,7 +100,7 @@ def test_plans_with_a_profile_for_each_size_of_a_round(
         assert ranges <= ({(*rows, 1, 1)} if length == 1 else {(*rows, 2, most) for most in longest})
 
 
-@pytest.mark.usefixtures("nothing_left", "narrow")
+@pytest.mark.usefixtures("nothing_left", "two_blocks")
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "pieces"])
 def test_the_target_alone(tables: Path, graph: bool) -> None:
     with SpeculativeDecoder.open(tables / "target") as decoder:
@@ -109,7 +109,7 @@ def test_the_target_alone(tables: Path, graph: bool) -> None:
         assert in_batches(decoder) == expected
 
 
-@pytest.mark.usefixtures("nothing_left", "narrow")
+@pytest.mark.usefixtures("nothing_left", "two_blocks")
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "pieces"])
 def test_ngrams_draft_as_they_do_on_the_cpu(tables: Path, graph: bool) -> None:
     """By both acceptances; and with ``auto``, whose draft lengths depend on the clock and whose ids do not."""
@@ -129,7 +129,7 @@ def test_ngrams_draft_as_they_do_on_the_cpu(tables: Path, graph: bool) -> None:
         assert decode(decoder, requests(4)) == alone
 
 
-@pytest.mark.usefixtures("nothing_left", "narrow")
+@pytest.mark.usefixtures("nothing_left", "two_blocks")
 def test_a_draft_on_the_cpu_beside_a_target_on_a_gpu(tables: Path) -> None:
     """By tokens the ids are the CPU pair's; requests that are accepted by logits take drafts for certain."""
     by_tokens = [request for request in requests(7) if not request.use_logits]
@@ -143,7 +143,7 @@ def test_a_draft_on_the_cpu_beside_a_target_on_a_gpu(tables: Path) -> None:
     assert by_logits.finish_reason == "length"
 
 
-@pytest.mark.usefixtures("nothing_left", "narrow")
+@pytest.mark.usefixtures("nothing_left", "two_blocks")
 @pytest.mark.parametrize("place", ["one GPU", "apart", "CPU"])
 @pytest.mark.filterwarnings("ignore:the draft failed")
 def test_a_draft_that_fails_leaves_the_targets_text(tables: Path, tmp_path: Path, place: str) -> None:
@@ -165,7 +165,7 @@ def test_a_draft_that_fails_leaves_the_targets_text(tables: Path, tmp_path: Path
     assert sum(request.stats.accepted for request in failed) > 3
 
 
-@pytest.mark.usefixtures("nothing_left", "narrow")
+@pytest.mark.usefixtures("nothing_left", "two_blocks")
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "pieces"])
 @pytest.mark.parametrize("place", ["one GPU", "apart", "CPU", "ngram", "alone"])
 def test_constrained_texts_are_the_cpus(tmp_path: Path, place: str, graph: bool) -> None:
@@ -217,7 +217,7 @@ def test_a_real_model_with_every_thread(engines: Path, tmp_path: Path, params: S
     assert sum(near_ties(engines / "target", one, other, prompt) for prompt, one, other in found) <= 2
 
 
-@pytest.mark.usefixtures("nothing_left", "narrow")
+@pytest.mark.usefixtures("nothing_left", "two_blocks")
 @pytest.mark.parametrize("flag", ["--warm_up", "--no_warm_up"])
 def test_the_command_says_how_long_the_warm_up_took(engines: Path, tmp_path: Path, flag: str) -> None:
     pair = [str(as_plan(engines / name, tmp_path / name)) for name in ("target", "draft")]
@@ -250,7 +250,7 @@ def settled_rounds(decoder: SpeculativeDecoder, some: Sequence[Request]) -> list
     return found
 
 
-@pytest.mark.usefixtures("narrow")
+@pytest.mark.usefixtures("two_blocks")
 @pytest.mark.parametrize(
     "place, expected",
     # The records are copied to the host between two events. Two GPUs: the draft's half and the target's, and a kernel
@@ -279,7 +279,7 @@ PREPARATIONS = (
 )
 
 
-@pytest.mark.usefixtures("nothing_left", "narrow")
+@pytest.mark.usefixtures("nothing_left", "two_blocks")
 @pytest.mark.parametrize("place", ["one GPU", "apart"])
 def test_nothing_is_prepared_after_opening(
     tables: Path, expected: dict[str, list[list[int]]], place: str, monkeypatch: pytest.MonkeyPatch
@@ -309,7 +309,7 @@ def test_nothing_is_prepared_after_opening(
     assert steps == [(done, 26) for done in range(27)]
 
 
-@pytest.mark.usefixtures("nothing_left", "narrow")
+@pytest.mark.usefixtures("nothing_left", "two_blocks")
 @pytest.mark.parametrize("place", ["one GPU", "apart"])
 @pytest.mark.parametrize("calls", [0, 1, 7, 40])
 @pytest.mark.filterwarnings("ignore:rounds are queued piece by piece")  # Where it is a recording that fails.
@@ -328,7 +328,7 @@ def test_a_warm_up_that_fails_leaves_nothing(
         SpeculativeDecoder.open(tables / "plans" / "target", tables / "plans" / "good", config(place))
 
 
-@pytest.mark.usefixtures("nothing_left", "narrow")
+@pytest.mark.usefixtures("nothing_left", "two_blocks")
 def test_without_a_warm_up_ids_are_the_same(tables: Path, expected: dict[str, list[list[int]]]) -> None:
     plans = tables / "plans"
     lazily = config("apart", warm_up=False)
