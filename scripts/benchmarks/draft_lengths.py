@@ -123,6 +123,11 @@ def seconds_of(decoder: SpeculativeDecoder, texts: list[Text], draft_len: int | 
     return time.perf_counter() - began
 
 
+def begin(decoder: SpeculativeDecoder, texts: list[Text]) -> None:
+    """Begin texts, and give them up behind their first round."""
+    next(decoder.run([Request(text.prompt, SamplingParams(), text.output_len) for text in texts]))
+
+
 def measure(engines: dict[str, Path], ways: dict[str, Way], prompts: list[str], batch: int) -> Seconds:
     """Seconds of each group of texts by each way, in ``batch`` rows."""
     seconds: Seconds = {name: [] for name in ways}
@@ -140,14 +145,14 @@ def measure(engines: dict[str, Path], ways: dict[str, Way], prompts: list[str], 
         texts = [Text(encode(prompt).ids, length) for prompt, length in zip(prompts, lengths, strict=True)]
         for decoder in set(decoders.values()):
             decoder.scheduler.max_rows = batch
-            # Memory is allocated; no round says anything of draft lengths.
-            seconds_of(decoder, [text._replace(output_len=1) for text in texts[:batch]], None)
+            # The first one to run would pay for the memory of all others.
+            begin(decoder, [text._replace(output_len=LONGEST) for text in texts[:batch]])
         for turn, first in enumerate(range(0, len(texts), TEXTS_PER_ROW * batch)):
             later = turn % len(ways)  # Nobody is always behind the same one.
             for name in [*ways][later:] + [*ways][:later]:
                 group = texts[first : first + TEXTS_PER_ROW * batch]
                 # Ways that share a decoder come one behind the other. So each one begins with a decoder that is warm.
-                seconds_of(decoders[ways[name]], [text._replace(output_len=1) for text in group[:batch]], None)
+                begin(decoders[ways[name]], group[:batch])
                 seconds[name].append(seconds_of(decoders[ways[name]], group, ways[name].draft_len))
     return seconds
 

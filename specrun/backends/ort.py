@@ -56,7 +56,8 @@ class OrtBackend:
             directory, config, "CPUExecutionProvider", {}, shared_pool
         )  # It knows whether the sizes are true.
         graph = config.graph
-        self.cache = HostKVCache(graph.own_tensors, graph.cache_element.storage, blocks, graph.row_states)
+        storage, reads_hidden = graph.cache_element.storage, not config.backend.skips_unused_tokens
+        self.cache = HostKVCache(graph.own_tensors, storage, blocks, graph.row_states, reads_hidden=reads_hidden)
         self._rows: dict[tuple[int, ...], list[Any]] = {}
         """``values_of`` those that passes are bound to."""
         self._passes: dict[tuple[int, ...], OrtPass] = {}

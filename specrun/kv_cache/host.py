@@ -30,13 +30,18 @@ class HostKVCache:
         blocks: int,
         states: Sequence[tuple[int, ...]] = (),
         allocate: Callable[[tuple[int, ...], npt.DTypeLike], Cache] = np.zeros,
+        reads_hidden: bool = True,
     ) -> None:
-        """storage: the dtype of the elements. states: the shapes of a row's. allocate: makes zeros for rows."""
+        """storage: the dtype of the elements. states: the shapes of a row's. allocate: makes zeros for rows.
+
+        reads_hidden: whether the engine reads what its mask hides. Where it does not, nothing is zeroed but states.
+        """
         self.blocks = blocks
         self.rows = 0
         self.length = 0
         self._shapes = shapes
         self._allocate = allocate
+        self._reads_hidden = reads_hidden
         # The elements of one position lie tensor by tensor; these are where the tensors begin, and where the last ends.
         self._bounds = [0, *accumulate(shape.heads * shape.head_dim for shape in shapes)]
         self._memory = np.empty(0, storage)
@@ -70,8 +75,9 @@ class HostKVCache:
         self.rows, self.length = rows, length
         # From the last tensor to the first, so that none overwrites one that is still to be moved.
         for tensor, before in zip(self._tensors[::-1], old[::-1], strict=True) if used else ():
-            tensor[:used, :, :old_length] = before[:used].copy()
-            tensor[:used, :, old_length:] = 0
+            tensor[:used, :, :old_length] = before[:used]
+            if self._reads_hidden:
+                tensor[:used, :, old_length:] = 0
         if self._states and len(self._states[0]) < rows:
             smaller = self._states
             self._states = [self._allocate((rows, *state.shape[1:]), np.float32) for state in smaller]
@@ -99,7 +105,7 @@ class HostKVCache:
 
     def clear(self, row: int) -> None:
         """See ``KVCache``."""
-        for tensor in self._tensors:
+        for tensor in self._tensors if self._reads_hidden else ():
             tensor[row] = 0
         self.clear_states(row)
 

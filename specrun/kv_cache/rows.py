@@ -24,7 +24,10 @@ class KVCache(Protocol):
     """Number of blocks in the pool."""
 
     def clear(self, row: int) -> None:
-        """Write zeros to ``row``. An infinity in it would become NaN, even at positions that the mask hides."""
+        """Write zeros to ``row``. An infinity in it would become NaN, even at positions that the mask hides.
+
+        Where the engine does not read those, only what recurrent layers keep is cleared.
+        """
 
     def swap(self, one: int, other: int, lengths: tuple[int, int]) -> None:
         """Exchange two rows. lengths: how many positions of each are in use."""

@@ -14,6 +14,8 @@ from specrun.sampling.sampler import Floats
 
 _LENGTH_STEP = 64
 """The length of a row is a multiple of so many positions."""
+_MOST_SPARE = 2
+"""A cache without texts in it keeps its size if that is at most so many times what the next ones need."""
 _RECURRENT_CHUNK = 64
 """The most tokens of a row in one pass of a model with recurrent layers. Its rows have so much room behind their texts:
 padding is written there, because a pass cannot begin before what the states have read."""
@@ -117,6 +119,10 @@ class ModelRunner:
             length += _RECURRENT_CHUNK
         cache, length = self.backend.cache, -(-length // _LENGTH_STEP) * _LENGTH_STEP
         if not used:
+            size, fits = cache.rows * cache.length, num_rows <= cache.rows and length <= cache.length
+            # Longer rows cost nothing where engines do not read what the mask hides, and passes stay bound.
+            if self._padding == UNUSED_TOKEN and fits and size <= _MOST_SPARE * num_rows * length:
+                return cache.rows, cache.length
             return num_rows, length
         if num_rows > cache.rows:  # Growing moves all rows, so their number at least doubles.
             num_rows = max(num_rows, min(2 * cache.rows, self.backend.config.build_config.max_batch_size))

@@ -20,11 +20,13 @@ from scripts.benchmarks.roofline import work_of
 from scripts.fuzz_bit_exact import fuzz
 from specrun import EngineDirError, SpeculativeDecoder, cpu_operators
 from specrun.backends import open_host_backend
+from specrun.config import DraftTargetConfig
 from specrun.engine_dir.bit_exact import ANY_SHAPE
 from specrun.engine_dir.config import open_engine
 from specrun.engine_dir.contract import UNUSED_TOKEN
 from specrun.errors import BackendError
 from specrun.request.request import Request
+from specrun.runners.host_runner import ModelRunner
 from specrun.sampling.sampler import SamplingParams
 from tests.helpers.engines import make_engine, make_onnx
 from tests.helpers.families import save_checkpoint
@@ -81,6 +83,43 @@ def test_unused_tokens_change_nothing(form: str, onnx: Path, tmp_path: Path) -> 
 
     for one, other in zip(read(lens), read((6, 6, 6)), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("form", ["float32", "int4"])
+def test_what_earlier_texts_have_left_in_the_cache_changes_nothing(form: str, onnx: Path, tmp_path: Path) -> None:
+    """Rows are not zeroed: behind their texts may stand what is no number."""
+    checkpoint = onnx / "target" if form == "float32" else quantized(onnx / "target", tmp_path / "onnx", form, 32)
+    engine = make_engine(checkpoint, tmp_path / "engine", **SIZES)
+    prompts = [[*range(3, 3 + length)] for length in (1, 5, 20, 41)]
+
+    def texts(fill: float | None) -> list[tuple[list[int], list[float]]]:
+        with SpeculativeDecoder.open(engine, engine, DraftTargetConfig(3, reuse_blocks=False)) as decoder:
+            first = decoder.generate(prompts[::-1], max_output_len=30, logprobs=0)
+            runner = decoder.scheduler.round.host_target
+            assert runner is not None
+            if fill is not None:
+                for tensor in runner.backend.cache.part(0, 4):
+                    tensor[...] = fill
+            requests = [*first, *decoder.generate(prompts, max_output_len=40, logprobs=0)]
+        return [(one.output, [each.logprob.logprob for each in one.token_outputs if each.logprob]) for one in requests]
+
+    expected = texts(None)
+    assert all(len(output) == len(logprobs) > 20 for output, logprobs in expected)
+    assert texts(np.nan) == texts(np.inf) == expected
+
+
+def test_passes_stay_bound_from_text_to_text(onnx: Path, tmp_path: Path) -> None:
+    """Where the next texts need as many rows and no less than half of their length."""
+    engine = make_engine(onnx / "target", tmp_path / "engine", max_batch_size=4)
+    config = open_engine(engine)
+    with closing(open_host_backend(engine, config, 0)) as backend:
+        runner = ModelRunner(backend)
+        found = []
+        for rows, length in [(2, 128), (1, 200), (2, 100), (2, 64), (1, 64), (3, 64), (2, 130)]:
+            runner.reserve(rows, length)
+            found.append((backend.cache.rows, backend.cache.length))
+    assert found == [(2, 128), (1, 256), (2, 128), (2, 128), (1, 64), (3, 64), (2, 192)]
+    assert runner.rows.lengths == [0, 0]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5", "gemma2"])

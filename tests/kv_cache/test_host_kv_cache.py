@@ -78,6 +78,20 @@ def test_rows_change_places_as_far_as_they_matter(held: tuple[int, int]) -> None
         np.testing.assert_array_equal(middle, old[1])
 
 
+def test_what_no_engine_reads_is_not_zeroed() -> None:
+    """But states are. Rows that are in use keep what they hold."""
+    cache = HostKVCache(SHAPES, np.float32, 0, [(3,)], reads_hidden=False)
+    cache.resize(2, 6, 0)
+    for tensor in (*cache.part(0, 2), *cache.states(0, 2)):
+        tensor[...] = np.random.default_rng(1).normal(size=tensor.shape)
+    before = read(cache, 1)
+    cache.clear(1)
+    assert not cache.states(1, 1)[0].any() and cache.states(0, 1)[0].all()
+    cache.resize(3, 9, 2)
+    for found, expected in zip(read(cache, 1), before, strict=True):
+        np.testing.assert_array_equal(found[:, :6], expected)
+
+
 def test_rows_in_use_do_not_shrink() -> None:
     cache = HostKVCache(SHAPES, np.float32, 0)
     cache.resize(2, 8, 0)

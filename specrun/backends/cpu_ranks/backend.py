@@ -18,7 +18,7 @@ from specrun.backends import Backend
 from specrun.backends.cpu_ranks.group import RankGroup
 from specrun.backends.cpu_ranks.shared_memory import SharedMemory
 from specrun.backends.ort import MAX_ROUND_LEN
-from specrun.engine_dir.config import EngineConfig, GraphInfo
+from specrun.engine_dir.config import EngineConfig
 from specrun.kv_cache.host import HostKVCache
 
 
@@ -39,8 +39,8 @@ class RanksBackend:
         self._group = RankGroup(directory, ranks, hosts)
         self._memory = SharedMemory()
         elsewhere = range(self._group.here, ranks)
-        graph = config.of_first_ranks(self._group.here).graph
-        self.cache = RanksCache(graph, blocks, self._memory, partial(self._move, elsewhere))
+        here = config.of_first_ranks(self._group.here)
+        self.cache = RanksCache(here, blocks, self._memory, partial(self._move, elsewhere))
         self._logits = np.empty(0, np.float32)
         self._passes: dict[tuple[int, ...], RanksPass] = {}
         opening = {"directory": str(directory.absolute()), "process": os.getpid()}
@@ -114,9 +114,11 @@ class RanksPass:
 class RanksCache(HostKVCache):
     """The caches of the ranks on this machine. What is done to a row, ranks elsewhere are told."""
 
-    def __init__(self, graph: GraphInfo, blocks: int, memory: SharedMemory, tell: Callable[..., None]) -> None:
-        """graph: with the ranks of this machine. tell: takes the name of an operation, and its arguments."""
-        super().__init__(graph.own_tensors, graph.cache_element.storage, blocks, graph.row_states, memory.zeros)
+    def __init__(self, config: EngineConfig, blocks: int, memory: SharedMemory, tell: Callable[..., None]) -> None:
+        """config: with the ranks of this machine. tell: takes the name of an operation, and its arguments."""
+        graph, reads_hidden = config.graph, not config.backend.skips_unused_tokens
+        storage = graph.cache_element.storage
+        super().__init__(graph.own_tensors, storage, blocks, graph.row_states, memory.zeros, reads_hidden)
         self._tell = tell
 
     def clear(self, row: int) -> None:
