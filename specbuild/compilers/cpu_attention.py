@@ -13,6 +13,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from specbuild.compilers.cpu_fusions import normalizes, residual_of
+from specbuild.compilers.cpu_rotation import Angles, AnglesByPosition
 from specbuild.graph.causal_mask import causal_window
 from specrun.cpu_operators import DOMAIN, VERSION
 from specrun.engine_dir.contract import WRITE_INDICES
@@ -39,7 +40,7 @@ def fuse_cached_attention(model: ir.Model, cache_length: int) -> int:
     as many numbers in values as in keys, in multiples of 16.
     """
     graph, windows = model.graph, dict[ir.Value, int | None]()
-    count = 0
+    angles, count = AnglesByPosition(graph, cache_length), 0
     for node in [node for node in graph if node.op_type == "Attention"]:
         mask = node.inputs[3] if len(node.inputs) == 4 else None
         if mask is None:
@@ -47,14 +48,14 @@ def fuse_cached_attention(model: ir.Model, cache_length: int) -> int:
         if mask not in windows:
             windows[mask] = causal_window(mask, cache_length)
         window = windows[mask]
-        count += window is not None and _fuse(graph, node, 0 if window == cache_length else window)
+        count += window is not None and _fuse(graph, node, 0 if window == cache_length else window, angles)
     if count:
         model.opset_imports[DOMAIN] = VERSION
         RemoveUnusedNodesPass()(model)
     return count
 
 
-def _fuse(graph: ir.Graph, node: ir.Node, window: int) -> bool:
+def _fuse(graph: ir.Graph, node: ir.Node, window: int, angles: AnglesByPosition) -> bool:
     scatters = [scatter for value in node.inputs[1:3] if (scatter := _scatter_of(value)) is not None]
     swap = _swap_of(node)
     queries = _heads(node.inputs[0])
@@ -78,11 +79,19 @@ def _fuse(graph: ir.Graph, node: ir.Node, window: int) -> bool:
     }
     write_indices = next(value for value in graph.inputs if value.name == WRITE_INDICES)
     inputs = [queries.tokens, keys.tokens, values.tokens, *past, write_indices]
-    inputs += rotation.inputs[1:3] if rotation else ()
+    inputs += _angles(rotation, angles) if rotation else ()
     own = ir.node(OPERATOR, inputs, attributes, domain=DOMAIN, num_outputs=3, name=f"{node.name}.cached")
     old = [(views or [swap])[0].outputs[0], *(scatter.outputs[0] for scatter in scatters)]
     ir.convenience.replace_nodes_and_values(graph, node, [*views, swap, node, *scatters], [own], old, own.outputs)
     return True
+
+
+def _angles(rotation: ir.Node, tables: AnglesByPosition) -> Angles:
+    """Cosines and sines of positions, or those of tokens where these depend on more."""
+    _, cos, sin = rotation.inputs
+    if cos is None or sin is None:
+        raise ValueError(f"{rotation.name}: without cosines and sines")
+    return tables.find((cos, sin)) or (cos, sin)
 
 
 def _scatter_of(cache: ir.Value | None) -> ir.Node | None:

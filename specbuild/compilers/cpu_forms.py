@@ -19,6 +19,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from specbuild.compilers.cpu_fusions import fuse_into_products
 from specbuild.compilers.cpu_products import use_own_products
+from specbuild.compilers.cpu_wanted import take_wanted_tokens_first
 from specbuild.graph import ops as graphs
 from specbuild.weights.packed import Floats, as_float32
 
@@ -55,6 +56,8 @@ def prepare(model: ir.Model, vnni: bool = True, own_products: bool = False) -> l
             _replace_codes(node, read)
         for reader in [use.node for use in node.outputs[0].uses() if use.node.op_type == "Gather"]:
             _look_up_codes(model.graph, node, reader)
+    if own_products:
+        take_wanted_tokens_first(model)
     own = use_own_products(model) if own_products else 0
     RemoveUnusedNodesPass()(model)
     for node in graphs.rounded_activations(model):

@@ -20,7 +20,7 @@ _OWN = {"QuantizedMatMul", "FloatMatMul", ATTENTION}
 _BY_TOKEN = {
     *("Add", "Cast", "Clip", "Div", "Elu", "Erf", "Exp", "Gelu", "Mul", "Neg", "Pow", "Reciprocal", "Relu", "Sigmoid"),
     *("Softplus", "Sqrt", "Sub", "Swish", "Tanh", "Where", "LayerNormalization", "RMSNormalization"),
-    *("Concat", "Expand", "Gather", "GatherElements", "Identity", "Reshape", "Slice", "Split", "Squeeze"),
+    *("Concat", "Expand", "Gather", "GatherElements", "GatherND", "Identity", "Reshape", "Slice", "Split", "Squeeze"),
     *("Transpose", "Unsqueeze", "Constant", "Cos", "Equal", "Less", "Range", "RotaryEmbedding", "Shape", "Sin"),
 }
 """Standard operators that do not either: they compute numbers one by one, or those of a token, or move them."""
@@ -37,7 +37,8 @@ def mark_unused_tokens(model: ir.Model) -> bool:
     if not embeddings or any(node.outputs[0].dtype != ir.DataType.FLOAT for node in embeddings):
         return False
     for node in embeddings:
-        _mark(model.graph, ids, node)
+        if not _mark_scales(model.graph, node):
+            _mark(model.graph, ids, node)
     return True
 
 
@@ -54,6 +55,23 @@ def _embedding(lookup: ir.Node) -> ir.Node:
             break
         node = uses[0].node
     return node
+
+
+def _mark_scales(graph: ir.Graph, embedding: ir.Node) -> bool:
+    """Let the id -1 look up NaN, the last scale of a quantized embedding. Returns whether the scales are a constant."""
+    column = embedding.inputs[1].producer() if embedding.op_type == "Mul" and embedding.inputs[1] is not None else None
+    if column is None or column.op_type != "Unsqueeze" or column.inputs[0] is None:
+        return False
+    lookup = column.inputs[0].producer()
+    if lookup is None or lookup.op_type != "Gather" or (scales := lookup.inputs[0]) is None:
+        return False
+    if scales.const_value is None or scales.dtype != ir.DataType.FLOAT or len(scales.const_value.shape) != 1:
+        return False
+    marked = np.append(scales.const_value.numpy(), np.float32(np.nan))[:, None]
+    lookup.replace_input_with(0, _constant(graph, f"{scales.name}.marked", marked))
+    embedding.replace_input_with(1, lookup.outputs[0])
+    graph.remove(column, safe=True)
+    return True
 
 
 def _mark(graph: ir.Graph, ids: ir.Value, embedding: ir.Node) -> None:

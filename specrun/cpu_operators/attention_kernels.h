@@ -32,7 +32,9 @@ INLINE Four sums_of(const Float (&vectors)[4]) {
 // The head ``x`` with its first numbers rotated, times ``factor``.
 INLINE void rotate(const CachedAttention& all, const float* x, int64_t row, int64_t token, float factor, float* y) {
     const int64_t half = all.rotated / 2, step = all.interleaved ? 2 : 1, apart = all.interleaved ? 1 : half;
-    const int64_t angles = ((all.angles_by_row ? row * all.tokens : 0) + token) * half;
+    // Padding may stand behind the last position.
+    const int64_t angles = half * (all.angles ? std::min(all.first[row] + token, all.angles - 1)
+                                              : (all.angles_by_row ? row * all.tokens : 0) + token);
     for (int64_t i = 0; i < half; ++i) {
         const float cos = all.cos[angles + i], sin = all.sin[angles + i];
         const float a = x[i * step], b = x[i * step + apart];

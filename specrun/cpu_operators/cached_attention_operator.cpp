@@ -1,7 +1,8 @@
 // CachedAttention as ONNX Runtime sees it.
 //
 // Inputs: q [B, S, Hq, D], k and v [B, S, Hkv, D], in any division into axes; past keys and values [B, Hkv, P, D], all
-// float; write_indices [B] int64; cos and sin [B or 1, S, R / 2] float, which may be left out.
+// float; write_indices [B] int64; cos and sin float, which may be left out: of tokens [B or 1, S, R / 2], or of
+// positions [positions, R / 2].
 // Outputs: y [B, S, Hq, D], or as q is divided; present keys and values, which are best the memory of the past ones.
 // Attributes: rotated (R), interleaved, window (0: none), scale; as_queries (1: y as q is divided), if it is there.
 #include <cstring>
@@ -62,12 +63,14 @@ bool are_right(const Kernel& kernel, const Tensor (&inputs)[kInputs], specrun::C
         inputs[kPastValues].elements != past.elements) {
         return false;
     }
-    const int64_t angles = all->tokens * kernel.rotated / 2;
-    for (const Input name : {kCos, kSin}) {
-        if (kernel.rotated && !is(inputs[name], angles) && !is(inputs[name], all->batch * angles)) return false;
+    const Tensor& cos = inputs[kCos];
+    const int64_t half = kernel.rotated / 2, angles = all->tokens * half;
+    all->angles = cos.axes == 2 ? cos.shape[0] : 0;
+    if (kernel.rotated && (all->angles ? cos.shape[1] != half : !is(cos, angles) && !is(cos, all->batch * angles))) {
+        return false;
     }
-    if (inputs[kCos].elements != inputs[kSin].elements) return false;
-    all->angles_by_row = all->batch > 1 && is(inputs[kCos], all->batch * angles);
+    if (cos.elements != inputs[kSin].elements) return false;
+    all->angles_by_row = all->batch > 1 && is(cos, all->batch * angles);
     const int64_t* first = static_cast<const int64_t*>(indices.data);
     for (int64_t row = 0; row < all->batch; ++row) {
         if (first[row] < 0 || first[row] + all->tokens > all->positions) return false;

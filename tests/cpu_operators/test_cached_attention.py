@@ -55,10 +55,10 @@ class Pass(NamedTuple):
     sin: Floats
 
 
-def session(case: Case, threads: int = 1) -> Any:
+def session(case: Case, threads: int = 1, by_position: bool = False) -> Any:
     kinds = {"first": ir.DataType.INT64}
     names = [name for name in Pass._fields if case.rotated or name not in ("cos", "sin")]
-    axes = {"keys": 4, "values": 4, "first": 1}
+    axes = {"keys": 4, "values": 4, "first": 1, **dict.fromkeys(("cos", "sin"), 2 if by_position else 3)}
     inputs = [
         ir.Value(
             name=name,
@@ -193,6 +193,20 @@ def test_a_querys_bits_are_its_own(name: str, vectors: str) -> None:
     assert np.array_equal(found(one, 3, 7, 2, positions=POSITIONS + 24), whole[:, 7:10])
 
 
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.rotated])
+def test_angles_of_positions_are_those_of_tokens_there(name: str) -> None:
+    """Tokens behind the last position are padding: they have some angle."""
+    case, last = CASES[name], 12
+    angles = np.random.default_rng(9).uniform(0, 6, (last, case.rotated // 2)).astype(np.float32)
+    given = made(case, 4, 0, last - 4, 5, last - 2)
+    places = np.minimum(given.first[:, None] + np.arange(4), last - 1)
+    tables = np.cos(angles), np.sin(angles)
+    expected = run(session(case), given._replace(cos=tables[0][places], sin=tables[1][places]))
+    found = run(session(case, by_position=True), given._replace(cos=tables[0], sin=tables[1]))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_unused_tokens_are_left_out(name: str) -> None:
     """They stand behind a row's tokens, which do not see them. Their first number is NaN, as in products."""
@@ -227,6 +241,8 @@ def test_scores_of_any_size() -> None:
         {"v": np.zeros((1, 2, 64), np.float32)},
         {"q": np.zeros((1, 3, 200), np.float32)},
         {"cos": np.zeros((1, 3, 31), np.float32)},
+        {"cos": np.zeros((40, 31), np.float32), "sin": np.zeros((40, 31), np.float32)},
+        {"cos": np.zeros((40, 32), np.float32), "sin": np.zeros((41, 32), np.float32)},
         {"values": np.zeros((1, 2, 41, 64), np.float32)},
     ],
     ids=str,
@@ -234,4 +250,5 @@ def test_scores_of_any_size() -> None:
 def test_sizes_that_do_not_fit_are_refused(wrong: dict[str, Any]) -> None:
     case = CASES["rotated"]
     with pytest.raises(Exception, match="CachedAttention: sizes that do not fit, or positions beyond the cache"):
-        run(session(case), made(case, 3, 0)._replace(**wrong))
+        by_position = wrong.get("cos", np.empty((1, 1, 1))).ndim == 2
+        run(session(case, by_position=by_position), made(case, 3, 0)._replace(**wrong))

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from specbuild.graph import ops as graphs
-from specbuild.quantization.insert_qdq import WeightedMatMul, quantize_matmul, weighted_matmuls
+from specbuild.quantization.insert_qdq import WeightedMatMul, quantize_embedding, quantize_matmul, weighted_matmuls
 from specbuild.weights.packed import Activation, Floats, Packed
 from specrun.engine_dir.config import GRAPH_NAME
 from tests.helpers.engines import redescribe
@@ -19,9 +19,19 @@ from tests.helpers.engines import redescribe
 BLOCK = 128
 
 
-def quantized(checkpoint: Path, output: Path, form: str, largest_block: int = BLOCK) -> Path:
-    """``checkpoint`` in ``int8`` (a scale an output channel, and one a token), or in blocks of ``int4``."""
+def quantized(checkpoint: Path, output: Path, form: str, largest_block: int = BLOCK, embedding: bool = False) -> Path:
+    """``checkpoint`` in ``int8`` (a scale an output channel, and one a token), or in blocks of ``int4``.
+
+    embedding: in 8 bits, a scale a token.
+    """
     model = ir.load(checkpoint / GRAPH_NAME)
+    if embedding:
+        lookup = next(node for node in model.graph if node.op_type == "Gather" and "embed" in str(node.inputs[0]))
+        assert lookup.inputs[0] is not None and lookup.inputs[0].const_value is not None
+        table = np.array(lookup.inputs[0].const_value.numpy())
+        steps = _steps(table.T, 127)
+        codes = np.rint(table / steps[:, None]).astype(np.int8)
+        quantize_embedding(model, lookup, Packed(ir.tensor(codes), ir.tensor(steps), axis=0))
     for product in weighted_matmuls(model):
         quantize_matmul(model, product, _int8(product) if form == "int8" else _int4(product, largest_block))
     return _save(model, checkpoint, output)
