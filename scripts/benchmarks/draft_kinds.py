@@ -1,9 +1,9 @@
 """Every kind of draft on texts that are new, and on texts that were asked for before.
 
-All kinds take turns in one run, with --draft_len auto, one text at a time. Speed-ups are of the target alone in the
-same turn; medians of the turns are shown. Each turn opens its decoder anew, so that nothing is known from the turn
-before. Needs the engines of scripts/demo --kinds, or those of scripts/benchmarks/code_edits; kinds whose engines are
-missing are left out.
+All kinds take turns in one run, with --draft_len auto, --batch_size texts at a time. Speed-ups are of the target alone
+in the same turn; medians of the turns are shown. Each turn opens its decoder anew, so that nothing is known from the
+turn before; only its memory is there before the first text (see ``begin`` of draft_lengths). Needs the engines of
+scripts/demo --kinds, or those of scripts/benchmarks/code_edits; kinds whose engines are missing are left out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-from scripts.benchmarks.prompts import SENTENCES
+from scripts.benchmarks.draft_lengths import Text, begin
+from scripts.benchmarks.prompts import PROMPTS, SENTENCES
 from specrun.config import DraftKind, DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.devices.processor import describe_processor
@@ -71,21 +72,20 @@ class Run:
     """Draft tokens of each: drafted, evaluated, accepted."""
     outputs: list[list[int]] = field(default_factory=list)
 
-    def decode(self, decoder: SpeculativeDecoder, request: Request) -> None:
-        """Add a text."""
-        known, clocks = (0, 0, 0), []
+    def decode(self, decoder: SpeculativeDecoder, requests: Sequence[Request]) -> None:
+        """Add texts, which share the decoder's rows."""
+        known, clocks = dict.fromkeys(requests, (0, 0, 0)), []
         began = time.perf_counter()
-        for _ in decoder.run([request]):
+        for request, *_ in decoder.run(requests):
             clocks.append([time.perf_counter(), *(decoder.scheduler.round.engine_times() or ())])
-            stats = request.stats
-            now = (stats.drafted, stats.evaluated, stats.accepted)
-            self.rounds.append((now[0] - known[0], now[1] - known[1], now[2] - known[2]))
-            known = now
+            stats, before = request.stats, known[request]
+            now = known[request] = (stats.drafted, stats.evaluated, stats.accepted)
+            self.rounds.append((now[0] - before[0], now[1] - before[1], now[2] - before[2]))
         self.seconds += time.perf_counter() - began
-        if request.error:
-            raise request.error
+        if errors := [request.error for request in requests if request.error]:
+            raise errors[0]
         self.later += np.subtract(clocks[-1], clocks[0])
-        self.outputs.append(request.output)
+        self.outputs += [request.output for request in requests]
 
     @property
     def tokens_per_second(self) -> float:
@@ -136,16 +136,18 @@ class Figures:
 
 
 def run_workloads(
-    decoder: SpeculativeDecoder, prompts: Sequence[Sequence[int]], output_len: int, wanted: Iterable[str]
+    decoder: SpeculativeDecoder, prompts: Sequence[Sequence[int]], output_len: int, batch: int, wanted: Iterable[str]
 ) -> dict[str, Run]:
-    """See ``WORKLOADS``; "new" is always among them."""
+    """See ``WORKLOADS``; "new" is always among them. ``batch`` texts decode at a time."""
 
     def run(params: Sequence[SamplingParams]) -> Run:
-        found = Run()
-        for prompt, own in zip(prompts, params, strict=True):
-            found.decode(decoder, Request(prompt, own, output_len, frozenset(decoder.target.eos_token_ids)))
+        found, stops = Run(), frozenset(decoder.target.eos_token_ids)
+        requests = [Request(prompt, own, output_len, stops) for prompt, own in zip(prompts, params, strict=True)]
+        for first in range(0, len(requests), batch):
+            found.decode(decoder, requests[first : first + batch])
         return found
 
+    begin(decoder, [Text(list(prompt), output_len) for prompt in prompts[:batch]])
     greedy = [SamplingParams()] * len(prompts)
     found = {"new": run(greedy)}
     if "again" in wanted:
@@ -182,6 +184,7 @@ def table(figures: Mapping[str, Figures]) -> Table:
 @click.option("--workload", "workloads", type=click.Choice(list(WORKLOADS)), multiple=True, default=tuple(WORKLOADS))
 @click.option("--prompts_file", type=click.Path(path_type=Path), help="Lines of JSON with text. Default: sentences.")
 @click.option("--prompts", "num_prompts", type=click.IntRange(1), default=8, show_default=True, help="The first ones.")
+@click.option("--batch_size", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--output_len", type=click.IntRange(1), default=96, show_default=True)
 @click.option("--repetitions", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
@@ -191,6 +194,7 @@ def main(
     workloads: tuple[str, ...],
     prompts_file: Path | None,
     num_prompts: int,
+    batch_size: int,
     output_len: int,
     repetitions: int,
     json_file: Path | None,
@@ -202,7 +206,7 @@ def main(
             click.echo(f"{name}: left out, as {engines_dir / missing[0]} is missing", err=True)
             del chosen[name]
     lines = prompts_file.read_text().splitlines() if prompts_file else []
-    texts = ([json.loads(line)["text"] for line in lines] or SENTENCES)[:num_prompts]
+    texts = ([json.loads(line)["text"] for line in lines] or [*SENTENCES, *PROMPTS])[:num_prompts]
     turns: list[dict[str, dict[str, Run]]] = []
     for turn in range(repetitions):
         turns.append({})
@@ -211,7 +215,7 @@ def main(
             draft_dir = engines_dir / kind.draft if kind.draft else None
             with SpeculativeDecoder.open(engines_dir / kind.target, draft_dir, config) as decoder:
                 prompts = [decoder.tokenizer.encode(text).ids for text in texts]
-                found = turns[-1][name] = run_workloads(decoder, prompts, output_len, workloads)
+                found = turns[-1][name] = run_workloads(decoder, prompts, output_len, batch_size, workloads)
             speeds = [f"{workload} {run.tokens_per_second:.1f}" for workload, run in found.items()]
             click.echo(f"turn {turn + 1} of {repetitions}, {name}, tokens/s: {', '.join(speeds)}", err=True)
     figures = {
@@ -234,11 +238,11 @@ def main(
             "onnxruntime": version("onnxruntime"),
             "date": time.strftime("%Y-%m-%d"),
         }
-        settings = {"prompts": len(texts), "output_len": output_len, "repetitions": repetitions}
+        settings = {"prompts": len(texts), "batch_size": batch_size, "output_len": output_len}
         results = {one: {name: asdict(each) for name, each in found.items()} for one, found in figures.items()}
         said = {
             "machine": machine,
-            "settings": settings,
+            "settings": {**settings, "repetitions": repetitions},
             "workloads": {one: WORKLOADS[one] for one in figures},
             "results": results,
         }

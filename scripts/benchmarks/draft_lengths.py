@@ -110,7 +110,7 @@ def make_engine(work: Path, model: str, form: str) -> Path:
     if not engine.exists():
         if not onnx.exists():
             to_onnx(work / "hf" / model, onnx, **({} if form == "float32" else {"qformat": form}))
-        build(onnx, engine, max_batch_size=8, max_input_len=64, max_draft_len=MOST)
+        build(onnx, engine, max_batch_size=16, max_input_len=64, max_draft_len=MOST)
     return engine
 
 

@@ -66,14 +66,15 @@ def test_a_draft_that_is_the_target_is_always_accepted(run: Bench) -> None:
     assert result.identical_ids
 
 
-def test_the_table_of_kinds_counts_as_bench_does(run: Bench, tmp_path: Path) -> None:
+@pytest.mark.parametrize("alone", [True, False])
+def test_the_table_of_kinds_counts_as_bench_does(run: Bench, tmp_path: Path, alone: bool) -> None:
     (expected,) = run(CYCLE, HALF, [[0], [2]])
     runs = [Run(), Run()]
     for found, draft in zip(runs, (None, tmp_path / "draft"), strict=True):
         config = DraftTargetConfig(draft_len=4 if draft else None, reuse_blocks=False)
         with SpeculativeDecoder.open(tmp_path / "target", draft, config) as decoder:
-            for prompt in ([0], [2]):
-                found.decode(decoder, Request(prompt, SamplingParams(), 20))
+            for prompts in ([[0]], [[2]]) if alone else ([[0], [2]],):
+                found.decode(decoder, [Request(prompt, SamplingParams(), 20) for prompt in prompts])
     figures = Figures.of(runs[1:], runs[:1])
     assert figures.acceptance_by_position == expected.acceptance_by_position == [1, 0]
     assert figures.tokens_per_round == expected.tokens_per_round
