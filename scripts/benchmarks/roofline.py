@@ -59,7 +59,7 @@ def product_speed(graph: ir.Graph) -> float:
     own = next(node for node in graph if node.domain == DOMAIN and "K" in node.attributes)
     rows, columns = own.attributes["K"].as_int(), own.attributes["N"].as_ints()
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([ROWS, rows]))
-    kept = ["K", "N", *(["bits", "block_size"] if own.op_type == "QuantizedMatMul" else [])]
+    kept = ["K", "N", *(["bits", "block_size", "half_scales"] if own.op_type == "QuantizedMatMul" else [])]
     attributes = {name: own.attributes[name] for name in kept}
     place = 4 if own.op_type == "QuantizedMatMul" else 2
     weights = [
