@@ -69,6 +69,7 @@ def _mark_scales(graph: ir.Graph, embedding: ir.Node) -> bool:
         return False
     marked = np.append(scales.const_value.numpy(), np.float32(np.nan))[:, None]
     lookup.replace_input_with(0, _constant(graph, f"{scales.name}.marked", marked))
+    lookup.outputs[0].shape = column.outputs[0].shape
     embedding.replace_input_with(1, lookup.outputs[0])
     graph.remove(column, safe=True)
     return True
