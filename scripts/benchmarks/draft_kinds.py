@@ -239,10 +239,11 @@ def main(
             "date": time.strftime("%Y-%m-%d"),
         }
         settings = {"prompts": len(texts), "batch_size": batch_size, "output_len": output_len}
+        settings["repetitions"] = repetitions
         results = {one: {name: asdict(each) for name, each in found.items()} for one, found in figures.items()}
         said = {
             "machine": machine,
-            "settings": {**settings, "repetitions": repetitions},
+            "settings": settings,
             "workloads": {one: WORKLOADS[one] for one in figures},
             "results": results,
         }

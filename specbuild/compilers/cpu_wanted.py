@@ -11,7 +11,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from specrun.engine_dir.contract import LOGITS_INDICES
 
-_BY_TOKEN = ("RMSNormalization", "LayerNormalization")
+_NORMALIZATIONS = ("RMSNormalization", "LayerNormalization")
 
 
 def take_wanted_tokens_first(model: ir.Model) -> None:
@@ -40,7 +40,7 @@ def _places(gather: ir.Node) -> ir.Value | None:
 def _normalization(tokens: ir.Value) -> ir.Node | None:
     """What normalizes tokens that nothing else reads."""
     node = tokens.producer()
-    if node is None or node.op_type not in _BY_TOKEN or len(node.outputs) > 1:
+    if node is None or node.op_type not in _NORMALIZATIONS or len(node.outputs) > 1:
         return None
     return None if tokens.is_graph_output() or len(tokens.uses()) > 1 else node
 
