@@ -36,11 +36,11 @@ template <int kBits, int kStrips, bool kIsTwo>
 struct Tiles {
     static constexpr int64_t kRows = kIsTwo ? kMostRows : kMostTileRows, kLineInputs = 32 / kBits;
     static constexpr bool kSigned = kBits == 4;  // Codes of tiles; else they are 128 too large.
+    static constexpr int64_t kStepsAhead = kBits == 4 ? 4 : 1;
     typedef int32_t Sums[kStrips][kRows][kColumns];
 
     const Product& product;
     const int64_t row, rows, strip;
-    const bool is_far;
     const int64_t inputs = tile_inputs(product.weight), lines = inputs / kLineInputs;  // Of a tile.
     const int64_t steps = product.weight.inputs / inputs, block_steps = product.weight.block / inputs;
     const int64_t strip_bytes = product.weight.lines_of_strip() * kLineBytes;
@@ -52,8 +52,8 @@ struct Tiles {
     alignas(64) uint8_t unpacked[kTurns][kMostTileInputs * kColumns];
 
     // Not by a list of values, which would clear the memory.
-    Tiles(const Product& all, int64_t first_row, int64_t num_rows, int64_t first_strip, bool asks)
-        : product(all), row(first_row), rows(num_rows), strip(first_strip), is_far(asks) {}
+    Tiles(const Product& all, int64_t first_row, int64_t num_rows, int64_t first_strip)
+        : product(all), row(first_row), rows(num_rows), strip(first_strip) {}
 
     TARGET void multiply() {
         for (int s = 0; s < kStrips; ++s) {
@@ -96,10 +96,13 @@ struct Tiles {
         }
     }
 
-    OPERATION void ask_for_next_strips(int64_t step) {
-        for (int s = 0; s < kStrips; ++s) {
-            const uint8_t* next = codes + (kStrips + s) * strip_bytes + step * lines * kLineBytes;
-            for (int64_t line = 0; line < lines; ++line) __builtin_prefetch(next + line * kLineBytes, 0, 2);
+    // Ask for tiles of codes before they are used (see kLinesAhead), and behind the last step for those of the next strips.
+    OPERATION void ask_for_codes(int64_t step) {
+        step += kStepsAhead;
+        const int64_t turned = step < steps ? 0 : 1;
+        const uint8_t* next = codes + turned * kStrips * strip_bytes + (step - turned * steps) * lines * kLineBytes;
+        for (int s = 0; s < kStrips; ++s, next += strip_bytes) {
+            for (int64_t line = 0; line < lines; ++line) __builtin_prefetch(next + line * kLineBytes);
         }
     }
 
@@ -119,7 +122,7 @@ struct Tiles {
         _tile_zero(2);
         _tile_zero(3);
         for (int64_t step = block * block_steps; step < end; ++step, x += inputs) {
-            if (is_far) ask_for_next_strips(step);
+            if (row == 0) ask_for_codes(step);
             _tile_loadd(4, x, stride);
             unpack(step, kAhead);
             if constexpr (kIsTwo) {
@@ -198,10 +201,8 @@ struct Tiles {
 // left.
 template <int kBits, int kStrips, bool kIsTwo>
 TARGET int64_t multiply_groups(const Product& product, int64_t row, int64_t rows, int64_t strip, int64_t end) {
-    const Weight& weight = product.weight;
-    const bool is_far = row == 0 && weight.strips * weight.lines_of_strip() * kLineBytes > kLargestNear<kBits>;
     for (; strip + kStrips <= end; strip += kStrips) {
-        Tiles<kBits, kStrips, kIsTwo> tiles(product, row, rows, strip, is_far);
+        Tiles<kBits, kStrips, kIsTwo> tiles(product, row, rows, strip);
         tiles.multiply();
     }
     return strip;

@@ -47,7 +47,7 @@ constexpr int kVectors = kStrips * static_cast<int>(kColumns) / kLanes;
 
 // kRows rows from ``row`` on times kStrips strips of 16 columns from ``strip`` on, with codes.
 template <int kBits, int kRows, int kStrips>
-OPERATION void add_up_codes(const Product& product, int64_t row, int64_t strip, bool is_far,
+OPERATION void add_up_codes(const Product& product, int64_t row, int64_t strip,
                             Float (&totals)[kRows][kVectors<kStrips>]) {
     constexpr int kParts = static_cast<int>(kColumns) / kLanes;
     constexpr int kPartBytes = static_cast<int>(kLineBytes) / kParts;
@@ -68,7 +68,8 @@ OPERATION void add_up_codes(const Product& product, int64_t row, int64_t strip, 
     }
     const int8_t* inputs[kRows];
     UNROLL for (int r = 0; r < kRows; ++r) inputs[r] = rounded.codes + (row + r) * rounded.stride;
-    int64_t line = 0;
+    const bool asks = row == 0;  // For the tiles of other rows too.
+    int64_t line = 0, ahead = kLinesAhead / kStrips * kLineBytes;
     for (int64_t block = 0; block < blocks; ++block) {
         Int sums[kRows][kVectors<kStrips>];
         UNROLL for (int r = 0; r < kRows; ++r) {
@@ -78,10 +79,11 @@ OPERATION void add_up_codes(const Product& product, int64_t row, int64_t strip, 
         }
         const int64_t end = std::min(line + block_lines, lines);
         for (; line < end; ++line) {
+            if (line + kLinesAhead / kStrips == lines) ahead += (kStrips - 1) * lines * kLineBytes;  // The next strips follow.
             UNROLL for (int s = 0; s < kStrips; ++s) UNROLL for (int p = 0; p < kParts; ++p) {
                 const int v = s * kParts + p;
                 const uint8_t* place = codes[s] + line * kLineBytes + p * kPartBytes;
-                if (is_far && p == 0) __builtin_prefetch(place + kStrips * lines * kLineBytes, 0, 2);
+                if (asks && p == 0) __builtin_prefetch(place + ahead);
                 const Int packed = load(place);
                 if constexpr (kBits == 4) {
                     const Int low = low_nibbles(packed), high = high_nibbles(packed);
@@ -118,22 +120,22 @@ OPERATION void add_up_codes(const Product& product, int64_t row, int64_t strip, 
 
 // The same with numbers in float32.
 template <int kRows, int kStrips>
-OPERATION void add_up_floats(const Product& product, int64_t row, int64_t strip, bool is_far,
+OPERATION void add_up_floats(const Product& product, int64_t row, int64_t strip,
                              Float (&totals)[kRows][kVectors<kStrips>]) {
     constexpr int kParts = static_cast<int>(kColumns) / kLanes;
     const int64_t inputs = product.weight.inputs;
-    // Tiles of the same strips share the work of asking for the next ones.
-    const int64_t tiles = (product.rows + kRows - 1) / kRows, asked = is_far ? (kStrips + tiles - 1) / tiles : 0;
-    const float* next = static_cast<const float*>(product.weight.lines) + (strip + kStrips) * inputs * kColumns +
-                        row / kRows * asked * inputs * kColumns;
     const float* lines = static_cast<const float*>(product.weight.lines) + strip * inputs * kColumns;
     const float* x[kRows];
     UNROLL for (int r = 0; r < kRows; ++r) x[r] = product.x(row + r);
+    const bool asks = row == 0;
+    int64_t ahead = kLinesAhead / kStrips * kColumns;
     for (int64_t i = 0; i < inputs; ++i) {
-        for (int64_t line = 0; line < asked; ++line, next += kColumns) __builtin_prefetch(next, 0, 2);
+        if (i + kLinesAhead / kStrips == inputs) ahead += (kStrips - 1) * inputs * kColumns;
         Float numbers[kVectors<kStrips>];
         UNROLL for (int s = 0; s < kStrips; ++s) UNROLL for (int p = 0; p < kParts; ++p) {
-            numbers[s * kParts + p] = load(lines + (s * inputs + i) * kColumns + p * kLanes);
+            const float* place = lines + (s * inputs + i) * kColumns + p * kLanes;
+            if (asks && p == 0) __builtin_prefetch(place + ahead);
+            numbers[s * kParts + p] = load(place);
         }
         UNROLL for (int r = 0; r < kRows; ++r) {
             const Float one = spread(x[r][i]);
@@ -171,17 +173,12 @@ OPERATION void write_out(const Product& product, int64_t row, int64_t strip,
 template <int kBits, int kRows, int kStrips>
 TARGET void multiply_tile(const Product& product, int64_t row, int64_t strip) {
     constexpr int kParts = static_cast<int>(kColumns) / kLanes;
-    const Weight& weight = product.weight;
     Float totals[kRows][kVectors<kStrips>];
     UNROLL for (int r = 0; r < kRows; ++r) UNROLL for (int v = 0; v < kVectors<kStrips>; ++v) totals[r][v] = zero();
-    // A weight that no cache keeps comes sooner if the next strips are asked for now. One that is there comes later.
-    // Where rows have several tiles, the first one asks.
-    const int64_t bytes = weight.strips * weight.lines_of_strip() * kLineBytes;
-    const bool is_far = (kBits == 32 || (kBits == 4 ? row == 0 : kRows == 1)) && bytes > kLargestNear<kBits>;
     if constexpr (kBits == 32) {
-        add_up_floats<kRows, kStrips>(product, row, strip, is_far, totals);
+        add_up_floats<kRows, kStrips>(product, row, strip, totals);
     } else {
-        add_up_codes<kBits, kRows, kStrips>(product, row, strip, is_far, totals);
+        add_up_codes<kBits, kRows, kStrips>(product, row, strip, totals);
     }
     UNROLL for (int s = 0; s < kStrips; ++s) UNROLL for (int r = 0; r < kRows; ++r) {
         Float row_totals[kParts];
