@@ -64,7 +64,7 @@ namespace plain {
 #define TARGET
 #define OPERATION inline
 constexpr int kLanes = 16, kTileRows = 2, kStripsOfFewRows = 1, kStripsOfManyRows = 1;
-constexpr int kTileRowsOfFloats = 2, kMostRowsOfFloats = 4, kStripsOfFloats = 2;
+constexpr int kFewRowsOfFloats = 2, kTileRowsOfFloats = 4, kStripsOfFloats = 2;
 template <int kBits>
 constexpr bool kUnsigned = true;
 struct Int {
@@ -159,7 +159,7 @@ namespace avx512_vnni {
 #define OPERATION TARGET inline __attribute__((always_inline))
 constexpr int kLanes = 16, kTileRows = 6, kStripsOfFewRows = 4, kStripsOfManyRows = 2;
 // What a tile adds up fits into 32 registers; so do nearly twice as many rows of half as many strips.
-constexpr int kTileRowsOfFloats = 5, kMostRowsOfFloats = 9, kStripsOfFloats = 4;
+constexpr int kFewRowsOfFloats = 5, kTileRowsOfFloats = 9, kStripsOfFloats = 4;
 template <int kBits>
 constexpr bool kUnsigned = true;
 using Int = __m512i;
@@ -212,7 +212,7 @@ bool is_supported() {
 // Vectors of 8 floats, which AVX-VNNI and AVX2 share.
 #define EIGHT_LANES                                                                                                 \
     constexpr int kLanes = 8, kTileRows = 4, kStripsOfFewRows = 2, kStripsOfManyRows = 1;                           \
-    constexpr int kTileRowsOfFloats = 2, kMostRowsOfFloats = 5, kStripsOfFloats = 2;                                \
+    constexpr int kFewRowsOfFloats = 2, kTileRowsOfFloats = 5, kStripsOfFloats = 2;                                \
     using Int = __m256i;                                                                                            \
     using Float = __m256;                                                                                           \
     OPERATION Float zero() { return _mm256_setzero_ps(); }                                                          \

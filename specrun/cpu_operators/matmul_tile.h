@@ -225,13 +225,13 @@ TARGET void multiply_codes(const Product& product, int64_t strip, int64_t end) {
     }
 }
 
-// The weight comes from memory once where all rows are in one tile.
+// More rows have tiles of fewer strips, so that fewer tiles read a weight.
 TARGET void multiply_floats(const Product& product, int64_t strip, int64_t end) {
-    if (product.rows <= kTileRowsOfFloats || product.rows > kMostRowsOfFloats) {
-        strip = multiply_strips<32, kStripsOfFloats, kTileRowsOfFloats>(product, strip, end);
+    if (product.rows <= kFewRowsOfFloats) {
+        strip = multiply_strips<32, kStripsOfFloats, kFewRowsOfFloats>(product, strip, end);
     }
-    strip = multiply_strips<32, kStripsOfFloats / 2, kMostRowsOfFloats>(product, strip, end);
-    multiply_strips<32, 1, kMostRowsOfFloats>(product, strip, end);
+    strip = multiply_strips<32, kStripsOfFloats / 2, kTileRowsOfFloats>(product, strip, end);
+    multiply_strips<32, 1, kTileRowsOfFloats>(product, strip, end);
 }
 
 // Strips of an item of work.
