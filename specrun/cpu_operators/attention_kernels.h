@@ -67,6 +67,9 @@ struct Query {
 
 #include "attention_lanes.h"
 
+// The cache is asked for so many numbers before they are used, as weights are (kLinesAhead in matmul.cpp).
+constexpr int64_t kNumbersAhead = 2048;
+
 // weights = q times each key. Queries: of increasing numbers of keys.
 template <int kQueries>
 INLINE void score(const Query* queries, const float* keys, int64_t width) {
@@ -77,7 +80,10 @@ INLINE void score(const Query* queries, const float* keys, int64_t width) {
         Float sums[kQueries][4] = {};
         for (int64_t lane = 0; lane < width; lane += kLanes) {
             Float part[4];
-            UNROLL for (int i = 0; i < 4; ++i) load(part[i], places[i] + lane);
+            UNROLL for (int i = 0; i < 4; ++i) {
+                __builtin_prefetch(places[i] + lane + kNumbersAhead);
+                load(part[i], places[i] + lane);
+            }
             UNROLL for (int n = 0; n < kQueries; ++n) {
                 Float q;
                 load(q, queries[n].q + lane);
@@ -127,7 +133,9 @@ INLINE void add_values(Float (&y)[kQueries][kVectors], const Query* queries, con
     for (int64_t key = begin; key < end; ++key) {
         UNROLL for (int v = 0; v < kVectors; ++v) {
             Float value;
-            load(value, values + key * width + v * kLanes);
+            const float* place = values + key * width + v * kLanes;
+            __builtin_prefetch(place + kNumbersAhead);
+            load(value, place);
             UNROLL for (int n = 0; n < kQueries; ++n) y[n][v] += value * queries[n].weights[key];
         }
     }
