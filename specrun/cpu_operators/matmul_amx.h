@@ -96,7 +96,7 @@ struct Tiles {
         }
     }
 
-    // Ask for tiles of codes before they are used (see kLinesAhead), and behind the last step for those of the next strips.
+    // Ask for the codes of a later step (see kLinesAhead): behind the last one, for those of the next strips.
     OPERATION void ask_for_codes(int64_t step) {
         step += kStepsAhead;
         const int64_t turned = step < steps ? 0 : 1;

@@ -79,7 +79,8 @@ OPERATION void add_up_codes(const Product& product, int64_t row, int64_t strip,
         }
         const int64_t end = std::min(line + block_lines, lines);
         for (; line < end; ++line) {
-            if (line + kLinesAhead / kStrips == lines) ahead += (kStrips - 1) * lines * kLineBytes;  // The next strips follow.
+            // From here on, lines of the next strips.
+            if (line + kLinesAhead / kStrips == lines) ahead += (kStrips - 1) * lines * kLineBytes;
             UNROLL for (int s = 0; s < kStrips; ++s) UNROLL for (int p = 0; p < kParts; ++p) {
                 const int v = s * kParts + p;
                 const uint8_t* place = codes[s] + line * kLineBytes + p * kPartBytes;
