@@ -110,6 +110,10 @@ class DraftLength:
         self._by_row = by_row
         self._speeds: dict[int, Speed] = {}
         """Those of rounds in which each row's draft ended by itself, by batch size."""
+        self._ending_gain = Speed()
+        """The tokens of these rounds, of all batch sizes, for each token that the best common length promised."""
+        self._common = 0.0
+        """Tokens a second that it promises in this round, where each row's draft ends by itself."""
         self._guess = [1 + self.tuning.draft_token_share * draft_len for draft_len in range(max_draft_len + 1)]
         self._times: dict[int, RoundTimes] = {}
         """By batch size."""
@@ -138,7 +142,7 @@ class DraftLength:
         """
         if self.fixed_draft_len is not None:
             return DraftPlan(min(self.fixed_draft_len, max(row_limits)))
-        longest = min(self.max_draft_len, max(row_limits))
+        longest, self._common = min(self.max_draft_len, max(row_limits)), 0.0
         if longest == 0:
             return _PLAIN
         known, prior = self._of_batch(len(row_limits)), self._prior(len(row_limits))
@@ -181,8 +185,9 @@ class DraftLength:
         """The most tokens a second that drafts of different lengths yield."""
         if not drafts_end:
             return share(batch.times, self._expected(batch).draft_step, batch.alphas, batch.limits)[1]
-        common = max(batch.rates()[1:])
-        return self._speeds.setdefault(len(batch.limits), Speed()).rate(_ENDING_GAIN * common)
+        self._common = max(batch.rates()[1:])
+        expected = self._ending_gain.rate(_ENDING_GAIN) * self._common
+        return self._speeds.setdefault(len(batch.limits), Speed()).rate(expected)
 
     def _ending(self, batch: _Batch, tokens_per_second: float, by_row: bool) -> DraftPlan:
         """The plan of a round whose drafts end where they no longer pay."""
@@ -227,30 +232,36 @@ class DraftLength:
         requests: Sequence[object],
         rows: Sequence[tuple[int, int]],
         draft_lag: int = 0,
+        all_dropped: bool = False,
     ) -> None:
         """Learn from a round.
 
         draft_len: the most tokens that a row drafted, or with ``by_row`` their mean. seconds: its time; None if later
         rounds of its kind take another time. rows: accepted and evaluated draft tokens of each of ``requests``.
-        draft_lag: as in ``choose``.
+        draft_lag: as in ``choose``. all_dropped: whether the draft ran, and nothing of it was verified.
         """
         if self.fixed_draft_len is not None:
             return
-        self._since_plain = self._since_plain + 1 if draft_len else 0
+        drafted = all_dropped or draft_len > 0
+        self._since_plain = self._since_plain + 1 if drafted else 0
         window = self.tuning.rate_window_tokens
         for request, (accepted, evaluated) in zip(requests, rows, strict=True):
             self._own.setdefault(request, AcceptanceRate()).add(accepted, evaluated, window)
             self._overall.add(accepted, evaluated, window)
             self._evaluated += evaluated
-        seconds = self._settling.settled(draft_len, seconds)
+        seconds = self._settling.settled(drafted, seconds)
         if seconds is None:
             return
         known, lost, committed = self._of_batch(len(rows)), 0.0, len(rows) + sum(accepted for accepted, _ in rows)
-        if draft_len and 0 in known.medians:
+        if drafted and 0 in known.medians:
             lost = seconds - known.medians[0] * committed / len(rows)
         self._trials.add(seconds, lost)
-        if draft_len and self._by_row:
+        if drafted and self._by_row:
             self._speeds.setdefault(len(rows), Speed()).add(committed, seconds)
+            if self._common:
+                self._ending_gain.add(committed, self._common * seconds)
+        if all_dropped:
+            return  # It took longer than T(0), and tells nothing of the others.
         whole = max(1, round(draft_len)) if draft_len else 0
         if not (draft_len and draft_lag) and whole == draft_len:
             known.add(whole, seconds)

@@ -149,9 +149,9 @@ class Settling:
     """Of the latest runs: what settled rounds take, in the first one. It is expected to be 1."""
     _run: list[float | None] = field(default_factory=list)
 
-    def settled(self, draft_len: float, seconds: float | None) -> float | None:
+    def settled(self, drafted: bool, seconds: float | None) -> float | None:
         """What a round that took ``seconds`` would take among rounds of its kind. None: it does not tell."""
-        if draft_len:
+        if drafted:
             self.in_row, self._run = 0, []
             return seconds
         self.in_row += 1

@@ -80,7 +80,8 @@ def learn(
         draft_len = sum(drafted) / len(drafted)
     evaluated = [(0, 0) if isinstance(outcome, SpecError) else outcome.evaluated for outcome in outcomes]
     seconds = round_.seconds if round_.is_steady_state else None
-    lengths.observe(draft_len, seconds, requests, evaluated, draft_lag)
+    all_dropped = not draft_len and round_.called_draft
+    lengths.observe(draft_len, seconds, requests, evaluated, draft_lag, all_dropped)
 
 
 class HostSteps(Protocol):

@@ -42,6 +42,7 @@ class DraftLengths(Protocol):
         requests: Sequence[object],
         rows: Sequence[tuple[int, int]],
         draft_lag: int = 0,
+        all_dropped: bool = False,
     ) -> None:
         """Learn from a round."""
 
@@ -73,6 +74,8 @@ class Round(ABC, Generic[AnyRunner, DrafterT]):
     """False while the last round's shape was warming up; its time is then ignored."""
     seconds = 0.0
     """The time of the last round. A device measures it, as several rounds may be queued."""
+    called_draft = False
+    """Whether the last round called the draft's engine, on the host. All that it proposed may have been dropped."""
     queued_draft_len: int | None = None
     """The draft length of the last round on a device, where a row takes the time of all draft tokens though it uses
     fewer. None on the host."""

@@ -32,6 +32,7 @@ from specrun.scheduler.draft_budget import least_survivors
 from specrun.scheduler.draft_length import DraftLength
 from specrun.scheduler.round_times import ExpectedTimes
 from specrun.speculative.device_round import DeviceRound
+from specrun.speculative.loop import learn
 from specrun.speculative.round import AnyRound
 from tests.helpers.host_device import HostDevice
 from tests.helpers.tables import save_table_engine
@@ -185,6 +186,7 @@ def seconds_a_token(
     with SpeculativeDecoder.open(*pair, config) as decoder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(draft_ends, "time", clock)
         rounds, lengths = decoder.scheduler.round, decoder.scheduler.lengths
+        rounds.skips_unused_tokens = by_row
         if lengths.fixed_draft_len is None:
             # As of engines that were timed when they were built; drafts seemed a little dearer then.
             lengths = DraftLength(
@@ -208,9 +210,8 @@ def seconds_a_token(
                 lens = [outcome.drafted for outcome in outcomes]
                 drafted = sum(lens) / len(lens) if by_row else max(lens)
                 time = verify(round(len(requests) * (drafted + 1))) + steps * cost
-                evaluated = [outcome.evaluated for outcome in outcomes]
-                seen = time * generator.lognormal(0, 0.03) if rounds.is_steady_state else None
-                lengths.observe(drafted, seen, requests, evaluated)
+                rounds.seconds = time * generator.lognormal(0, 0.03)
+                learn(rounds, lengths, requests, outcomes, plan, 0)
                 elapsed += time
                 for request, outcome in zip(requests, outcomes, strict=True):
                     told += len(request.commit(outcome))
@@ -220,6 +221,24 @@ def seconds_a_token(
                         requests[row], requests[-1] = requests[-1], requests[row]
                         rounds.release(requests.pop(), len(requests))
     return elapsed / told
+
+
+def guessing_pair(root: Path) -> tuple[Path, Path]:
+    """A draft that is never right, and not sure of anything."""
+    target, count = np.zeros((TOKENS, TOKENS)), np.arange(TOKENS)
+    target[count, (count + 1) % TOKENS] = 9.0
+    draft = np.roll(target / 3, 5, axis=1)
+    return save_table_engine(root / "target", target), save_table_engine(root / "draft", draft)
+
+
+@pytest.mark.parametrize("batch", [2, 4, 8])
+def test_a_draft_that_guesses_costs_little(tmp_path: Path, batch: int) -> None:
+    """Where each row has a draft length of its own, all of it may be dropped. Such rounds are not plain ones."""
+    pair = guessing_pair(tmp_path)
+    run = functools.partial(seconds_a_token, pair, form="float32", batch=batch, by_row=True)
+    alone = run(DraftTargetConfig(0, reuse_blocks=False), cost=0.0)
+    for cost in (0.02, 0.1, 0.3, 0.6):
+        assert run(DraftTargetConfig(reuse_blocks=False), cost=cost) <= 1.015 * alone, cost
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4, 8])

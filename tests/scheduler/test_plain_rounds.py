@@ -45,13 +45,13 @@ def test_control_steps_that_are_alone_show(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_run_says_what_a_round_that_is_alone_would_take(first: float) -> None:
     settling = Settling()
     for _ in range(3):
-        assert settling.settled(2, 3.0) == 3.0
+        assert settling.settled(True, 3.0) == 3.0
         for place in range(Settling.ROUNDS):
-            settling.settled(0, first if place == 0 else 1.0)
-    settling.settled(2, 3.0)
-    assert settling.settled(0, first) == pytest.approx(1.0)
-    assert settling.settled(0, 1.1) is None, "it is neither alone nor settled"
-    assert settling.settled(2, None) is None
+            settling.settled(False, first if place == 0 else 1.0)
+    settling.settled(True, 3.0)
+    assert settling.settled(False, first) == pytest.approx(1.0)
+    assert settling.settled(False, 1.1) is None, "it is neither alone nor settled"
+    assert settling.settled(True, None) is None
 
 
 def test_what_was_expected_of_drafts_is_forgotten() -> None:
