@@ -42,7 +42,9 @@ class DraftEnds:
         now, usual = time.perf_counter(), self._step_seconds
         if step > 1:
             seconds = now - self._step_began
-            usual[batch] = 0.9 * usual.get(batch, seconds) + 0.1 * seconds
+            known = usual.get(batch) or min(seconds, plan.draft_step or seconds)
+            # A step that was disturbed must not end all drafts before another one is timed.
+            usual[batch] = 0.9 * known + 0.1 * min(seconds, 2 * known)
         self._step_began, likely = now, self._accepted.rate(0.7, 4.0)
         worth = sum(max(0.0, one * likely - self._price) for one in standing)
         return step > 0 and worth < plan.tokens_per_second * usual.get(batch, 0.0)

@@ -22,6 +22,8 @@ class DraftPlan(NamedTuple):
     """
     tokens_per_second: float = 0.0
     """With ``prices``: what rounds yield. A further draft step must be worth its time at this speed."""
+    draft_step: float = 0.0
+    """With ``prices``: seconds that a further draft step is expected to take. 0: that is not known."""
 
     def counts(self, limits: Sequence[int]) -> list[int]:
         """The most draft tokens of each row. limits: what each can use."""

@@ -192,8 +192,9 @@ class DraftLength:
     def _ending(self, batch: _Batch, tokens_per_second: float, by_row: bool) -> DraftPlan:
         """The plan of a round whose drafts end where they no longer pay."""
         if by_row:
-            worth = prices(self._expected(batch).passes[: batch.longest], tokens_per_second, len(batch.limits))
-            return DraftPlan(batch.longest, prices=worth, tokens_per_second=tokens_per_second)
+            expected = self._expected(batch)
+            worth = prices(expected.passes[: batch.longest], tokens_per_second, len(batch.limits))
+            return DraftPlan(batch.longest, (), (), worth, tokens_per_second, expected.draft_step)
         alpha = sum(batch.alphas) / len(batch.alphas)
         return DraftPlan(batch.longest, least_survivors(batch.times, tokens_per_second, alpha))
 

@@ -223,6 +223,16 @@ def seconds_a_token(
     return elapsed / told
 
 
+def test_a_step_that_was_disturbed_ends_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took a hundred times as long as is expected, and is the only one that was timed."""
+    times = iter([0.0, 0.01, 1.01, 2.0, 2.01, 2.02])
+    monkeypatch.setattr(draft_ends, "time", SimpleNamespace(perf_counter=times.__next__))
+    ends, plan = draft_ends.DraftEnds(), DraftPlan(3, prices=[0.0] * 3, tokens_per_second=10.0, draft_step=0.01)
+    for _ in range(2):
+        ends.begin(plan, 2)
+        assert not any(ends.ends_before(step, [0, 1], [[]] * 2) for step in range(3))
+
+
 def guessing_pair(root: Path) -> tuple[Path, Path]:
     """A draft that is never right, and not sure of anything."""
     target, count = np.zeros((TOKENS, TOKENS)), np.arange(TOKENS)
