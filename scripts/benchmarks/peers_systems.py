@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import http.client
 import json
 import socket
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import click
+import numpy as np
 
 from scripts.benchmarks.peers_models import BITS, Places, make_genai
 from specrun.config import DraftTargetConfig
@@ -36,6 +38,9 @@ NO_BATCH = ("onnxruntime-genai", "transformers")
 """Their drafts are for one text at a time."""
 FLOAT32_ALONE = ("transformers",)
 """Few bits are other packages' work there."""
+
+_LARGE_FILE = 1 << 20
+"""Bytes of a file that may have weights."""
 
 Rows = list[list[int]]
 """Token ids of several texts."""
@@ -215,6 +220,23 @@ def transformers(places: Places, _bits: str, draft_len: int) -> AbstractContextM
     return worker(places, "transformers", target, draft, draft_len)
 
 
+def lock_weights(directories: Sequence[Path]) -> list[np.memmap[Any, Any]]:
+    """Keep the large files of ``directories`` in memory as long as the result lives.
+
+    Some systems take pages of files away that nobody has read for a minute, and a turn of all others takes longer. That
+    costs those whose weights are mapped, as ours are, and not those that copy them.
+    """
+    locked = []
+    files = sorted(file for directory in directories for file in (directory, *directory.glob("**/*")))
+    for file in files:
+        if file.is_file() and file.stat().st_size >= _LARGE_FILE:
+            pages = np.memmap(file, np.uint8, "r")
+            if ctypes.CDLL(None).mlock(ctypes.c_void_p(pages.ctypes.data), ctypes.c_size_t(pages.nbytes)):
+                raise click.ClickException(f"{file} cannot be locked in memory: raise the limit (ulimit -l)")
+            locked.append(pages)
+    return locked
+
+
 PEERS: dict[str, Callable[[Places, str, int], AbstractContextManager[System]]] = {
     "OpenVINO GenAI": openvino,
     "llama.cpp": llama_cpp,
@@ -232,4 +254,7 @@ def systems(places: Places, bits: str) -> Iterator[dict[str, System]]:
         for name, peer in PEERS.items():
             if (places.rows == 1 or name not in NO_BATCH) and (bits == "float32" or name not in FLOAT32_ALONE):
                 found[name] = opened.enter_context(peer(places, bits, DRAFT_LEN))
+        models = [path for kind in ("specrun", "openvino", "llama.cpp", "genai") for path in _pair(places, kind, bits)]
+        locked = lock_weights([*models, places.demo / "hf"])
         yield found | {AUTO: Specrun(decoder, None)}
+        locked.clear()
