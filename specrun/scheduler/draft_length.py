@@ -194,7 +194,9 @@ class DraftLength:
         if by_row:
             expected = self._expected(batch)
             worth = prices(expected.passes[: batch.longest], tokens_per_second, len(batch.limits))
-            return DraftPlan(batch.longest, (), (), worth, tokens_per_second, expected.draft_step)
+            return DraftPlan(
+                batch.longest, prices=worth, tokens_per_second=tokens_per_second, draft_step=expected.draft_step
+            )
         alpha = sum(batch.alphas) / len(batch.alphas)
         return DraftPlan(batch.longest, least_survivors(batch.times, tokens_per_second, alpha))
 
