@@ -3,8 +3,8 @@
 Needs what scripts/demo leaves in demo/, and what scripts/benchmarks/peers_setup makes. They take turns within one run;
 each keeps a process of its own with its models loaded, and two threads. Prompts are given as tokens, texts are greedy,
 stop ids are ignored. A speed is wall time as the caller sees it: prompts, and for the peers the way to their process
-and back (below a millisecond a text), are in it. A turn is measured again where other processes took more than a share
-of the processor.
+and back (below a millisecond a text), are in it. All models' files are locked in memory meanwhile. A turn is measured
+again where other processes took more than a share of the processor.
 
 With --batch_size N, N texts decode at the same time, and a speed is that of all of them; onnxruntime-genai and
 transformers are then left out, as their drafts are for one text. transformers runs in float32 alone. A draft has the

@@ -255,6 +255,5 @@ def systems(places: Places, bits: str) -> Iterator[dict[str, System]]:
             if (places.rows == 1 or name not in NO_BATCH) and (bits == "float32" or name not in FLOAT32_ALONE):
                 found[name] = opened.enter_context(peer(places, bits, DRAFT_LEN))
         models = [path for kind in ("specrun", "openvino", "llama.cpp", "genai") for path in _pair(places, kind, bits)]
-        locked = lock_weights([*models, places.demo / "hf"])
+        opened.callback(lock_weights([*models, places.demo / "hf"]).clear)
         yield found | {AUTO: Specrun(decoder, None)}
-        locked.clear()
