@@ -46,11 +46,12 @@ class HostRound(Round[ModelRunner, Drafter]):
         self, requests: Sequence[Request], plan: DraftPlan, may_queue_next: bool = False
     ) -> list[Outcome | SpecError]:
         """See ``Round``. Rounds after a prompt, a rejection or full acceptance are all the same."""
-        began, calls = time.perf_counter(), self.engine_times().draft_calls
+        began, draft = time.perf_counter(), self._draft_texts.runner if self._draft_texts else None
+        calls = draft.calls if draft else 0
         outcomes = draft_verify_accept(self, requests, plan)
         if self.drafter:
             self.drafter.observe(requests, outcomes, plan.draft_len)
-        self.called_draft = self.engine_times().draft_calls > calls
+        self.called_draft = draft is not None and draft.calls > calls
         self.seconds = time.perf_counter() - began
         return outcomes
 
