@@ -38,7 +38,7 @@ class DraftEnds:
         standing = [self._survival[row] for row in growing]
         if not plan.prices:
             return sum(standing) < plan.end_below[step - 1]
-        self._price = plan.prices[min(sum(map(len, drafts)) // batch, len(plan.prices) - 1)]
+        self._price = plan.price(sum(map(len, drafts)) / batch)
         now, usual = time.perf_counter(), self._step_seconds
         if step > 1:
             seconds = now - self._step_began

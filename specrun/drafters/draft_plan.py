@@ -24,8 +24,22 @@ class DraftPlan(NamedTuple):
     """With ``prices``: what rounds yield. A further draft step must be worth its time at this speed."""
     draft_step: float = 0.0
     """With ``prices``: seconds that a further draft step is expected to take. 0: that is not known."""
+    rounds: int = 1
+    """For how many rounds of the same texts it may stand."""
 
     def counts(self, limits: Sequence[int]) -> list[int]:
         """The most draft tokens of each row. limits: what each can use."""
         wanted = self.row_lens or [self.draft_len] * len(limits)
         return [min(one, limit) for one, limit in zip(wanted, limits, strict=True)]
+
+    def price(self, drafted: float) -> float:
+        """With ``prices``: the one of another token where rows have ``drafted`` draft tokens on average."""
+        return self.prices[min(int(drafted), len(self.prices) - 1)]
+
+    def num_worth(self, survival: Sequence[float], drafted: float) -> int:
+        """How many of a row's draft tokens are worth their verification; all of them, where there are no prices.
+
+        survival: how likely each is accepted, with all before it. drafted: draft tokens of a row so far, on average.
+        """
+        price = self.price(drafted) if self.prices else 0.0
+        return next((count for count, likely in enumerate(survival) if likely < price), len(survival))

@@ -48,11 +48,14 @@ class HybridDrafter(Drafter):
     ) -> list[Proposal]:
         """See ``Drafter``."""
         found: dict[int, Proposal] = {}
+        drafted = 0
         for row, request in enumerate(requests):
             if counts[row] and not forced[row]:
                 match = self.suffix.find(request, counts[row])
-                if match.tokens and self._is_better(match.expected, counts[row]):
-                    found[row] = Proposal(match.tokens)
+                worth = plan.num_worth(match.survival, drafted / len(requests))
+                if worth and self._is_better(sum(match.survival[:worth]), counts[row]):
+                    found[row] = Proposal(match.tokens[:worth])
+                    drafted += worth
         left = [0 if row in found else count for row, count in enumerate(counts)]
         self._by_model = {request for request, count in zip(requests, left, strict=True) if count}
         if self._by_model:

@@ -99,8 +99,8 @@ class Found(NamedTuple):
     """Draft tokens for one text."""
 
     tokens: list[int]
-    expected: float
-    """How many of them are likely to be accepted."""
+    survival: list[float]
+    """How likely each of them is accepted, with all before it."""
     rate: AcceptanceRate
     """The acceptance rate of tokens that are found in this way."""
 
@@ -111,14 +111,15 @@ class Found(NamedTuple):
         return agreed, min(agreed + 1, len(pairs))
 
 
-def follow(matches: Sequence[Match], count: int, rate: float) -> tuple[list[int], float]:
-    """The likeliest tokens behind ``matches``, at most ``count``, and how many of them are likely to be accepted.
+def follow(matches: Sequence[Match], count: int, rate: float) -> tuple[list[int], list[float]]:
+    """The likeliest tokens behind ``matches``, at most ``count``, and how likely each is accepted with all before it.
 
     rate: of draft tokens on which all matches agree. A token's probability is that of those before it, times ``rate``,
     times the share of the matches that agree with it.
     """
     drafts: list[int] = []
-    probability, expected = 1.0, 0.0
+    survival: list[float] = []
+    probability = 1.0
     alive = [(match.tokens, match.end) for match in matches]
     while alive and len(drafts) < count:
         following = []
@@ -130,9 +131,9 @@ def follow(matches: Sequence[Match], count: int, rate: float) -> tuple[list[int]
         if token == _BETWEEN or probability < MIN_PROBABILITY:
             break
         drafts.append(token)
-        expected += probability
+        survival.append(probability)
         alive = [place for place, next_token in zip(alive, following, strict=True) if next_token == token]
-    return drafts, expected
+    return drafts, survival
 
 
 class SuffixDrafter(Drafter):
@@ -173,11 +174,11 @@ class SuffixDrafter(Drafter):
         else:
             best = [match for match in matches if match.length == longest]
         rate = self._rate(longest)
-        drafts, expected = follow(best, count, max(MIN_RATE, rate.rate(0.7, 4.0)))
+        drafts, survival = follow(best, count, max(MIN_RATE, rate.rate(0.7, 4.0)))
         if drafts and longest > copy.matched:
             match = next(match for match in best if match.tokens[match.end] == drafts[0])
             copy.begin(match.tokens, match.end, len(tokens), longest)
-        found = self._found[request] = Found(drafts, expected, rate)
+        found = self._found[request] = Found(drafts, survival, rate)
         return found
 
     def propose(
@@ -189,9 +190,12 @@ class SuffixDrafter(Drafter):
     ) -> list[Proposal]:
         """See ``Drafter``."""
         proposals = list(map(Proposal.begin, forced))
+        drafted = 0
         for request, count, proposal in zip(requests, counts, proposals, strict=True):
             if count and not proposal.tokens:
-                proposal.tokens = self.find(request, count).tokens
+                found = self.find(request, count)
+                proposal.tokens = found.tokens[: plan.num_worth(found.survival, drafted / len(requests))]
+                drafted += len(proposal.tokens)
         return proposals
 
     def ends_drafts(self, requests: Sequence[Request]) -> bool:

@@ -14,8 +14,9 @@ from click.testing import CliRunner
 from specrun.cli import main
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.drafters import suffix
+from specrun.drafters import Drafter, suffix
 from specrun.drafters.acceptance_rate import AcceptanceRate
+from specrun.drafters.draft_plan import DraftPlan
 from specrun.drafters.hybrid import HybridDrafter
 from specrun.drafters.model import ModelDrafter
 from specrun.drafters.suffix import MATCHED, MAX_MATCH, MAX_OCCURRENCES, Found, Index, PastTexts, SuffixDrafter, follow
@@ -59,9 +60,9 @@ def test_a_draft_is_what_most_matches_agree_on_and_ends_where_it_is_unlikely() -
     index.add([1, 2, 3, 4, 9, 1, 2, 3, 5, 9, 1, 2, 3, 4, 8, 1, 2])
     matches = index.matches([0, 1, 2])
     assert [length for length, _, _ in matches] == [2, 2, 2]
-    drafts, expected = follow(matches, 5, 0.9)
+    drafts, survival = follow(matches, 5, 0.9)
     assert drafts == [3, 4, 8, 1]  # 4 follows twice; of 8 and 9 the later one counts; a fifth token is too unlikely.
-    assert expected == pytest.approx(0.9 + 0.9**2 * 2 / 3 + 0.9**3 / 3 + 0.9**4 / 3)
+    assert survival == pytest.approx([0.9, 0.9**2 * 2 / 3, 0.9**3 / 3, 0.9**4 / 3])
     assert follow(matches, 2, 0.9)[0] == [3, 4]
 
 
@@ -170,7 +171,31 @@ def test_what_is_found_is_compared_even_where_the_model_drafts(target: Path, dra
     "committed, expected", [([4], (1, 1)), ([4, 9], (1, 2)), ([9], (0, 1)), ([4, 5, 6, 7], (3, 3))]
 )
 def test_what_was_found_is_compared_as_far_as_the_round_came(committed: list[int], expected: tuple[int, int]) -> None:
-    assert Found([4, 5, 6], 0, AcceptanceRate()).compare(committed) == expected
+    assert Found([4, 5, 6], [], AcceptanceRate()).compare(committed) == expected
+
+
+def lens_by_price(drafter: Drafter, finder: SuffixDrafter, prices: list[float]) -> list[int]:
+    """How many draft tokens each of four equal rows gets, of which four are found."""
+    requests = [Request([5, *[1, 2] * 20], SamplingParams(), 60) for _ in range(4)]
+    finder.admit(requests)
+    proposals = drafter.propose(requests, [4] * 4, [()] * 4, DraftPlan(4, prices=prices))
+    assert [finder._found[request].tokens for request in requests] == [[1, 2, 1, 2]] * 4, "to be compared later"
+    return [len(proposal.tokens) for proposal in proposals]
+
+
+def test_what_is_not_worth_its_verification_is_not_proposed() -> None:
+    drafter = SuffixDrafter(False)
+    assert lens_by_price(drafter, drafter, []) == [4] * 4
+    assert lens_by_price(drafter, drafter, [0.3]) == [3] * 4, "0.7, 0.49, 0.343, 0.24"
+    assert lens_by_price(drafter, drafter, [0.3, 0.6]) == [3, 3, 1, 1], "behind two rows, a row has 1.5 tokens"
+    assert lens_by_price(drafter, drafter, [0.8]) == [0] * 4
+
+
+def test_nor_is_it_beside_a_model(target: Path, draft: Path) -> None:
+    with on_host(target, draft, 4) as decoder:
+        drafter: Any = decoder.scheduler.round.drafter
+        drafter._is_better = lambda expected, count: True
+        assert lens_by_price(drafter, drafter.suffix, [0.3, 0.6]) == [3, 3, 1, 1]
 
 
 @pytest.mark.parametrize("kind", ["suffix", "hybrid"])
