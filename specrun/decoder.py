@@ -21,12 +21,13 @@ from specrun.request.options import Keywords, RequestOptions, combine
 from specrun.request.request import Request, TokenOutput
 from specrun.sampling.sampler import SamplingParams
 from specrun.scheduler.draft_length import DraftLength
+from specrun.scheduler.kept_plans import KeptPlans
 from specrun.scheduler.round_times import ExpectedTimes, expected_by_passes
 from specrun.scheduler.scheduler import Event, Scheduler
 from specrun.speculative.exactness import Exactness
 from specrun.speculative.loader import Engine, open_round
 from specrun.speculative.pair_checks import check_draft_len, check_fit, check_head, describe_sizes, find_translator
-from specrun.speculative.round import AnyRound
+from specrun.speculative.round import AnyRound, DraftLengths
 from specrun.text.retokenizer import Translator
 from specrun.text.token_bytes import TokenBytes
 from specrun.text.tokenizer import require_own_tokenizer
@@ -47,7 +48,7 @@ class SpeculativeDecoder:
     def __init__(
         self,
         rounds: AnyRound,
-        lengths: DraftLength,
+        lengths: DraftLengths,
         target: EngineConfig,
         max_batch_size: int,
         tokenizer_dir: Path | None = None,
@@ -123,7 +124,7 @@ class SpeculativeDecoder:
         name = " and ".join(str(directory) for directory in (target_dir, draft_dir) if directory)
         return cls(
             rounds,
-            lengths,
+            KeptPlans(lengths),
             engine.config,
             rows,
             tokenizer_dir,

@@ -56,6 +56,10 @@ class Tuning:
     """Time to read one token of the draft lag, as a share of a draft step's. It is used until it was measured."""
     draft_token_share: float = 0.3
     """Time that a draft token adds to a round, as a share of T(0), where nothing better is known before any round."""
+    plan_rounds: int = 8
+    """The most rounds for which a plan may stand."""
+    plan_share: float = 1 / 64
+    """It may stand for so many more rounds, as a share of those that were measured."""
     times: TimeTuning = field(default_factory=TimeTuning)
 
 
@@ -118,6 +122,8 @@ class DraftLength:
         self._times: dict[int, RoundTimes] = {}
         """By batch size."""
         self._overall = AcceptanceRate()
+        self._rounds = 0
+        """Those that were measured so far."""
         self._evaluated = 0
         """Draft tokens so far of which it is known whether they were accepted."""
         self._own: WeakKeyDictionary[object, AcceptanceRate] = WeakKeyDictionary()
@@ -154,7 +160,7 @@ class DraftLength:
         batch = _Batch(alphas, row_limits, longest, times[: longest + 1])
         by_row = self._by_row and len(row_limits) > 1
         best = self._best_by_row(batch, drafts_end) if by_row else max(batch.rates()[1:])
-        plain = len(row_limits) / times[0]
+        plain = len(row_limits) / (known.latest(0, times[0]) if by_row and drafts_end else times[0])
         ending = self._ending(batch, max(plain, best), by_row) if drafts_end else None
         self.drafting = best >= self.tuning.min_gain * plain
         if not self.drafting and not (by_row and drafts_end):  # There the speed of drafting is measured.
@@ -164,11 +170,17 @@ class DraftLength:
             return self._trial(batch, known, ending if by_row else None, lag_time)
         if longest < self.max_draft_len and lag_time > (longest + 1) * (times[0] - len(row_limits) / best):
             self.drafting = False  # All texts end before the time is paid back in which the draft would read them.
-            return _PLAIN
+            return self._kept(_PLAIN)
         if best / plain < self.tuning.clear_gain and self._measures_plain():
             return _PLAIN
         # Where drafts end, lengths vary by themselves, so times need no optimism to be found out.
-        return ending or self._longest_that_pays(batch._replace(times=known.optimistic(batch.times)), by_row)
+        if ending:
+            return self._kept(ending)
+        return self._longest_that_pays(batch._replace(times=known.optimistic(batch.times)), by_row)
+
+    def _kept(self, plan: DraftPlan) -> DraftPlan:
+        """``plan``, for as many rounds as it may stand: at first there is much to learn from each of them."""
+        return plan._replace(rounds=min(self.tuning.plan_rounds, 1 + int(self.tuning.plan_share * self._rounds)))
 
     def _measures_plain(self) -> bool:
         """Whether T(0) is measured by this round though drafting pays."""
@@ -217,7 +229,7 @@ class DraftLength:
         trial = max(range(1, last + 1), key=rates.__getitem__)
         # Only after a non-speculative step: those between trials tell what trials cost.
         can_afford = self._since_plain == 0 and self._trials.can_afford(times[trial] - times[0] + lag_time)
-        return (ending or DraftPlan(trial))._replace(draft_len=trial) if can_afford else _PLAIN
+        return (ending or DraftPlan(trial))._replace(draft_len=trial) if can_afford else self._kept(_PLAIN)
 
     def _longest_that_pays(self, batch: _Batch, by_row: bool) -> DraftPlan:
         """The plan of a round whose drafts do not end by themselves."""
@@ -245,6 +257,7 @@ class DraftLength:
         """
         if self.fixed_draft_len is not None:
             return
+        self._rounds += 1
         drafted = all_dropped or draft_len > 0
         self._since_plain = self._since_plain + 1 if drafted else 0
         window = self.tuning.rate_window_tokens

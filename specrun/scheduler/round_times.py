@@ -21,6 +21,9 @@ class TimeTuning:
 
     times_per_length: int = 255
     """Number of the latest times of a draft length that are kept."""
+    latest_times: int = 31
+    """So many of them are compared with the latest rounds of another kind: the speed of a shared machine's memory
+    changes by a fifth within a minute."""
     line_rounds: float = 4.0
     """Number of measured times of a draft length that the line through all lengths counts as."""
     slope_rounds: float = 0.25
@@ -87,6 +90,11 @@ class RoundTimes:
         if len(times) > self.tuning.times_per_length:
             del ordered[bisect_left(ordered, times.popleft())]
         self.medians[draft_len] = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+
+    def latest(self, draft_len: int, expected: float) -> float:
+        """The median of the latest times of ``draft_len``; ``expected`` where none was measured."""
+        times = self.measured.get(draft_len, ())
+        return statistics.median(itertools.islice(reversed(times), self.tuning.latest_times)) if times else expected
 
     def optimistic(self, expected: Sequence[float]) -> list[float]:
         """The times that ``estimate`` gives, shorter where a length was measured rarely, so that it is tried."""

@@ -14,11 +14,10 @@ from typing import NamedTuple
 
 from specrun.errors import RequestError, as_spec_error
 from specrun.request.request import FinishReason, Request, TokenOutput
-from specrun.scheduler.draft_length import DraftLength
 from specrun.scheduler.step_turns import Turns
 from specrun.scheduler.waiting_queue import RequestQueue
 from specrun.speculative.loop import run_round
-from specrun.speculative.round import AnyRound
+from specrun.speculative.round import AnyRound, DraftLengths
 
 
 class Event(NamedTuple):
@@ -42,7 +41,7 @@ class Scheduler:
     def __init__(
         self,
         rounds: AnyRound,
-        lengths: DraftLength,
+        lengths: DraftLengths,
         max_rows: int,
         check: Callable[[Request], None] = lambda _request: None,
     ) -> None:

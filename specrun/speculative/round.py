@@ -30,6 +30,10 @@ class EngineTimes(NamedTuple):
 class DraftLengths(Protocol):
     """Chooses draft lengths; see ``scheduler.draft_length``."""
 
+    @property
+    def drafting(self) -> bool:
+        """Whether drafting pays, as far as is known."""
+
     def choose(
         self, requests: Sequence[object], row_limits: Sequence[int], draft_lag: int = 0, drafts_end: bool = False
     ) -> DraftPlan:

@@ -30,6 +30,7 @@ from specrun.runners.host_runner import ModelRunner
 from specrun.sampling.sampler import Floats, SamplingParams
 from specrun.scheduler.draft_budget import least_survivors
 from specrun.scheduler.draft_length import DraftLength
+from specrun.scheduler.kept_plans import KeptPlans
 from specrun.scheduler.round_times import ExpectedTimes
 from specrun.speculative.device_round import DeviceRound
 from specrun.speculative.loop import learn
@@ -187,9 +188,9 @@ def seconds_a_token(
         patch.setattr(draft_ends, "time", clock)
         rounds, lengths = decoder.scheduler.round, decoder.scheduler.lengths
         rounds.skips_unused_tokens = by_row
-        if lengths.fixed_draft_len is None:
+        if config.fixed_draft_len is None:
             # As of engines that were timed when they were built; drafts seemed a little dearer then.
-            lengths = DraftLength(
+            chooser = DraftLength(
                 MOST,
                 None,
                 lambda rows: ExpectedTimes(
@@ -197,6 +198,7 @@ def seconds_a_token(
                 ),
                 by_row=by_row,
             )
+            lengths = KeptPlans(chooser)
         for first in range(0, texts, batch):
             requests = [Request([(first + row) * 37 % TOKENS], GREEDY, TEXT) for row in range(batch)]
             rounds.admit(requests, 0)

@@ -64,8 +64,8 @@ def test_what_was_expected_of_drafts_is_forgotten() -> None:
     assert speed.rate(2.0) == pytest.approx(1.0, abs=0.01)
 
 
-def decode(lengths: DraftLength, rows: Sequence[Row], rounds: int, tokens: int) -> int:
-    """Rounds in which each row's draft ends by itself and yields ``tokens`` in 2 seconds; a plain one takes 1.
+def decode(lengths: DraftLength, rows: Sequence[Row], rounds: int, tokens: int, plain_seconds: float = 1.0) -> int:
+    """Rounds in which each row's draft ends by itself and yields ``tokens`` in 2 seconds.
 
     What drafts keep is mostly accepted, so acceptance rates say that longer drafts would pay. Returns how many drafted.
     """
@@ -74,9 +74,8 @@ def decode(lengths: DraftLength, rows: Sequence[Row], rounds: int, tokens: int) 
         plan = lengths.choose(rows, [4] * len(rows), 0, drafts_end=True)
         drafted += bool(plan.draft_len)
         outcome = (tokens - 1, tokens - 1) if plan.draft_len else (0, 0)
-        lengths.observe(
-            tokens - 1 if plan.draft_len else 0, 2.0 if plan.draft_len else 1.0, rows, [outcome] * len(rows)
-        )
+        seconds = 2.0 if plan.draft_len else plain_seconds
+        lengths.observe(tokens - 1 if plan.draft_len else 0, seconds, rows, [outcome] * len(rows))
     return drafted
 
 
@@ -88,6 +87,17 @@ def test_drafts_that_end_row_by_row_are_judged_by_what_they_yielded(tokens: int,
     decode(lengths, rows, 300, tokens)
     assert lengths.drafting == pays
     assert (decode(lengths, rows, 200, tokens) > 100) == pays
+
+
+def test_plain_rounds_of_long_ago_do_not_count() -> None:
+    """Three tokens a row in the time of 2.5 plain rounds are a gain; in that of 3.3, once memory is faster, a loss."""
+    lengths = DraftLength(4, None, lambda _: ExpectedTimes([0.8, 2.0, 2.1, 2.2, 2.3], 0.05), by_row=True)
+    rows = [Row() for _ in range(4)]
+    for _ in range(300):
+        lengths.observe(0, 0.8, rows, [(0, 0)] * 4)
+    assert decode(lengths, rows, 300, 3, 0.8) > 200
+    decode(lengths, rows, 600, 3, 0.6)
+    assert decode(lengths, rows, 200, 3, 0.6) < 20
 
 
 @pytest.mark.parametrize("limit, drafts", [(10, True), (3, False)])

@@ -26,6 +26,7 @@ from specrun.evaluation.verify import verify
 from specrun.request.options import RequestOptions
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
+from specrun.scheduler.draft_length import DraftLength
 from specrun.speculative.host_round import HostRound
 from specrun.text.grammar import MAX_CONSTRAINT_BYTES, Constraint, Grammar, Grammars, Mask, Matcher, apply_mask
 from tests.helpers.families import EOS, VOCAB
@@ -280,7 +281,7 @@ def test_forced_tokens_are_drafts_for_which_no_drafter_works(engines: Path, use_
 
 def test_where_drafting_does_not_pay_forced_tokens_are_drafts_nevertheless(engines: Path) -> None:
     with SpeculativeDecoder.open(engines / "target", engines / "draft") as decoder:
-        decoder.scheduler.lengths.fixed_draft_len = 0
+        decoder.scheduler.lengths = DraftLength(decoder.scheduler.round.max_draft_len, 0)
         (request,) = decoder.generate("the", WARM, json_schema=SCHEMA, max_output_len=100)
     assert request.stats.drafted == request.stats.forced == request.stats.accepted > 10
 
