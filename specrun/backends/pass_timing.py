@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 
 import numpy as np
+from pydantic import JsonValue
 
 from specrun.backends import Backend
 from specrun.backends.known_here import describe_runtime, known_here
-from specrun.engine_dir.pass_times import PassTimes
+from specrun.engine_dir.config import BuildConfig
+from specrun.engine_dir.pass_times import PassTimes, between
 
 _POSITIONS, _MOST_POSITIONS = 256, 2048
 """Positions of a row's caches, as behind a short prompt and an answer, and of those of all rows."""
 _ROWS = (1, 4, 16)
 _MOST_TOKENS = 128
-"""Tokens of a pass over all rows. Larger passes take long, and their times follow from these."""
+"""Tokens of a pass over several rows. Larger passes take long, and their times follow from these."""
 _TURNS, _SECONDS = 3, 10.0
 """Passes of each size, and after how many seconds no further turn begins."""
 
@@ -23,32 +26,42 @@ _TURNS, _SECONDS = 3, 10.0
 def times_here(backend: Backend) -> PassTimes | None:
     """How long passes of an opened engine take on this machine. None: the engine was never timed.
 
-    They are measured where the engine was timed on another machine, or with other kernels. The cache is junk then.
+    They are measured where the engine was timed on another machine, with other kernels or in fewer rows. The cache is
+    junk then.
     """
-    built = backend.config.pass_times
-    if built is None or built.processor == describe_runtime(backend.config):
+    config = backend.config
+    built, rows = config.pass_times, _rows(config.build_config)
+    if built is None or (built.processor == describe_runtime(config) and built.rows == rows):
         return built
-    return known_here(
-        backend.config, "pass times", lambda: time_passes(backend).model_dump(mode="json"), PassTimes.model_validate
-    ).value
+    what: list[JsonValue] = ["pass times", *rows]
+    found = known_here(config, what, lambda: time_passes(backend).model_dump(mode="json"), PassTimes.model_validate)
+    return found.value
 
 
 def time_passes(backend: Backend) -> PassTimes:
     """Passes of a few rows, and of the tokens that rounds have. The cache is junk then."""
     began = time.monotonic()
     build = backend.config.build_config
-    tokens = sorted({1, 2, min(4, build.max_draft_len + 1), build.max_draft_len + 1})
-    rows = sorted({min(count, build.max_batch_size) for count in _ROWS})
-    rows = [count for count in rows if count == 1 or count * tokens[-1] <= _MOST_TOKENS]
-    taken: list[list[list[float]]] = []
+    tokens, rows = sorted({1, 2, min(4, build.max_draft_len + 1), build.max_draft_len + 1}), _rows(build)
+    sizes = {batch: [size for size in tokens if batch == 1 or batch * size <= _MOST_TOKENS] for batch in rows}
+    taken: list[list[float]] = []
     while not taken or (len(taken) < _TURNS and time.monotonic() - began < _SECONDS):
-        taken.append([_seconds(backend, batch, tokens) for batch in rows])
+        taken.append([one for batch in rows for one in _seconds(backend, batch, sizes[batch])])
     turns = np.array(taken)
     # Machines get faster and slower within seconds. So sizes are compared within a turn, not with another turn's.
-    pace = np.exp(np.log(turns).mean((1, 2), keepdims=True))
-    seconds = np.median(turns / pace, axis=0) * pace.min()
+    pace = np.exp(np.log(turns).mean(1, keepdims=True))
+    measured = iter((np.median(turns / pace, axis=0) * pace.min()).tolist())
+    seconds = []
+    for batch in rows:
+        own = list(itertools.islice(measured, len(sizes[batch])))
+        seconds.append([max(own[0], between(sizes[batch], own, size)) for size in tokens])
     runtime = describe_runtime(backend.config)
-    return PassTimes(rows=tuple(rows), tokens=tuple(tokens), seconds=seconds.tolist(), processor=runtime)
+    return PassTimes(rows=rows, tokens=tuple(tokens), seconds=tuple(map(tuple, seconds)), processor=runtime)
+
+
+def _rows(build: BuildConfig) -> tuple[int, ...]:
+    """The rows of the passes that are timed."""
+    return tuple(sorted({min(count, build.max_batch_size) for count in _ROWS}))
 
 
 def _seconds(backend: Backend, batch: int, query_lens: Sequence[int]) -> list[float]:

@@ -37,7 +37,7 @@ class PassTimes(BaseModel):
 
     def of(self, rows: int, tokens: int) -> float:
         """Seconds of a pass, on straight lines between the nearest sizes that were measured."""
-        return _between(self.rows, [_between(self.tokens, times, tokens) for times in self.seconds], rows)
+        return between(self.rows, [between(self.tokens, times, tokens) for times in self.seconds], rows)
 
 
 class PairTimes(NamedTuple):
@@ -47,7 +47,7 @@ class PairTimes(NamedTuple):
     draft: PassTimes | None
 
 
-def _between(sizes: Sequence[int], values: Sequence[float], size: int) -> float:
+def between(sizes: Sequence[int], values: Sequence[float], size: int) -> float:
     """The value at ``size``; beyond the outermost sizes, on the line through the nearest two."""
     if len(sizes) == 1:
         return values[0]

@@ -41,11 +41,15 @@ def test_what_is_no_table_is_refused(wrong: dict[str, object]) -> None:
         PassTimes.model_validate({**TIMES.model_dump(), **wrong})
 
 
+@pytest.mark.parametrize(("rows", "draft_len"), [(4, 6), (16, 10)])
 @pytest.mark.parametrize("slow_from", [3, 8, 13, 25])
 def test_a_machine_that_gets_slower_meanwhile_changes_no_ratio(
-    engines: Path, monkeypatch: pytest.MonkeyPatch, slow_from: int
+    engines: Path, monkeypatch: pytest.MonkeyPatch, slow_from: int, rows: int, draft_len: int
 ) -> None:
-    """On a clock of our own, a pass takes as long as it has tokens, and twice as long from some pass on."""
+    """On a clock of our own, a pass takes as long as it has tokens, and twice as long from some pass on.
+
+    Passes of 16 rows and 11 tokens take too long to be run. Their time follows from the others.
+    """
     now = cost = 0.0
     calls = 0
 
@@ -64,11 +68,16 @@ def test_a_machine_that_gets_slower_meanwhile_changes_no_ratio(
         def timed_bind(first: int, num_rows: int, query_len: int, num_logits: int) -> Pass:
             nonlocal cost
             cost = num_rows * query_len
+            assert cost <= 128
             return bind(first, num_rows, query_len, num_logits)
 
         monkeypatch.setattr(backend, "bind", timed_bind)
+        sizes = {"max_batch_size": rows, "max_draft_len": draft_len}
+        build = backend.config.build_config.model_copy(update=sizes)
+        backend.config = backend.config.model_copy(update={"build_config": build})
         times = time_passes(backend)
     assert calls // 2 > slow_from
+    assert (times.rows[-1], times.tokens[-1]) == (rows, draft_len + 1)
     expected = np.multiply.outer(times.rows, times.tokens)
     np.testing.assert_allclose(np.array(times.seconds) / times.seconds[0][0], expected)
 
@@ -87,6 +96,9 @@ def test_an_engine_from_another_machine_is_timed_here_once(
         elsewhere = config.pass_times.model_copy(update={"processor": "Z80"})
         backend.config = config.model_copy(update={"pass_times": elsewhere})
         assert times_here(backend) == TIMES
+        fewer = config.pass_times.model_copy(update={"rows": (1,), "seconds": config.pass_times.seconds[:1]})
+        backend.config = config.model_copy(update={"pass_times": fewer})
+        assert times_here(backend) == TIMES, "as engines of before were, whose batches are large"
         monkeypatch.delattr(pass_timing, "time_passes")
         assert times_here(backend) == TIMES
         kept = tmp_path / "specrun" / "probes.json"
