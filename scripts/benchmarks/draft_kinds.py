@@ -2,8 +2,9 @@
 
 All kinds take turns in one run, with --draft_len auto, --batch_size texts at a time. Speed-ups are of the target alone
 in the same turn; medians of the turns are shown. Each turn opens its decoder anew, so that nothing is known from the
-turn before; only its memory is there before the first text (see ``begin`` of draft_lengths). Needs the engines of
-scripts/demo --kinds, or those of scripts/benchmarks/code_edits; kinds whose engines are missing are left out.
+turn before; only its memory is there before the first text (see ``begin`` of draft_lengths). All engines' files are
+locked in memory meanwhile. Needs the engines of scripts/demo --kinds, or those of scripts/benchmarks/code_edits; kinds
+whose engines are missing are left out.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.benchmarks.draft_lengths import Text, begin
+from scripts.benchmarks.locked_weights import lock_weights
 from scripts.benchmarks.prompts import PROMPTS, SENTENCES
 from specrun.config import DraftKind, DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
@@ -207,6 +209,8 @@ def main(
             del chosen[name]
     lines = prompts_file.read_text().splitlines() if prompts_file else []
     texts = ([json.loads(line)["text"] for line in lines] or [*SENTENCES, *PROMPTS])[:num_prompts]
+    names = {name for kind in chosen.values() for name in (kind.target, kind.draft) if name}
+    locked = lock_weights([engines_dir / name for name in sorted(names)])
     turns: list[dict[str, dict[str, Run]]] = []
     for turn in range(repetitions):
         turns.append({})
@@ -218,6 +222,7 @@ def main(
                 found = turns[-1][name] = run_workloads(decoder, prompts, output_len, batch_size, workloads)
             speeds = [f"{workload} {run.tokens_per_second:.1f}" for workload, run in found.items()]
             click.echo(f"turn {turn + 1} of {repetitions}, {name}, tokens/s: {', '.join(speeds)}", err=True)
+    locked.clear()
     figures = {
         workload: {
             name: Figures.of([turn[name][workload] for turn in turns], [turn[ALONE][workload] for turn in turns])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import http.client
 import json
 import socket
@@ -15,8 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import click
-import numpy as np
 
+from scripts.benchmarks.locked_weights import lock_weights
 from scripts.benchmarks.peers_models import BITS, Places, make_genai
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
@@ -38,9 +37,6 @@ NO_BATCH = ("onnxruntime-genai", "transformers")
 """Their drafts are for one text at a time."""
 FLOAT32_ALONE = ("transformers",)
 """Few bits are other packages' work there."""
-
-_LARGE_FILE = 1 << 20
-"""Bytes of a file that may have weights."""
 
 Rows = list[list[int]]
 """Token ids of several texts."""
@@ -218,23 +214,6 @@ def transformers(places: Places, _bits: str, draft_len: int) -> AbstractContextM
     """Assisted generation."""
     target, draft = (places.demo / "hf" / role for role in ("target", "draft"))
     return worker(places, "transformers", target, draft, draft_len)
-
-
-def lock_weights(directories: Sequence[Path]) -> list[np.memmap[Any, Any]]:
-    """Keep the large files of ``directories`` in memory as long as the result lives.
-
-    Some systems take pages of files away that nobody has read for a minute, and a turn of all others takes longer. That
-    costs those whose weights are mapped, as ours are, and not those that copy them.
-    """
-    locked = []
-    files = sorted(file for directory in directories for file in (directory, *directory.glob("**/*")))
-    for file in files:
-        if file.is_file() and file.stat().st_size >= _LARGE_FILE:
-            pages = np.memmap(file, np.uint8, "r")
-            if ctypes.CDLL(None).mlock(ctypes.c_void_p(pages.ctypes.data), ctypes.c_size_t(pages.nbytes)):
-                raise click.ClickException(f"{file} cannot be locked in memory: raise the limit (ulimit -l)")
-            locked.append(pages)
-    return locked
 
 
 PEERS: dict[str, Callable[[Places, str, int], AbstractContextManager[System]]] = {
