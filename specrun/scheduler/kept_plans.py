@@ -1,8 +1,8 @@
 """Draft lengths that are chosen every few rounds.
 
 Between two rounds the engines push everything else out of the processor's caches. So what chooses a plan and learns
-from a round takes 0.15 ms there, and a seventh of that where it has just run. A plan that may stand for some rounds is
-kept as long as the same texts are decoded, and what was seen meanwhile is learnt behind the last of them, in one go.
+from a round takes several times as long there as where it has just run. A plan that may stand for some rounds is kept
+as long as the same texts are decoded, and what was seen meanwhile is learnt behind the last of them, in one go.
 """
 
 from __future__ import annotations
