@@ -159,11 +159,12 @@ class DraftLength:
         alphas = [self._own.get(request, _UNKNOWN).rate(overall, self.tuning.own_rate_tokens) for request in requests]
         batch = _Batch(alphas, row_limits, longest, times[: longest + 1])
         by_row = self._by_row and len(row_limits) > 1
+        is_measured = by_row and drafts_end  # What drafting yields a second. The latest rounds tell.
         best = self._best_by_row(batch, drafts_end) if by_row else max(batch.rates()[1:])
-        plain = len(row_limits) / (known.latest(0, times[0]) if by_row and drafts_end else times[0])
+        plain = len(row_limits) / (known.latest(0, times[0]) if is_measured else times[0])
         ending = self._ending(batch, max(plain, best), by_row) if drafts_end else None
         self.drafting = best >= self.tuning.min_gain * plain
-        if not self.drafting and not (by_row and drafts_end):  # There the speed of drafting is measured.
+        if not self.drafting and not is_measured:
             self.drafting = self._may_pay(batch, overall)
         lag_time = draft_lag * self._lag_token_time(times) if draft_lag else 0.0
         if not self.drafting:
