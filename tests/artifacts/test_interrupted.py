@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,7 +23,7 @@ from specrun.engine_dir.config import open_engine
 from specrun.engine_dir.directories import new_directory
 from specrun.errors import EngineDirError
 from tests.helpers.engines import make_engine
-from tests.helpers.interruptions import ENDED, Build, Moment, interrupted, with_small_files
+from tests.helpers.interruptions import ENDED, Build, Moment, interrupted, was_interrupted, with_small_files
 
 SIGNALS = pytest.mark.parametrize("how", ENDED, ids=["Ctrl-C", "SIGTERM"])
 
@@ -111,8 +112,16 @@ def test_interrupt_workers(onnx: Path, out: Path, tmp_path: Path) -> None:
 def test_interrupt_workers_when_one_is_idle(onnx: Path, out: Path, tmp_path: Path) -> None:
     file = settings(onnx, out, tmp_path / "two.yaml", "tensorrt_rtx", "onnxruntime")
     build = Build(tmp_path / "log", "engine", "--config", file, "--workers", 2)
-    build.until(lambda _: (out / "draft").exists())
-    interrupted(build, writing(out), signal.SIGTERM)
+    build.until(lambda build: bool(workers(build, out / ".target.")))
+    (compiling,) = workers(build, out / ".target.")
+    os.kill(compiling, signal.SIGSTOP)  # However slow the other one is, it ends first.
+    try:
+        build.until(lambda _: (out / "draft").exists())
+        os.kill(build.process.pid, signal.SIGTERM)
+        build.until(lambda _: has_pending(compiling, signal.SIGTERM))
+    finally:
+        os.kill(compiling, signal.SIGCONT)
+    was_interrupted(build, signal.SIGTERM)
     assert [path.name for path in out.iterdir()] == ["draft"]  # What was finished stays.
     open_engine(out / "draft")
 
@@ -202,18 +211,25 @@ def test_a_killed_worker(onnx: Path, out: Path, tmp_path: Path) -> None:
     assert "Traceback" not in build.stderr
 
 
-def workers(build: Build) -> list[int]:
-    """Process ids of the pool's workers."""
+def workers(build: Build, holding: Path | str = "") -> list[int]:
+    """Process ids of the pool's workers that have a file open whose path begins with ``holding``."""
     pid = build.process.pid
     found = []
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         try:
             command = Path(f"/proc/{child}/cmdline").read_bytes()
+            files = [file.readlink() for file in Path(f"/proc/{child}/fd").iterdir()]
         except OSError:
             continue
-        if b"spawn_main" in command:
+        if b"spawn_main" in command and any(str(file).startswith(str(holding)) for file in files):
             found.append(int(child))
     return found
+
+
+def has_pending(pid: int, number: int) -> bool:
+    """The process has been sent the signal and has not seen it yet."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return any(int(mask, 16) >> (number - 1) & 1 for mask in re.findall(r"^S(?:ig|hd)Pnd:\t(\w+)", status, re.M))
 
 
 def test_convert_when_files_cannot_grow(hf: Path, out: Path) -> None:

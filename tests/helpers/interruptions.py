@@ -38,9 +38,11 @@ class Build:
             self.process = subprocess.Popen(command, stderr=stderr, start_new_session=True, **options)
 
     def until(self, moment: Moment) -> None:
-        """Wait for ``moment``; it must come before the build ends."""
+        """Wait for ``moment``; it must come before the build ends, and within a minute."""
+        deadline = time.monotonic() + 60
         while not moment(self):
             assert self.process.poll() is None, self.stderr
+            assert time.monotonic() < deadline, self.stderr
             time.sleep(0.001)
 
     def end(self, how: int | None = None) -> int:
@@ -56,9 +58,16 @@ class Build:
 
 def interrupted(build: Build, moment: Moment, how: int = signal.SIGINT) -> None:
     build.until(moment)
-    if how == signal.SIGTERM:
+    if how == signal.SIGINT:
+        os.killpg(build.process.pid, how)
+    else:
         os.kill(build.process.pid, how)  # Not the group: service managers and containers signal one process.
-    assert build.end(how if how == signal.SIGINT else None) == 128 + how, build.stderr
+    was_interrupted(build, how)
+
+
+def was_interrupted(build: Build, how: int) -> None:
+    """It ends as one does that was sent the signal ``how``."""
+    assert build.end() == 128 + how, build.stderr
     assert build.stderr.splitlines()[-1] == ENDED[signal.Signals(how)]
     assert build.stderr.count("error") == 1
     assert "Traceback" not in build.stderr
