@@ -67,8 +67,7 @@ struct Query {
 
 #include "attention_lanes.h"
 
-// The cache is asked for so many numbers before they are used, as weights are (kLinesAhead in matmul.cpp).
-constexpr int64_t kNumbersAhead = 2048;
+constexpr int64_t kNumbersAhead = kLinesAhead * kLanes;  // A line has as many numbers as a vector.
 
 // weights = q times each key. Queries: of increasing numbers of keys.
 template <int kQueries>
@@ -81,7 +80,7 @@ INLINE void score(const Query* queries, const float* keys, int64_t width) {
         for (int64_t lane = 0; lane < width; lane += kLanes) {
             Float part[4];
             UNROLL for (int i = 0; i < 4; ++i) {
-                __builtin_prefetch(places[i] + lane + kNumbersAhead);
+                __builtin_prefetch(places[i] + lane + kNumbersAhead, 0, kSecondCache);
                 load(part[i], places[i] + lane);
             }
             UNROLL for (int n = 0; n < kQueries; ++n) {
@@ -134,7 +133,7 @@ INLINE void add_values(Float (&y)[kQueries][kVectors], const Query* queries, con
         UNROLL for (int v = 0; v < kVectors; ++v) {
             Float value;
             const float* place = values + key * width + v * kLanes;
-            __builtin_prefetch(place + kNumbersAhead);
+            __builtin_prefetch(place + kNumbersAhead, 0, kSecondCache);
             load(value, place);
             UNROLL for (int n = 0; n < kQueries; ++n) y[n][v] += value * queries[n].weights[key];
         }

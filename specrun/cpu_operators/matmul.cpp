@@ -24,10 +24,7 @@ typedef int32_t __attribute__((may_alias)) Bits;
 
 constexpr int32_t kSmallest = (127 - 119) << 23;  // 2^-119: 127 divided by it is finite.
 constexpr float kShift = 12582912.0f;              // 1.5 * 2^23
-// A line of a weight is asked for so many lines before it is used, counted over all strips of a tile. Processors do not
-// read ahead beyond the end of a page, and every strip is a stream of its own.
-constexpr int64_t kLinesAhead = 128;
-constexpr int64_t kFewStrips = 64;                // They are divided into smaller items, so that no thread waits long.
+constexpr int64_t kFewStrips = 64;  // They are divided into smaller items, so that no thread waits long.
 
 inline int32_t to_bits(float value) {
     int32_t bits;

@@ -84,7 +84,7 @@ OPERATION void add_up_codes(const Product& product, int64_t row, int64_t strip,
             UNROLL for (int s = 0; s < kStrips; ++s) UNROLL for (int p = 0; p < kParts; ++p) {
                 const int v = s * kParts + p;
                 const uint8_t* place = codes[s] + line * kLineBytes + p * kPartBytes;
-                if (asks && p == 0) __builtin_prefetch(place + ahead);
+                if (asks && p == 0) __builtin_prefetch(place + ahead, 0, kSecondCache);
                 const Int packed = load(place);
                 if constexpr (kBits == 4) {
                     const Int low = low_nibbles(packed), high = high_nibbles(packed);
@@ -135,7 +135,7 @@ OPERATION void add_up_floats(const Product& product, int64_t row, int64_t strip,
         Float numbers[kVectors<kStrips>];
         UNROLL for (int s = 0; s < kStrips; ++s) UNROLL for (int p = 0; p < kParts; ++p) {
             const float* place = lines + (s * inputs + i) * kColumns + p * kLanes;
-            if (asks && p == 0) __builtin_prefetch(place + ahead);
+            if (asks && p == 0) __builtin_prefetch(place + ahead, 0, kSecondCache);
             numbers[s * kParts + p] = load(place);
         }
         UNROLL for (int r = 0; r < kRows; ++r) {

@@ -1,5 +1,7 @@
-// Which vectors of floats this processor has.
+// What processors differ in: their vectors of floats, and how memory is asked for.
 #pragma once
+
+#include <cstdint>
 
 namespace specrun {
 
@@ -16,5 +18,10 @@ inline Vectors widest_vectors() {
 
 // Those that are used; tests choose others.
 inline Vectors vectors = widest_vectors();
+
+// Weights and keys are asked for so many lines before they are used. Processors do not read ahead beyond the end of a
+// page. They bring lines to the second cache: a Zen 4 waits for fewer lines at a time if they are to go to the first.
+constexpr int64_t kLinesAhead = 128;
+constexpr int kSecondCache = 2;  // For __builtin_prefetch.
 
 }  // namespace specrun
