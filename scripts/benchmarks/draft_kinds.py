@@ -1,10 +1,11 @@
 """Every kind of draft on texts that are new, and on texts that were asked for before.
 
-All kinds take turns in one run, with --draft_len auto, --batch_size texts at a time. Speed-ups are of the target alone
-in the same turn; medians of the turns are shown. Each turn opens its decoder anew, so that nothing is known from the
-turn before; only its memory is there before the first text (see ``begin`` of draft_lengths). All engines' files are
-locked in memory meanwhile. Needs the engines of scripts/demo --kinds, or those of scripts/benchmarks/code_edits; kinds
-whose engines are missing are left out.
+All kinds take turns in one run, with --draft_len auto, --batch_size texts at a time: the next one begins where one
+ends. In batches, texts have between half of --output_len and one and a half times as many tokens. Speed-ups are of the
+target alone in the same turn; medians of the turns are shown. Each turn opens its decoder anew, so that nothing is
+known from the turn before; only its memory is there before the first text (see ``begin`` of draft_lengths). All
+engines' files are locked in memory meanwhile. Needs the engines of scripts/demo --kinds, or those of
+scripts/benchmarks/code_edits; kinds whose engines are missing are left out.
 """
 
 from __future__ import annotations
@@ -144,12 +145,16 @@ def run_workloads(
 
     def run(params: Sequence[SamplingParams]) -> Run:
         found, stops = Run(), frozenset(decoder.target.eos_token_ids)
-        requests = [Request(prompt, own, output_len, stops) for prompt, own in zip(prompts, params, strict=True)]
-        for first in range(0, len(requests), batch):
-            found.decode(decoder, requests[first : first + batch])
+        texts = zip(prompts, params, lengths, strict=True)
+        found.decode(decoder, [Request(prompt, own, length, stops) for prompt, own, length in texts])
         return found
 
-    begin(decoder, [Text(list(prompt), output_len) for prompt in prompts[:batch]])
+    decoder.scheduler.max_rows = batch
+    lengths = [output_len] * len(prompts)
+    if batch > 1:  # Texts end one by one, and others begin, whether there are drafts or not.
+        spread = np.random.default_rng(0).integers(output_len // 2, 3 * output_len // 2, len(prompts), endpoint=True)
+        lengths = spread.tolist()
+    begin(decoder, [Text(list(prompt), max(lengths)) for prompt in prompts[:batch]])
     greedy = [SamplingParams()] * len(prompts)
     found = {"new": run(greedy)}
     if "again" in wanted:

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from specbuild.compilers.cpu_attention import OPERATOR as ATTENTION
 from specbuild.graph.ops import initializer
 from specrun.cpu_operators import DOMAIN
-from specrun.engine_dir.contract import INPUT_IDS, UNUSED_TOKEN
+from specrun.engine_dir.contract import INPUT_IDS, UNUSED_TOKEN, past_names
 
 _OWN = {"QuantizedMatMul", "FloatMatMul", ATTENTION}
 """Our operators, which carry no NaN from a token to others."""
@@ -28,8 +28,11 @@ _BY_TOKEN = {
 
 def mark_unused_tokens(model: ir.Model) -> bool:
     """Let tokens of ``UNUSED_TOKEN`` be NaN, in place, if no other token can see them. Returns whether it was done."""
-    nodes = list(model.graph)
-    if not all(node.op_type in (_OWN if node.domain == DOMAIN else _BY_TOKEN) for node in nodes):
+    features = [node for node in model.graph if _writes_features(node)]
+    others = [node for node in model.graph if node not in features]
+    if not all(node.op_type in (_OWN if node.domain == DOMAIN else _BY_TOKEN) for node in others):
+        return False
+    if any(node.inputs[1] is None or node.inputs[1].dtype != ir.DataType.FLOAT for node in features):
         return False
     ids = next(value for value in model.graph.inputs if value.name == INPUT_IDS)
     lookups = [use.node for use in ids.uses() if use.node.op_type == "Gather" and use.idx == 1]
@@ -39,7 +42,15 @@ def mark_unused_tokens(model: ir.Model) -> bool:
     for node in embeddings:
         if not _mark_scales(model.graph, node):
             _mark(model.graph, ids, node)
+    for node in features:
+        _keep_finite(model.graph, ids, node)
     return True
+
+
+def _writes_features(node: ir.Node) -> bool:
+    """Whether it puts the features of tokens where a head reads them."""
+    cache = node.inputs[0] if node.op_type == "TensorScatter" else None
+    return cache is not None and cache.name == past_names(0, features=True)[0]
 
 
 def _is_table(value: ir.Value | None) -> bool:
@@ -87,6 +98,16 @@ def _mark(graph: ir.Graph, ids: ir.Value, embedding: ir.Node) -> None:
     value.replace_all_uses_with(own)
     marked.replace_input_with(2, value)
     graph.insert_after(embedding, [unused, each, marked])
+
+
+def _keep_finite(graph: ir.Graph, ids: ir.Value, scatter: ir.Node) -> None:
+    """Write zeros for the features [B, 1, S, width] of unused tokens, as a head's attention reads what it hides."""
+    unused = ir.node("Equal", [ids, _constant(graph, "unused.id", np.int64(UNUSED_TOKEN))])
+    each = ir.node("Unsqueeze", [unused.outputs[0], _constant(graph, "unused.axes", np.array([1, -1]))])
+    zero = _constant(graph, "unused.feature", np.float32(0))
+    kept = ir.node("Where", [each.outputs[0], zero, scatter.inputs[1]])
+    scatter.replace_input_with(1, kept.outputs[0])
+    graph.insert_before(scatter, [unused, each, kept])
 
 
 def _constant(graph: ir.Graph, name: str, number: npt.ArrayLike) -> ir.Value:

@@ -72,7 +72,7 @@ def compile_graph(
     harmful = [*harmful, *(cpu_forms.HARMFUL_TO_CACHES if cache_updates(model) else [])]
     if own_operators and (layers := fuse_cached_attention(model, build.cache_length)):
         notes.append(f"attention of {layers} layers by specrun's own CPU operators")
-    skips_unused = not graph.features and not graph.states and mark_unused_tokens(model)
+    skips_unused = not graph.is_head and not graph.states and mark_unused_tokens(model)
     if not graph.is_head:  # Only the bits of a target are those of texts.
         pad_single_queries(model)
     has_own = DOMAIN in model.opset_imports

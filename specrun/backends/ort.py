@@ -56,7 +56,7 @@ class OrtBackend:
             directory, config, "CPUExecutionProvider", {}, shared_pool
         )  # It knows whether the sizes are true.
         graph = config.graph
-        storage, reads_hidden = graph.cache_element.storage, not config.backend.skips_unused_tokens
+        storage, reads_hidden = graph.cache_element.storage, config.reads_hidden
         self.cache = HostKVCache(graph.own_tensors, storage, blocks, graph.row_states, reads_hidden=reads_hidden)
         self._rows: dict[tuple[int, ...], list[Any]] = {}
         """``values_of`` those that passes are bound to."""

@@ -43,3 +43,13 @@ class DraftPlan(NamedTuple):
         """
         price = self.price(drafted) if self.prices else 0.0
         return next((count for count, likely in enumerate(survival) if likely < price), len(survival))
+
+    def common_len(self, survivals: Sequence[Sequence[float]], batch: int) -> int:
+        """The longest draft for which the other rows of a ``batch`` should wait, by ``end_below``.
+
+        survivals: as in ``num_worth``, of each row that has a draft.
+        """
+        for count, least in enumerate(self.end_below if batch > 1 else (), 1):
+            if sum(survival[count - 1] for survival in survivals if len(survival) > count) < least:
+                return count
+        return self.draft_len

@@ -47,15 +47,7 @@ class HybridDrafter(Drafter):
         plan: DraftPlan,
     ) -> list[Proposal]:
         """See ``Drafter``."""
-        found: dict[int, Proposal] = {}
-        drafted = 0
-        for row, request in enumerate(requests):
-            if counts[row] and not forced[row]:
-                match = self.suffix.find(request, counts[row])
-                worth = plan.num_worth(match.survival, drafted / len(requests))
-                if worth and self._is_better(sum(match.survival[:worth]), counts[row]):
-                    found[row] = Proposal(match.tokens[:worth])
-                    drafted += worth
+        found = self.suffix.find_all(requests, counts, forced, plan, self._is_better)
         left = [0 if row in found else count for row, count in enumerate(counts)]
         self._by_model = {request for request, count in zip(requests, left, strict=True) if count}
         if self._by_model:
@@ -68,7 +60,7 @@ class HybridDrafter(Drafter):
         else:
             proposals = list(map(Proposal.begin, forced))
         self._proposed_at = time.perf_counter()
-        return [found.get(row, proposal) for row, proposal in enumerate(proposals)]
+        return [Proposal(found[row]) if row in found else proposal for row, proposal in enumerate(proposals)]
 
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
         """See ``Drafter``."""

@@ -7,7 +7,7 @@ often drafts of short and of long matches are accepted is measured. Unlike there
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -189,14 +189,34 @@ class SuffixDrafter(Drafter):
         plan: DraftPlan,
     ) -> list[Proposal]:
         """See ``Drafter``."""
-        proposals = list(map(Proposal.begin, forced))
-        drafted = 0
-        for request, count, proposal in zip(requests, counts, proposals, strict=True):
-            if count and not proposal.tokens:
-                found = self.find(request, count)
-                proposal.tokens = found.tokens[: plan.num_worth(found.survival, drafted / len(requests))]
-                drafted += len(proposal.tokens)
-        return proposals
+        found = self.find_all(requests, counts, forced, plan)
+        return [Proposal(found[row]) if row in found else Proposal.begin(own) for row, own in enumerate(forced)]
+
+    def find_all(
+        self,
+        requests: Sequence[Request],
+        counts: Sequence[int],
+        forced: Sequence[Sequence[int]],
+        plan: DraftPlan,
+        pays: Callable[[float, int], bool] = lambda expected, count: True,
+    ) -> dict[int, list[int]]:
+        """The draft tokens of rows that have some, as far as they are worth their verification.
+
+        pays: of how many of them are expected to be accepted, and the row's count. The others are as in ``propose``.
+        """
+        matches = {
+            row: self.find(request, counts[row])
+            for row, request in enumerate(requests)
+            if counts[row] and not forced[row]
+        }
+        longest = plan.common_len([match.survival for match in matches.values()], len(requests))
+        found, drafted = {}, 0
+        for row, match in matches.items():
+            worth = plan.num_worth(match.survival[:longest], drafted / len(requests))
+            if worth and pays(sum(match.survival[:worth]), counts[row]):
+                found[row] = match.tokens[:worth]
+                drafted += worth
+        return found
 
     def ends_drafts(self, requests: Sequence[Request]) -> bool:
         """See ``Drafter``. In all texts: what was found does not depend on the noise."""

@@ -342,6 +342,11 @@ class EngineConfig(Strict):
         return all(tensor.aliases for tensor in self.io if tensor.name in self.graph.present_names)
 
     @property
+    def reads_hidden(self) -> bool:
+        """Whether what a mask hides is read: by the engine, or of its features by a head."""
+        return not self.backend.skips_unused_tokens or self.graph.features is not None
+
+    @property
     def max_query_len(self) -> int:
         """Most tokens of a row in one pass. Where new keys and values are outputs, their memory bounds it."""
         build = self.build_config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -189,6 +190,19 @@ def test_what_is_not_worth_its_verification_is_not_proposed() -> None:
     assert lens_by_price(drafter, drafter, [0.3]) == [3] * 4, "0.7, 0.49, 0.343, 0.24"
     assert lens_by_price(drafter, drafter, [0.3, 0.6]) == [3, 3, 1, 1], "behind two rows, a row has 1.5 tokens"
     assert lens_by_price(drafter, drafter, [0.8]) == [0] * 4
+
+
+def test_rows_wait_for_as_long_a_draft_as_pays() -> None:
+    """Four rows are expected to survive the first token 2.8 times, the second 1.96, the third 1.372."""
+    survivals = [[0.7, 0.49, 0.343, 0.24]] * 4
+    for least, longest in (([0, 0, 0, math.inf], 4), ([0, 2, 0, math.inf], 2), ([3, 0, 0, math.inf], 1)):
+        plan = DraftPlan(4, end_below=least)
+        assert plan.common_len(survivals, 4) == longest
+        assert plan.common_len(survivals, 1) == 4, "nobody else waits"
+        drafter, requests = SuffixDrafter(False), [Request([5, *[1, 2] * 20], SamplingParams(), 60) for _ in range(4)]
+        drafter.admit(requests)
+        proposals = drafter.propose(requests, [4] * 4, [()] * 4, plan)
+        assert [len(proposal.tokens) for proposal in proposals] == [longest] * 4
 
 
 def test_nor_is_it_beside_a_model(target: Path, draft: Path) -> None:

@@ -116,7 +116,7 @@ class RanksCache(HostKVCache):
 
     def __init__(self, config: EngineConfig, blocks: int, memory: SharedMemory, tell: Callable[..., None]) -> None:
         """config: with the ranks of this machine. tell: takes the name of an operation, and its arguments."""
-        graph, reads_hidden = config.graph, not config.backend.skips_unused_tokens
+        graph, reads_hidden = config.graph, config.reads_hidden
         storage = graph.cache_element.storage
         super().__init__(graph.own_tensors, storage, blocks, graph.row_states, memory.zeros, reads_hidden)
         self._tell = tell

@@ -55,7 +55,7 @@ class Rank:
         else:
             graph, blocks, allocate = self._config.graph, message["blocks"], np.zeros
             self._tensors = self._states = slice(None)
-        storage, reads_hidden = graph.cache_element.storage, not config.backend.skips_unused_tokens
+        storage, reads_hidden = graph.cache_element.storage, config.reads_hidden
         self._cache = HostKVCache(graph.own_tensors, storage, blocks, graph.row_states, allocate, reads_hidden)
         self._passes: dict[tuple[int, ...], OrtPass] = {}
         self._logits = np.empty(0, np.float32)
