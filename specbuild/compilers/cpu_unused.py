@@ -89,25 +89,34 @@ def _mark_scales(graph: ir.Graph, embedding: ir.Node) -> bool:
 def _mark(graph: ir.Graph, ids: ir.Value, embedding: ir.Node) -> None:
     """Put NaN in place of an embedding [B, S, width] where a token is unused."""
     value = embedding.outputs[0]
-    unused = ir.node("Equal", [ids, _constant(graph, "unused.id", np.int64(UNUSED_TOKEN))])
-    each = ir.node("Unsqueeze", [unused.outputs[0], _constant(graph, "unused.axis", np.array([-1]))])
-    nan = _constant(graph, "unused.nan", np.float32(np.nan))
-    marked = ir.node("Where", [each.outputs[0], nan, value], name=f"{value.name}.marked")
+    nodes = _replace_unused(graph, ids, np.nan, value, [-1])
+    marked = nodes[-1]
     (own,) = marked.outputs
-    own.name, own.dtype, own.shape = marked.name, ir.DataType.FLOAT, value.shape
+    own.name = marked.name = f"{value.name}.marked"
+    own.dtype, own.shape = ir.DataType.FLOAT, value.shape
     value.replace_all_uses_with(own)
     marked.replace_input_with(2, value)
-    graph.insert_after(embedding, [unused, each, marked])
+    graph.insert_after(embedding, nodes)
 
 
 def _keep_finite(graph: ir.Graph, ids: ir.Value, scatter: ir.Node) -> None:
     """Write zeros for the features [B, 1, S, width] of unused tokens, as a head's attention reads what it hides."""
+    nodes = _replace_unused(graph, ids, 0.0, scatter.inputs[1], [1, -1])
+    scatter.replace_input_with(1, nodes[-1].outputs[0])
+    graph.insert_before(scatter, nodes)
+
+
+def _replace_unused(
+    graph: ir.Graph, ids: ir.Value, number: float, value: ir.Value | None, axes: list[int]
+) -> list[ir.Node]:
+    """Nodes of which the last gives ``number`` where a token is unused, else ``value``.
+
+    axes: those that ``value`` has beside the [B, S] of ``ids``.
+    """
     unused = ir.node("Equal", [ids, _constant(graph, "unused.id", np.int64(UNUSED_TOKEN))])
-    each = ir.node("Unsqueeze", [unused.outputs[0], _constant(graph, "unused.axes", np.array([1, -1]))])
-    zero = _constant(graph, "unused.feature", np.float32(0))
-    kept = ir.node("Where", [each.outputs[0], zero, scatter.inputs[1]])
-    scatter.replace_input_with(1, kept.outputs[0])
-    graph.insert_before(scatter, [unused, each, kept])
+    each = ir.node("Unsqueeze", [unused.outputs[0], _constant(graph, f"unused.axes.{len(axes)}", np.array(axes))])
+    instead = _constant(graph, f"unused.{number}", np.float32(number))
+    return [unused, each, ir.node("Where", [each.outputs[0], instead, value])]
 
 
 def _constant(graph: ir.Graph, name: str, number: npt.ArrayLike) -> ir.Value:

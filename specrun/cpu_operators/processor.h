@@ -19,8 +19,8 @@ inline Vectors widest_vectors() {
 // Those that are used; tests choose others.
 inline Vectors vectors = widest_vectors();
 
-// Weights and keys are asked for so many lines before they are used. Processors do not read ahead beyond the end of a
-// page. They bring lines to the second cache: a Zen 4 waits for fewer lines at a time if they are to go to the first.
+// Weights and keys are asked for so many lines before they are used: processors do not read ahead beyond the end of a
+// page. Lines go to the second cache: the first one of a Zen 4 waits for fewer lines at a time.
 constexpr int64_t kLinesAhead = 128;
 constexpr int kSecondCache = 2;  // For __builtin_prefetch.
 
