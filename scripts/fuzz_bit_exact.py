@@ -148,7 +148,6 @@ def make_engines(root: Path, form: str) -> tuple[Path, list[Path]]:
     """A random target in ``form``, and drafts: one that often agrees, itself, and one that never does."""
     from tests.helpers.engines import make_engine, make_onnx
     from tests.helpers.families import save_checkpoint
-    from tests.helpers.quantized_onnx import quantized
 
     sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384}
     is_recurrent, ranks = form.startswith("recurrent"), 2 if form.startswith("2 ranks") else 1
@@ -158,9 +157,9 @@ def make_engines(root: Path, form: str) -> tuple[Path, list[Path]]:
     checkpoint = make_onnx(hf, root / "onnx", verify=False)
     other_hf = save_checkpoint(root / "other_hf", "lfm2" if is_recurrent else "qwen2", seed=2)
     other = make_onnx(other_hf, root / "other_onnx", verify=False)
-    rough = quantized(checkpoint, root / "rough_onnx", "int4" if bits != "int4" else "int8")
+    rough = make_onnx(hf, root / "rough_onnx", verify=False, qformat="int4" if bits != "int4" else "int8")
     if bits != "float32":
-        checkpoint = quantized(checkpoint, root / "onnx_in_few_bits", "int8" if bits == "int8" else "int4")
+        checkpoint = make_onnx(hf, root / "onnx_in_few_bits", verify=False, qformat=bits)
     target = make_engine(checkpoint, root / "target", max_draft_len=7, max_batch_size=5, tp_size=ranks)
     sources = {"rough": rough, "itself": checkpoint, "other": other}
     return target, [make_engine(source, root / name, max_batch_size=5) for name, source in sources.items()]

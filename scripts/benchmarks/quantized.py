@@ -38,7 +38,7 @@ from specrun.sampling.sampler import SamplingParams
 Floats = npt.NDArray[np.float32]
 FORMS: dict[str, dict[str, Any]] = {
     **{name: {"qformat": name} for name in QFORMATS},
-    "int4_32": {"qformat": "int4", "group_size": 32},  # As llama.cpp's Q4_0.
+    "int4_128": {"qformat": "int4", "group_size": 128},  # As OpenVINO's.
 }
 BASE = "float32"
 DRAFT_LEN = 3

@@ -16,7 +16,10 @@ QFORMATS: tuple[QFormat, ...] = get_args(QFormat)
 _ROUTERS = ("*.gate", "*.router", "*.router.*", "*.shared_expert_gate")
 """Choose a token's experts: they are small, and an error there is one of another kind."""
 _NVFP4_BLOCK = 16
-_GROUP, _SMALLEST_GROUP = 128, 16
+_GROUPS: dict[QFormat, int] = {"int8_wo": 128, "int4": 32}
+"""Input channels that share a scale. Groups of 32 keep as much of the text in 4 bits as llama.cpp's ``Q4_0``, which has
+them too, and ONNX Runtime's own products with them are exact to the bit in every shape."""
+_SMALLEST_GROUP = 16
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Recipe:
 
     qformat: QFormat
     group_size: int | None = None
-    """Input channels that share a scale in the formats with blocks. None: 128, or less where that divides a weight."""
+    """Input channels that share a scale in the formats with blocks. None: ``_GROUPS``, or less where that divides a weight."""
     exclude: tuple[str, ...] = ()
     """Patterns of module names (``*.down_proj``, ``lm_head``) that stay as they are."""
     head: bool = True
@@ -49,7 +52,7 @@ class Recipe:
             return
         if self.group_size < _SMALLEST_GROUP or self.group_size & (self.group_size - 1):
             raise BuildConfigError(f"--group_size {self.group_size}: expected a power of two from {_SMALLEST_GROUP} on")
-        if self.qformat not in ("int8_wo", "int4"):
+        if self.qformat not in _GROUPS:
             raise BuildConfigError(f"--group_size is for int8_wo and int4; leave it out with --qformat {self.qformat}")
 
     @property
@@ -90,7 +93,7 @@ class Recipe:
                 return None if is_head else Storage("float4", _NVFP4_BLOCK, activation)
 
     def _block(self, module: str, inputs: int) -> int:
-        block = self.group_size or min(_GROUP, inputs & -inputs)
+        block = self.group_size or min(_GROUPS[self.qformat], inputs & -inputs)
         if inputs % block or block < _SMALLEST_GROUP:
             hint = f"--group_size {block}: give a group that divides them, or"
             raise _does_not_divide(module, inputs, hint if self.group_size else f"{_SMALLEST_GROUP}: give")

@@ -17,7 +17,7 @@ from specbuild.compilers import cpu_forms
 from specbuild.compilers.trt_forms import move_zero_points
 from specbuild.graph import ops as graphs
 from specbuild.quantization.insert_qdq import quantize_embedding, quantize_matmul, weighted_matmuls
-from specbuild.quantization.recipe import Recipe
+from specbuild.quantization.recipe import QFormat, Recipe
 from specbuild.quantization.rounding import CodeForm, global_scale, round_weight
 from specbuild.weights.packed import Activation, Packed
 from specrun.backends.ort import session_options
@@ -111,10 +111,17 @@ def test_recipes_leave_routers_and_what_is_excluded_alone(module: str, expected:
     assert (storage and storage.form) == expected
 
 
-def test_a_group_that_does_not_divide_is_an_error_and_the_default_fits() -> None:
-    storage = Recipe("int4").product("up_proj", 704, False)
+@pytest.mark.parametrize(
+    ("qformat", "inputs", "block"), [("int4", 704, 32), ("int4", 720, 16), ("int8_wo", 704, 64), ("int8_wo", 768, 128)]
+)
+@pytest.mark.parametrize("is_head", [False, True])
+def test_default_groups_divide_the_channels(qformat: QFormat, inputs: int, block: int, is_head: bool) -> None:
+    storage = Recipe(qformat).product("up_proj", inputs, is_head)
     assert storage is not None
-    assert storage.block == 64
+    assert storage.block == block
+
+
+def test_a_group_that_does_not_divide_is_an_error() -> None:
     with pytest.raises(BuildConfigError, match=r"up_proj: 704 input channels .* --group_size 128.*--exclude up_proj"):
         Recipe("int4", group_size=128).product("up_proj", 704, False)
     with pytest.raises(BuildConfigError, match="power of two"):

@@ -28,7 +28,7 @@ from specrun.engine_dir.config import open_engine
 from tests.helpers.command_errors import build, says
 from tests.helpers.engines import make_engine, make_onnx
 from tests.helpers.experts import TOKENS, checkpoint_logits, logits, opened, operators
-from tests.helpers.families import TEXT, save_checkpoint
+from tests.helpers.families import TEXT, VOCAB, save_checkpoint
 from tests.helpers.quantize_command import TEXTS, meta_model, run
 
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss")
@@ -267,4 +267,5 @@ def test_verification_dequantizes_weights_in_slices(
     monkeypatch.setattr("specbuild.convert.verify.split_products", split)
     source = save_checkpoint(tmp_path / "hf", family, dtype=torch.bfloat16, tie_word_embeddings=False)
     make_onnx(source, tmp_path / "onnx", qformat=qformat, exclude=("model.embed_tokens",), verify=True)
-    assert 0 < max(largest) <= 32 * 192  # A block of the widest weight.
+    block_of_widest = {"int4": 32 * VOCAB, "nvfp4_wo": 16 * 192}
+    assert 0 < max(largest) <= block_of_widest.get(qformat, most)
