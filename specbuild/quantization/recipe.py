@@ -38,7 +38,8 @@ class Recipe:
 
     qformat: QFormat
     group_size: int | None = None
-    """Input channels that share a scale in the formats with blocks. None: ``_GROUPS``, or less where that divides a weight."""
+    """Input channels that share a scale in the formats with blocks. None: 32 in int4 and 128 in int8_wo, or less where
+    they do not divide a weight's channels."""
     exclude: tuple[str, ...] = ()
     """Patterns of module names (``*.down_proj``, ``lm_head``) that stay as they are."""
     head: bool = True
