@@ -20,7 +20,7 @@ from specrun.evaluation.verify import verify
 from specrun.runners.host_runner import build_inputs
 from specrun.sampling.sampler import SamplingParams
 from specrun.speculative import exactness, loader
-from tests.helpers.engines import make_engine, once
+from tests.helpers.engines import make_engine, make_onnx, once
 from tests.helpers.quantized_onnx import quantized, with_one_scale
 from tests.helpers.tables import table_config
 
@@ -124,6 +124,19 @@ def test_a_scale_a_token_needs_no_padding(onnx: Path, tmp_path: Path) -> None:
     found = open_engine(make_engine(checkpoint, tmp_path / "engine")).bit_exact
     assert found
     assert found.shapes == ANY_SHAPE
+
+
+@KNOWN
+def test_four_bits_need_no_padding(hf: Path, int4: Path, tmp_path: Path) -> None:
+    """In groups of 32, as ``convert`` stores them, by our own products and ONNX Runtime's; larger groups are padded."""
+    checkpoint = make_onnx(hf / "target", tmp_path / "onnx", verify=False, qformat="int4")
+    own = make_engine(checkpoint, tmp_path / "own")
+    with without_own_operators():
+        theirs = make_engine(checkpoint, tmp_path / "theirs")
+    for engine, padded in ((own, False), (theirs, False), (int4, True)):
+        found = open_engine(engine).bit_exact
+        assert found
+        assert (found.shapes != ANY_SHAPE) == padded
 
 
 def test_one_scale_for_all_activations_has_no_class(onnx: Path, tmp_path: Path) -> None:
