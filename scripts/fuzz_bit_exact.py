@@ -2,7 +2,8 @@
 
 Everything that shapes an engine's passes is random: prompts and their common beginnings, lengths, draft lengths, what
 drafts, batches, order and time of arrival, the prefix cache. The target alone decodes one request at a time without a
-prefix cache. Small random models are made, in every form; --no_bit_exact is the control.
+prefix cache. Small random models are made, in every form. The control is ``int4 by 64`` with --no_bit_exact, in a
+clone where specrun's own operators are not compiled.
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams, TokenLogprob
 
 RESULTS = Path(__file__).parent / "benchmarks" / "results" / "fuzz_bit_exact.json"
-FORMS = ("float32", "int8", "int4", "recurrent", "recurrent int8", "2 ranks", "2 ranks int8", "2 ranks int4")
+FEW_BITS: dict[str, dict[str, Any]] = {
+    "int8": {"qformat": "int8"},
+    "int4": {"qformat": "int4"},
+    "int4 by 64": {"qformat": "int4", "group_size": 64},  # ONNX Runtime's own products have to pad these.
+}
+FORMS = ("float32", *FEW_BITS, "recurrent", "recurrent int8", "2 ranks", "2 ranks int8", "2 ranks int4")
 """Forms of weights: of a dense target, of one with gated delta nets, and of a dense one that two processes compute."""
 GROUP = 24
 """Requests that one pair decodes."""
@@ -151,15 +157,13 @@ def make_engines(root: Path, form: str) -> tuple[Path, list[Path]]:
 
     sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384}
     is_recurrent, ranks = form.startswith("recurrent"), 2 if form.startswith("2 ranks") else 1
-    bits = form.removeprefix("recurrent").removeprefix("2 ranks").strip() or "float32"
+    bits = form.removeprefix("recurrent").removeprefix("2 ranks").strip()
     family, layers = ("qwen3_5", 4) if is_recurrent else ("llama3", 3)
     hf = save_checkpoint(root / "hf", family, seed=1, num_hidden_layers=layers, **sizes)
-    checkpoint = make_onnx(hf, root / "onnx", verify=False)
+    checkpoint = make_onnx(hf, root / "onnx", verify=False, **FEW_BITS.get(bits, {}))
     other_hf = save_checkpoint(root / "other_hf", "lfm2" if is_recurrent else "qwen2", seed=2)
     other = make_onnx(other_hf, root / "other_onnx", verify=False)
-    rough = make_onnx(hf, root / "rough_onnx", verify=False, qformat="int4" if bits != "int4" else "int8")
-    if bits != "float32":
-        checkpoint = make_onnx(hf, root / "onnx_in_few_bits", verify=False, qformat=bits)
+    rough = make_onnx(hf, root / "rough_onnx", verify=False, qformat="int8" if bits.startswith("int4") else "int4")
     target = make_engine(checkpoint, root / "target", max_draft_len=7, max_batch_size=5, tp_size=ranks)
     sources = {"rough": rough, "itself": checkpoint, "other": other}
     return target, [make_engine(source, root / name, max_batch_size=5) for name, source in sources.items()]

@@ -27,6 +27,9 @@ _KV_CACHE = click.option(
     show_default=True,
     help="Dtype of stored keys and values. auto: that of the computation.",
 )
+_GROUP_SIZE = click.option(
+    "--group_size", type=int, help="Input channels for each scale. Default: 32 in int4, 128 in int8_wo, or less."
+)
 _RESUME = click.option("--resume", is_flag=True, help="Continue a run that was stopped.")
 _FORCE = click.option("--force", is_flag=True, help="Replace output_dir, and what a stopped run left.")
 
@@ -44,9 +47,7 @@ def main(debug: bool) -> None:
 @click.option("--dtype", type=click.Choice(["auto", *FLOAT_NAMES]), default="auto", show_default=True)
 @click.option("--qformat", type=click.Choice(["auto", *QFORMATS]), default="auto", show_default=True)
 @click.option("--dequantize", is_flag=True, help="Dequantize weights that come quantized.")
-@click.option(
-    "--group_size", type=int, help="Input channels for each scale. Default: 32 in int4, 128 in int8_wo, or less."
-)
+@_GROUP_SIZE
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Modules to leave unquantized; may be repeated.")
 @_KV_CACHE
 @click.option("--calib_dataset", default=BUILTIN, show_default=True, metavar="FILE|builtin", help=CALIB_DATASET)
@@ -90,9 +91,7 @@ def convert(model_dir: str, output_dir: Path, dry_run: bool, **options: Any) -> 
 @click.option("--model_dir", required=True, metavar="DIR|HUB_ID", help="A Hugging Face checkpoint, or its Hub ID.")
 @click.option("--output_dir", required=True, type=FolderPath, help="Directory of the new checkpoint.")
 @click.option("--qformat", type=click.Choice(["auto", *QFORMATS]), default="auto", show_default=True, help=AUTO_IS)
-@click.option(
-    "--group_size", type=int, help="Input channels for each scale. Default: 32 in int4, 128 in int8_wo, or less."
-)
+@_GROUP_SIZE
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Modules to leave unquantized; may be repeated.")
 @click.option("--lm_head/--no-lm_head", default=False, show_default=True, help="Quantize lm_head too.")
 @_KV_CACHE
