@@ -72,10 +72,10 @@ def _fuse(graph: ir.Graph, node: ir.Node, window: int, angles: AnglesByPosition)
     views = [view] if (view := _needless_view(swap, queries.tokens)) is not None else []
     attributes = {
         "as_queries": len(views),
-        "rotated": (_integer(rotation, "rotary_embedding_dim") or width) if rotation else 0,
-        "interleaved": _integer(rotation, "interleaved") if rotation else 0,
+        "rotated": (rotation.attributes.get_int("rotary_embedding_dim", 0) or width) if rotation else 0,
+        "interleaved": rotation.attributes.get_int("interleaved", 0) if rotation else 0,
         "window": window,
-        "scale": node.attributes["scale"].as_float() if "scale" in node.attributes else 1 / math.sqrt(width),
+        "scale": node.attributes.get_float("scale", 1 / math.sqrt(width)),
     }
     write_indices = next(value for value in graph.inputs if value.name == WRITE_INDICES)
     inputs = [queries.tokens, keys.tokens, values.tokens, *past, write_indices]
@@ -101,7 +101,7 @@ def _scatter_of(cache: ir.Value | None) -> ir.Node | None:
         return None
     mode, indices = scatter.attributes.get("mode"), scatter.inputs[2]
     is_linear = mode is None or mode.as_string() == "linear"
-    in_order = is_linear and _integer(scatter, "axis", -2) in (-2, 2)
+    in_order = is_linear and scatter.attributes.get_int("axis", -2) in (-2, 2)
     return scatter if in_order and indices is not None and indices.name == WRITE_INDICES else None
 
 
@@ -127,7 +127,7 @@ def _needless_view(swap: ir.Node, queries: ir.Value) -> ir.Node | None:
 def _is_plain(node: ir.Node) -> bool:
     others = [output for output in node.outputs[1:] if output.uses() or output.is_graph_output()]
     softcap = node.attributes.get("softcap")
-    return not (others or _integer(node, "is_causal") or (softcap is not None and softcap.as_float()))
+    return not (others or node.attributes.get_int("is_causal") or (softcap is not None and softcap.as_float()))
 
 
 def _is_swap(node: ir.Node | None) -> bool:
@@ -154,7 +154,9 @@ def _alike(one: ir.Node | None, other: ir.Node | None) -> bool:
     if one is None or other is None:
         return one is other
     names = ("interleaved", "rotary_embedding_dim")
-    return one.inputs[1:] == other.inputs[1:] and all(_integer(one, name) == _integer(other, name) for name in names)
+    return one.inputs[1:] == other.inputs[1:] and all(
+        one.attributes.get_int(name, 0) == other.attributes.get_int(name, 0) for name in names
+    )
 
 
 def _width(keys: ir.Value | None, values: ir.Value | None) -> int | None:
@@ -164,7 +166,3 @@ def _width(keys: ir.Value | None, values: ir.Value | None) -> int | None:
     heads, width = keys.shape[1], keys.shape[3]
     floats = keys.dtype == values.dtype == ir.DataType.FLOAT
     return width if floats and isinstance(heads, int) and isinstance(width, int) and width % _LANES == 0 else None
-
-
-def _integer(node: ir.Node, name: str, default: int = 0) -> int:
-    return node.attributes[name].as_int() if name in node.attributes else default

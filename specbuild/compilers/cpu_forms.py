@@ -148,7 +148,7 @@ def _replace_codes(node: ir.Node, read: Callable[[_Weight], _Recoded]) -> None:
     codes, scales = node.inputs[0], node.inputs[1]
     if codes is None or scales is None or codes.const_value is None:
         raise ValueError(f"{node.name}: without codes and scales")
-    own = node.attributes["block_size"].as_int() if "block_size" in node.attributes else 0
+    own = node.attributes.get_int("block_size", 0)
     weight = _Weight(codes.const_value, tuple(graphs.constant_factors(scales)), own)
     block = own if weight.is_float4 else BLOCK
     rows, columns = (int(size) for size in weight.codes.shape)  # type: ignore[arg-type]

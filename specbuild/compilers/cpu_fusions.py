@@ -43,7 +43,7 @@ def fuse_into_products(model: ir.Model) -> int:
 
 def normalizes(node: ir.Node) -> bool:
     """Whether a node is one of our products, and normalizes its input."""
-    return node.op_type in _PLACES and "made" in node.attributes and node.attributes["made"].as_int() == NORMALIZED
+    return node.op_type in _PLACES and node.attributes.get_int("made") == NORMALIZED
 
 
 def residual_of(node: ir.Node) -> ir.Value | None:
@@ -71,8 +71,8 @@ def _made(x: ir.Value) -> _Made | None:
         return None
     if node.op_type == "RMSNormalization":
         inner, scale = node.inputs
-        axis = node.attributes["axis"].as_int() if "axis" in node.attributes else -1
-        epsilon = node.attributes["epsilon"].as_float() if "epsilon" in node.attributes else 1e-5
+        axis = node.attributes.get_int("axis", -1)
+        epsilon = node.attributes.get_float("epsilon", 1e-5)
         if axis != -1 or inner is None or scale is None or _length(scale) is None:
             return None
         return _Made(NORMALIZED, inner, scale, epsilon)
@@ -90,10 +90,10 @@ def _gate(activated: ir.Value) -> tuple[int, ir.Value] | None:
     if node is None or (x := node.inputs[0]) is None:
         return None
     if node.op_type == "Gelu":
-        tanh = "approximate" in node.attributes and node.attributes["approximate"].as_string() == "tanh"
+        tanh = node.attributes.get_string("approximate") == "tanh"
         return (GELU_GATED, x) if tanh else None
     if node.op_type == "Swish":
-        alpha = node.attributes["alpha"].as_float() if "alpha" in node.attributes else 1.0
+        alpha = node.attributes.get_float("alpha", 1.0)
         return (SILU_GATED, x) if alpha == 1 else None
     if node.op_type != "Mul":
         return None

@@ -139,8 +139,8 @@ def _dequantized(node: ir.Node) -> _Weight | None:
         return None
     if zeros is not None and zeros.const_value is None:
         return None
-    block = node.attributes["block_size"].as_int() if "block_size" in node.attributes else 0
-    axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 1
+    block = node.attributes.get_int("block_size", 0)
+    axis = node.attributes.get_int("axis", 1)
     zero_points = zeros.const_value if zeros is not None else None
     factors = tuple(graphs.constant_factors(scales))
     weight = _Weight(str(codes.name), codes.const_value, len(uses), factors, zero_points, block)

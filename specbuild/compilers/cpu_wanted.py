@@ -26,7 +26,7 @@ def _places(gather: ir.Node) -> ir.Value | None:
     """logits_indices [B, K, 1], where a node takes whole tokens of [B, S, width] at them."""
     indices = gather.inputs[1]
     spread = indices.producer() if indices is not None else None
-    axis = gather.attributes["axis"].as_int() if "axis" in gather.attributes else 0
+    axis = gather.attributes.get_int("axis", 0)
     if axis != 1 or spread is None or spread.op_type != "Expand" or (places := spread.inputs[0]) is None:
         return None
     column = places.producer()

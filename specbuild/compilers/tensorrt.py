@@ -6,7 +6,6 @@ Networks are strongly typed: the ONNX graph's dtypes are the engine's.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -77,18 +76,6 @@ class Tensorrt:
         self, checkpoint: Path, graph: GraphInfo, build: BuildConfig, output: Path, advance: Callable[[float], None]
     ) -> Compiled:
         """Compile a plan. See ``Compiler``."""
-        with interruptible() as interrupted:
-            return self._compile(checkpoint, graph, build, output, advance, interrupted)
-
-    def _compile(
-        self,
-        checkpoint: Path,
-        graph: GraphInfo,
-        build: BuildConfig,
-        output: Path,
-        advance: Callable[[float], None],
-        interrupted: threading.Event,
-    ) -> Compiled:
         trt = import_package(self.name)
         if self.name == "tensorrt":
             use_gpu(self.gpu)  # Its builder compiles for the GPU of the thread that makes it.
@@ -111,10 +98,10 @@ class Tensorrt:
         if graph.dtype == "float32":  # TensorRT has no fused float32 attention.
             graphs.mark_decomposable(model)
         timings = self.timing_cache
-        built = _build(trt, weights, model, graph, build, advance, interrupted, capabilities, timings)
+        built = _build(trt, weights, model, graph, build, advance, capabilities, timings)
         if built.plan is None and graph.dtype != "float32" and graphs.mark_decomposable(model):
             # A refusal comes early: with TensorRT-RTX 1.7 after 0.3 s of 1.9 s (2 layers), 3.1 s of 8.5 s (16 layers).
-            built = _build(trt, weights, model, graph, build, advance, interrupted, capabilities, timings)
+            built = _build(trt, weights, model, graph, build, advance, capabilities, timings)
             notes.append(_not_fused(graph))
         log = built.log
         if built.plan is None:
@@ -155,7 +142,6 @@ def _build(
     graph: GraphInfo,
     build: BuildConfig,
     advance: Callable[[float], None],
-    interrupted: threading.Event,
     capabilities: list[int],
     timing_cache: Path | None,
 ) -> _Built:
@@ -177,11 +163,12 @@ def _build(
     config.clear_flag(trt.BuilderFlag.TF32)  # float32 means float32.
     if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
         config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # Or the plan cannot be part of a CUDA graph.
-    config.progress_monitor = progress_monitor(trt, advance, interrupted)
     cache = load_timings(config, timing_cache, log) if timing_cache else None
-    plan = builder.build_serialized_network(network, config)
-    if interrupted.is_set():
-        raise KeyboardInterrupt
+    with interruptible() as interrupted:
+        config.progress_monitor = progress_monitor(trt, advance, interrupted)
+        plan = builder.build_serialized_network(network, config)
+        if interrupted.is_set():
+            raise KeyboardInterrupt
     if timing_cache and cache and plan is not None:
         save_timings(config, cache, timing_cache, log)
     return _Built(plan, log, io)

@@ -124,7 +124,7 @@ def _move(graph: ir.Graph, node: ir.Node) -> None:
     stored, steps, middle = codes.const_value, scales.const_value, _MIDDLE[codes.const_value.dtype]
     kind = _SIGNED[stored.dtype]
     *experts, rows, columns = (int(size) for size in stored.shape.numpy())
-    block = node.attributes["block_size"].as_int() if "block_size" in node.attributes else rows
+    block = node.attributes.get_int("block_size", rows)
 
     def signed() -> ir.TensorProtocol:
         moved = np.asarray(stored.numpy()).astype(np.int16) - middle

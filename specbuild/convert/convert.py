@@ -7,7 +7,7 @@ from pathlib import Path
 from specbuild.artifacts.onnx_checkpoint import CheckpointConfig
 from specbuild.artifacts.provenance import made_before, require_same
 from specbuild.artifacts.resume import Run, run_for, stopped_run
-from specbuild.convert.inputs import conversion_provenance, locate_inputs
+from specbuild.convert.inputs import CONVERT, locate_inputs, made_of
 from specbuild.convert.options import ConvertOptions
 from specbuild.convert.source import Source, read_source
 from specbuild.hf.model_config import save_tokenizer
@@ -34,7 +34,7 @@ def convert(options: ConvertOptions, stages: Stages | None = None) -> Checkpoint
     directories = locate_inputs(options)  # Outside a stage, which has a bar: the Hub's client has bars of its own.
     if found is not None:
         with stages.stage("compare with what is there"):
-            require_same(output_dir, found, conversion_provenance(options, directories, found.provenance))
+            require_same(output_dir, found, made_of(CONVERT, options, directories, found.provenance))
         if stopped is not None:  # Killed behind its last step.
             stopped.remove()
         stages.say(f"{output_dir} is up to date")
@@ -42,7 +42,7 @@ def convert(options: ConvertOptions, stages: Stages | None = None) -> Checkpoint
     with stages.stage("check checkpoint"):
         source = read_source(options, directories, stages)
     with stages.stage("checksums of the checkpoint"):
-        made = conversion_provenance(options, directories, stopped.made if stopped else None)
+        made = made_of(CONVERT, options, directories, stopped.made if stopped else None)
     with run_for(output_dir, made, stopped, stages) as run, new_directory(output_dir, options.force) as work:
         # torch and onnx are imported here, so that --help and bad input cost no seconds.
         from specbuild.convert.head import prepare_head

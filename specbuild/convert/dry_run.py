@@ -11,7 +11,7 @@ from specbuild.artifacts.inspect import facts_table
 from specbuild.artifacts.provenance import require_same
 from specbuild.convert.check import conversion_memory, require_family
 from specbuild.convert.convert import require_sound
-from specbuild.convert.inputs import conversion_provenance, described_inputs
+from specbuild.convert.inputs import CONVERT, described_inputs, made_of
 from specbuild.convert.options import ConvertOptions
 from specbuild.convert.source import Layout, Source, lay_out, read_source
 from specbuild.files import existing, require_space
@@ -38,15 +38,13 @@ def describe_conversion(options: ConvertOptions, stages: Stages) -> str:
     with described_inputs(options) as (directories, download):
         if found is not None and not download:
             with stages.stage("compare with what is there"):
-                require_same(
-                    Path(options.output_dir), found, conversion_provenance(options, directories, found.provenance)
-                )
+                require_same(Path(options.output_dir), found, made_of(CONVERT, options, directories, found.provenance))
             would_be = "left as it is: it is up to date"
         else:
             would_be = "converted" if found is None else "compared with the download"
         if stopped and not download:
             with stages.stage("compare with the run that has stopped"):
-                stopped.require_same(conversion_provenance(options, directories, stopped.made))
+                stopped.require_same(made_of(CONVERT, options, directories, stopped.made))
         with stages.stage("check checkpoint"):
             source = read_source(options, directories, stages)
             require_family(source)

@@ -23,8 +23,9 @@ _INPUTS = {"model", "revision", "head", "head_of", "draft_dir", "texts"}
 """Options that name what is read; it counts by its content."""
 _NOT_IN_FILES = {*_INPUTS, "output_dir", "resume", "force"}
 """Those, and the ones that change nothing in the result."""
-_QUANTIZERS = ("torch", "transformers", "onnx_ir", "safetensors", "tokenizers", "numpy")
-_CONVERTERS = (*_QUANTIZERS, "onnx", "onnxscript")
+CONVERT, QUANTIZE = "specbuild convert", "specbuild quantize"
+_PACKAGES = ("torch", "transformers", "onnx_ir", "safetensors", "tokenizers", "numpy")
+_PACKAGES_OF = {QUANTIZE: _PACKAGES, CONVERT: (*_PACKAGES, "onnx", "onnxscript")}
 
 
 class Options(Protocol):
@@ -81,27 +82,10 @@ def described_inputs(options: ConvertOptions) -> Iterator[tuple[dict[str, Path],
         yield found, download
 
 
-def conversion_provenance(
-    options: ConvertOptions, directories: Mapping[str, Path], known: Provenance | None = None
+def made_of(
+    tool: str, options: Options, directories: Mapping[str, Path], known: Provenance | None = None
 ) -> Provenance:
-    """Of what a conversion of ``directories`` makes. known: of an earlier one, for checksums of the same files."""
-    return _made_of("specbuild convert", options, _CONVERTERS, directories, known)
-
-
-def quantization_provenance(
-    options: Options, directories: Mapping[str, Path], known: Provenance | None = None
-) -> Provenance:
-    """The same of ``specbuild quantize``."""
-    return _made_of("specbuild quantize", options, _QUANTIZERS, directories, known)
-
-
-def _made_of(
-    tool: str,
-    options: Options,
-    packages: tuple[str, ...],
-    directories: Mapping[str, Path],
-    known: Provenance | None,
-) -> Provenance:
+    """Of what ``tool`` makes of ``directories``. known: of an earlier run, for checksums of the same files."""
     texts = options.texts
     sources = dict(directories)
     if texts.dataset != BUILTIN:
@@ -111,7 +95,7 @@ def _made_of(
     return provenance(
         tool,
         options.model,
-        {**releases(*packages), "python": platform.python_version()},
+        {**releases(*_PACKAGES_OF[tool]), "python": platform.python_version()},
         options={**given, "exclude": list(options.exclude), **calibration},
         **describe_inputs(sources, known)._asdict(),
     )

@@ -12,7 +12,6 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from specbuild.artifacts.provenance import key, made_before, what_differs
 from specrun.engine_dir.config import CONFIG_NAME, EngineConfig, Provenance
@@ -20,14 +19,6 @@ from specrun.engine_dir.directories import locked, new_directory
 
 _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 """Other file systems, those without hard links, and files of other users."""
-
-
-class Taken(NamedTuple):
-    """An engine that was put into its place."""
-
-    config: EngineConfig
-    was_there: bool
-    """It was in the cache already."""
 
 
 def place_of(cache: Path, made: Provenance) -> Path:
@@ -42,8 +33,13 @@ def look_up(cache: Path, made: Provenance) -> EngineConfig | None:
     return None if found is None or what_differs(place, found, made) else found
 
 
-def take(cache: Path, made: Provenance, build: Callable[[Path], EngineConfig], output: Path, force: bool) -> Taken:
-    """Put the cache's engine into ``output``. ``build`` makes it where the cache has none; others that want it wait."""
+def take(
+    cache: Path, made: Provenance, build: Callable[[Path], EngineConfig], output: Path, force: bool
+) -> tuple[EngineConfig, bool]:
+    """Put the cache's engine into ``output``. ``build`` makes it where the cache has none; others that want it wait.
+
+    The second value: it was in the cache already.
+    """
     place = place_of(cache, made)
     cache.mkdir(parents=True, exist_ok=True)
     with locked(place):
@@ -59,7 +55,7 @@ def take(cache: Path, made: Provenance, build: Callable[[Path], EngineConfig], o
             for name in config.files:
                 _link(place / name, work / name)
             (work / CONFIG_NAME).write_text(config.model_dump_json(indent=2) + "\n")
-    return Taken(config, found is not None)
+    return config, found is not None
 
 
 def _link(source: Path, target: Path) -> None:

@@ -23,7 +23,7 @@ def stored_tensor(value: ir.Value | None) -> ir.ExternalTensor | None:
 def block_size(value: ir.Value) -> int | None:
     """How many rows of codes share a scale; None where they all do, or there are no codes."""
     node = value.producer()
-    return node.attributes["block_size"].as_int() if node is not None and "block_size" in node.attributes else None
+    return node.attributes.get_int("block_size") if node is not None else None
 
 
 class StoredPart(NamedTuple):

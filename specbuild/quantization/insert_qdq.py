@@ -42,7 +42,7 @@ def weighted_matmuls(model: ir.Model, axes: int = 2) -> list[WeightedMatMul]:
         transpose = producer if producer is not None and producer.op_type == "Transpose" else None
         weight = transpose.inputs[0] if transpose is not None else factor
         if weight is not None and weight.is_initializer() and weight.shape is not None and len(weight.shape) == axes:
-            transposed = transpose is not None or bool(_attribute(node, "transB"))
+            transposed = transpose is not None or bool(node.attributes.get_int("transB", 0))
             found.append(WeightedMatMul(node, weight, transposed))
     return found
 
@@ -245,7 +245,3 @@ class _Builder:
 def _drop_unused(graph: ir.Graph, weight: ir.Value) -> None:
     if not weight.uses() and weight.name is not None:
         graph.initializers.pop(weight.name, None)
-
-
-def _attribute(node: ir.Node, name: str) -> int:
-    return node.attributes[name].as_int() if name in node.attributes else 0

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import torch
+from onnx_ir.tensor_adapters import TorchTensor
 
 from specbuild.quantization.recipe import CodeForm as CodeForm
 
@@ -78,7 +79,7 @@ def round_weight(weight: Rows, form: CodeForm, block: int) -> Rounded:
         own_codes, own_scales = rounded(groups, scale_type)
         codes[:, own] = _cast(own_codes.reshape(-1, inputs).numpy(), kind).T
         scales[:, own] = own_scales.reshape(-1, inputs // block).T
-    return Rounded(codes, _as_numpy(scales, scale_type))
+    return Rounded(codes, TorchTensor(scales.to(scale_type)).numpy())
 
 
 _Groups = tuple[torch.Tensor, torch.Tensor]
@@ -146,11 +147,3 @@ def _stored(scales: torch.Tensor, scale_type: torch.dtype) -> torch.Tensor:
 def _cast(codes: npt.NDArray[Any], kind: Any) -> npt.NDArray[Any]:
     """Codes as ``kind``: integers by value, floats by their bits."""
     return codes.astype(kind) if codes.dtype == np.int8 else codes.view(kind)
-
-
-def _as_numpy(scales: torch.Tensor, scale_type: torch.dtype) -> npt.NDArray[Any]:
-    if scale_type == torch.bfloat16:
-        return scales.numpy().astype(ml_dtypes.bfloat16)
-    if scale_type == torch.float8_e4m3fn:
-        return scales.numpy().astype(ml_dtypes.float8_e4m3fn)
-    return scales.to(scale_type).numpy()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specbuild.artifacts.resume import Run, run_for, stopped_run
-from specbuild.convert.inputs import quantization_provenance
+from specbuild.convert.inputs import QUANTIZE, made_of
 from specbuild.files import require_space
 from specbuild.hf.hub import locate
 from specbuild.hf.model_config import read_model_config
@@ -122,7 +122,7 @@ def quantize(options: QuantizeOptions, stages: Stages) -> dict[str, Any]:
         plan = pack_model(meta_model.model, recipe.without_inputs, meta_model.weights)
         linears = stored_linears(source, meta_model, plan, files.entries, stages)
     with stages.stage("checksums of the checkpoint"):
-        made = quantization_provenance(options, directories, stopped.made if stopped else None)
+        made = made_of(QUANTIZE, options, directories, stopped.made if stopped else None)
     with run_for(output_dir, made, stopped, stages) as run:
         if not run.written.exists():  # Known before calibrating.
             require_space({output_dir.absolute().parent: output_bytes(files.entries, linears, plan)})

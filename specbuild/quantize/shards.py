@@ -11,6 +11,8 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
+from specbuild.weights.lazy_tensors import DTYPES
+
 _ALIGNMENT = 8
 """Alignment of tensors in a file: readers want every number at a multiple of its size."""
 _ENTRY_BYTES = 192
@@ -19,20 +21,7 @@ SHARD_BYTES = 5 << 30
 """A shard ends once it is this long."""
 _SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.py", "*.txt", "tokenizer*", "LICENSE*")
 _OWN = ("config.json", "hf_quant_config.json")
-_TYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class ShardWriter:
@@ -66,7 +55,7 @@ class ShardWriter:
         start = self._end()
         for part in parts:
             self._file.write(memoryview(cast(Any, part.contiguous().reshape(-1).view(torch.uint8).numpy())))
-        entry = {"dtype": _TYPES[dtype], "shape": shape, "data_offsets": [start, self._end()]}
+        entry = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [start, self._end()]}
         assert self._end() - start == math.prod(shape) * dtype.itemsize, name
         self._shards[-1][name] = entry
 

@@ -3,36 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-import ml_dtypes
 import numpy as np
+from onnx_ir.tensor_adapters import TorchTensor, from_torch_dtype
 
 from specbuild.quantized_formats.unpack.stored import Array, Index
-
-if TYPE_CHECKING:
-    import torch
-
-_SPECIAL: dict[str, Any] = {
-    "bfloat16": ml_dtypes.bfloat16,
-    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
-    "float8_e5m2": ml_dtypes.float8_e5m2,
-    "float8_e8m0fnu": ml_dtypes.float8_e8m0fnu,
-    "bool": np.bool_,
-}
-"""Types that numpy does not have by torch's name."""
-
-
-class _TorchTensor(Protocol):
-    """``specbuild.weights.lazy_tensors.StoredTensor``."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor: ...
+from specbuild.weights.lazy_tensors import Reader
 
 
 @dataclass(frozen=True)
@@ -40,7 +17,7 @@ class FromTorch:
     """``tensor`` under its ``name`` in the file."""
 
     name: str
-    tensor: _TorchTensor
+    tensor: Reader
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -50,14 +27,9 @@ class FromTorch:
     @property
     def dtype(self) -> np.dtype[Any]:
         """As stored."""
-        name = str(self.tensor.dtype).removeprefix("torch.")
-        found: np.dtype[Any] = np.dtype(_SPECIAL.get(name, name))
-        return found
+        return from_torch_dtype(self.tensor.dtype).numpy()
 
     def read(self, index: Index = ()) -> Array:
         """The values of a part."""
-        import torch
-
         part = self.tensor.read((*index, *[slice(None)] * (len(self.shape) - len(index))), self.tensor.dtype)
-        data = part.contiguous().reshape(-1).view(torch.uint8).numpy()
-        return data.view(self.dtype).reshape(part.shape)
+        return TorchTensor(part.contiguous()).numpy()

@@ -5,43 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import onnx_ir as ir
-import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from specbuild.quantized_formats.config.scheme import Scheme
 from specbuild.quantized_formats.from_torch import FromTorch
-from specbuild.weights.lazy_tensors import Index, Reader, Stacked, StoredTensor, Weight
+from specbuild.weights.lazy_tensors import Reader, Stacked, StoredTensor, Weight
 from specbuild.weights.packed import Packed, shared_activation, side_by_side
-from specbuild.weights.packed_model import PackedModel
+from specbuild.weights.packed_model import PackedModel, PackedReader
 from specbuild.weights.weight_map import Converted
 from specrun.errors import CheckpointError, UnsupportedModelError
-
-_SCALES = {ir.DataType.FLOAT16: torch.float16, ir.DataType.FLOAT: torch.float32}
-
-
-class PackedReader(NamedTuple):
-    """A quantized weight [N, K]; see ``tensors.Reader``."""
-
-    packed: Packed
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """As a module keeps it."""
-        inputs, channels = self.packed.shape
-        return channels, inputs
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What it was before it was quantized, as far as its scales tell."""
-        return _SCALES.get(self.packed.scales.dtype, torch.bfloat16)
-
-    def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
-        """A part in ``dtype``, dequantized."""
-        return torch.from_numpy(self.packed.dequantize(index[0])).T[:, index[1]].to(dtype)
 
 
 def with_packed(scheme: Scheme, stored: Mapping[str, Reader]) -> dict[str, Reader]:

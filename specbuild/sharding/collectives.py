@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 import onnx_ir as ir
 
+from specbuild.graph.ops import initializer
 from specbuild.sharding.parts import Parts
 from specbuild.sharding.weights import is_constant, shape_of
 
@@ -70,10 +71,5 @@ def _add_bias_once(graph: ir.Graph, parts: Parts, node: ir.Node, summands: set[i
             continue
         assert bias.dtype is not None
         name = f"{bias.name}.none"
-        if name not in graph.initializers:
-            zeros = ir.Tensor(np.zeros(shape_of(bias), bias.dtype.numpy()), dtype=bias.dtype, name=name)
-            made = ir.Value(
-                name=name, shape=ir.Shape(shape_of(bias)), type=ir.TensorType(bias.dtype), const_value=zeros
-            )
-            graph.register_initializer(made)
-        node.replace_input_with(index, graph.initializers[name])
+        zeros = ir.Tensor(np.zeros(shape_of(bias), bias.dtype.numpy()), dtype=bias.dtype, name=name)
+        node.replace_input_with(index, initializer(graph, name, zeros))

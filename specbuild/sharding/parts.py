@@ -107,7 +107,7 @@ class Parts:
 
     def axis(self, node: ir.Node, value: ir.Value | None, default: int | None) -> int | None:
         """The attribute ``axis`` of ``node``, counted from the end of ``value``'s axes; None: not known."""
-        axis = node.attributes["axis"].as_int() if "axis" in node.attributes else default
+        axis = node.attributes.get_int("axis", default)
         if axis is None or axis < 0:
             return axis
         shape = self.shape(value)

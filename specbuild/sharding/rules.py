@@ -32,9 +32,9 @@ def product(parts: Parts, node: ir.Node, output: int, part: Part) -> ir.Value | 
     x, weight, *bias = node.inputs
     if part.axis < -2:
         return elementwise(parts, node, output, part)
-    transposed = _flag(node, "transB")
+    transposed = node.attributes.get_int("transB", 0)
     if part.axis == -2:
-        return None if _flag(node, "transA") else parts.like(node, [parts.of(x, part), weight, *bias])[0]
+        return None if node.attributes.get_int("transA", 0) else parts.like(node, [parts.of(x, part), weight, *bias])[0]
     columns = parts.operand(weight, part.at(-2) if transposed else part)
     if is_constant(weight):
         parts.gains += 1
@@ -56,7 +56,7 @@ def reduction(parts: Parts, node: ir.Node, output: int, part: Part) -> ir.Value 
         return None
     reduced = [axis - len(shape) if axis >= 0 else axis for axis in axes if axis is not None]
     own = part.axis
-    if not _flag(node, "keepdims", 1):
+    if not node.attributes.get_int("keepdims", 1):
         left = [axis for axis in range(-len(shape), 0) if axis not in reduced]
         own = left[part.axis]
     if own in reduced:
@@ -230,7 +230,7 @@ def rotary(parts: Parts, node: ir.Node, output: int, part: Part) -> ir.Value | N
 def rounding(parts: Parts, node: ir.Node, output: int, part: Part) -> ir.Value | None:
     """QuantizeLinear and DequantizeLinear with one scale, or with one for each element of an axis."""
     x, *scales = node.inputs
-    if "block_size" in node.attributes and node.attributes["block_size"].as_int():
+    if node.attributes.get_int("block_size"):
         return None
     axis, made = parts.axis(node, x, 1), [parts.of(x, part)]
     for scale in scales:
@@ -239,10 +239,6 @@ def rounding(parts: Parts, node: ir.Node, output: int, part: Part) -> ir.Value |
         each = len(shape_of(scale)) == 1 and axis == part.axis  # type: ignore[arg-type]
         made.append(parts.operand(scale, part.at(-1)) if each else scale)  # type: ignore[arg-type]
     return parts.like(node, made)[output]
-
-
-def _flag(node: ir.Node, name: str, default: int = 0) -> int:
-    return node.attributes[name].as_int() if name in node.attributes else default
 
 
 _ELEMENTWISE = (

@@ -63,15 +63,11 @@ def _is_product(node: ir.Node) -> bool:
     return is_constant(weight) and not is_constant(x) and weight is not None and len(shape_of(weight)) > 1
 
 
-def _transposed(node: ir.Node) -> bool:
-    return "transB" in node.attributes and bool(node.attributes["transB"].as_int())
-
-
 def _cut_rows(parts: Parts, node: ir.Node, ranks: int) -> ir.Value | None:
     """The rank's summand of a product; None where nothing in front of it can be cut. Raises BuildConfigError."""
     x, weight = node.inputs[:2]
     assert weight is not None
-    axis = -1 if _transposed(node) else -2
+    axis = -1 if node.attributes.get_int("transB") else -2
     size = number = shape_of(weight)[axis]
     tried = 0
     scale = scale_of(x)
@@ -91,13 +87,10 @@ def _cut_rows(parts: Parts, node: ir.Node, ranks: int) -> ir.Value | None:
                 parts.restore(before)
                 return None
             rows = parts.of(weight, part.at(axis))
-            attributes = [own for name, own in node.attributes.items() if name in ("transB", "alpha")]
-            made = ir.Node("", node.op_type, [own, rows], attributes, num_outputs=1)
-            made.metadata_props.update(node.metadata_props)
-            made.outputs[0].type = node.outputs[0].type
+            (summand,) = parts.like(node, [own, rows])
             if scale is not None:
                 rescale(node.outputs[0], scale, parts.known[scale, part])
-            return parts.add(made)
+            return summand
         except MisalignedError as error:
             parts.restore(before)
             number = math.gcd(number, error.parts)
@@ -143,8 +136,8 @@ def _ask_parts_for_sizes(graph: ir.Graph, parts: Parts) -> None:
 
 def _asked(node: ir.Node, axes: int) -> set[int]:
     """The axes whose sizes are read of a Shape of ``axes``."""
-    first = node.attributes["start"].as_int() if "start" in node.attributes else 0
-    last = node.attributes["end"].as_int() if "end" in node.attributes else axes
+    first = node.attributes.get_int("start", 0)
+    last = node.attributes.get_int("end", axes)
     found = set(range(axes)[first:last])
     readers = [use.node for use in node.outputs[0].uses()]
     if first or len(found) < axes or any(reader.op_type != "Gather" for reader in readers):
@@ -160,7 +153,7 @@ def _is_wide(node: ir.Node, ranks: int) -> bool:
     weight = node.inputs[1]
     assert weight is not None
     shape = shape_of(weight)
-    rows, columns = shape[::-1] if _transposed(node) else shape[-2:]
+    rows, columns = shape[::-1] if node.attributes.get_int("transB") else shape[-2:]
     return len(shape) == 2 and columns >= max(rows, ranks * ranks)
 
 
@@ -171,7 +164,7 @@ def _cut_columns(graph: ir.Graph, parts: Parts, node: ir.Node, ranks: int) -> No
     shape = parts.shape(output)
     if weight is None or shape is None:
         return
-    axis = -2 if _transposed(node) else -1
+    axis = -2 if node.attributes.get_int("transB") else -1
     columns = shape_of(weight)[axis]
     part = padded(-1, columns, ranks)
     own = parts.like(node, [x, parts.of(weight, part.at(axis)), *(parts.operand(value, part) for value in bias)])[0]

@@ -27,7 +27,7 @@ Index = tuple[slice, ...]
 _PART = 1 << 25
 """Bytes that are read, looked at or written at a time."""
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -42,6 +42,7 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+"""By the names that safetensors gives them."""
 
 
 def give_back_freed_memory() -> None:
@@ -82,9 +83,9 @@ class StoredTensor:
     @property
     def dtype(self) -> torch.dtype:
         """As stored. Raises CheckpointError."""
-        if self.entry.dtype not in _DTYPES:
+        if self.entry.dtype not in DTYPES:
             raise CheckpointError(f"{self.entry.file}: tensors of type {self.entry.dtype}, which specbuild cannot read")
-        return _DTYPES[self.entry.dtype]
+        return DTYPES[self.entry.dtype]
 
     def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
         """A copy of a part in ``dtype``. Raises CheckpointError where the file has become shorter."""

@@ -9,11 +9,40 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import onnx_ir as ir
 import torch
 from transformers.pytorch_utils import Conv1D
 
 from specbuild.weights.lazy_tensors import Index, Stacked, Weight
 from specbuild.weights.packed import Activation, Packed, shared_activation
+
+_SCALES = {ir.DataType.FLOAT16: torch.float16, ir.DataType.FLOAT: torch.float32}
+
+
+class PackedReader(NamedTuple):
+    """A quantized weight; see ``lazy_tensors.Reader``."""
+
+    packed: Packed
+    transposed: bool = False
+    """The module keeps the weight of a linear layer as [K, N], not as [N, K]."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As a module keeps it."""
+        return self.packed.shape if self.transposed or self.packed.axis == 0 else self.packed.shape[::-1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it was before it was quantized, as far as its scales tell."""
+        return _SCALES.get(self.packed.scales.dtype, torch.bfloat16)
+
+    def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
+        """A part in ``dtype``, dequantized."""
+        channels, inputs = reversed(index) if self.transposed else index
+        part = torch.from_numpy(self.packed.dequantize(channels))
+        part = part if self.packed.axis == 0 else part.T
+        part = part[:, inputs]
+        return (part.T if self.transposed else part).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -70,14 +99,14 @@ def use_dequantized(model: Any, packed: PackedModel, directory: Path) -> None:
     by_input = {name for name, module in model.named_modules() if getattr(module, "is_transposed", False)}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if weight := packed.linears.get(name):
-            reader = _Dequantized(tuple(parameter.shape), weight, name in transposed)
+            reader = PackedReader(weight, name in transposed)
             parameter.source = Weight(name, torch.float32, reader, directory)
         if experts := packed.experts.get(name):
-            matrices = tuple(_Dequantized(tuple(reversed(one.shape)), one, False) for one in experts)
+            matrices = tuple(PackedReader(one) for one in experts)
             stacked = Stacked(matrices, is_transposed=name.rpartition(".")[0] in by_input)
             parameter.source = Weight(name, torch.float32, stacked, directory)
         if table := packed.tables.get(name):
-            parameter.lookup = Weight(name, torch.float32, _Dequantized(table.shape, table, False), directory)
+            parameter.lookup = Weight(name, torch.float32, PackedReader(table), directory)
 
 
 @contextmanager
@@ -92,25 +121,3 @@ def dequantized(model: Any, packed: PackedModel, directory: Path) -> Iterator[No
         for parameter, attributes in zip(parameters, before, strict=True):
             vars(parameter).clear()
             vars(parameter).update(attributes)
-
-
-class _Dequantized(NamedTuple):
-    """See ``tensors.Reader``."""
-
-    shape: tuple[int, ...]
-    packed: Packed
-    transposed: bool
-    """The module keeps its weight as [K, N], not as [N, K]."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of what comes out of dequantizing."""
-        return torch.float32
-
-    def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
-        """A part in ``dtype``."""
-        channels, inputs = reversed(index) if self.transposed else index
-        part = torch.from_numpy(self.packed.dequantize(channels))
-        part = part if self.packed.axis == 0 else part.T
-        part = part[:, inputs]
-        return (part.T if self.transposed else part).to(dtype)

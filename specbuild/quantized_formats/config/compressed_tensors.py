@@ -112,10 +112,7 @@ def _block(weights: Section) -> Block:
     if strategy == "channel":
         return CHANNEL
     if strategy == "block":
-        value = weights.get("block_structure")
-        if not isinstance(value, list) or len(value) != 2 or not all(type(size) is int and size > 0 for size in value):
-            raise weights.wrong("block_structure", "two positive integers")
-        return value[0], value[1]
+        return weights.pair("block_structure")
     if group < 1:
         raise weights.wrong("group_size", f"a positive number of channels, for strategy {strategy}")
     return 1, group

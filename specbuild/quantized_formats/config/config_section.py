@@ -75,6 +75,13 @@ class Section:
             raise self.refused(self._first(names), f"specbuild reads {', '.join(sorted(of))}")
         return value
 
+    def pair(self, name: str) -> tuple[int, int]:
+        """Two sizes. Raises CheckpointError."""
+        value = self.values.get(name)
+        if not isinstance(value, list) or len(value) != 2 or not all(type(size) is int and size > 0 for size in value):
+            raise self.wrong(name, "two positive integers")
+        return value[0], value[1]
+
     def names(self, *names: str) -> tuple[str, ...]:
         """The list of modules or patterns under the first of ``names`` that is there. Raises CheckpointError."""
         name = self._first(names)

@@ -72,7 +72,8 @@ def fp8(section: Section) -> Scheme:
     section.choice("expert_dtype", of=("fp8",), default="fp8")
     # Only transformers' MXFP8 has a block that goes without saying; AutoFP8 knows none and states none.
     block: Block = _MXFP8_BLOCK if section.text("quant_method") == "mxfp8" else WHOLE
-    block = _pair(section, "weight_block_size") or block
+    if section.get("weight_block_size") is not None:
+        block = section.pair("weight_block_size")
     form = Form("float8", 8, block, activation="float8", static=static)
     excluded = _rules(section, form, "modules_to_not_convert", "ignored_layers")
     return Scheme(section.path, "fp8", _FP8_SUFFIXES, excluded)
@@ -126,15 +127,6 @@ def _gptq_form(section: Section, base: Section) -> Form:
 def _changes(dynamic: Section, pattern: str) -> dict[str, object]:
     found = dynamic.section(pattern)
     return {} if found is None else found.values
-
-
-def _pair(section: Section, name: str) -> tuple[int, int] | None:
-    value = section.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, list) or len(value) != 2 or not all(type(size) is int and size > 0 for size in value):
-        raise section.wrong(name, "two positive integers")
-    return value[0], value[1]
 
 
 def _rules(section: Section, form: Form, *names: str) -> tuple[Rule, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from specbuild.quantized_formats.config.config_section import UNQUANTIZED, Section, shown
 from specbuild.quantized_formats.formats import Form
@@ -54,33 +53,26 @@ def weight_forms(section: Section) -> tuple[dict[str, Form], tuple[str, ...]]:
 def _form(data: Section, kind: str) -> Form:
     if kind == "Float8Tensor":
         dynamic = data.get("act_quant_kwargs") is not None
-        return Form("torchao", 0, _block(data), activation="float8" if dynamic else None)
+        return Form("torchao", 0, data.pair("block_size"), activation="float8" if dynamic else None)
     if kind == "Int8Tensor":
         dynamic = data.get("act_quant_kwargs") is not None
-        return Form("torchao", 8, _block(data), activation="int8" if dynamic else None)
+        return Form("torchao", 8, data.pair("block_size"), activation="int8" if dynamic else None)
     if kind == "IntxUnpackedToInt8Tensor":
         target = data.section("target_dtype")
         dtype = target and target.text("_data")
         if dtype not in _INTEGERS:
             raise data.refused("target_dtype", "specbuild reads integers of up to 8 bits")
         dynamic = data.get("activation_quantization") is not None
-        return Form("torchao", _INTEGERS[dtype], _block(data), activation="int8" if dynamic else None)
+        return Form("torchao", _INTEGERS[dtype], data.pair("block_size"), activation="int8" if dynamic else None)
     if kind == "Int4Tensor":
         activation = data.section("activation_dtype")
         float8 = activation is not None and activation.get("_data") == "float8_e4m3fn"
-        return Form("torchao-int4", 4, _block(data), activation="float8" if float8 else None)
+        return Form("torchao-int4", 4, data.pair("block_size"), activation="float8" if float8 else None)
     raise UnsupportedModelError(
         f"{data.path}: {data.key} is a {shown(kind)} of torchao, laid out for kernels of its own; specbuild reads "
         "Float8Tensor, Int8Tensor, Int4Tensor and IntxUnpackedToInt8Tensor; "
         f"{UNQUANTIZED}"
     )
-
-
-def _block(data: Section) -> tuple[int, int]:
-    value: Any = data.get("block_size")
-    if not isinstance(value, list) or len(value) != 2 or not all(type(size) is int and size > 0 for size in value):
-        raise data.wrong("block_size", "two positive integers")
-    return value[0], value[1]
 
 
 def _metadata(path: Path) -> dict[str, str]:
