@@ -86,21 +86,12 @@ def recipe(corpus: str, architecture: str) -> dict[str, Any]:
 
 def train_tokenizer(texts: list[str]) -> Any:
     """A byte-level BPE tokenizer: any text at all comes back as it went in."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=SHAPE["vocab_size"],
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(texts, trainer)
+    from scripts.byte_level import byte_level
+
     return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
+        tokenizer_object=byte_level(texts, SHAPE["vocab_size"], [END]),
         eos_token=END,
         pad_token=END,
         model_max_length=POSITIONS,

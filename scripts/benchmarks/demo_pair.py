@@ -12,7 +12,7 @@ from rich.console import Console
 from scripts.benchmarks.prompts import PROMPTS
 from specrun.config import DraftTargetConfig
 from specrun.engine_dir.config import open_engine
-from specrun.evaluation.bench import as_json, bench
+from specrun.evaluation.bench import bench, machine_of
 from specrun.evaluation.bench_settings import BenchSettings
 from specrun.evaluation.bench_tables import table
 from specrun.sampling.sampler import SamplingParams
@@ -44,7 +44,7 @@ def main(demo_dir: Path, json_file: Path | None) -> None:
         Console(width=110).print(table(results))
         found[way] = [asdict(result) for result in results]
     if json_file:
-        machine = json.loads(as_json([], open_engine(target), BenchSettings()))["machine"]
+        machine = machine_of(open_engine(target))
         json_file.write_text(json.dumps({"machine": machine, "results": found}, indent=2) + "\n")
 
 

@@ -32,8 +32,7 @@ from scripts.grow_checkpoint import main as grow_checkpoint
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import open_engine
-from specrun.evaluation.bench import as_json
-from specrun.evaluation.bench_settings import BenchSettings
+from specrun.evaluation.bench import machine_of
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 
@@ -230,7 +229,7 @@ def main(
                 shares = f"{found['auto_of_best']:.1%}, in first groups {found['auto_of_best_in_first_groups']:.1%}"
                 click.echo(f"  auto has {shares} of {best}'s")
     if json_file:
-        machine = json.loads(as_json([], open_engine(engines["target"]), BenchSettings()))["machine"]
+        machine = machine_of(open_engine(engines["target"]))
         pairs[pair] = {"machine": machine, "results": results}
         json_file.write_text(json.dumps(pairs, indent=2) + "\n")
 

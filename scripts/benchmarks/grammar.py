@@ -22,8 +22,9 @@ from unittest.mock import patch
 
 import click
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
+from scripts.byte_level import byte_level
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.devices.processor import processor_name
@@ -63,19 +64,6 @@ WAYS = {
 }
 PARTS = ("masks", "pair", "tokens a round")
 PARAMS, LENGTH, SEEDS = SamplingParams(temperature=0.8, seed=1), 80, 10
-
-
-def train(size: int, megabytes: int) -> Tokenizer:
-    """A byte-level BPE tokenizer of at most ``size`` ids."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(_texts(megabytes << 20), trainer)
-    return tokenizer
 
 
 def _texts(left: int) -> Iterator[str]:
@@ -196,8 +184,8 @@ def main(
     machine = {"processor": processor_name(), "cores": os.cpu_count()}
     for part in parts:
         if part == "masks":
-            large = Tokenizer.from_file(str(file)) if file else train(151_643, megabytes)
-            found: Any = [masks(train(2048, 20)), masks(large)]
+            large = Tokenizer.from_file(str(file)) if file else byte_level(_texts(megabytes << 20), 151_643)
+            found: Any = [masks(byte_level(_texts(20 << 20), 2048)), masks(large)]
         else:
             found = pair(demo_dir, repeats) if part == "pair" else masked_drafts(demo_dir)
         results[part] = {**machine, "date": datetime.now(UTC).isoformat("T", "seconds"), "figures": found}

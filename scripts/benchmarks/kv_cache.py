@@ -34,9 +34,8 @@ from specbuild.weights.packed_model import PackedModel
 from specbuild.weights.safetensors_files import check_weights
 from specrun.backends import Backend, open_host_backend
 from specrun.engine_dir.config import open_engine
-from specrun.evaluation.bench import as_json
+from specrun.evaluation.bench import machine_of
 from specrun.evaluation.bench_results import Spread
-from specrun.evaluation.bench_settings import BenchSettings
 from specrun.evaluation.report.bandwidth import fastest
 
 ROWS, LENGTH = 32, 256
@@ -148,7 +147,7 @@ def main(demo_dir: Path, part: tuple[str, ...], engines_dir: Path | None, json_f
         text = work / "text.txt"
         text.write_text(unseen_text(), encoding="utf-8")
         build_engines(source, text, work)
-        machine = json.loads(as_json([], open_engine(work / BASE), BenchSettings()))["machine"]
+        machine = machine_of(open_engine(work / BASE))
         report: dict[str, Any] = json.loads(json_file.read_text()) if json_file and json_file.is_file() else {}
         report |= {"calibration_rows": ROWS, "tokens_a_row": LENGTH, **{f"{one}_machine": machine for one in part}}
         if "quality" in part:

@@ -26,8 +26,7 @@ from scripts.benchmarks.peers_systems import FLOAT32_ALONE, NO_BATCH, PEERS, Row
 from scripts.benchmarks.quantized import unseen_texts
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import open_engine
-from specrun.evaluation.bench import as_json
-from specrun.evaluation.bench_settings import BenchSettings
+from specrun.evaluation.bench import machine_of
 
 BATCH = 4
 DRAFT_LEN = 4
@@ -118,7 +117,7 @@ def main(
             results.setdefault(bits, {})[name] = {"texts": number, **found}
             click.echo(f"{bits:>8} {name:<18} of {number}: {found}")
             if json_file:
-                machine = json.loads(as_json([], open_engine(engine), BenchSettings()))["machine"]
+                machine = machine_of(open_engine(engine))
                 about = {"machine": machine, "versions": versions(places), "draft_len": DRAFT_LEN, **sizes}
                 json_file.write_text(json.dumps({**about, "results": results}, indent=2) + "\n")
 

@@ -34,9 +34,8 @@ from scripts.benchmarks.prompts import PROMPTS
 from scripts.benchmarks.quantized import Floats, log_probs, quality, unseen_texts
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import open_engine
-from specrun.evaluation.bench import as_json
+from specrun.evaluation.bench import machine_of
 from specrun.evaluation.bench_results import Spread
-from specrun.evaluation.bench_settings import BenchSettings
 
 WAYS = ("alone", "with_draft")
 NUM_PROMPTS = 4
@@ -203,7 +202,7 @@ def main(
                 speeds = [f"{way} {figures[way]['tokens_per_second']['median']:.1f}" for way in WAYS if way in figures]
                 click.echo(f"{bits:>8} {name:<15} {', '.join(speeds)}")
     if json_file:
-        machine = json.loads(as_json([], open_engine(base_engine), BenchSettings()))["machine"] | {"threads": THREADS}
+        machine = machine_of(open_engine(base_engine)) | {"threads": THREADS}
         about = {"machine": machine, "versions": versions(places), "batch_size": batch_size}
         about |= {"draft_len": DRAFT_LEN, "output_len": output_len}
         others = json.loads(json_file.read_text())["results"] if json_file.exists() else {}

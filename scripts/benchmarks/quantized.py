@@ -29,9 +29,8 @@ from specrun.backends import open_host_backend
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import open_engine
-from specrun.evaluation.bench import as_json
+from specrun.evaluation.bench import machine_of
 from specrun.evaluation.bench_results import Spread
-from specrun.evaluation.bench_settings import BenchSettings
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 
@@ -165,7 +164,7 @@ def main(demo_dir: Path, forms: tuple[str, ...], output_len: int, repetitions: i
             speeds = ", ".join(f"{way} {row[way]['of_float32_alone']['median']:5.2f}x" for way in WAYS)
             size = row["weight_bytes"] / 1e6
             click.echo(f"{form:>9} {size:6.0f} MB, {speeds}, accepted {row['acceptance_rate']:.0%}, {row['quality']}")
-        machine = json.loads(as_json([], open_engine(work / BASE), BenchSettings()))["machine"]
+        machine = machine_of(open_engine(work / BASE))
     if json_file:
         json_file.write_text(json.dumps({"machine": machine, "results": results}, indent=2) + "\n")
 

@@ -25,8 +25,7 @@ from specrun.backends.ort import OrtBackend
 from specrun.backends.ort_session import session_options
 from specrun.cpu_operators import DOMAIN
 from specrun.engine_dir.config import GRAPH_NAME, open_engine
-from specrun.evaluation.bench import as_json
-from specrun.evaluation.bench_settings import BenchSettings
+from specrun.evaluation.bench import machine_of
 from specrun.evaluation.report.bandwidth import copy_speed, fastest, weight_bytes
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 9, 16)
@@ -125,7 +124,7 @@ def main(engines: tuple[Path, ...], widths: tuple[int, ...], json_file: Path | N
             )
         results[directory.name] = asdict(work) | {"copy": copy, "product": product, "passes": rows}
     if json_file:
-        machine = json.loads(as_json([], open_engine(engines[0]), BenchSettings()))["machine"]
+        machine = machine_of(open_engine(engines[0]))
         json_file.write_text(json.dumps({"machine": machine, "results": results}, indent=2) + "\n")
 
 

@@ -31,9 +31,8 @@ from scripts.benchmarks.serving import repeat
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import open_engine
-from specrun.evaluation.bench import as_json
+from specrun.evaluation.bench import machine_of
 from specrun.evaluation.bench_results import Spread
-from specrun.evaluation.bench_settings import BenchSettings
 from specrun.openai.body import DEFAULTS
 from specrun.request.options import RequestOptions
 from specrun.serve.server import listen, serve
@@ -215,7 +214,7 @@ def main(
             click.echo("Triton is left out; scripts/setup_triton installs it", err=True)
         speeds = repeat(repetitions, **ways)
         loop, clients = (asdict(Spread.of(shares)) for shares in zip(*server.cpu_shares, strict=True))
-        machine = json.loads(as_json([], open_engine(work / "target"), BenchSettings()))["machine"]
+        machine = machine_of(open_engine(work / "target"))
     for what, spread in speeds.items():
         click.echo(f"  {what:22} {spread.median:8.1f} tokens/s  ({spread.lowest:.1f}..{spread.highest:.1f})")
     click.echo(f"  processor time of the HTTP server's event loop: {loop['median']:.1%} of one core")

@@ -21,9 +21,8 @@ from scripts.benchmarks.engines import build
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import open_engine
-from specrun.evaluation.bench import as_json
+from specrun.evaluation.bench import machine_of
 from specrun.evaluation.bench_results import Spread
-from specrun.evaluation.bench_settings import BenchSettings
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 
@@ -138,7 +137,7 @@ def main(demo_dir: Path, repetitions: int, json_file: Path | None) -> None:
                 "a short prompt beside a running text, ms to the first token": a_short_prompt(plain, repetitions),
                 "a common beginning, ms to the first token": prompts_that_begin_alike(reusing, plain, repetitions),
             }
-        machine = json.loads(as_json([], open_engine(work / "target"), BenchSettings()))["machine"]
+        machine = machine_of(open_engine(work / "target"))
     for what, ways in found.items():
         click.echo(what)
         for name, spread in ways.items():

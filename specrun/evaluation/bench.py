@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from specrun.builder import BuildOptions, engines_of
 from specrun.decoder import SpeculativeDecoder
@@ -152,20 +152,24 @@ def _interleave(
     return passes
 
 
-def as_json(results: Sequence[Result], target_config: EngineConfig, settings: BenchSettings) -> str:
-    """The results, how they were measured and on what machine."""
-    machine = {
+def machine_of(target_config: EngineConfig) -> dict[str, Any]:
+    """This machine, what runs the target's engine, and the time."""
+    return {
         "processor": processor_name(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "backend": target_config.backend.model_dump(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def as_json(results: Sequence[Result], target_config: EngineConfig, settings: BenchSettings) -> str:
+    """The results, how they were measured and on what machine."""
     usual = asdict(RequestOptions())
     asked = asdict(settings)
     asked["options"] = {name: value for name, value in asked["options"].items() if value != usual[name]}
     found = {
-        "machine": machine,
+        "machine": machine_of(target_config),
         "settings": asked,
         "results": [asdict(result) | {"vllm": vllm_names(result)} for result in results],
     }

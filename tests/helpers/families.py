@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+
+from scripts.byte_level import byte_level
 
 # The exporter looks its operators up anew for every model; they are the same for all models of a process.
 ONNXRegistry.from_torchlib = staticmethod(functools.cache(ONNXRegistry.from_torchlib))  # type: ignore[method-assign]
@@ -201,16 +202,7 @@ TEXT = "the quick brown fox jumps over the lazy dog, and draft tokens are checke
 
 def save_tokenizer(directory: Path, text: str = TEXT) -> None:
     """A byte-level BPE tokenizer trained on ``text``, written as transformers writes one."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([text], trainer)
+    tokenizer = byte_level([text], VOCAB)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", bos_token="<|endoftext|>")
     fast.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
     fast.save_pretrained(directory)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from scripts.byte_level import byte_level
 from specrun.sampling.sampler import Floats, SamplingParams
 from tests.helpers.engines import redescribe
 from tests.helpers.tables import normal, save_table_engine
@@ -36,21 +37,6 @@ Zoë ordered a crème brûlée at the café; 委员会在图书馆开会。工�
     * 3
 )
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
-
-
-def byte_level(size: int) -> Tokenizer:
-    """As GPT-2's: a byte alphabet, spaces in front of words, one special token."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    options: dict[str, Any] = {
-        "special_tokens": ["<|endoftext|>"],
-        "initial_alphabet": alphabet,
-        "show_progress": False,
-    }
-    tokenizer.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=size, **options))
-    return tokenizer
 
 
 def pieces(size: int) -> Tokenizer:
@@ -98,8 +84,8 @@ def word_pieces(size: int) -> Tokenizer:
 
 
 KINDS: dict[str, Callable[[], Tokenizer]] = {
-    "bytes": functools.cache(lambda: byte_level(520)),
-    "fewer bytes": functools.cache(lambda: byte_level(360)),
+    "bytes": functools.cache(lambda: byte_level([TEXT], 520)),
+    "fewer bytes": functools.cache(lambda: byte_level([TEXT], 360)),
     "pieces": functools.cache(lambda: pieces(640)),
     "word pieces": functools.cache(lambda: word_pieces(400)),
 }

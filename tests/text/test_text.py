@@ -6,8 +6,9 @@ import random
 from collections.abc import Callable, Sequence
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from scripts.byte_level import byte_level
 from specrun.text.detokenizer import Detokenizer, TextStream
 
 CORPUS = [
@@ -15,19 +16,6 @@ CORPUS = [
     "naïve café 😀 漢字",
 ] * 4
 SPECIAL = ["<s>", "</s>"]
-
-
-def byte_level() -> Tokenizer:
-    """GPT-2, Llama 3, Qwen."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    return tokenizer
 
 
 def byte_tokens() -> list[str]:
@@ -76,7 +64,7 @@ def word_piece() -> Tokenizer:
 
 
 KINDS: dict[str, Callable[[], Tokenizer]] = {
-    "byte level": byte_level,
+    "byte level": lambda: byte_level(CORPUS, 320, SPECIAL),
     "byte fallback, stripped": lambda: byte_fallback(strip=True),
     "byte fallback": lambda: byte_fallback(strip=False),
     "unigram": unigram,
@@ -152,7 +140,7 @@ def test_an_unfinished_character_ends_as_a_replacement_character(kind: str) -> N
 
 
 def test_a_long_run_of_bytes_that_are_no_text_waits_for_nothing() -> None:
-    tokenizer = byte_level()
+    tokenizer = byte_level(CORPUS, 320, SPECIAL)
     stream = TextStream(Detokenizer(tokenizer), [])
     token = tokenizer.encode("漢").ids[0]
     shown = [stream.push(token) for _ in range(3000)]
@@ -169,7 +157,7 @@ def test_a_stop_text_that_was_waiting_at_the_end() -> None:
 
 
 def test_stop_texts_across_tokens() -> None:
-    tokenizer = byte_level()
+    tokenizer = byte_level(CORPUS, 320, SPECIAL)
     tokens = tokenizer.encode("The quick brown fox").ids
     for stop, expected in ((["ck b"], "The qui"), (["ox", "fo"], "The quick brown "), (["zz"], "The quick brown fox")):
         stream = streamed(tokenizer, [], tokens, stop)
@@ -192,7 +180,7 @@ def test_special_tokens_have_a_text_only_where_they_are_shown(kind: str) -> None
 
 
 def test_a_character_that_a_shown_token_cuts_off_is_replaced_before_it() -> None:
-    tokenizer = byte_level()
+    tokenizer = byte_level(CORPUS, 320, SPECIAL)
     half, *_, end = tokenizer.encode("漢</s>", add_special_tokens=False).ids
     stream = TextStream(Detokenizer(tokenizer), [], shown=("</s>",))
     assert stream.push(half) == "" and stream.push(end) == "\N{REPLACEMENT CHARACTER}</s>"
