@@ -593,20 +593,7 @@ def test_engine_directory_missing_or_half_written(engines: Path, tmp_path: Path)
     says(error_line(build("inspect", half)), half, "no config.json", "half written")
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (("--output_format", "json", "--no_color"), "--color is for text"),
-        (("--chat_template", "x.jinja"), "--chat_template needs --chat or --system"),
-    ],
-)
-def test_options_that_would_do_nothing_are_refused(engines: Path, flags: tuple[str, ...], said: str) -> None:
-    result = run("generate", "--engine_dir", engines / "target", "--input_text", "the quick", *flags)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert said in result.stderr
-
-
-def test_and_so_are_those_of_conversions_and_trainings(hf: Path, tmp_path: Path) -> None:
+def test_options_of_conversions_and_trainings_that_would_do_nothing(hf: Path, tmp_path: Path) -> None:
     where = ("--model_dir", hf / "target", "--output_dir", tmp_path / "out")
     says(error_line(build("convert", *where, "--allow_pickle")), "--allow_pickle", "--head or --head_of")
     train = ("train_draft", *where, "--kind", "model", "--data", tmp_path / "data", "--epochs", 2, "--steps", 2)
@@ -828,16 +815,13 @@ def tokens(*flags: object) -> list[int]:
     return ids
 
 
-@pytest.mark.parametrize("draft", ["vocabulary", "rules"])
-def test_a_draft_with_another_tokenizer_is_taken(engines: Path, strangers: dict[str, Path], draft: str) -> None:
+@pytest.mark.parametrize("draft", ["draft", "padded", "vocabulary", "rules"])
+def test_other_tokenizers_and_padded_embeddings_are_taken(
+    engines: Path, strangers: dict[str, Path], draft: str
+) -> None:
+    directory = strangers[draft] if draft in strangers else engines / draft
     alone = tokens("--engine_dir", engines / "target")
-    assert tokens("--engine_dir", engines / "target", "--draft_engine_dir", strangers[draft]) == alone
-
-
-@pytest.mark.parametrize("draft", ["draft", "padded"])
-def test_a_padded_embedding_is_no_difference(engines: Path, draft: str) -> None:
-    alone = tokens("--engine_dir", engines / "target")
-    assert tokens("--engine_dir", engines / "target", "--draft_engine_dir", engines / draft) == alone
+    assert tokens("--engine_dir", engines / "target", "--draft_engine_dir", directory) == alone
 
 
 @pytest.mark.parametrize("flags", [(), ("--temperature", "1", "--seed", "7")])
@@ -905,6 +889,13 @@ def test_malformed_config_list(engines: Path, text: str, fragment: str) -> None:
         (("--input_file", "f"), ["--input_text cannot be combined with --input_file"]),
         (("--target_model_device_list", "zero"), ["--target_model_device_list", "'zero' is not a device list"]),
         (("--max_output_len", "0"), ["--max_output_len"]),
+        (("--output_format", "json", "--no_color"), ["--color is for text"]),
+        (("--chat_template", "x.jinja"), ["--chat_template needs --chat or --system"]),
+        (("--draft_confidence", "0.5"), ["--draft_confidence needs a draft"]),
+        (
+            ("--max_tokens_in_kv_cache", "64", "--no_kv_cache_enable_block_reuse"),
+            ["--max_tokens_in_kv_cache needs the prefix cache; give --kv_cache_enable_block_reuse"],
+        ),
     ],
 )
 def test_flags_that_contradict(engines: Path, flags: tuple[str, ...], fragments: list[str]) -> None:
@@ -1063,20 +1054,3 @@ def test_more_prompts_than_a_batch_run_in_several(engines: Path) -> None:
         assert json.loads(alone.stdout)["token_ids"] == result["token_ids"]
         assert result["output_tokens"] == len(result["token_ids"])
         assert result["accepted"] <= result["evaluated"] <= result["drafted"]
-
-
-# --- options that would do nothing
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--draft_confidence", 0.5), "--draft_confidence needs a draft"),
-        (
-            ("--max_tokens_in_kv_cache", 64, "--no_kv_cache_enable_block_reuse"),
-            "--max_tokens_in_kv_cache needs the prefix cache; give --kv_cache_enable_block_reuse",
-        ),
-    ],
-)
-def test_options_that_would_do_nothing(engines: Path, flags: tuple[object, ...], words: str) -> None:
-    says(usage_error(run("generate", "--engine_dir", engines / "target", "--input_text", "x", *flags)), words)

@@ -61,32 +61,27 @@ def copy_the_cache(model: ir.Model) -> None:
     model.graph.outputs[index] = copy.outputs[0]
 
 
-def test_an_input_outside_the_contract_is_an_error(onnx: Path, tmp_path: Path) -> None:
-    checkpoint = edited(onnx / "target", tmp_path / "onnx", add_input)
-    with pytest.raises(BuildError, match="'extra'"):
+def unknown_operator(model: ir.Model) -> None:
+    next(node for node in model.graph if node.op_type == "Attention").op_type = "Nonsense"
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (add_input, "'extra'"),
+        (ignore_the_logits_indices, "logits_indices"),
+        (copy_the_cache, "in place"),
+        (unknown_operator, "Nonsense"),
+    ],
+)
+def test_a_graph_outside_the_contract_is_an_error(
+    onnx: Path, tmp_path: Path, edit: Callable[[ir.Model], None], said: str
+) -> None:
+    """An input that is unknown, one that nothing reads, a cache that is not updated in place, an unknown operator."""
+    checkpoint = edited(onnx / "target", tmp_path / "onnx", edit)
+    with pytest.raises(BuildError, match=said):
         make_engine(checkpoint, tmp_path / "plan", backend="tensorrt_rtx", max_draft_len=4)
     assert not (tmp_path / "plan").exists()
-
-
-def test_an_input_that_nothing_reads_is_an_error(onnx: Path, tmp_path: Path) -> None:
-    checkpoint = edited(onnx / "target", tmp_path / "onnx", ignore_the_logits_indices)
-    with pytest.raises(BuildError, match="logits_indices"):
-        make_engine(checkpoint, tmp_path / "plan", backend="tensorrt_rtx", max_draft_len=4)
-
-
-def test_a_cache_that_is_not_updated_in_place_is_an_error(onnx: Path, tmp_path: Path) -> None:
-    checkpoint = edited(onnx / "target", tmp_path / "onnx", copy_the_cache)
-    with pytest.raises(BuildError, match="in place"):
-        make_engine(checkpoint, tmp_path / "plan", backend="tensorrt_rtx", max_draft_len=4)
-
-
-def test_a_graph_the_parser_refuses_names_the_reason(onnx: Path, tmp_path: Path) -> None:
-    def unknown_operator(model: ir.Model) -> None:
-        next(node for node in model.graph if node.op_type == "Attention").op_type = "Nonsense"
-
-    checkpoint = edited(onnx / "target", tmp_path / "onnx", unknown_operator)
-    with pytest.raises(BuildError, match="Nonsense"):
-        make_engine(checkpoint, tmp_path / "plan", backend="tensorrt_rtx")
 
 
 @pytest.mark.parametrize(
@@ -117,12 +112,6 @@ def has_fused_attention(plan: Path) -> bool:
 def test_tensorrt_without_its_gpu_points_to_tensorrt_rtx() -> None:
     with pytest.raises(BackendError, match="tensorrt_rtx"):
         choose("tensorrt")
-
-
-def test_auto_says_which_and_why() -> None:
-    name, _, reason = choose("auto")
-    assert name == "onnxruntime"
-    assert "tensorrt" in reason
 
 
 def test_multiple_profiles(onnx: Path, tmp_path: Path) -> None:

@@ -15,14 +15,12 @@ import numpy as np
 import pytest
 
 from specrun.backends import open_host_backend
-from specrun.backends.ort import OrtDeviceBackend
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.drafters import draft_ends
 from specrun.drafters.acceptance_rate import Calibration
 from specrun.drafters.draft_plan import DraftPlan
 from specrun.drafters.model import ModelDrafter
-from specrun.drafters.uploaded import UploadedDrafter
 from specrun.engine_dir.config import open_engine
 from specrun.errors import RequestError
 from specrun.request.request import Outcome, Request
@@ -32,10 +30,9 @@ from specrun.scheduler.draft_budget import least_survivors
 from specrun.scheduler.draft_length import DraftLength
 from specrun.scheduler.kept_plans import KeptPlans
 from specrun.scheduler.round_times import ExpectedTimes
-from specrun.speculative.device_round import DeviceRound
 from specrun.speculative.loop import learn
 from specrun.speculative.round import AnyRound
-from tests.helpers.host_device import HostDevice
+from tests.helpers.repetitive_requests import on_device
 from tests.helpers.tables import save_table_engine
 
 V, G, LENGTH = 12, 6, 40
@@ -90,10 +87,7 @@ def open_on(place: str, engines: tuple[Path, Path], confidence: float, use_logit
         config = DraftTargetConfig(G, use_logits=use_logits, draft_confidence=confidence)
         return SpeculativeDecoder.open(target, draft, config)
     on_host = ModelDrafter(ModelRunner(open_host_backend(draft, open_engine(draft), 20)), V, G, use_logits, confidence)
-    backend = OrtDeviceBackend(target, open_engine(target), HostDevice())
-    rounds = DeviceRound(backend, functools.partial(UploadedDrafter, on_host), G, use_logits, 4)
-    rounds.allocate_pools(20)
-    return SpeculativeDecoder(rounds, DraftLength(G, G), open_engine(target), 4)
+    return on_device(target, on_host, G, use_logits=use_logits)
 
 
 @pytest.mark.parametrize("use_logits", [False, True])

@@ -11,20 +11,15 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from specrun.backends import open_host_backend
 from specrun.cli import main
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.drafters.model import ModelDrafter
 from specrun.drafters.ngram import MAX_NGRAM, NgramDrafter, NgramIndex
-from specrun.engine_dir.config import open_engine
 from specrun.errors import PairError, RequestError
 from specrun.request.request import Request
-from specrun.runners.host_runner import ModelRunner
 from specrun.sampling.sampler import SamplingParams
-from tests.helpers.reference import exact_probabilities, fits
 from tests.helpers.repetitive_requests import V, on_device, some_requests
-from tests.helpers.tables import decode, make_requests, normal, save_table_engine
+from tests.helpers.tables import decode, normal, save_table_engine
 
 
 def searched(tokens: Sequence[int], count: int) -> list[int]:
@@ -80,23 +75,6 @@ def test_the_ids_are_the_targets_own(target: Path, place: str, draft_len: int | 
         assert not (left if place == "host" else left.drafter)._indices
 
 
-@pytest.mark.parametrize("place", ["host", "device"])
-@pytest.mark.parametrize("params", [SamplingParams(1.0), SamplingParams(1.3, top_k=4)], ids=["all", "top_k"])
-def test_acceptance_by_logits_keeps_the_distribution(tmp_path: Path, place: str, params: SamplingParams) -> None:
-    logits = normal(3, V)
-    target = save_table_engine(tmp_path / "target", logits)
-    decoder = (
-        on_host(target, "ngram", 3, use_logits=True)
-        if place == "host"
-        else on_device(target, NgramDrafter(), 3, use_logits=True)
-    )
-    requests = make_requests(1000, 30, params)
-    tokens = np.array(decode(decoder, requests))
-    for fit in fits(tokens, exact_probabilities(logits, params)):
-        assert fit.good, fit
-    assert sum(request.stats.accepted for request in requests) > 1000
-
-
 def test_host_and_device_accept_the_same_by_logits(target: Path) -> None:
     host, device = on_host(target, "ngram", 4, True), on_device(target, NgramDrafter(), 4, use_logits=True)
     assert decode(host, some_requests()) == decode(device, some_requests())
@@ -111,26 +89,6 @@ def test_a_text_without_repeats_is_not_drafted(tmp_path: Path) -> None:
         request = Request([0], SamplingParams(), 48)
         assert decode(decoder, [request]) == [list(range(1, 49))]
         assert request.stats.drafted == 0 and request.stats.rounds == 48
-
-
-def test_a_draft_model_on_the_host_beside_a_target_on_a_device(target: Path, tmp_path: Path) -> None:
-    """Its tokens are uploaded as well; by logits they are taken for certain."""
-    draft = save_table_engine(tmp_path / "draft", normal(1, V, V, scale=2) + normal(2, V, V), weight=3)
-    expected = [decode(on_host(target, None, None), [request])[0] for request in some_requests()]
-
-    def drafter(use_logits: bool) -> ModelDrafter:
-        return ModelDrafter(ModelRunner(open_host_backend(draft, open_engine(draft), 20)), V, 4, use_logits)
-
-    requests = some_requests()
-    assert decode(on_device(target, drafter(False), 4), requests) == expected
-    accepted, evaluated = (sum(getattr(r.stats, name) for r in requests) for name in ("accepted", "evaluated"))
-    assert 0.3 < accepted / evaluated < 1
-    logits = normal(3, V)
-    flat = save_table_engine(tmp_path / "flat", logits)
-    draws = make_requests(1000, 20, SamplingParams(1.0))
-    tokens = np.array(decode(on_device(flat, drafter(True), 3, use_logits=True), draws))
-    for fit in fits(tokens, exact_probabilities(logits, SamplingParams(1.0))):
-        assert fit.good, fit
 
 
 def test_what_cannot_be_meant(target: Path, engines: Path) -> None:

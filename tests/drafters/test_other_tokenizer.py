@@ -16,27 +16,23 @@ from click.testing import CliRunner
 from tokenizers import Tokenizer, decoders, models
 
 from specrun.backends import open_host_backend
-from specrun.backends.ort import OrtDeviceBackend
 from specrun.cli import main
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.drafters.other_tokenizer import TranslatedDrafter
-from specrun.drafters.uploaded import UploadedDrafter
 from specrun.engine_dir.config import open_engine
 from specrun.errors import PairError
 from specrun.request.request import Request
 from specrun.runners.host_runner import ModelRunner
 from specrun.sampling.sampler import SamplingParams
-from specrun.scheduler.draft_length import DraftLength
-from specrun.speculative.device_round import DeviceRound
 from specrun.speculative.loader import Engine
 from specrun.speculative.pair_checks import find_translator
 from specrun.text.retokenizer import TranslatedText, Translator, open_translator
 from specrun.text.token_bytes import TokenBytes
 from specrun.text.vocab_mapping import ABSENT, VocabMapping
-from tests.helpers.host_device import HostDevice
 from tests.helpers.other_tokenizers import KINDS, PARAMS, TEXTS, save_reader
 from tests.helpers.reference import exact_probabilities, fits
+from tests.helpers.repetitive_requests import on_device
 from tests.helpers.tables import decode, make_requests, normal
 
 WHOLE = ["bytes", "fewer bytes", "pieces"]
@@ -177,11 +173,8 @@ def open_on_device(readers: Path, target: str, draft: str, draft_len: int | None
     assert by
     runner, vocab_size = ModelRunner(open_host_backend(there.directory, there.config, 20)), here.config.graph.vocab_size
     drafter = TranslatedDrafter(runner, by, vocab_size, draft_len or 8, False)
-    backend = OrtDeviceBackend(here.directory, here.config, HostDevice())
     rows = here.config.build_config.max_batch_size
-    rounds = DeviceRound(backend, functools.partial(UploadedDrafter, drafter), draft_len or 8, False, rows)
-    rounds.allocate_pools(20)
-    return SpeculativeDecoder(rounds, DraftLength(draft_len or 8, draft_len), here.config, rows, here.directory)
+    return on_device(here.directory, drafter, draft_len or 8, auto=draft_len is None, rows=rows)
 
 
 @pytest.mark.parametrize("draft_len", [1, 6, None], ids=lambda value: value or "auto")

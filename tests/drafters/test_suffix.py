@@ -20,6 +20,7 @@ from specrun.drafters.acceptance_rate import AcceptanceRate
 from specrun.drafters.draft_plan import DraftPlan
 from specrun.drafters.hybrid import HybridDrafter
 from specrun.drafters.model import ModelDrafter
+from specrun.drafters.ngram import NgramDrafter
 from specrun.drafters.suffix import MATCHED, MAX_MATCH, MAX_OCCURRENCES, Found, Index, PastTexts, SuffixDrafter, follow
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
@@ -212,13 +213,19 @@ def test_nor_is_it_beside_a_model(target: Path, draft: Path) -> None:
         assert lens_by_price(drafter, drafter.suffix, [0.3, 0.6]) == [3, 3, 1, 1]
 
 
-@pytest.mark.parametrize("kind", ["suffix", "hybrid"])
-def test_acceptance_by_logits_keeps_the_distribution(tmp_path: Path, kind: str) -> None:
-    logits, params = normal(3, V), SamplingParams(1.0)
+@pytest.mark.parametrize("kind", ["ngram", "ngram on a device", "suffix", "hybrid"])
+@pytest.mark.parametrize("params", [SamplingParams(1.0), SamplingParams(1.3, top_k=4)], ids=["all", "top_k"])
+def test_acceptance_by_logits_keeps_the_distribution(tmp_path: Path, kind: str, params: SamplingParams) -> None:
+    logits = normal(3, V)
     target = save_table_engine(tmp_path / "target", logits)
     draft = save_table_engine(tmp_path / "draft", logits + normal(4, V)) if kind == "hybrid" else None
     requests = make_requests(1000, 30, params)
-    with on_host(target, draft, 3, use_logits=True) as decoder:
+    config = DraftTargetConfig(3, use_logits=True, draft="ngram" if kind == "ngram" else "suffix")
+    with (
+        on_device(target, NgramDrafter(), 3, use_logits=True)
+        if kind == "ngram on a device"
+        else SpeculativeDecoder.open(target, draft, config)
+    ) as decoder:
         tokens = np.array(decode(decoder, requests))
     for fit in fits(tokens, exact_probabilities(logits, params)):
         assert fit.good, fit

@@ -45,14 +45,6 @@ CONFIGS: list[tuple[str, dict[str, Any], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("dialect", "changes", "said"), CONFIGS, ids=[", ".join(one[1]) for one in CONFIGS])
-def test_a_configuration_that_is_not_read(
-    target: Path, tmp_path: Path, dialect: str, changes: dict[str, Any], said: list[str]
-) -> None:
-    head = save_head(tmp_path / "head", dialect, **changes)
-    says(head_error(target, head, tmp_path / "out"), head, *said)
-
-
 def of_another_target(tensors: Tensors) -> None:
     tensors["fc.weight"] = torch.zeros(64, 3 * 128)
 
@@ -61,15 +53,23 @@ TENSORS: list[tuple[str, Change, list[str]]] = [
     ("specforge", lambda t: t.pop("fc.weight"), ["fc.weight"]),
     ("specforge", of_another_target, ["fc.weight", "another target"]),
 ]
+UNREAD = [
+    *((dialect, None, changes, said) for dialect, changes, said in CONFIGS),
+    *((dialect, change, {}, said) for dialect, change, said in TENSORS),
+]
 
 
-@pytest.mark.parametrize(("dialect", "change", "said"), TENSORS, ids=[one[2][-1] for one in TENSORS])
-def test_tensors_that_both_sides_need(
-    target: Path, tmp_path: Path, dialect: str, change: Change, said: list[str]
+@pytest.mark.parametrize(
+    ("dialect", "change", "changes", "said"), UNREAD, ids=[", ".join([*one[2], one[3][-1]]) for one in UNREAD]
+)
+def test_what_is_not_read(
+    target: Path, tmp_path: Path, dialect: str, change: Change | None, changes: dict[str, Any], said: list[str]
 ) -> None:
+    """Configurations, and tensors that both sides need."""
     tensors = dict(head_tensors(dialect))
-    change(tensors)
-    head = save_head(tmp_path / "head", dialect, tensors)
+    if change:
+        change(tensors)
+    head = save_head(tmp_path / "head", dialect, tensors, **changes)
     says(head_error(target, head, tmp_path / "out"), head, *said)
 
 

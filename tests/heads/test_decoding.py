@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -29,26 +30,46 @@ from tests.helpers.heads.decoding import (
     device_round,
     open_pair,
 )
+from tests.helpers.heads.dflash import BLOCK
+from tests.helpers.heads.medusa import HEADS
 from tests.helpers.heads.trained import PROMPTS
 from tests.helpers.staggered import run_staggered
 
+KINDS = {
+    "pair": (1, 3, 6, None),
+    "medusa": (1, HEADS, None),
+    "dflash": (1, BLOCK - 1, None),
+    "dspark": (1, BLOCK - 1, None),
+}
+"""Fixtures of pairs, and draft lengths."""
+BLOCKS = ("dflash", "dspark")
+
 
 @pytest.fixture(scope="module")
-def alone(pair: Path) -> dict[str, list[list[int]]]:
+def made(request: pytest.FixtureRequest) -> Path:
+    """The pair of a kind of heads."""
+    pair: Path = request.getfixturevalue(request.param)
+    return pair
+
+
+@pytest.fixture(scope="module")
+def alone(made: Path) -> dict[str, list[list[int]]]:
     """What the target says on its own, one prompt at a time."""
-    with open_pair(pair, head=False) as decoder:
+    with open_pair(made, head=False) as decoder:
         return {name: [decode(decoder, [one], params)[0].output for one in PROMPTS] for name, params in MANNERS.items()}
 
 
 @pytest.mark.parametrize("mode", MANNERS)
-@pytest.mark.parametrize("draft_len", [1, 3, 6, None])
+@pytest.mark.parametrize(
+    ("made", "draft_len"), [(kind, count) for kind, counts in KINDS.items() for count in counts], indirect=["made"]
+)
 def test_same_ids_as_the_target_alone(
-    pair: Path, alone: dict[str, list[list[int]]], draft_len: int | None, mode: str
+    made: Path, alone: dict[str, list[list[int]]], draft_len: int | None, mode: str
 ) -> None:
-    with open_pair(pair, head=True, draft_len=draft_len) as decoder:
-        for batch in range(1, 4):
-            found = decode(decoder, PROMPTS[:batch], MANNERS[mode])
-            assert [request.output for request in found] == alone[mode][:batch]
+    with open_pair(made, head=True, draft_len=draft_len) as decoder:
+        for batch in range(1, 5):
+            requests = decode(decoder, PROMPTS[:batch], MANNERS[mode])
+            assert [request.output for request in requests] == alone[mode][:batch]
 
 
 def test_a_trained_heads_drafts_are_accepted(pair: Path) -> None:
@@ -95,10 +116,11 @@ def test_draft_tokens_are_read_again_with_the_targets_features(pair: Path, monke
     assert accepted() != right
 
 
-def test_prefixes_are_reused(pair: Path, alone: dict[str, list[list[int]]]) -> None:
+@pytest.mark.parametrize("made", KINDS, indirect=True)
+def test_prefixes_are_reused(made: Path) -> None:
     """Ids and accepted tokens are those without reuse, also where the head finds more than its target does."""
     prompts = [[*LONG, 3], [*LONG, 4, 5]]
-    with open_pair(pair, head=True, draft_len=3) as decoder:
+    with open_pair(made, head=True, draft_len=3) as decoder:
         plain = [decode(decoder, [one], GREEDY, reuse_blocks=False)[0] for one in prompts]
         decode(decoder, prompts[:1], GREEDY)
         again = decode(decoder, prompts, GREEDY)
@@ -110,11 +132,12 @@ def test_prefixes_are_reused(pair: Path, alone: dict[str, list[list[int]]]) -> N
     assert (scored.output, scored.stats.accepted) == (plain[1].output, plain[1].stats.accepted)
 
 
-def test_requests_that_come_and_go(pair: Path) -> None:
+@pytest.mark.parametrize("made", KINDS, indirect=True)
+def test_requests_that_come_and_go(made: Path) -> None:
     """Rows are exchanged, caches grow, and drafts rest in some rows."""
-    with open_pair(pair, head=False) as decoder:
+    with open_pair(made, head=False) as decoder:
         expected = [decode_all(decoder, [request])[0] for request in coming(12, drafts=False)]
-    with open_pair(pair, head=True) as decoder:
+    with open_pair(made, head=True, draft_len=None if made.name == "heads_pair" else 4) as decoder:
         requests = coming(12, drafts=True)
         run_staggered(decoder, requests, 1)
         assert [request.output for request in requests] == expected
@@ -138,17 +161,28 @@ def test_forced_tokens_are_read_one_by_one(pair: Path) -> None:
 
 
 @pytest.mark.parametrize("use_logits", [False, True])
-@pytest.mark.parametrize("draft_len", [1, 3, 6])
-def test_the_round_on_a_device(pair: Path, draft_len: int, use_logits: bool) -> None:
-    """Ids and counts are those of the round on the host, recorded too."""
+@pytest.mark.parametrize(
+    ("made", "draft_len"),
+    [*(("pair", n) for n in (1, 3, 6)), *(("medusa", n) for n in (1, 3, HEADS)), *itertools.product(BLOCKS, (1, 4))],
+    indirect=["made"],
+)
+def test_the_round_on_a_device(made: Path, draft_len: int, use_logits: bool) -> None:
+    """Ids and counts are those of the round on the host, recorded too.
+
+    Near the end of a text, a block has fewer masks on the host: so with several draft tokens its drafts are others.
+    """
     batch = [Request(prompt, params, LENGTH) for prompt in PROMPTS for params in MANNERS.values()]
     expected, found, again = ([replace(request) for request in batch] for _ in range(3))
-    with open_pair(pair, head=True, draft_len=draft_len, use_logits=use_logits) as decoder:
+    with open_pair(made, head=True, draft_len=draft_len, use_logits=use_logits) as decoder:
         ids = decode_all(decoder, expected)
-    round_ = device_round(pair, draft_len, use_logits)
+    is_same = draft_len == 1 or made.name not in [f"{kind}_pair" for kind in BLOCKS]
+    round_, longest = device_round(made, draft_len, use_logits), draft_len if made.name == "heads_pair" else 4
     for requests in (found, again):
-        for _ in Scheduler(round_, DraftLength(draft_len, draft_len), 4).run(requests):
+        for _ in Scheduler(round_, DraftLength(longest, draft_len), 4).run(requests):
             pass
-        assert [request.output for request in requests] == ids
-    assert sum(request.stats.accepted for request in found) == sum(request.stats.accepted for request in expected)
-    assert sum(request.stats.accepted for request in found) > len(found)
+        if is_same or not use_logits:
+            assert [request.output for request in requests] == ids
+    accepted = [sum(request.stats.accepted for request in requests) for requests in (found, again, expected)]
+    assert accepted[0] == accepted[1]
+    assert accepted[0] == (accepted[2] if is_same else pytest.approx(accepted[2], rel=0.1))
+    assert accepted[0] > len(found)

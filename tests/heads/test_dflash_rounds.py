@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from specrun.backends.ort import OrtDeviceBackend
 from specrun.drafters import Proposal
-from specrun.drafters.block_head import DeviceParallelDrafter, ParallelDrafter
+from specrun.drafters.block_head import ParallelDrafter
 from specrun.drafters.draft_plan import DraftPlan
 from specrun.drafters.markov import Markov
 from specrun.drafters.model import ModelDrafter
-from specrun.engine_dir.config import open_engine
 from specrun.request.request import Request
 from specrun.sampling.sampler import Floats, probabilities
-from specrun.scheduler.draft_length import DraftLength
-from specrun.scheduler.scheduler import Scheduler
-from specrun.speculative.device_round import DeviceRound
-from tests.helpers.device_rounds import Recordable
 from tests.helpers.families import VOCAB
 from tests.helpers.heads.decoding import (
     GREEDY,
-    LENGTH,
-    LONG,
     MANNERS,
-    coming,
     decode,
     decode_all,
     drawn,
@@ -38,16 +28,13 @@ from tests.helpers.heads.decoding import (
     open_pair,
 )
 from tests.helpers.heads.dflash import (
-    BLOCK,
     DIALECTS,
     drafted,
     features_of,
     with_targets_matrices,
 )
-from tests.helpers.heads.made import Tensors, states_of
+from tests.helpers.heads.made import read_tensors, states_of
 from tests.helpers.heads.trained import PROMPTS
-from tests.helpers.host_device import HostDevice
-from tests.helpers.staggered import run_staggered
 
 CONFIDENCE = 0.9
 """Of which the trained head is sometimes less sure."""
@@ -98,14 +85,6 @@ def test_rounds_draft_what_the_formula_says(
     assert bool(ended) == bool(confidence)
 
 
-def read_tensors(head: Path) -> Tensors:
-    from specbuild.head_formats.detect import read_head
-
-    return {
-        name: one.read((slice(None),) * len(one.shape), torch.float32) for name, one in read_head(head).tensors.items()
-    }
-
-
 # -------------------------------------------------------------------------------------- rounds
 
 
@@ -113,24 +92,6 @@ def read_tensors(head: Path) -> Tensors:
 def pair(request: pytest.FixtureRequest) -> Path:
     made: Path = request.getfixturevalue(request.param)
     return made
-
-
-@pytest.fixture(scope="module")
-def alone(pair: Path) -> dict[str, list[list[int]]]:
-    """What the target says on its own, one prompt at a time."""
-    with open_pair(pair, head=False) as decoder:
-        return {name: [decode(decoder, [one], params)[0].output for one in PROMPTS] for name, params in MANNERS.items()}
-
-
-@pytest.mark.parametrize("mode", MANNERS)
-@pytest.mark.parametrize("draft_len", [1, BLOCK - 1, None])
-def test_same_ids_as_the_target_alone(
-    pair: Path, alone: dict[str, list[list[int]]], draft_len: int | None, mode: str
-) -> None:
-    with open_pair(pair, head=True, draft_len=draft_len) as decoder:
-        for batch in range(1, 5):
-            requests = decode(decoder, PROMPTS[:batch], MANNERS[mode])
-            assert [request.output for request in requests] == alone[mode][:batch]
 
 
 def tokens_a_round(pair: Path) -> float:
@@ -151,66 +112,6 @@ def test_a_markov_head_is_worth_something(dspark: Path, monkeypatch: pytest.Monk
     right = tokens_a_round(dspark)
     monkeypatch.setattr(Markov, "applied", lambda _self, logits, _before: logits)
     assert tokens_a_round(dspark) < right
-
-
-def test_prefixes_are_reused(pair: Path) -> None:
-    """Ids and accepted tokens are those without reuse: features come with the target's blocks."""
-    prompts = [[*LONG, 3], [*LONG, 4, 5]]
-    with open_pair(pair, head=True, draft_len=3) as decoder:
-        plain = [decode(decoder, [one], GREEDY, reuse_blocks=False)[0] for one in prompts]
-        decode(decoder, prompts[:1], GREEDY)
-        again = decode(decoder, prompts, GREEDY)
-        scored = decode(decoder, prompts[1:], GREEDY, prompt_logprobs=0)[0]  # Its target reads the whole prompt.
-    assert [request.stats.cached for request in again] == [48, 48]
-    assert [request.output for request in again] == [request.output for request in plain]
-    assert [request.stats.accepted for request in again] == [request.stats.accepted for request in plain]
-    assert (scored.output, scored.stats.accepted) == (plain[1].output, plain[1].stats.accepted)
-
-
-def test_requests_that_come_and_go(pair: Path) -> None:
-    """Rows are exchanged, caches grow, and drafts rest in some rows."""
-    with open_pair(pair, head=False) as decoder:
-        expected = [decode_all(decoder, [request])[0] for request in coming(12, drafts=False)]
-    with open_pair(pair, head=True, draft_len=4) as decoder:
-        requests = coming(12, drafts=True)
-        run_staggered(decoder, requests, 1)
-        assert [request.output for request in requests] == expected
-
-
-@pytest.mark.parametrize("use_logits", [False, True])
-@pytest.mark.parametrize("draft_len", [1, 4])
-def test_the_round_on_a_device(pair: Path, draft_len: int, use_logits: bool) -> None:
-    """Ids are those of the round on the host, recorded too; with one draft token all counts are as well.
-
-    Near the end of a text, a block has fewer masks on the host.
-    """
-    batch = [Request(prompt, params, LENGTH) for prompt in PROMPTS for params in MANNERS.values()]
-    expected, here, again = ([replace(request) for request in batch] for _ in range(3))
-    with open_pair(pair, head=True, draft_len=draft_len, use_logits=use_logits) as decoder:
-        ids = decode_all(decoder, expected)
-    round_ = device_round(pair, draft_len, use_logits)
-    for requests in (here, again):
-        for _ in Scheduler(round_, DraftLength(4, draft_len), 4).run(requests):
-            pass
-        if not use_logits or draft_len == 1:
-            assert [request.output for request in requests] == ids
-    accepted = [sum(request.stats.accepted for request in requests) for requests in (here, again, expected)]
-    assert accepted[0] == accepted[1]
-    assert accepted[0] == (accepted[2] if draft_len == 1 else pytest.approx(accepted[2], rel=0.1))
-    assert accepted[0] > len(here)
-
-
-def device_round(
-    pair: Path, draft_len: int, use_logits: bool, kind: type[OrtDeviceBackend] = Recordable
-) -> DeviceRound:
-    """Of the longest draft length, whose memory shorter rounds use in part."""
-    device, config = HostDevice(), open_engine(pair / "head")
-    target = kind(pair / "target", open_engine(pair / "target"), device)
-    head = kind(pair / "head", config, device, target)
-    markov = Markov.open(pair / "head", config.graph)
-    round_ = DeviceRound(target, lambda rows: DeviceParallelDrafter(head, rows, markov), 4, use_logits, 4)
-    round_.allocate_pools(12)
-    return round_
 
 
 # -------------------------------------------------------------------------------------- by logits

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,38 +13,26 @@ from specbuild.export.features import describe_features
 from specbuild.head_formats.detect import read_head
 from specbuild.weights.safetensors_files import check_weights
 from specrun.backends import open_host_backend
-from specrun.backends.ort import OrtDeviceBackend
 from specrun.drafters import Proposal
-from specrun.drafters.block_head import DeviceParallelDrafter, ParallelDrafter
+from specrun.drafters.block_head import ParallelDrafter
 from specrun.engine_dir.config import open_engine
 from specrun.request.request import Request
 from specrun.runners.host_runner import ModelRunner
 from specrun.sampling.sampler import Floats
-from specrun.scheduler.draft_length import DraftLength
-from specrun.scheduler.scheduler import Scheduler
-from specrun.speculative.device_round import DeviceRound
-from tests.helpers.device_rounds import Recordable
 from tests.helpers.engines import make_engine, make_onnx
 from tests.helpers.families import VOCAB
 from tests.helpers.heads.agreement import TEXTS, TOLERANCE, difference
 from tests.helpers.heads.decoding import (
     GREEDY,
-    LENGTH,
-    LONG,
-    MANNERS,
-    coming,
     decode,
-    decode_all,
     drawn,
     exact,
     misfit,
     open_pair,
 )
-from tests.helpers.heads.made import SMALL, save_head, states_of
+from tests.helpers.heads.made import SMALL, read_tensors, save_head, states_of
 from tests.helpers.heads.medusa import DIALECTS, HEADS, logits_of, make_head_engine, random_heads, save_medusa
 from tests.helpers.heads.trained import PROMPTS
-from tests.helpers.host_device import HostDevice
-from tests.helpers.staggered import run_staggered
 
 WANTED = [HEADS, 2]
 """Of each of ``TEXTS``."""
@@ -108,24 +95,6 @@ def test_features_are_those_of_eagle_1(target: Path, tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------- rounds
 
 
-@pytest.fixture(scope="module")
-def alone(medusa: Path) -> dict[str, list[list[int]]]:
-    """What the target says on its own, one prompt at a time."""
-    with open_pair(medusa, head=False) as decoder:
-        return {name: [decode(decoder, [one], params)[0].output for one in PROMPTS] for name, params in MANNERS.items()}
-
-
-@pytest.mark.parametrize("mode", MANNERS)
-@pytest.mark.parametrize("draft_len", [1, HEADS, None])
-def test_same_ids_as_the_target_alone(
-    medusa: Path, alone: dict[str, list[list[int]]], draft_len: int | None, mode: str
-) -> None:
-    with open_pair(medusa, head=True, draft_len=draft_len) as decoder:
-        for batch in range(1, 5):
-            requests = decode(decoder, PROMPTS[:batch], MANNERS[mode])
-            assert [request.output for request in requests] == alone[mode][:batch]
-
-
 def test_trained_heads_drafts_are_accepted(medusa: Path, target: Path, tmp_path: Path) -> None:
     """Heads that were taught these texts, and the same in each other's places: only this sees a shift."""
 
@@ -145,62 +114,6 @@ def test_trained_heads_drafts_are_accepted(medusa: Path, target: Path, tmp_path:
     make_head_engine(target, save_medusa(shifted / "hf", "safetensors", tensors, target), shifted / "head")
     (shifted / "target").symlink_to(medusa / "target")
     assert tokens_a_round(shifted) < 0.75 * right  # These texts repeat themselves, so a part is right nevertheless.
-
-
-def read_tensors(head: Path) -> dict[str, torch.Tensor]:
-    tensors = read_head(head).tensors
-    return {name: one.read((slice(None),) * len(one.shape), torch.float32) for name, one in tensors.items()}
-
-
-def test_prefixes_are_reused(medusa: Path) -> None:
-    """Ids and accepted tokens are those without reuse: features come with the target's blocks."""
-    prompts = [[*LONG, 3], [*LONG, 4, 5]]
-    with open_pair(medusa, head=True, draft_len=HEADS) as decoder:
-        plain = [decode(decoder, [one], GREEDY, reuse_blocks=False)[0] for one in prompts]
-        decode(decoder, prompts[:1], GREEDY)
-        again = decode(decoder, prompts, GREEDY)
-    assert [request.stats.cached for request in again] == [48, 48]
-    assert [request.output for request in again] == [request.output for request in plain]
-    assert [request.stats.accepted for request in again] == [request.stats.accepted for request in plain]
-
-
-def test_requests_that_come_and_go(medusa: Path) -> None:
-    """Rows are exchanged, caches grow, and drafts rest in some rows."""
-    with open_pair(medusa, head=False) as decoder:
-        expected = [decode_all(decoder, [request])[0] for request in coming(12, drafts=False)]
-    with open_pair(medusa, head=True, draft_len=HEADS) as decoder:
-        requests = coming(12, drafts=True)
-        run_staggered(decoder, requests, 1)
-        assert [request.output for request in requests] == expected
-
-
-@pytest.mark.parametrize("use_logits", [False, True])
-@pytest.mark.parametrize("draft_len", [1, 3, HEADS])
-def test_the_round_on_a_device(medusa: Path, draft_len: int, use_logits: bool) -> None:
-    """Ids and counts are those of the round on the host, recorded too."""
-    batch = [Request(prompt, params, LENGTH) for prompt in PROMPTS for params in MANNERS.values()]
-    expected, here, again = ([replace(request) for request in batch] for _ in range(3))
-    with open_pair(medusa, head=True, draft_len=draft_len, use_logits=use_logits) as decoder:
-        ids = decode_all(decoder, expected)
-    round_ = device_round(medusa, draft_len, use_logits)
-    for requests in (here, again):
-        for _ in Scheduler(round_, DraftLength(HEADS, draft_len), 4).run(requests):
-            pass
-        assert [request.output for request in requests] == ids
-    assert sum(request.stats.accepted for request in here) == sum(request.stats.accepted for request in expected)
-    assert sum(request.stats.accepted for request in here) > len(here)
-
-
-def device_round(
-    pair: Path, draft_len: int, use_logits: bool, kind: type[OrtDeviceBackend] = Recordable
-) -> DeviceRound:
-    """Of the longest draft length, whose memory shorter rounds use in part."""
-    device = HostDevice()
-    target = kind(pair / "target", open_engine(pair / "target"), device)
-    head = kind(pair / "head", open_engine(pair / "head"), device, target)
-    round_ = DeviceRound(target, lambda rows: DeviceParallelDrafter(head, rows), HEADS, use_logits, 4)
-    round_.allocate_pools(12)
-    return round_
 
 
 # -------------------------------------------------------------------------------------- by logits

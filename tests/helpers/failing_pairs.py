@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
 
 from specrun.backends import open_host_backend
 from specrun.backends.ort import OrtDeviceBackend
@@ -12,12 +11,12 @@ from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.drafters.device_model import device_model_drafter
 from specrun.drafters.model import ModelDrafter
-from specrun.drafters.uploaded import UploadedDrafter
 from specrun.engine_dir.config import open_engine
 from specrun.runners.host_runner import ModelRunner
 from specrun.scheduler.draft_length import DraftLength
 from specrun.speculative.device_round import DeviceRound
 from tests.helpers.host_device import HostDevice
+from tests.helpers.repetitive_requests import on_device
 
 V, G = 12, 4
 
@@ -31,16 +30,12 @@ def open_pair(place: str, target: Path, draft: Path | None, use_logits: bool = F
     if place == "host" or draft is None:
         settings = DraftTargetConfig(G if draft else None, use_logits=use_logits)
         return SpeculativeDecoder.open(target, draft, settings)
-    here = HostDevice()
-    drafter: Any
     if place == "uploaded":
-        on_host = ModelDrafter(
-            ModelRunner(open_host_backend(draft, open_engine(draft), 20)), config.graph.vocab_size, G, use_logits
-        )
-        drafter = functools.partial(UploadedDrafter, on_host)
-    else:
-        there = here if place == "device" else HostDevice()
-        drafter = functools.partial(device_model_drafter, OrtDeviceBackend(draft, open_engine(draft), there), True)
+        runner = ModelRunner(open_host_backend(draft, open_engine(draft), 20))
+        return on_device(target, ModelDrafter(runner, config.graph.vocab_size, G, use_logits), G, use_logits=use_logits)
+    here = HostDevice()
+    there = here if place == "device" else HostDevice()
+    drafter = functools.partial(device_model_drafter, OrtDeviceBackend(draft, open_engine(draft), there), True)
     rounds = DeviceRound(OrtDeviceBackend(target, config, here), drafter, G, use_logits, 4)
     rounds.allocate_pools(20)
     return SpeculativeDecoder(rounds, DraftLength(G, G), config, 4)

@@ -28,13 +28,14 @@ PARAMS = (
 
 
 def on_device(
-    target: Path, drafter: Drafter, draft_len: int, auto: bool = False, use_logits: bool = False
+    target: Path, drafter: Drafter, draft_len: int, auto: bool = False, use_logits: bool = False, rows: int = 4
 ) -> SpeculativeDecoder:
+    """``drafter``'s drafts are uploaded to the target's device."""
     config = open_engine(target)
     backend = OrtDeviceBackend(target, config, HostDevice())
-    rounds = DeviceRound(backend, functools.partial(UploadedDrafter, drafter), draft_len, use_logits, 4)
+    rounds = DeviceRound(backend, functools.partial(UploadedDrafter, drafter), draft_len, use_logits, rows)
     rounds.allocate_pools(20)
-    return SpeculativeDecoder(rounds, DraftLength(draft_len, None if auto else draft_len), config, 4)
+    return SpeculativeDecoder(rounds, DraftLength(draft_len, None if auto else draft_len), config, rows, target)
 
 
 def some_requests(length: int = 40) -> list[Request]:

@@ -207,12 +207,6 @@ def test_what_cannot_be_recorded_is_queued_piece_by_piece(
     assert len(warned) == 1
 
 
-@pytest.mark.parametrize("use_logits", [False, True])
-def test_draft_on_another_device(tables: tuple[Path, Path], use_logits: bool) -> None:
-    ids = on_host(*tables, 4, use_logits, batch(EVERY))
-    assert on_device(device_round(*tables, 4, use_logits, apart=True), batch(EVERY)) == ids
-
-
 @pytest.mark.parametrize(
     "kind, apart", [(OrtDeviceBackend, False), (OrtDeviceBackend, True), (Recordable, False), (Recordable, True)]
 )
@@ -347,29 +341,6 @@ def test_up_to_the_last_position(tmp_path: Path) -> None:
     for use_logits in (False, True):
         ids = on_host(target, draft, 4, use_logits, requests())
         assert on_device(device_round(target, draft, 4, use_logits, rows=3), requests()) == ids
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("params", [GREEDY, WARM])
-@pytest.mark.parametrize("use_logits", [False, True])
-def test_target_logits_that_are_not_numbers(
-    tmp_path: Path, bad: float, params: SamplingParams, use_logits: bool
-) -> None:
-    good = normal(5, 40)
-    broken = good.copy()
-    broken[11] = bad
-    target, draft = save_table_engine(tmp_path / "target", broken), save_table_engine(tmp_path / "draft", good)
-    requests = [Request([1, 2], params, 9), Request([3, 4], params, 9)]
-    on_device(device_round(target, draft, 3, use_logits), requests)
-    assert all("not numbers" in str(request.error) for request in requests)
-
-
-def test_long_prompts_are_fed_in_pieces(engines: Path, onnx: Path, tmp_path: Path) -> None:
-    """A draft whose max_input_len is smaller than the prompt proposes the same."""
-    small = make_engine(onnx / "target", tmp_path / "small", max_input_len=7)
-    requests = [Request(prompt, GREEDY, 20) for prompt in (list(range(30, 70)), [5], list(range(100, 114)))]
-    on_device(device_round(engines / "target", small, 4), requests)
-    assert all(r.stats.accepted == r.stats.evaluated for r in requests)
 
 
 @pytest.mark.parametrize("use_logits", [False, True])

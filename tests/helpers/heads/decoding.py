@@ -14,7 +14,9 @@ from specrun.backends import open_host_backend
 from specrun.backends.ort import OrtDeviceBackend
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
+from specrun.drafters.block_head import DeviceParallelDrafter
 from specrun.drafters.head import DeviceHeadDrafter
+from specrun.drafters.markov import Markov
 from specrun.engine_dir.config import open_engine
 from specrun.request.request import Request
 from specrun.runners.host_runner import ModelRunner
@@ -74,10 +76,15 @@ def decode_all(decoder: SpeculativeDecoder, requests: Sequence[Request]) -> list
 def device_round(
     pair: Path, draft_len: int, use_logits: bool, kind: type[OrtDeviceBackend] = Recordable
 ) -> DeviceRound:
-    device = HostDevice()
+    """Heads that draft all in one pass get memory for their longest drafts, of which shorter rounds use a part."""
+    device, config = HostDevice(), open_engine(pair / "head")
     target = kind(pair / "target", open_engine(pair / "target"), device)
-    head = kind(pair / "head", open_engine(pair / "head"), device, target)
-    round_ = DeviceRound(target, lambda rows: DeviceHeadDrafter(head, rows), draft_len, use_logits, 4)
+    head = kind(pair / "head", config, device, target)
+    if config.graph.parallel_drafts:
+        markov = Markov.open(pair / "head", config.graph)
+        round_ = DeviceRound(target, lambda rows: DeviceParallelDrafter(head, rows, markov), 4, use_logits, 4)
+    else:
+        round_ = DeviceRound(target, lambda rows: DeviceHeadDrafter(head, rows), draft_len, use_logits, 4)
     round_.allocate_pools(12)
     return round_
 

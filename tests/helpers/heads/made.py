@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from specbuild.head_formats.detect import read_head
 from specbuild.weights.lazy_tensors import StoredTensor
 from specbuild.weights.safetensors_files import check_weights
 from specrun.backends import open_host_backend
@@ -208,6 +209,12 @@ def head_tensors(name: str) -> Tensors:
         tensors["d2t"] = chosen - torch.arange(dialect.draft_vocab)
         tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, chosen, True)
     return tensors
+
+
+def read_tensors(head: Path) -> Tensors:
+    """All tensors of a head's checkpoint, in float32."""
+    tensors = read_head(head).tensors
+    return {name: one.read((slice(None),) * len(one.shape), torch.float32) for name, one in tensors.items()}
 
 
 def save_head(directory: Path, name: str, tensors: Tensors | None = None, **changes: Any) -> Path:
