@@ -37,7 +37,7 @@ class CachedTexts(Generic[AnyRunner]):
         """
         self.runner = runner
         self.first_step_len = first_step_len
-        self._keeps_to_target = keeps_to_target
+        self.keeps_to_target = keeps_to_target
 
     def ids(self, request: Request) -> Sequence[int]:
         """The request's text in the model's own ids."""
@@ -51,7 +51,7 @@ class CachedTexts(Generic[AnyRunner]):
         """Give ``requests`` the rows from ``first`` on, with their cached prefixes."""
         for row, request in enumerate(requests, first):
             self.runner.rows.admit(row, self.ids(request)[:-1] if self._loads_prefix(request) else ())
-            if self._keeps_to_target:
+            if self.keeps_to_target:
                 self.runner.rows.rewind(row, request.stats.cached)
 
     def should_wait_for_prefix(self, request: Request, others: Sequence[Request]) -> bool:

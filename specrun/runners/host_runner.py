@@ -83,9 +83,11 @@ class ModelRunner:
         """How many ids a row of logits has."""
         self.rows = rows_of(backend.cache, backend.config.graph)
         self._padding = UNUSED_TOKEN if backend.config.backend.skips_unused_tokens else 0
-        self._chunk = backend.config.build_config.max_input_len
-        if isinstance(self.rows, RecurrentRows):
-            self._chunk = min(self._chunk, _RECURRENT_CHUNK)
+        self.has_states = isinstance(self.rows, RecurrentRows)
+        self.most_tokens = backend.config.build_config.max_input_len
+        """Tokens of a row in one pass."""
+        if self.has_states:
+            self.most_tokens = min(self.most_tokens, _RECURRENT_CHUNK)
         self.seconds = 0.0
         """Time spent in the engine so far."""
         self.calls = 0
@@ -115,7 +117,7 @@ class ModelRunner:
 
     def _size(self, num_rows: int, length: int, used: int) -> tuple[int, int]:
         """The rows, and positions of a row, that ``reserve`` makes."""
-        if isinstance(self.rows, RecurrentRows):
+        if self.has_states:
             length += _RECURRENT_CHUNK
         cache, length = self.backend.cache, -(-length // _LENGTH_STEP) * _LENGTH_STEP
         if not used:
@@ -133,7 +135,7 @@ class ModelRunner:
 
         token_ids: the rows' whole texts. A call feeds at most max_input_len tokens of a row.
         """
-        max_tokens = min(max_tokens, self._chunk)
+        max_tokens = min(max_tokens, self.most_tokens)
         if chunk := self.rows.next_chunk(token_ids, first, max_tokens):
             self._feed(chunk, [()] * len(token_ids), [0] * len(token_ids), first, whole_blocks=True)
 
@@ -158,7 +160,7 @@ class ModelRunner:
         """
         drafts = drafts or [()] * len(token_ids)
         longest = max(len(tokens) - length for tokens, length in zip(token_ids, self.rows.lengths, strict=False))
-        chunk = max(self._chunk, *num_logits)
+        chunk = max(self.most_tokens, *num_logits)
         for left in range((longest - 1) // chunk, 0, -1):
             # Each row leaves whole chunks for later, so that its last tokens are fed in the last call.
             pairs = zip(token_ids, self.rows.lengths, strict=False)

@@ -33,7 +33,7 @@ from specrun.speculative.round import EngineTimes, Round
 class HostRound(Round[ModelRunner, Drafter]):
     """A round in numpy."""
 
-    is_steady_state = True  # On a CPU, the first pass of a shape takes no longer than later ones.
+    is_steady_state = True  # On a CPU, the first pass of a shape takes no longer than later ones. Prompts do.
     prefill_chunk_size = 64  # On a CPU, every further token of a call takes nearly as long as the first.
 
     def __init__(self, target: ModelRunner, drafter: Drafter | None, max_draft_len: int, use_logits: bool) -> None:
@@ -41,17 +41,24 @@ class HostRound(Round[ModelRunner, Drafter]):
         super().__init__(target, drafter, max_draft_len, use_logits, ScoredTexts(target, max_draft_len))
         self.host_target = target
         self.skips_unused_tokens = target.backend.config.backend.skips_unused_tokens
+        reads_features = self._draft_texts is not None and self._draft_texts.keeps_to_target
+        self._can_read_prompts = self.skips_unused_tokens and not target.has_states and not reads_features
+
+    def reads_prompts(self, requests: Sequence[Request], first: int, max_tokens: int) -> bool:
+        """See ``Round``. A pass less: the weights are read once. Scored prompts and heads need the prompt before."""
+        if not self._can_read_prompts or any(request.prompt_logprobs is not None for request in requests):
+            return False
+        return max(self._texts.tokens_to_prefill(requests, first)) <= min(max_tokens, self.target.most_tokens - 1)
 
     def step(
         self, requests: Sequence[Request], plan: DraftPlan, may_queue_next: bool = False
     ) -> list[Outcome | SpecError]:
         """See ``Round``. Rounds after a prompt, a rejection or full acceptance are all the same."""
-        began, draft = time.perf_counter(), self._draft_texts.runner if self._draft_texts else None
-        calls = draft.calls if draft else 0
+        began, calls = time.perf_counter(), self._draft_calls
         outcomes = draft_verify_accept(self, requests, plan)
         if self.drafter:
             self.drafter.observe(requests, outcomes, plan.draft_len)
-        self.called_draft = draft is not None and draft.calls > calls
+        self.called_draft = self._draft_calls > calls
         self.seconds = time.perf_counter() - began
         return outcomes
 
@@ -67,11 +74,13 @@ class HostRound(Round[ModelRunner, Drafter]):
     def verify(self, requests: Sequence[Request], proposals: Sequence[Proposal]) -> Floats:
         """The target's logits behind each text and each of its g draft tokens: [B, max(g) + 1 or more, V]."""
         drafts = [proposal.tokens for proposal in proposals]
+        prompts = [row for row, one in enumerate(requests) if self.target.rows.lengths[row] < len(one.tokens) - 1]
         for row, request in enumerate(requests):
             # The last committed token is fed in every round, because its logits start the round.
             self.target.rows.rewind(row, len(request.tokens) - 1)
-        num_logits = [len(tokens) + 1 for tokens in drafts]
-        return self.target.forward([request.tokens for request in requests], num_logits, drafts)
+        logits = self.target.forward([request.tokens for request in requests], [len(one) + 1 for one in drafts], drafts)
+        self._cache_prompts(requests, prompts)
+        return logits
 
     def accept(self, request: Request, proposal: Proposal, logits: Floats) -> Outcome | SpecError:
         """What ``_accept`` returns, or the error that it raises. The error fails this request alone."""
@@ -99,6 +108,17 @@ class HostRound(Round[ModelRunner, Drafter]):
         self.target.backend.close()
         if self.drafter:
             self.drafter.close()
+
+    @property
+    def _draft_calls(self) -> int:
+        """How often the draft's engine was called."""
+        return self._draft_texts.runner.calls if self._draft_texts else 0
+
+    def _cache_prompts(self, requests: Sequence[Request], rows: Sequence[int]) -> None:
+        """Keep the prompts that the round has read, in ``rows``. Such a round takes longer than those behind it."""
+        for row in rows:
+            self._texts.cache_prefix(requests[row], row)
+        self.is_steady_state = not rows
 
     def _accept(self, request: Request, proposal: Proposal, logits: Floats) -> Outcome:
         """Decide how many of the g proposed tokens stand, and the token after them.

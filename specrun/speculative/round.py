@@ -169,13 +169,19 @@ class Round(ABC, Generic[AnyRunner, DrafterT]):
 
         def tokens_to_prefill() -> list[int]:
             left = [texts.tokens_to_prefill(requests, first) for texts in caches]
-            return list(map(max, *left)) if len(left) > 1 else left[0]
+            return [max(own) for own in zip(*left, [0] * len(requests), strict=True)]
 
         chunk = max(1, self.prefill_chunk_size // len(requests))
         max_tokens = chunk if chunked else max(chunk, min(tokens_to_prefill()))
+        if self.reads_prompts(requests, first, max_tokens):
+            caches = caches[1:]
         for texts in caches:
             texts.prefill(requests, first, max_tokens)
         return [not left for left in tokens_to_prefill()]
+
+    def reads_prompts(self, requests: Sequence[Request], first: int, max_tokens: int) -> bool:
+        """Whether the next round reads what the target lacks of these prompts, at most ``max_tokens`` of each."""
+        return False
 
     def draft_lag(self, requests: Sequence[Request]) -> int:
         """The most tokens of a row that the drafter must read before it can draft, beside those of the last round.
