@@ -180,9 +180,17 @@ def _rounded_by_token(dequantize: ir.Node, product: ir.Node) -> tuple[ir.Value, 
     uses = list(product.outputs[0].uses())
     if x is None or amax is None or len(uses) != 1 or uses[0].node.op_type != "Mul":
         return None
-    steps = [node.inputs[1].const_value for node in (quantize, dequantize) if node.inputs[1] is not None]
-    is_usual = all(step is not None and math.isclose(float(step.numpy()), 1 / 127, rel_tol=1e-5) for step in steps)
+    is_usual = _is_usual_step(quantize.inputs[1]) and _is_usual_step(dequantize.inputs[1])
     return (x, uses[0].node) if amax in uses[0].node.inputs and is_usual else None
+
+
+def _is_usual_step(value: ir.Value | None) -> bool:
+    """Whether a token's largest value has the code 127. The step is a constant that the checkpoint's dtype rounds."""
+    try:
+        steps = [float(factor.numpy()) for factor in graphs.constant_factors(value)] if value is not None else []
+    except ValueError:
+        return False
+    return math.isclose(math.prod(steps), 1 / 127, rel_tol=2**-8)
 
 
 def _replace(graph: ir.Graph, group: list[_Product]) -> None:

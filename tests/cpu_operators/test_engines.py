@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from scripts.benchmarks.roofline import work_of
@@ -59,6 +60,21 @@ def test_every_shape_of_a_pass_gives_the_same_text(
     tally = fuzz(engine, [engines / "draft", engine, engines / "target"], 24, seed=1, bit_exact=False)
     assert (tally.different_texts, tally.different_logprobs) == (0, 0)
     assert 0 < tally.accepted < tally.evaluated
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", ["auto", "int8", "int8_wo", "int4"])
+def test_checkpoints_in_16_bits_have_our_products(form: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Their dtype rounds all constants, and those by which inputs are rounded too. Embeddings stay in 16 bits."""
+    checkpoint = save_checkpoint(tmp_path / "hf", "qwen2", dtype=dtype)
+    onnx_dir = make_onnx(checkpoint, tmp_path / "onnx", qformat=form, verify=False)
+    engine = make_engine(onnx_dir, tmp_path / "engine", **SIZES)
+    assert open_engine(engine).backend.skips_unused_tokens
+    operators = Counter(node.op_type for node in ir.load(engine / "model.onnx").graph)
+    assert operators["FloatMatMul" if form == "auto" else "QuantizedMatMul"] == 2 * 4 + 1
+    assert (
+        not {"DequantizeLinear", "QuantizeLinear", "MatMul", "Div", "ReduceMax", "RMSNormalization"} & operators.keys()
+    )
 
 
 @pytest.mark.parametrize(("form", "embedding"), [("float32", False), ("int8", False), ("int8", True), ("int4", True)])
