@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import TypeVar
 
 from pydantic import JsonValue
 
@@ -21,14 +21,6 @@ _MOST = 1000
 """Measurements that are kept; the oldest are forgotten first."""
 
 Found = TypeVar("Found")
-
-
-class KnownHere(NamedTuple, Generic[Found]):
-    """What is known of an engine on this machine."""
-
-    value: Found
-    is_new: bool
-    """Whether it was measured just now."""
 
 
 def describe_runtime(config: EngineConfig) -> str:
@@ -49,8 +41,8 @@ def _digest(library: Path) -> str:
 
 def known_here(
     config: EngineConfig, what: JsonValue, measure: Callable[[], JsonValue], read: Callable[[JsonValue], Found]
-) -> KnownHere[Found]:
-    """What ``measure`` found for the engine of ``config`` on this machine, now or earlier.
+) -> tuple[Found, bool]:
+    """What ``measure`` found for the engine of ``config`` on this machine, and whether it was measured just now.
 
     what: distinguishes the measurements of an engine. read: makes of what is kept what is wanted. It raises ValueError
     where that is damaged; then it is measured again. Nothing is kept where the cache cannot be written.
@@ -60,12 +52,12 @@ def known_here(
     kept = _read()
     if key in kept:
         try:
-            return KnownHere(read(kept[key]), False)
+            return read(kept[key]), False
         except ValueError:
             pass
     value = measure()
     _keep(key, value)
-    return KnownHere(read(value), True)
+    return read(value), True
 
 
 def _keep(key: str, value: JsonValue) -> None:

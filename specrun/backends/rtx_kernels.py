@@ -7,10 +7,9 @@ TensorRT has no runtime cache; for it, this module only makes runtime configurat
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specrun.engine_dir.directories import write_whole
 from specrun.engine_dir.user_cache import user_cache
 
 if TYPE_CHECKING:
@@ -54,9 +53,7 @@ class KernelCache:
             return
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self._file.parent, delete=False) as temporary:
-                temporary.write(memoryview(content))
-            Path(temporary.name).replace(self._file)
+            write_whole(self._file, bytes(memoryview(content)), mode=0o600)
         except OSError:
             return
 

@@ -43,21 +43,17 @@ def require_readable(path: Path) -> None:
 
 def read_lines(path: Path) -> Iterator[Line]:
     """The lines of a file of questions. Raises OSError."""
-    with path.open("rb") as file:
-        yield from _lines(file)
-
-
-def _lines(file: BinaryIO) -> Iterator[Line]:
     number = end = 0
-    while content := file.readline(MAX_LINE_BYTES + 1):
-        number += 1
-        end += len(content)
-        rest = content
-        while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
-            rest = file.readline(MAX_LINE_BYTES + 1)
-            end += len(rest)
-        if content.strip():
-            yield Line(number, content, end)
+    with path.open("rb") as file:
+        while content := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            end += len(content)
+            rest = content
+            while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
+                rest = file.readline(MAX_LINE_BYTES + 1)
+                end += len(rest)
+            if content.strip():
+                yield Line(number, content, end)
 
 
 class Answers:

@@ -23,6 +23,7 @@ from specrun.commands.prompts import dataset_options, random_prompts, read_texts
 from specrun.config import AUTO
 
 if TYPE_CHECKING:
+    from specrun.engine_dir.config import EngineConfig
     from specrun.evaluation.bench_results import Result
     from specrun.evaluation.bench_settings import BenchSettings
 
@@ -126,7 +127,7 @@ def bench(
     results = measure(target, draft_model, prompts, settings, lambda line: click.echo(line, err=True), tokenizer)
     if report:
         title = f"{name} with {' and '.join(filter(None, drafts))}"
-        _write_report(report, title, target, draft_model, results, settings)
+        _write_report(report, title, (target, draft_model), engine, results, settings)
     if output_format == "json":
         click.echo(as_json(results, engine, settings))
     elif output_format == "csv":
@@ -171,15 +172,18 @@ def _require_report(file: Path) -> None:
 
 
 def _write_report(
-    file: Path, title: str, target: Path, draft: Path | None, results: list[Result], settings: BenchSettings
+    file: Path,
+    title: str,
+    pair: tuple[Path, Path | None],
+    engine: EngineConfig,
+    results: list[Result],
+    settings: BenchSettings,
 ) -> None:
-    from specrun.engine_dir.config import open_engine
     from specrun.engine_dir.directories import write_whole
     from specrun.evaluation.report.bandwidth import shares
     from specrun.evaluation.report.page import page
 
-    engine = open_engine(target)
-    found = shares(target, draft, results) if engine.backend.device == "cpu" else []
+    found = shares(*pair, results) if engine.backend.device == "cpu" else []
     write_whole(file, page(title, results, found, engine, settings).encode())
 
 

@@ -10,8 +10,6 @@ import numpy as np
 from specrun.arguments import Checked, at_least
 from specrun.evaluation.prompt_sets import BenchPrompt
 
-TOKEN_NORM_DIST = "token-norm-dist"
-
 
 @dataclass(frozen=True)
 class TokenNormDist(Checked):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from specrun.builder import BuildOptions, engines_of
+from specrun.builder import BuildOptions
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import BackendError, PairError, RequestError
@@ -77,21 +77,14 @@ def score(
     have different vocabularies, BackendError for engines on a GPU and for logits that are not finite.
     """
     config = DraftTargetConfig(reuse_blocks=False, shared_thread_pool=False)
-    with _open(target, config, tokenizer_dir, build) as ours:
+    with SpeculativeDecoder.open(target, None, config, tokenizer_dir, build=build) as ours:
         if base is None:
             return _score(ours, None, text, context, max_tokens)
         plain = replace(build or BuildOptions(), qformat="auto", kv_cache_dtype="auto")
-        with _open(base, config, tokenizer_dir, plain) as other:
+        with SpeculativeDecoder.open(base, None, config, tokenizer_dir, build=plain) as other:
             if ours.tokenizer.get_vocab() != other.tokenizer.get_vocab():
                 raise PairError(f"{base}: has another tokenizer than {target}, so their predictions are not comparable")
             return _score(ours, other, text, context, max_tokens)
-
-
-def _open(
-    model: str | Path, config: DraftTargetConfig, tokenizer_dir: str | Path | None, build: BuildOptions | None
-) -> SpeculativeDecoder:
-    directory, _ = engines_of(model, None, build)
-    return SpeculativeDecoder.open(directory, None, config, tokenizer_dir)
 
 
 def _score(

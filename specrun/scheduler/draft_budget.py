@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from specrun.request.stats import expected_tokens
+
 _EXPECTED_ROUNDS = 8
 """Rounds that the expected speed counts as. They are older than all others."""
 _ROUNDS = 64
@@ -75,7 +77,7 @@ def share(
     batch, longest = len(alphas), len(seconds) - 1
     limits = [min(limit, longest) for limit in limits]
     expected, rate = float(batch), batch / seconds[0]
-    most = sum(map(_geometric, alphas, limits))
+    most = sum(map(expected_tokens, alphas, limits))
     worth = [(-alpha, row) for row, (alpha, limit) in enumerate(zip(alphas, limits, strict=True)) if limit]
     heapq.heapify(worth)
     given, num_best = list[int](), 0
@@ -99,11 +101,6 @@ def share(
             heapq.heappop(worth)
     best = Counter(given[:num_best])
     return [best[row] for row in range(batch)], rate
-
-
-def _geometric(alpha: float, last: int) -> float:
-    """1 + alpha + .. + alpha^last."""
-    return (1 - alpha ** (last + 1)) / (1 - alpha) if alpha < 1 else last + 1.0
 
 
 def prices(passes: Sequence[float], tokens_per_second: float, batch: int) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,6 @@ from specrun.serve.service import Service
 
 OPEN_PATHS = ("/health",)
 """What everybody may ask for."""
-Handler = Callable[[Service, Request], Awaitable[Response]]
 
 
 def make_app(service: Service) -> ASGIApp:

@@ -35,12 +35,12 @@ def choose_exactness(directory: Path, backend: Backend, wanted: bool | None) -> 
     note = ""
     if found and (shapes := found.shapes) and found.processor != describe_runtime(backend.config):
         # Other kernels may run here. A few passes tell.
-        same = known_here(backend.config, shapes.model_dump(), lambda: holds(backend, shapes), _BOOL.validate_python)
-        if same.is_new:
-            note = f"{directory} was built on another machine or release; its passes were probed here, once"
-        reason = (
-            "" if same.value else f"on this processor the bits of passes of {directory} differ; build it again here"
+        same, is_new = known_here(
+            backend.config, shapes.model_dump(), lambda: holds(backend, shapes), _BOOL.validate_python
         )
+        if is_new:
+            note = f"{directory} was built on another machine or release; its passes were probed here, once"
+        reason = "" if same else f"on this processor the bits of passes of {directory} differ; build it again here"
     if found and found.shapes and not reason and wanted is None and found.cost > CHEAP:
         reason = f"it would make one-token rounds {found.cost:.0%} slower; --bit_exact turns it on"
     if not found or not found.shapes or reason:

@@ -85,7 +85,7 @@ def test_such_a_round_says_nothing_of_others(engines: Path) -> None:
     """Its time would count as that of a round with so many draft tokens."""
     with open_pair(engines, draft_len=None) as decoder:
         decoder.scheduler.add(Request([*range(3, 40)], SamplingParams(), 20, draft_len=2))
-        steady = []
+        steady = list[bool]()
         while len(decoder.scheduler) > 1 or len(steady) < 3:
             decoder.scheduler.step()
             steady.append(decoder.scheduler.round.is_steady_state)
