@@ -33,7 +33,7 @@ from specrun.speculative.round import EngineTimes, Round
 class HostRound(Round[ModelRunner, Drafter]):
     """A round in numpy."""
 
-    is_steady_state = True  # On a CPU, the first pass of a shape takes no longer than later ones. Prompts do.
+    is_steady_state = True  # On a CPU, only rounds that read a prompt take longer than later ones of their shape.
     prefill_chunk_size = 64  # On a CPU, every further token of a call takes nearly as long as the first.
 
     def __init__(self, target: ModelRunner, drafter: Drafter | None, max_draft_len: int, use_logits: bool) -> None:
