@@ -52,7 +52,7 @@ class DraftTargetConfig(Checked):
     """Prepare GPU engines for every batch size and draft length when they are opened. That can take minutes the first
     time. The prefix cache gets the memory that is left then. False: each is prepared when a request first needs it."""
     reuse_blocks: bool = True
-    """Keep what was read of prompts and written after them for prompts that begin alike."""
+    """Keep what was read of prompts and written after them for prompts that begin alike, and for suffix drafts."""
     max_tokens_in_kv_cache: Annotated[int | None, at_least(0)] = None
     """Tokens that are kept for it, of each model; None: as many as the rows of a full batch hold."""
     shared_thread_pool: bool = False
@@ -83,6 +83,11 @@ class DraftTargetConfig(Checked):
     def least_confidence(self) -> float | None:
         """``draft_confidence``; None where what is measured decides. Drafts of fixed lengths do not end by default."""
         return 0.0 if self.draft_confidence is None and self.fixed_draft_len is not None else self.draft_confidence
+
+    @property
+    def shares_texts(self) -> bool:
+        """Whether one request's text serves others: in the prefix cache, and as suffix drafts."""
+        return self.reuse_blocks and self.max_tokens_in_kv_cache != 0
 
     @property
     def fixed_draft_len(self) -> int | None:

@@ -220,7 +220,7 @@ def main(
     for turn in range(repetitions):
         turns.append({})
         for name, kind in chosen.items():
-            config = DraftTargetConfig(draft=kind.lookup, reuse_blocks=False, shared_thread_pool=True)
+            config = DraftTargetConfig(draft=kind.lookup, shared_thread_pool=True)
             draft_dir = engines_dir / kind.draft if kind.draft else None
             with SpeculativeDecoder.open(engines_dir / kind.target, draft_dir, config) as decoder:
                 prompts = [decoder.tokenizer.encode(text).ids for text in texts]

@@ -30,7 +30,14 @@ if TYPE_CHECKING:
 
 @click.command()
 @models_options
-@running_options(reuse_blocks=False)
+@running_options(
+    click.option(
+        "--again",
+        "reuse_blocks",
+        is_flag=True,
+        help="Measure texts that were asked for before: prompts are cached, and suffix drafts know the outputs.",
+    )
+)
 @click.option("--acceptance", type=click.Choice(["tokens", "logits"]), default="tokens", show_default=True)
 @click.option("--batch_size", "batch_sizes", type=click.IntRange(1), multiple=True, default=(1,), show_default=True)
 @click.option(

@@ -29,8 +29,17 @@ if TYPE_CHECKING:
     from specrun.text.tools import ToolFormat
 
 
-def running_options(reuse_blocks: bool = True) -> Decorator:
-    """How engines are run: devices, checks and caches. reuse_blocks: whether the prefix cache is on by default."""
+REUSE_BLOCKS = click.option(
+    "--kv_cache_enable_block_reuse/--no_kv_cache_enable_block_reuse",
+    "reuse_blocks",
+    default=True,
+    show_default=True,
+    help="Reuse the KV cache of shared prompt prefixes, and earlier outputs as suffix drafts.",
+)
+
+
+def running_options(reuse_blocks: Decorator = REUSE_BLOCKS) -> Decorator:
+    """How engines are run: devices, checks and caches. reuse_blocks: the option that has texts serve later ones."""
     return together(
         click.option(
             "--draft_confidence",
@@ -64,13 +73,7 @@ def running_options(reuse_blocks: bool = True) -> Decorator:
             show_default=True,
             help="Prepare GPUs for all sizes of rounds when opening.",
         ),
-        click.option(
-            "--kv_cache_enable_block_reuse/--no_kv_cache_enable_block_reuse",
-            "reuse_blocks",
-            default=reuse_blocks,
-            show_default=True,
-            help="Reuse the KV cache of shared prompt prefixes.",
-        ),
+        reuse_blocks,
         click.option(
             "--max_tokens_in_kv_cache",
             type=click.IntRange(0),
@@ -130,7 +133,9 @@ def pair_config(options: dict[str, Any]) -> DraftTargetConfig:
             if options[name] is not None:
                 raise click.UsageError(f"--{name} needs a draft; give DRAFT or --draft suffix")
     if options["max_tokens_in_kv_cache"] is not None and not options["reuse_blocks"]:
-        raise click.UsageError("--max_tokens_in_kv_cache needs the prefix cache; give --kv_cache_enable_block_reuse")
+        command = click.get_current_context().command
+        switch = next(one.opts[0] for one in command.params if one.name == "reuse_blocks")
+        raise click.UsageError(f"--max_tokens_in_kv_cache needs the prefix cache; give {switch}")
     if options["draft_target_model_config"] is not None:
         if doubled:
             raise click.UsageError(

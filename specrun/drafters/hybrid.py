@@ -24,11 +24,10 @@ class HybridDrafter(Drafter):
     The model's cache falls behind in rows that it does not draft for, as that of a draft that rests.
     """
 
-    def __init__(self, model: Drafter, use_logits: bool) -> None:
-        """use_logits: of requests that do not say."""
+    def __init__(self, model: Drafter, suffix: SuffixDrafter) -> None:
         self.model = model
         self.texts = model.texts
-        self.suffix = SuffixDrafter(use_logits)
+        self.suffix = suffix
         self._accepted = AcceptanceRate()
         """The acceptance rate of the model's draft tokens."""
         self._by_model: set[Request] = set()

@@ -144,9 +144,9 @@ class SuffixDrafter(Drafter):
     decide.
     """
 
-    def __init__(self, use_logits: bool) -> None:
-        """use_logits: of requests that do not say."""
-        self._use_logits = use_logits
+    def __init__(self, use_logits: bool, shares_texts: bool = True) -> None:
+        """use_logits: of requests that do not say. shares_texts: whether any request sees other texts."""
+        self._use_logits, self._shares_texts = use_logits, shares_texts
         self._own: WeakKeyDictionary[Request, tuple[Index, EditedCopy]] = WeakKeyDictionary()
         """Its text, and what that repeats."""
         self._past = PastTexts()
@@ -164,7 +164,7 @@ class SuffixDrafter(Drafter):
         (own, copy), tokens = self._own[request], request.tokens
         own.add(tokens[len(own.tokens) :])
         matches = own.matches(tokens)
-        if request.reuse_blocks and not request.accepts_by_logits(self._use_logits):
+        if self._shares(request) and not request.accepts_by_logits(self._use_logits):
             matches += self._past.new.matches(tokens) + self._past.old.matches(tokens)
         longest = max((match.length for match in matches), default=0)
         following = copy.continuation(tokens, count)
@@ -233,8 +233,11 @@ class SuffixDrafter(Drafter):
     def release(self, request: Request) -> None:
         """See ``Drafter``."""
         self._found.pop(request, None)
-        if self._own.pop(request, None) and request.reuse_blocks:
+        if self._own.pop(request, None) and self._shares(request):
             self._past.add(request.tokens[max(0, len(request.prompt) - MAX_MATCH) :])
+
+    def _shares(self, request: Request) -> bool:
+        return self._shares_texts and request.reuse_blocks
 
     def _rate(self, match: int) -> AcceptanceRate:
         """match: its length."""

@@ -137,7 +137,7 @@ def _interleave(
     """Warm up, then let the two take turns: a pass of each for every repetition."""
     for decoder in (alone, pair):
         for requests in batches():
-            for _ in islice(decoder.run([*requests]), _WARM_UP_ROUNDS * len(requests)):
+            for _ in islice(decoder.run([*requests]), None if settings.again else _WARM_UP_ROUNDS * len(requests)):
                 pass
     passes = []
     for repetition in range(1, settings.repetitions + 1):

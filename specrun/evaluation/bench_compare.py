@@ -82,7 +82,8 @@ def differences(a: Measured, b: Measured) -> list[str]:
         for result in one.results:
             if _key(result) not in known:
                 what = f"batch {result.batch_size}, draft_len {shown_draft_len(result.draft_len)}"
-                said.append(f"only {'AB'[number]} has {what}{'' if result.ignore_eos else ', natural stops'}")
+                stops = "" if result.ignore_eos else ", natural stops"
+                said.append(f"only {'AB'[number]} has {what}{stops}{', again' if result.again else ''}")
     return said
 
 
@@ -100,8 +101,8 @@ def show(rows: Sequence[Row], output_format: Literal["table", "json", "csv"]) ->
     return Group(shown, "", "*: the ranges over the repetitions do not meet.")
 
 
-def _key(result: Result) -> tuple[int, int | None, bool, float | None]:
-    return result.batch_size, result.draft_len, result.ignore_eos, result.request_rate
+def _key(result: Result) -> tuple[int, int | None, bool, float | None, bool]:
+    return result.batch_size, result.draft_len, result.ignore_eos, result.request_rate, result.again
 
 
 def _rows(a: Result, b: Result) -> Iterator[Row]:

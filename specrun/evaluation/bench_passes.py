@@ -108,6 +108,7 @@ def summarize(size: int, draft_len: int | None, passes: Sequence[tuple[Pass, Pas
         batch_size=size,
         draft_len=draft_len,
         ignore_eos=settings.ignore_eos,
+        again=settings.again,
         output_tokens=mean(len(ids) for theirs in pair for ids in theirs.ids),
         tokens_per_second_alone=Spread.of(ours.tokens_per_second for ours in alone),
         tokens_per_second=Spread.of(theirs.tokens_per_second for theirs in pair),

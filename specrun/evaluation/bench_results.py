@@ -94,6 +94,8 @@ class Result:
     """Milliseconds within which 99% of the pair's requests had their first token."""
     example: Example | None = None
     """None where there is no tokenizer."""
+    again: bool = False
+    """Whether the texts were asked for before. False: all are new."""
 
 
 def vllm_names(result: Result) -> dict[str, Any]:

@@ -32,7 +32,8 @@ class BenchSettings:
     options: RequestOptions = field(default_factory=RequestOptions)
     """The chat template and the constraint of all requests; the rest of it does not count."""
     config: DraftTargetConfig = field(default_factory=lambda: DraftTargetConfig(reuse_blocks=False))
-    """How the pair is run, but for the draft length. With the prefix cache, prompts are read in the first run alone."""
+    """How the pair is run, but for the draft length. Where it shares texts, all are asked for once before they are
+    measured; else each is new."""
 
     def __post_init__(self) -> None:
         """Draw the seed that is not given. Raise RequestError for settings that measure nothing."""
@@ -47,6 +48,11 @@ class BenchSettings:
                 raise RequestError(f"{name} {value}: expected 1 or more")
         if self.request_rate is not None and not 0 < self.request_rate < math.inf:
             raise RequestError(f"request_rate {self.request_rate}: expected a number of requests a second")
+
+    @property
+    def again(self) -> bool:
+        """Whether the texts were asked for before."""
+        return self.config.shares_texts
 
     @property
     def fixed_draft_lens(self) -> list[int | None]:

@@ -42,8 +42,15 @@ def table(results: Sequence[Result]) -> Group:
     if categories := _categories(results):
         shown += [categories, ""]
     shown += ["Medians of the repetitions; speed-ups from the lowest to the highest."]
-    shown += [lengths(results), *arrivals(results), *advice(results)]
+    shown += [novelty(results), lengths(results), *arrivals(results), *advice(results)]
     return Group(*shown)
+
+
+def novelty(results: Sequence[Result]) -> str:
+    """Whether the texts were asked for before."""
+    if results[0].again:
+        return "All texts were asked for before (--again): prompts are cached, suffix drafts know them."
+    return "All texts are new: nothing is known of another repetition."
 
 
 def lengths(results: Sequence[Result]) -> str:

@@ -125,6 +125,7 @@ def _host_drafter(
 
     target: where it is on the host, too.
     """
+    suffix = SuffixDrafter(config.use_logits, config.shares_texts)
     if draft:
         graph = draft.config.graph.with_replays(draft_len)  # Its engine was not told how long drafts would be.
         cache_owner, own = target if graph.is_head else None, draft.config.model_copy(update={"graph": graph})
@@ -138,8 +139,8 @@ def _host_drafter(
             drafter = ParallelDrafter(runner, *settings, markov)
         else:
             drafter = (HeadDrafter if graph.is_head else ModelDrafter)(runner, *settings)
-        return HybridDrafter(drafter, config.use_logits) if config.draft else drafter
-    return {None: None, "ngram": NgramDrafter(), "suffix": SuffixDrafter(config.use_logits)}[config.draft]
+        return HybridDrafter(drafter, suffix) if config.draft else drafter
+    return {None: None, "ngram": NgramDrafter(), "suffix": suffix}[config.draft]
 
 
 def _cached_blocks(target: Engine, rows: int, config: DraftTargetConfig) -> int:
@@ -147,7 +148,7 @@ def _cached_blocks(target: Engine, rows: int, config: DraftTargetConfig) -> int:
     tokens = config.max_tokens_in_kv_cache
     if tokens is None:
         tokens = rows * target.config.build_config.max_seq_len
-    return tokens // BLOCK if config.reuse_blocks else 0
+    return tokens // BLOCK if config.shares_texts else 0
 
 
 def _cached_blocks_on_host(engines: list[Engine], rows: int, config: DraftTargetConfig) -> int:

@@ -144,6 +144,23 @@ def test_a_request_that_shares_nothing_neither_sees_others_nor_is_seen(tmp_path:
         assert drafted(decoder, True) > 30
 
 
+@pytest.mark.parametrize("closed", [{"reuse_blocks": False}, {"max_tokens_in_kv_cache": 0}], ids=str)
+@pytest.mark.parametrize("beside_a_model", [False, True])
+def test_without_a_prefix_cache_no_text_drafts_for_another(
+    tmp_path: Path, closed: dict[str, Any], beside_a_model: bool
+) -> None:
+    counts = np.full((50, 50), -5.0, np.float32)
+    counts[np.arange(50), (np.arange(50) + 1) % 50] = 5
+    target = save_table_engine(tmp_path / "target", counts)
+    draft = save_table_engine(tmp_path / "draft", -counts) if beside_a_model else None
+    config = DraftTargetConfig(4, draft="suffix", **closed)
+    with SpeculativeDecoder.open(target, draft, config) as decoder:
+        for _ in range(3):
+            request = Request([0], SamplingParams(), 48)
+            assert decode(decoder, [request]) == [list(range(1, 49))]
+            assert request.stats.accepted == 0
+
+
 def test_a_known_answer_is_drafted_from_its_first_token(target: Path) -> None:
     def decoded(decoder: SpeculativeDecoder, prompt: list[int]) -> Request:
         request = Request(prompt, SamplingParams(1.0, seed=9), 41)

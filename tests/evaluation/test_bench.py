@@ -22,10 +22,11 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import CONFIG_NAME, open_engine
 from specrun.errors import PairError, RequestError
 from specrun.evaluation.bench import _batches, _Task, as_json, bench
+from specrun.evaluation.bench_compare import compare
 from specrun.evaluation.bench_passes import Pass, split_of, summarize
 from specrun.evaluation.bench_results import Result
 from specrun.evaluation.bench_settings import BenchSettings
-from specrun.evaluation.bench_tables import as_csv, table
+from specrun.evaluation.bench_tables import as_csv, novelty, table
 from specrun.evaluation.prompt_sets import BenchPrompt
 from specrun.request.options import RequestOptions
 from specrun.request.request import Request
@@ -249,6 +250,23 @@ def test_settings_of_the_pair_reach_it(tmp_path: Path, monkeypatch: pytest.Monke
     alone, pair = opened
     assert pair == replace(config, draft_len=2)
     assert alone == replace(config, draft_confidence=None)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_suffix_drafts_know_earlier_repetitions_only_where_asked(tmp_path: Path, again: bool) -> None:
+    counting = np.roll(5 * np.eye(50, dtype=np.float32), 1, axis=1)  # No text repeats itself.
+    target = save_table_engine(tmp_path / "target", counting)
+    config = DraftTargetConfig(draft="suffix", reuse_blocks=again)
+    settings = BenchSettings(draft_lens=[4], output_len=40, repetitions=2, config=config)
+    (result,) = bench(target, None, [[0]], settings)
+    assert result.identical_ids
+    assert result.again is again
+    assert (result.drafted_per_round > 3) is again, "in both repetitions"
+    assert (result.drafted_per_round == 0) is not again
+    assert ("--again" in novelty([result])) is again
+    assert not compare([result], [result])[0].apart
+    with pytest.raises(RequestError, match="share no batch size"):
+        compare([result], [replace(result, again=not again)])
 
 
 def test_constraints_hold_for_both_and_are_named(engines: Path) -> None:

@@ -11,7 +11,7 @@ from specrun.engine_dir.config import EngineConfig
 from specrun.evaluation.bench import as_json
 from specrun.evaluation.bench_results import Result, shown_draft_len
 from specrun.evaluation.bench_settings import BenchSettings
-from specrun.evaluation.bench_tables import advice, lengths
+from specrun.evaluation.bench_tables import advice, lengths, novelty
 from specrun.evaluation.report import charts
 from specrun.evaluation.report.bandwidth import Share
 from specrun.optional_packages import import_package
@@ -48,7 +48,7 @@ def page(
     html: str = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         title=title,
         advice=advice(results),
-        lengths=lengths(results),
+        lengths=f"{novelty(results)} {lengths(results)}",
         results=results,
         charts=_charts(results, shares),
         shares=shares,
