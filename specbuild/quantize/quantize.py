@@ -16,7 +16,7 @@ from specbuild.hf.model_facts import positions_of, require_packages
 from specbuild.json_file import read_json
 from specbuild.progress import Stages, peak_memory
 from specbuild.quantization.calibration_data import TextOptions, Texts
-from specbuild.quantization.recipe import Recipe, make_recipe
+from specbuild.quantization.recipe import QFormat, Recipe, make_recipe
 from specbuild.weights.cache_codes import cache_code
 from specbuild.weights.safetensors_files import Weights, check_weights, require_layers
 from specrun.command_line import human_bytes
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 LEAST_TOP1 = 0.9
 """A format that keeps fewer of the original's likeliest tokens is not chosen unasked."""
-AUTO = "int8"
-"""What ``auto`` means: of the formats that keep to ``LEAST_TOP1`` the fastest with a draft on a CPU, as
-scripts/benchmarks/quantized.py measured them; a test compares."""
+AUTO: tuple[QFormat, ...] = ("int4", "int8", "int8_wo")
+"""Formats that ``auto`` chooses from: the fastest with a draft on a CPU comes first, as scripts/benchmarks/quantized.py
+measured them, and the last one keeps most of the text; a test compares."""
 
 
 @dataclass(frozen=True)
@@ -79,16 +79,13 @@ def quantize(options: QuantizeOptions, stages: Stages) -> dict[str, Any]:
     output_dir = Path(options.output_dir)
     require_free(output_dir, options.force)
     stopped = stopped_run(output_dir, options.resume, options.force)
-    if options.qformat == "auto":
-        stages.say(f"note: --qformat auto is {AUTO}; int4 is smaller and faster, and changes the text more")
-        options = replace(options, qformat=AUTO)
-    recipe = make_recipe(options.qformat, options.group_size, options.exclude)
-    assert recipe is not None
-    recipe = replace(recipe, head=options.lm_head, embeddings=False)
+    recipes = _recipes(options)
+    recipe = recipes[-1]  # Of those of ``auto`` the largest.
     if options.draft_dir is not None and not options.quality:
         raise BuildConfigError("--draft_dir is for the comparison with the original: leave out --no-quality")
     kv_cache = cache_code(options.kv_cache_dtype)
-    if not (recipe.calibrated or kv_cache or options.quality):
+    reads_texts = recipe.calibrated or bool(kv_cache) or options.quality or len(recipes) > 1
+    if not reads_texts:
         options.texts.say_if_unused(f"--qformat {options.qformat} with --no-quality reads no text", stages)
     from specbuild.export.meta_model import load_meta_model
     from specbuild.quantization.calibration import texts_of
@@ -111,7 +108,7 @@ def quantize(options: QuantizeOptions, stages: Stages) -> dict[str, Any]:
         require_layers(source, hf_config, files)
         draft = load_draft(draft_dir, source, options.trust_remote_code) if draft_dir else None
         texts = None
-        if recipe.calibrated or kv_cache or options.quality:
+        if reads_texts:
             limits = (positions_of(hf_config), draft.positions if draft else None)
             positions = min((limit for limit in limits if limit is not None), default=None)
             texts = texts_of(options.texts, source, positions, options.trust_remote_code)
@@ -126,7 +123,10 @@ def quantize(options: QuantizeOptions, stages: Stages) -> dict[str, Any]:
     with run_for(output_dir, made, stopped, stages) as run:
         if not run.written.exists():  # Known before calibrating.
             require_space({output_dir.absolute().parent: output_bytes(files.entries, linears, plan)})
-        report = _write(options, recipe, Quantizable(source, files, meta_model, linears, texts, draft), run, stages)
+        checked = Quantizable(source, files, meta_model, linears, texts, draft)
+        if len(recipes) > 1:
+            recipe = _choose(recipes, checked, run, stages)
+        report = _write(options, recipe, checked, run, stages)
         with new_directory(output_dir, options.force) as work:
             work.rmdir()
             run.written.rename(work)
@@ -134,6 +134,35 @@ def quantize(options: QuantizeOptions, stages: Stages) -> dict[str, Any]:
         stages.say(line)
     stages.say(f"{output_dir}: {stages.seconds:.1f} s, peak memory {human_bytes(peak_memory())}")
     return report
+
+
+def _recipes(options: QuantizeOptions) -> list[Recipe]:
+    """The recipe that was asked for, or all that ``auto`` chooses from. Raises BuildConfigError."""
+    names = AUTO if options.qformat == "auto" else (options.qformat,)
+    found = (make_recipe(name, options.group_size, options.exclude) for name in names)
+    return [replace(recipe, head=options.lm_head, embeddings=False) for recipe in found if recipe]
+
+
+def _choose(recipes: list[Recipe], source: Quantizable, run: Run, stages: Stages) -> Recipe:
+    """The first recipe that keeps ``LEAST_TOP1`` of this model's likeliest tokens; else the one that keeps most."""
+    from specbuild.quantization.quantize_model import pack_model
+    from specbuild.quantize.quality import measure
+
+    assert source.texts
+    model, rows = source.meta_model.model, source.texts.held_out
+    kept: list[float] = []
+    for recipe in recipes:
+        part, packed = run.part(f"try {recipe.qformat}"), pack_model(model, recipe, source.meta_model.weights)
+        with part.stage(stages, f"try {recipe.qformat}", len(rows)) as advance:
+            found = measure(model, packed, None, source.directory, rows, advance, part=part)
+        stages.say(f"{recipe.qformat} keeps {found.top1_agreement:.1%} of the likeliest tokens")
+        kept.append(found.top1_agreement)
+        if found.top1_agreement >= LEAST_TOP1:
+            break
+    best = recipes[kept.index(max(kept))]
+    reason = "is the fastest format on a CPU that keeps" if max(kept) >= LEAST_TOP1 else "keeps most; none keeps"
+    stages.say(f"note: --qformat auto is {best.qformat} here: it {reason} {LEAST_TOP1:.0%} of them")
+    return best
 
 
 def _write(options: QuantizeOptions, recipe: Recipe, source: Quantizable, run: Run, stages: Stages) -> dict[str, Any]:
@@ -166,7 +195,7 @@ def _write(options: QuantizeOptions, recipe: Recipe, source: Quantizable, run: R
         part, rows = run.part("comparison"), texts.held_out
         with part.stage(stages, "compare with the original", len(rows)) as advance:
             quality = measure(meta_model.model, written, cache, directory, rows, advance, draft, part)
-    report = _report(options, meta_model, files.nbytes, check_weights(run.written).nbytes, written, quality)
+    report = _report(options, recipe, meta_model, files.nbytes, check_weights(run.written).nbytes, written, quality)
     report["unreached_experts"] = unreached_experts(packed, amax) if recipe.calibrated and amax else None
     (run.written / QUALITY_NAME).write_text(json.dumps(report, indent=2) + "\n")
     return report
@@ -186,6 +215,7 @@ def _require_dense(source: Path) -> None:
 
 def _report(
     options: QuantizeOptions,
+    recipe: Recipe,
     meta_model: MetaModel,
     original_bytes: int,
     nbytes: int,
@@ -204,7 +234,7 @@ def _report(
     return {
         "tool": "specbuild quantize",
         "source": options.model,
-        "qformat": options.qformat,
+        "qformat": recipe.qformat,
         "kv_cache_dtype": options.kv_cache_dtype,
         "forms": packed.forms(),
         "embedding": form(model.get_input_embeddings()),

@@ -300,7 +300,7 @@ def test_the_command_says_what_it_did_and_replaces_only_its_own(dense: Path, tex
     options = ["--calib_dataset", text, "--calib_size", 3, "--calib_max_seq_length", 16, "--exclude", "*.nothing"]
     result = build("quantize", "--model_dir", dense, "--output_dir", out, *options)
     assert result.exit_code == 0, result.stderr
-    says(result.stderr, "--qformat auto is int8", "--exclude *.nothing matches no module", "perplexity", "mean KL")
+    says(result.stderr, "--qformat auto is int8 here", "--exclude *.nothing matches no module", "perplexity", "mean KL")
     says(result.stderr, "14 in int8, inputs int8 by token; embedding bfloat16, lm_head bfloat16")
     assert is_checkpoint(out), "specrun builds its engine"
     line = error_line(build("quantize", "--model_dir", dense, "--output_dir", out, *options))
@@ -317,7 +317,36 @@ def test_the_command_says_what_it_did_and_replaces_only_its_own(dense: Path, tex
     says(line, copy, "refusing to replace")
 
 
-def test_auto_is_what_measured_best_of_what_keeps_the_text() -> None:
+def with_outliers(source: Path, directory: Path) -> Path:
+    """A copy whose linear layers get two inputs that are much larger than the others, as in pretrained models."""
+    copy = shutil.copytree(source, directory)
+    path = copy / "model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if name.endswith("layernorm.weight"):
+            tensor[:2] *= 100
+    save_file(tensors, path, metadata={"format": "pt"})
+    return copy
+
+
+def test_auto_measures_the_model_at_hand(dense: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT * 40, encoding="utf-8")
+    options = ["--calib_dataset", text, "--calib_size", 24, "--calib_max_seq_length", 32]
+    outliers = with_outliers(dense, tmp_path / "outliers")
+    found = {}
+    for model in (dense, outliers):
+        out = tmp_path / f"{model.name}-quantized"
+        result = build("quantize", "--model_dir", model, "--output_dir", out, *options)
+        assert result.exit_code == 0, result.stderr
+        found[model.name] = json.loads((out / "quality.json").read_text())
+        says(result.stderr, f"--qformat auto is {found[model.name]['qformat']} here", "of the likeliest tokens")
+    assert found["dense"]["qformat"] == "int8"
+    assert found["outliers"]["qformat"] == "int8_wo"
+    assert found["dense"]["quality"]["top1_agreement"] >= LEAST_TOP1
+
+
+def test_auto_chooses_from_what_measured_best() -> None:
     path = Path(__file__).parents[2] / "scripts" / "benchmarks" / "results" / "quantized.json"
     rows = json.loads(path.read_text())["results"]
     measured = {form: row for form, row in rows.items() if form in QFORMATS}
@@ -326,7 +355,10 @@ def test_auto_is_what_measured_best_of_what_keeps_the_text() -> None:
         form: max(row[way]["of_float32_alone"]["median"] for way in ("with_draft", "auto"))
         for form, row in measured.items()
     }
-    assert max(fit, key=speed.__getitem__) == AUTO
+    assert max(fit, key=speed.__getitem__) in AUTO
+    assert list(AUTO) == sorted(AUTO, key=speed.__getitem__, reverse=True)
+    assert all(speed[AUTO[-1]] > speed[form] for form in measured.keys() - AUTO), "the others are slower"
+    assert max(AUTO, key=lambda form: measured[form]["quality"]["top1_same"]) == AUTO[-1]
     alone = {form: row["alone"]["of_float32_alone"]["median"] for form, row in measured.items()}
     assert max(alone, key=alone.__getitem__) == "int4", "which docs/quantization.md says"
 
@@ -384,7 +416,7 @@ def test_bad_options_and_checkpoints(dense: Path, text: Path, tmp_path: Path, mo
     name = "model.layers.1.mlp.up_proj.weight"
     tensors[name][3, 5] = torch.nan
     save_file(tensors, bare / "model.safetensors", {"format": "pt"})
-    says(refused(bare, "--no-quality"), name, "not finite")
+    says(refused(bare, "--no-quality", "--qformat", "int8"), name, "not finite")
     monkeypatch.setattr("shutil.disk_usage", lambda _path: shutil._ntuple_diskusage(1, 1, 1000))
     line = error_line(full := build("quantize", "--model_dir", dense, "--output_dir", out, "--qformat", "fp8"))
     says(line, "are needed and 1.0 kB are free")
