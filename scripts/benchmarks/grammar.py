@@ -33,7 +33,8 @@ from specrun.drafters.model import ModelDrafter
 from specrun.request.options import RequestOptions
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
-from specrun.text.grammar import Constraint, Grammars, apply_mask, fill_masks, schema_text
+from specrun.text.grammar import Constraint, Grammars, schema_text
+from specrun.text.masks import apply_mask, fill_masks
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

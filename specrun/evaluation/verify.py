@@ -29,7 +29,8 @@ from specrun.request.request import Request
 from specrun.runners.host_runner import ModelRunner
 from specrun.sampling.penalties import TokenCounts, apply_penalties
 from specrun.sampling.sampler import Floats, SamplingParams, probabilities, sample
-from specrun.text.grammar import Grammar, Mask, apply_mask
+from specrun.text.grammar import Grammar, Mask
+from specrun.text.masks import apply_mask
 
 DRAFT_LEN = 4
 """The default: with ``auto`` the loop might find that drafting does not pay, and nothing would be checked."""

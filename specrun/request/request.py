@@ -17,7 +17,8 @@ from specrun.sampling.limits import MAX_LOGPROBS
 from specrun.sampling.penalties import TokenCounts, apply_penalties
 from specrun.sampling.sampler import Floats, SamplingParams, TokenLogprob, whole_nan
 from specrun.text.detokenizer import TextStream
-from specrun.text.grammar import Grammar, Matcher, apply_mask
+from specrun.text.grammar import Grammar, Matcher
+from specrun.text.masks import apply_mask
 from specrun.text.tools import ExpectedCalls
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
@@ -152,9 +153,10 @@ class Request(Checked):
     def num_draft_tokens(self, most: int) -> int:
         """Draft tokens that a round of at most ``most`` has for this request; 0 once its draft has failed.
 
-        The target adds a token of its own, so the last token of a request is never drafted.
+        The target adds a token of its own, so the last token of a request is never drafted. Where its grammar's masks
+        are slow, each draft token would take another one.
         """
-        if self.draft_error:
+        if self.draft_error or (self.matcher and self.matcher.is_slow):
             return 0
         own = most if self.draft_len is None else min(most, self.draft_len)
         return max(0, min(own, self.remaining - 1))

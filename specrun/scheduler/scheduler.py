@@ -1,14 +1,15 @@
 """The scheduler: gives requests rows of the caches, has their prompts prefilled, and runs rounds until they end.
 
 Rows are dense, so engines never work on idle rows. Rows 0 to ``ready`` decode, and the prompts of the rows behind them
-are prefilled. When a prompt is done, its row is exchanged with the first row that is being prefilled. When a request
-ends, the last row takes its place.
+are prefilled. When a prompt is done, its row is exchanged with the first row that is being prefilled. A request that
+waits for a slow mask goes back there meanwhile. When a request ends, the last row takes its place.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Container, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -18,6 +19,9 @@ from specrun.scheduler.step_turns import Turns
 from specrun.scheduler.waiting_queue import RequestQueue
 from specrun.speculative.loop import run_round
 from specrun.speculative.round import AnyRound, DraftLengths
+
+_PATIENCE = 0.02
+"""Seconds that a step waits where no request can be in a round. Another one may come meanwhile."""
 
 
 class Event(NamedTuple):
@@ -198,6 +202,7 @@ class Scheduler:
         self._release()
         self._admit()
         self._prefill()
+        self._set_aside()
         if self._ready:
             self._decode(self._rows[: self._ready])
         self._in_step = False
@@ -294,19 +299,29 @@ class Scheduler:
 
     def _prefill(self) -> None:
         """Prefill more of the prompts. Requests whose prompts are done join those that decode."""
-        joining = self._rows[self._ready :]
-        if not joining:
+        if not (joining := self._rows[self._ready :]):
             return
         drafting = self.lengths.drafting and any(request.draft_len != 0 for request in self._rows)
         with _Failing(self, joining):
             done = self.round.prefill(joining, self._ready, drafting, self.always_chunk or self._ready > 0)
             for row, (request, is_done) in enumerate(zip(joining, done, strict=True), self._ready):
-                if is_done and not request.finish_reason:  # Scoring a prompt may fail.
+                if is_done and not (request.finish_reason or self.round.waits_for(request)):  # Scoring may fail.
                     self.round.cache_prefix(request, row)
                     self._swap(row, self._ready)
                     self._ready += 1
         if any(request.finish_reason for request in joining):
             self._release()
+
+    def _set_aside(self) -> None:
+        """Requests that wait for something else than engines leave the round to the others, until the next step."""
+        if self.round.next_is_queued:
+            return
+        for row in reversed(range(self._ready)):
+            if self.round.waits_for(self._rows[row]):
+                self._ready -= 1
+                self._swap(row, self._ready)
+        if not self._ready and (awaited := [one for one in map(self.round.waits_for, self._rows) if one]):
+            wait(awaited, _PATIENCE, return_when=FIRST_COMPLETED)
 
     def _decode(self, requests: list[Request]) -> None:
         """Run a round of ``requests``, which are in rows 0, 1, .., and commit its tokens.

@@ -44,7 +44,7 @@ from specrun.runners.device_runner import DeviceRunner
 from specrun.runners.graph_capture import Captures
 from specrun.speculative.device_records import DeviceRecords, QueuedRound
 from specrun.speculative.round import Round, Rows
-from specrun.text.grammar import fill_masks
+from specrun.text.masks import fill_masks
 
 _TIMED = 3
 """Rounds of each kind that the warm-up times."""

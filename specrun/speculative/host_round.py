@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 from specrun.backends.pass_timing import times_here
 from specrun.drafters import Drafter, Proposal
@@ -113,6 +115,10 @@ class HostRound(Round[ModelRunner, Drafter]):
     def _draft_calls(self) -> int:
         """How often the draft's engine was called."""
         return self._draft_texts.runner.calls if self._draft_texts else 0
+
+    def waits_for(self, request: Request) -> Future[Any] | None:
+        """See ``Round``: a mask that takes long."""
+        return request.matcher.begin_mask() if request.matcher else None
 
     def _cache_prompts(self, requests: Sequence[Request], rows: Sequence[int]) -> None:
         """Keep the prompts that the round has read, in ``rows``. Such a round takes longer than those behind it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -182,6 +183,10 @@ class Round(ABC, Generic[AnyRunner, DrafterT]):
     def reads_prompts(self, requests: Sequence[Request], first: int, max_tokens: int) -> bool:
         """Whether the next round reads what the target lacks of these prompts, at most ``max_tokens`` of each."""
         return False
+
+    def waits_for(self, request: Request) -> Future[Any] | None:
+        """What ``request`` waits for before it can be in a round, while other requests go on; None: nothing."""
+        return None
 
     def draft_lag(self, requests: Sequence[Request]) -> int:
         """The most tokens of a row that the drafter must read before it can draft, beside those of the last round.

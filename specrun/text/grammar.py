@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -20,11 +21,10 @@ from tokenizers import Tokenizer
 
 from specrun.errors import RequestError
 from specrun.optional_packages import import_package
-from specrun.sampling.sampler import Floats
 from specrun.text.tokenizer import raise_unless_fault
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "tools"]
 Mask = npt.NDArray[np.uint8]
@@ -34,6 +34,10 @@ MAX_CONSTRAINT_BYTES = 1 << 16
 """The largest schema or grammar, in UTF-8. Compiling takes up to the square of its size: a second for this one."""
 _KEPT_GRAMMARS = 64
 """Compiled grammars that are kept for later requests."""
+SLOW_MASK_SECONDS = 0.005
+"""A mask that takes longer is slow: the next one is computed beside the rounds, and nothing is drafted behind it."""
+MAX_SLOW_SECONDS = 2.0
+"""Seconds of slow masks that one text may take. A grammar that is very ambiguous takes more with every token."""
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """Between two tokens of JSON. Without a limit, a model may write nothing else for ever."""
 
@@ -191,6 +195,12 @@ class Matcher:
         """The masks after the committed text and after each of ``_ahead``; None: not asked for yet."""
         self._complete = [self._is_complete()]
         """True, at each of the same places, if nothing may follow."""
+        self.is_slow = False
+        """Whether the last mask took longer than SLOW_MASK_SECONDS."""
+        self._slow_seconds = 0.0
+        """Seconds of all slow masks."""
+        self._coming: Future[Mask] | None = None
+        """The mask after the committed text, where another thread computes it. Until then ``_matcher`` is its own."""
 
     @property
     def is_complete(self) -> bool:
@@ -214,11 +224,19 @@ class Matcher:
             return None
         count = len(drafts)
         if (mask := self._masks[count]) is None:
+            self._require_time()
             self._rewind(count)
-            mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            mask = self._compute()
             self.require_no_error()
             self._masks[count] = mask
         return mask
+
+    def begin_mask(self) -> Future[Mask] | None:
+        """Where masks are slow, the one after the text as it is computed in another thread; None: it is there."""
+        if self._coming is None and self.is_slow and self._masks[0] is None and not self.is_complete:
+            self._rewind(0)
+            self._coming = _mask_thread().submit(self._compute)
+        return self._coming if self._coming and not self._coming.done() else None
 
     def behind(self, drafts: Sequence[int]) -> LLMatcher | None:
         """The library's matcher behind the text and ``drafts``; None where nothing follows, as in ``mask``."""
@@ -236,11 +254,35 @@ class Matcher:
             raise
 
     def forced(self) -> list[int]:
-        """The tokens that must follow the text, as far as there is no choice."""
-        if self.is_complete:
+        """The tokens that must follow the text, as far as there is no choice. Where masks are slow: none."""
+        if self.is_complete or self.is_slow:
             return []
         self._rewind(0)
         return self._matcher.compute_ff_tokens()
+
+    def _compute(self) -> Mask:
+        """The mask after what ``_matcher`` has consumed. Its time is this thread's, as the machine may be busy."""
+        began = time.thread_time()
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        seconds = time.thread_time() - began
+        self.is_slow = seconds > SLOW_MASK_SECONDS
+        self._slow_seconds += seconds if self.is_slow else 0.0
+        return mask
+
+    def _require_time(self) -> None:
+        """Raise RequestError where slow masks have taken all the time that there is for them."""
+        if self._slow_seconds > MAX_SLOW_SECONDS:
+            raise RequestError(
+                f"{self._kind}: to tell what may follow took {self._slow_seconds:.1f} s for this text, and at most "
+                f"{MAX_SLOW_SECONDS:g} are allowed; write rules that read a text in fewer ways"
+            )
+
+    def _receive(self) -> None:
+        """Wait for the mask that another thread computes, if any does. Raises RequestError."""
+        if self._coming:
+            mask, self._coming = self._coming.result(), None
+            self.require_no_error()
+            self._masks[0] = mask
 
     def _may_follow(self, drafts: Sequence[int]) -> bool:
         """Whether anything may follow the text and ``drafts``."""
@@ -248,6 +290,7 @@ class Matcher:
 
     def _advance_to(self, drafts: Sequence[int]) -> int:
         """Consume ``drafts`` behind the committed text, up to the first that is forbidden. Returns how many."""
+        self._receive()
         same = 0
         while same < min(len(drafts), len(self._ahead)) and drafts[same] == self._ahead[same]:
             same += 1
@@ -289,51 +332,6 @@ class Matcher:
         return True
 
 
-def fill_masks(
-    matchers: Sequence[Matcher | None], drafts: Sequence[Sequence[int]], vocab_size: int
-) -> npt.NDArray[np.uint32]:
-    """The masks behind each text and its draft tokens, for a device: [B, ceil(vocab_size / 32)].
-
-    Bit i % 32 of word i // 32 is set where token i may follow. All bits are set for None, and where nothing follows, as
-    in ``Matcher.mask``. No bit is set where that raises RequestError. All are filled by one call of the library, in
-    threads of its own.
-    """
-    from llguidance.numpy import fill_next_token_bitmask_par
-
-    masks = np.full((len(matchers), -(-vocab_size // 32)), 2**32 - 1, np.uint32)
-    asked: list[tuple[int, Matcher, LLMatcher]] = []
-    for row, (matcher, tokens) in enumerate(zip(matchers, drafts, strict=True)):
-        try:
-            if matcher and (at := matcher.behind(tokens)):
-                asked.append((row, matcher, at))
-        except RequestError:
-            masks[row] = 0
-    if asked:
-        words = -(-asked[0][1].grammar.vocab_size // 32)
-        found = np.full((len(asked), words), -1, np.int32)
-        fill_next_token_bitmask_par(_executor(), [(at, number) for number, (_, _, at) in enumerate(asked)], found)
-        own = found[:, : masks.shape[1]].view(np.uint32)
-        for number, (row, matcher, _) in enumerate(asked):
-            masks[row] = 0  # The model may have more ids than the tokenizer.
-            with suppress(RequestError):
-                matcher.require_no_error()
-                masks[row, : own.shape[1]] = own[number]
-    return masks
-
-
-@functools.cache
-def _executor() -> LLExecutor:
-    from llguidance import LLExecutor
-
-    return LLExecutor()
-
-
-def apply_mask(logits: Floats, mask: Mask) -> Floats:
-    """The ``logits`` [V] with -inf for every token that ``mask`` forbids. A new array."""
-    allowed = np.unpackbits(mask, count=len(logits), bitorder="little").view(np.bool_)
-    return np.where(allowed, logits, np.float32(-np.inf))
-
-
 def _require_no_error(kind: Kind, matcher: LLMatcher) -> None:
     if matcher.is_error():
         error = _line(matcher.get_error())
@@ -343,3 +341,9 @@ def _require_no_error(kind: Kind, matcher: LLMatcher) -> None:
 def _line(message: str) -> str:
     """An error of llguidance in one line."""
     return " ".join(message.replace("<non-verbose/>", "").split())[:300]
+
+
+@functools.cache
+def _mask_thread() -> ThreadPoolExecutor:
+    """Computes slow masks, one after the other. The library releases the interpreter's lock meanwhile."""
+    return ThreadPoolExecutor(1, "slow-masks")

@@ -25,7 +25,8 @@ from specrun.scheduler.round_times import expected_by_passes
 from specrun.scheduler.scheduler import Scheduler
 from specrun.speculative.device_records import QueuedRound
 from specrun.speculative.device_round import DeviceRound
-from specrun.text.grammar import Constraint, Grammar, Grammars, fill_masks
+from specrun.text.grammar import Constraint, Grammar, Grammars
+from specrun.text.masks import fill_masks
 from tests.helpers.device_rounds import Recordable, device_round
 from tests.helpers.engines import make_engine
 from tests.helpers.families import save_tokenizer

@@ -28,7 +28,8 @@ from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from specrun.scheduler.draft_length import DraftLength
 from specrun.speculative.host_round import HostRound
-from specrun.text.grammar import MAX_CONSTRAINT_BYTES, Constraint, Grammar, Grammars, Mask, Matcher, apply_mask
+from specrun.text.grammar import MAX_CONSTRAINT_BYTES, Constraint, Grammar, Grammars, Mask, Matcher
+from specrun.text.masks import apply_mask
 from tests.helpers.families import EOS, VOCAB
 from tests.helpers.reference import Doubles, Fit, chi_squared, exact_probabilities
 from tests.helpers.tables import decode, make_requests, normal, open_tables
