@@ -1,30 +1,24 @@
 """Chat templates: the messages of a conversation to the text that the model continues, as transformers renders it.
 
-Templates come with checkpoints, so they are programs of strangers. jinja2's sandbox runs them, they see nothing but
-plain data, and their time and what they write have limits.
+Templates come with checkpoints, so they are programs of strangers. ``template_language`` runs them in a sandbox: they
+see nothing but plain data, and their time and what they make have limits.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import CodeType
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
 import jinja2.meta
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.runtime import Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 
 from specrun.errors import RequestError
 from specrun.text.limited_time import limited_time
+from specrun.text.template_language import Environment, make_environment
 from specrun.text.tokenizer import LEGACY_TEMPLATE_NAME, SETTINGS_NAME, SPECIAL_TOKENS_NAME, TEMPLATE_NAME
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -37,8 +31,6 @@ _SETTINGS = ("messages", "tools", "documents", "add_generation_prompt", *_SPECIA
 _INSTEAD = "prompts of plain text need none"
 SECONDS = 10
 """The most seconds that a template may take for a conversation; it takes milliseconds."""
-MOST_CHARACTERS = 1 << 24
-"""The most characters that a template may write for a conversation."""
 
 
 class ChatTemplate:
@@ -64,7 +56,7 @@ class ChatTemplate:
         """
         source = self._own_tools_source or self._source
         try:
-            found = jinja2.meta.find_undeclared_variables(_environment().parse(source))
+            found = jinja2.meta.find_undeclared_variables(make_environment().parse(source))
         except Exception as error:
             raise self._failed(error) from error
         return source if "tools" in found else None
@@ -75,7 +67,7 @@ class ChatTemplate:
 
     def _compile(self, source: str) -> jinja2.Template:
         try:
-            return _environment().from_string(source)
+            return make_environment().from_string(source)
         except Exception as error:  # The compiler raises RecursionError and the like too.
             raise self._failed(error) from error
 
@@ -121,8 +113,10 @@ class ChatTemplate:
             ]
             settings = {"tools": _plain(tools), "documents": None, "add_generation_prompt": add_generation_prompt}
             named = {**_plain(variables or {}), "messages": turns, **settings, **self._special_tokens}
-            with limited_time(SECONDS, _is_template, f"it ran for more than {SECONDS} s"):
-                return _joined(template.generate(named))
+            environment = template.environment
+            assert isinstance(environment, Environment)
+            with environment.rendering(), limited_time(SECONDS, _is_template, f"it ran for more than {SECONDS} s"):
+                return environment.concat(template.generate(named))
         except Exception as error:  # Templates are programs, and fail like programs.
             raise self._failed(error) from error
 
@@ -205,120 +199,5 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a message holds a {type(value).__name__}; expected text, numbers, lists and mappings")
 
 
-# ------------------------------------------------------------------------------------ the language of chat templates
-
-
-def _joined(parts: Iterable[str]) -> str:
-    """Raises ValueError where they are too long together."""
-    kept, length = [], 0
-    for part in parts:
-        length += len(part)
-        if length > MOST_CHARACTERS:
-            raise ValueError(f"it writes more than {MOST_CHARACTERS} characters")
-        kept.append(part)
-    return "".join(kept)
-
-
 def _is_template(code: CodeType) -> bool:
     return code.co_filename == "<template>"
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, in which nothing is repeated without limit either."""
-
-    intercepted_binops = frozenset({"*", "**"})
-    concat = staticmethod(_joined)
-    """Joins what macros and blocks write."""
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """The product or power. Raises ValueError where it would be long."""
-        for one, other in ((left, right), (right, left)):
-            if operator == "*" and isinstance(other, int) and isinstance(one, str | list | tuple):
-                size = len(one) * other
-            elif isinstance(one, int) and isinstance(other, int):
-                size = one.bit_length() + other.bit_length() if operator == "*" else left.bit_length() * right
-            else:
-                continue
-            if size > MOST_CHARACTERS:
-                raise ValueError(f"it makes something of more than {MOST_CHARACTERS} characters")
-        return super().call_binop(context, operator, left, right)
-
-
-class _Generation(Extension):
-    """``{% generation %} .. {% endgeneration %}`` marks the model's part of a text, for training. Here: its body."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """The tag as a call with its body."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
-
-    def _body(self, caller: Macro) -> str:
-        return caller()
-
-
-class _Namespace(Namespace):
-    """jinja2's ``namespace`` without names that begin with an underscore, which lead to Python's own attributes."""
-
-    def __init__(*args: Any, **values: Any) -> None:
-        self, *rest = args
-        found = dict(*rest, **values)
-        for name in found:
-            _require_public(name)
-        Namespace.__init__(self, found)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _require_public(name)
-        super().__setitem__(name, value)
-
-
-def _require_public(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace takes no name like {name!r}")
-
-
-class _Dict:
-    """``dict`` for templates: not the type itself, whose attributes lead to Python's own."""
-
-    def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
-        return dict(*args, **values)
-
-    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
-        """A dict of ``keys`` that all have the same value."""
-        return dict.fromkeys(keys, value)
-
-
-def _environment() -> _Environment:
-    """jinja2 with the settings, filters and functions that transformers gives to chat templates."""
-    environment = _Environment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        optimized=False,  # Nothing runs while it is compiled.
-        extensions=[_Generation, loopcontrols],
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {
-        "raise_exception": _raise_exception,
-        "strftime_now": lambda format: datetime.now().strftime(format),
-        "namespace": _Namespace,
-        "dict": _Dict(),
-    }
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """The filter ``tojson``, without jinja2's escapes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    """The function by which templates refuse a conversation."""
-    raise jinja2.exceptions.TemplateError(message)
