@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,20 @@ from specrun.commands.pair import open_pair, pair_config, pair_options
     show_default=True,
     help="Seconds for answers to end when the server stops.",
 )
+@click.option(
+    "--write_timeout",
+    type=click.FloatRange(0, min_open=True),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time in which a client must read something of what was written to it.",
+)
+@click.option(
+    "--max_connections_per_address",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Connections of one address, a proxy's for example. Default: three quarters of all.",
+)
 @generation_config_option
 @click.option(
     "--tool_call_format",
@@ -47,7 +62,13 @@ from specrun.commands.pair import open_pair, pair_config, pair_options
     show_default=True,
     help="How the model writes tool calls; auto: as its chat template says.",
 )
-@click.option("--metrics_prefix", default="specrun", show_default=True, help="Prefix of the names in /metrics.")
+@click.option(
+    "--metrics_prefix",
+    default="specrun",
+    show_default=True,
+    callback=lambda _context, _option, value: _metric_prefix(value),
+    help="Prefix of the names in /metrics.",
+)
 @click.option("--log_prompts", is_flag=True, help="Write prompts to the log.")
 def serve(
     host: str,
@@ -58,6 +79,8 @@ def serve(
     max_queue: int,
     request_timeout: float | None,
     drain_seconds: int,
+    write_timeout: float,
+    max_connections_per_address: int | None,
     generation_config: str,
     tool_call_format: str,
     metrics_prefix: str,
@@ -67,7 +90,8 @@ def serve(
     """A target and its draft -> an OpenAI-compatible server.
 
     It answers /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize, /health, /metrics and
-    /version. The log on standard error has a line of JSON for every request. SIGTERM and Ctrl-C let answers end.
+    /version. The log on standard error has a line of JSON for every request. SIGTERM, SIGHUP and Ctrl-C let answers
+    end.
     """
     built = take_models(options)
     config = pair_config(options)
@@ -111,5 +135,13 @@ def serve(
             metrics_prefix=metrics_prefix,
             log_prompts=log_prompts,
             defaults=replace(DEFAULTS, **recommended),
+            write_seconds=write_timeout,
+            max_connections_by_address=max_connections_per_address,
         )
     )
+
+
+def _metric_prefix(value: str) -> str:
+    if not re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", value):
+        raise click.BadParameter(f"{value!r}: expected letters, digits and _, and no digit first, as Prometheus does")
+    return value

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 
 from specrun import __version__, arguments
 from specrun.errors import SpecError
@@ -22,7 +23,8 @@ from specrun.openai.fields import Fields, as_object
 from specrun.openai.prompts import are_ids
 from specrun.openai.responses import ResponseShape
 from specrun.openai.shapes import ChatShape, CompletionShape
-from specrun.serve.errors import ApiError, as_api_error
+from specrun.serve.connection import IS_SPARE
+from specrun.serve.errors import RETRY_SECONDS, ApiError, as_api_error, without_paths
 from specrun.serve.hosts import require_allowed
 from specrun.serve.keys import ApiKey, find_key
 from specrun.serve.log import log, shown, write
@@ -67,27 +69,31 @@ class _Door:
             await self._app(scope, receive, send)
             return
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        given = scope.get("state", {})
         state = scope["state"] = {
             "id": headers.get(b"x-request-id", "")[:64] or uuid.uuid4().hex,
             "key": None,
             "log": {},
         }
-        began, status = time.perf_counter(), 0
+        began, status, is_spare = time.perf_counter(), 0, IS_SPARE in given
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", str(state["id"]).encode("latin-1"))]
+                own = [(b"x-request-id", str(state["id"]).encode("latin-1"))]
+                message["headers"] = [*message["headers"], *own, *([CLOSE_HEADER] if is_spare else ())]
             await send(message)
 
         try:
-            if scope["path"] not in OPEN_PATHS:
-                try:
+            try:
+                _require_one_length(headers)
+                if scope["path"] not in OPEN_PATHS:
+                    _require_own_place(is_spare)
                     state["key"] = self._admit(headers)
-                except ApiError as refusal:
-                    await _answer(refusal)(scope, receive, send_with_id)
-                    return
+            except ApiError as refusal:
+                await _answer(refusal)(scope, receive, send_with_id)
+                return
             await self._app(scope, receive, send_with_id)
         finally:
             _log_request(scope, state, status, time.perf_counter() - began)
@@ -101,6 +107,20 @@ class _Door:
         if key := find_key(list(self._service.keys), headers.get(b"authorization", "")):
             return key
         raise ApiError(401, "no valid API key; send it as 'Authorization: Bearer KEY'", code="invalid_api_key")
+
+
+def _require_one_length(headers: Mapping[bytes, str]) -> None:
+    """Raise ApiError where two headers say how long a body is: what is behind it may be taken for another request."""
+    if b"content-length" in headers and b"transfer-encoding" in headers:
+        close = {"Connection": "close"}
+        raise ApiError(400, "Content-Length and Transfer-Encoding cannot be combined; send one of them", headers=close)
+
+
+def _require_own_place(is_spare: bool) -> None:
+    """Raise ApiError on a spare connection."""
+    if is_spare:
+        message = "too many connections are open, of all clients or of yours; close some, or try again"
+        raise ApiError(503, message, code="too_many_connections", headers={"Retry-After": str(RETRY_SECONDS)})
 
 
 def _log_request(scope: Scope, state: dict[str, Any], status: int, seconds: float) -> None:
@@ -175,7 +195,7 @@ async def _detokenize(service: Service, request: Request) -> Response:
 
 async def _health(service: Service, request: Request) -> Response:
     if problem := service.engine.problem():
-        return JSONResponse({"status": "unhealthy", "reason": problem}, 503)
+        return JSONResponse({"status": "unhealthy", "reason": without_paths(problem)}, 503)
     return JSONResponse({"status": "ok"})
 
 

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import resource
-from asyncio import Transport
-from collections import OrderedDict
+from array import array
+from asyncio import TimerHandle, Transport
+from collections import Counter, OrderedDict
+from contextlib import suppress
+from fcntl import ioctl
 from pathlib import Path
+from termios import TIOCOUTQ
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from specrun.serve import limits
+from specrun.serve.log import write
 
 ACCEPTED_AT_ONCE = 16
 """Number of connections that the event loop accepts before it looks at any of them."""
-_SPARE_FILES = 64 + 4 * ACCEPTED_AT_ONCE
-"""Number of files left to the engines, the log and connections that are being accepted or closed."""
+_SPARE_FILES = 64 + 4 * ACCEPTED_AT_ONCE + limits.SPARE_CONNECTIONS
+"""Number of files left to the engines, the log, spare connections and those that are being accepted or closed."""
+IS_SPARE = "is_spare"
+"""In the state of a request: it came on a spare connection."""
 
 
 def connection_limit() -> int:
@@ -29,78 +36,185 @@ def connection_limit() -> int:
 class Crowd:
     """The connections of one server. One too many ends the one that has waited longest for its client.
 
-    So clients that only keep connections cannot keep others out, whose requests come at once. Those that have sent a
-    request before, and will send another, come last.
+    So clients that only keep connections, or do not read their answers, cannot keep others out, whose requests come at
+    once. Those that have sent a request before, and will send another, come last. An address may have a part of all
+    connections. Where no connection can be ended, a few spare ones remain, which are good for ``/health`` alone.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, limit_by_address: int | None = None) -> None:
+        """limit_by_address: None: three quarters of ``limit``."""
         self._limit = limit
+        self._limit_by_address = limit_by_address or max(1, limit * 3 // 4)
+        self._by_address: Counter[str] = Counter()
         self._new: OrderedDict[Connection, None] = OrderedDict()
         """Connections that wait for their first request, and some that no longer do. The oldest comes first."""
+        self._unread: OrderedDict[Connection, None] = OrderedDict()
+        """Connections whose clients have not read what was written. The one that has waited longest comes first."""
         self._known: OrderedDict[Connection, None] = OrderedDict()
-        """Connections that wait for another request, likewise."""
+        """Connections that wait for another request, and some that no longer do."""
+        self._spare: OrderedDict[Connection, None] = OrderedDict()
 
-    def wait(self, connection: Connection) -> None:
-        """From now on ``connection`` waits for a request."""
-        self.leave(connection)
-        (self._new if connection.cycle is None else self._known)[connection] = None
+    def enter(self, newest: Connection) -> None:
+        """Count a connection. Where it is one too many, another one is ended, or it becomes a spare one."""
+        address = newest.address
+        self._by_address[address] += 1
+        too_many_there = self._by_address[address] > self._limit_by_address
+        too_many = len(newest.connections) - len(self._spare) > self._limit
+        if (too_many_there or too_many) and not self._end_one(address if too_many_there else None):
+            if len(self._spare) >= limits.SPARE_CONNECTIONS:
+                next(iter(self._spare)).transport.abort()
+            self._spare[newest] = None
+            newest.become_spare()
+        else:
+            self.wait(newest)
 
     def leave(self, connection: Connection) -> None:
         """``connection`` has ended."""
-        self._new.pop(connection, None)
-        self._known.pop(connection, None)
+        self._forget(connection)
+        self._spare.pop(connection, None)
+        self._by_address[connection.address] -= 1
+        if not self._by_address[connection.address]:
+            del self._by_address[connection.address]
 
-    def make_room(self, newest: Connection) -> None:
-        """End a connection if there are too many: ``newest`` where no other waits for its client."""
-        if len(newest.connections) <= self._limit:
-            return
-        self.leave(newest)
-        for waiting in (self._new, self._known):
-            while waiting:
-                connection, _ = waiting.popitem(last=False)
+    def wait(self, connection: Connection) -> None:
+        """From now on ``connection`` waits for a request."""
+        self._forget(connection)
+        (self._new if connection.cycle is None else self._known)[connection] = None
+
+    def wait_for_reader(self, connection: Connection) -> None:
+        """From now on ``connection`` waits until its client has read. Those that have waited longest may end for it."""
+        self._forget(connection)
+        self._unread[connection] = None
+        unread = sum(one.transport.get_write_buffer_size() for one in self._unread)
+        while unread > limits.MAX_UNREAD_BYTES and len(self._unread) > 1:
+            longest, _ = self._unread.popitem(last=False)
+            unread -= longest.transport.get_write_buffer_size()
+            longest.end_unread("too much is unread")
+
+    def go_on(self, connection: Connection) -> None:
+        """The client of ``connection`` has read."""
+        self._unread.pop(connection, None)
+        if connection.is_waiting:
+            self.wait(connection)
+
+    def _forget(self, connection: Connection) -> None:
+        for group in (self._new, self._unread, self._known):
+            group.pop(connection, None)
+
+    def _end_one(self, address: str | None) -> bool:
+        """End the connection that has waited longest, of ``address`` or of all; whether there is one."""
+        for group in (self._new, self._unread, self._known):
+            for connection in [one for one in group if address in (None, one.address)]:
+                del group[connection]
                 if connection.is_waiting:
                     connection.transport.abort()
-                    self.wait(newest)
-                    return
-        newest.transport.abort()
+                    return True
+        return False
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, closed when no whole request has come on it for some time.
+    """uvicorn's connection, closed when its client neither sends a whole request nor reads for some time.
 
-    uvicorn itself waits without end for the rest of a request's headers.
+    uvicorn itself waits without end for the rest of a request's headers, and for a client that does not read.
     """
 
     _seen: RequestResponseCycle | None = None
+    _stall: TimerHandle | None = None
+    _has_events = False
 
-    def __init__(self, crowd: Crowd, **given: Any) -> None:
-        """given: uvicorn's arguments."""
+    def __init__(self, crowd: Crowd, write_seconds: float, **given: Any) -> None:
+        """write_seconds: in which a client must read something of what was written. given: uvicorn's arguments."""
         super().__init__(**given)
-        self._crowd = crowd
+        self._crowd, self._write_seconds = crowd, write_seconds
+
+    @property
+    def address(self) -> str:
+        """The client's; '' where it is not known."""
+        return self.client[0] if self.client else ""
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the client has yet to send a request or the rest of one, and has read the last answer."""
+        """Whether the client has yet to send a request or the rest of one, or to read what was written.
+
+        One that sends further requests before it has its answer, as no usual client does, is not waited for either.
+        """
         needs_request = self.cycle is None or self.cycle.response_complete or self.cycle.more_body
-        return needs_request and not self.transport.get_write_buffer_size()
+        return needs_request or self.flow.write_paused or len(self.conn.trailing_data[0]) > len(b"\r\n")
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         """Begin to watch."""
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # What the system does not take at once is unread.
         self._watch = self.loop.call_later(limits.MAX_IDLE_SECONDS, self._close_if_idle)
-        self._crowd.wait(self)
-        self._crowd.make_room(self)
+        self._crowd.enter(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop watching."""
         self._watch.cancel()
+        self._end_stall()
         self._crowd.leave(self)
         super().connection_lost(exc)
 
+    def become_spare(self) -> None:
+        """Answer nothing but open paths, and end soon."""
+        self.app_state = {**self.app_state, IS_SPARE: True}
+        self._watch.cancel()
+        self._watch = self.loop.call_later(limits.SPARE_SECONDS, self.transport.abort)
+
+    def handle_events(self) -> None:
+        """Begin with no other request before the client has read its last answer."""
+        self._has_events = self.flow.write_paused
+        if self._has_events:
+            self.flow.pause_reading()
+        else:
+            super().handle_events()
+
     def on_response_complete(self) -> None:
         """Wait for the next request."""
-        self._crowd.wait(self)
+        if not self.flow.write_paused:
+            self._crowd.wait(self)
         super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        """The client does not read as fast as it is written to."""
+        super().pause_writing()
+        self._watch_reader()
+        self._crowd.wait_for_reader(self)
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        super().resume_writing()
+        self._end_stall()
+        self._crowd.go_on(self)
+        if self._has_events and not self.transport.is_closing():
+            self.flow.resume_reading()
+            self.handle_events()
+
+    def end_unread(self, reason: str) -> None:
+        """End the connection of a client that does not read."""
+        write("unread", {"address": self.address, "bytes": self.transport.get_write_buffer_size(), "reason": reason})
+        self.transport.abort()
+
+    def _num_unread(self) -> int:
+        """Bytes that the client's system has not taken."""
+        sent = array("i", [0])
+        with suppress(OSError):  # A system that does not tell.
+            ioctl(self.transport.get_extra_info("socket"), TIOCOUTQ, sent)
+        return self.transport.get_write_buffer_size() + sent[0]
+
+    def _watch_reader(self) -> None:
+        self._stall = self.loop.call_later(self._write_seconds, self._end_if_stalled, self._num_unread())
+
+    def _end_if_stalled(self, unread: int) -> None:
+        if self._num_unread() < unread:
+            self._watch_reader()
+        else:
+            self.end_unread(f"nothing was read in {self._write_seconds:g} s")
+
+    def _end_stall(self) -> None:
+        if self._stall:
+            self._stall.cancel()
+            self._stall = None
 
     def _close_if_idle(self) -> None:
         is_idle = self.cycle is None or self.cycle.response_complete

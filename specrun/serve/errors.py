@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from specrun.errors import ContextLengthError, RequestError
+from specrun.errors import ContextLengthError, RequestError, SpecError
 from specrun.openai.body import field_of
 from specrun.openai.shapes import error_body
 from specrun.serve.engine import EngineStoppedError, QueueFullError
 
 RETRY_SECONDS = 1
 """Seconds after which a client that met a full queue may try again."""
+
+
+_PATH = re.compile(r"(?<![\w/:.~<])(?:/[^\s/:;,'\"()\[\]]+){2,}/?")
+"""An absolute path of two or more names."""
 
 
 class ApiError(Exception):
@@ -39,14 +44,22 @@ def as_api_error(error: Exception) -> ApiError:
     """Map an exception to the HTTP error response."""
     if isinstance(error, ApiError):
         return error
+    message = without_paths(str(error))
     if isinstance(error, QueueFullError):
-        return ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(RETRY_SECONDS)})
+        return ApiError(429, message, code="queue_full", headers={"Retry-After": str(RETRY_SECONDS)})
     if isinstance(error, EngineStoppedError):
-        return ApiError(503, str(error), code="stopped", headers={"Retry-After": str(RETRY_SECONDS)})
+        return ApiError(503, message, code="stopped", headers={"Retry-After": str(RETRY_SECONDS)})
     if isinstance(error, RequestError):
         code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
-        return ApiError(400, str(error), field_of(error), code)
-    return ApiError(500, str(error) or repr(error))
+        return ApiError(400, message, field_of(error), code)
+    if isinstance(error, SpecError):
+        return ApiError(500, message)
+    return ApiError(500, "an error of the server itself; its log has it under the x-request-id of this answer")
+
+
+def without_paths(message: str) -> str:
+    """``message`` with names in place of paths, whose folders are not the clients' concern."""
+    return _PATH.sub(lambda found: found[0].rstrip("/").rpartition("/")[2], message)
 
 
 def _kind(status: int) -> str:

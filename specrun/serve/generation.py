@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Sequence
 
+from specrun.errors import SpecError
 from specrun.request.request import Request
 from specrun.request.updates import Update
+from specrun.serve import limits
 from specrun.serve.engine import EngineThread, Job
 from specrun.serve.metrics import Metrics
+
+
+class UnreadError(SpecError):
+    """So much of an answer waits for its reader that the requests were ended."""
 
 
 class Generation:
@@ -18,12 +25,22 @@ class Generation:
     with Generation(engine, metrics, requests) as generation:
         async for number, update in generation:
 
-    ``number`` is the request's. Leaving the block cancels the requests that have not ended.
+    ``number`` is the request's. Leaving the block cancels the requests that have not ended. So does a reader that falls
+    behind by more than ``limits.MAX_UNREAD_ENTRIES``, where updates are bounded.
     """
 
-    def __init__(self, engine: EngineThread, metrics: Metrics, requests: Sequence[Request]) -> None:
+    def __init__(
+        self, engine: EngineThread, metrics: Metrics, requests: Sequence[Request], is_bounded: bool = False
+    ) -> None:
+        """is_bounded: whether updates are sent as they come, to a client that may not read them."""
+        self._room = self._most = math.inf
+        if is_bounded:
+            each = limits.UNREAD_ENTRIES_PER_ANSWER * len(requests)
+            self._room = self._most = max(limits.MAX_UNREAD_ENTRIES, each)
         self._engine, self._metrics, self._requests = engine, metrics, requests
         self._updates: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
+        self._entries = [1 + (request.logprobs or 0) for request in requests]
+        """Of a token of each request."""
         self._running = len(requests)
         self._job: Job | None = None
         self._began = time.perf_counter()
@@ -42,10 +59,13 @@ class Generation:
             job.cancel()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Update]]:
-        """Updates until all requests have ended."""
+        """Updates until all requests have ended. Raises UnreadError."""
         left = len(self._requests)
         while left:
             number, update = await self._updates.get()
+            if self._room < 0:
+                raise UnreadError(f"more than {self._most} tokens and log-probabilities were not read; the answer ends")
+            self._room += len(update.token_outputs) * self._entries[number]
             left -= update.ended is not None
             yield number, update
 
@@ -60,5 +80,17 @@ class Generation:
             self._running -= 1
             request = self._requests[number]
             self._metrics.count_end(update.ended, len(request.prompt), now - self._began)
+        if self._room < 0:
+            return
         if count or update.ended:
             self._updates.put_nowait((number, update))
+        self._room -= count * self._entries[number]
+        if self._room < 0:
+            self._end_unread()
+
+    def _end_unread(self) -> None:
+        """End all requests, and forget what nobody has read but one update, which wakes the reader."""
+        while self._updates.qsize() > 1:
+            self._updates.get_nowait()
+        if self._job:
+            self._job.cancel()

@@ -26,12 +26,15 @@ class ApiKey:
 def read_keys(path: Path | None) -> list[ApiKey]:
     """The keys of a file, one a line, and the one of the environment.
 
-    A line is a key, and ``no_block_reuse`` behind it or not; ``#`` begins a comment. Raises RequestError.
+    A line is a key, and ``no_block_reuse`` behind it or not; one that begins with ``#`` is a comment. Raises
+    RequestError.
     """
     keys = [_key(words) for words in _lines(path)] if path else []
     if path and not keys:
         raise RequestError(f"--api_key_file {path}: no key in it; write one a line")
-    if secret := os.environ.get(ENVIRONMENT):
+    if (secret := os.environ.get(ENVIRONMENT)) is not None:
+        if not secret:
+            raise RequestError(f"{ENVIRONMENT} is empty, and keeps nobody out; give it a key, or unset it")
         keys.append(_key([secret]))
     return keys
 
@@ -51,13 +54,16 @@ def _lines(path: Path) -> list[list[str]]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
         raise RequestError(f"--api_key_file {path}: cannot be read ({error})") from error
-    return [words for line in lines if (words := line.partition("#")[0].split())]
+    return [words for line in lines if (words := line.split()) and words[0][0] != "#"]
 
 
 def _key(words: list[str]) -> ApiKey:
     secret, *rest = words
     if rest not in ([], [_ALONE]):
         raise RequestError(f"--api_key_file: behind a key stands {rest[0]!r}; expected nothing or {_ALONE}")
-    if not secret.isascii() or len(secret) < 8:
-        raise RequestError("an API key has at least 8 characters, all of them ASCII")
+    if not (secret.isascii() and secret.isprintable()) or " " in secret or len(secret) < 8:
+        raise RequestError(
+            "an API key has at least 8 characters, all of them letters, digits and signs of ASCII; one of them is not, "
+            "a line end behind the key perhaps"
+        )
     return ApiKey(secret.encode(), not rest)

@@ -17,3 +17,15 @@ KEEP_ALIVE_SECONDS = 75
 then, which fails. With uvicorn's own 5 s, httpx's default too, that happens under load."""
 MAX_CONNECTIONS = 4096
 """Number of connections, where the process may have so many files; see ``connection_limit``."""
+SPARE_CONNECTIONS = 16
+"""Number of connections beyond that, for ``/health`` alone: whoever watches the server is never kept out."""
+SPARE_SECONDS = 5.0
+"""Seconds that a spare connection lasts."""
+WRITE_SECONDS = 30.0
+"""Seconds in which a client must read something of what was written to it."""
+MAX_UNREAD_BYTES = 64 << 20
+"""Bytes of answers that clients have not read, of all connections; the one that has waited longest ends then."""
+MAX_UNREAD_ENTRIES = 8192
+"""Tokens of an answer in events, and log-probabilities beside them, that wait for a client to read."""
+UNREAD_ENTRIES_PER_ANSWER = 256
+"""The same for each answer of a body that has many."""

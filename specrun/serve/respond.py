@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from specrun.errors import SpecError
 from specrun.openai.answers import Answer, speculation, usage
 from specrun.openai.body import OpenAIBody
 from specrun.openai.shapes import Head, Shape
@@ -59,7 +60,8 @@ class _Exchange:
 
     def generation(self) -> Generation:
         """A new generation of the answers."""
-        return Generation(self._service.engine, self._service.metrics, requests_of(self._answers))
+        requests = requests_of(self._answers)
+        return Generation(self._service.engine, self._service.metrics, requests, is_bounded=self._body.stream)
 
     async def whole(self) -> dict[str, Any]:
         """The answer in one piece. Raises ApiError where a request failed."""
@@ -75,16 +77,18 @@ class _Exchange:
         stream = self._shape.stream(self._body, self._answers, self._head)
         for event in stream.begin():
             await send(event)
-        async for number, update in generation:
-            answer = self._answers[number]
-            delta = answer.add(update)
-            error = update.ended and update.ended.error
-            found = stream.fail(as_api_error(error).body) if error else stream.add(number, answer, delta)
-            for event in found:
-                await send(event)
-            if error:
-                return
-        for event in stream.end():
+        try:
+            async for number, update in generation:
+                answer = self._answers[number]
+                delta = answer.add(update)
+                if update.ended and update.ended.error:
+                    raise update.ended.error
+                for event in stream.add(number, answer, delta):
+                    await send(event)
+            last = stream.end()
+        except SpecError as error:
+            last = stream.fail(as_api_error(error).body)
+        for event in last:
             await send(event)
 
     def log_fields(self) -> dict[str, Any]:

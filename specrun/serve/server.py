@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
-from collections.abc import Collection, Sequence
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 
@@ -17,19 +20,23 @@ from specrun.serve.app import make_app
 from specrun.serve.connection import ACCEPTED_AT_ONCE, Connection, Crowd, connection_limit
 from specrun.serve.engine import EngineThread, News
 from specrun.serve.keys import ApiKey
-from specrun.serve.limits import KEEP_ALIVE_SECONDS, MAX_HEADER_BYTES
+from specrun.serve.limits import KEEP_ALIVE_SECONDS, MAX_HEADER_BYTES, WRITE_SECONDS
 from specrun.serve.metrics import Metrics
 from specrun.serve.service import Service
 
 BACKLOG = 2048
 """Number of connections that may wait to be accepted."""
+SEND_BUFFER_BYTES = 256 << 10
+"""What the system keeps of an answer that is not read. By itself it would keep megabytes for each connection."""
 
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 is any free one. Raises BackendError."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        return listener
     except OSError as error:
         raise BackendError(f"--host {host} --port {port}: {error.strerror or error}; give another one") from error
 
@@ -47,10 +54,13 @@ async def serve(
     metrics_prefix: str,
     log_prompts: bool,
     defaults: SamplingParams,
+    write_seconds: float = WRITE_SECONDS,
+    max_connections_by_address: int | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; then answer what was taken, for at most ``drain_seconds``, and return.
+    """Serve until SIGTERM, SIGINT or SIGHUP; then answer what was taken, for at most ``drain_seconds``, and return.
 
-    allowed_hosts: see ``specrun.serve.hosts``; None allows all.
+    allowed_hosts: see ``specrun.serve.hosts``; None allows all. write_seconds, max_connections_by_address: see
+    ``specrun.serve.connection``.
     The decoder is closed at the end.
     """
     loop = asyncio.get_running_loop()
@@ -74,10 +84,11 @@ async def serve(
         log_prompts=log_prompts,
         defaults=defaults,
     )
+    crowd = Crowd(connection_limit(), max_connections_by_address)
     config = uvicorn.Config(
         make_app(service),
         # Made of h11: httptools keeps a header of any size in memory.
-        http=partial(Connection, Crowd(connection_limit())),  # type: ignore[arg-type]
+        http=partial(Connection, crowd, write_seconds),  # type: ignore[arg-type]
         backlog=ACCEPTED_AT_ONCE,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         ws="none",
@@ -105,6 +116,20 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         for one in sockets or ():
             one.listen(BACKLOG)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Obey a terminal that closes as well, unless whoever started the server does not want that (nohup)."""
+        with super().capture_signals():
+            before = signal.getsignal(signal.SIGHUP)
+            if before is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
+                yield
+                return
+            signal.signal(signal.SIGHUP, self.handle_exit)
+            try:
+                yield
+            finally:
+                signal.signal(signal.SIGHUP, before)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains the server, the second ends it."""

@@ -297,7 +297,8 @@ def test_keys_guard_everything_but_health(open_pair: Callable[[], SpeculativeDec
 
 def test_key_files_that_are_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "keys"
-    for content, message in {"": "no key", "short\n": "8 characters", "a-long-secret twice\n": "twice"}.items():
+    wrong = {"": "no key", "short\n": "8 characters", "a-long-secret twice\n": "twice", "secret#1 # b\n": "'#'"}
+    for content, message in wrong.items():
         path.write_text(content)
         with pytest.raises(RequestError, match=message):
             read_keys(path)
@@ -305,6 +306,12 @@ def test_key_files_that_are_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         read_keys(tmp_path / "none")
     monkeypatch.setenv("SPECRUN_API_KEY", "from-the-environment")
     assert [key.secret for key in read_keys(None)] == [b"from-the-environment"]
+    path.write_text("  # a comment\n#another-one\nse#cret-key# no_block_reuse\n")
+    assert [key.secret for key in read_keys(path)] == [b"se#cret-key#", b"from-the-environment"]
+    for value, message in {"": "is empty", "from-the-environment\n": "line end", "two words": "letters"}.items():
+        monkeypatch.setenv("SPECRUN_API_KEY", value)
+        with pytest.raises(RequestError, match=message):
+            read_keys(None)
 
 
 def test_an_error_in_a_step_is_one_answers_and_many_are_the_engines(
