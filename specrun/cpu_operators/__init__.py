@@ -53,9 +53,12 @@ Exchange = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctype
 """Gives bytes of this rank to all ranks: the collective's number, where they are, where all ranks' go, how many."""
 
 
-def set_exchange(exchange: Any) -> None:
-    """Let collectives of this process call ``exchange``, an ``Exchange``. It must live as long as the process."""
-    ctypes.CDLL(str(library())).specrun_set_exchange(exchange)
+def set_exchange(exchange: Any, ranks: int) -> None:
+    """Let collectives of this process call ``exchange``, an ``Exchange`` of so many ranks.
+
+    It must live as long as the process. Graphs for another number of ranks are refused.
+    """
+    ctypes.CDLL(str(library())).specrun_set_exchange(exchange, ctypes.c_int64(ranks))
 
 
 def register(options: Any) -> None:

@@ -27,6 +27,8 @@ struct Kernel {
 };
 
 enum Input : size_t { kQ, kK, kV, kPastKeys, kPastValues, kWriteIndices, kCos, kSin, kInputs };
+constexpr ort::Type kTypes[kInputs] = {ort::Type::kFloat, ort::Type::kFloat, ort::Type::kFloat, ort::Type::kFloat,
+                                       ort::Type::kFloat, ort::Type::kInt64, ort::Type::kFloat, ort::Type::kFloat};
 enum Output : size_t { kY, kKeys, kValues, kOutputs };
 
 Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelInfo* info, void** made) {
@@ -57,7 +59,7 @@ bool are_right(const Kernel& kernel, const Tensor (&inputs)[kInputs], specrun::C
     const int64_t each = all->batch * all->kv_heads * all->width;
     if (!each || k.elements % each) return false;
     all->tokens = static_cast<int64_t>(k.elements) / each;
-    if (!all->tokens || q.elements % k.elements) return false;
+    if (!all->tokens || !q.elements || q.elements % k.elements) return false;
     all->q_heads = static_cast<int64_t>(q.elements / k.elements) * all->kv_heads;
     if (!is(indices, all->batch) || inputs[kV].elements != k.elements ||
         inputs[kPastValues].elements != past.elements) {
@@ -73,7 +75,7 @@ bool are_right(const Kernel& kernel, const Tensor (&inputs)[kInputs], specrun::C
     all->angles_by_row = all->batch > 1 && is(cos, all->batch * angles);
     const int64_t* first = static_cast<const int64_t*>(indices.data);
     for (int64_t row = 0; row < all->batch; ++row) {
-        if (first[row] < 0 || first[row] + all->tokens > all->positions) return false;
+        if (first[row] < 0 || first[row] > all->positions - all->tokens) return false;
     }
     return true;
 }
@@ -81,12 +83,12 @@ bool are_right(const Kernel& kernel, const Tensor (&inputs)[kInputs], specrun::C
 Status* compute(void* pointer, ort::KernelContext* context) {
     const Kernel& kernel = *static_cast<const Kernel*>(pointer);
     Tensor inputs[kInputs];
-    RETURN_IF_FAILED(ort::read_all(kernel.api, context, inputs));
+    RETURN_IF_FAILED(ort::read_all(kernel.api, context, kTypes, inputs));
     specrun::CachedAttention all{};
     if (!are_right(kernel, inputs, &all)) {
         return ort::fail(kernel.api, "CachedAttention: sizes that do not fit, or positions beyond the cache");
     }
-    const Tensor heads{nullptr, 0, 4, {all.batch, all.tokens, all.q_heads, all.width}};
+    const Tensor heads{nullptr, ort::Type::kFloat, 0, 4, {all.batch, all.tokens, all.q_heads, all.width}};
     RETURN_IF_FAILED(ort::make_output(kernel.api, context, kY, kernel.as_queries ? inputs[kQ] : heads, &all.y));
     RETURN_IF_FAILED(ort::make_output(kernel.api, context, kKeys, inputs[kPastKeys], &all.keys));
     RETURN_IF_FAILED(ort::make_output(kernel.api, context, kValues, inputs[kPastValues], &all.values));
@@ -114,9 +116,7 @@ ort::CustomOp cached_attention() {
     op.name = [](const CustomOp*) { return "CachedAttention"; };
     op.count_inputs = [](const CustomOp*) -> size_t { return kInputs; };
     op.count_outputs = [](const CustomOp*) -> size_t { return kOutputs; };
-    op.input_type = [](const CustomOp*, size_t index) {
-        return index == kWriteIndices ? ort::Type::kInt64 : ort::Type::kFloat;
-    };
+    op.input_type = [](const CustomOp*, size_t index) { return kTypes[index]; };
     op.input_presence = [](const CustomOp*, size_t index) {
         return index >= kCos ? ort::Presence::kOptional : ort::Presence::kRequired;
     };

@@ -20,7 +20,9 @@ using ort::Tensor;
 // Gives every rank's ``bytes`` to all, in the order of the ranks. Returns 0, or anything else on failure.
 using Exchange = int (*)(int64_t number, const void* own, void* all, int64_t bytes);
 Exchange exchange = nullptr;
+int64_t ranks_of_process = 0;  // ``exchange`` fills so many places.
 
+constexpr ort::Type kTypes[1] = {ort::Type::kFloat};
 constexpr int64_t kNumbersOfAnItem = 1 << 14;
 
 struct Kernel {
@@ -46,6 +48,12 @@ void add_up(void* item, size_t number) {
     }
 }
 
+// Of a graph for fewer ranks the others' numbers would not fit into its tensors.
+Status* require_ranks(const Kernel& kernel) {
+    if (kernel.ranks == ranks_of_process) return nullptr;
+    return ort::fail(kernel.api, "collectives: the graph is for another number of ranks than this process's group has");
+}
+
 Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelInfo* info, void** made) {
     auto kernel = std::unique_ptr<Kernel>(new (std::nothrow) Kernel{});
     if (!kernel) return ort::create_status(api, ort::kRuntimeException, "collectives: no memory");
@@ -53,12 +61,15 @@ Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelIn
     RETURN_IF_FAILED(ort::integer_attribute(api, info, "ranks", &kernel->ranks));
     RETURN_IF_FAILED(ort::integer_attribute(api, info, "number", &kernel->number));
     if (kernel->ranks < 1) return ort::fail(api, "collectives: ranks must be at least 1");
+    if (exchange) RETURN_IF_FAILED(require_ranks(*kernel));
     *made = kernel.release();
     return nullptr;
 }
 
 Status* give(const Kernel& kernel, const Tensor& x, void* all) {
     if (!exchange) return ort::fail(kernel.api, "collectives: this process is no rank of a model");
+    RETURN_IF_FAILED(require_ranks(kernel));
+    if (!x.elements) return nullptr;
     if (exchange(kernel.number, x.data, all, static_cast<int64_t>(x.elements * sizeof(float))) == 0) return nullptr;
     return ort::create_status(kernel.api, ort::kRuntimeException, "collectives: the exchange failed");
 }
@@ -67,7 +78,7 @@ Status* reduce(void* pointer, ort::KernelContext* context) {
     Kernel& kernel = *static_cast<Kernel*>(pointer);
     Tensor inputs[1];
     float* y = nullptr;
-    RETURN_IF_FAILED(ort::read_all(kernel.api, context, inputs));
+    RETURN_IF_FAILED(ort::read_all(kernel.api, context, kTypes, inputs));
     RETURN_IF_FAILED(ort::make_output(kernel.api, context, 0, inputs[0], &y));
     const size_t size = inputs[0].elements;
     try {
@@ -87,7 +98,7 @@ Status* gather(void* pointer, ort::KernelContext* context) {
     const Kernel& kernel = *static_cast<const Kernel*>(pointer);
     Tensor inputs[1];
     float* y = nullptr;
-    RETURN_IF_FAILED(ort::read_all(kernel.api, context, inputs));
+    RETURN_IF_FAILED(ort::read_all(kernel.api, context, kTypes, inputs));
     Tensor all = inputs[0];
     if (!all.axes || all.shape[0] != 1) return ort::fail(kernel.api, "AllGather: the first axis must have one element");
     all.shape[0] = kernel.ranks;
@@ -123,4 +134,6 @@ ort::CustomOp all_gather() {
     return op;
 }
 
-extern "C" __attribute__((visibility("default"))) void specrun_set_exchange(Exchange given) { exchange = given; }
+extern "C" __attribute__((visibility("default"))) void specrun_set_exchange(Exchange given, int64_t ranks) {
+    exchange = given, ranks_of_process = ranks;
+}

@@ -39,17 +39,17 @@ template <bool kHasCodes>
 Status* read(const Kernel& kernel, ort::KernelContext* context, Inputs* inputs) {
     if constexpr (kHasCodes) {
         Tensor all[6];
-        RETURN_IF_FAILED(ort::read_all(kernel.api, context, all));
+        RETURN_IF_FAILED(ort::read_all(kernel.api, context, kQuantizedInputs, all));
         *inputs = {all[0], all[1], all[2], all[3], all[4], all[5]};
     } else {
         Tensor all[4];
-        RETURN_IF_FAILED(ort::read_all(kernel.api, context, all));
+        RETURN_IF_FAILED(ort::read_all(kernel.api, context, kFloatInputs, all));
         *inputs = {all[0], all[1], {}, {}, all[2], all[3]};
     }
     return nullptr;
 }
 
-// Sizes that agree with the attributes and with each other.
+// Types and sizes that agree with the attributes and with each other.
 bool are_right(const Kernel& kernel, const Inputs& inputs, specrun::Product* product) {
     specrun::Weight& weight = product->weight;
     weight.bits = kernel.bits, weight.inputs = kernel.inputs, weight.strips = kernel.strips;
@@ -60,6 +60,7 @@ bool are_right(const Kernel& kernel, const Inputs& inputs, specrun::Product* pro
     if (x.axes < 1 || x.shape[x.axes - 1] != kernel.inputs) return false;
     if (inputs.weight.elements * (kernel.bits == 32 ? sizeof(float) : 1) != bytes) return false;
     if (kernel.bits != 32) {
+        if (inputs.scales.type != (kernel.half_scales ? Type::kUint16 : Type::kFloat)) return false;
         weight.scales = inputs.scales.data, weight.half_scales = kernel.half_scales != 0;
         weight.zeros = static_cast<const int8_t*>(inputs.zeros.data);
         const size_t each = strips * specrun::kColumns, blocks = static_cast<size_t>(weight.blocks());
@@ -106,7 +107,7 @@ Status* compute(void* pointer, ort::KernelContext* context) {
     RETURN_IF_FAILED(read<kHasCodes>(kernel, context, &inputs));
     specrun::Product product{};
     if (!are_right(kernel, inputs, &product)) {
-        return ort::fail(kernel.api, "QuantizedMatMul, FloatMatMul: a tensor has another size than the attributes say");
+        return ort::fail(kernel.api, "QuantizedMatMul, FloatMatMul: a tensor has another size or type than the attributes say");
     }
     RETURN_IF_FAILED(make_outputs(kernel, context, inputs, &product));
     if (product.rows == 0) return nullptr;
@@ -138,9 +139,9 @@ Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelIn
     constexpr int64_t kMost = 1 << 24;  // Products of all sizes stay within 64 bits.
     constexpr int64_t kLongestBlock = 1 << 16;  // Sums of products of 8-bit numbers stay within 32 bits.
     bool sizes = kernel->inputs > 0 && kernel->inputs <= kMost && kernel->num_outputs > 0;
-    for (size_t i = 0; i < kernel->num_outputs; ++i) {
-        sizes = sizes && kernel->columns[i] > 0 && kernel->columns[i] <= kMost;
-        kernel->strips += specrun::strips_of(kernel->columns[i]);
+    for (size_t i = 0; i < kernel->num_outputs && sizes; ++i) {
+        sizes = kernel->columns[i] > 0 && kernel->columns[i] <= kMost;
+        if (sizes) kernel->strips += specrun::strips_of(kernel->columns[i]);
     }
     const bool made = kernel->made >= 0 && kernel->made <= static_cast<int64_t>(specrun::Made::kLast);
     if (!sizes || !made || kernel->block <= 0 || kernel->block > kLongestBlock ||

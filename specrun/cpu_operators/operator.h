@@ -32,6 +32,7 @@ constexpr size_t kMostAxes = 8;
 
 struct Tensor {
     void* data = nullptr;  // Null where an optional input is left out.
+    Type type = Type::kAny;
     size_t elements = 0, axes = 0;
     int64_t shape[kMostAxes] = {};
 };
@@ -40,21 +41,27 @@ inline Status* describe(const void* const* api, const Value* value, Tensor* tens
     TensorInfoGuard guard{api};
     RETURN_IF_FAILED(tensor_data(api, const_cast<Value*>(value), &tensor->data));
     RETURN_IF_FAILED(tensor_info(api, value, &guard.info));
+    RETURN_IF_FAILED(element_type(api, guard.info, &tensor->type));
     RETURN_IF_FAILED(count_elements(api, guard.info, &tensor->elements));
     RETURN_IF_FAILED(count_dimensions(api, guard.info, &tensor->axes));
     if (tensor->axes > kMostAxes) return fail(api, "a tensor of more than 8 axes");
     return dimensions(api, guard.info, tensor->shape, tensor->axes);
 }
 
-// All inputs that are given.
+// All inputs that are given, which have these types. Who says kAny looks at the type himself.
 template <size_t kInputs>
-Status* read_all(const void* const* api, const KernelContext* context, Tensor (&tensors)[kInputs]) {
+Status* read_all(const void* const* api, const KernelContext* context, const Type (&types)[kInputs],
+                 Tensor (&tensors)[kInputs]) {
     size_t given = 0;
     RETURN_IF_FAILED(count_inputs(api, context, &given));
     for (size_t index = 0; index < given && index < kInputs; ++index) {
         const Value* value = nullptr;
         RETURN_IF_FAILED(input(api, context, index, &value));
-        if (value) RETURN_IF_FAILED(describe(api, value, &tensors[index]));
+        if (!value) continue;
+        RETURN_IF_FAILED(describe(api, value, &tensors[index]));
+        if (types[index] != Type::kAny && types[index] != tensors[index].type) {
+            return fail(api, "a tensor has another element type than the operator takes");
+        }
     }
     return nullptr;
 }

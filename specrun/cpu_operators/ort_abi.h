@@ -18,7 +18,7 @@ struct ShapeContext;
 struct SessionOptions;
 struct Domain;
 
-enum class Type : int { kAny = 0, kFloat = 1, kUint8 = 2, kInt8 = 3, kInt64 = 7 };
+enum class Type : int { kAny = 0, kFloat = 1, kUint8 = 2, kInt8 = 3, kUint16 = 4, kInt64 = 7 };
 enum class Presence : int { kRequired = 0, kOptional = 1, kVariadic = 2 };
 constexpr int kInvalidArgument = 2, kRuntimeException = 6;
 
@@ -40,6 +40,7 @@ constexpr Function<26, Status*, const char*, Domain**> create_domain;
 constexpr Function<27, Status*, Domain*, const struct CustomOp*> add_to_domain;
 constexpr Function<28, Status*, SessionOptions*, Domain*> add_domain;
 constexpr Function<51, Status*, Value*, void**> tensor_data;
+constexpr Function<60, Status*, const TensorInfo*, Type*> element_type;
 constexpr Function<61, Status*, const TensorInfo*, size_t*> count_dimensions;
 constexpr Function<62, Status*, const TensorInfo*, int64_t*, size_t> dimensions;
 constexpr Function<64, Status*, const TensorInfo*, size_t*> count_elements;

@@ -12,7 +12,7 @@ namespace specrun {
 bool Progress::is_right() const {
     for (int64_t row = 0; row < batch; ++row) {
         const bool in_order = 0 <= state[row] && state[row] <= write[row] && state[row] <= keep[row];
-        if (!in_order || keep[row] > write[row] + tokens || write[row] - state[row] > slots) return false;
+        if (!in_order || keep[row] - write[row] > tokens || write[row] - state[row] > slots) return false;
     }
     return true;
 }

@@ -58,6 +58,10 @@ Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelIn
 
 enum Input : size_t { kQ, kK, kV, kDecay, kState, kInputs, kWrite, kBeta = kWrite + kIndices, kAttentionInputs };
 
+constexpr ort::Type kAttentionTypes[kAttentionInputs] = {
+    ort::Type::kFloat, ort::Type::kFloat, ort::Type::kFloat, ort::Type::kFloat, ort::Type::kFloat,
+    ort::Type::kFloat, ort::Type::kInt64, ort::Type::kInt64, ort::Type::kInt64, ort::Type::kFloat};
+
 bool are_right(const Tensor (&inputs)[kAttentionInputs], specrun::RecurrentAttention* all) {
     const Tensor &q = inputs[kQ], &k = inputs[kK], &v = inputs[kV], &decay = inputs[kDecay], &beta = inputs[kBeta];
     const Tensor &state = inputs[kState], &kept = inputs[kInputs];
@@ -81,7 +85,7 @@ bool are_right(const Tensor (&inputs)[kAttentionInputs], specrun::RecurrentAtten
 Status* attend(void* pointer, ort::KernelContext* context) {
     const Kernel& kernel = *static_cast<const Kernel*>(pointer);
     Tensor inputs[kAttentionInputs];
-    RETURN_IF_FAILED(ort::read_all(kernel.api, context, inputs));
+    RETURN_IF_FAILED(ort::read_all(kernel.api, context, kAttentionTypes, inputs));
     specrun::RecurrentAttention all{};
     if (!are_right(inputs, &all)) {
         return ort::fail(kernel.api, "RecurrentAttention: sizes that do not fit, or tokens that are not kept");
@@ -98,10 +102,13 @@ Status* attend(void* pointer, ort::KernelContext* context) {
 
 enum ConvolutionInput : size_t { kX, kWeight, kPast, kFirstIndex, kConvolutionInputs = kFirstIndex + kIndices };
 
+constexpr ort::Type kConvolutionTypes[kConvolutionInputs] = {ort::Type::kFloat, ort::Type::kFloat, ort::Type::kFloat,
+                                                             ort::Type::kInt64, ort::Type::kInt64, ort::Type::kInt64};
+
 Status* convolve(void* pointer, ort::KernelContext* context) {
     const Kernel& kernel = *static_cast<const Kernel*>(pointer);
     Tensor inputs[kConvolutionInputs];
-    RETURN_IF_FAILED(ort::read_all(kernel.api, context, inputs));
+    RETURN_IF_FAILED(ort::read_all(kernel.api, context, kConvolutionTypes, inputs));
     const Tensor &x = inputs[kX], &weight = inputs[kWeight], &past = inputs[kPast];
     specrun::CausalConvolution all{};
     bool right = x.axes == 3 && weight.axes == 2 && past.axes == 3 && weight.shape[0] > 0;
@@ -128,9 +135,7 @@ ort::CustomOp recurrent_attention() {
     op.name = [](const CustomOp*) { return "RecurrentAttention"; };
     op.count_inputs = [](const CustomOp*) -> size_t { return kAttentionInputs; };
     op.count_outputs = [](const CustomOp*) -> size_t { return 3; };
-    op.input_type = [](const CustomOp*, size_t index) {
-        return index >= kWrite && index < kBeta ? ort::Type::kInt64 : ort::Type::kFloat;
-    };
+    op.input_type = [](const CustomOp*, size_t index) { return kAttentionTypes[index]; };
     op.input_presence = [](const CustomOp*, size_t index) {
         return index == kBeta ? ort::Presence::kOptional : ort::Presence::kRequired;
     };
@@ -146,9 +151,7 @@ ort::CustomOp causal_convolution() {
     op.name = [](const CustomOp*) { return "CausalConvolution"; };
     op.count_inputs = [](const CustomOp*) -> size_t { return kConvolutionInputs; };
     op.count_outputs = [](const CustomOp*) -> size_t { return 2; };
-    op.input_type = [](const CustomOp*, size_t index) {
-        return index >= kFirstIndex ? ort::Type::kInt64 : ort::Type::kFloat;
-    };
+    op.input_type = [](const CustomOp*, size_t index) { return kConvolutionTypes[index]; };
     op.input_presence = [](const CustomOp*, size_t) { return ort::Presence::kRequired; };
     op.output_presence = [](const CustomOp*, size_t) { return ort::Presence::kRequired; };
     op.create_kernel_or_fail = create;

@@ -42,7 +42,7 @@ class Others:
     def __init__(self, others: list[Floats]) -> None:
         self.others, self.numbers, self.fails = others, list[int](), False
         self.function = cpu_operators.Exchange(self._exchange)
-        cpu_operators.set_exchange(self.function)
+        cpu_operators.set_exchange(self.function, len(others) + 1)
         _KEPT.append(self.function)
 
     def _exchange(self, number: int, own: int, everything: int, nbytes: int) -> int:

@@ -167,7 +167,7 @@ def main() -> None:
     _share_cores(*exchange.on_this_machine())
     link = connect(os.environ[ADDRESS])
     link.send({"token": os.environ[TOKEN], "rank": exchange.rank, "process": os.getpid()})
-    cpu_operators.set_exchange(exchange.function)
+    cpu_operators.set_exchange(exchange.function, exchange.ranks)
     beats, rank = Beats(link), None
     while True:
         try:
