@@ -12,6 +12,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +268,57 @@ def test_a_stranger_is_taken_for_no_rank(engine: Any, monkeypatch: pytest.Monkey
         for stranger in strangers[:-1]:
             with pytest.raises((EOFError, OSError)):
                 stranger.receive()
+
+
+@contextmanager
+def strangers_that_keep_coming(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """They connect to where ranks do, and say nothing."""
+    addresses, ended, quiet = list[str](), threading.Event(), list[Link]()
+
+    def listen_to_all(*arguments: Any) -> Any:
+        own, address = listen(*arguments)
+        addresses.append(address)
+        quiet.extend(connect(address) for _ in range(20))
+        return own, address
+
+    def come() -> None:
+        while not ended.wait(0.002):
+            with suppress(OSError):
+                quiet.extend(connect(address) for address in addresses)
+            for one in quiet[:-400]:
+                one.close()
+            del quiet[:-400]
+
+    monkeypatch.setattr(groups, "listen", listen_to_all)
+    monkeypatch.setattr(groups, "_SILENCE", 1000.0)
+    thread = threading.Thread(target=come)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        for one in quiet:
+            one.close()
+
+
+def test_strangers_do_not_hold_up_the_start(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = engine(2)
+    with (
+        strangers_that_keep_coming(monkeypatch),
+        SpeculativeDecoder.open(directory, config=DraftTargetConfig(rank_hosts=MACHINES)) as decoder,
+    ):
+        assert len(decoder.generate(PROMPTS, max_output_len=3)) == 3
+
+
+def test_strangers_do_not_make_a_start_endless(engine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    directory, launcher = engine(2), tmp_path / "mpiexec"
+    launcher.write_text("#!/bin/sh\nexec sleep 600\n")
+    launcher.chmod(0o700)
+    monkeypatch.setattr(groups, "_mpiexec", lambda: str(launcher))
+    monkeypatch.setattr(groups, "_TO_START", 1.0)
+    with strangers_that_keep_coming(monkeypatch), pytest.raises(BackendError, match="2 ranks did not start"):
+        SpeculativeDecoder.open(directory, config=DraftTargetConfig(rank_hosts=MACHINES))
 
 
 def test_machines_that_do_not_fit_are_refused(engine: Any) -> None:

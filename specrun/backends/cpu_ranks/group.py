@@ -21,13 +21,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
-from specrun.backends.cpu_ranks.messages import ADDRESS, BEAT_SECONDS, TOKEN, Link, listen
+from specrun.backends.cpu_ranks.messages import ADDRESS, BEAT_SECONDS, TOKEN, Link, Newcomer, listen
 from specrun.errors import BackendError, EngineLostError
 
 _TO_START = 120.0
 """Seconds until all ranks must have connected."""
 _SILENCE = 5 * BEAT_SECONDS
 """A rank that says nothing for so long while it should compute is lost."""
+_MOST_STRANGERS = 256
+"""Number of connections that have not said who they are. A rank says so at once."""
 _ENDED = "a rank has ended"
 """Which one, nobody knows: where one ends, ``mpiexec`` ends the others."""
 _TO_END = 2.0
@@ -133,37 +135,61 @@ class RankGroup:
         self._end()
 
     def _accept(self, listener: socket.socket, ranks: int, token: str) -> None:
-        """Wait for the ranks' connections."""
+        """Wait for the ranks' connections. All that come are heard side by side, so strangers hold nothing up."""
         until, found = time.monotonic() + _TO_START, dict[int, Link]()
-        listener.settimeout(0.5)
-        while len(found) < ranks:
+        strangers: dict[Newcomer, float] = {}
+        """Until when each may say the token."""
+        listener.setblocking(False)
+        with selectors.DefaultSelector() as selector:
+            selector.register(listener, selectors.EVENT_READ)
             try:
-                link = Link(listener.accept()[0])
-            except TimeoutError:
-                if self._launcher.poll() is None and time.monotonic() < until:
-                    continue
-                advice = f"; does 'ssh {self._hosts[-1]}' need no password?" if self._hosts else ""
-                with suppress(OSError):
-                    if (free := shutil.disk_usage(_SHARED_MEMORY).free) < self.here * _SHARED_BYTES:
-                        advice = f"; {_SHARED_MEMORY} has {free >> 10} kB left: make it larger (docker run --shm-size)"
-                raise BackendError(
-                    f"{self._directory}: its {ranks} ranks did not start{self._said()}{advice}"
-                ) from None
-            link.socket.settimeout(_SILENCE)
-            try:
-                hello, _ = link.receive(known=False)
-            except (ValueError, RecursionError, EOFError, OSError):
-                hello = {}
-            if not hmac.compare_digest(str(hello.get("token")).encode(errors="replace"), token.encode()):
-                link.close()
-                continue
-            link.socket.settimeout(None)
-            rank = hello["rank"]
-            found[rank] = link
-            if rank < self.here:
-                self._processes[rank] = hello["process"]
-            self._selector.register(link.socket, selectors.EVENT_READ, rank)
+                while len(found) < ranks:
+                    if self._launcher.poll() is not None or time.monotonic() > until:
+                        raise self._not_started(ranks)
+                    for key, _ in selector.select(0.5):
+                        if key.fileobj is listener:
+                            _welcome(listener, selector, strangers)
+                        else:
+                            self._hear(key.data, token, found, selector, strangers)
+                    _dismiss(selector, strangers)
+            finally:
+                for stranger in strangers:
+                    stranger.socket.close()
         self.links = [found[rank] for rank in range(ranks)]
+
+    def _hear(
+        self,
+        newcomer: Newcomer,
+        token: str,
+        found: dict[int, Link],
+        selector: selectors.BaseSelector,
+        strangers: dict[Newcomer, float],
+    ) -> None:
+        """Take a newcomer that says the token for a rank, and close the connection of one that says something else."""
+        if newcomer not in strangers:
+            return
+        try:
+            if (hello := newcomer.hello()) is None:
+                return
+        except (ValueError, RecursionError, EOFError, OSError):
+            hello = {}
+        del strangers[newcomer]
+        selector.unregister(newcomer.socket)
+        if not hmac.compare_digest(str(hello.get("token")).encode(errors="replace"), token.encode()):
+            newcomer.socket.close()
+            return
+        rank = hello["rank"]
+        found[rank] = newcomer.link()
+        if rank < self.here:
+            self._processes[rank] = hello["process"]
+        self._selector.register(found[rank].socket, selectors.EVENT_READ, rank)
+
+    def _not_started(self, ranks: int) -> BackendError:
+        advice = f"; does 'ssh {self._hosts[-1]}' need no password?" if self._hosts else ""
+        with suppress(OSError):
+            if (free := shutil.disk_usage(_SHARED_MEMORY).free) < self.here * _SHARED_BYTES:
+                advice = f"; {_SHARED_MEMORY} has {free >> 10} kB left: make it larger (docker run --shm-size)"
+        return BackendError(f"{self._directory}: its {ranks} ranks did not start{self._said()}{advice}")
 
     def _lose(self, what: str) -> NoReturn:
         """End all, because one is lost. Raises EngineLostError."""
@@ -198,6 +224,26 @@ class RankGroup:
         own, launchers = ([line.split(cause)[-1] for line in lines if line.startswith(cause)] for cause in _CAUSES)
         said = own or [line for line in lines if not line.startswith(_CAUSES)] or launchers
         return f" ({said[-1][:300]})" if said else ""
+
+
+def _welcome(listener: socket.socket, selector: selectors.BaseSelector, strangers: dict[Newcomer, float]) -> None:
+    """Begin to hear all who have connected. Where many say nothing, those that came first are closed."""
+    with suppress(OSError):  # Nobody else is there, or this process has no more files.
+        while True:
+            newcomer = Newcomer(listener.accept()[0])
+            strangers[newcomer] = time.monotonic() + _SILENCE
+            selector.register(newcomer.socket, selectors.EVENT_READ, newcomer)
+            _dismiss(selector, strangers)
+
+
+def _dismiss(selector: selectors.BaseSelector, strangers: dict[Newcomer, float]) -> None:
+    """Close those who have said nothing for too long, and the first of too many."""
+    for stranger, until in [*strangers.items()]:
+        if time.monotonic() < until and len(strangers) <= _MOST_STRANGERS:
+            return
+        del strangers[stranger]
+        selector.unregister(stranger.socket)
+        stranger.socket.close()
 
 
 def num_here(ranks: int, hosts: Sequence[str]) -> int:

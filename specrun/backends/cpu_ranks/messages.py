@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+from contextlib import suppress
 from typing import Any
 
 ADDRESS = "SPECRUN_RANKS_ADDRESS"
@@ -34,17 +35,10 @@ class Link:
         text = json.dumps(message).encode()
         self.socket.sendall(_SIZES.pack(len(text), len(data)) + text + data)
 
-    def receive(self, known: bool = True) -> tuple[dict[str, Any], bytearray]:
-        """The next message. Raises EOFError where the other side has closed, and OSError.
-
-        known: whether the other side has said the token. Else raises ValueError for what no rank would send.
-        """
+    def receive(self) -> tuple[dict[str, Any], bytearray]:
+        """The next message. Raises EOFError where the other side has closed, and OSError."""
         text, more = _SIZES.unpack(self._read(_SIZES.size))
-        if not known and text + more > _FIRST_BYTES:
-            raise ValueError("too long")
-        message = json.loads(self._read(text))
-        if not isinstance(message, dict):
-            raise ValueError("not an object")
+        message: dict[str, Any] = json.loads(self._read(text))
         return message, self._read(more)
 
     def close(self) -> None:
@@ -60,6 +54,40 @@ class Link:
                 raise EOFError
             left = left[got:]
         return data
+
+
+class Newcomer:
+    """A connection of somebody who has yet to say the token: a rank, or a stranger. Nobody waits for it."""
+
+    def __init__(self, own: socket.socket) -> None:
+        own.setblocking(False)
+        self.socket = own
+        self._read = bytearray()
+
+    def hello(self) -> dict[str, Any] | None:
+        """Its first message; None: it has not come whole. Raises ValueError, EOFError and OSError for no rank."""
+        with suppress(BlockingIOError):
+            while part := self.socket.recv(_FIRST_BYTES):
+                self._read += part
+                if len(self._read) > _FIRST_BYTES:
+                    raise ValueError("too long")
+            raise EOFError
+        if len(self._read) < _SIZES.size:
+            return None
+        text, more = _SIZES.unpack_from(self._read)
+        if more or text > _FIRST_BYTES:
+            raise ValueError("too long")
+        if len(self._read) < _SIZES.size + text:
+            return None
+        message = json.loads(self._read[_SIZES.size :])
+        if not isinstance(message, dict):
+            raise ValueError("not an object")
+        return message
+
+    def link(self) -> Link:
+        """The connection, now that it is known."""
+        self.socket.setblocking(True)
+        return Link(self.socket)
 
 
 def listen(folder: str, host: str | None) -> tuple[socket.socket, str]:
