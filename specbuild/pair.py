@@ -23,13 +23,16 @@ from specbuild import __version__
 from specbuild.artifacts.known_checkpoints import KnownCheckpoints
 from specbuild.head_formats.detect import holds_head, holds_own_head
 from specbuild.hf.local import local_directory
+from specbuild.hf.unsupported import no_config, refuse_other_formats
+from specbuild.weights.safetensors_files import file_names
 from specrun import cpu_operators
 from specrun.builder import BuildOptions, is_checkpoint
 from specrun.command_line import explain_error, fewer_collections, stop_signals
+from specrun.config import Check
 from specrun.devices.processor import has_vnni
 from specrun.engine_dir.checksums import key_of
-from specrun.engine_dir.config import EngineConfig, read_config
-from specrun.engine_dir.user_cache import cached_engines, note_use
+from specrun.engine_dir.config import CONFIG_NAME, EngineConfig, open_engine, read_config
+from specrun.engine_dir.user_cache import cached_engines, note_use, remove_locked, require_own
 from specrun.errors import BuildConfigError, EngineDirError, PairError
 
 if TYPE_CHECKING:
@@ -51,6 +54,8 @@ class PairRequest:
     """Check that prompts can be put into a chat template."""
     chat_template: str | None = None
     """A file that replaces the target's own template in chats. It is in no engine."""
+    check: Check = "quick"
+    """Which files of engines that are there are compared with their checksums."""
 
 
 class Pair:
@@ -134,7 +139,9 @@ class Pair:
         models = {"target": self.target, **({"draft": self.draft} if self.draft else {})}
         places = {role: self.place_of(role) for role, model in models.items() if model in self.checkpoints}
         self.known.save()
-        missing = {role: place for role, place in places.items() if not place.is_dir()}
+        for place in places.values():
+            require_own(place)
+        missing = {role: place for role, place in places.items() if self._problem(place)}
         if missing:
             self.require_fit()
         for role, place in missing.items():
@@ -173,10 +180,24 @@ class Pair:
 
         say = Stages().say
         with locked(place, lambda: say("another process is building this engine; waiting for it")):
-            if not place.is_dir():
-                say(f"{model} is built once and kept in {place}")
-                with new_directory(place, force=False) as work:
-                    self._write(role, model, work)
+            if not (problem := self._problem(place)):
+                return
+            if place.is_dir():
+                say(f"{problem}: this engine in the cache is damaged, and is built again")
+                remove_locked(place)
+            say(f"{model} is built once and kept in {place}")
+            with new_directory(place, force=False) as work:
+                self._write(role, model, work)
+
+    def _problem(self, place: Path) -> str | None:
+        """What is wrong with an entry of the cache; None: it can be used."""
+        if not place.is_dir():
+            return "missing"
+        try:
+            open_engine(place / "engine", every_byte=self.request.check == "full")
+        except EngineDirError as error:
+            return str(error).partition(";")[0]
+        return None
 
     def _write(self, role: str, model: Path, work: Path) -> None:
         from specbuild.convert.convert import convert
@@ -219,6 +240,9 @@ def _locate(model: str, option: str, revision: str | None, code: bool) -> Path:
     if not is_checkpoint(model) and Path(model).expanduser().is_dir():
         return Path(model).expanduser().resolve()  # An engine, or what opening it says.
     if (directory := local_directory(model, option)) is not None:
+        if not (directory / CONFIG_NAME).is_file():
+            refuse_other_formats(directory, file_names(directory))
+            raise no_config(directory)
         return directory.resolve()
     from specbuild.hf.hub import locate
 

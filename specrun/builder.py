@@ -15,8 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from specrun import errors
+from specrun.config import Check
 from specrun.engine_dir.config import CONFIG_NAME, KINDS
 from specrun.engine_dir.directories import TRITON_KIND
+from specrun.engine_dir.small_files import read_small
 from specrun.errors import BackendError
 
 
@@ -48,15 +50,25 @@ class BuildOptions:
     """Take the language model inside a multimodal target."""
 
 
+_WEIGHTS = (".safetensors", ".gguf")
+
+
 def is_checkpoint(model: str | Path) -> bool:
-    """True for a Hugging Face checkpoint and for what may be a Hub ID; all else is taken for an engine directory."""
+    """True for a Hugging Face checkpoint, for what holds weights otherwise, and for what may be a Hub ID.
+
+    specbuild says what it does not read. All else is taken for an engine directory.
+    """
     path = Path(model).expanduser()
     if path.is_dir():
         try:
-            config = json.loads((path / CONFIG_NAME).read_bytes())
+            config = json.loads(read_small(path / CONFIG_NAME))
+        except FileNotFoundError:
+            return any(file.suffix in _WEIGHTS for file in path.iterdir())
         except (OSError, ValueError, RecursionError):
             return False
         return isinstance(config, dict) and config.get("kind") not in (*KINDS, TRITON_KIND)
+    if path.is_file():
+        return path.suffix in _WEIGHTS
     return isinstance(model, str) and not path.exists() and bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model, re.ASCII))
 
 
@@ -67,13 +79,15 @@ def engines_of(
     *,
     for_chat: bool = False,
     chat_template: Path | None = None,
+    check: Check = "quick",
     meanwhile: Callable[[], object] = lambda: None,
 ) -> tuple[Path, Path | None]:
     """The engine directories of a target and its draft. Checkpoints among the two are built, or found in the cache.
 
     for_chat: check before a build that prompts can be put into a chat template. chat_template: a file with one that
-    replaces the target's. meanwhile: what this process does while the other one looks for the engines. Progress of a
-    build is shown on standard error. Raises SpecError.
+    replaces the target's. check: which files of engines in the cache are compared with their checksums; what is damaged
+    is built again. meanwhile: what this process does while the other one looks for the engines. Progress of a build is
+    shown on standard error. Raises SpecError.
     """
     if not any(is_checkpoint(model) for model in (target, draft) if model is not None):
         return Path(target).expanduser(), None if draft is None else Path(draft).expanduser()
@@ -82,6 +96,7 @@ def engines_of(
         "draft": None if draft is None else str(draft),
         "options": asdict(options or BuildOptions()),
         "for_chat": for_chat,
+        "check": check,
         "chat_template": None if chat_template is None else str(chat_template),
     }
     answer = _ask(request, meanwhile)

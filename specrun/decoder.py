@@ -107,7 +107,7 @@ class SpeculativeDecoder:
         if not isinstance(build, BuildOptions | None):
             raise RequestError(f"build {show(build)}: expected BuildOptions")
         draft_dir = None if draft_dir is None else _model("draft_dir", draft_dir)
-        target_dir, draft_dir = engines_of(_model("target_dir", target_dir), draft_dir, build)
+        target_dir, draft_dir = engines_of(_model("target_dir", target_dir), draft_dir, build, check=config.check)
         tokenizer_dir = target_dir if tokenizer_dir is None else path("tokenizer_dir", tokenizer_dir)
         chat_template = None if chat_template is None else path("chat_template", chat_template)
         engine, draft, draft_len = check_pair(target_dir, draft_dir, config)

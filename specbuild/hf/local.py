@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from specbuild.hf.unsupported import refuse_other_formats
 from specrun.engine_dir.links import require_own_files
 from specrun.errors import CheckpointError
 
@@ -13,6 +14,8 @@ def local_directory(model: str, option: str) -> Path | None:
     path = Path(model).expanduser()
     if path.is_dir():
         return require_own_files(path, CheckpointError)
+    if path.suffix == ".gguf" and path.is_file():
+        refuse_other_formats(path.parent, [path.name])
     if path.exists():
         raise CheckpointError(f"{model}: is a file; {option} wants the directory that holds config.json")
     if not _is_hub_id(model):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbuild.hf.tokenizer_check import check_tokenizer
-from specbuild.hf.unsupported import LAYERS, MOST_LAYERS, REASONS, other_memory, refuse_other_formats
+from specbuild.hf.unsupported import LAYERS, MOST_LAYERS, REASONS, no_config, other_memory, refuse_other_formats
 from specbuild.json_file import read_json
 from specbuild.weights.safetensors_files import file_names
 from specrun.errors import CheckpointError, UnsupportedModelError, first_line
@@ -41,7 +41,7 @@ def read_model_config(directory: Path, trust_remote_code: bool, text_model: bool
     path = directory / "config.json"
     refuse_other_formats(directory, file_names(directory))
     if not path.is_file():
-        raise CheckpointError(f"{directory}: no config.json; expected a Hugging Face checkpoint directory")
+        raise no_config(directory)
     data = read_json(path)
     model_type = data.get("model_type")
     if "auto_map" in data and model_type not in CONFIG_MAPPING and not trust_remote_code:

@@ -53,6 +53,11 @@ def refuse_other_formats(directory: Path, names: Collection[str]) -> None:
         )
 
 
+def no_config(directory: Path) -> CheckpointError:
+    """The error of a directory that has weights and nothing that says of what."""
+    return CheckpointError(f"{directory}: no config.json; expected a Hugging Face checkpoint directory")
+
+
 def other_memory(config: PreTrainedConfig, model_class: Any) -> str | None:
     """What the model remembers of a text that no graph has tensors for; None where nothing is known of such."""
     kinds = getattr(config.get_text_config(), "layer_types", None)

@@ -15,6 +15,7 @@ from specrun.devices.processor import describe_processor
 from specrun.engine_dir import checksums
 from specrun.engine_dir.config import EngineConfig
 from specrun.engine_dir.directories import write_whole
+from specrun.engine_dir.small_files import read_small
 from specrun.engine_dir.user_cache import user_cache
 
 _MOST = 1000
@@ -77,7 +78,7 @@ def _place() -> Path:
 def _read() -> dict[str, JsonValue]:
     """What cannot be read counts as nothing."""
     try:
-        found = json.loads(_place().read_bytes())
+        found = json.loads(read_small(_place()))
     except (OSError, ValueError, RecursionError, RuntimeError):  # RuntimeError: there is no home.
         return {}
     return found if isinstance(found, dict) else {}

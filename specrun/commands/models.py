@@ -202,7 +202,13 @@ def build_models(options: dict[str, Any], built: BuildOptions, *, for_chat: bool
     name = target if is_hub_id else Path(target).expanduser().resolve().name
     template = options.get("chat_template")
     options["engine_dir"], options["draft_engine_dir"] = engines_of(
-        target, draft, built, for_chat=for_chat, chat_template=template, meanwhile=_load_decoder
+        target,
+        draft,
+        built,
+        for_chat=for_chat,
+        chat_template=template,
+        check=options.get("check", "quick"),
+        meanwhile=_load_decoder,
     )
     return name
 

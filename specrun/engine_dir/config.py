@@ -35,6 +35,7 @@ from specrun.engine_dir.checksums import checksum_of, is_unchanged
 from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN, MARKOV_FILES, NOTHING_WANTED, past_names, present_names
 from specrun.engine_dir.dtypes import DTYPES, CacheName, ElementType, FloatName
 from specrun.engine_dir.pass_times import PassTimes
+from specrun.engine_dir.small_files import read_small
 from specrun.errors import EngineDirError, SpecError
 
 FORMAT_VERSION = 1
@@ -406,7 +407,7 @@ def read_config(directory: Path, model: type[Config], error: type[SpecError], ma
             f"{directory}: no {CONFIG_NAME}; this is not {KINDS[kind]}, or it is half written: '{made_by}' makes it"
         )
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(read_small(path))
     except (ValueError, OSError, RecursionError) as problem:
         raise error(f"{path}: not readable JSON ({problem}); make the directory again with '{made_by}'") from problem
     found = data.get("kind") if isinstance(data, dict) else None

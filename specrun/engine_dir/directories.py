@@ -15,6 +15,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout, lock_descriptor
 
 from specrun.engine_dir.config import CONFIG_NAME
+from specrun.engine_dir.small_files import read_small
 from specrun.errors import OutputExistsError
 
 QUALITY_NAME = "quality.json"
@@ -63,7 +64,7 @@ def _ours(directory: Path) -> bool:
     )
     for name, key, values in kinds:
         try:
-            data = json.loads((directory / name).read_bytes())
+            data = json.loads(read_small(directory / name))
         except (OSError, ValueError, RecursionError):
             continue
         if isinstance(data, dict) and data.get(key) in values:

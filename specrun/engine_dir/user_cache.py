@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specrun.engine_dir.directories import locked
-from specrun.errors import OutputExistsError
+from specrun.errors import EngineDirError, OutputExistsError
 
 _OLDER = "pairs"
 """The folder beside this one that releases before 2026-11-25 had. Each entry of it holds two engines."""
@@ -39,6 +39,17 @@ def cached_engines() -> Path:
     return user_cache() / "engines"
 
 
+def require_own(place: Path) -> None:
+    """Raise EngineDirError for an entry that another user could have made: one of theirs, or a link elsewhere."""
+    with suppress(FileNotFoundError):
+        if place.is_symlink() or place.lstat().st_uid != os.geteuid():
+            what = "is a link elsewhere" if place.is_symlink() else "belongs to another user"
+            raise EngineDirError(
+                f"{place}: {what}, and a cached engine must be your own; remove it, or name another cache with "
+                "XDG_CACHE_HOME"
+            )
+
+
 def note_use(place: Path) -> None:
     """Note that an entry is used now. A cache that cannot be written is left as it is."""
     with suppress(OSError):
@@ -62,11 +73,16 @@ def remove(entry: Entry) -> None:
         raise OutputExistsError(f"{entry.name}: another process is building it; wait for that, and remove it then")
 
     with locked(entry.path, refuse):
-        # Under another name first: what is half removed must not be found as an engine.
-        gone = entry.path.with_name(f".{entry.name}.removed")
-        shutil.rmtree(gone, ignore_errors=True)  # What a removal that was killed has left.
-        entry.path.rename(gone)
-        shutil.rmtree(gone)
+        remove_locked(entry.path)
+
+
+def remove_locked(place: Path) -> None:
+    """Remove what is there, which this process has locked. Raises OSError."""
+    # Under another name first: what is half removed must not be found as an engine.
+    gone = place.with_name(f".{place.name}.removed")
+    shutil.rmtree(gone, ignore_errors=True)  # What a removal that was killed has left.
+    place.rename(gone)
+    shutil.rmtree(gone)
 
 
 def to_prune(found: list[Entry], max_bytes: int | None, older_than: float | None) -> list[Entry]:

@@ -63,7 +63,7 @@ def bench(
     if not prompts:
         raise RequestError("no prompts: expected one or more")
     settings = settings or BenchSettings()
-    target_dir, draft_dir = engines_of(target, draft, build)
+    target_dir, draft_dir = engines_of(target, draft, build, check=settings.config.check)
     results: dict[tuple[int, int | None], Result] = {}
 
     def on_warm_up(done: int, of: int) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specrun import arguments
+from specrun.engine_dir.small_files import read_small
 from specrun.errors import RequestError
 from specrun.sampling.sampler import SamplingParams
 from specrun.text.tokenizer import GENERATION_NAME
@@ -24,7 +25,7 @@ def recommended_sampling(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_small(path))
         if not isinstance(content, dict):
             raise RequestError("expected a JSON object")
         found = {name: content[name] for name in _NAMES if content.get(name) is not None}

@@ -16,6 +16,7 @@ from typing import Any
 import jinja2
 import jinja2.meta
 
+from specrun.engine_dir.small_files import read_small
 from specrun.errors import RequestError
 from specrun.text.limited_time import limited_time
 from specrun.text.template_language import Environment, make_environment
@@ -179,7 +180,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file, empty where there is no file. Raises OSError and ValueError."""
     if not path.is_file():
         return {}
-    value = json.loads(path.read_text(encoding="utf-8"))
+    value = json.loads(read_small(path))
     if not isinstance(value, dict):
         raise ValueError(f"{path.name}: expected a JSON object")
     return value

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,10 @@ from specbuild.weights.cache_codes import KV_CACHE_DTYPES as convert_cache_dtype
 from specrun import BuildOptions, SpeculativeDecoder, builder
 from specrun.cli import main
 from specrun.commands.models import KV_CACHE_DTYPES, QFORMATS
+from specrun.engine_dir.config import open_engine
 from specrun.engine_dir.directories import locked
 from specrun.engine_dir.user_cache import cached_engines
-from specrun.errors import BackendError, BuildConfigError, RequestError
+from specrun.errors import BackendError, BuildConfigError, EngineDirError, RequestError
 
 SETTINGS = ("--max_seq_len", 64, "--max_draft_len", 4)
 SAME = ("--max_output_len", 12, "--seed", 1)
@@ -87,6 +89,92 @@ def test_a_pair_that_was_built_is_found_again(
     for name in ("target", "draft"):
         shutil.copytree(hf / name, tmp_path / name, copy_function=shutil.copyfile)
     assert found(tmp_path / "target", tmp_path / "draft") == found(hf / "target", hf / "draft")
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "cut": lambda engine: os.truncate(engine / "model.onnx.data", 1000),
+    "gone": lambda engine: (engine / "model.onnx").unlink(),
+    "no description": lambda engine: (engine / "config.json").write_text("{"),
+    "nothing": shutil.rmtree,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
+def test_a_damaged_engine_in_the_cache_is_built_again(
+    hf: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], object]
+) -> None:
+    """Without torch it fails where it would be built, and only there."""
+    own = tmp_path / "cache"
+    shutil.copytree(cache, own)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(own))
+    monkeypatch.setitem(sys.modules, "torch", None)
+    place = found(hf / "target", None)["target"]
+    damage(place)
+    with pytest.raises(ModuleNotFoundError):
+        found(hf / "target", None)
+
+
+def test_what_was_damaged_works_again(hf: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "cache"
+    shutil.copytree(cache, own)
+    (data,) = own.glob("specrun/engines/target-*/engine/model.onnx.data")
+    state = data.stat()
+    with data.open("r+b") as file:  # As a disk does, which leaves time stamps alone.
+        file.seek(state.st_size // 2)
+        file.write(b"damaged!")
+    os.utime(data, ns=(state.st_atime_ns, state.st_mtime_ns))
+    said = inside(own, monkeypatch, hf / "target", hf / "draft", *SETTINGS, "--check", "full")
+    assert said.exit_code == 0, said.output
+    assert open_engine(data.parent).files["model.onnx.data"].sha256
+
+
+def test_engines_that_somebody_else_could_have_made_are_refused(
+    hf: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "cache"
+    shutil.copytree(cache, own)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(own))
+    place = found(hf / "target", None)["target"].parent
+    with monkeypatch.context() as another:
+        another.setattr("os.geteuid", lambda: os.getuid() + 1)
+        with pytest.raises(EngineDirError, match=f"{place.name}: belongs to another user.*XDG_CACHE_HOME"):
+            found(hf / "target", None)
+    moved = place.rename(tmp_path / "elsewhere")
+    place.symlink_to(moved)
+    with pytest.raises(EngineDirError, match=f"{place.name}: is a link elsewhere"):
+        found(hf / "target", None)
+
+
+def test_files_that_specbuild_does_not_read_are_named_as_check_does(tmp_path: Path) -> None:
+    for name in ("model.gguf", "weights.safetensors", "folder/model.gguf", "adapter/adapter_model.safetensors"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"GGUF")
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "model.safetensors").touch()
+    expected = {
+        "model.gguf": ("GGUF weights (model.gguf), which specbuild does not read",),
+        "weights.safetensors": ("is a file", "wants the directory that holds config.json"),
+        "folder": ("GGUF weights (model.gguf), which specbuild does not read",),
+        "adapter": ("holds an adapter (adapter_config.json) for owner/base", "merge_and_unload"),
+        "bare": ("no config.json; expected a Hugging Face checkpoint directory",),
+    }
+    for name, fragments in expected.items():
+        for arguments in (
+            ["chat", tmp_path / name],
+            ["bench", tmp_path / name, "--draft", "suffix", "--input_text", "x"],
+        ):
+            said = specrun(*arguments)
+            assert said.exit_code == 1 and len(said.stderr.splitlines()) == 1, said.output
+            assert all(fragment in said.stderr for fragment in fragments), said.stderr
+
+
+def test_a_description_of_any_size_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specrun.engine_dir.small_files.MAX_BYTES", 1000)
+    (tmp_path / "config.json").write_text('{"a": "' + "x" * 2000 + '"}')
+    said = specrun("chat", tmp_path)
+    assert said.exit_code == 1 and len(said.stderr.splitlines()) == 1
+    assert "not readable JSON (larger than 1000 bytes)" in said.stderr
 
 
 @pytest.mark.parametrize(
