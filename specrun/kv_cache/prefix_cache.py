@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from specrun.kv_cache import BLOCK
 
+_SERIALS = itertools.count(1)
 _Key = tuple[int, tuple[int, ...]]
 
 
@@ -19,7 +20,8 @@ class Block:
     number: int
     """Its place in the pool."""
     serial: int
-    """Never given twice. A block names the block before it by this, so none is found behind an evicted block."""
+    """Never given twice in a process: states of recurrent layers are known by it too. A block names the block before it
+    by this, so none is found behind an evicted block."""
 
 
 class PrefixCache:
@@ -33,7 +35,6 @@ class PrefixCache:
         self.capacity = capacity
         self._blocks: OrderedDict[_Key, Block] = OrderedDict()
         self._unused = iter(range(capacity))
-        self._serial = 0
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -54,9 +55,8 @@ class PrefixCache:
             number = next(self._unused, None)
             if number is None:
                 number = self._blocks.popitem(last=False)[1].number
-            self._serial += 1
-            self._blocks[parent, own] = Block(number, self._serial)
-            parent = self._serial
+            self._blocks[parent, own] = block = Block(number, next(_SERIALS))
+            parent = block.serial
             new.append(number)
         self._touch(tokens)
         return len(before), new
