@@ -49,6 +49,8 @@ class HostKVCache:
         """The address of the rows' memory, kept because asking numpy takes microseconds."""
         self._tensors = self._divide(0, 0)
         self._states: list[Cache] = [np.zeros((0, *shape), np.float32) for shape in states]
+        self._next, self._next_states = self._memory, self._states
+        """Memory that was allocated for a larger size; empty where there is none."""
         self.kept_states = blocks * BLOCK // TOKENS_OF_STATE if states else 0
         """How many states the pool has room for."""
         self._state_pool: list[Cache] = [np.empty((self.kept_states, *shape), np.float32) for shape in states]
@@ -59,17 +61,28 @@ class HostKVCache:
             for (begin, end), shape in zip(pairwise(self._bounds), shapes, strict=True)
         ]
 
+    def allocate(self, rows: int, length: int) -> None:
+        """Have the memory at hand that ``resize`` to this size needs. Raises MemoryError; nothing has changed then."""
+        if (size := rows * length * self._bounds[-1]) > max(self._memory.size, self._next.size):
+            self._next = self._allocate((size,), self._memory.dtype)  # Pages that are never written take no memory.
+        for held, following in zip(self._states, self._next_states, strict=True):
+            if rows > max(len(held), len(following)):
+                shapes = [(rows, *state.shape[1:]) for state in self._states]
+                self._next_states = [self._allocate(shape, np.float32) for shape in shapes]
+                break
+
     def resize(self, rows: int, length: int, used: int) -> None:
         """Change to ``rows`` rows of ``length`` positions. The first ``used`` rows keep their contents.
 
-        Raises ValueError where rows are in use and the size shrinks. Memory that is large enough is used again, because
-        memory is slow when it is first written.
+        Raises ValueError where rows are in use and the size shrinks, and MemoryError; nothing has changed then. Memory
+        that is large enough is used again, because memory is slow when it is first written.
         """
         if used and (rows < self.rows or length < self.length):
             raise ValueError(f"{self.rows} rows of {self.length} positions must not shrink while {used} are used")
+        self.allocate(rows, length)
         old, old_length, size = self._tensors, self.length, rows * length * self._bounds[-1]
         if size > self._memory.size:
-            self._memory = self._allocate((size,), self._memory.dtype)  # Pages that are never written take no memory.
+            self._memory, self._next = self._next, np.empty(0, self._memory.dtype)
             self.address = self._memory.ctypes.data
         self._tensors = self._divide(rows, length)
         self.rows, self.length = rows, length
@@ -79,8 +92,8 @@ class HostKVCache:
             if self._reads_hidden:
                 tensor[:used, :, old_length:] = 0
         if self._states and len(self._states[0]) < rows:
-            smaller = self._states
-            self._states = [self._allocate((rows, *state.shape[1:]), np.float32) for state in smaller]
+            smaller, self._states = self._states, self._next_states
+            self._next_states = [np.empty((0, *state.shape[1:]), np.float32) for state in smaller]
             for state, old_state in zip(self._states, smaller, strict=True):
                 state[:used] = old_state[:used]
 
@@ -93,7 +106,8 @@ class HostKVCache:
         """Free the memory of all rows and of the pool."""
         self.blocks = self.rows = self.length = self.address = 0
         self._memory = np.empty(0, self._memory.dtype)
-        self._tensors, self._pool, self._states, self._state_pool = [], [], [], []
+        self._next = self._memory
+        self._tensors, self._pool, self._states, self._state_pool, self._next_states = [], [], [], [], []
 
     def part(self, first: int, rows: int) -> list[Cache]:
         """Views [rows, heads, length, head_dim] of rows ``first .. first + rows``, one for each cache tensor."""

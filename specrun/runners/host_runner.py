@@ -83,6 +83,8 @@ class ModelRunner:
         """How many ids a row of logits has."""
         self.rows = rows_of(backend.cache, backend.config.graph)
         self._padding = UNUSED_TOKEN if backend.config.backend.skips_unused_tokens else 0
+        self.head: ModelRunner | None = None
+        """The head whose cache has the rows and positions of this one's."""
         self.has_states = isinstance(self.rows, RecurrentRows)
         self.most_tokens = backend.config.build_config.max_input_len
         """Tokens of a row in one pass."""
@@ -97,16 +99,23 @@ class ModelRunner:
 
         The first ``used`` rows keep their contents. Attention takes time for every position of a row, so the rows are
         only as long as the texts need. They grow in steps, because every growth unbinds all passes. A head's rows are
-        those of its target, which must be reserved first.
+        those of its target, which must be reserved first. Raises MemoryError; rows in use are as before then.
         """
         cache, (num_rows, length) = self.backend.cache, self._size(num_rows, length, used)
         if cache_owner := self.backend.cache_owner:
             num_rows, length = cache_owner.cache.rows, cache_owner.cache.length
-        held = self.rows.lengths[:used]
+        before = self.rows.lengths
         if (num_rows, length) != (cache.rows, cache.length):
-            self.rows.lengths = [0] * num_rows  # If resizing fails, the rows count as empty and are prefilled again.
-            self.backend.resize(num_rows, length, used)
-        self.rows.resize(num_rows, held)
+            if self.head:
+                self.head.backend.cache.allocate(num_rows, length)  # Both grow, or none.
+            # If resizing is interrupted, the rows count as empty and are prefilled again.
+            self.rows.lengths = [0] * num_rows
+            try:
+                self.backend.resize(num_rows, length, used)
+            except MemoryError:
+                self.rows.lengths = before
+                raise
+        self.rows.resize(num_rows, before[:used])
 
     def missing_bytes(self, num_rows: int, length: int, used: int) -> int:
         """Bytes that ``reserve`` would allocate."""

@@ -37,6 +37,7 @@ class ScoredTexts(HostTexts):
             found = log_probability(following, token, request.prompt_logprobs or 0)
             if math.isnan(found.logprob):
                 request.fail(BackendError(NON_FINITE_LOGITS))
+                return
             request.prompt_token_logprobs.append(found)
 
     def _loads_prefix(self, request: Request) -> bool:

@@ -278,8 +278,9 @@ class TokenLogprob(NamedTuple):
 
 
 def log_probability(logits: Floats, token: int, top: int) -> TokenLogprob:
-    """Log-softmax of one row [V]: of ``token``, and of the ``top`` likeliest tokens."""
-    best = logits.max()
+    """Log-softmax of one row [V]: of ``token``, and of the ``top`` likeliest tokens; NaN where a logit is."""
+    if not math.isfinite(best := logits.max()):
+        return TokenLogprob(math.nan, [])
     with np.errstate(over="ignore"):  # Far below the best token, -inf is right.
         total = float(best) + math.log(np.exp(logits - best).sum(dtype=np.float64))
     few = np.flatnonzero(logits >= _kth_largest(logits, min(top, len(logits)))) if top else np.zeros(0, np.int64)

@@ -43,8 +43,9 @@ class HostRound(Round[ModelRunner, Drafter]):
         super().__init__(target, drafter, max_draft_len, use_logits, ScoredTexts(target, max_draft_len))
         self.host_target = target
         self.skips_unused_tokens = target.backend.config.backend.skips_unused_tokens
-        reads_features = self._draft_texts is not None and self._draft_texts.keeps_to_target
-        self._can_read_prompts = self.skips_unused_tokens and not target.has_states and not reads_features
+        if self._draft_texts and self._draft_texts.keeps_to_target:
+            target.head = self._draft_texts.runner
+        self._can_read_prompts = self.skips_unused_tokens and not (target.has_states or target.head)
 
     def reads_prompts(self, requests: Sequence[Request], first: int, max_tokens: int) -> bool:
         """See ``Round``. A pass less: the weights are read once. Scored prompts and heads need the prompt before."""

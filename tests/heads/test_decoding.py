@@ -33,6 +33,7 @@ from tests.helpers.heads.decoding import (
 from tests.helpers.heads.dflash import BLOCK
 from tests.helpers.heads.medusa import HEADS
 from tests.helpers.heads.trained import PROMPTS
+from tests.helpers.no_memory import check_newcomer_fails_alone
 from tests.helpers.staggered import run_staggered
 
 KINDS = {
@@ -70,6 +71,14 @@ def test_same_ids_as_the_target_alone(
         for batch in range(1, 5):
             requests = decode(decoder, PROMPTS[:batch], MANNERS[mode])
             assert [request.output for request in requests] == alone[mode][:batch]
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("which", [0, 1], ids=["target", "head"])
+def test_a_cache_that_cannot_grow(pair: Path, which: int, steps: int) -> None:
+    """A head's cache has the rows and positions of its target's: both grow, or none."""
+    with open_pair(pair, head=True, draft_len=3, reuse_blocks=False) as decoder:
+        check_newcomer_fails_alone(decoder, which, scored=False, steps=steps)
 
 
 def test_a_trained_heads_drafts_are_accepted(pair: Path) -> None:

@@ -148,6 +148,28 @@ def test_a_matcher_is_good_for_other_drafts_behind_an_error(grammars: Grammars) 
         assert one is not None and other is not None and (one == other).all()
 
 
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_scores_that_are_not_finite_fail_no_other_prompt(tmp_path: Path, count: int) -> None:
+    """All of them are prefilled in one step."""
+    target = chain([1, 2, 3])
+    clean = open_pair("host", save_table_engine(tmp_path / "clean", target), None)
+    target[7] = math.nan
+    broken = open_pair("host", save_table_engine(tmp_path / "broken", target), None)
+    prompts = [[1] * 40, [1, 7, 1, 1], [2] * 30]
+    found = []
+    for decoder in (clean, broken):
+        requests = [Request(prompt, GREEDY, 6, prompt_logprobs=count) for prompt in prompts]
+        for _ in decoder.run(requests):
+            pass
+        found.append(requests)
+    expected, requests = found
+    assert requests[1].finish_reason == "error" and isinstance(requests[1].error, BackendError)
+    assert "not numbers" in str(requests[1].error)
+    for one, other in ((requests[0], expected[0]), (requests[2], expected[2])):
+        assert one.error is None
+        assert (one.output, one.prompt_token_logprobs) == (other.output, other.prompt_token_logprobs)
+
+
 @pytest.mark.parametrize("length", [3, 40, 90])
 def test_a_prompt_whose_scores_are_not_finite(tmp_path: Path, length: int) -> None:
     """The request fails there, whether more of its prompt follows or not, and nothing is decoded."""
