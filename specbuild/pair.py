@@ -129,7 +129,8 @@ class Pair:
         forms: list[object] = [options.qformat, options.kv_cache_dtype, options.device, text_model]
         if role == "target" and options.tp_size > 1:
             forms.append(options.tp_size)
-        machine = [platform.machine(), has_vnni(), cpu_operators.VERSION, cpu_operators.is_available()]
+        operators = [cpu_operators.VERSION, cpu_operators.is_available(), cpu_operators.are_fast()]
+        machine = [platform.machine(), has_vnni(), *operators]
         model = models[role]
         assert model
         return cached_engines() / f"{model.name}-{key_of([__version__, machine, role, content, forms, sizes])[:16]}"

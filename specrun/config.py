@@ -61,7 +61,8 @@ class DraftTargetConfig(Checked):
     where the process has the shared pool already, engines use it."""
     bit_exact: bool | None = None
     """Let texts be the target's own to the byte, whatever the draft, the batch and what is cached: passes are padded to
-    shapes whose bits agree. None: where that costs at most 3%. True: an error where the engine has no such shapes."""
+    shapes whose bits agree. None: where the engine has such shapes. True: an error where it has none. False: no
+    padding; rounding may decide between two tokens that are about equally good."""
     check: Check = "quick"
     """Which files of an engine are compared with their checksums when it is opened. quick: those that were changed, by
     their sizes and time stamps, since the checksums were taken. full: all."""

@@ -121,7 +121,7 @@ rank_hosts_option = click.option(
 bit_exact_option = click.option(
     "--bit_exact/--no_bit_exact",
     default=None,
-    help="Pad passes so that texts are the target's own to the byte. Default: where that costs under 3%.",
+    help="Pad passes so that texts are the target's own to the byte. Default: where the engine allows it.",
 )
 
 

@@ -11,9 +11,6 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-CHEAP = 0.03
-"""Passes are padded by default where that makes a one-token round at most so much longer."""
-
 RowMultiple = Literal[1, 2, 4, 8, 16]
 
 
@@ -78,9 +75,5 @@ class BitExact(BaseModel):
     def __str__(self) -> str:
         if self.shapes is None:
             return "exact up to near-ties: no two shapes of a pass give a row the same bits"
-        if self.cost > CHEAP:
-            return (
-                f"exact up to near-ties (logits within {self.near_tie:.2g} of the row's largest); --bit_exact of "
-                f"specrun makes it exact to the bit: {self.shapes}, {self.cost:.0%} slower"
-            )
-        return f"exact to the bit: {self.shapes}" + (f", {self.cost:.0%} slower" if self.shapes.pads else "")
+        cost = f", {self.cost:.0%} slower; --no_bit_exact of specrun does without" if self.shapes.pads else ""
+        return f"exact to the bit: {self.shapes}{cost}"

@@ -10,7 +10,7 @@ from pydantic import StrictBool, TypeAdapter
 from specrun.backends import Backend
 from specrun.backends.bit_exact_probe import holds
 from specrun.backends.known_here import describe_runtime, known_here
-from specrun.engine_dir.bit_exact import ANY_SHAPE, CHEAP, BitExact, ShapeClass
+from specrun.engine_dir.bit_exact import ANY_SHAPE, BitExact, ShapeClass
 from specrun.errors import BackendError
 
 _BOOL = TypeAdapter(StrictBool)
@@ -27,7 +27,7 @@ class Exactness(NamedTuple):
 
 
 def choose_exactness(directory: Path, backend: Backend, wanted: bool | None) -> Exactness:
-    """wanted: None for yes where it is cheap. Raises BackendError where it is wanted and not to be had."""
+    """wanted: None for yes where it is to be had. Raises BackendError where it is wanted and is not."""
     if wanted is False:
         return Exactness(note="")
     found = backend.config.bit_exact
@@ -39,10 +39,11 @@ def choose_exactness(directory: Path, backend: Backend, wanted: bool | None) -> 
             backend.config, shapes.model_dump(), lambda: holds(backend, shapes), _BOOL.validate_python
         )
         if is_new:
-            note = f"{directory} was built on another machine or release; its passes were probed here, once"
+            note = (
+                f"{directory} was probed on another machine, with another release or number of threads; its passes "
+                "were probed here, once"
+            )
         reason = "" if same else f"on this processor the bits of passes of {directory} differ; build it again here"
-    if found and found.shapes and not reason and wanted is None and found.cost > CHEAP:
-        reason = f"it would make one-token rounds {found.cost:.0%} slower; --bit_exact turns it on"
     if not found or not found.shapes or reason:
         if wanted:
             raise BackendError(f"--bit_exact: {reason}")

@@ -166,16 +166,12 @@ def test_no_text_differs(name: str, engines: Path, request: pytest.FixtureReques
     assert fuzz(engine, drafts, 24, seed=1, bit_exact=False).different_logprobs > 0
 
 
-def test_by_default_it_must_be_cheap(int4: Path, tmp_path: Path) -> None:
-    dear, cheap = (
-        changed(int4, tmp_path / name, cost=cost, shapes=PADDED) for name, cost in (("dear", 0.1), ("cheap", 0.02))
-    )
-    assert note(cheap) == (True, "")
-    on, said = note(dear)
-    assert not on
-    assert "10% slower; --bit_exact turns it on" in said
-    assert note(dear, bit_exact=True) == (True, "")
-    assert note(cheap, bit_exact=False) == (False, "")
+def test_no_clock_decides_whether_it_is_promised(int4: Path, tmp_path: Path) -> None:
+    dear = changed(int4, tmp_path / "dear", cost=0.5, shapes=PADDED)
+    found = open_engine(dear).bit_exact
+    assert "exact to the bit" in str(found) and "50% slower; --no_bit_exact" in str(found)
+    assert note(dear) == note(dear, bit_exact=True) == (True, "")
+    assert note(dear, bit_exact=False) == (False, "")
 
 
 @KNOWN
@@ -201,14 +197,12 @@ def test_another_processor_is_tried(int4: Path, tmp_path: Path, monkeypatch: pyt
             note(engine)
 
 
-def test_an_engine_that_opens_inexact_is_not_called_exact(int4: Path) -> None:
-    """``specbuild engine`` says what ``specrun`` will do by default."""
-    found = open_engine(int4).bit_exact
-    assert found is not None
-    dear = found.model_copy(update={"cost": 0.22, "near_tie": 0.0037, "shapes": ShapeClass(row_multiple=2)})
-    assert str(dear).startswith("exact up to near-ties (logits within 0.0037 of the row's largest); --bit_exact")
-    assert "22% slower" in str(dear)
-    assert str(dear.model_copy(update={"cost": 0.02})).startswith("exact to the bit: ")
+def test_operators_that_are_slow_here_are_named(engines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with SpeculativeDecoder.open(engines / "target") as decoder:
+        assert decoder.target.backend.needs_cpu_operators and not any("AVX2" in note for note in decoder.notes)
+        monkeypatch.setattr(cpu_operators, "are_fast", lambda: False)
+        (said,) = (note for note in decoder.notes if "AVX2" in note)
+        assert "ten times as long; an engine that is built here goes without them" in said
 
 
 def test_engines_of_earlier_releases_load(engines: Path, tmp_path: Path) -> None:
