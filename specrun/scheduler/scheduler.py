@@ -320,8 +320,10 @@ class Scheduler:
             if self.round.waits_for(self._rows[row]):
                 self._ready -= 1
                 self._swap(row, self._ready)
-        if not self._ready and (awaited := [one for one in map(self.round.waits_for, self._rows) if one]):
-            wait(awaited, _PATIENCE, return_when=FIRST_COMPLETED)
+        if not self._ready and self._rows:
+            awaited = [one for one in map(self.round.waits_for, self._rows) if one]
+            if len(awaited) == len(self._rows):
+                wait(awaited, _PATIENCE, return_when=FIRST_COMPLETED)
 
     def _decode(self, requests: list[Request]) -> None:
         """Run a round of ``requests``, which are in rows 0, 1, .., and commit its tokens.

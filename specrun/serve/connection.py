@@ -58,7 +58,7 @@ class Crowd:
         """Count a connection. Where it is one too many, another one is ended, or it becomes a spare one."""
         address = newest.address
         self._by_address[address] += 1
-        too_many_there = self._by_address[address] > self._limit_by_address
+        too_many_there = bool(address) and self._by_address[address] > self._limit_by_address
         too_many = len(newest.connections) - len(self._spare) > self._limit
         if (too_many_there or too_many) and not self._end_one(address if too_many_there else None):
             if len(self._spare) >= limits.SPARE_CONNECTIONS:
@@ -121,6 +121,8 @@ class Connection(H11Protocol):
     _seen: RequestResponseCycle | None = None
     _stall: TimerHandle | None = None
     _has_events = False
+    _paused_at = 0.0
+    """Since when the client has not read as fast as it is written to, on the loop's clock."""
 
     def __init__(self, crowd: Crowd, write_seconds: float, **given: Any) -> None:
         """write_seconds: in which a client must read something of what was written. given: uvicorn's arguments."""
@@ -139,7 +141,8 @@ class Connection(H11Protocol):
         One that sends further requests before it has its answer, as no usual client does, is not waited for either.
         """
         needs_request = self.cycle is None or self.cycle.response_complete or self.cycle.more_body
-        return needs_request or self.flow.write_paused or len(self.conn.trailing_data[0]) > len(b"\r\n")
+        is_unread = self.flow.write_paused and self.loop.time() - self._paused_at > limits.UNREAD_SECONDS
+        return needs_request or is_unread or len(self.conn.trailing_data[0]) > len(b"\r\n")
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         """Begin to watch."""
@@ -178,6 +181,7 @@ class Connection(H11Protocol):
     def pause_writing(self) -> None:
         """The client does not read as fast as it is written to."""
         super().pause_writing()
+        self._paused_at = self.loop.time()
         self._watch_reader()
         self._crowd.wait_for_reader(self)
 

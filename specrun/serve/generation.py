@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Sequence
 
-from specrun.errors import SpecError
+from specrun.errors import RequestError
 from specrun.request.request import Request
 from specrun.request.updates import Update
 from specrun.serve import limits
@@ -15,7 +15,7 @@ from specrun.serve.engine import EngineThread, Job
 from specrun.serve.metrics import Metrics
 
 
-class UnreadError(SpecError):
+class UnreadError(RequestError):
     """So much of an answer waits for its reader that the requests were ended."""
 
 

@@ -21,6 +21,8 @@ SPARE_CONNECTIONS = 16
 """Number of connections beyond that, for ``/health`` alone: whoever watches the server is never kept out."""
 SPARE_SECONDS = 5.0
 """Seconds that a spare connection lasts."""
+UNREAD_SECONDS = 1.0
+"""A connection whose client has not read all for so long may end where there are too many."""
 WRITE_SECONDS = 30.0
 """Seconds in which a client must read something of what was written to it."""
 MAX_UNREAD_BYTES = 64 << 20
