@@ -92,6 +92,8 @@ class _Door:
                     _require_own_place(is_spare)
                     state["key"] = self._admit(headers)
             except ApiError as refusal:
+                if not is_spare:
+                    refusal.headers["Connection"] = "close"  # Or a body that nobody wants would be read to its end.
                 await _answer(refusal)(scope, receive, send_with_id)
                 return
             await self._app(scope, receive, send_with_id)
@@ -112,8 +114,7 @@ class _Door:
 def _require_one_length(headers: Mapping[bytes, str]) -> None:
     """Raise ApiError where two headers say how long a body is: what is behind it may be taken for another request."""
     if b"content-length" in headers and b"transfer-encoding" in headers:
-        close = {"Connection": "close"}
-        raise ApiError(400, "Content-Length and Transfer-Encoding cannot be combined; send one of them", headers=close)
+        raise ApiError(400, "Content-Length and Transfer-Encoding cannot be combined; send one of them")
 
 
 def _require_own_place(is_spare: bool) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from termios import TIOCOUTQ
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from specrun.serve import limits
@@ -112,6 +113,23 @@ class Crowd:
         return False
 
 
+class _Parser(h11.Connection):
+    """h11's parser of one connection, for which a body in tiny chunks is no HTTP: each takes as long as a large one."""
+
+    _chunks = _bytes = 0
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        """Raises RemoteProtocolError."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._chunks = self._bytes = 0
+        elif isinstance(event, h11.Data):
+            self._chunks, self._bytes = self._chunks + 1, self._bytes + len(event.data)
+            if self._chunks > limits.FEW_CHUNKS and self._bytes < self._chunks * limits.LEAST_CHUNK_BYTES:
+                raise h11.RemoteProtocolError("chunks are too small")
+        return event
+
+
 class Connection(H11Protocol):
     """uvicorn's connection, closed when its client neither sends a whole request nor reads for some time.
 
@@ -127,6 +145,7 @@ class Connection(H11Protocol):
     def __init__(self, crowd: Crowd, write_seconds: float, **given: Any) -> None:
         """write_seconds: in which a client must read something of what was written. given: uvicorn's arguments."""
         super().__init__(**given)
+        self.conn = _Parser(h11.SERVER, limits.MAX_HEADER_BYTES)
         self._crowd, self._write_seconds = crowd, write_seconds
 
     @property
@@ -148,6 +167,7 @@ class Connection(H11Protocol):
         """Begin to watch."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # What the system does not take at once is unread.
+        transport.max_size = limits.READ_BYTES  # type: ignore[attr-defined]  # asyncio's own attribute.
         self._watch = self.loop.call_later(limits.MAX_IDLE_SECONDS, self._close_if_idle)
         self._crowd.enter(self)
 

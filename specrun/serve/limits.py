@@ -9,7 +9,13 @@ MAX_LARGE_BODIES = 16
 """Number of large bodies that may wait to be read."""
 MAX_BODY_SECONDS = 30.0
 """Seconds in which a body must have come."""
-MAX_HEADER_BYTES = 64 << 10
+MAX_RECEIVED_BYTES = 128 << 20
+"""Bytes of all bodies that have not come whole."""
+READ_BYTES = 64 << 10
+"""Bytes of one connection that are looked at before others have their turn."""
+FEW_CHUNKS, LEAST_CHUNK_BYTES = 256, 32
+"""A body in more chunks than a few has chunks of so many bytes on average, or is refused."""
+MAX_HEADER_BYTES = 16 << 10
 MAX_IDLE_SECONDS = 60.0
 """A connection is closed when no whole request came on it between two looks that far apart."""
 KEEP_ALIVE_SECONDS = 75

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from anyio import to_thread
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -23,6 +24,8 @@ from specrun.serve.log import shown, write
 from specrun.serve.service import Service, requests_of
 
 T = TypeVar("T")
+LARGE_ANSWER = 1000
+"""Tokens of an answer that is written by a worker thread."""
 MAX_LOGGED_FIELDS = 32
 """Number of unknown fields of a body that the log names."""
 
@@ -46,7 +49,7 @@ async def respond(service: Service, shape: Shape, request: Request) -> Response:
     if body.stream:
         return _EventStream(exchange, request.state.log)
     try:
-        return JSONResponse(await unless_client_leaves(request.receive, exchange.whole()))
+        return await unless_client_leaves(request.receive, exchange.whole())
     finally:
         request.state.log.update(exchange.log_results())
 
@@ -63,14 +66,20 @@ class _Exchange:
         requests = requests_of(self._answers)
         return Generation(self._service.engine, self._service.metrics, requests, is_bounded=self._body.stream)
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> Response:
         """The answer in one piece. Raises ApiError where a request failed."""
         with self.generation() as generation:
             async for number, update in generation:
                 self._answers[number].add(update)
                 if update.ended and update.ended.error:
                     raise as_api_error(update.ended.error)
-        return self._shape.whole(self._body, self._answers, self._head)
+
+        def make() -> Response:
+            return JSONResponse(self._shape.whole(self._body, self._answers, self._head))
+
+        size = sum(answer.ended.output_tokens for answer in self._answers if answer.ended)
+        # Megabytes of JSON take a second, in which streams go on.
+        return make() if size < LARGE_ANSWER else await to_thread.run_sync(make)
 
     async def events(self, generation: Generation, send: Callable[[str], Awaitable[None]]) -> None:
         """The answer in events; an error is an event too, and the last one."""

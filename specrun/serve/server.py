@@ -20,7 +20,7 @@ from specrun.serve.app import make_app
 from specrun.serve.connection import ACCEPTED_AT_ONCE, Connection, Crowd, connection_limit
 from specrun.serve.engine import EngineThread, News
 from specrun.serve.keys import ApiKey
-from specrun.serve.limits import KEEP_ALIVE_SECONDS, MAX_HEADER_BYTES, WRITE_SECONDS
+from specrun.serve.limits import KEEP_ALIVE_SECONDS, WRITE_SECONDS
 from specrun.serve.metrics import Metrics
 from specrun.serve.service import Service
 
@@ -90,7 +90,6 @@ async def serve(
         # Made of h11: httptools keeps a header of any size in memory.
         http=partial(Connection, crowd, write_seconds),  # type: ignore[arg-type]
         backlog=ACCEPTED_AT_ONCE,
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         ws="none",
         lifespan="off",
         log_config=None,

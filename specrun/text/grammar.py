@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -32,8 +33,11 @@ Mask = npt.NDArray[np.uint8]
 
 MAX_CONSTRAINT_BYTES = 1 << 16
 """The largest schema or grammar, in UTF-8. Compiling takes up to the square of its size: a second for this one."""
-_KEPT_GRAMMARS = 64
-"""Compiled grammars that are kept for later requests."""
+_KEPT_GRAMMARS, _KEPT_BYTES = 64, 1 << 18
+"""Compiled grammars that are kept for later requests, and the size of what they were compiled from: each byte takes a
+few hundred."""
+_LARGE_BYTES = 1 << 12
+"""Larger constraints are compiled one at a time: others and the engines have a processor too."""
 SLOW_MASK_SECONDS = 0.005
 """A mask that takes longer is slow: the next one is computed beside the rounds, and nothing is drafted behind it."""
 MAX_SLOW_SECONDS = 2.0
@@ -77,7 +81,7 @@ class Grammars:
         self._ll_tokenizer: LLTokenizer | None = None
         self._loading = threading.Lock()
         self._compiled: OrderedDict[Constraint, Grammar] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock, self._compiling = threading.Lock(), threading.Lock()
 
     def compile(self, constraint: Constraint) -> Grammar:
         """The grammar of ``constraint``. Raises RequestError, with its kind, where it cannot be used."""
@@ -85,11 +89,14 @@ class Grammars:
             if grammar := self._compiled.get(constraint):
                 self._compiled.move_to_end(constraint)
                 return grammar
-        grammar = self._compile(constraint)
+        with self._compiling if len(constraint.text) > _LARGE_BYTES else nullcontext():
+            grammar = self._compile(constraint)
         with self._lock:
             grammar = self._compiled.setdefault(constraint, grammar)  # Another thread may have been first.
-            while len(self._compiled) > _KEPT_GRAMMARS:
-                self._compiled.popitem(last=False)
+            size = sum(len(kept.text) for kept in self._compiled)
+            while len(self._compiled) > _KEPT_GRAMMARS or (size > _KEPT_BYTES and len(self._compiled) > 1):
+                oldest, _ = self._compiled.popitem(last=False)
+                size -= len(oldest.text)
         return grammar
 
     def prepare(self) -> LLTokenizer:
@@ -264,10 +271,21 @@ class Matcher:
         """The mask after what ``_matcher`` has consumed. Its time is this thread's, as the machine may be busy."""
         began = time.thread_time()
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        seconds = time.thread_time() - began
-        self.is_slow = seconds > SLOW_MASK_SECONDS
-        self._slow_seconds += seconds if self.is_slow else 0.0
+        self.is_slow = self._spend(time.thread_time() - began)
         return mask
+
+    def _consume(self, token: int) -> bool:
+        """Whether ``token`` may follow what ``_matcher`` has consumed; then it has consumed that too."""
+        began = time.thread_time()
+        consumed = bool(self._matcher.try_consume_tokens([token]))
+        self._spend(time.thread_time() - began)
+        return consumed
+
+    def _spend(self, seconds: float) -> bool:
+        """Count what the library took, where that is slow. Returns whether it is."""
+        if is_slow := seconds > SLOW_MASK_SECONDS:
+            self._slow_seconds += seconds
+        return is_slow
 
     def _require_time(self) -> None:
         """Raise RequestError where slow masks have taken all the time that there is for them."""
@@ -282,6 +300,7 @@ class Matcher:
         if self._coming:
             mask, self._coming = self._coming.result(), None
             self.require_no_error()
+            self._require_time()
             self._masks[0] = mask
 
     def _may_follow(self, drafts: Sequence[int]) -> bool:
@@ -297,7 +316,7 @@ class Matcher:
         if same < len(drafts):
             self._rewind(same)
         for token in drafts[same:]:
-            if self._complete[-1] or not self._matcher.try_consume_tokens([token]):
+            if self._complete[-1] or not self._consume(token):
                 self.require_no_error()
                 break
             try:

@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import httpx
@@ -16,6 +16,7 @@ import pytest
 
 from specrun.decoder import SpeculativeDecoder
 from specrun.serve import limits
+from specrun.serve.keys import read_keys
 from specrun.text.chat_template import ChatTemplate
 from tests.helpers.server_process import serving
 from tests.helpers.servers import Server, running
@@ -177,6 +178,47 @@ def test_a_body_with_two_lengths_is_refused_and_the_connection_closed(server: Se
         while part := client.recv(65536):
             answer += part
     assert answer.startswith(b"HTTP/1.1 400 ") and b"Transfer-Encoding cannot be combined" in answer
+
+
+def test_a_body_in_tiny_chunks_is_refused(server: Server) -> None:
+    head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+    with connect(server) as client:
+        client.sendall(head + b"1\r\na\r\n" * 1000)
+        answer = b""
+        with suppress(ConnectionError):
+            while part := client.recv(65536):
+                answer += part
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    body = b'{"prompt": "' + b"the cat " * 40 + b'"}'
+    pieces = [body[start : start + 4] for start in range(0, len(body), 4)]
+    with connect(server) as client:  # As a person's program may send it.
+        client.sendall(head + b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n")
+        assert client.recv(65536).startswith(b"HTTP/1.1 200 ")
+
+
+def test_bodies_that_are_coming_take_a_bounded_amount_of_memory(
+    open_pair: Callable[[], SpeculativeDecoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specrun.serve.bodies.MAX_RECEIVED_BYTES", 100_000)
+    head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000\r\n\r\n"
+    with running(open_pair()) as server, ExitStack() as clients:
+        for _ in range(5):
+            client = clients.enter_context(connect(server))
+            client.sendall(head + b"x" * 40_000)
+        assert client.recv(65536).startswith(b"HTTP/1.1 429 ")
+        assert until(lambda: server.post("/tokenize", {"prompt": "the cat"}).status_code == 200)
+
+
+def test_a_client_without_a_key_is_not_read_to_its_end(
+    open_pair: Callable[[], SpeculativeDecoder], tmp_path: Path
+) -> None:
+    (tmp_path / "keys").write_text("a-long-secret\n")
+    with running(open_pair(), keys=read_keys(tmp_path / "keys")) as server, connect(server) as client:
+        client.sendall(b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000\r\n\r\n{")
+        answer = b""
+        while part := client.recv(65536):
+            answer += part
+        assert answer.startswith(b"HTTP/1.1 401 ") and b"connection: close" in answer.lower()
 
 
 def test_errors_name_no_folders_of_the_server(

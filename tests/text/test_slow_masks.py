@@ -68,6 +68,29 @@ def test_a_text_whose_masks_take_too_long_ends_by_name(
         matcher.mask(())
 
 
+def test_so_does_one_whose_masks_another_thread_computes(
+    ambiguous: Grammar, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "MAX_SLOW_SECONDS", 0.2)
+    matcher, token = ambiguous.start(), letter(tokenizer)
+    with pytest.raises(RequestError, match="read a text in fewer ways"):
+        for _ in range(2000):
+            if coming := matcher.begin_mask():
+                coming.result()
+            matcher.mask(())
+            matcher.commit(token)
+
+
+def test_large_grammars_are_forgotten_sooner(tokenizer: Tokenizer) -> None:
+    compiled = Grammars(lambda: tokenizer, [EOS])
+    small = [Constraint("regex", f"[a-z]{{{n},}}") for n in range(1, 20)]
+    large = [Constraint("choice", f'["{letter * 60_000}"]') for letter in "abcdefgh"]
+    for constraint in (*small, *large):
+        compiled.compile(constraint)
+    kept = [constraint for constraint in (*small, *large) if constraint in compiled._compiled]
+    assert kept == large[-4:], "a quarter of a megabyte"
+
+
 def test_a_slow_mask_of_another_thread_is_the_same(ambiguous: Grammar, tokenizer: Tokenizer) -> None:
     one, other, token = ambiguous.start(), ambiguous.start(), letter(tokenizer)
     assert other.begin_mask() is None, "no mask was slow so far"
