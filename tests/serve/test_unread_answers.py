@@ -6,7 +6,7 @@ import json
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -242,6 +242,15 @@ def test_errors_name_no_folders_of_the_server(
         assert answer.status_code == 500 and "model.onnx" not in answer.text and "x-request-id" in answer.text
 
 
+@pytest.fixture
+def hangs_up() -> Iterator[None]:
+    """Processes that begin now obey SIGHUP, whether this suite was started by nohup or not."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangs_up")
 def test_a_terminal_that_closes_lets_answers_end(engines: Path) -> None:
     with serving(engines) as process:
         body = {**LONG, "stream": True, "n": 8, "ignore_eos": True}

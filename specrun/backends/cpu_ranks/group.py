@@ -227,9 +227,9 @@ class RankGroup:
 
 
 def _welcome(listener: socket.socket, selector: selectors.BaseSelector, strangers: dict[Newcomer, float]) -> None:
-    """Begin to hear all who have connected. Where many say nothing, those that came first are closed."""
+    """Begin to hear who has connected, some at a time: then a rank is heard before it is one of too many."""
     with suppress(OSError):  # Nobody else is there, or this process has no more files.
-        while True:
+        for _ in range(_MOST_STRANGERS // 4):
             newcomer = Newcomer(listener.accept()[0])
             strangers[newcomer] = time.monotonic() + _SILENCE
             selector.register(newcomer.socket, selectors.EVENT_READ, newcomer)
