@@ -68,6 +68,13 @@ def test_what_is_wrong_is_said_in_one_line_before_anything_is_loaded(engines: Pa
         assert ended.returncode == 1 and message in ended.stderr and len(ended.stderr.splitlines()) == 1
 
 
+def test_a_prefix_that_prometheus_does_not_read_is_refused(engines: Path) -> None:
+    for prefix in ("a b", "9lives", "", "a:b"):
+        command = [sys.executable, "-m", "specrun", "serve", str(engines / "target"), "--metrics_prefix", prefix]
+        ended = subprocess.run([*command, "--port", "0"], capture_output=True, text=True, timeout=60)
+        assert ended.returncode == 2 and "no digit first" in ended.stderr
+
+
 def test_an_address_that_others_reach_without_a_key_is_warned_of(engines: Path) -> None:
     command = [sys.executable, "-m", "specrun", "serve", "--engine_dir", str(engines / "target"), "--port", "0"]
     process = subprocess.Popen([*command, "--host", "0.0.0.0"], stderr=subprocess.PIPE, text=True)
