@@ -51,6 +51,7 @@ class BuildOptions:
 
 
 _WEIGHTS = (".safetensors", ".gguf")
+"""Ends of names of files with weights."""
 
 
 def is_checkpoint(model: str | Path) -> bool:

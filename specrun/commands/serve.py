@@ -15,6 +15,7 @@ from specrun.command_line import FolderPath
 from specrun.commands.models import build_models, take_models
 from specrun.commands.options import generation_config_option, show_recommended_sampling
 from specrun.commands.pair import open_pair, pair_config, pair_options
+from specrun.serve.limits import WRITE_SECONDS
 
 
 @click.command()
@@ -43,7 +44,7 @@ from specrun.commands.pair import open_pair, pair_config, pair_options
 @click.option(
     "--write_timeout",
     type=click.FloatRange(0, min_open=True),
-    default=30.0,
+    default=WRITE_SECONDS,
     show_default=True,
     metavar="SECONDS",
     help="Time in which a client must read something of what was written to it.",

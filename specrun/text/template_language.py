@@ -32,8 +32,8 @@ _WIDTH = re.compile(r"%[-+ #0_^]*(\d+|\*)|\.(\d+|\*)|:[^{}]*?(\d+)")
 """Widths and precisions in a text that says how others are written."""
 
 
-def size_of(value: Any, most: int = MOST_CHARACTERS) -> int:
-    """How many characters ``value`` has when it is written; where more than ``most``, some number above that."""
+def size_of(value: Any) -> int:
+    """How many characters ``value`` has when it is written; where more than MOST_CHARACTERS, some number above that."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, int):
@@ -46,8 +46,8 @@ def size_of(value: Any, most: int = MOST_CHARACTERS) -> int:
         return _ITEM
     size = 0
     for item in items:
-        size += _ITEM + size_of(item, most)
-        if size > most:
+        size += _ITEM + size_of(item)
+        if size > MOST_CHARACTERS:
             break
     return size
 
@@ -75,7 +75,9 @@ _MULTIPLY = {"translate", "wordwrap", "xmlattr"}
 _BY_PART = {"indent", "tojson", "expandtabs", "batch", "slice"}
 """What may write as many characters as an argument says many times."""
 _GROWS = {"center", "ljust", "rjust", "zfill", "join", "replace", "format", "format_map", *_MULTIPLY, *_BY_PART}
-"""Filters and methods of texts whose result may be longer than what they are given. The others' cannot."""
+"""Filters and methods of texts whose result may be longer than what they are given."""
+_WRITTEN = {"string", "pprint", "urlize", "e", "escape", "forceescape", "urlencode", "sum"}
+"""Filters that write all of what they are given, each part as often as it stands there."""
 
 
 def _formatted(text: str, given: Any) -> int:
@@ -118,9 +120,10 @@ class _Code(CodeGenerator):
 
     def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
         """``a[b]``, which for slices makes a copy."""
-        self.write("environment.spend(")
+        is_slice = isinstance(node.arg, nodes.Slice)
+        self.write("environment.spend(" if is_slice else "")
         super().visit_Getitem(node, frame)
-        self.write(")") if isinstance(node.arg, nodes.Slice) else self.write(", 0)")
+        self.write(")" if is_slice else "")
 
 
 class Environment(ImmutableSandboxedEnvironment):
@@ -143,11 +146,10 @@ class Environment(ImmutableSandboxedEnvironment):
         finally:
             del self._rendering.left
 
-    def spend(self, value: Any, size: int | None = None) -> Any:
+    def spend(self, value: Any) -> Any:
         """``value``, which was made just now. Raises ValueError where that makes too much in all."""
         left = getattr(self._rendering, "left", MOST_IN_ALL)
-        if size is None:
-            size = len(value) * (1 if isinstance(value, str) else _ITEM) if hasattr(value, "__len__") else _ITEM
+        size = len(value) * (1 if isinstance(value, str) else _ITEM) if hasattr(value, "__len__") else _ITEM
         self._rendering.left = left - size
         if size > left:
             raise ValueError(f"it makes more than {MOST_IN_ALL} characters in all")
@@ -186,6 +188,7 @@ class Environment(ImmutableSandboxedEnvironment):
         if name in ("format", "format_map"):  # The sandbox has wrapped them.
             text = getattr(getattr(__obj, "__wrapped__", None), "__self__", text)
         if isinstance(text, str) and name in _GROWS:
+            args = tuple(__self._read(value) for value in args)
             require_short(_growth(name, text, args, kwargs))
         return __self.spend(super().call(__context, __obj, *args, **kwargs))
 
@@ -193,10 +196,12 @@ class Environment(ImmutableSandboxedEnvironment):
         """A filter that makes nothing long."""
 
         def limited(*args: Any, **kwargs: Any) -> Any:
+            if name in ("join", "sum"):
+                args = tuple(self._read(value) for value in args)
             value, *rest = args[1:] if passes else args
             if name in _GROWS:
                 require_short(_growth(name, value, tuple(rest), kwargs))
-            elif name in ("string", "pprint", "urlize", "e", "escape", "forceescape", "urlencode"):
+            elif name in _WRITTEN:
                 require_short(8 * size_of(value))  # The longest escape has seven characters.
             return self.spend(function(*args, **kwargs))
 
@@ -204,6 +209,10 @@ class Environment(ImmutableSandboxedEnvironment):
         if passes:
             limited.jinja_pass_arg = passes  # type: ignore[attr-defined]
         return limited
+
+    def _read(self, value: Any) -> Any:
+        """What an iterator gives, whose size can be told then."""
+        return self.spend(list(value)) if isinstance(value, Iterator) else value
 
     def _written(self, value: Any) -> Any:
         """What ``{{ value }}`` writes."""
