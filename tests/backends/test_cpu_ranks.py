@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import signal
 import struct
 import subprocess
@@ -174,7 +173,6 @@ def test_a_lost_rank_ends_its_step_and_all_ranks(
 
 def test_nothing_is_left_of_a_closed_engine_or_a_dead_owner(engine: Any, tmp_path: Path) -> None:
     """Ranks end with who has started them, also where that was killed."""
-    before = set(Path("/tmp").glob("specrun-*"))
     with SpeculativeDecoder.open(engine(2)) as decoder:
         processes, launcher = ranks_of(decoder), launcher_of(decoder)
         for process in processes:
@@ -195,8 +193,6 @@ def test_nothing_is_left_of_a_closed_engine_or_a_dead_owner(engine: Any, tmp_pat
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert not psutil.wait_procs(processes, 10)[1]
-    for folder in set(Path("/tmp").glob("specrun-*")) - before:
-        shutil.rmtree(folder)
 
 
 def test_memory_that_is_too_small_is_said(engine: Any) -> None:
@@ -208,6 +204,30 @@ def test_memory_that_is_too_small_is_said(engine: Any) -> None:
         pytest.skip("this user may not mount")
     said = r"2 ranks did not start \(.*Bus error.*\); /dev/shm has 0 kB left: make it larger \(docker run --shm-size\)$"
     assert re.search(said, ran.stderr.strip()), ran.stderr
+
+
+TRACE = '  File "<frozen importlib._bootstrap>", line 241 in _call_with_frames_removed\n'
+ENDED = "=   EXIT CODE: {}\nYOUR APPLICATION TERMINATED WITH THE EXIT STRING: {}\nThis typically refers to a problem\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        (f"Fatal Python error: Bus error\n\n{TRACE}{ENDED.format(7, 'Bus error (signal 7)')}", "Bus error"),
+        (f'  File "<froFatal Python error: Bus error\n{TRACE}zen importlib', "Bus error"),
+        (
+            f"Fatal Pyth{TRACE}on error: Bus er\nror\n{ENDED.format(7, 'Bus error (signal 7)')}{TRACE}",
+            "Bus error (signal 7)",
+        ),
+        (f"ValueError: why\n{ENDED.format(9, 'Killed (signal 9)')}", "ValueError: why"),
+        (ENDED.format(9, "Killed (signal 9)"), "Killed (signal 9)"),
+        ("[mpiexec@here] main (a.c:1): cannot reach there\n[mpiexec@here] end (b.c:2): ended\n", "cannot reach there"),
+        ("", ""),
+    ],
+    ids=["whole", "in another's line", "broken", "an exception", "killed", "the launcher", "nothing"],
+)
+def test_why_a_rank_has_ended_is_found_in_what_all_wrote(log: str, said: str) -> None:
+    assert groups.last_words(log) == said
 
 
 def test_what_is_missing_is_said(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

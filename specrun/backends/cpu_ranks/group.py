@@ -40,6 +40,8 @@ _LAUNCHERS_CAUSE = re.compile(r"\[mpiexec@.*?\): (.*)")
 """Such a line with a cause; the first is the deepest. It is all there is where what ssh wrote got lost in MPICH."""
 _CAUSES = ("Fatal Python error: ", "YOUR APPLICATION TERMINATED WITH THE EXIT STRING: ")
 """How lines begin that say why a rank has ended: its own, where a signal does not kill it at once, and MPICH's."""
+_SENT = ("Killed", "Terminated", "Hangup", "Interrupt")
+"""How MPICH calls signals that somebody has sent. Before them a rank may have written why; after others it has not."""
 _SHARED_MEMORY, _SHARED_BYTES = "/dev/shm", 2 << 20
 """Where MPICH has memory that ranks share, and what is enough for each of them: it takes 1.1 MB."""
 _HOW = "pip install mpi4py mpich"
@@ -215,15 +217,21 @@ class RankGroup:
         self._launcher.wait()
 
     def _said(self) -> str:
-        """Why a rank has ended, or the last line that one has written."""
         self._log.seek(0)
-        lines = [line.strip() for line in self._log.read().decode(errors="replace").splitlines()]
-        failures = [found[1] for line in lines if (found := _LAUNCHERS_CAUSE.match(line))]
-        lines = [line for line in lines if line and not line.startswith(_LAUNCHERS_OWN)] or failures[:1]
-        # Ranks that end at the same time write into each other's lines.
-        own, launchers = ([line.split(cause)[-1] for line in lines if line.startswith(cause)] for cause in _CAUSES)
-        said = own or [line for line in lines if not line.startswith(_CAUSES)] or launchers
-        return f" ({said[-1][:300]})" if said else ""
+        said = last_words(self._log.read().decode(errors="replace"))
+        return f" ({said[:300]})" if said else ""
+
+
+def last_words(log: str) -> str:
+    """Why a rank has ended, or the last line that one has written, by what all ranks and the launcher wrote."""
+    lines = [line.strip() for line in log.splitlines()]
+    failures = [found[1] for line in lines if (found := _LAUNCHERS_CAUSE.match(line))]
+    lines = [line for line in lines if line and not line.startswith(_LAUNCHERS_OWN)] or failures[:1]
+    # Ranks that end at the same time write into each other's lines, and may break each of them.
+    own, launchers = ([line.split(cause)[-1] for line in lines if cause in line] for cause in _CAUSES)
+    faults = [line for line in launchers if not line.startswith(_SENT)]
+    said = own or faults or [line for line in lines if not line.startswith(_CAUSES)] or launchers
+    return said[-1] if said else ""
 
 
 def _welcome(listener: socket.socket, selector: selectors.BaseSelector, strangers: dict[Newcomer, float]) -> None:
