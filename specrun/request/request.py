@@ -151,12 +151,18 @@ class Request(Checked):
         return self.max_output_len - (len(self.tokens) - len(self.prompt)) if self.finish_reason is None else 0
 
     def num_draft_tokens(self, most: int) -> int:
-        """Draft tokens that a round of at most ``most`` has for this request; 0 once its draft has failed.
+        """Draft tokens that are wanted in a round of at most ``most``.
 
-        The target adds a token of its own, so the last token of a request is never drafted. Where its grammar's masks
-        are slow, each draft token would take another one.
+        None where the grammar's masks are slow: each draft token would take another one.
         """
-        if self.draft_error or (self.matcher and self.matcher.is_slow):
+        return 0 if self.matcher and self.matcher.is_slow else self.most_draft_tokens(most)
+
+    def most_draft_tokens(self, most: int) -> int:
+        """Draft tokens that a device makes in a round of ``most``, as it knows no masks; 0 once the draft has failed.
+
+        The target adds a token of its own, so the last token of a request is never drafted.
+        """
+        if self.draft_error:
             return 0
         own = most if self.draft_len is None else min(most, self.draft_len)
         return max(0, min(own, self.remaining - 1))

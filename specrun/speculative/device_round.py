@@ -203,7 +203,7 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
         this = self._queued[-1]
         this.begin()
         draft_len = plan.draft_len
-        counts = [request.num_draft_tokens(draft_len) for request in requests]  # A draft may fail from here on.
+        counts = [request.most_draft_tokens(draft_len) for request in requests]  # A draft may fail from here on.
         if not is_prepared:
             draft_len = self.drafter.prepare(requests, plan) if self.drafter else 0
         sends_logits = any(request.accepts_by_logits(self.use_logits) for request in requests)
