@@ -29,7 +29,6 @@ from specrun import cpu_operators
 from specrun.builder import BuildOptions, is_checkpoint
 from specrun.command_line import explain_error, fewer_collections, stop_signals
 from specrun.config import Check
-from specrun.devices.processor import has_vnni
 from specrun.engine_dir.checksums import key_of
 from specrun.engine_dir.config import CONFIG_NAME, EngineConfig, open_engine, read_config
 from specrun.engine_dir.user_cache import cached_engines, note_use, remove_locked, require_own
@@ -130,7 +129,7 @@ class Pair:
         if role == "target" and options.tp_size > 1:
             forms.append(options.tp_size)
         operators = [cpu_operators.VERSION, cpu_operators.is_available(), cpu_operators.are_fast()]
-        machine = [platform.machine(), has_vnni(), *operators]
+        machine = [platform.machine(), *operators]
         model = models[role]
         assert model
         return cached_engines() / f"{model.name}-{key_of([__version__, machine, role, content, forms, sizes])[:16]}"

@@ -1,7 +1,8 @@
 """Quantized weights in the forms that ONNX Runtime has fast operators for on a processor.
 
-ONNX Runtime itself makes MatMulNBits of a blocked DequantizeLinear in front of a MatMul, and MatMulIntegerToFloat of
-a MatMul whose both sides are dequantized. What it would leave slow, or refuse, is rewritten here first.
+ONNX Runtime itself makes MatMulNBits of a DequantizeLinear in front of a MatMul. It rounds inputs in groups, as our own
+products do, which keeps more than a checkpoint's own rounding of inputs. What ONNX Runtime would leave slow, or refuse,
+is rewritten here first.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from specbuild.compilers.cpu_wanted import take_wanted_tokens_first
 from specbuild.graph import ops as graphs
 from specbuild.weights.packed import Floats, as_float32
 
-BLOCK = 128
+BLOCK = 32
 """Input channels that share a scale in 8-bit weights that are made of float8."""
 ACCURACY_LEVEL = "4"
 """MatMulNBits' accuracy level with activations in 8 bits too, and a scale for every block of every token."""
@@ -34,22 +35,16 @@ HARMFUL_TO_CACHES = ["QDQPropagationTransformer"]
 _FLOATS = (ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT4E2M1)
 
 
-def rounds_inputs(model: ir.Model) -> bool:
-    """Whether there are products of 8-bit integers with 8-bit integers."""
-    return bool(graphs.rounded_activations(model))
-
-
-def prepare(model: ir.Model, vnni: bool = True, own_products: bool = False) -> list[str]:
+def prepare(model: ir.Model, own_products: bool = False) -> list[str]:
     """Rewrite the quantized parts of ``model``, which computes in float32, in place. Returns notes on what was done.
 
-    vnni: the processor adds up products of uint8 and int8 in 32 bits; see ``specrun.devices.processor.has_vnni``.
     own_products: use specrun's own operators where they take a weight; see ``cpu_products``.
 
     Weights in other codes are tensors that are computed when they are read, and not in the files of ``model``.
     """
     recoded: Counter[str] = Counter()
     read = functools.lru_cache(maxsize=1)(_recode)  # Codes and scales are written one after the other.
-    graphs.drop_activation_rounding(model, ir.DataType.FLOAT8E4M3FN)  # It has no fast products.
+    graphs.drop_activation_rounding(model)
     for node in _weights(model):
         if (weight := node.inputs[0]) is not None and weight.dtype in _FLOATS:
             recoded[weight.dtype.name.lower()] += 1
@@ -60,18 +55,7 @@ def prepare(model: ir.Model, vnni: bool = True, own_products: bool = False) -> l
         take_wanted_tokens_first(model)
     own = use_own_products(model) if own_products else 0
     RemoveUnusedNodesPass()(model)
-    for node in graphs.rounded_activations(model):
-        _prepare_activation(model.graph, node)
-    for node in _weights(model):
-        weight = node.inputs[0]
-        if weight is not None and weight.dtype == ir.DataType.INT8 and not vnni and _has_rounded_input(node):
-            recoded["int8"] += 1
-            _make_unsigned(node)
-    RemoveUnusedNodesPass()(model)
-    forms = {"int8": "unsigned, for a processor without VNNI"}
-    notes = [
-        f"{count} weights in {form}: {forms.get(form, '8-bit blocks on the CPU')}" for form, count in recoded.items()
-    ]
+    notes = [f"{count} weights in {form}: 8-bit blocks on the CPU" for form, count in recoded.items()]
     if own:
         fused = fuse_into_products(model)
         notes.append(f"{own} products by specrun's own CPU operators, with {fused} other nodes in them")
@@ -85,44 +69,6 @@ def _weights(model: ir.Model) -> Iterator[ir.Node]:
         readers = {use.node.op_type for value in node.outputs for use in value.uses()}
         if weight is not None and weight.is_initializer() and "DequantizeLinear" not in readers:
             yield node
-
-
-def _prepare_activation(graph: ir.Graph, quantize: ir.Node) -> None:
-    """int8 with zero 0 becomes uint8 with zero 128, which is the same and has fast products."""
-    readers = [use.node for use in quantize.outputs[0].uses()]
-    zero = quantize.inputs[2]
-    if zero is None or zero.const_value is None:
-        raise ValueError(f"{quantize.name}: without a zero point")
-    if zero.dtype == ir.DataType.INT8:
-        middle = graphs.initializer(graph, "quantization.zero_uint8", ir.Tensor(np.array(128, np.uint8)))
-        for node in (quantize, *readers):
-            node.replace_input_with(2, middle)
-        quantize.outputs[0].dtype = ir.DataType.UINT8
-
-
-def _has_rounded_input(node: ir.Node) -> bool:
-    """Whether the products of this weight have inputs in 8 bits."""
-    others = [use.node.inputs[0] for use in node.outputs[0].uses() if use.node.op_type == "MatMul"]
-    producers = [other.producer() for other in others if other is not None]
-    return any(producer is not None and producer.op_type == "DequantizeLinear" for producer in producers)
-
-
-def _make_unsigned(node: ir.Node) -> None:
-    """int8 with zero 0 as uint8 with zero 128: the same numbers, in products that do not overflow."""
-    codes = node.inputs[0]
-    if codes is None or codes.const_value is None:
-        raise ValueError(f"{node.name}: without codes")
-    tensor, scales = codes.const_value, node.inputs[1]
-    shape = ir.Shape(list(tensor.shape.numpy()))
-
-    def shifted() -> ir.TensorProtocol:
-        return ir.tensor(np.asarray(tensor.numpy()).view(np.uint8) ^ np.uint8(128))
-
-    zeros = ir.tensor(np.full(list(scales.shape.numpy()) if scales is not None and scales.shape else [], 128, np.uint8))
-    lazy = ir.LazyTensor(shifted, ir.DataType.UINT8, shape)
-    node.resize_inputs(3)
-    node.replace_input_with(0, graphs.initializer(graphs.graph_of(node), f"{codes.name}.unsigned.codes", lazy))
-    node.replace_input_with(2, graphs.initializer(graphs.graph_of(node), f"{codes.name}.unsigned.zeros", zeros))
 
 
 class _Weight(NamedTuple):

@@ -1,8 +1,7 @@
 """Products with weights by specrun's own operators: see ``specrun.cpu_operators``.
 
-``FloatMatMul`` takes the place of MatMul. ``QuantizedMatMul`` takes that of DequantizeLinear and MatMul, and of what
-rounds their input token by token. It rounds inputs to 8 bits itself: with a scale for each token, or for each of its
-blocks where weights have blocks or inputs are not rounded in the graph. ONNX Runtime's operators do the same.
+``FloatMatMul`` takes the place of MatMul. ``QuantizedMatMul`` takes that of DequantizeLinear and MatMul. It rounds
+inputs to 8 bits itself, with a scale for each block of a token. ONNX Runtime's operators do the same.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ _BITS = {ir.DataType.INT4: 4, ir.DataType.UINT4: 4, ir.DataType.INT8: 8, ir.Data
 _FLOATS = (ir.DataType.FLOAT, *graphs.HALF)
 _MIDDLE = {ir.DataType.INT4: 0, ir.DataType.UINT4: 8, ir.DataType.INT8: 0, ir.DataType.UINT8: 128}
 """The zero point of codes that the operator takes as they are."""
-_INPUT_BLOCK = 128
-"""Inputs that are rounded with one scale where neither the weight has blocks nor the graph rounds them."""
+_INPUT_BLOCK = 32
+"""Inputs that are rounded with one scale where the weight has no blocks."""
 _LONGEST_BLOCK = 1 << 16
 """Sums of so many products of 8-bit numbers fit into 32 bits."""
 
@@ -96,14 +95,14 @@ class _Product:
     weight: _Weight
     block: int
     """Inputs that are rounded with one scale."""
-    nodes: tuple[ir.Node, ...]
-    """What it replaces: MatMul, and what multiplies its output by the size of rounded inputs."""
+    node: ir.Node
+    """The MatMul that it replaces."""
 
     @property
     def group(self) -> object:
         """Products of one group can be computed together; one whose weight others read is by itself."""
         weight = self.weight
-        alone = self.nodes[0] if weight.readers > 1 else None
+        alone = self.node if weight.readers > 1 else None
         return self.x, weight.bits, self.block, weight.scale_blocks, weight.has_zeros, alone
 
 
@@ -144,53 +143,20 @@ def _dequantized(node: ir.Node) -> _Weight | None:
     zero_points = zeros.const_value if zeros is not None else None
     factors = tuple(graphs.constant_factors(scales))
     weight = _Weight(str(codes.name), codes.const_value, len(uses), factors, zero_points, block)
-    fits = axis % 2 == (0 if block else 1) and (block or weight.shape[0]) <= _LONGEST_BLOCK
+    fits = axis % 2 == (0 if block else 1) and block <= _LONGEST_BLOCK
     return weight if fits and block % line_inputs(weight.bits) == 0 else None
 
 
 def _product(product: ir.Node) -> _Product | None:
-    """None where weight or input are of a kind that the operators do not have."""
+    """None where the weight is of a kind that the operators do not have."""
     x, factor = product.inputs
     producer = factor.producer() if factor is not None else None
-    if x is not None and (numbers := _numbers(factor)) is not None:
-        return _Product(x, numbers, 1, (product,))
+    if x is None:
+        return None
+    if (numbers := _numbers(factor)) is not None:
+        return _Product(x, numbers, 1, product)
     weight = _dequantized(producer) if producer is not None and producer.op_type == "DequantizeLinear" else None
-    if x is None or weight is None:
-        return None
-    if (rounded := x.producer()) is None or rounded.op_type != "DequantizeLinear":
-        return _Product(x, weight, weight.block or _INPUT_BLOCK, (product,))
-    found = _rounded_by_token(rounded, product)
-    if found is None or weight.block:
-        return None
-    x, last = found
-    step = line_inputs(weight.bits)
-    return _Product(x, weight, -(-weight.shape[0] // step) * step, (product, last))
-
-
-def _rounded_by_token(dequantize: ir.Node, product: ir.Node) -> tuple[ir.Value, ir.Node] | None:
-    """What was rounded, and the node that multiplies the product by its tokens' largest values.
-
-    None where inputs are rounded in another way than ``specbuild.quantization.insert_qdq`` has it, as by one scale.
-    """
-    quantize = dequantize.inputs[0].producer() if dequantize.inputs[0] is not None else None
-    divided = quantize.inputs[0].producer() if quantize is not None and quantize.inputs[0] is not None else None
-    if quantize is None or quantize.op_type != "QuantizeLinear" or divided is None or divided.op_type != "Div":
-        return None
-    x, amax = divided.inputs
-    uses = list(product.outputs[0].uses())
-    if x is None or amax is None or len(uses) != 1 or uses[0].node.op_type != "Mul":
-        return None
-    is_usual = _is_usual_step(quantize.inputs[1]) and _is_usual_step(dequantize.inputs[1])
-    return (x, uses[0].node) if amax in uses[0].node.inputs and is_usual else None
-
-
-def _is_usual_step(value: ir.Value | None) -> bool:
-    """Whether a token's largest value has the code 127. The step is a constant that the checkpoint's dtype rounds."""
-    try:
-        steps = [float(factor.numpy()) for factor in graphs.constant_factors(value)] if value is not None else []
-    except ValueError:
-        return False
-    return math.isclose(math.prod(steps), 1 / 127, rel_tol=2**-8)
+    return _Product(x, weight, weight.block or _INPUT_BLOCK, product) if weight is not None else None
 
 
 def _replace(graph: ir.Graph, group: list[_Product]) -> None:
@@ -225,14 +191,14 @@ def _replace(graph: ir.Graph, group: list[_Product]) -> None:
     sizes: dict[str, int | list[int]] = {"K": rows, "N": columns}
     if has_codes:
         sizes |= {"bits": bits, "block_size": first.block, "half_scales": int(half_scales)}
-    name = f"{first.nodes[0].name}.product"
+    name = f"{first.node.name}.product"
     operator = "QuantizedMatMul" if has_codes else "FloatMatMul"
     own = ir.node(operator, inputs, sizes, domain=DOMAIN, num_outputs=len(group), name=name)
     for number, output in enumerate(own.outputs):
         output.name, output.dtype = f"{name}.{number}", ir.DataType.FLOAT
-    old = [node for product in group for node in reversed(product.nodes)]
-    results = [product.nodes[-1].outputs[0] for product in group]
-    ir.convenience.replace_nodes_and_values(graph, first.nodes[0], old, [own], results, own.outputs)
+    old = [product.node for product in group]
+    results = [product.node.outputs[0] for product in group]
+    ir.convenience.replace_nodes_and_values(graph, first.node, old, [own], results, own.outputs)
 
 
 def _floats(weight: _Weight) -> Floats:

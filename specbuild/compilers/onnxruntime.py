@@ -27,7 +27,6 @@ from specbuild.graph.pad_single_query import pad_single_queries
 from specrun import cpu_operators
 from specrun.backends.ort import session_options
 from specrun.cpu_operators import DOMAIN
-from specrun.devices.processor import has_vnni
 from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME, BackendInfo, BuildConfig, GraphInfo, Tensor
 from specrun.engine_dir.dtypes import DTYPES
 from specrun.errors import BuildError
@@ -50,7 +49,7 @@ def compile_graph(
         notes.append("float8 cache: stored in int8 on the CPU, where ONNX Runtime updates no other 8-bit cache")
     if mixtures := skip_unused_experts(model):
         notes.append(f"{mixtures} layers read only the experts that a pass uses")
-    vnni, own_operators = has_vnni(), cpu_operators.are_fast()
+    own_operators = cpu_operators.are_fast()
     if machine() == "x86_64" and not cpu_operators.is_available():
         notes.append(f"without specrun's own CPU operators, which are faster: {cpu_operators.HOW_TO_COMPILE}")
     if graph.states:
@@ -65,7 +64,7 @@ def compile_graph(
         notes.append(f"{len(recurrent)} recurrent layers by specrun's own CPU operators")
     if collectives := use_collectives(model):
         notes.append(f"{collectives} collectives of a pass")
-    if prepared := cpu_forms.prepare(model, vnni, own_operators):
+    if prepared := cpu_forms.prepare(model, own_operators):
         notes += prepared
         model = graphs.write_recoded(model, output)
     harmful = cpu_forms.HARMFUL if _dequantizes(model) else []
@@ -104,7 +103,6 @@ def compile_graph(
             version=ort.__version__,
             device="cpu",
             machine=machine(),
-            needs_vnni=vnni and machine() == "x86_64" and cpu_forms.rounds_inputs(model),
             needs_cpu_operators=cpu_operators.VERSION if has_own else 0,
             skips_unused_tokens=skips_unused,
         ),

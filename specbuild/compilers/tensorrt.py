@@ -14,7 +14,13 @@ import onnx_ir as ir
 
 from specbuild.compilers import Compiled, machine
 from specbuild.compilers.timing_cache import load_timings, save_timings
-from specbuild.compilers.trt_forms import move_zero_points, narrow_float4_scales, round_float4_inputs, set_apart_names
+from specbuild.compilers.trt_forms import (
+    move_zero_points,
+    narrow_float4_scales,
+    round_float4_inputs,
+    round_token_inputs,
+    set_apart_names,
+)
 from specbuild.compilers.trt_progress import interruptible, progress_monitor
 from specbuild.graph import ops as graphs
 from specbuild.graph.kv_cache_qdq import leave_writing_to_caller
@@ -82,7 +88,7 @@ class Tensorrt:
         model = ir.load(checkpoint / GRAPH_NAME)
         capabilities = _capabilities(trt, model, self.capabilities)
         weights = checkpoint
-        if move_zero_points(model):
+        if move_zero_points(model) + round_token_inputs(model):
             model, weights = graphs.write_recoded(model, output), output
         round_float4_inputs(model)
         narrow_float4_scales(model)

@@ -2,12 +2,17 @@
 
 Its weights have no zero points: ``x @ ((q - z) * s)`` is ``x @ ((q - m) * s) + sums(x) @ ((m - z) * s)``, where m is
 the middle of the codes and sums adds up the channels that share a scale. The first product keeps its packed weight,
-and the second is small. Inputs in float4 have an operator of TensorRT's own.
+and the second is small. Inputs in float4 have an operator of TensorRT's own, and inputs in 8 bits a scale a token.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
@@ -24,6 +29,12 @@ _SIGNED = {
     ir.DataType.INT4: ir.DataType.INT4,
     ir.DataType.INT8: ir.DataType.INT8,
 }
+_TOKEN_CODES = {"int8": (ir.DataType.INT8, 127), "float8": (ir.DataType.FLOAT8E4M3FN, 448)}
+"""The type of an input's codes, and its largest code."""
+_COLUMNS = 1024
+"""Columns of a weight that are rounded at a time."""
+_ByChannel = tuple[npt.NDArray[Any], npt.NDArray[Any]]
+"""Codes and scales."""
 
 
 def move_zero_points(model: ir.Model) -> int:
@@ -67,6 +78,107 @@ def round_float4_inputs(model: ir.Model) -> int:
     if nodes:
         model.graph.opset_imports["trt"] = 1
     return len(nodes)
+
+
+def round_token_inputs(model: ir.Model) -> int:
+    """Let inputs of linear layers that ask for it be rounded with a scale for each token, in place.
+
+    A token is divided by its largest value, so that one constant scale serves all of them. TensorRT multiplies two
+    matrices of int8 only where a column has one scale, so weights in groups are rounded once more. Returns how many
+    were. They are tensors that are computed when they are read, and not in the files of ``model``.
+    """
+    products = [node for node in model.graph if graphs.TOKEN_INPUT in node.metadata_props]
+    rounded: dict[tuple[ir.Value, str], tuple[ir.Value, ir.Value]] = {}
+    recoded = 0
+    read: Any = functools.lru_cache(maxsize=1)(_by_channel)  # Codes and scales are written one after the other.
+    for node in products:
+        x, form = node.inputs[0], node.metadata_props[graphs.TOKEN_INPUT]
+        if x is None or x.dtype is None or form not in _TOKEN_CODES:
+            raise BuildError(f"{node.name}: without an input that can be rounded")
+        if (x, form) not in rounded:
+            rounded[x, form] = _round_tokens(model.graph, node, x, form)
+        small, amax = rounded[x, form]
+        node.replace_input_with(0, small)
+        y = node.outputs[0]
+        scaled = ir.node("Mul", [y, amax], name=f"{node.name}.times_amax")
+        scaled.outputs[0].name, scaled.outputs[0].type = scaled.name, y.type
+        for use in [use for use in y.uses() if use.node is not scaled]:
+            use.node.replace_input_with(use.idx, scaled.outputs[0])
+        model.graph.insert_after(node, scaled)
+        weight = node.inputs[1].producer() if node.inputs[1] is not None else None
+        if form == "int8" and weight is not None and weight.op_type == "DequantizeLinear":
+            recoded += _give_columns_one_scale(model.graph, weight, read)
+    RemoveUnusedNodesPass()(model)
+    return recoded
+
+
+def _round_tokens(graph: ir.Graph, before: ir.Node, x: ir.Value, form: str) -> tuple[ir.Value, ir.Value]:
+    """Tokens by their largest values, rounded; and these values."""
+    codes, largest_code, nodes = *_TOKEN_CODES[form], list[ir.Node]()
+    dtype = x.dtype
+    assert dtype is not None
+
+    def constant(role: str, values: Any) -> ir.Value:
+        return graphs.initializer(graph, f"quantization.{role}", ir.tensor(values))
+
+    def made(op_type: str, *inputs: ir.Value, kind: ir.DataType = dtype, **attributes: int) -> ir.Value:
+        nodes.append(ir.node(op_type, inputs, attributes, name=f"{x.name}.{form}.{len(nodes)}"))
+        value = nodes[-1].outputs[0]
+        value.name, value.dtype = nodes[-1].name, kind
+        return value
+
+    smallest = 2.0**-14 if dtype == ir.DataType.FLOAT16 else 2.0**-126  # A divisor for tokens of zeros: normal.
+    amax = made("ReduceMax", made("Abs", x), constant("last_axis", np.array([-1])), keepdims=1)
+    amax = made("Max", amax, constant("smallest", np.array(smallest, dtype.numpy())))
+    step = constant(f"step_{form}", np.array(1 / largest_code, dtype.numpy()))
+    zero = graphs.initializer(graph, f"quantization.zero_{form}", ir.Tensor(np.zeros((), codes.numpy()), dtype=codes))
+    small = made("QuantizeLinear", made("Div", x, amax), step, zero, kind=codes)
+    small = made("DequantizeLinear", small, step, zero)
+    graph.insert_before(before, nodes)
+    return small, amax
+
+
+def _give_columns_one_scale(
+    graph: ir.Graph, node: ir.Node, read: Callable[[ir.TensorProtocol, ir.TensorProtocol, int], _ByChannel]
+) -> bool:
+    """Let a weight [.., K, N] in int8 have one scale a column. Returns whether it had groups of input channels."""
+    codes, scales, block = node.inputs[0], node.inputs[1], node.attributes.get_int("block_size", 0)
+    if not block or codes is None or codes.dtype != ir.DataType.INT8 or _zero_points(node) is not None:
+        return False
+    stored, steps = codes.const_value, scales.const_value if scales is not None else None
+    if stored is None or steps is None:
+        raise BuildError(f"{node.name}: without codes and scales")
+    *experts, rows, columns = (int(size) for size in stored.shape.numpy())
+    shapes = ([*experts, rows, columns], [*experts, 1, columns] if experts else [columns])
+    for index, (role, dtype, shape) in enumerate(
+        zip(("codes", "scales"), (stored.dtype, steps.dtype), shapes, strict=True)
+    ):
+
+        def part(index: int = index, dtype: ir.DataType = dtype, shape: list[int] = shape) -> ir.TensorProtocol:
+            return ir.Tensor(read(stored, steps, block)[index].reshape(shape), dtype=dtype)
+
+        name = f"{codes.name}.by_channel.{role}"
+        lazy = ir.LazyTensor(part, dtype, ir.Shape(shape), name=name)
+        node.replace_input_with(index, graphs.initializer(graph, name, lazy))
+    del node.attributes["block_size"]
+    node.attributes["axis"] = ir.AttrInt64("axis", 1)
+    if experts:
+        node.attributes["block_size"] = ir.AttrInt64("block_size", rows)
+    return True
+
+
+def _by_channel(codes: ir.TensorProtocol, scales: ir.TensorProtocol, block: int) -> _ByChannel:
+    """Codes [.., K, N] with scales [.., K / block, N] -> codes, and scales [.., 1, N] in the type of the others."""
+    found, steps = np.asarray(codes.numpy()), np.asarray(scales.numpy())
+    own = np.empty_like(found)
+    own_scales = np.empty((*steps.shape[:-2], 1, steps.shape[-1]), steps.dtype)
+    for first in range(0, found.shape[-1], _COLUMNS):
+        part = slice(first, first + _COLUMNS)
+        weight = found[..., part] * np.repeat(steps[..., part].astype(np.float32), block, axis=-2)
+        largest = np.abs(weight).max(axis=-2, keepdims=True)
+        own_scales[..., part] = np.where(largest, largest, 127) / 127
+        own[..., part] = np.rint(weight / own_scales[..., part].astype(np.float32)).clip(-127, 127)
+    return own, own_scales
 
 
 def narrow_float4_scales(model: ir.Model) -> int:

@@ -19,6 +19,9 @@ FOR_COMPILERS = "specbuild."
 FLOAT4_INPUT = f"{FOR_COMPILERS}float4_input_scale"
 """Metadata of a product whose input TensorRT may round to float4, which has no standard ONNX form: the scale that is
 multiplied by those of every 16 values."""
+TOKEN_INPUT = f"{FOR_COMPILERS}token_input"
+"""Metadata of a product whose input may be rounded with a scale for each token: ``int8`` or ``float8``. TensorRT rounds
+it so; the CPU's products round inputs in groups."""
 EXPERTS = f"{FOR_COMPILERS}experts"
 """Metadata of nodes in a mixture of experts: one of the three values below."""
 EXPERTS_FIRST = "first"
@@ -142,14 +145,11 @@ def rounded_activations(model: ir.Model) -> list[ir.Node]:
     ]
 
 
-def drop_activation_rounding(model: ir.Model, codes: ir.DataType | None = None) -> None:
-    """Let activations pass unrounded where QuantizeLinear and DequantizeLinear follow each other.
-
-    codes: only where the codes have this type.
-    """
+def drop_activation_rounding(model: ir.Model) -> None:
+    """Let activations pass unrounded where QuantizeLinear and DequantizeLinear follow each other."""
     for quantize in rounded_activations(model):
-        x, zero = quantize.inputs[0], quantize.inputs[2]
-        if x is None or zero is None or codes not in (None, zero.dtype):
+        x = quantize.inputs[0]
+        if x is None:
             continue
         for use in list(quantize.outputs[0].uses()):
             use.node.outputs[0].replace_all_uses_with(x)

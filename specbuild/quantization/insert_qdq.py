@@ -1,6 +1,6 @@
 """Quantized weights in the graph, as standard ONNX: DequantizeLinear in front of the linear layer, [K, N].
 
-This is the form that ONNX Runtime makes MatMulNBits and MatMulIntegerToFloat of, and that TensorRT keeps packed.
+This is the form that ONNX Runtime makes MatMulNBits of, and that TensorRT keeps packed.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ import numpy as np
 import onnx_ir as ir
 
 from specbuild.graph import ops as graphs
-from specbuild.quantization.rounding import FLOAT8_MAX
 from specbuild.weights.packed import Activation, Packed, Stack, block_sums, of_channels, shared_activation
 from specbuild.weights.packed_model import PackedModel
-from specrun.errors import UnsupportedModelError
 
-_ACTIVATIONS = {"int8": (ir.DataType.INT8, 127), "float8": (ir.DataType.FLOAT8E4M3FN, FLOAT8_MAX)}
-"""The type of an input's codes, and its largest code."""
+_CODES = {"int8": ir.DataType.INT8, "float8": ir.DataType.FLOAT8E4M3FN}
+"""The type of an input's codes."""
 
 
 class WeightedMatMul(NamedTuple):
@@ -96,18 +94,20 @@ def quantize_experts(model: ir.Model, product: WeightedMatMul, experts: Sequence
 
 
 def _product(build: _Builder, x: ir.Value, weight: ir.Value, packed: Packed) -> ir.Value:
-    """``x`` times ``weight``, with the input rounded as ``packed`` says, and its offsets."""
-    factor = None
-    kept = packed.activation is not None and packed.activation.form == "float4"
-    if packed.activation is not None and not kept:
-        x, factor = _round_activation(build, x, packed.activation)
+    """``x`` times ``weight``, with the input rounded as ``packed`` says, and its offsets.
+
+    What has no standard ONNX form, or one that only TensorRT wants, travels as metadata of the product.
+    """
+    metadata, activation = dict(build.old.metadata_props), packed.activation
+    if activation is not None and activation.form == "float4":
+        metadata[graphs.FLOAT4_INPUT] = repr(activation.scale)
+    elif activation is not None and activation.scale is None:
+        metadata[graphs.TOKEN_INPUT] = activation.form
+    elif activation is not None:
+        x = _round_activation(build, x, activation)
     y = build.node("MatMul", x, weight)
-    build.nodes[-1].metadata_props.update(build.old.metadata_props)
-    if packed.activation is not None and kept:
-        build.nodes[-1].metadata_props[graphs.FLOAT4_INPUT] = repr(packed.activation.scale)
-    if packed.offsets is not None:
-        y = build.node("Add", y, _times_offsets(build, x, packed))
-    return y if factor is None else build.node("Mul", y, factor)
+    build.nodes[-1].metadata_props.update(metadata)
+    return y if packed.offsets is None else build.node("Add", y, _times_offsets(build, x, packed))
 
 
 def quantize_embedding(model: ir.Model, gather: ir.Node, packed: Packed) -> None:
@@ -121,22 +121,12 @@ def quantize_embedding(model: ir.Model, gather: ir.Node, packed: Packed) -> None
     _drop_unused(model.graph, weight)
 
 
-def _round_activation(build: _Builder, x: ir.Value, activation: Activation) -> tuple[ir.Value, ir.Value | None]:
-    """``x`` rounded, and what its product is to be multiplied by."""
-    if activation.form not in _ACTIVATIONS:
-        raise UnsupportedModelError(f"inputs in {activation.form} have no standard ONNX form")
-    codes, largest_code = _ACTIVATIONS[activation.form]
+def _round_activation(build: _Builder, x: ir.Value, activation: Activation) -> ir.Value:
+    """``x`` rounded with a scale that a calibration fixed."""
+    codes = _CODES[activation.form]
     zero = build.tensor(f"quantization.zero_{activation.form}", ir.tensor(np.zeros((), codes.numpy()), dtype=codes))
-    amax = None
-    if activation.scale is not None:
-        steps = build.constant("activation_scale", activation.scale)
-    else:  # Every token is divided by its largest value, so that one constant scale serves all of them.
-        amax = build.node("ReduceMax", build.node("Abs", x), build.shared("last_axis", np.array([-1])), keepdims=1)
-        amax = build.node("Max", amax, build.shared("smallest", _smallest(build.dtype)))
-        steps = build.shared(f"step_{activation.form}", 1 / largest_code)
-        x = build.node("Div", x, amax)
-    rounded = build.node("QuantizeLinear", x, steps, zero, dtype=codes)
-    return build.node("DequantizeLinear", rounded, steps, zero), amax
+    steps = build.constant("activation_scale", activation.scale)
+    return build.node("DequantizeLinear", build.node("QuantizeLinear", x, steps, zero, dtype=codes), steps, zero)
 
 
 def _times_offsets(build: _Builder, x: ir.Value, packed: Packed) -> ir.Value:
@@ -150,11 +140,6 @@ def _times_offsets(build: _Builder, x: ir.Value, packed: Packed) -> ir.Value:
     if offsets.dtype != build.dtype:
         offsets = build.node("Cast", offsets, to=int(build.dtype))
     return build.node("MatMul", sums, offsets)
-
-
-def _smallest(dtype: ir.DataType) -> float:
-    """A divisor for tokens that are zero throughout: the smallest normal number of ``dtype``."""
-    return 2.0**-14 if dtype == ir.DataType.FLOAT16 else 2.0**-126
 
 
 class _Builder:

@@ -16,9 +16,10 @@ QFORMATS: tuple[QFormat, ...] = get_args(QFormat)
 _ROUTERS = ("*.gate", "*.router", "*.router.*", "*.shared_expert_gate")
 """Choose a token's experts: they are small, and an error there is one of another kind."""
 _NVFP4_BLOCK = 16
-_GROUPS: dict[QFormat, int] = {"int8_wo": 128, "int4": 32}
-"""Input channels that share a scale. Groups of 32 keep as much of the text in 4 bits as llama.cpp's ``Q4_0``, which has
-them too, and ONNX Runtime's own products with them are exact to the bit in every shape."""
+_GROUPED: tuple[QFormat, ...] = ("int8", "int8_wo", "int4")
+_GROUP = 32
+"""Input channels that share a scale. With groups of 32 formats keep as much of the text as llama.cpp's ``Q8_0`` and
+``Q4_0``, which have them too, and ONNX Runtime's own products are exact to the bit in every shape."""
 _SMALLEST_GROUP = 16
 
 
@@ -38,14 +39,16 @@ class Recipe:
 
     qformat: QFormat
     group_size: int | None = None
-    """Input channels that share a scale in the formats with blocks. None: 32 in int4 and 128 in int8_wo, or less where
-    they do not divide a weight's channels."""
+    """Input channels that share a scale in the formats with groups. None: 32, or less where they do not divide a
+    weight's channels."""
     exclude: tuple[str, ...] = ()
     """Patterns of module names (``*.down_proj``, ``lm_head``) that stay as they are."""
     head: bool = True
     """True if the linear layer that gives the logits is quantized, in formats that say so."""
     embeddings: bool = True
     """True if the embedding is quantized."""
+    int8_by_channel: bool = False
+    """True if weights in int8 have one scale an output channel, as other runtimes read them."""
 
     def __post_init__(self) -> None:
         """Raise BuildConfigError where the group is none that the formats have."""
@@ -53,8 +56,10 @@ class Recipe:
             return
         if self.group_size < _SMALLEST_GROUP or self.group_size & (self.group_size - 1):
             raise BuildConfigError(f"--group_size {self.group_size}: expected a power of two from {_SMALLEST_GROUP} on")
-        if self.qformat not in _GROUPS:
-            raise BuildConfigError(f"--group_size is for int8_wo and int4; leave it out with --qformat {self.qformat}")
+        grouped = [form for form in _GROUPED if form != "int8" or not self.int8_by_channel]
+        if self.qformat not in grouped:
+            names = ", ".join(grouped)
+            raise BuildConfigError(f"--group_size is for {names}; leave it out with --qformat {self.qformat}")
 
     @property
     def calibrated(self) -> bool:
@@ -78,7 +83,8 @@ class Recipe:
             return None
         match self.qformat:
             case "int8":
-                return Storage("int8", activation=Activation("int8"))
+                has_groups = self.group_size or (inputs % _SMALLEST_GROUP == 0 and not self.int8_by_channel)
+                return Storage("int8", self._block(module, inputs) if has_groups else None, Activation("int8"))
             case "int8_wo":
                 return Storage("int8", self._block(module, inputs))
             case "int4":  # The head chooses the token: it stays in 8 bits.
@@ -94,7 +100,7 @@ class Recipe:
                 return None if is_head else Storage("float4", _NVFP4_BLOCK, activation)
 
     def _block(self, module: str, inputs: int) -> int:
-        block = self.group_size or min(_GROUPS[self.qformat], inputs & -inputs)
+        block = self.group_size or min(_GROUP, inputs & -inputs)
         if inputs % block or block < _SMALLEST_GROUP:
             hint = f"--group_size {block}: give a group that divides them, or"
             raise _does_not_divide(module, inputs, hint if self.group_size else f"{_SMALLEST_GROUP}: give")

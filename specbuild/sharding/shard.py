@@ -16,7 +16,6 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from specbuild.sharding.collectives import gather_columns, reduce_sums
-from specbuild.sharding.own_scales import rescale, scale_of, take_own
 from specbuild.sharding.part import MisalignedError, divide, padded
 from specbuild.sharding.parts import CACHE, Parts
 from specbuild.sharding.rules import RULES
@@ -70,7 +69,6 @@ def _cut_rows(parts: Parts, node: ir.Node, ranks: int) -> ir.Value | None:
     axis = -1 if node.attributes.get_int("transB") else -2
     size = number = shape_of(weight)[axis]
     tried = 0
-    scale = scale_of(x)
     while True:
         part = divide(-1, size, number, ranks)
         if part is None or number == tried:
@@ -80,16 +78,12 @@ def _cut_rows(parts: Parts, node: ir.Node, ranks: int) -> ir.Value | None:
             )
         tried, before = number, parts.state()
         try:
-            if scale is not None:
-                take_own(parts, scale, part)
             own = parts.of(x, part)
             if parts.gains == before.gains:
                 parts.restore(before)
                 return None
             rows = parts.of(weight, part.at(axis))
             (summand,) = parts.like(node, [own, rows])
-            if scale is not None:
-                rescale(node.outputs[0], scale, parts.known[scale, part])
             return summand
         except MisalignedError as error:
             parts.restore(before)

@@ -79,10 +79,11 @@ def describe(packed: Packed) -> str:
     """The form of one weight, such as ``int4 in groups of 128``."""
     form = packed.codes.dtype.name.lower()
     form = {"float8e4m3fn": "float8", "float4e2m1": "float4"}.get(form, form)
+    form += f" in groups of {packed.block}" if packed.block else ""
     if packed.activation is not None:
         form += f", inputs {packed.activation.form}"
         form += " by token" if packed.activation.scale is None else ""
-    return f"{form} in groups of {packed.block}" if packed.block else form
+    return form
 
 
 def parameter_names(model: Any) -> dict[int, list[str]]:

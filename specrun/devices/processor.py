@@ -59,11 +59,6 @@ def features() -> set[str]:
     return _FEATURES & set((_info().get("flags") or _info().get("Features") or "").split())
 
 
-def has_vnni() -> bool:
-    """Whether products of uint8 and int8 are added up in 32 bits. Other x86-64 processors use 16, which overflow."""
-    return platform.machine() != "x86_64" or bool(features() & {"avx512_vnni", "avx_vnni", "avx_vnni_int8"})
-
-
 def describe_processor() -> str:
     """The name, the threads of an engine, and the features that kernels are chosen by. Raises BackendError.
 

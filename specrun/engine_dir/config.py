@@ -25,10 +25,10 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 
 from specrun import cpu_operators
-from specrun.devices.processor import has_vnni
 from specrun.engine_dir.bit_exact import BitExact
 from specrun.engine_dir.cache_tensors import LEAST_REPLAYS, CacheTensor, StateTensor, state_bytes
 from specrun.engine_dir.checksums import checksum_of, is_unchanged
@@ -287,14 +287,18 @@ class BackendInfo(Strict):
     machine: str
     """Processor architecture the engine was built on (onnxruntime engines are tuned to it)."""
     compute_capabilities: list[str] = []
-    needs_vnni: bool = False
-    """On other x86-64 processors its products of 8-bit integers would overflow."""
     needs_cpu_operators: int = Field(default=0, ge=0)
     """The version of specrun's own CPU operators that its graph has; 0: none."""
     capturable: bool = False
     """Of ONNX Runtime on CUDA: whether its kernels were seen to work in CUDA graphs."""
     skips_unused_tokens: bool = False
     """Whether padding (``UNUSED_TOKEN``) costs nothing: a pass takes as long as its rows have tokens together."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_needs_vnni(cls, data: Any) -> Any:
+        """Engines of earlier releases say so; those that do need it are refused."""
+        return {k: v for k, v in data.items() if (k, v) != ("needs_vnni", False)} if isinstance(data, dict) else data
 
 
 class Provenance(Strict):
@@ -464,11 +468,6 @@ def check_files(
 def check_hardware(directory: Path, backend: BackendInfo) -> None:
     """Raise EngineDirError where the engine is for another kind of processor than this one."""
     here = platform.machine()
-    if backend.needs_vnni and not has_vnni():
-        raise EngineDirError(
-            f"{directory}: its 8-bit products need a processor with VNNI instructions, which this one lacks; build the "
-            "engine on this machine"
-        )
     if backend.needs_cpu_operators and not cpu_operators.is_available(backend.needs_cpu_operators):
         raise EngineDirError(
             f"{directory}: needs specrun's own CPU operators (version {backend.needs_cpu_operators}), which were not "

@@ -20,7 +20,7 @@ from tests.helpers.own_products import (
 )
 
 WIDTH, INNER = 96, 200
-QUANTIZED = {"int4": Form("int4", 32), "int8": Form("int8", None, by_token=True)}
+QUANTIZED = {"int4": Form("int4", 32), "int8": Form("int8", 32)}
 FORMS = {"float32": None, **QUANTIZED}
 
 

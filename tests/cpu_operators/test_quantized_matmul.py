@@ -32,13 +32,12 @@ FORMS = {
     "int8 in blocks of 16": Form("int8", 16),
     "int8 with zero points": Form("int8", 64, zeros=True),
     "uint8": Form("uint8", 64),
-    "int8 by token": Form("int8", None, by_token=True),
-    "uint8 by token, with zero points": Form("uint8", None, by_token=True, zeros=True),
-    "int8, inputs unrounded": Form("int8", None),
-    "int4, inputs unrounded": Form("int4", None),
+    "int8 by channel": Form("int8", None),
+    "uint8 by channel, with zero points": Form("uint8", None, zeros=True),
+    "int4 by channel": Form("int4", None),
     "int4, scales in 16 bits": Form("int4", 32, half_scales=True),
     "uint4 with zero points, scales in 16 bits": Form("uint4", 32, zeros=True, half_scales=True),
-    "int8 by token, scales in 16 bits": Form("int8", None, by_token=True, half_scales=True),
+    "int8 by channel, scales in 16 bits": Form("int8", None, half_scales=True),
 }
 SIZES = [(32, 16), (256, 64), (100, 17), (52, 1), (7, 130), (1000, 100)]
 """[K, N]: even ones, and those that fill neither blocks, lines nor strips."""
@@ -65,7 +64,7 @@ def test_it_is_the_product_with_rounded_inputs(form: Form, size: tuple[int, int]
     assert [node.op_type for node in model.graph] == ["QuantizedMatMul"]
     assert model.graph[0].attributes["half_scales"].as_int() == form.half_scales
     x = inputs(9, size[0])
-    wanted = expected(x, weight, form.block or (None if form.by_token else 128))
+    wanted = expected(x, weight)
     found = run(session(model), x)
     # Of a row's size, since a sum may cancel.
     sizes = np.abs(x) @ np.abs(weight.dequantize())
@@ -154,7 +153,7 @@ def test_rows_of_nan_are_left_out(instruction_set: str) -> None:
 
 
 def test_inputs_of_all_sizes_and_shapes() -> None:
-    weight = packed(Form("int8", None, by_token=True), 16, 4)
+    weight = packed(Form("int8", 16), 16, 4)
     opened = session(product_graph(weight))
     for scale in (1e-38, 1e-30, 1, 1e30):
         x = inputs(3, 16) * np.float32(scale)

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from specbuild.compilers.cpu_forms import prepare
 from specbuild.graph import ops as graphs
 from specbuild.quantization.insert_qdq import quantize_matmul, weighted_matmuls
-from specbuild.weights.packed import Activation, Floats, Packed
+from specbuild.weights.packed import Floats, Packed
 from specrun import cpu_operators
 from specrun.backends.ort_session import session_options
 
@@ -25,8 +25,6 @@ class Form(NamedTuple):
     dtype: str
     block: int | None
     """None: one scale a column."""
-    by_token: bool = False
-    """Whether the graph rounds inputs token by token."""
     zeros: bool = False
     half_scales: bool = False
     """Whether scales are bfloat16's, in float32."""
@@ -50,7 +48,6 @@ def packed(form: Form, rows: int, columns: int, seed: int = 0) -> Packed:
         ir.Tensor(scales.astype(np.float32)),
         tensor(random.integers(low, high, shape)) if form.zeros else None,
         block=form.block,
-        activation=Activation("int8") if form.by_token else None,
     )
 
 
@@ -116,12 +113,12 @@ def choose_instruction_set(name: str | None) -> bool:
     return choose(name.encode() if name else None) is not None
 
 
-def expected(x: Floats, weight: Packed, input_block: int | None) -> npt.NDArray[np.float64]:
-    """The product as the operator defines it: inputs in 8 bits, one scale for each block of a row; None: for a row."""
-    rows = len(weight.dequantize())
+def expected(x: Floats, weight: Packed) -> npt.NDArray[np.float64]:
+    """The product as the operator defines it: inputs in 8 bits, one scale for each block of a row."""
+    rows, block = len(weight.dequantize()), weight.block or 32
     rounded = np.empty(x.shape)
-    for first in range(0, rows, input_block or rows):
-        part = x[:, first : first + (input_block or rows)]
+    for first in range(0, rows, block):
+        part = x[:, first : first + block]
         amax = np.maximum(np.abs(part).max(1, keepdims=True), np.float32(2**-119))
         codes = np.rint(part * (np.float32(127) / amax))
         rounded[:, first : first + part.shape[1]] = codes.astype(np.float64) * (amax / np.float32(127))

@@ -14,14 +14,13 @@ import pytest
 import torch
 
 from specbuild.compilers import cpu_forms
-from specbuild.compilers.trt_forms import move_zero_points
+from specbuild.compilers.trt_forms import move_zero_points, round_token_inputs
 from specbuild.graph import ops as graphs
 from specbuild.quantization.insert_qdq import quantize_embedding, quantize_matmul, weighted_matmuls
-from specbuild.quantization.recipe import QFormat, Recipe
+from specbuild.quantization.recipe import QFormat, Recipe, Storage
 from specbuild.quantization.rounding import CodeForm, global_scale, round_weight
 from specbuild.weights.packed import Activation, Packed
 from specrun.backends.ort import session_options
-from specrun.devices.processor import has_vnni
 from specrun.errors import BuildConfigError
 
 INPUTS, CHANNELS = 256, 24
@@ -112,13 +111,28 @@ def test_recipes_leave_routers_and_what_is_excluded_alone(module: str, expected:
 
 
 @pytest.mark.parametrize(
-    ("qformat", "inputs", "block"), [("int4", 704, 32), ("int4", 720, 16), ("int8_wo", 704, 64), ("int8_wo", 768, 128)]
+    ("qformat", "inputs", "block"),
+    [
+        ("int4", 704, 32),
+        ("int4", 720, 16),
+        ("int8_wo", 768, 32),
+        ("int8", 768, 32),
+        ("int8", 720, 16),
+        ("int8", 712, None),
+    ],
 )
 @pytest.mark.parametrize("is_head", [False, True])
-def test_default_groups_divide_the_channels(qformat: QFormat, inputs: int, block: int, is_head: bool) -> None:
+def test_default_groups_divide_the_channels(qformat: QFormat, inputs: int, block: int | None, is_head: bool) -> None:
     storage = Recipe(qformat).product("up_proj", inputs, is_head)
     assert storage is not None
     assert storage.block == block
+
+
+def test_int8_has_a_scale_a_channel_where_other_runtimes_read_it() -> None:
+    recipe = Recipe("int8", int8_by_channel=True)
+    assert recipe.product("up_proj", 768, False) == Storage("int8", activation=Activation("int8"))
+    with pytest.raises(BuildConfigError, match="--group_size is for int8_wo, int4; leave it out with --qformat int8"):
+        Recipe("int8", group_size=64, int8_by_channel=True)
 
 
 def test_a_group_that_does_not_divide_is_an_error() -> None:
@@ -126,7 +140,7 @@ def test_a_group_that_does_not_divide_is_an_error() -> None:
         Recipe("int4", group_size=128).product("up_proj", 704, False)
     with pytest.raises(BuildConfigError, match="power of two"):
         Recipe("int4", group_size=48)
-    with pytest.raises(BuildConfigError, match="--group_size is for int8_wo and int4"):
+    with pytest.raises(BuildConfigError, match="--group_size is for int8, int8_wo, int4; leave"):
         Recipe("fp8", group_size=64)
 
 
@@ -177,24 +191,31 @@ def test_a_product_multiplies_by_the_dequantized_weight(form: CodeForm, gemm: bo
     assert np.abs(stored.dequantize() - weight.numpy().T).max() > 1e-5
 
 
-def test_each_token_is_rounded_by_its_own_largest_value() -> None:
+@pytest.mark.parametrize("block", [None, 32], ids=["by channel", "in groups"])
+def test_tensorrt_rounds_each_token_by_its_own_largest_value(block: int | None) -> None:
+    """And gets weights with one scale a column, as its products of int8 want them; in the graph nothing is rounded."""
     weight = weight_matrix()
-    stored = packed("int8", weight, None, Activation("int8"))
+    stored = packed("int8", weight, block, Activation("int8"))
     model = graph_of(weight.numpy(), gemm=False)
     (product,) = weighted_matmuls(model)
     quantize_matmul(model, product, stored)
     x = np.random.default_rng(1).standard_normal((2, 3, INPUTS)).astype(np.float32)
     x[0, 1] *= 1000
     x[1, 2] = 0
-    found, _ = run(model, x)
+    unrounded, _ = run(model, x)
+    np.testing.assert_allclose(unrounded, x @ stored.dequantize() + 1, rtol=1e-5, atol=1e-3)
+    assert round_token_inputs(model) == (0 if block is None else 1)
+    found, operators = run(model, x)
+    assert operators["QuantizeLinear"] == 1
+    inputs = [node.inputs for node in model.graph if node.op_type == "DequantizeLinear"]
+    (scales,) = [own[1] for own in inputs if own[0] is not None and own[0].is_initializer()]
+    assert scales is not None and scales.shape == ir.Shape([CHANNELS])
     largest = np.maximum(np.abs(x).max(axis=-1, keepdims=True), np.float32(2.0**-126))
     step = np.float32(1 / 127)
     rounded = np.rint(x / largest / step) * step
-    np.testing.assert_allclose(found, rounded @ stored.dequantize() * largest + 1, rtol=1e-5, atol=1e-4)
+    by_channel = packed("int8", torch.from_numpy(stored.dequantize().T.copy()), None)
+    np.testing.assert_allclose(found, rounded @ by_channel.dequantize() * largest + 1, rtol=1e-5, atol=1e-4)
     assert (found[1, 2] == 1).all()
-    graphs.drop_activation_rounding(model)
-    unrounded, _ = run(model, x)
-    np.testing.assert_allclose(unrounded, x @ stored.dequantize() + 1, rtol=1e-5, atol=1e-3)
 
 
 def test_reordered_channels_and_input_factors_reach_the_product() -> None:
@@ -261,8 +282,7 @@ def test_processors_get_a_fast_product_for_every_form(
     model = graph_of(weight.numpy(), gemm=False)
     (product,) = weighted_matmuls(model)
     quantize_matmul(model, product, stored)
-    notes = cpu_forms.prepare(model, has_vnni())
-    assert bool(notes) is (form in ("float8", "float4")) or not has_vnni()
+    assert bool(cpu_forms.prepare(model)) is (form in ("float8", "float4"))
     path = tmp_path / "optimized.onnx"
     ort, options = session_options()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
@@ -272,8 +292,7 @@ def test_processors_get_a_fast_product_for_every_form(
         graphs.to_bytes(model), options, providers=["CPUExecutionProvider"], disabled_optimizers=cpu_forms.HARMFUL
     )
     operators = Counter(node.op_type for node in ir.load(path).graph)
-    fast = "MatMulIntegerToFloat" if activation and activation.form == "int8" else "MatMulNBits"
-    assert operators[fast] == 1, operators
+    assert operators["MatMulNBits"] == 1, operators
     assert not {"MatMul", "Gemm"} & operators.keys(), operators
     x = np.random.default_rng(1).standard_normal((2, 3, INPUTS)).astype(np.float32)
     expected = x @ stored.dequantize() + 1
@@ -333,21 +352,3 @@ def test_tensorrt_gets_weights_without_zero_points() -> None:
     after, _ = run(model, x)
     np.testing.assert_allclose(after, before, atol=1e-5)
     np.testing.assert_allclose(before, x @ stored.dequantize() + 1, atol=1e-5)
-
-
-def test_processors_without_vnni_get_unsigned_weights() -> None:
-    """Elsewhere on x86-64, two products of 255 and 127 overflow the 16 bits that they are added up in."""
-    weight = weight_matrix()
-    stored = packed("int8", weight, None, Activation("int8"))
-    x = np.random.default_rng(1).standard_normal((2, 3, INPUTS)).astype(np.float32)
-    found = []
-    for vnni in (True, False):
-        model = graph_of(weight.numpy(), gemm=False)
-        (product,) = weighted_matmuls(model)
-        quantize_matmul(model, product, stored)
-        notes = cpu_forms.prepare(model, vnni)
-        assert bool(notes) is not vnni
-        types = {value.dtype for value in model.graph.initializers.values() if len(value.shape or ()) == 2}
-        assert types == {ir.DataType.INT8 if vnni else ir.DataType.UINT8}
-        found.append(run(model, x)[0])
-    np.testing.assert_allclose(found[0], found[1], rtol=1e-6, atol=1e-6)

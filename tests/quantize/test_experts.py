@@ -37,7 +37,7 @@ FORMS = {
     "int8": "int8, inputs int8 by token",
     "int4": "int4 in groups of ",
     "fp8": "float8, inputs float8",
-    "nvfp4": "float4, inputs float4 in groups of 16",
+    "nvfp4": "float4 in groups of 16, inputs float4",
     "nvfp4_wo": "float4 in groups of 16",
 }
 
@@ -65,7 +65,7 @@ def test_experts_are_stored_as_convert_quantizes_them(
     report = run(dense, tmp_path / "out", text, qformat=qformat, quality=False)
     original, _ = meta_model(dense)
     largest = calibrate(original.model, rows_of(dense, text).calibration, lambda _rows: None)
-    expected = pack_model(original.model, Recipe(qformat), original.weights, largest)
+    expected = pack_model(original.model, Recipe(qformat, int8_by_channel=True), original.weights, largest)
     loaded, found = meta_model(tmp_path / "out")
     assert found.experts.keys() == expected.experts.keys()
     assert len(found.experts) == 4
@@ -211,7 +211,7 @@ def test_experts_may_stay_as_they_are(dense: Path, text: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("family", "qformat", "operator"),
     [
-        ("mixtral", "int8", "MatMulIntegerToFloat"),
+        ("mixtral", "int8", "MatMulNBits"),
         ("mixtral", "nvfp4_wo", "MatMulNBits"),
         ("gpt_oss", "fp8", "MatMulNBits"),
     ],
@@ -267,5 +267,5 @@ def test_verification_dequantizes_weights_in_slices(
     monkeypatch.setattr("specbuild.convert.verify.split_products", split)
     source = save_checkpoint(tmp_path / "hf", family, dtype=torch.bfloat16, tie_word_embeddings=False)
     make_onnx(source, tmp_path / "onnx", qformat=qformat, exclude=("model.embed_tokens",), verify=True)
-    block_of_widest = {"int4": 32 * VOCAB, "nvfp4_wo": 16 * 192}
+    block_of_widest = {"int4": 32 * VOCAB, "int8": 32 * VOCAB, "nvfp4_wo": 16 * 192}
     assert 0 < max(largest) <= block_of_widest.get(qformat, most)

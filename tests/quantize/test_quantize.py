@@ -62,7 +62,7 @@ def test_what_is_written_is_what_convert_makes_of_the_original(
     original, _ = meta_model(dense)
     rows = read_texts(TextOptions(str(text), **TEXTS), dense).calibration
     largest = calibrate(original.model, rows, lambda _rows: None)
-    expected = pack_model(original.model, Recipe(qformat), original.weights, largest)
+    expected = pack_model(original.model, Recipe(qformat, int8_by_channel=True), original.weights, largest)
     loaded, found = meta_model(tmp_path / "out")
     assert found.linears.keys() == expected.linears.keys()
     for name, packed in found.linears.items():
@@ -253,7 +253,7 @@ def test_tensorrt_rounds_inputs_to_float4_where_the_checkpoint_has_their_scales(
     assert len(marked) == 14
     quantized = open_checkpoint(onnx).graph.quantized
     assert quantized is not None
-    assert quantized.forms == {"float4, inputs float4 in groups of 16": 14}
+    assert quantized.forms == {"float4 in groups of 16, inputs float4": 14}
     config = json.loads((tmp_path / "hf" / "config.json").read_text())["quantization_config"]
     assert config["config_groups"]["group_0"]["input_activations"]["dynamic"] == "local"
     assert round_float4_inputs(graph) == 14
