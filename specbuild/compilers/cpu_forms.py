@@ -22,6 +22,7 @@ from specbuild.compilers.cpu_fusions import fuse_into_products
 from specbuild.compilers.cpu_products import use_own_products
 from specbuild.compilers.cpu_wanted import take_wanted_tokens_first
 from specbuild.graph import ops as graphs
+from specbuild.graph.untie import untie_heads
 from specbuild.weights.packed import Floats, as_float32
 
 BLOCK = 32
@@ -49,13 +50,17 @@ def prepare(model: ir.Model, own_products: bool = False) -> list[str]:
         if (weight := node.inputs[0]) is not None and weight.dtype in _FLOATS:
             recoded[weight.dtype.name.lower()] += 1
             _replace_codes(node, read)
-        for reader in [use.node for use in node.outputs[0].uses() if use.node.op_type == "Gather"]:
-            _look_up_codes(model.graph, node, reader)
     if own_products:
         take_wanted_tokens_first(model)
     own = use_own_products(model) if own_products else 0
     RemoveUnusedNodesPass()(model)
+    untied = untie_heads(model)
+    for node in _weights(model):
+        for reader in [use.node for use in node.outputs[0].uses() if use.node.op_type == "Gather"]:
+            _look_up_codes(model.graph, node, reader)
     notes = [f"{count} weights in {form}: 8-bit blocks on the CPU" for form, count in recoded.items()]
+    if untied:
+        notes.append("the head has codes of its own beside the embedding's, as ONNX Runtime is slow with shared ones")
     if own:
         fused = fuse_into_products(model)
         notes.append(f"{own} products by specrun's own CPU operators, with {fused} other nodes in them")
@@ -135,17 +140,20 @@ def _look_up_codes(graph: ir.Graph, dequantize: ir.Node, gather: ir.Node) -> Non
     """Look up codes and scales of the tokens alone, instead of dequantizing the whole table in every pass."""
     codes, scales = dequantize.inputs[0], dequantize.inputs[1]
     ids = gather.inputs[1]
-    if codes is None or scales is None or ids is None:
+    if codes is None or codes.shape is None or scales is None or ids is None:
         raise ValueError(f"{gather.name}: without a table")
     rows = ir.node("Gather", [codes, ids], name=f"{gather.name}.codes")
-    wide = ir.node("Cast", [rows.outputs[0]], {"to": int(ir.DataType.FLOAT)}, name=f"{gather.name}.cast")
     steps = ir.node("Gather", [scales, ids], name=f"{gather.name}.scales")
-    last = ir.node("Constant", [], {"value": ir.tensor([-1], ir.DataType.INT64)}, name=f"{gather.name}.last")
-    column = ir.node("Unsqueeze", [steps.outputs[0], last.outputs[0]], name=f"{gather.name}.column")
-    product = ir.node("Mul", [wide.outputs[0], column.outputs[0]], name=f"{gather.name}.product")
-    nodes = [rows, wide, steps, last, column, product]
+    nodes, block = [rows, steps], dequantize.attributes.get_int("block_size", 0)
+    if not block:  # One scale a row is that of one block.
+        block = int(codes.shape[1])  # type: ignore[arg-type]
+        last = ir.node("Constant", [], {"value": ir.tensor([-1], ir.DataType.INT64)}, name=f"{gather.name}.last")
+        nodes += [last, ir.node("Unsqueeze", [steps.outputs[0], last.outputs[0]], name=f"{gather.name}.column")]
+    inputs, sizes = [rows.outputs[0], nodes[-1].outputs[0]], {"axis": -1, "block_size": block}
+    nodes.append(ir.node("DequantizeLinear", inputs, sizes, name=f"{gather.name}.numbers"))
     for node in nodes:
         node.outputs[0].name = node.name
-    ir.convenience.replace_nodes_and_values(graph, gather, [gather], nodes, [gather.outputs[0]], [product.outputs[0]])
+    old = gather.outputs[0]
+    ir.convenience.replace_nodes_and_values(graph, gather, [gather], nodes, [old], [nodes[-1].outputs[0]])
     if not dequantize.outputs[0].uses():
         graph.remove(dequantize, safe=True)

@@ -15,7 +15,7 @@ from specbuild.graph.ops import initializer
 from specrun.cpu_operators import DOMAIN
 from specrun.engine_dir.contract import INPUT_IDS, UNUSED_TOKEN, past_names
 
-_OWN = {"QuantizedMatMul", "FloatMatMul", ATTENTION}
+_OWN = {"QuantizedMatMul", "FloatMatMul", "EmbeddingLookup", ATTENTION}
 """Our operators, which carry no NaN from a token to others."""
 _BY_TOKEN = {
     *("Add", "Cast", "Clip", "Div", "Elu", "Erf", "Exp", "Gelu", "Mul", "Neg", "Pow", "Reciprocal", "Relu", "Sigmoid"),
@@ -37,11 +37,11 @@ def mark_unused_tokens(model: ir.Model) -> bool:
     ids = next(value for value in model.graph.inputs if value.name == INPUT_IDS)
     lookups = [use.node for use in ids.uses() if use.node.op_type == "Gather" and use.idx == 1]
     embeddings = [_embedding(node) for node in lookups if _is_table(node.inputs[0])]
-    if not embeddings or any(node.outputs[0].dtype != ir.DataType.FLOAT for node in embeddings):
+    has_own = any(use.node.op_type == "EmbeddingLookup" for use in ids.uses())  # It gives NaN itself.
+    if not (embeddings or has_own) or any(node.outputs[0].dtype != ir.DataType.FLOAT for node in embeddings):
         return False
     for node in embeddings:
-        if not _mark_scales(model.graph, node):
-            _mark(model.graph, ids, node)
+        _mark(model.graph, ids, node)
     for node in features:
         _keep_finite(model.graph, ids, node)
     return True
@@ -59,31 +59,10 @@ def _is_table(value: ir.Value | None) -> bool:
 
 
 def _embedding(lookup: ir.Node) -> ir.Node:
-    """The node that makes numbers of what is looked up: the codes of a quantized embedding are cast and scaled."""
-    node = lookup
-    while node.outputs[0].dtype != ir.DataType.FLOAT and len(uses := list(node.outputs[0].uses())) == 1:
-        if uses[0].node.op_type not in ("Cast", "Mul"):
-            break
-        node = uses[0].node
-    return node
-
-
-def _mark_scales(graph: ir.Graph, embedding: ir.Node) -> bool:
-    """Let the id -1 look up NaN, the last scale of a quantized embedding. Returns whether the scales are a constant."""
-    column = embedding.inputs[1].producer() if embedding.op_type == "Mul" and embedding.inputs[1] is not None else None
-    if column is None or column.op_type != "Unsqueeze" or column.inputs[0] is None:
-        return False
-    lookup = column.inputs[0].producer()
-    if lookup is None or lookup.op_type != "Gather" or (scales := lookup.inputs[0]) is None:
-        return False
-    if scales.const_value is None or scales.dtype != ir.DataType.FLOAT or len(scales.const_value.shape) != 1:
-        return False
-    marked = np.append(scales.const_value.numpy(), np.float32(np.nan))[:, None]
-    lookup.replace_input_with(0, _constant(graph, f"{scales.name}.marked", marked))
-    lookup.outputs[0].shape = column.outputs[0].shape
-    embedding.replace_input_with(1, lookup.outputs[0])
-    graph.remove(column, safe=True)
-    return True
+    """The node that gives float32: 16-bit numbers are cast when they were looked up."""
+    uses = list(lookup.outputs[0].uses())
+    is_cast = lookup.outputs[0].dtype != ir.DataType.FLOAT and len(uses) == 1 and uses[0].node.op_type == "Cast"
+    return uses[0].node if is_cast else lookup
 
 
 def _mark(graph: ir.Graph, ids: ir.Value, embedding: ir.Node) -> None:

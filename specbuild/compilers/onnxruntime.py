@@ -24,6 +24,7 @@ from specbuild.graph.causal_mask import drop_causal_masks
 from specbuild.graph.kv_cache_qdq import cache_updates, store_float8_as_int8
 from specbuild.graph.moe_branches import skip_unused_experts
 from specbuild.graph.pad_single_query import pad_single_queries
+from specbuild.graph.untie import untie_heads
 from specrun import cpu_operators
 from specrun.backends.ort import session_options
 from specrun.cpu_operators import DOMAIN
@@ -143,7 +144,9 @@ def copy_graph(
         raise BuildError(
             f"{checkpoint}: ONNX Runtime has no float4 weights on CUDA; build with --backend tensorrt or tensorrt_rtx"
         )
-    shutil.copyfile(checkpoint / WEIGHTS_NAME, output / WEIGHTS_NAME)
+    untied = untie_heads(model)
+    if not untied:
+        shutil.copyfile(checkpoint / WEIGHTS_NAME, output / WEIGHTS_NAME)
     advance(1.0)
     notes = ["optimized on the GPU when it is loaded"]
     cuda_forms.split_block_scales(model)
@@ -152,8 +155,12 @@ def copy_graph(
         if total:
             others = "; the others need a mask" if dropped < total else ""
             notes.append(f"Flash attention is possible in {dropped} of {total} attention layers{others}")
-    (output / GRAPH_NAME).write_bytes(graphs.to_bytes(model))
     capturable = cuda_forms.can_be_captured(model)
+    io = _io(model)
+    if untied:
+        graphs.save(model, output / GRAPH_NAME)
+    else:
+        (output / GRAPH_NAME).write_bytes(graphs.to_bytes(model))
     if not capturable:
         notes.append("rounds are queued call by call: not all of its operators are known to work in CUDA graphs")
     return Compiled(
@@ -161,7 +168,7 @@ def copy_graph(
             name="onnxruntime", version=ort.__version__, device="cuda", machine=machine(), capturable=capturable
         ),
         graph=graph,
-        io=_io(model),
+        io=io,
         files=[GRAPH_NAME, WEIGHTS_NAME],
         notes=notes,
     )

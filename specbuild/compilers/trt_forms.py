@@ -106,8 +106,10 @@ def round_token_inputs(model: ir.Model) -> int:
             use.node.replace_input_with(use.idx, scaled.outputs[0])
         model.graph.insert_after(node, scaled)
         weight = node.inputs[1].producer() if node.inputs[1] is not None else None
+        if weight is not None and weight.op_type == "Transpose" and weight.inputs[0] is not None:
+            weight = weight.inputs[0].producer()
         if form == "int8" and weight is not None and weight.op_type == "DequantizeLinear":
-            recoded += _give_columns_one_scale(model.graph, weight, read)
+            recoded += _give_channels_one_scale(model.graph, weight, read)
     RemoveUnusedNodesPass()(model)
     return recoded
 
@@ -138,38 +140,45 @@ def _round_tokens(graph: ir.Graph, before: ir.Node, x: ir.Value, form: str) -> t
     return small, amax
 
 
-def _give_columns_one_scale(
-    graph: ir.Graph, node: ir.Node, read: Callable[[ir.TensorProtocol, ir.TensorProtocol, int], _ByChannel]
+def _give_channels_one_scale(
+    graph: ir.Graph, node: ir.Node, read: Callable[[ir.TensorProtocol, ir.TensorProtocol, int, int], _ByChannel]
 ) -> bool:
-    """Let a weight [.., K, N] in int8 have one scale a column. Returns whether it had groups of input channels."""
+    """Let a weight in int8 have one scale an output channel. Returns whether it had groups of input channels.
+
+    It is [K, N], or [N, K] where an embedding is tied to it, which then has the same codes; or [E, K, N] of experts.
+    """
     codes, scales, block = node.inputs[0], node.inputs[1], node.attributes.get_int("block_size", 0)
     if not block or codes is None or codes.dtype != ir.DataType.INT8 or _zero_points(node) is not None:
         return False
     stored, steps = codes.const_value, scales.const_value if scales is not None else None
     if stored is None or steps is None:
         raise BuildError(f"{node.name}: without codes and scales")
-    *experts, rows, columns = (int(size) for size in stored.shape.numpy())
-    shapes = ([*experts, rows, columns], [*experts, 1, columns] if experts else [columns])
-    for index, (role, dtype, shape) in enumerate(
-        zip(("codes", "scales"), (stored.dtype, steps.dtype), shapes, strict=True)
-    ):
+    axis = node.attributes["axis"].as_int()
+    shape = [int(size) for size in stored.shape.numpy()]
+    inputs, is_experts = shape[axis], len(shape) == 3
+    scale_shape = [1 if number == axis else size for number, size in enumerate(shape) if is_experts or number != axis]
 
-        def part(index: int = index, dtype: ir.DataType = dtype, shape: list[int] = shape) -> ir.TensorProtocol:
-            return ir.Tensor(read(stored, steps, block)[index].reshape(shape), dtype=dtype)
+    def made(role: str, index: int, dtype: ir.DataType, sizes: list[int]) -> ir.Value:
+        def part() -> ir.TensorProtocol:
+            return ir.Tensor(read(stored, steps, block, axis)[index].reshape(sizes), dtype=dtype)
 
         name = f"{codes.name}.by_channel.{role}"
-        lazy = ir.LazyTensor(part, dtype, ir.Shape(shape), name=name)
-        node.replace_input_with(index, graphs.initializer(graph, name, lazy))
-    del node.attributes["block_size"]
-    node.attributes["axis"] = ir.AttrInt64("axis", 1)
-    if experts:
-        node.attributes["block_size"] = ir.AttrInt64("block_size", rows)
+        return graphs.initializer(graph, name, ir.LazyTensor(part, dtype, ir.Shape(sizes), name=name))
+
+    new = made("codes", 0, stored.dtype, shape), made("scales", 1, steps.dtype, scale_shape)
+    for other in [use.node for use in codes.uses()]:
+        for index, value in enumerate(new):
+            other.replace_input_with(index, value)
+        other.attributes["axis"] = ir.AttrInt64("axis", axis if is_experts else 1 - axis)
+        other.attributes["block_size"] = ir.AttrInt64("block_size", inputs)
+        if not is_experts:
+            del other.attributes["block_size"]
     return True
 
 
-def _by_channel(codes: ir.TensorProtocol, scales: ir.TensorProtocol, block: int) -> _ByChannel:
-    """Codes [.., K, N] with scales [.., K / block, N] -> codes, and scales [.., 1, N] in the type of the others."""
-    found, steps = np.asarray(codes.numpy()), np.asarray(scales.numpy())
+def _by_channel(codes: ir.TensorProtocol, scales: ir.TensorProtocol, block: int, axis: int) -> _ByChannel:
+    """Codes, and scales of blocks along ``axis`` -> codes with one scale along it, and the scales in the same type."""
+    found, steps = (np.moveaxis(np.asarray(tensor.numpy()), axis, -2) for tensor in (codes, scales))
     own = np.empty_like(found)
     own_scales = np.empty((*steps.shape[:-2], 1, steps.shape[-1]), steps.dtype)
     for first in range(0, found.shape[-1], _COLUMNS):
@@ -178,7 +187,7 @@ def _by_channel(codes: ir.TensorProtocol, scales: ir.TensorProtocol, block: int)
         largest = np.abs(weight).max(axis=-2, keepdims=True)
         own_scales[..., part] = np.where(largest, largest, 127) / 127
         own[..., part] = np.rint(weight / own_scales[..., part].astype(np.float32)).clip(-127, 127)
-    return own, own_scales
+    return np.ascontiguousarray(np.moveaxis(own, -2, axis)), own_scales
 
 
 def narrow_float4_scales(model: ir.Model) -> int:

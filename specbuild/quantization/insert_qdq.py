@@ -19,6 +19,9 @@ from specbuild.weights.packed_model import PackedModel
 _CODES = {"int8": ir.DataType.INT8, "float8": ir.DataType.FLOAT8E4M3FN}
 """The type of an input's codes."""
 
+_TABLE = ".embedding"
+"""How names of a quantized embedding's tensors go on, which a head that is tied to it reads too."""
+
 
 class WeightedMatMul(NamedTuple):
     """A product of activations with a weight: MatMul, or Gemm with a bias."""
@@ -65,17 +68,21 @@ def attach(model: ir.Model, packed: PackedModel, prefix: str) -> None:
 
 
 def quantize_matmul(model: ir.Model, product: WeightedMatMul, packed: Packed) -> None:
-    """Let ``product`` multiply by ``packed``. The dense weight goes where nothing else reads it."""
+    """Let ``product`` multiply by ``packed``, perhaps a table. The dense weight goes where nothing else reads it."""
     node, dtype = product.node, product.weight.dtype
     if dtype is None or node.inputs[0] is None:
         raise ValueError(f"{node.name}: without an input or a dtype")
-    build = _Builder(model.graph, node, str(product.weight.name), dtype)
+    is_table = packed.axis == 0
+    build = _Builder(model.graph, node, f"{product.weight.name}{_TABLE if is_table else ''}", dtype)
     x = node.inputs[0]
     if packed.input_factors is not None:
         x = build.node("Mul", x, build.constant("input_factors", packed.input_factors))
     if packed.channel_order is not None:
         x = build.node("Gather", x, build.constant("channel_order", packed.channel_order), axis=-1)
-    y = _product(build, x, build.dequantized(packed), packed)
+    weight = build.dequantized(packed)
+    if is_table:
+        weight = build.node("Transpose", weight, perm=[1, 0])
+    y = _product(build, x, weight, packed)
     if node.op_type == "Gemm" and len(node.inputs) > 2 and node.inputs[2] is not None:
         y = build.node("Add", y, node.inputs[2])
     build.replace(y)
@@ -111,11 +118,11 @@ def _product(build: _Builder, x: ir.Value, weight: ir.Value, packed: Packed) -> 
 
 
 def quantize_embedding(model: ir.Model, gather: ir.Node, packed: Packed) -> None:
-    """Let ``gather`` look rows of ``packed`` up, whose codes are [V, H] with one scale a row."""
+    """Let ``gather`` look rows of ``packed`` up, whose codes are [V, H]."""
     weight = gather.inputs[0]
     if weight is None or weight.dtype is None:
         raise ValueError(f"{gather.name}: without a weight")
-    build = _Builder(model.graph, gather, f"{weight.name}.embedding", weight.dtype)
+    build = _Builder(model.graph, gather, f"{weight.name}{_TABLE}", weight.dtype)
     gather.replace_input_with(0, build.dequantized(packed))
     build.insert()
     _drop_unused(model.graph, weight)
@@ -150,7 +157,7 @@ class _Builder:
         self.nodes: list[ir.Node] = []
 
     def node(self, op_type: str, *inputs: ir.Value, dtype: ir.DataType | None = None, **attributes: Any) -> ir.Value:
-        made = ir.node(op_type, inputs, attributes, name=f"{self.name}.{len(self.nodes)}.{op_type}")
+        made = ir.node(op_type, inputs, attributes, name=f"{self.old.name}.{self.name}.{len(self.nodes)}.{op_type}")
         value = made.outputs[0]
         value.name, value.dtype = made.name, dtype or self.dtype
         self.nodes.append(made)
@@ -167,7 +174,7 @@ class _Builder:
             inputs.append(self.own("zero_points", packed.zero_points))
         attributes: dict[str, Any] = {"axis": packed.axis}
         if packed.block is not None:
-            attributes = {"axis": 0, "block_size": packed.block}
+            attributes = {"axis": 1 - packed.axis, "block_size": packed.block}
         if scales.dtype != self.dtype:
             attributes["output_dtype"] = int(self.dtype)
         return self.node("DequantizeLinear", *inputs, **attributes)

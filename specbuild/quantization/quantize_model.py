@@ -35,8 +35,9 @@ _CODES: dict[CodeForm, ir.DataType] = {
 def pack_model(model: Any, recipe: Recipe, weights: Mapping[str, Any], amax: Amax | None = None) -> PackedModel:
     """Quantize the weights of a transformers model.
 
-    weights: by the parameters' names; they are read when codes are. An embedding and a head that are tied get codes of
-    their own. amax: of inputs, for recipes that need it. An expert that no token reached has its layer's largest one.
+    weights: by the parameters' names; they are read when codes are. An embedding and a head that are tied share their
+    codes where both are stored alike. amax: of inputs, for recipes that need it. An expert that no token reached has
+    its layer's largest one.
 
     Raises BuildConfigError where groups do not divide a weight, or where a weight was not used in calibration.
     """
@@ -49,13 +50,18 @@ def pack_model(model: Any, recipe: Recipe, weights: Mapping[str, Any], amax: Ama
             continue
         weight = weights[own[0]]
         if isinstance(module, nn.Embedding):
-            if module is embedding and (storage := recipe.embedding(name)):
+            if module is embedding and (storage := recipe.embedding(name, weight.shape[1])):
                 packed.tables.update(dict.fromkeys(own, _pack(weight, storage, rounded, by_row=True)))
             continue
         rows = _Columns(weight) if isinstance(module, Conv1D) else weight
         if storage := recipe.product(name, rows.shape[1], module is head):
             storage = _calibrated(storage, name, amax.inputs.get(own[0]) if amax else None)
-            packed.linears.update(dict.fromkeys(own, _pack(rows, storage, rounded)))
+            if (table := packed.tables.get(own[0])) and _is_stored_as(table, storage):  # They are tied.
+                both = dict.fromkeys(own, replace(table, activation=storage.activation))
+                packed.tables.update(both)
+                packed.linears.update(both)
+            else:
+                packed.linears.update(dict.fromkeys(own, _pack(rows, storage, rounded)))
     for name, module in model.named_modules():
         for parameter in stacked_weights(module):
             stacked, weight = f"{name}.{parameter}", weights[f"{name}.{parameter}"]
@@ -97,6 +103,11 @@ def _calibrated(storage: Storage, module: str, amax: float | None) -> Storage:
     return replace(storage, activation=replace(storage.activation, scale=scale))
 
 
+def _is_stored_as(table: Packed, storage: Storage) -> bool:
+    """Whether the weight of a linear layer may be a quantized embedding's table."""
+    return table.codes.dtype == _CODES[storage.form] and table.block == storage.block
+
+
 class _Columns:
     """The rows of a transposed matrix, for modules that keep their weight as [K, N]."""
 
@@ -120,20 +131,24 @@ def _pack(weight: Any, storage: Storage, rounded: _Rounding, by_row: bool = Fals
 
     kept: list[Any] = []  # Scales of codes that were written: those of all experts follow the codes of all.
 
+    def turned(values: Any) -> Any:
+        return np.ascontiguousarray(values.T) if by_row else values
+
     def codes() -> ir.TensorProtocol:
         found = rounded(weight, storage.form, block)
         kept[:] = [found.scales]
-        return ir.Tensor(np.ascontiguousarray(found.codes.T if by_row else found.codes), dtype=codes_type)
+        return ir.Tensor(turned(found.codes), dtype=codes_type)
 
     def scales() -> ir.TensorProtocol:
         found = kept.pop() if kept else rounded(weight, storage.form, block).scales
-        return ir.Tensor(found if storage.block else found[0])
+        return ir.Tensor(turned(found) if storage.block else found[0])
 
     def unit() -> ir.TensorProtocol:
         return ir.Tensor(np.asarray(global_scale(weight), scale_type.numpy()))
 
     is_float4 = storage.form == "float4"
-    scale_shape = ir.Shape([inputs // block, channels] if storage.block else [channels])
+    sizes = [channels, inputs // block] if by_row else [inputs // block, channels]
+    scale_shape = ir.Shape(sizes if storage.block else [channels])
     return Packed(
         codes=ir.LazyTensor(codes, codes_type, ir.Shape([channels, inputs] if by_row else [inputs, channels])),
         scales=ir.LazyTensor(scales, ir.DataType.FLOAT8E4M3FN if is_float4 else scale_type, scale_shape),

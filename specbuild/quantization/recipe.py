@@ -106,10 +106,12 @@ class Recipe:
             raise _does_not_divide(module, inputs, hint if self.group_size else f"{_SMALLEST_GROUP}: give")
         return block
 
-    def embedding(self, module: str) -> Storage | None:
-        """How the embedding is stored: with the integer formats in 8 bits, one scale a token of the vocabulary."""
+    def embedding(self, module: str, width: int) -> Storage | None:
+        """How the embedding, with so many numbers a token, is stored: with the integer formats in 8 bits."""
         excluded = any(fnmatch.fnmatchcase(module, pattern) for pattern in self.exclude)
-        return Storage("int8") if self.embeddings and self.qformat.startswith("int") and not excluded else None
+        if not self.embeddings or excluded or not self.qformat.startswith("int"):
+            return None
+        return Storage("int8", self._block(module, width) if width % _SMALLEST_GROUP == 0 else None)
 
 
 def make_recipe(qformat: str, group_size: int | None, exclude: tuple[str, ...]) -> Recipe | None:

@@ -32,13 +32,13 @@ class Packed:
     codes: ir.TensorProtocol
     """[K, N] in INT8, UINT8, INT4, UINT4, FLOAT8E4M3FN or FLOAT4E2M1."""
     scales: ir.TensorProtocol
-    """[], [N], or [K / block, N] where ``block`` is given; floating point."""
+    """[], [N], or [K / block, N] where ``block`` is given, of a table [V, H / block]; floating point."""
     zero_points: ir.TensorProtocol | None = None
     """Zero points, shaped as ``scales``, in the codes' type. None: zero."""
     block: int | None = None
     """Input channels that share a scale. None: all of them."""
     axis: int = 1
-    """Which axis scales of one dimension run along. 0: every row has one (an embedding, [V, H])."""
+    """Which axis has the output channels. 0: the weight is a table whose rows are looked up, an embedding [V, H]."""
     global_scale: ir.TensorProtocol | None = None
     """[]: what ``scales`` are to be multiplied by where they are float8 themselves (NVFP4)."""
     activation: Activation | None = None
@@ -54,7 +54,7 @@ class Packed:
         rows, columns = _shape(self.codes)
         expected: list[tuple[int, ...]] = [(), ((rows, columns)[self.axis],)]
         if self.block is not None:
-            expected = [(-(-rows // self.block), columns)]
+            expected = [(-(-rows // self.block), columns) if self.axis else (rows, -(-columns // self.block))]
         for name in ("scales", "zero_points", "offsets"):
             tensor = getattr(self, name)
             if tensor is not None and _shape(tensor) not in expected:
@@ -118,10 +118,12 @@ class Packed:
 
     def _spread(self, tensor: ir.TensorProtocol, channels: slice) -> Floats:
         """Scales or the like of these channels, in a shape that goes with codes."""
-        values = as_float32(tensor, channels)
-        if self.block is not None:
+        values = as_float32(tensor, channels, self.axis)
+        if self.block is not None and self.axis:
             return np.repeat(values, min(self.block, self.shape[0]), axis=0)[: self.shape[0]]
-        return values[:, None] if self.axis == 0 else values
+        if self.block is not None:
+            return np.repeat(values, min(self.block, self.shape[1]), axis=1)[:, : self.shape[1]]
+        return values[:, None] if self.axis == 0 and values.ndim else values
 
 
 def shared_activation(parts: Sequence[Packed]) -> Activation | None:

@@ -50,9 +50,9 @@ class PackedModel:
     """Quantized weights by their parameters' names; a tied one stands under each of its names."""
 
     linears: dict[str, Packed] = field(default_factory=dict)
-    """Weights of linear layers: codes [K, N]."""
+    """Weights of linear layers: codes [K, N]. Of a head that shares the embedding's codes it is the embedding's."""
     tables: dict[str, Packed] = field(default_factory=dict)
-    """Weights of the embedding: codes [V, H], a scale a row."""
+    """Weights of the embedding: codes [V, H]."""
     experts: dict[str, tuple[Packed, ...]] = field(default_factory=dict)
     """Weights of stacked experts: codes [K, N] of each."""
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from specrun import cpu_operators
 from tests.helpers.own_products import choose_instruction_set
 
 VECTORS = ("avx512_vnni", "avx2", "plain")
@@ -22,3 +23,11 @@ def _chosen(request: pytest.FixtureRequest) -> Iterator[str]:
 
 instruction_set = pytest.fixture(params=INSTRUCTION_SETS, name="instruction_set")(_chosen)
 vectors = pytest.fixture(params=VECTORS, name="vectors")(_chosen)
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """Behind a test, this process has no group of ranks: it may compile graphs of any number of them."""
+    yield
+    if cpu_operators.is_available():
+        cpu_operators.set_exchange(cpu_operators.Exchange(0), 0)

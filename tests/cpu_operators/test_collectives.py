@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -35,13 +34,6 @@ def _session(operator: str, number: int) -> Any:
 
 _KEPT: list[Any] = []
 """Functions that the operators may call: they live as long as the process."""
-
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    """Behind a test, this process has no group: it may compile graphs of any number of ranks."""
-    yield
-    cpu_operators.set_exchange(cpu_operators.Exchange(0), 0)
 
 
 class Others:

@@ -86,6 +86,12 @@ def collective(operator: str) -> Node:
     return Node(operator, {"x": floats(1, 500)}, {"ranks": 3, "number": 7}, 1)
 
 
+def lookup() -> Node:
+    codes = np.random.default_rng(0).integers(0, 256, 3 * 16 * 64, np.uint8)  # 64 inputs in 8 bits.
+    inputs = {"ids": ints(0, 39, 16, 2), "codes": codes, "scales": floats(3 * 2 * 16)}
+    return Node("EmbeddingLookup", inputs, {"K": 64, "N": [40], "bits": 8, "block_size": 32, "half_scales": 0}, 1)
+
+
 NODES = {
     "attention": attention(),
     "float product": float_product(),
@@ -93,6 +99,7 @@ NODES = {
     "scales in 16 bits": quantized_product(True),
     "recurrent attention": recurrent_attention(),
     "convolution": convolution(),
+    "lookup": lookup(),
     "sum of ranks": collective("AllReduce"),
     "all of ranks": collective("AllGather"),
 }
