@@ -28,7 +28,7 @@ _KV_CACHE = click.option(
     help="Dtype of stored keys and values. auto: that of the computation.",
 )
 _GROUP_SIZE = click.option(
-    "--group_size", type=int, help="Input channels for each scale. Default: 32 in int4, 128 in int8_wo, or less."
+    "--group_size", type=int, help="Input channels for each scale in the integer formats. Default: 32, or less."
 )
 _RESUME = click.option("--resume", is_flag=True, help="Continue a run that was stopped.")
 _FORCE = click.option("--force", is_flag=True, help="Replace output_dir, and what a stopped run left.")

@@ -17,6 +17,7 @@ FILES = {
     "serve/test_router.py": "health and answers of one server: serve/test_command.py, serve/test_answers.py",
     "training/test_grown_heads.py": "heads are trained: training/test_trained.py",
     "triton/test_server.py": "what is written: triton/test_repository.py; answers: serve/test_answers.py",
+    "test_real_model.py": "texts of small models: export/test_families.py, speculative/",
     "test_examples.py": "options and Python of the pages: test_docs.py; commands: commands/test_commands.py",
     "gpu_simulator/test_gpu_check.py": "the same program on the host build: scripts/test_gpu_check.py",
 }

@@ -63,17 +63,18 @@ def answer(generate: Callable[[list[list[int]], int, bool], Any]) -> None:
 
 
 def openvino(target: str, draft: str, draft_len: str, *given: str) -> None:
-    """Two pipelines, alone and with the draft."""
+    """Two pipelines, alone and with the draft; ``-``: alone only."""
     import openvino
     import openvino_genai as genai
 
     options = properties(given)
     scheduler = genai.SchedulerConfig()
     scheduler.enable_prefix_caching = False
-    with_draft = {**options, "draft_model": genai.draft_model(draft, "CPU", **options)}
+    ways = {False: options}
+    if draft != "-":
+        ways[True] = {**options, "draft_model": genai.draft_model(draft, "CPU", **options)}
     pipelines = {
-        drafted: genai.ContinuousBatchingPipeline(target, scheduler, "CPU", own)
-        for drafted, own in ((False, options), (True, with_draft))
+        drafted: genai.ContinuousBatchingPipeline(target, scheduler, "CPU", own) for drafted, own in ways.items()
     }
 
     def generate(prompts: list[list[int]], output_len: int, drafted: bool) -> Any:
@@ -150,8 +151,8 @@ def openvino_logits(model: str, texts: str, out: str, *given: str) -> None:
     import openvino
 
     compiled = openvino.Core().compile_model(f"{model}/openvino_model.xml", "CPU", properties(given))
-    found, request = [], compiled.create_infer_request()
-    for text in np.load(texts):
+    rows, request, found = np.load(texts), compiled.create_infer_request(), None
+    for row, text in enumerate(rows):
         request.reset_state()
         for start in range(0, len(text), CHUNK):
             ids = text[None, start : start + CHUNK]
@@ -164,8 +165,9 @@ def openvino_logits(model: str, texts: str, out: str, *given: str) -> None:
             }
             names = {name for port in compiled.inputs for name in port.names}
             request.infer({name: value for name, value in inputs.items() if name in names})
-            found.append(request.get_tensor("logits").data[0].copy())
-    np.save(out, np.concatenate(found).reshape(*np.load(texts).shape, -1))
+            logits = request.get_tensor("logits").data[0]
+            found = _array(out, rows, logits.shape[-1]) if found is None else found
+            found[row, start:end] = logits
 
 
 def llama_cpp_logits(model: str, texts: str, out: str) -> None:
@@ -175,12 +177,16 @@ def llama_cpp_logits(model: str, texts: str, out: str) -> None:
     rows = np.load(texts)
     sizes = {"n_ctx": 512, "n_batch": CHUNK, "n_ubatch": CHUNK, "n_threads": THREADS, "n_threads_batch": THREADS}
     llama = Llama(model, logits_all=True, verbose=False, **sizes)
-    found = []
-    for text in rows:
+    found = _array(out, rows, llama.n_vocab())
+    for row, text in enumerate(rows):
         llama.reset()
         llama.eval(text.tolist())
-        found.append(llama.scores[: len(text)].copy())
-    np.save(out, np.stack(found))
+        found[row] = llama.scores[: len(text)]
+
+
+def _array(out: str, rows: Any, vocab: int) -> Any:
+    """Logits [n, S, V] in a file: of many tokens and a large vocabulary they are gigabytes."""
+    return np.lib.format.open_memmap(out, mode="w+", dtype=np.float32, shape=(*rows.shape, vocab))
 
 
 if __name__ == "__main__":
