@@ -40,6 +40,7 @@ def fuse_cached_attention(model: ir.Model, cache_length: int) -> int:
     as many numbers in values as in keys, in multiples of 16.
     """
     graph, windows = model.graph, dict[ir.Value, int | None]()
+    _normalize_heads_first(graph)
     angles, count = AnglesByPosition(graph, cache_length), 0
     for node in [node for node in graph if node.op_type == "Attention"]:
         mask = node.inputs[3] if len(node.inputs) == 4 else None
@@ -53,6 +54,23 @@ def fuse_cached_attention(model: ir.Model, cache_length: int) -> int:
         model.opset_imports[DOMAIN] = VERSION
         RemoveUnusedNodesPass()(model)
     return count
+
+
+def _normalize_heads_first(graph: ir.Graph) -> None:
+    """Normalize the heads of tokens before they are swapped, not behind, as Gemma 3 does: the numbers are the same."""
+    for norm in [node for node in graph if node.op_type == "RMSNormalization"]:
+        swap = norm.inputs[0].producer() if norm.inputs[0] is not None else None
+        if not _is_swap(swap) or swap is None or norm.attributes.get_int("axis", -1) not in (-1, 3):
+            continue
+        if len(swap.outputs[0].uses()) != 1 or swap.inputs[0] is None:
+            continue
+        old = norm.outputs[0]
+        own = ir.node("RMSNormalization", [swap.inputs[0], *norm.inputs[1:]], norm.attributes, name=norm.name)
+        turned = ir.node("Transpose", [own.outputs[0]], swap.attributes, name=swap.name)
+        for node in (own, turned):
+            node.outputs[0].name, node.outputs[0].dtype = f"{node.name}.{node.op_type}", ir.DataType.FLOAT
+        turned.outputs[0].shape = old.shape
+        ir.convenience.replace_nodes_and_values(graph, norm, [norm, swap], [own, turned], [old], turned.outputs)
 
 
 def _fuse(graph: ir.Graph, node: ir.Node, window: int, angles: AnglesByPosition) -> bool:

@@ -122,6 +122,18 @@ def widen_to_float32(model: ir.Model) -> None:
     for weight in list(graph.initializers.values()):
         if weight.dtype in HALF:
             _cast_uses(graph, weight)
+    _drop_needless_casts(graph)
+
+
+def _drop_needless_casts(graph: ir.Graph) -> None:
+    """Let readers of a Cast from float32 to float32 read its input, as patterns of nodes are looked for later."""
+    for node in [node for node in graph if node.op_type == "Cast"]:
+        x, y = node.inputs[0], node.outputs[0]
+        if x is None or x.dtype != ir.DataType.FLOAT or y.is_graph_output():
+            continue
+        if node.attributes["to"].as_int() == ir.DataType.FLOAT:
+            y.replace_all_uses_with(x)
+            graph.remove(node, safe=True)
 
 
 def all_nodes(model: ir.Model) -> list[ir.Node]:

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import onnx_ir as ir
 import pytest
+import torch
 
 from specbuild.compilers.cpu_attention import OPERATOR, fuse_cached_attention
 from specrun.engine_dir.config import GRAPH_NAME
+from tests.helpers.engines import make_engine, make_onnx
+from tests.helpers.families import save_checkpoint
 
 LAYERS = 2
 
@@ -29,6 +32,20 @@ def test_a_layers_attention_becomes_one_operator(graph: ir.Model, engines: Path)
     assert [(output.name, output.shape) for output in graph.graph.outputs] == names
     built = Counter(node.op_type for node in ir.load(engines / "target" / GRAPH_NAME).graph)
     assert built[OPERATOR] == LAYERS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["gemma3", "qwen3"])
+def test_heads_that_are_normalized_have_it_too(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Whether a family normalizes them before they are swapped or behind; and norms of inputs belong to products."""
+    source = save_checkpoint(tmp_path / "hf", family, dtype=dtype)
+    onnx = make_onnx(source, tmp_path / "onnx")
+    engine = make_engine(onnx, tmp_path / "engine", max_draft_len=2)
+    layers = len([node for node in ir.load(onnx / GRAPH_NAME).graph if node.op_type == "Attention"])
+    operators = Counter(node.op_type for node in ir.load(engine / GRAPH_NAME).graph)
+    assert layers and operators[OPERATOR] == layers
+    of_layer = {"gemma3": 4, "qwen3": 2}[family]  # Queries and keys; and what leaves a block, which no product reads.
+    assert operators["RMSNormalization"] == of_layer * layers
 
 
 def of_type(graph: ir.Model, operator: str) -> ir.Node:
