@@ -122,7 +122,9 @@ def pack(source: Source, options: ConvertOptions, layout: Layout, amax: Amax | N
         excluded = unmatched(layout.model, recipe)
         notes += [f"--exclude {pattern} matches no module with a weight" for pattern in excluded]
         if not (recipe.calibrated and amax):
-            recipe, amax = recipe.without_inputs, None
+            recipe = recipe.without_inputs
+        if not (recipe.calibrated or recipe.weighted):
+            amax = None
         return pack_model(layout.model, recipe, layout.weights, amax)
     if source.scheme and not options.dequantize:
         return packed_linears(layout.model, source.scheme, layout.weights, notes)

@@ -14,7 +14,7 @@ from specbuild.hf.model_config import read_model_config
 from specbuild.hf.model_facts import positions_of
 from specbuild.json_file import read_json
 from specbuild.progress import Stages
-from specbuild.quantization.calibration_data import Texts
+from specbuild.quantization.calibration_data import TextOptions, Texts
 from specbuild.quantization.recipe import Recipe, make_recipe
 from specbuild.weights.cache_codes import CacheCode, cache_code
 from specbuild.weights.safetensors_files import Weights, check_weights, require_layers
@@ -76,12 +76,19 @@ def read_source(options: ConvertOptions, directories: Mapping[str, Path], stages
     max_seq_len = choose_max_seq_len(directory, hf_config, options.max_seq_len)
     texts = None
     needs_text = (recipe is not None and recipe.calibrated) or (kv_cache and not has_cache_scales(scheme, kv_cache))
-    if not needs_text:
+    wants_text = recipe is not None and recipe.weighted and not options.head_of
+    if not (needs_text or wants_text):
         options.texts.say_if_unused(f"--qformat {options.qformat} needs no calibration", stages)
     else:
-        from specbuild.quantization.calibration import texts_of
+        from specbuild.quantization.calibration import needed, texts_of
 
-        texts = texts_of(options.texts, directory, positions_of(hf_config), options.trust_remote_code)
+        try:
+            texts = texts_of(options.texts, directory, positions_of(hf_config), options.trust_remote_code)
+            texts = needed(texts, [recipe] if recipe else [], bool(needs_text and kv_cache))
+        except BuildConfigError as error:
+            if needs_text or options.texts != TextOptions():
+                raise
+            stages.say(f"note: all inputs of a linear layer count alike: {error}")
     return Source(directory, hf_config, files, scheme, max_seq_len, recipe, kv_cache, texts, head)
 
 

@@ -1,7 +1,8 @@
-"""The amax of a model's linear layers' inputs, keys and values; and what rounding makes of inputs."""
+"""How large a model's linear layers' inputs, keys and values are on a text; and what rounding makes of inputs."""
 
 from __future__ import annotations
 
+import base64
 import inspect
 import math
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ _BATCH_BYTES = 256 << 20
 
 
 class Amax(NamedTuple):
-    """The amax of what texts made in a model."""
+    """The amax of what texts made in a model, and the squares of inputs."""
 
     inputs: dict[str, float]
     """The amax of each linear layer's inputs, by the name of its parameter."""
@@ -35,23 +36,34 @@ class Amax(NamedTuple):
     """The amax of the inputs of stacked experts that tokens reached, by name and number."""
     cache: list[Floats]
     """The amax [heads, head_dim] of keys and values, [key_0, value_0, key_1, ...]; empty if not asked for."""
+    squares: dict[str, Floats]
+    """[K]: the sum of squares of each input channel of each linear layer, by its parameter's name; of a layer's stacked
+    experts together."""
 
     def or_larger(self, other: Amax) -> Amax:
         """The amax of both texts."""
         names = {**self.experts, **other.experts}
         experts = {name: _larger(self.experts.get(name, {}), other.experts.get(name, {})) for name in names}
         cache = [np.maximum(*pair) for pair in zip(self.cache, other.cache, strict=True)] if self.cache else other.cache
-        return Amax(_larger(self.inputs, other.inputs), experts, cache)
+        squares = dict(self.squares)
+        for name, own in other.squares.items():
+            squares[name] = squares[name] + own if name in squares else own
+        return Amax(_larger(self.inputs, other.inputs), experts, cache, squares)
 
     def as_json(self) -> dict[str, Any]:
-        """The same in lists and dictionaries; numbers come back as they are."""
-        return {**self._asdict(), "cache": [values.tolist() for values in self.cache]}
+        """The same in lists, dictionaries and text; numbers come back as they are."""
+        squares = {name: base64.b64encode(own.tobytes()).decode() for name, own in self.squares.items()}
+        return {**self._asdict(), "cache": [values.tolist() for values in self.cache], "squares": squares}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Amax:
         """What ``as_json`` gave; an empty one is that of no text."""
         experts = {name: {int(number): x for number, x in own.items()} for name, own in data.get("experts", {}).items()}
-        return cls(data.get("inputs", {}), experts, [np.array(values, np.float32) for values in data.get("cache", [])])
+        squares = {
+            name: np.frombuffer(base64.b64decode(own), np.float32) for name, own in data.get("squares", {}).items()
+        }
+        cache = [np.array(values, np.float32) for values in data.get("cache", [])]
+        return cls(data.get("inputs", {}), experts, cache, squares)
 
 
 _Key = TypeVar("_Key")
@@ -64,7 +76,7 @@ def _larger(one: dict[_Key, float], other: dict[_Key, float]) -> dict[_Key, floa
 def calibrate(
     model: Any, rows: Rows, advance: Callable[[float], None], kv_cache: bool = False, part: Part | None = None
 ) -> Amax:
-    """Run a meta model over ``rows``: the amax of its linear layers' inputs, and of its keys and values.
+    """Run a meta model over ``rows``: the amax and squares of its linear layers' inputs, the amax of keys and values.
 
     Every weight is read once for a batch of rows. ``advance`` is called with the rows that are done; what came of them
     is kept in ``part``, whose rows are not run again.
@@ -85,14 +97,17 @@ def _calibrate_batch(model: Any, batch: Rows, kv_cache: bool, few: dict[str, int
     cache = ObservedCache() if kv_cache else None
     found: dict[str, float] = {}
     experts: dict[str, dict[int, float]] = {}
+    squares: dict[str, Floats] = {}
     names = parameter_names(model)
 
     def see(weight: nn.Parameter, x: torch.Tensor) -> torch.Tensor:
         whole, expert = part_of(weight)
         amax = float(x.abs().max()) if x.numel() else 0.0
+        own_squares = x.float().square().flatten(end_dim=-2).sum(dim=0).numpy()
         for name in names.get(id(whole), ()):
             if not math.isfinite(amax):
                 raise CheckpointError(f"{name}: its input is not finite (NaN or inf) on the text of --calib_dataset")
+            squares[name] = squares[name] + own_squares if name in squares else own_squares
             if expert is None:
                 found[name] = max(amax, found.get(name, 0.0))
             elif x.numel():
@@ -102,7 +117,7 @@ def _calibrate_batch(model: Any, batch: Rows, kv_cache: bool, few: dict[str, int
 
     with torch.no_grad(), Float32(see):
         model(input_ids=torch.from_numpy(batch), past_key_values=cache, use_cache=kv_cache, **few)
-    return Amax(found, experts, cache.amax() if cache else [])
+    return Amax(found, experts, cache.amax() if cache else [], squares)
 
 
 def batches(model: Any, rows: Rows, every_logit: bool) -> Iterator[Rows]:

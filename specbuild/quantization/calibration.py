@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ from specbuild.quantization.recipe import Recipe
 from specbuild.weights.lazy_tensors import Weight
 from specbuild.weights.packed_model import PackedModel
 
+_FEW_ROWS = 4
+"""Rows that tell which inputs matter: 2,048 tokens."""
+
 
 def texts_of(options: TextOptions, source: Path, positions: int | None, trust_remote_code: bool) -> Texts:
     """Rows of the checkpoint's own tokens, no longer than its ``positions``.
@@ -28,8 +31,17 @@ def texts_of(options: TextOptions, source: Path, positions: int | None, trust_re
         return read_texts(options.within(positions), Path(name), source)
 
 
+def needed(texts: Texts, recipes: Iterable[Recipe], kv_cache: bool) -> Texts:
+    """``texts`` with the rows that these recipes, or a cache in 8 bits, are calibrated on."""
+    recipes = list(recipes)
+    if kv_cache or any(recipe.calibrated for recipe in recipes):
+        return texts
+    count = _FEW_ROWS if any(recipe.weighted for recipe in recipes) else 0
+    return texts._replace(calibration=texts.calibration[:count])
+
+
 def calibrate_on(texts: Texts, model: Any, kv_cache: bool, part: Part, stages: Stages) -> Amax:
-    """The amax of inputs over ``texts`` in a meta model; of keys and values too with ``kv_cache``. Raises SpecError.
+    """How large inputs are over ``texts`` in a meta model, and with ``kv_cache`` keys and values. Raises SpecError.
 
     part: what was done before and need not be done again.
     """
@@ -50,10 +62,10 @@ def unreached_experts(packed: PackedModel, amax: Amax) -> dict[str, list[int]]:
 def quantize_dense(
     model: Any, weights: Mapping[str, Weight], recipe: Recipe, amax: Amax | None, stages: Stages
 ) -> PackedModel:
-    """The weights of a meta model by ``recipe``, and inputs by ``amax`` where it rounds them with fixed scales.
+    """The weights of a meta model by ``recipe``, rounded by ``amax`` where the recipe looks at inputs.
 
     Codes are computed when they are asked for. Raises SpecError.
     """
     for pattern in unmatched(model, recipe):
         stages.say(f"warning: --exclude {pattern} matches no module with a weight")
-    return pack_model(model, recipe, weights, amax if recipe.calibrated else None)
+    return pack_model(model, recipe, weights, amax if recipe.calibrated or recipe.weighted else None)

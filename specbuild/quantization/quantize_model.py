@@ -61,17 +61,18 @@ def pack_model(model: Any, recipe: Recipe, weights: Mapping[str, Any], amax: Ama
                 packed.tables.update(both)
                 packed.linears.update(both)
             else:
-                packed.linears.update(dict.fromkeys(own, _pack(rows, storage, rounded)))
+                squares = _squares(amax, own[0])
+                packed.linears.update(dict.fromkeys(own, _pack(rows, storage, rounded, squares=squares)))
     for name, module in model.named_modules():
         for parameter in stacked_weights(module):
             stacked, weight = f"{name}.{parameter}", weights[f"{name}.{parameter}"]
             parts = [weight.row(expert) for expert in range(weight.shape[0])]
             parts = [_Columns(part) for part in parts] if module.is_transposed else parts
             if storage := recipe.product(stacked, parts[0].shape[1], is_head=False):
-                reached = amax.experts.get(stacked, {}) if amax else {}
+                reached, squares = amax.experts.get(stacked, {}) if amax else {}, _squares(amax, stacked)
                 loudest = max(reached.values(), default=None)
                 packed.experts[stacked] = tuple(
-                    _pack(part, _calibrated(storage, stacked, reached.get(expert, loudest)), rounded)
+                    _pack(part, _calibrated(storage, stacked, reached.get(expert, loudest)), rounded, squares=squares)
                     for expert, part in enumerate(parts)
                 )
     return packed
@@ -108,6 +109,12 @@ def _is_stored_as(table: Packed, storage: Storage) -> bool:
     return table.codes.dtype == _CODES[storage.form] and table.block == storage.block
 
 
+def _squares(amax: Amax | None, name: str) -> torch.Tensor | None:
+    """Those of a linear layer's inputs; None where no text was read, or none reached it."""
+    found = amax.squares.get(name) if amax else None
+    return torch.from_numpy(found.copy()) if found is not None and found.any() else None
+
+
 class _Columns:
     """The rows of a transposed matrix, for modules that keep their weight as [K, N]."""
 
@@ -120,10 +127,12 @@ class _Columns:
         return columns.T
 
 
-_Rounding = Callable[[Rows, CodeForm, int], Rounded]
+_Rounding = Callable[[Rows, CodeForm, int, torch.Tensor | None], Rounded]
 
 
-def _pack(weight: Any, storage: Storage, rounded: _Rounding, by_row: bool = False) -> Packed:
+def _pack(
+    weight: Any, storage: Storage, rounded: _Rounding, by_row: bool = False, squares: torch.Tensor | None = None
+) -> Packed:
     """weight [N, K] -> codes [K, N]; or, by_row, [N, K] for a table whose rows are looked up."""
     channels, inputs = weight.shape
     block = storage.block or inputs
@@ -135,12 +144,12 @@ def _pack(weight: Any, storage: Storage, rounded: _Rounding, by_row: bool = Fals
         return np.ascontiguousarray(values.T) if by_row else values
 
     def codes() -> ir.TensorProtocol:
-        found = rounded(weight, storage.form, block)
+        found = rounded(weight, storage.form, block, squares)
         kept[:] = [found.scales]
         return ir.Tensor(turned(found.codes), dtype=codes_type)
 
     def scales() -> ir.TensorProtocol:
-        found = kept.pop() if kept else rounded(weight, storage.form, block).scales
+        found = kept.pop() if kept else rounded(weight, storage.form, block, squares).scales
         return ir.Tensor(turned(found) if storage.block else found[0])
 
     def unit() -> ir.TensorProtocol:

@@ -67,6 +67,11 @@ class Recipe:
         return self.qformat in ("fp8", "nvfp4")
 
     @property
+    def weighted(self) -> bool:
+        """Whether weights are rounded by how much their inputs matter on a text. A few rows of it are enough."""
+        return self.qformat == "int4"
+
+    @property
     def without_inputs(self) -> Recipe:
         """The same for the weights, with inputs as they are: it needs no calibration."""
         same: dict[QFormat, QFormat] = {"fp8": "fp8_wo", "nvfp4": "nvfp4_wo"}

@@ -1,4 +1,4 @@
-"""Dense weights -> codes and scales, without data: a scale follows from the largest value that it covers.
+"""Dense weights -> codes and scales. A scale follows from the largest value that it covers; in int4 the best of some.
 
 Weights come as modules keep them, [N, K] (output channels, input channels). Codes leave as MatMul wants them, [K, N].
 They are rounded against the scale as it is stored, so a 16-bit scale costs no accuracy. Only some output channels are
@@ -7,6 +7,7 @@ rounded at a time, so the memory beside the result stays small for every size of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -20,8 +21,11 @@ from specbuild.quantization.recipe import CodeForm as CodeForm
 
 _AT_A_TIME = 1 << 18
 """Elements that are rounded at a time."""
-_SHRUNK = (1.0, 0.9, 0.8)
-"""Shares of a 4-bit block's range that are tried: clipping its largest weight may serve the others."""
+_TRIED = (1.0, 0.9, 0.8, -1.1, -0.9)
+"""Shares of a 4-bit block's range that are tried: clipping its largest weight may serve the others. With a negative one
+the largest weight becomes 7, not -8."""
+_LEAST_SQUARE = 1e-3
+"""What every channel counts at least, by the mean: another text may use a channel that this one does not."""
 FLOAT8_MAX, FLOAT4_MAX = 448.0, 6.0
 _FLOAT4_MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _FLOAT4_BOUNDS = (_FLOAT4_MAGNITUDES[1:] + _FLOAT4_MAGNITUDES[:-1]) / 2
@@ -60,9 +64,10 @@ def _slices(weight: Rows) -> Iterator[slice]:
     return (slice(start, min(start + step, channels)) for start in range(0, channels, step))
 
 
-def round_weight(weight: Rows, form: CodeForm, block: int) -> Rounded:
+def round_weight(weight: Rows, form: CodeForm, block: int, squares: torch.Tensor | None = None) -> Rounded:
     """weight [N, K] in ``form``, one scale for ``block`` input channels of an output channel (K: for all of them).
 
+    squares: [K], those of each channel's input; int4 rounds so that the output's error is small. None: all are alike.
     Scales have the weight's dtype; those of float4 are float8 e4m3, to be multiplied by ``global_scale``.
     Raises ValueError where blocks do not divide K.
     """
@@ -71,12 +76,14 @@ def round_weight(weight: Rows, form: CodeForm, block: int) -> Rounded:
         raise ValueError(f"{inputs} input channels are not a multiple of {block}")
     unit = global_scale(weight) if form == "float4" else 1.0
     kind, rounded = _FORMS[form]
+    squares = torch.ones(inputs) if squares is None else squares / squares.mean().clamp(min=1e-30) + _LEAST_SQUARE
     scale_type = torch.float8_e4m3fn if form == "float4" else weight.dtype
     codes = np.empty((inputs, channels), kind)
     scales = torch.empty((inputs // block, channels))
     for own in _slices(weight):
         groups = weight[own].float().reshape(-1, block) / unit
-        own_codes, own_scales = rounded(groups, scale_type)
+        of_groups = squares.reshape(-1, block).repeat(len(groups) * block // inputs, 1)
+        own_codes, own_scales = rounded(groups, scale_type, of_groups)
         codes[:, own] = _cast(own_codes.reshape(-1, inputs).numpy(), kind).T
         scales[:, own] = own_scales.reshape(-1, inputs // block).T
     return Rounded(codes, TorchTensor(scales.to(scale_type)).numpy())
@@ -86,38 +93,42 @@ _Groups = tuple[torch.Tensor, torch.Tensor]
 """Codes [G, block] and scales [G] of groups [G, block]."""
 
 
-def _int8(groups: torch.Tensor, scale_type: torch.dtype) -> _Groups:
+def _int8(groups: torch.Tensor, scale_type: torch.dtype, _squares: torch.Tensor) -> _Groups:
     """Symmetric: -127..127."""
     scales = _stored(groups.abs().amax(dim=1) / 127, scale_type)
     return (groups / scales[:, None]).round().clamp(-127, 127).to(torch.int8), scales
 
 
-def _int4(groups: torch.Tensor, scale_type: torch.dtype) -> _Groups:
-    """-8..7 with the least squared error. The largest value becomes -8, where the range has one code more.
+def _int4(groups: torch.Tensor, scale_type: torch.dtype, squares: torch.Tensor) -> _Groups:
+    """-8..7 with the least error of the output: of the weights, each squared times its input's square.
 
-    Scales have the precision of bfloat16 in every dtype, so engines can keep them in 16 bits. It costs no accuracy,
-    because codes are rounded against them.
+    Scales come from the largest weight, and then from the codes that they give, by least squares. They have the
+    precision of bfloat16 in every dtype, so engines can keep them in 16 bits. It costs no accuracy, because codes are
+    rounded against them.
     """
     largest = groups.gather(1, groups.abs().argmax(dim=1, keepdim=True)).squeeze(1)
-    tried = torch.stack([_stored((largest / -8 * share).bfloat16(), scale_type) for share in _SHRUNK])
-    ideal, codes = torch.empty_like(groups), torch.empty_like(groups)
-    errors = []
-    for scales in tried:  # In place: most of the time goes into reaching memory.
-        torch.mul(groups, (1 / scales)[:, None], out=ideal)
-        torch.round(ideal, out=codes).clamp_(-8, 7).sub_(ideal)
-        errors.append(torch.linalg.vector_norm(codes, dim=1) * scales.abs())
-    scales = tried.gather(0, torch.stack(errors).argmin(dim=0, keepdim=True)).squeeze(0)
-    return (groups / scales[:, None]).round_().clamp_(-8, 7).to(torch.int8), scales
+    best, best_scales = torch.full_like(largest, math.inf), torch.ones_like(largest)
+    for share in _TRIED:
+        scales = _stored((largest / -8 * share).bfloat16(), scale_type)
+        codes = (groups / scales[:, None]).round_().clamp_(-8, 7)
+        weighted = codes * squares
+        fitted = (weighted * groups).sum(dim=1) / (weighted * codes).sum(dim=1).clamp(min=1e-30)
+        scales = _stored(fitted.bfloat16(), scale_type)
+        codes = (groups / scales[:, None]).round_().clamp_(-8, 7)
+        error = (codes.mul_(scales[:, None]).sub_(groups).square_().mul_(squares)).sum(dim=1)
+        is_best = error < best
+        best, best_scales = torch.where(is_best, error, best), torch.where(is_best, scales, best_scales)
+    return (groups / best_scales[:, None]).round_().clamp_(-8, 7).to(torch.int8), best_scales
 
 
-def _float8(groups: torch.Tensor, scale_type: torch.dtype) -> _Groups:
+def _float8(groups: torch.Tensor, scale_type: torch.dtype, _squares: torch.Tensor) -> _Groups:
     """e4m3, without infinities."""
     scales = _stored(groups.abs().amax(dim=1) / FLOAT8_MAX, scale_type)
     codes = (groups / scales[:, None]).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn)
     return codes.view(torch.uint8), scales
 
 
-def _float4(groups: torch.Tensor, scale_type: torch.dtype) -> _Groups:
+def _float4(groups: torch.Tensor, scale_type: torch.dtype, _squares: torch.Tensor) -> _Groups:
     """e2m1: the sign bit, then the number of the magnitude."""
     scales = _stored(groups.abs().amax(dim=1) / FLOAT4_MAX, scale_type)
     scaled = groups / scales[:, None]
@@ -130,7 +141,7 @@ def nearest_float4(x: torch.Tensor) -> torch.Tensor:
     return _FLOAT4_MAGNITUDES[torch.bucketize(x.abs(), _FLOAT4_BOUNDS)].copysign(x)
 
 
-_FORMS: dict[CodeForm, tuple[Any, Callable[[torch.Tensor, torch.dtype], _Groups]]] = {
+_FORMS: dict[CodeForm, tuple[Any, Callable[[torch.Tensor, torch.dtype, torch.Tensor], _Groups]]] = {
     "int8": (np.int8, _int8),
     "int4": (ml_dtypes.int4, _int4),
     "float8": (ml_dtypes.float8_e4m3fn, _float8),

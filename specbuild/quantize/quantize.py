@@ -86,11 +86,11 @@ def quantize(options: QuantizeOptions, stages: Stages) -> dict[str, Any]:
     if options.draft_dir is not None and not options.quality:
         raise BuildConfigError("--draft_dir is for the comparison with the original: leave out --no-quality")
     kv_cache = cache_code(options.kv_cache_dtype)
-    reads_texts = recipe.calibrated or bool(kv_cache) or options.quality or len(recipes) > 1
+    reads_texts = recipe.calibrated or recipe.weighted or bool(kv_cache) or options.quality or len(recipes) > 1
     if not reads_texts:
         options.texts.say_if_unused(f"--qformat {options.qformat} with --no-quality reads no text", stages)
     from specbuild.export.meta_model import load_meta_model
-    from specbuild.quantization.calibration import texts_of
+    from specbuild.quantization.calibration import needed, texts_of
     from specbuild.quantization.quantize_model import pack_model
     from specbuild.quantize.checkpoint import output_bytes, stored_linears
     from specbuild.quantize.pair import load_draft
@@ -114,6 +114,7 @@ def quantize(options: QuantizeOptions, stages: Stages) -> dict[str, Any]:
             limits = (positions_of(hf_config), draft.positions if draft else None)
             positions = min((limit for limit in limits if limit is not None), default=None)
             texts = texts_of(options.texts, source, positions, options.trust_remote_code)
+            texts = needed(texts, recipes, kv_cache is not None)
     with stages.stage("lay out the model"):
         stored: dict[str, Reader] = {name: StoredTensor(entry) for name, entry in files.entries.items()}
         meta_model = load_meta_model(source, hf_config, "auto", options.trust_remote_code, stored)
@@ -147,6 +148,7 @@ def _recipes(options: QuantizeOptions) -> list[Recipe]:
 
 def _choose(recipes: list[Recipe], source: Quantizable, run: Run, stages: Stages) -> Recipe:
     """The first recipe that keeps ``LEAST_TOP1`` of this model's likeliest tokens; else the one that keeps most."""
+    from specbuild.quantization.calibration import calibrate_on
     from specbuild.quantization.quantize_model import pack_model
     from specbuild.quantize.quality import measure
 
@@ -155,7 +157,10 @@ def _choose(recipes: list[Recipe], source: Quantizable, run: Run, stages: Stages
     rows = rows[: max(1, TRIED_TOKENS // rows.shape[1])]
     kept: list[float] = []
     for recipe in recipes:
-        part, packed = run.part(f"try {recipe.qformat}"), pack_model(model, recipe, source.meta_model.weights)
+        amax = None
+        if recipe.weighted:
+            amax = calibrate_on(source.texts, model, False, run.part("calibration of tries"), stages)
+        part, packed = run.part(f"try {recipe.qformat}"), pack_model(model, recipe, source.meta_model.weights, amax)
         with part.stage(stages, f"try {recipe.qformat}", len(rows)) as advance:
             found = measure(model, packed, None, source.directory, rows, advance, part=part)
         stages.say(f"{recipe.qformat} keeps {found.top1_agreement:.1%} of the likeliest tokens")
@@ -182,7 +187,7 @@ def _write(options: QuantizeOptions, recipe: Recipe, source: Quantizable, run: R
 
     directory, files, meta_model, linears, texts, draft = source
     kv_cache, amax, cache, quality = cache_code(options.kv_cache_dtype), None, None, None
-    if texts and (recipe.calibrated or kv_cache):
+    if texts and (recipe.calibrated or recipe.weighted or kv_cache):
         amax = calibrate_on(texts, meta_model.model, kv_cache is not None, run.part("calibration"), stages)
     if kv_cache and amax:
         cache = rounding_for(kv_cache, coarser(kv_cache, amax.cache), torch.float32)

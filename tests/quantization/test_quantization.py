@@ -18,7 +18,7 @@ from specbuild.compilers.trt_forms import move_zero_points, round_token_inputs
 from specbuild.graph import ops as graphs
 from specbuild.quantization.insert_qdq import quantize_embedding, quantize_matmul, weighted_matmuls
 from specbuild.quantization.recipe import QFormat, Recipe, Storage
-from specbuild.quantization.rounding import CodeForm, global_scale, round_weight
+from specbuild.quantization.rounding import CodeForm, Rounded, global_scale, round_weight
 from specbuild.weights.packed import Activation, Packed
 from specrun.backends.ort import session_options
 from specrun.errors import BuildConfigError
@@ -142,6 +142,24 @@ def test_a_group_that_does_not_divide_is_an_error() -> None:
         Recipe("int4", group_size=48)
     with pytest.raises(BuildConfigError, match="--group_size is for int8, int8_wo, int4; leave"):
         Recipe("fp8", group_size=64)
+
+
+def test_int4_serves_the_channels_whose_inputs_are_large() -> None:
+    """The error of the output becomes smaller, that of the weights larger; a channel without input counts a little."""
+    weight = weight_matrix()
+    squares = torch.from_numpy(np.random.default_rng(3).uniform(0, 1, INPUTS) ** 8).float()
+    plain, weighted = (round_weight(weight, "int4", 32, given) for given in (None, squares))
+    same = round_weight(weight, "int4", 32, torch.full((INPUTS,), 7.0))
+    assert (same.codes == plain.codes).all() and (same.scales == plain.scales).all()
+
+    def error(found: Rounded, squares: torch.Tensor) -> float:
+        numbers = found.codes.astype(np.float32) * np.repeat(found.scales, 32, axis=0)
+        return float((((numbers - weight.numpy().T) ** 2).T * squares.numpy()).sum())
+
+    assert error(weighted, squares) < 0.9 * error(plain, squares)
+    assert error(plain, torch.ones(INPUTS)) < error(weighted, torch.ones(INPUTS)) < 4 * error(plain, torch.ones(INPUTS))
+    nothing = round_weight(weight, "int4", 32, torch.zeros(INPUTS))
+    assert (nothing.codes == plain.codes).all()
 
 
 def graph_of(weight: npt.NDArray[Any], gemm: bool) -> ir.Model:
