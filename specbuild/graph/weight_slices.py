@@ -41,7 +41,9 @@ class StoredPart(NamedTuple):
         block, attributes = block_size(value), dict(node.attributes)
         codes, *scales = (given for given in node.inputs if given is not None)
         inputs = [self.of(codes, nodes, row)]
-        if block is None:  # One scale a channel or matrix; of stacked experts each has one.
+        if self.expert is None and _is_table(node):  # Each row has its scales.
+            inputs += [self._rows(scale) for scale in scales]
+        elif block is None:  # One scale a channel or matrix; of stacked experts each has one.
             inputs += [scale if self.expert is None else self._scalar(scale) for scale in scales]
             if self.expert is not None:
                 attributes.pop("axis", None)
@@ -65,8 +67,21 @@ class StoredPart(NamedTuple):
         shape = [columns] if row else [self.last - self.first, columns]
         return _part(value, first, shape, f"{value.name}.{self.expert or 0}.rows.{self.first}")
 
+    def _rows(self, value: ir.Value) -> ir.Value:
+        assert value.const_value is not None
+        _, *others = (int(size) for size in value.const_value.shape.numpy())
+        size, count = math.prod(others), self.last - self.first
+        return _part(value, self.first * size, [count, *others], f"{value.name}.rows.{self.first}")
+
     def _scalar(self, value: ir.Value) -> ir.Value:
         return _part(value, self.expert or 0, [], f"{value.name}.{self.expert}.{self.first}")
+
+
+def _is_table(node: ir.Node) -> bool:
+    """Whether a matrix's output channels are its rows, [N, K], as those of an embedding that is tied to the head."""
+    axis, scales = node.attributes.get_int("axis", 1) % 2, node.inputs[1]
+    axes = len(scales.shape) if scales is not None and scales.shape is not None else 0
+    return (axis, axes) == (1, 2) if block_size(node.outputs[0]) else (axis, axes) == (0, 1)
 
 
 def _part(value: ir.Value, first: int, shape: list[int], name: str) -> ir.Value:
