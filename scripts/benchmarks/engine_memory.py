@@ -39,6 +39,7 @@ def _peak() -> int:
 
 def build(checkpoint: str, output: str, probes: str) -> None:
     """In a process of its own: build, and print the bytes that this took at its peak, before the engine is probed."""
+    import onnxruntime  # noqa: F401
 
     import specbuild.engine.build
     from specbuild.engine.config import engine_options

@@ -215,3 +215,4 @@ def build_models(options: dict[str, Any], built: BuildOptions, *, for_chat: bool
 
 def _load_decoder() -> None:
     """What opens the engines, loaded while another process looks for them."""
+    import specrun.decoder  # noqa: F401
