@@ -39,26 +39,25 @@ def use_own_products(model: ir.Model) -> int:
     computed when they are read.
     """
     found: dict[Any, list[_Product]] = {}
+    lookups: dict[tuple[ir.Value, bool], list[tuple[ir.Node, _Weight]]] = {}
+    """Where rows of a table are looked up, by what holds its numbers or codes and how it lies."""
     for node in list(model.graph):  # Not those in branches: ONNX Runtime has experts' codes there.
         if node.op_type == "MatMul" and (product := _product(node)) is not None:
             found.setdefault(product.group, []).append(product)
-    lookups: dict[ir.Value, list[ir.Node]] = {}
-    """Where rows of a table are looked up, by what holds its numbers or codes."""
-    for node in list(model.graph):
-        if node.op_type == "Gather" and (table := _table(node)) is not None:
-            lookups.setdefault(table.stored, []).append(node)
+        elif node.op_type == "Gather" and (table := _table(node)) is not None:
+            lookups.setdefault(table.place, []).append((node, table))
     groups = [group[i : i + MOST_OUTPUTS] for group in found.values() for i in range(0, len(group), MOST_OUTPUTS)]
+    if not groups:
+        return 0
     for group in groups:
         packed = _replace(model.graph, group)
-        for node in lookups.pop(group[0].weight.stored, []) if len(group) == 1 else ():
+        for node, _ in lookups.pop(group[0].weight.place, []) if len(group) == 1 else ():
             _look_up(model.graph, node, packed)
     for nodes in lookups.values():
-        if (table := _table(nodes[0])) is not None and table.bits != 32:
-            packed = _pack(model.graph, [table], table.block or _INPUT_BLOCK)
-            for node in nodes:
-                _look_up(model.graph, node, packed)
-    if groups:
-        model.opset_imports[DOMAIN] = VERSION
+        for node, table in nodes:
+            if table.bits != 32:  # Numbers that no product has stay as they are.
+                _look_up(model.graph, node, _pack(model.graph, [table], table.block or _INPUT_BLOCK))
+    model.opset_imports[DOMAIN] = VERSION
     return sum(map(len, groups))
 
 
@@ -68,7 +67,7 @@ class _Weight:
 
     name: str
     stored: ir.Value
-    """Numbers or codes, by which weights that are tied are known."""
+    """Numbers or codes."""
     readers: int
     scales: tuple[ir.TensorProtocol, ...] = ()
     """Factors of the scales."""
@@ -77,6 +76,11 @@ class _Weight:
     """0: one scale a column."""
     is_transposed: bool = False
     """Whether numbers, codes and scales lie as [N, ..]."""
+
+    @property
+    def place(self) -> tuple[ir.Value, bool]:
+        """The same for weights that are tied: an embedding's rows are the columns of the head's weight."""
+        return self.stored, self.is_transposed
 
     @property
     def codes(self) -> ir.TensorProtocol:

@@ -39,7 +39,7 @@ few hundred."""
 _LARGE_BYTES = 1 << 12
 """Larger constraints are compiled one at a time: others and the engines have a processor too."""
 SLOW_MASK_SECONDS = 0.005
-"""A mask that takes longer is slow: the next one is computed beside the rounds, and nothing is drafted behind it."""
+"""A mask that takes longer is slow: on CPUs the next one is computed beside the rounds, and nothing is drafted then."""
 MAX_SLOW_SECONDS = 2.0
 """Seconds of slow masks that one text may take. A grammar that is very ambiguous takes more with every token."""
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"

@@ -143,6 +143,21 @@ def test_engines_of_tied_models_have_the_tensor_once(
     assert all(once < 0.9 * twice for once, twice in zip(sizes[True], sizes[False], strict=True)), sizes
 
 
+@pytest.mark.parametrize("form", ["float32", "int8"])
+def test_a_product_by_the_table_as_it_lies_is_not_the_heads(form: str) -> None:
+    """A product of [n, V] with the table [V, H] has rows where the lookup wants columns."""
+    table = table_of(form, VOCAB)  # Square, so that sizes tell nothing.
+    model = tied_graph(table)
+    (turned,) = [node for node in model.graph if node.op_type == "Transpose"]
+    as_it_lies = turned.inputs[0]
+    assert as_it_lies is not None
+    turned.outputs[0].replace_all_uses_with(as_it_lies)
+    model.graph.remove(turned, safe=True)
+    use_own_products(model)
+    ids = np.arange(VOCAB)
+    np.testing.assert_array_equal(session(model).run(None, {"ids": ids})[0], by_numpy(table)[ids])
+
+
 def test_a_table_of_another_kind_is_left_alone() -> None:
     """It is read by what is no lookup, so our operators would keep it twice."""
     model = tied_graph(table_of("int8"))
