@@ -53,6 +53,8 @@ NOT_RUN = {
     "pip install": "downloads; scripts/test_wheel.py installs",
     "scripts/demo": "takes minutes; scripts/test_end_to_end.py has its steps",
     "--revision main": "asks the Hub; hf/test_hub.py has one",
+    "scripts/real_models ": "downloads; test_real_model.py makes one",
+    "models/SmolLM2-135M-Instruct": "needs that download; the same test has its steps",
     "lm_eval ": "needs a download; serve/test_clients.py runs it",
     "sglang_router": "needs a download; serve/test_router.py runs it",
     "docker ": "needs Docker",
