@@ -21,7 +21,8 @@ from specbuild.hf.model_config import eos_token_ids, save_generation_config
 from specbuild.hf.model_facts import dtype_name, vocab_size_of
 from specbuild.progress import Stages
 from specbuild.quantization.activation_ranges import Amax
-from specbuild.quantization.calibration import calibrate_on
+from specbuild.quantization.calibration import calibrate_on, equalized
+from specbuild.quantization.gptq import KeptInputs
 from specbuild.quantization.quantize_model import pack_model, unmatched
 from specbuild.quantized_formats.cache_scales import stored_rounding
 from specbuild.quantized_formats.config.scheme import has_cache_scales
@@ -41,16 +42,21 @@ def prepare_model(source: Source, options: ConvertOptions, run: Run, work: Path,
     directory, max_seq_len = source.directory, source.max_seq_len
     with stages.stage("lay out the model"):
         layout = lay_out(source, options)
-    model, weights, notes = layout.model, dict(layout.weights), list[str]()
+    model, recipe, notes = layout.model, source.recipe, list[str]()
     save_generation_config(directory, work)
     parameters, memory = sum(parameter.numel() for parameter in model.parameters()), model_memory(model)
     require_plain_cache(source, memory)
     caches = memory.caches
-    amax = None
+    amax = kept = None
     if source.texts:
-        amax = calibrate_on(source.texts, model, source.kv_cache is not None, run.part("calibration"), stages)
+        part = run.part("calibration")
+        kept = KeptInputs(run.directory / "inputs") if recipe and recipe.weighted else None
+        amax = calibrate_on(source.texts, model, source.kv_cache is not None, part, stages, kept)
+        if recipe and recipe.equalized:
+            amax = equalized(model, layout.weights, amax, kept)
+    weights = dict(layout.weights)
     rounding = _cache_rounding(source, layout, caches, amax, notes)
-    packed = pack(source, options, layout, amax, notes)
+    packed = pack(source, options, layout, amax, notes, kept)
     require_space({Path(options.output_dir).absolute().parent: output_bytes(model, packed)})
     use_dequantized(model, packed, directory)
     fusion = features = None
@@ -116,7 +122,14 @@ def _cache_rounding(
     return None
 
 
-def pack(source: Source, options: ConvertOptions, layout: Layout, amax: Amax | None, notes: list[str]) -> PackedModel:
+def pack(
+    source: Source,
+    options: ConvertOptions,
+    layout: Layout,
+    amax: Amax | None,
+    notes: list[str],
+    kept: KeptInputs | None = None,
+) -> PackedModel:
     """The weights that are to be stored in few bits, or come so. amax: None before it is calibrated."""
     if recipe := source.recipe:
         excluded = unmatched(layout.model, recipe)
@@ -125,7 +138,7 @@ def pack(source: Source, options: ConvertOptions, layout: Layout, amax: Amax | N
             recipe = recipe.without_inputs
         if not (recipe.calibrated or recipe.weighted):
             amax = None
-        return pack_model(layout.model, recipe, layout.weights, amax)
+        return pack_model(layout.model, recipe, layout.weights, amax, kept)
     if source.scheme and not options.dequantize:
         return packed_linears(layout.model, source.scheme, layout.weights, notes)
     return PackedModel()

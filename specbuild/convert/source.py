@@ -76,7 +76,7 @@ def read_source(options: ConvertOptions, directories: Mapping[str, Path], stages
     max_seq_len = choose_max_seq_len(directory, hf_config, options.max_seq_len)
     texts = None
     needs_text = (recipe is not None and recipe.calibrated) or (kv_cache and not has_cache_scales(scheme, kv_cache))
-    wants_text = recipe is not None and recipe.weighted and not options.head_of
+    wants_text = recipe is not None and (recipe.weighted or recipe.equalized) and not options.head_of
     if not (needs_text or wants_text):
         options.texts.say_if_unused(f"--qformat {options.qformat} needs no calibration", stages)
     else:
@@ -88,7 +88,7 @@ def read_source(options: ConvertOptions, directories: Mapping[str, Path], stages
         except BuildConfigError as error:
             if needs_text or options.texts != TextOptions():
                 raise
-            stages.say(f"note: all inputs of a linear layer count alike: {error}")
+            stages.say(f"note: weights are rounded without a text: {error}")
     return Source(directory, hf_config, files, scheme, max_seq_len, recipe, kv_cache, texts, head)
 
 

@@ -185,6 +185,11 @@ _PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 _DTYPE = getattr(torch.Tensor, "dtype").__get__  # noqa: B009 (mypy takes it for a dtype)
 
 
+def asks_shape(func: Any) -> bool:
+    """Whether a function of torch asks for a tensor's shape or kind alone."""
+    return func in _SHAPES or func == _DTYPE
+
+
 def part_of(weight: nn.Parameter) -> tuple[nn.Parameter, int | None]:
     """The stacked experts and the number of one, where ``weight`` is one's; else ``weight`` itself."""
     found: tuple[nn.Parameter, int | None] = getattr(weight, "part_of", (weight, None))

@@ -14,6 +14,8 @@ from torch import nn
 
 from specbuild.artifacts.resume import Part
 from specbuild.export.reference import Float32, SeeInput, part_of
+from specbuild.quantization.equalization import NormReaders
+from specbuild.quantization.gptq import KeptInputs
 from specbuild.quantization.rounding import FLOAT4_MAX, FLOAT8_MAX, nearest_float4
 from specbuild.weights.activation import Activation
 from specbuild.weights.kv_cache import Floats, ObservedCache
@@ -39,6 +41,8 @@ class Amax(NamedTuple):
     squares: dict[str, Floats]
     """[K]: the sum of squares of each input channel of each linear layer, by its parameter's name; of a layer's stacked
     experts together."""
+    norms: dict[str, str]
+    """The norm that a linear layer reads and nothing but linear layers does, by the names of their parameters."""
 
     def or_larger(self, other: Amax) -> Amax:
         """The amax of both texts."""
@@ -48,7 +52,7 @@ class Amax(NamedTuple):
         squares = dict(self.squares)
         for name, own in other.squares.items():
             squares[name] = squares[name] + own if name in squares else own
-        return Amax(_larger(self.inputs, other.inputs), experts, cache, squares)
+        return Amax(_larger(self.inputs, other.inputs), experts, cache, squares, {**self.norms, **other.norms})
 
     def as_json(self) -> dict[str, Any]:
         """The same in lists, dictionaries and text; numbers come back as they are."""
@@ -63,7 +67,7 @@ class Amax(NamedTuple):
             name: np.frombuffer(base64.b64decode(own), np.float32) for name, own in data.get("squares", {}).items()
         }
         cache = [np.array(values, np.float32) for values in data.get("cache", [])]
-        return cls(data.get("inputs", {}), experts, cache, squares)
+        return cls(data.get("inputs", {}), experts, cache, squares, data.get("norms", {}))
 
 
 _Key = TypeVar("_Key")
@@ -74,12 +78,17 @@ def _larger(one: dict[_Key, float], other: dict[_Key, float]) -> dict[_Key, floa
 
 
 def calibrate(
-    model: Any, rows: Rows, advance: Callable[[float], None], kv_cache: bool = False, part: Part | None = None
+    model: Any,
+    rows: Rows,
+    advance: Callable[[float], None],
+    kv_cache: bool = False,
+    part: Part | None = None,
+    kept: KeptInputs | None = None,
 ) -> Amax:
     """Run a meta model over ``rows``: the amax and squares of its linear layers' inputs, the amax of keys and values.
 
     Every weight is read once for a batch of rows. ``advance`` is called with the rows that are done; what came of them
-    is kept in ``part``, whose rows are not run again.
+    is kept in ``part``, whose rows are not run again. ``kept`` gets the inputs themselves.
     Raises CheckpointError where a value is not finite: the weights are damaged.
     """
     part = part or Part()
@@ -87,18 +96,20 @@ def calibrate(
     # The logits of one token are enough.
     few = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     for batch in batches(model, rows[part.rows :], every_logit=not few):
-        amax = amax.or_larger(_calibrate_batch(model, batch, kv_cache, few))
+        amax = amax.or_larger(_calibrate_batch(model, batch, kv_cache, few, part.rows, kept))
         part.keep(part.rows + len(batch), amax.as_json())
         advance(len(batch))
     return amax
 
 
-def _calibrate_batch(model: Any, batch: Rows, kv_cache: bool, few: dict[str, int]) -> Amax:
+def _calibrate_batch(
+    model: Any, batch: Rows, kv_cache: bool, few: dict[str, int], row: int, kept: KeptInputs | None
+) -> Amax:
     cache = ObservedCache() if kv_cache else None
     found: dict[str, float] = {}
     experts: dict[str, dict[int, float]] = {}
     squares: dict[str, Floats] = {}
-    names = parameter_names(model)
+    names, readers = parameter_names(model), NormReaders(model)
 
     def see(weight: nn.Parameter, x: torch.Tensor) -> torch.Tensor:
         whole, expert = part_of(weight)
@@ -110,14 +121,18 @@ def _calibrate_batch(model: Any, batch: Rows, kv_cache: bool, few: dict[str, int
             squares[name] = squares[name] + own_squares if name in squares else own_squares
             if expert is None:
                 found[name] = max(amax, found.get(name, 0.0))
+                if kept:
+                    kept.keep(name, x, row)
             elif x.numel():
                 own = experts.setdefault(name, {})
                 own[expert] = max(amax, own.get(expert, 0.0))
         return x
 
-    with torch.no_grad(), Float32(see):
+    with torch.no_grad(), Float32(see), readers.watched():
         model(input_ids=torch.from_numpy(batch), past_key_values=cache, use_cache=kv_cache, **few)
-    return Amax(found, experts, cache.amax() if cache else [], squares)
+    if kept:
+        kept.forget_last()
+    return Amax(found, experts, cache.amax() if cache else [], squares, readers.found())
 
 
 def batches(model: Any, rows: Rows, every_logit: bool) -> Iterator[Rows]:

@@ -12,13 +12,15 @@ from specbuild.hf.model_config import save_tokenizer
 from specbuild.progress import Stages
 from specbuild.quantization.activation_ranges import Amax, calibrate
 from specbuild.quantization.calibration_data import TextOptions, Texts, read_texts
+from specbuild.quantization.equalization import equalize
+from specbuild.quantization.gptq import KeptInputs
 from specbuild.quantization.quantize_model import pack_model, unmatched
 from specbuild.quantization.recipe import Recipe
 from specbuild.weights.lazy_tensors import Weight
 from specbuild.weights.packed_model import PackedModel
 
-_FEW_ROWS = 4
-"""Rows that tell which inputs matter: 2,048 tokens."""
+_FEW_ROWS, _EQUALIZED_ROWS = 8, 1
+"""Rows that tell what inputs are, 2,048 tokens; and which of them are loud."""
 
 
 def texts_of(options: TextOptions, source: Path, positions: int | None, trust_remote_code: bool) -> Texts:
@@ -36,17 +38,29 @@ def needed(texts: Texts, recipes: Iterable[Recipe], kv_cache: bool) -> Texts:
     recipes = list(recipes)
     if kv_cache or any(recipe.calibrated for recipe in recipes):
         return texts
-    count = _FEW_ROWS if any(recipe.weighted for recipe in recipes) else 0
+    count = _FEW_ROWS if any(recipe.weighted for recipe in recipes) else _EQUALIZED_ROWS
+    count = count if any(recipe.weighted or recipe.equalized for recipe in recipes) else 0
     return texts._replace(calibration=texts.calibration[:count])
 
 
-def calibrate_on(texts: Texts, model: Any, kv_cache: bool, part: Part, stages: Stages) -> Amax:
+def calibrate_on(
+    texts: Texts, model: Any, kv_cache: bool, part: Part, stages: Stages, kept: KeptInputs | None = None
+) -> Amax:
     """How large inputs are over ``texts`` in a meta model, and with ``kv_cache`` keys and values. Raises SpecError.
 
-    part: what was done before and need not be done again.
+    part: what was done before and need not be done again. kept: gets the inputs themselves.
     """
     with part.stage(stages, "calibrate", len(texts.calibration)) as advance:
-        return calibrate(model, texts.calibration, advance, kv_cache, part)
+        return calibrate(model, texts.calibration, advance, kv_cache, part, kept)
+
+
+def equalized(model: Any, weights: dict[str, Weight], amax: Amax, kept: KeptInputs | None) -> Amax:
+    """Equalize a meta model and its ``weights``: see ``equalization``. Returns what the text says of it now."""
+    factors = equalize(model, weights, amax.norms, amax.squares)
+    if kept:
+        kept.factors = factors
+    squares = {name: own / factors[name] ** 2 if name in factors else own for name, own in amax.squares.items()}
+    return amax._replace(squares=squares)
 
 
 def unreached_experts(packed: PackedModel, amax: Amax) -> dict[str, list[int]]:
@@ -60,7 +74,12 @@ def unreached_experts(packed: PackedModel, amax: Amax) -> dict[str, list[int]]:
 
 
 def quantize_dense(
-    model: Any, weights: Mapping[str, Weight], recipe: Recipe, amax: Amax | None, stages: Stages
+    model: Any,
+    weights: Mapping[str, Weight],
+    recipe: Recipe,
+    amax: Amax | None,
+    stages: Stages,
+    kept: KeptInputs | None = None,
 ) -> PackedModel:
     """The weights of a meta model by ``recipe``, rounded by ``amax`` where the recipe looks at inputs.
 
@@ -68,4 +87,4 @@ def quantize_dense(
     """
     for pattern in unmatched(model, recipe):
         stages.say(f"warning: --exclude {pattern} matches no module with a weight")
-    return pack_model(model, recipe, weights, amax if recipe.calibrated or recipe.weighted else None)
+    return pack_model(model, recipe, weights, amax if recipe.calibrated or recipe.weighted else None, kept)

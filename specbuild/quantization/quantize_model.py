@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import io
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import torch
@@ -15,8 +18,10 @@ from onnx_ir.tensor_adapters import from_torch_dtype
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from specbuild.files import write_whole
+from specbuild.quantization.gptq import KeptInputs, LinearInputs
 from specbuild.quantization.recipe import Recipe, Storage
-from specbuild.quantization.rounding import FLOAT4_MAX, FLOAT8_MAX, CodeForm, Rounded, Rows, global_scale, round_weight
+from specbuild.quantization.rounding import FLOAT4_MAX, FLOAT8_MAX, CodeForm, Rounded, global_scale, round_weight
 from specbuild.weights.packed import Packed
 from specbuild.weights.packed_model import PackedModel, parameter_names
 from specrun.errors import BuildConfigError
@@ -32,16 +37,22 @@ _CODES: dict[CodeForm, ir.DataType] = {
 }
 
 
-def pack_model(model: Any, recipe: Recipe, weights: Mapping[str, Any], amax: Amax | None = None) -> PackedModel:
+def pack_model(
+    model: Any,
+    recipe: Recipe,
+    weights: Mapping[str, Any],
+    amax: Amax | None = None,
+    kept: KeptInputs | None = None,
+) -> PackedModel:
     """Quantize the weights of a transformers model.
 
     weights: by the parameters' names; they are read when codes are. An embedding and a head that are tied share their
     codes where both are stored alike. amax: of inputs, for recipes that need it. An expert that no token reached has
-    its layer's largest one.
+    its layer's largest one. kept: inputs of linear layers, for recipes that round by them.
 
     Raises BuildConfigError where groups do not divide a weight, or where a weight was not used in calibration.
     """
-    rounded: Any = functools.lru_cache(maxsize=1)(round_weight)  # Codes and scales are written one after the other.
+    last: Any = functools.lru_cache(maxsize=1)(_round)  # Codes and scales are written one after the other.
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     names = parameter_names(model)
     packed = PackedModel()
@@ -51,7 +62,7 @@ def pack_model(model: Any, recipe: Recipe, weights: Mapping[str, Any], amax: Ama
         weight = weights[own[0]]
         if isinstance(module, nn.Embedding):
             if module is embedding and (storage := recipe.embedding(name, weight.shape[1])):
-                packed.tables.update(dict.fromkeys(own, _pack(weight, storage, rounded, by_row=True)))
+                packed.tables.update(dict.fromkeys(own, _pack(_Rounding(weight, storage, by_row=True), last)))
             continue
         rows = _Columns(weight) if isinstance(module, Conv1D) else weight
         if storage := recipe.product(name, rows.shape[1], module is head):
@@ -61,8 +72,9 @@ def pack_model(model: Any, recipe: Recipe, weights: Mapping[str, Any], amax: Ama
                 packed.tables.update(both)
                 packed.linears.update(both)
             else:
-                squares = _squares(amax, own[0])
-                packed.linears.update(dict.fromkeys(own, _pack(rows, storage, rounded, squares=squares)))
+                inputs = kept.of(own[0]) if kept else None
+                rounding = _Rounding(rows, storage, _squares(amax, own[0]), inputs)
+                packed.linears.update(dict.fromkeys(own, _pack(rounding, last)))
     for name, module in model.named_modules():
         for parameter in stacked_weights(module):
             stacked, weight = f"{name}.{parameter}", weights[f"{name}.{parameter}"]
@@ -72,7 +84,7 @@ def pack_model(model: Any, recipe: Recipe, weights: Mapping[str, Any], amax: Ama
                 reached, squares = amax.experts.get(stacked, {}) if amax else {}, _squares(amax, stacked)
                 loudest = max(reached.values(), default=None)
                 packed.experts[stacked] = tuple(
-                    _pack(part, _calibrated(storage, stacked, reached.get(expert, loudest)), rounded, squares=squares)
+                    _pack(_Rounding(part, _calibrated(storage, stacked, reached.get(expert, loudest)), squares), last)
                     for expert, part in enumerate(parts)
                 )
     return packed
@@ -127,40 +139,73 @@ class _Columns:
         return columns.T
 
 
-_Rounding = Callable[[Rows, CodeForm, int, torch.Tensor | None], Rounded]
+@dataclass(frozen=True, eq=False)
+class _Rounding:
+    """How a weight is rounded, once it is read."""
+
+    weight: Any
+    """[N, K]"""
+    storage: Storage
+    squares: torch.Tensor | None = None
+    """[K], of its inputs."""
+    inputs: LinearInputs | None = None
+    by_row: bool = False
+    """True for a table, whose rows are looked up."""
+
+    @property
+    def block(self) -> int:
+        """Input channels that share a scale."""
+        return self.storage.block or int(self.weight.shape[1])
 
 
-def _pack(
-    weight: Any, storage: Storage, rounded: _Rounding, by_row: bool = False, squares: torch.Tensor | None = None
-) -> Packed:
-    """weight [N, K] -> codes [K, N]; or, by_row, [N, K] for a table whose rows are looked up."""
+def _round(rounding: _Rounding) -> Rounded:
+    """Codes [K, N] and scales [K / block, N]; of a table [N, K] and [N, K / block]."""
+    form, inputs = rounding.storage.form, rounding.inputs if rounding.storage.form == "int4" else None
+
+    def make() -> Rounded:
+        return round_weight(rounding.weight, form, rounding.block, rounding.squares, inputs)
+
+    found = make() if inputs is None else _once(inputs.rounded, make)
+    return Rounded(*(np.ascontiguousarray(part.T) for part in found)) if rounding.by_row else found
+
+
+def _once(path: Path, make: Callable[[], Rounded]) -> Rounded:
+    """What ``make`` gives. GPTQ takes long, and a weight is read to compare it and to write it: a file has it then."""
+    if path.exists():
+        with np.load(path) as kept:
+            return Rounded(kept["codes"].astype(ml_dtypes.int4), kept["scales"].astype(str(kept["dtype"])))
+    found, content = make(), io.BytesIO()
+    codes, scales, dtype = found.codes.astype(np.int8), found.scales.astype(np.float32), found.scales.dtype.name
+    np.savez(content, codes=codes, scales=scales, dtype=np.array(dtype))
+    write_whole(path, content.getbuffer())
+    return found
+
+
+def _pack(rounding: _Rounding, rounded: Callable[[_Rounding], Rounded]) -> Packed:
+    """weight [N, K] -> codes [K, N]; of a table [N, K]. They are made when they are asked for."""
+    weight, storage, by_row = rounding.weight, rounding.storage, rounding.by_row
     channels, inputs = weight.shape
-    block = storage.block or inputs
     codes_type, scale_type = _CODES[storage.form], from_torch_dtype(weight.dtype)
-
-    kept: list[Any] = []  # Scales of codes that were written: those of all experts follow the codes of all.
-
-    def turned(values: Any) -> Any:
-        return np.ascontiguousarray(values.T) if by_row else values
+    sizes = [channels, inputs // rounding.block] if by_row else [inputs // rounding.block, channels]
+    scale_shape = sizes if storage.block else [channels]
+    left: list[Any] = []  # Scales of codes that were written: those of all experts follow the codes of all.
 
     def codes() -> ir.TensorProtocol:
-        found = rounded(weight, storage.form, block, squares)
-        kept[:] = [found.scales]
-        return ir.Tensor(turned(found.codes), dtype=codes_type)
+        found = rounded(rounding)
+        left[:] = [found.scales]
+        return ir.Tensor(found.codes, dtype=codes_type)
 
     def scales() -> ir.TensorProtocol:
-        found = kept.pop() if kept else rounded(weight, storage.form, block, squares).scales
-        return ir.Tensor(turned(found) if storage.block else found[0])
+        found = left.pop() if left else rounded(rounding).scales
+        return ir.Tensor(found.reshape(scale_shape))
 
     def unit() -> ir.TensorProtocol:
         return ir.Tensor(np.asarray(global_scale(weight), scale_type.numpy()))
 
     is_float4 = storage.form == "float4"
-    sizes = [channels, inputs // block] if by_row else [inputs // block, channels]
-    scale_shape = ir.Shape(sizes if storage.block else [channels])
     return Packed(
         codes=ir.LazyTensor(codes, codes_type, ir.Shape([channels, inputs] if by_row else [inputs, channels])),
-        scales=ir.LazyTensor(scales, ir.DataType.FLOAT8E4M3FN if is_float4 else scale_type, scale_shape),
+        scales=ir.LazyTensor(scales, ir.DataType.FLOAT8E4M3FN if is_float4 else scale_type, ir.Shape(scale_shape)),
         block=storage.block,
         axis=0 if by_row else 1,
         global_scale=ir.LazyTensor(unit, scale_type, ir.Shape([])) if is_float4 else None,

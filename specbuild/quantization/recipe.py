@@ -68,8 +68,13 @@ class Recipe:
 
     @property
     def weighted(self) -> bool:
-        """Whether weights are rounded by how much their inputs matter on a text. A few rows of it are enough."""
+        """Whether weights are rounded by what their inputs are on a text. A few rows of it are enough."""
         return self.qformat == "int4"
+
+    @property
+    def equalized(self) -> bool:
+        """Whether inputs are made alike on a text before they are rounded. One row of it is enough."""
+        return self.qformat in ("int8", "int4") and not self.int8_by_channel
 
     @property
     def without_inputs(self) -> Recipe:

@@ -17,10 +17,11 @@ import numpy.typing as npt
 import torch
 from onnx_ir.tensor_adapters import TorchTensor
 
+from specbuild.quantization.gptq import LinearInputs, feedback, round_with_feedback
 from specbuild.quantization.recipe import CodeForm as CodeForm
 
-_AT_A_TIME = 1 << 18
-"""Elements that are rounded at a time."""
+_AT_A_TIME, _AT_A_TIME_WITH_FEEDBACK = 1 << 18, 1 << 22
+"""Elements that are rounded at a time. With feedback channels are rounded one by one, so there are more of them."""
 _TRIED = (1.0, 0.9, 0.8, -1.1, -0.9)
 """Shares of a 4-bit block's range that are tried: clipping its largest weight may serve the others. With a negative one
 the largest weight becomes 7, not -8."""
@@ -58,16 +59,23 @@ def global_scale(weight: Rows) -> float:
     return float((amax / (FLOAT4_MAX * FLOAT8_MAX)).to(weight.dtype)) or 1.0
 
 
-def _slices(weight: Rows) -> Iterator[slice]:
+def _slices(weight: Rows, at_a_time: int = _AT_A_TIME) -> Iterator[slice]:
     channels, inputs = weight.shape
-    step = max(1, _AT_A_TIME // inputs)
+    step = max(1, at_a_time // inputs)
     return (slice(start, min(start + step, channels)) for start in range(0, channels, step))
 
 
-def round_weight(weight: Rows, form: CodeForm, block: int, squares: torch.Tensor | None = None) -> Rounded:
+def round_weight(
+    weight: Rows,
+    form: CodeForm,
+    block: int,
+    squares: torch.Tensor | None = None,
+    kept: LinearInputs | None = None,
+) -> Rounded:
     """weight [N, K] in ``form``, one scale for ``block`` input channels of an output channel (K: for all of them).
 
     squares: [K], those of each channel's input; int4 rounds so that the output's error is small. None: all are alike.
+    kept: that input on a text; int4 takes back by it what a channel's rounding leaves over (GPTQ).
     Scales have the weight's dtype; those of float4 are float8 e4m3, to be multiplied by ``global_scale``.
     Raises ValueError where blocks do not divide K.
     """
@@ -80,6 +88,15 @@ def round_weight(weight: Rows, form: CodeForm, block: int, squares: torch.Tensor
     scale_type = torch.float8_e4m3fn if form == "float4" else weight.dtype
     codes = np.empty((inputs, channels), kind)
     scales = torch.empty((inputs // block, channels))
+    if kept is not None and form == "int4":
+
+        def choose(groups: torch.Tensor, channels: slice) -> torch.Tensor:
+            return _int4_scales(groups, scale_type, squares[channels].expand_as(groups))
+
+        for own in _slices(weight, _AT_A_TIME_WITH_FEEDBACK):
+            found = round_with_feedback(weight[own].float(), block, feedback(kept, inputs, block), choose)
+            codes[:, own], scales[:, own] = _cast(found[0].numpy(), kind), found[1]
+        return Rounded(codes, TorchTensor(scales.to(scale_type)).numpy())
     for own in _slices(weight):
         groups = weight[own].float().reshape(-1, block) / unit
         of_groups = squares.reshape(-1, block).repeat(len(groups) * block // inputs, 1)
@@ -100,11 +117,17 @@ def _int8(groups: torch.Tensor, scale_type: torch.dtype, _squares: torch.Tensor)
 
 
 def _int4(groups: torch.Tensor, scale_type: torch.dtype, squares: torch.Tensor) -> _Groups:
-    """-8..7 with the least error of the output: of the weights, each squared times its input's square.
+    """-8..7."""
+    scales = _int4_scales(groups, scale_type, squares)
+    return (groups / scales[:, None]).round_().clamp_(-8, 7).to(torch.int8), scales
 
-    Scales come from the largest weight, and then from the codes that they give, by least squares. They have the
-    precision of bfloat16 in every dtype, so engines can keep them in 16 bits. It costs no accuracy, because codes are
-    rounded against them.
+
+def _int4_scales(groups: torch.Tensor, scale_type: torch.dtype, squares: torch.Tensor) -> torch.Tensor:
+    """Those with the least error of the output: of the weights, each squared times its input's square.
+
+    They come from the largest weight, and then from the codes that it gives, by least squares. They have the precision
+    of bfloat16 in every dtype, so engines can keep them in 16 bits. It costs no accuracy, because codes are rounded
+    against them.
     """
     largest = groups.gather(1, groups.abs().argmax(dim=1, keepdim=True)).squeeze(1)
     best, best_scales = torch.full_like(largest, math.inf), torch.ones_like(largest)
@@ -118,7 +141,7 @@ def _int4(groups: torch.Tensor, scale_type: torch.dtype, squares: torch.Tensor) 
         error = (codes.mul_(scales[:, None]).sub_(groups).square_().mul_(squares)).sum(dim=1)
         is_best = error < best
         best, best_scales = torch.where(is_best, error, best), torch.where(is_best, scales, best_scales)
-    return (groups / best_scales[:, None]).round_().clamp_(-8, 7).to(torch.int8), best_scales
+    return best_scales
 
 
 def _float8(groups: torch.Tensor, scale_type: torch.dtype, _squares: torch.Tensor) -> _Groups:

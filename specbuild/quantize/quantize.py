@@ -149,26 +149,29 @@ def _recipes(options: QuantizeOptions) -> list[Recipe]:
 def _choose(recipes: list[Recipe], source: Quantizable, run: Run, stages: Stages) -> Recipe:
     """The first recipe that keeps ``LEAST_TOP1`` of this model's likeliest tokens; else the one that keeps most."""
     from specbuild.quantization.calibration import calibrate_on
+    from specbuild.quantization.gptq import KeptInputs
     from specbuild.quantization.quantize_model import pack_model
     from specbuild.quantize.quality import measure
 
     assert source.texts
     model, rows = source.meta_model.model, source.texts.held_out
     rows = rows[: max(1, TRIED_TOKENS // rows.shape[1])]
-    kept: list[float] = []
+    agreements: list[float] = []
     for recipe in recipes:
-        amax = None
+        amax = kept = None
         if recipe.weighted:
-            amax = calibrate_on(source.texts, model, False, run.part("calibration of tries"), stages)
-        part, packed = run.part(f"try {recipe.qformat}"), pack_model(model, recipe, source.meta_model.weights, amax)
+            part, kept = run.part("calibration of tries"), KeptInputs(run.directory / "inputs")
+            amax = calibrate_on(source.texts, model, False, part, stages, kept)
+        part, weights = run.part(f"try {recipe.qformat}"), source.meta_model.weights
+        packed = pack_model(model, recipe, weights, amax, kept)
         with part.stage(stages, f"try {recipe.qformat}", len(rows)) as advance:
             found = measure(model, packed, None, source.directory, rows, advance, part=part)
         stages.say(f"{recipe.qformat} keeps {found.top1_agreement:.1%} of the likeliest tokens")
-        kept.append(found.top1_agreement)
+        agreements.append(found.top1_agreement)
         if found.top1_agreement >= LEAST_TOP1:
             break
-    best = recipes[kept.index(max(kept))]
-    reason = "is the fastest format on a CPU that keeps" if max(kept) >= LEAST_TOP1 else "keeps most; none keeps"
+    best = recipes[agreements.index(max(agreements))]
+    reason = "is the fastest format on a CPU that keeps" if max(agreements) >= LEAST_TOP1 else "keeps most; none keeps"
     stages.say(f"note: --qformat auto is {best.qformat} here: it {reason} {LEAST_TOP1:.0%} of them")
     return best
 
@@ -181,17 +184,19 @@ def _write(options: QuantizeOptions, recipe: Recipe, source: Quantizable, run: R
     import torch
 
     from specbuild.quantization.calibration import calibrate_on, quantize_dense, unreached_experts
+    from specbuild.quantization.gptq import KeptInputs
     from specbuild.quantize.checkpoint import read_back, stored_cache, write_config, write_weights
     from specbuild.quantize.quality import measure
     from specbuild.weights.kv_cache import coarser, rounding_for
 
     directory, files, meta_model, linears, texts, draft = source
-    kv_cache, amax, cache, quality = cache_code(options.kv_cache_dtype), None, None, None
+    kv_cache, amax, kept, cache, quality = cache_code(options.kv_cache_dtype), None, None, None, None
     if texts and (recipe.calibrated or recipe.weighted or kv_cache):
-        amax = calibrate_on(texts, meta_model.model, kv_cache is not None, run.part("calibration"), stages)
+        part, kept = run.part("calibration"), KeptInputs(run.directory / "inputs") if recipe.weighted else None
+        amax = calibrate_on(texts, meta_model.model, kv_cache is not None, part, stages, kept)
     if kv_cache and amax:
         cache = rounding_for(kv_cache, coarser(kv_cache, amax.cache), torch.float32)
-    packed = quantize_dense(meta_model.model, meta_model.weights, recipe, amax, stages)
+    packed = quantize_dense(meta_model.model, meta_model.weights, recipe, amax, stages, kept)
     scales = stored_cache(directory, meta_model.model, linears, cache)
     if not run.written.exists():
         with new_directory(run.written, force=False) as work:

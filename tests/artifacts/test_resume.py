@@ -154,8 +154,10 @@ def test_what_was_kept_is_what_counts(hf: Path, tmp_path: Path, run: Run) -> Non
 
 def test_kept_values_come_back_as_they_are() -> None:
     squares = {"a": np.array([0.1, 1e-45, 3e38], np.float32)}
-    one = Amax({"a": 0.1, "b": 1e-45}, {"e": {0: 1 / 3}}, [np.array([[0.1, 3e38]], np.float32)], {})
-    other = Amax({"b": 2.0}, {"e": {0: 0.1, 7: 5.0}, "f": {}}, [np.array([[0.2, 1.0]], np.float32)], squares)
+    one = Amax({"a": 0.1, "b": 1e-45}, {"e": {0: 1 / 3}}, [np.array([[0.1, 3e38]], np.float32)], {}, {})
+    other = Amax(
+        {"b": 2.0}, {"e": {0: 0.1, 7: 5.0}, "f": {}}, [np.array([[0.2, 1.0]], np.float32)], squares, {"a": "n"}
+    )
     both = Amax.from_json({}).or_larger(one).or_larger(other)
     assert both[:2] == ({"a": 0.1, "b": 2.0}, {"e": {0: 1 / 3, 7: 5.0}, "f": {}})
     back = Amax.from_json(json.loads(json.dumps(both.as_json())))

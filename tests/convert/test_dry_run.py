@@ -40,7 +40,7 @@ def test_it_says_what_is_then_made(qformat: str, tmp_path: Path) -> None:
     assert said["max_seq_len"] == "96" == str(made.max_seq_len)
     assert said["computes in"] == made.graph.dtype
     assert said["KV cache"] == f"float32, {human_bytes(made.graph.cache_bytes(1, 1))} a token"
-    rows = {"fp8": "2 rows of 16 tokens", "int4": "4 rows of 128 tokens"}  # Those of int4 are few, and no option of it.
+    rows = {"fp8": "2 rows of 16 tokens", "int4": "8 rows of 128 tokens"}  # Those of int4 are few, and no option of it.
     assert said["calibration"] == rows.get(qformat, "not needed")
     forms = made.graph.quantized.forms if made.graph.quantized else {}
     assert all(f"{count} in {form.removesuffix(', inputs float8')}" in said["weights"] for form, count in forms.items())

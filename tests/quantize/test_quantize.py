@@ -26,6 +26,7 @@ from specbuild.compilers.trt_forms import round_float4_inputs
 from specbuild.graph.ops import FLOAT4_INPUT
 from specbuild.quantization.activation_ranges import calibrate, rounded
 from specbuild.quantization.calibration_data import TextOptions, read_texts
+from specbuild.quantization.gptq import KeptInputs
 from specbuild.quantization.quantize_model import pack_model
 from specbuild.quantization.recipe import QFORMATS, QFormat, Recipe
 from specbuild.quantize.compressed_tensors_format import configuration, tensors
@@ -61,8 +62,9 @@ def test_what_is_written_is_what_convert_makes_of_the_original(
     report = run(dense, tmp_path / "out", text, qformat=qformat, lm_head=True, quality=False)
     original, _ = meta_model(dense)
     rows = read_texts(TextOptions(str(text), **TEXTS), dense).calibration
-    largest = calibrate(original.model, rows, lambda _rows: None)
-    expected = pack_model(original.model, Recipe(qformat, int8_by_channel=True), original.weights, largest)
+    kept = KeptInputs(tmp_path / "inputs")
+    largest = calibrate(original.model, rows, lambda _rows: None, kept=kept)
+    expected = pack_model(original.model, Recipe(qformat, int8_by_channel=True), original.weights, largest, kept)
     loaded, found = meta_model(tmp_path / "out")
     assert found.linears.keys() == expected.linears.keys()
     for name, packed in found.linears.items():
@@ -454,7 +456,8 @@ def test_bad_drafts(dense: Path, text: Path, tmp_path: Path) -> None:
         ("quantize", "int4", "--no-quality", False),
         ("quantize", "fp8_wo", "--quality", False),
         ("quantize", "fp8", "--no-quality", False),
-        ("convert", "int8", "--no-verify", True),
+        ("convert", "int8", "--no-verify", False),
+        ("convert", "int8_wo", "--no-verify", True),
         ("convert", "auto", "--no-verify", True),
         ("convert", "fp8", "--no-verify", False),
     ],

@@ -1,0 +1,139 @@
+"""GPTQ (arXiv 2210.17323): what rounding a channel leaves over is taken back by the channels behind it.
+
+A linear layer's inputs on a text say by how much. They are kept in files, because those of a whole model would not fit
+into memory, and the weights are rounded one by one when they are written.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from specbuild.weights.packed import Floats
+
+_ROWS = 8
+"""Rows of a text that are kept: 2,048 tokens."""
+_CHANNELS = 2048
+"""Most channels that take back each other's errors: memory and time grow with its square and cube."""
+_DAMPING = 0.01
+"""Share of the mean square that is added to every channel's: a text does not show all that channels do."""
+_DAMPING_TRIES = 4
+
+ChooseScales = Callable[[torch.Tensor, slice], torch.Tensor]
+"""Takes groups of weights [N, block] and which channels they are of; gives their scales [N]."""
+
+
+class KeptInputs:
+    """Inputs of linear layers on a text, in files of a directory, by the names of the layers' weights."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._last: tuple[torch.Tensor, Path] | None = None
+        self.factors: Mapping[str, Floats] = {}
+        """[K] by the layer's name: what its inputs are to be divided by."""
+
+    def keep(self, name: str, x: torch.Tensor, row: int) -> None:
+        """Keep ``x`` [B, S, K] of rows of a text from ``row`` on, up to ``_ROWS``; what was kept of them is lost."""
+        if row >= _ROWS:
+            return
+        self._directory.mkdir(exist_ok=True)
+        path = self._directory / f"{name}.{row}"
+        path.unlink(missing_ok=True)
+        if self._last and self._last[0] is x:  # As k and v have what q has.
+            path.symlink_to(self._last[1].name)
+            return
+        values = x.detach()[: _ROWS - row].to(torch.bfloat16).contiguous()
+        path.write_bytes(values.view(torch.uint8).numpy().data)
+        self._last = (x, path)
+
+    def forget_last(self) -> None:
+        """Let go of the tensor that came last."""
+        self._last = None
+
+    def of(self, name: str) -> LinearInputs | None:
+        """Those of one layer; None: the text has not reached it."""
+        paths = (self._directory / f"{name}.{row}" for row in range(_ROWS))
+        files = tuple(os.path.realpath(path) for path in paths if path.exists())
+        own = self.factors.get(name)
+        rounded = self._directory / f"{name}.rounded"
+        return LinearInputs(files, None if own is None else tuple(own.tolist()), rounded) if files else None
+
+
+class LinearInputs(NamedTuple):
+    """Inputs of one linear layer."""
+
+    files: tuple[str, ...]
+    """Each of [n, K] in bfloat16."""
+    factors: tuple[float, ...] | None
+    """[K]: inputs are to be divided by them; None: 1."""
+    rounded: Path
+    """Where the layer's weight can be kept once it is rounded."""
+
+
+def feedback(inputs: LinearInputs, channels: int, block: int) -> list[tuple[slice, torch.Tensor]]:
+    """Parts of the ``channels``, each of whole blocks and with the upper Cholesky factor [P, P] of its inverse Hessian.
+
+    Row k of it says what an error in channel k is worth in the channels behind it.
+    """
+    return _feedback(inputs.files, inputs.factors, channels, max(_CHANNELS // block, 1) * block)
+
+
+@functools.lru_cache(maxsize=1)  # q, k and v have the same.
+def _feedback(
+    files: tuple[str, ...], factors: tuple[float, ...] | None, channels: int, size: int
+) -> list[tuple[slice, torch.Tensor]]:
+    parts = [slice(start, min(start + size, channels)) for start in range(0, channels, size)]
+    found = []
+    for part in parts:
+        width = part.stop - part.start
+        hessian = torch.zeros(width, width)
+        for file in files:
+            values = torch.from_file(file, size=Path(file).stat().st_size // 2, dtype=torch.bfloat16)
+            own = values.reshape(-1, channels)[:, part].float()
+            if factors is not None:
+                own /= torch.tensor(factors[part])
+            hessian.addmm_(own.T, own)
+        found.append((part, _factor(hessian)))
+    return found
+
+
+def _factor(hessian: torch.Tensor) -> torch.Tensor:
+    """U, with more damping where less does not do."""
+    mean = float(hessian.diagonal().mean()) or 1.0
+    for attempt in range(_DAMPING_TRIES):
+        hessian.diagonal().add_(mean * _DAMPING * 10**attempt)
+        lower, failed = torch.linalg.cholesky_ex(hessian)
+        if not failed:
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not failed and bool(upper.isfinite().all()):
+                return upper  # type: ignore[no-any-return]
+    return torch.eye(len(hessian))
+
+
+def round_with_feedback(
+    weight: torch.Tensor, block: int, parts: list[tuple[slice, torch.Tensor]], choose: ChooseScales
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight [N, K] -> 4-bit codes [K, N] int8, -8..7, and scales [K / block, N]. choose: a group's scales."""
+    channels, inputs = weight.shape
+    codes = torch.empty(inputs, channels, dtype=torch.int8)
+    scales = torch.empty(inputs // block, channels)
+    for part, upper in parts:
+        left = weight[:, part].T.contiguous()
+        for start in range(0, len(left), block):
+            end = min(start + block, len(left))
+            group, errors = left[start:end], torch.empty(end - start, channels)
+            first = part.start + start
+            own = scales[first // block] = choose(group.T, slice(first, first + len(group)))
+            for place, values in enumerate(group):
+                row = upper[start + place]
+                rounded = (values / own).round_().clamp_(-8, 7)
+                codes[first + place] = rounded
+                errors[place] = (values - rounded * own) / row[start + place]
+                group[place + 1 :].addr_(row[start + place + 1 : end], errors[place], alpha=-1)
+            left[end:].addmm_(upper[start:end, end:].T, errors, alpha=-1)
+    return codes, scales
