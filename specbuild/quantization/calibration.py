@@ -20,7 +20,7 @@ from specbuild.weights.lazy_tensors import Weight
 from specbuild.weights.packed_model import PackedModel
 
 _FEW_ROWS, _EQUALIZED_ROWS = 8, 1
-"""Rows that tell what inputs are, 2,048 tokens; and which of them are loud."""
+"""Rows that tell what inputs are, 4,096 tokens; and which of them are loud."""
 
 
 def texts_of(options: TextOptions, source: Path, positions: int | None, trust_remote_code: bool) -> Texts:

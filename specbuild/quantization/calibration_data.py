@@ -20,11 +20,14 @@ if TYPE_CHECKING:
     """[n, length] token ids."""
 
 BUILTIN = "builtin"
-"""The help topics of Python's documentation, which every installation has: 460,000 characters of English and code."""
+"""What every Python installation has, in turns: help topics, source code, and questions about the topics that they
+answer, in the checkpoint's chat template. A model is calibrated for what it has seen, so all kinds are in it."""
 HELD_OUT_EVERY = 5
 """One row of so many is kept for the comparison, and never calibrated with."""
 _CHARACTERS = 1 << 20
 """Characters of a text that are read and tokenized at a time."""
+_PIECE = 500
+"""Characters of each kind of the built-in text before the next one follows: a row has all kinds."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,10 @@ def read_texts(options: TextOptions, tokenizer_dir: Path, source: Path | None = 
     """Rows to calibrate with, as many as there are up to ``options.size``, and a quarter as many to compare on.
 
     The file is plain text, or JSON lines that have a ``text``. Texts are joined; what does not fill a row is left out.
+    Each row begins as the tokenizer begins a text, because some models compute nothing sensible without it.
     source: the checkpoint, for errors. Raises BuildConfigError where the file cannot be read or fills fewer than two
     rows, or there is no tokenizer.
     """
-    from pydoc_data.topics import topics
-
     import numpy as np
 
     from specrun.text.tokenizer import TOKENIZER_NAME, load_tokenizer
@@ -81,22 +83,48 @@ def read_texts(options: TextOptions, tokenizer_dir: Path, source: Path | None = 
             f"{source or tokenizer_dir}: has no tokenizer, so no text can be read: calibrating and comparing need one"
         )
     tokenizer = load_tokenizer(tokenizer_dir, BuildConfigError)
-    wanted = -(-options.size * HELD_OUT_EVERY // (HELD_OUT_EVERY - 1)) * options.length
+    begin: list[int] = tokenizer.encode("").ids
+    own = options.length - len(begin)
+    wanted = -(-options.size * HELD_OUT_EVERY // (HELD_OUT_EVERY - 1)) * own
     ids: list[int] = []
-    for text in topics.values() if options.dataset == BUILTIN else _read(Path(options.dataset).expanduser()):
-        ids += tokenizer.encode(text).ids
+    for text in _builtin(tokenizer_dir) if options.dataset == BUILTIN else _read(Path(options.dataset).expanduser()):
+        ids += tokenizer.encode(text, add_special_tokens=False).ids
         if len(ids) >= wanted:
             break
-    count = min(len(ids), wanted) // options.length
+    count = min(len(ids), wanted) // own
     if count < 2:
         raise BuildConfigError(
             f"--calib_dataset {options.dataset}: {len(ids)} tokens, and at least two rows of --calib_max_seq_length "
             f"{options.length} are needed: one to calibrate with and one to compare on; give more text or a smaller "
             "length"
         )
-    rows = np.array(ids[: count * options.length], np.int64).reshape(count, options.length)
+    rows = np.array([begin + ids[row * own : (row + 1) * own] for row in range(count)], np.int64)
     held_out = np.arange(count) % HELD_OUT_EVERY == min(HELD_OUT_EVERY, count) - 1
     return Texts(rows[~held_out][: options.size], rows[held_out])
+
+
+def _builtin(tokenizer_dir: Path) -> Iterator[str]:
+    """Pieces of the built-in text, kind after kind."""
+    from pydoc_data.topics import topics
+
+    from specrun.errors import RequestError
+    from specrun.text.chat_template import ChatTemplate
+
+    try:
+        template = ChatTemplate.load(tokenizer_dir)
+    except RequestError:
+        template = None
+    source = "\n".join(path.read_text("utf-8") for path in sorted(Path(json.__file__).parents[1].glob("[c-f]*.py")))
+    for number, (name, text) in enumerate(topics.items()):
+        yield text[:_PIECE]
+        yield source[number * _PIECE : (number + 1) * _PIECE]
+        turns = [("user", f"Explain {name} in Python."), ("assistant", text[_PIECE : 2 * _PIECE].strip() or text)]
+        messages = [{"role": role, "content": content} for role, content in turns]
+        try:
+            rendered = template.render(messages, add_generation_prompt=False) if template else ""
+        except RequestError:  # It wants other messages.
+            template, rendered = None, ""
+        yield rendered
 
 
 def _read(path: Path) -> Iterator[str]:

@@ -17,10 +17,10 @@ import torch
 from specbuild.weights.packed import Floats
 
 _ROWS = 8
-"""Rows of a text that are kept: 2,048 tokens."""
+"""Rows of a text that are kept: 4,096 tokens."""
 _CHANNELS = 2048
 """Most channels that take back each other's errors: memory and time grow with its square and cube."""
-_DAMPING = 0.01
+_DAMPING = 0.1
 """Share of the mean square that is added to every channel's: a text does not show all that channels do."""
 _DAMPING_TRIES = 4
 
