@@ -101,8 +101,8 @@ def section(title: str, page: Path = COMMANDS) -> str:
 
 def written_options(text: str) -> list[str]:
     """The options of a section's tables."""
-    cells = re.findall(r"^\| (`--.*?) \|", text, re.MULTILINE)
-    return [option for cell in cells for option in re.findall(r"`(--[\w-]+)`", cell)]
+    cells = re.findall(r"^\| (`--?\w.*?) \|", text, re.MULTILINE)
+    return [option for cell in cells for option in re.findall(r"`(--?\w[\w-]*)`", cell)]
 
 
 EVERY_COMMAND = [

@@ -39,7 +39,9 @@ HINT = "/help lists the commands, Ctrl-D ends the chat, Ctrl-C stops an answer"
 
 chat_options = together(
     click.option("--system", metavar="TEXT", help="The system message."),
-    click.option("--max_output_len", type=click.IntRange(1), help="Most tokens of an answer. Default: 256, or fewer."),
+    click.option(
+        "--max_output_len", "-n", type=click.IntRange(1), help="Most tokens of an answer. Default: 256, or fewer."
+    ),
     sampling_options(),
     generation_config_option,
     seed_option,

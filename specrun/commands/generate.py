@@ -35,7 +35,9 @@ NOT_OF_A_REQUEST = (
 
 @click.command()
 @pair_options
-@click.option("--max_output_len", type=click.IntRange(1), help="Most tokens of output. Default: 256, or what fits.")
+@click.option(
+    "--max_output_len", "-n", type=click.IntRange(1), help="Most tokens of output. Default: 256, or what fits."
+)
 @click.option("--min_output_len", type=click.IntRange(0), default=0, show_default=True, help="Fewest tokens of output.")
 @prompt_options
 @click.option("--output_file", type=FolderPath, help="Write the answers to --input_file's JSON lines into this file.")

@@ -89,6 +89,7 @@ models_options = together(
     config_option,
     click.argument("target", required=False, metavar="TARGET"),
     click.argument("draft_model", required=False, metavar="[DRAFT]"),
+    click.option("-m", "short_target", metavar="TARGET", help="The same as TARGET."),
     click.option("--engine_dir", type=FolderPath, help="The target's engine directory, instead of TARGET."),
     click.option("--draft_engine_dir", type=FolderPath, help="The draft's engine directory, instead of DRAFT."),
     draft_option,
@@ -129,6 +130,10 @@ def take_models(options: dict[str, Any], draft_needed: bool = False) -> BuildOpt
     UsageError, and EngineDirError for a model that is not there.
     """
     given_models = {"engine_dir": options.pop("target"), "draft_engine_dir": options.pop("draft_model")}
+    if short := options.pop("short_target"):
+        if given_models["engine_dir"] is not None:
+            raise click.UsageError("-m cannot be combined with TARGET, which says the same")
+        given_models["engine_dir"] = short
     built = _take_build(options)
     for option, name in (("engine_dir", "TARGET"), ("draft_engine_dir", "DRAFT")):
         if (model := given_models[option]) is None:

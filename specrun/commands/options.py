@@ -148,7 +148,7 @@ def constraints(options: dict[str, Any]) -> dict[str, Any]:
 
 
 prompt_options = together(
-    click.option("--input_text", multiple=True, help="A prompt; may be given several times."),
+    click.option("--input_text", "-p", multiple=True, help="A prompt; may be given several times."),
     click.option("--input_file", type=FolderPath, help="A file of prompts, one a line. Default: standard input."),
 )
 

@@ -378,6 +378,8 @@ def specrun(*arguments: object) -> Result:
     [
         ([], 2, "give TARGET: a checkpoint's directory, its Hub ID, or an engine directory"),
         (["big", "--engine_dir", "x"], 2, "--engine_dir cannot be combined with TARGET"),
+        (["-m", "big", "--engine_dir", "x"], 2, "--engine_dir cannot be combined with TARGET"),
+        (["big", "-m", "big"], 2, "-m cannot be combined with TARGET"),
         (["a/b", "c/d", "--draft_engine_dir", "x"], 2, "--draft_engine_dir cannot be combined with DRAFT"),
         (["a/b", "c/d", "--draft", "ngram"], 2, "--draft ngram cannot be combined with a draft model"),
         (["a/b", "--draft_len", "3"], 2, "--draft_len needs a draft; give DRAFT or --draft suffix"),
