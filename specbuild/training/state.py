@@ -16,6 +16,7 @@ from specrun.errors import BuildConfigError, CheckpointError
 
 OPTIMISER_NAME = "optimizer.safetensors"
 TOOL = "specbuild train_draft"
+_LENGTHS = ("steps", "epochs")
 
 
 def save_run(directory: Path, trainer: Trainer, settings: dict[str, Any], history: list[dict[str, Any]]) -> None:
@@ -39,7 +40,10 @@ def write_record(directory: Path, record: dict[str, Any]) -> None:
 
 
 def read_run(directory: Path, settings: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
-    """How far a run is, and its history. Raises CheckpointError; BuildConfigError where other things were asked for."""
+    """How far a run is, and its history. It may become longer or shorter.
+
+    Raises CheckpointError; BuildConfigError where other things were asked for.
+    """
     try:
         record = json.loads((directory / TRAINING_NAME).read_bytes())
         began, step, history = record["settings"], record["step"], record["history"]
@@ -48,7 +52,7 @@ def read_run(directory: Path, settings: dict[str, Any]) -> tuple[int, list[dict[
             f"{directory}: no run that can be resumed ({error}); give --force to begin anew"
         ) from error
     for name, value in settings.items():
-        if began.get(name) != value:
+        if name not in _LENGTHS and began.get(name) != value:
             was = "another file" if name == "data" else began.get(name)
             raise BuildConfigError(
                 f"--{name}: the run in {directory} began with {was}; give the same, or --force to begin anew"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -40,9 +39,6 @@ def train_draft(options: TrainOptions, stages: Stages) -> dict[str, Any]:
     Raises SpecError; KeyboardInterrupt for Ctrl-C, when the run was written so that it can be resumed.
     """
     require_packages("torch", "transformers", "safetensors", "onnx_ir", "jinja2")
-    # Threads that spin while they wait make training ten times slower as soon as anything else runs. Read by GNU OpenMP
-    # when torch loads.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     output = Path(options.output_dir)
     require_free(output, options.force)
     if options.checkpoint.exists() and not (options.resume or options.force):
@@ -98,7 +94,10 @@ def train_draft(options: TrainOptions, stages: Stages) -> dict[str, Any]:
 
     def at_pause(loss: float, is_stop: bool) -> None:
         if is_stop:
-            said = f"stopped after step {trainer.step} of {plan.steps}; the same command with --resume goes on"
+            said = (
+                f"stopped after step {trainer.step} of {plan.steps}; the same command with --resume goes on, and with "
+                f"--resume --steps {trainer.step} it ends here"
+            )
         else:
             score = trainer.compare_held_out()
             history.append({"step": trainer.step, "loss": round(loss, 4), **score.summary()})
@@ -106,7 +105,7 @@ def train_draft(options: TrainOptions, stages: Stages) -> dict[str, Any]:
         save_run(options.checkpoint, trainer, settings, history)
         stages.say(said)
 
-    with stages.stage("train", plan.steps - step) as advance:
+    with stages.stage("train", max(0, plan.steps - step)) as advance:
         trainer.run(partial(advance, 1), at_pause)
     record = {"step": trainer.step, "settings": settings, "history": history}
     with new_directory(output, options.force) as work:

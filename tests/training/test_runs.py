@@ -102,6 +102,18 @@ def test_runs_that_cannot_go_on(target: Path, answered: Path, tmp_path: Path) ->
         train(target, output, "medusa", data, resume=True, **SHORT)
 
 
+def test_a_run_may_end_early(target: Path, answered: Path, tmp_path: Path) -> None:
+    output, data, stages = tmp_path / "out", answered / "data.jsonl", Interrupting(3)
+    with pytest.raises(KeyboardInterrupt):
+        train_draft(TrainOptions(str(target), output, "medusa", data, **SHORT), stages)
+    assert any("--resume --steps 3 it ends here" in line for line in stages.said)
+    kept = weights(tmp_path / "out.checkpoint", "medusa")
+    early = train(target, output, "medusa", data, resume=True, **{**SHORT, "steps": 3})
+    assert (early["step"], early["settings"]["steps"]) == (3, 3)
+    found = weights(output, "medusa")
+    assert all(torch.equal(found[name], tensor.to(found[name].dtype)) for name, tensor in kept.items())
+
+
 def test_bfloat16_and_smaller_sizes(target: Path, answered: Path, tmp_path: Path) -> None:
     """Products in bfloat16, the target's dtype for what is written; a narrow model from nothing."""
     narrow = tmp_path / "target"
