@@ -51,7 +51,7 @@ SAID = [
 ]
 """What strangers send: wrong tokens, nests, texts, lengths of gigabytes, and nothing."""
 NEAR_TIE = 1e-3
-ROUNDED = 2e-2
+ROUNDED = 5e-2
 """Where ranks round their parts of a token's activations."""
 
 
