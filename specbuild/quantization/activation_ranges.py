@@ -122,7 +122,7 @@ def _calibrate_batch(
             if expert is None:
                 found[name] = max(amax, found.get(name, 0.0))
                 if kept:
-                    kept.keep(name, x, row)
+                    kept.keep(name, x, row, batch.shape[1])
             elif x.numel():
                 own = experts.setdefault(name, {})
                 own[expert] = max(amax, own.get(expert, 0.0))

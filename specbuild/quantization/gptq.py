@@ -37,9 +37,12 @@ class KeptInputs:
         self.factors: Mapping[str, Floats] = {}
         """[K] by the layer's name: what its inputs are to be divided by."""
 
-    def keep(self, name: str, x: torch.Tensor, row: int) -> None:
-        """Keep ``x`` [B, S, K] of rows of a text from ``row`` on, up to ``_ROWS``; what was kept of them is lost."""
-        if row >= _ROWS:
+    def keep(self, name: str, x: torch.Tensor, row: int, length: int) -> None:
+        """Keep ``x`` [.., K] of a text's rows from ``row`` on, up to ``_ROWS``; what was kept of them is lost.
+
+        length: tokens of a row.
+        """
+        if row >= _ROWS or not x.numel():  # No token may have reached it.
             return
         self._directory.mkdir(exist_ok=True)
         path = self._directory / f"{name}.{row}"
@@ -47,7 +50,7 @@ class KeptInputs:
         if self._last and self._last[0] is x:  # As k and v have what q has.
             path.symlink_to(self._last[1].name)
             return
-        values = x.detach()[: _ROWS - row].to(torch.bfloat16).contiguous()
+        values = x.detach().flatten(end_dim=-2)[: (_ROWS - row) * length].to(torch.bfloat16).contiguous()
         path.write_bytes(values.view(torch.uint8).numpy().data)
         self._last = (x, path)
 

@@ -35,7 +35,7 @@ def test_errors_are_taken_back(channels: int, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(gptq, "_CHANNELS", channels)
     gptq._feedback.cache_clear()
     x, kept = correlated(512, 2), KeptInputs(tmp_path / "inputs")
-    kept.keep("own", x, 0)
+    kept.keep("own", x, 0, 512)
     inputs, squares = kept.of("own"), x[0].square().sum(dim=0)
     plain, fed = (round_weight(WEIGHT, "int4", 32, squares, given) for given in (None, inputs))
     for text in (x, correlated(512, 3)):  # Another one too.
@@ -44,7 +44,7 @@ def test_errors_are_taken_back(channels: int, tmp_path: Path, monkeypatch: pytes
 
 def test_inputs_that_have_nothing_in_common_take_nothing_back(tmp_path: Path) -> None:
     kept = KeptInputs(tmp_path / "inputs")
-    kept.keep("own", torch.eye(INPUTS)[None], 0)
+    kept.keep("own", torch.eye(INPUTS), 0, INPUTS)
     plain, fed = (round_weight(WEIGHT, "int4", 32, None, given) for given in (None, kept.of("own")))
     assert (plain.codes == fed.codes).all() and (plain.scales == fed.scales).all()
 
@@ -53,9 +53,10 @@ def test_layers_with_one_input_share_its_file(tmp_path: Path) -> None:
     kept, x = KeptInputs(tmp_path / "inputs"), correlated(8, 4)
     for row in (0, 2, gptq._ROWS):
         for name in ("q.weight", "k.weight"):
-            kept.keep(name, x, row)
+            kept.keep(name, x, row, 8)
         kept.forget_last()
-    kept.keep("o.weight", 2 * x, 0)
+    kept.keep("o.weight", 2 * x, 0, 8)
+    kept.keep("other", x[:, :0], 0, 8)
     assert kept.of("other") is None
     q, k, o = (kept.of(name) for name in ("q.weight", "k.weight", "o.weight"))
     assert q is not None and k is not None and o is not None
