@@ -80,7 +80,7 @@ class NormReaders(TorchFunctionMode):
 
     def found(self) -> dict[str, str]:
         """The norm of each linear layer that reads one, by their weights' names: norms that nothing else reads."""
-        only = {name: norms.copy().pop() for name, norms in self._read.items() if len(norms) == 1}
+        only = {name: next(iter(norms)) for name, norms in self._read.items() if len(norms) == 1}
         shared = {norm for norms in self._read.values() if len(norms) > 1 for norm in norms}
         return {name: norm for name, norm in only.items() if norm and norm not in self._others | shared}
 
