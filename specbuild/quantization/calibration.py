@@ -13,14 +13,14 @@ from specbuild.progress import Stages
 from specbuild.quantization.activation_ranges import Amax, calibrate
 from specbuild.quantization.calibration_data import TextOptions, Texts, read_texts
 from specbuild.quantization.equalization import equalize
-from specbuild.quantization.gptq import KeptInputs
+from specbuild.quantization.gptq import ROWS, KeptInputs
 from specbuild.quantization.quantize_model import pack_model, unmatched
 from specbuild.quantization.recipe import Recipe
 from specbuild.weights.lazy_tensors import Weight
 from specbuild.weights.packed_model import PackedModel
 
-_FEW_ROWS, _EQUALIZED_ROWS = 8, 1
-"""Rows that tell what inputs are, 4,096 tokens; and which of them are loud."""
+_EQUALIZED_ROWS = 1
+"""Rows that tell which inputs are loud."""
 
 
 def texts_of(options: TextOptions, source: Path, positions: int | None, trust_remote_code: bool) -> Texts:
@@ -38,7 +38,7 @@ def needed(texts: Texts, recipes: Iterable[Recipe], kv_cache: bool) -> Texts:
     recipes = list(recipes)
     if kv_cache or any(recipe.calibrated for recipe in recipes):
         return texts
-    count = _FEW_ROWS if any(recipe.weighted for recipe in recipes) else _EQUALIZED_ROWS
+    count = ROWS if any(recipe.weighted for recipe in recipes) else _EQUALIZED_ROWS
     count = count if any(recipe.weighted or recipe.equalized for recipe in recipes) else 0
     return texts._replace(calibration=texts.calibration[:count])
 

@@ -16,7 +16,7 @@ import torch
 
 from specbuild.weights.packed import Floats
 
-_ROWS = 8
+ROWS = 8
 """Rows of a text that are kept: 4,096 tokens."""
 _CHANNELS = 2048
 """Most channels that take back each other's errors: memory and time grow with its square and cube."""
@@ -38,11 +38,11 @@ class KeptInputs:
         """[K] by the layer's name: what its inputs are to be divided by."""
 
     def keep(self, name: str, x: torch.Tensor, row: int, length: int) -> None:
-        """Keep ``x`` [.., K] of a text's rows from ``row`` on, up to ``_ROWS``; what was kept of them is lost.
+        """Keep ``x`` [.., K] of a text's rows from ``row`` on, up to ``ROWS``; what was kept of them is lost.
 
         length: tokens of a row.
         """
-        if row >= _ROWS or not x.numel():  # No token may have reached it.
+        if row >= ROWS or not x.numel():  # No token may have reached it.
             return
         self._directory.mkdir(exist_ok=True)
         path = self._directory / f"{name}.{row}"
@@ -50,7 +50,7 @@ class KeptInputs:
         if self._last and self._last[0] is x:  # As k and v have what q has.
             path.symlink_to(self._last[1].name)
             return
-        values = x.detach().flatten(end_dim=-2)[: (_ROWS - row) * length].to(torch.bfloat16).contiguous()
+        values = x.detach().flatten(end_dim=-2)[: (ROWS - row) * length].to(torch.bfloat16).contiguous()
         path.write_bytes(values.view(torch.uint8).numpy().data)
         self._last = (x, path)
 
@@ -60,7 +60,7 @@ class KeptInputs:
 
     def of(self, name: str) -> LinearInputs | None:
         """Those of one layer; None: the text has not reached it."""
-        paths = (self._directory / f"{name}.{row}" for row in range(_ROWS))
+        paths = (self._directory / f"{name}.{row}" for row in range(ROWS))
         files = tuple(os.path.realpath(path) for path in paths if path.exists())
         own = self.factors.get(name)
         rounded = self._directory / f"{name}.rounded"

@@ -51,7 +51,7 @@ def test_inputs_that_have_nothing_in_common_take_nothing_back(tmp_path: Path) ->
 
 def test_layers_with_one_input_share_its_file(tmp_path: Path) -> None:
     kept, x = KeptInputs(tmp_path / "inputs"), correlated(8, 4)
-    for row in (0, 2, gptq._ROWS):
+    for row in (0, 2, gptq.ROWS):
         for name in ("q.weight", "k.weight"):
             kept.keep(name, x, row, 8)
         kept.forget_last()
