@@ -134,11 +134,7 @@ def pack(
     if recipe := source.recipe:
         excluded = unmatched(layout.model, recipe)
         notes += [f"--exclude {pattern} matches no module with a weight" for pattern in excluded]
-        if not (recipe.calibrated and amax):
-            recipe = recipe.without_inputs
-        if not (recipe.calibrated or recipe.weighted):
-            amax = None
-        return pack_model(layout.model, recipe, layout.weights, amax, kept)
+        return pack_model(layout.model, recipe if amax else recipe.without_inputs, layout.weights, amax, kept)
     if source.scheme and not options.dequantize:
         return packed_linears(layout.model, source.scheme, layout.weights, notes)
     return PackedModel()

@@ -87,4 +87,4 @@ def quantize_dense(
     """
     for pattern in unmatched(model, recipe):
         stages.say(f"warning: --exclude {pattern} matches no module with a weight")
-    return pack_model(model, recipe, weights, amax if recipe.calibrated or recipe.weighted else None, kept)
+    return pack_model(model, recipe, weights, amax, kept)

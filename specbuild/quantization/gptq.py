@@ -106,7 +106,7 @@ def _feedback(
 
 
 def _factor(hessian: torch.Tensor) -> torch.Tensor:
-    """U, with more damping where less does not do."""
+    """The upper Cholesky factor of the inverse, with more damping where less does not do."""
     mean = float(hessian.diagonal().mean()) or 1.0
     for attempt in range(_DAMPING_TRIES):
         hessian.diagonal().add_(mean * _DAMPING * 10**attempt)
