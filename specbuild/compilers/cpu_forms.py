@@ -22,6 +22,7 @@ from specbuild.compilers.cpu_fusions import fuse_into_products
 from specbuild.compilers.cpu_products import use_own_products
 from specbuild.compilers.cpu_wanted import take_wanted_tokens_first
 from specbuild.graph import ops as graphs
+from specbuild.graph.scales import make_numbers_of_scales
 from specbuild.graph.untie import untie_heads
 from specbuild.weights.packed import Floats, as_float32
 
@@ -54,6 +55,7 @@ def prepare(model: ir.Model, own_products: bool = False) -> list[str]:
         take_wanted_tokens_first(model)
     own = use_own_products(model) if own_products else 0
     RemoveUnusedNodesPass()(model)
+    make_numbers_of_scales(model)
     untied = untie_heads(model)
     for node in _weights(model):
         for reader in [use.node for use in node.outputs[0].uses() if use.node.op_type == "Gather"]:

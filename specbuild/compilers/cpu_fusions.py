@@ -115,7 +115,8 @@ def _add_residual(graph: ir.Graph, node: ir.Node) -> None:
     if residual is None or not _is_stream(residual, node.attributes["N"].as_ints()[0]):
         return
     _, place = _PLACES[node.op_type]
-    inputs = [*node.inputs, *[None] * (place - len(node.inputs)), residual]
+    inputs = [*node.inputs, *[None] * (place + 1 - len(node.inputs))]
+    inputs[place] = residual
     own = ir.node(node.op_type, inputs, node.attributes, domain=DOMAIN, num_outputs=1, name=node.name)
     own.outputs[0].name, own.outputs[0].dtype = y.name, ir.DataType.FLOAT
     ir.convenience.replace_nodes_and_values(graph, add, [add, node], [own], [add.outputs[0]], own.outputs)

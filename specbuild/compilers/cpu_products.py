@@ -8,9 +8,8 @@ are tied to the head are found in the head's weight by ``EmbeddingLookup``, and 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,14 +17,15 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from specbuild.graph import ops as graphs
+from specbuild.graph.scales import added_to, constant
 from specbuild.weights.cpu_layout import COLUMNS, by_strips, line_inputs, pack_codes, pack_floats, packed_shape
-from specbuild.weights.packed import Floats, as_float32
+from specbuild.weights.packed import Floats, as_float32, times_units
 from specrun.cpu_operators import DOMAIN, MOST_OUTPUTS, VERSION
 
 _BITS = {ir.DataType.INT4: 4, ir.DataType.UINT4: 4, ir.DataType.INT8: 8, ir.DataType.UINT8: 8}
 _FLOATS = (ir.DataType.FLOAT, *graphs.HALF)
 _MIDDLE = {ir.DataType.INT4: 0, ir.DataType.UINT4: 8, ir.DataType.INT8: 0, ir.DataType.UINT8: 128}
-"""The zero point of codes that the operator takes as they are."""
+"""The zero point of codes that the operator takes as they are; of UINT4 it takes 0 too."""
 _INPUT_BLOCK = 32
 """Inputs that are rounded with one scale where the weight has no blocks."""
 _LONGEST_BLOCK = 1 << 16
@@ -38,27 +38,63 @@ def use_own_products(model: ir.Model) -> int:
     Returns how many there are. Products of one input are computed together. The weights in the operator's layout are
     computed when they are read.
     """
+    nodes = list(model.graph)  # Not those in branches: ONNX Runtime has experts' codes there.
+    products = [own for node in nodes if node.op_type == "MatMul" and (own := _product(node)) is not None]
+    tables = [look for node in nodes if node.op_type == "Gather" and (look := _lookup(node)) is not None]
+    adding = {node for own in products for node in own.adding} | {node for look in tables for node in look.adding}
     found: dict[Any, list[_Product]] = {}
-    lookups: dict[tuple[ir.Value, bool], list[tuple[ir.Node, _Weight]]] = {}
-    """Where rows of a table are looked up, by what holds its numbers or codes and how it lies."""
-    for node in list(model.graph):  # Not those in branches: ONNX Runtime has experts' codes there.
-        if node.op_type == "MatMul" and (product := _product(node)) is not None:
+    for product in products:
+        if product.nodes[0] not in adding:
             found.setdefault(product.group, []).append(product)
-        elif node.op_type == "Gather" and (table := _table(node)) is not None:
-            lookups.setdefault(table.place, []).append((node, table))
+    lookups: dict[tuple[ir.Value, bool], list[_Lookup]] = {}
+    """Where rows of a table are looked up, by what holds its numbers or codes and how it lies."""
+    for lookup in tables:
+        if lookup.nodes[0] not in adding:
+            lookups.setdefault(lookup.table.place, []).append(lookup)
     groups = [group[i : i + MOST_OUTPUTS] for group in found.values() for i in range(0, len(group), MOST_OUTPUTS)]
     if not groups:
         return 0
     for group in groups:
         packed = _replace(model.graph, group)
-        for node, _ in lookups.pop(group[0].weight.place, []) if len(group) == 1 else ():
-            _look_up(model.graph, node, packed)
-    for nodes in lookups.values():
-        for node, table in nodes:
-            if table.bits != 32:  # Numbers that no product has stay as they are.
-                _look_up(model.graph, node, _pack(model.graph, [table], table.block or _INPUT_BLOCK))
+        for lookup in lookups.pop(group[0].weight.place, []) if len(group) == 1 else ():
+            _look_up(model.graph, lookup, packed)
+    for left in lookups.values():
+        for lookup in left:
+            if (table := lookup.table).bits != 32:  # Numbers that no product has stay as they are.
+                _look_up(model.graph, lookup, _pack(model.graph, [table], table.block or _INPUT_BLOCK))
     model.opset_imports[DOMAIN] = VERSION
     return sum(map(len, groups))
+
+
+@dataclass(frozen=True)
+class _BlockValues:
+    """Scales or minima: a number for each block of each column, or for each column."""
+
+    stored: ir.TensorProtocol
+    """[N] or [blocks, N]."""
+    units: ir.TensorProtocol | None = None
+    """What codes are multiplied by: [], [N] or [units, N]."""
+    is_transposed: bool = False
+    """Whether both lie as [N, ..]."""
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether the operators take the codes as they are."""
+        return self.stored.dtype == ir.DataType.INT8 and self.units is not None
+
+    @property
+    def num_units(self) -> int:
+        """How many units a column of codes has; 0 where they are no codes."""
+        if self.units is None or not self.has_codes:
+            return 0
+        return int(self.units.shape.numpy()[1 if self.is_transposed else 0]) if len(self.units.shape) == 2 else 1
+
+    def numbers(self) -> Floats:
+        """In float32, [N] or [blocks, N]."""
+        found = as_float32(self.stored)
+        if self.units is not None:
+            found = times_units(found, as_float32(self.units), 0 if self.is_transposed else 1)
+        return found.T if self.is_transposed else found
 
 
 @dataclass(frozen=True)
@@ -69,9 +105,10 @@ class _Weight:
     stored: ir.Value
     """Numbers or codes."""
     readers: int
-    scales: tuple[ir.TensorProtocol, ...] = ()
-    """Factors of the scales."""
+    scales: _BlockValues | None = None
     zeros: ir.TensorProtocol | None = None
+    minima: _BlockValues | None = None
+    """Numbers to add to scaled codes."""
     block: int = 0
     """0: one scale a column."""
     is_transposed: bool = False
@@ -102,7 +139,18 @@ class _Weight:
     @property
     def has_zeros(self) -> bool:
         """Whether it has zero points other than the operator's own."""
-        return self.zeros is not None or bool(_MIDDLE.get(self.codes.dtype))
+        return self.zeros is not None or self.codes.dtype == ir.DataType.UINT8
+
+    @property
+    def middle(self) -> int:
+        """The code that stands for zero, or for the zero point, in the operator's layout."""
+        return 128 if self.bits == 8 else 0 if self.codes.dtype == ir.DataType.UINT4 and self.zeros is None else 8
+
+    @property
+    def kind(self) -> tuple[int, ...]:
+        """The same for weights that one operator can have side by side."""
+        units = [values.num_units if values else -1 for values in (self.scales, self.minima)]
+        return self.bits, self.scale_blocks, self.has_zeros, self.middle, *units
 
     @property
     def scale_blocks(self) -> int:
@@ -118,15 +166,15 @@ class _Product:
     weight: _Weight
     block: int
     """Inputs that are rounded with one scale."""
-    node: ir.Node
-    """The MatMul that it replaces."""
+    nodes: tuple[ir.Node, ...]
+    """What it replaces: the MatMul, and the Add of its minima."""
+    adding: tuple[ir.Node, ...] = ()
+    """What computes those."""
 
     @property
     def group(self) -> object:
         """Products of one group can be computed together; one whose weight others read is by itself."""
-        weight = self.weight
-        alone = self.node if weight.readers > 1 else None
-        return self.x, weight.bits, self.block, weight.scale_blocks, weight.has_zeros, alone
+        return self.x, self.block, self.weight.kind, self.nodes[0] if self.weight.readers > 1 else None
 
 
 def _weight(value: ir.Value | None, is_transposed: bool = False) -> _Weight | None:
@@ -173,10 +221,27 @@ def _dequantized(node: ir.Node, readers: int, is_transposed: bool) -> _Weight | 
     block = node.attributes.get_int("block_size", 0)
     axis = node.attributes.get_int("axis", 1)
     zero_points = zeros.const_value if zeros is not None else None
-    factors = tuple(graphs.constant_factors(scales))
-    weight = _Weight(str(codes.name), codes, readers, factors, zero_points, block, is_transposed)
+    if (steps := _block_values(scales, is_transposed)) is None:
+        return None
+    weight = _Weight(str(codes.name), codes, readers, steps, zero_points, None, block, is_transposed)
     fits = axis % 2 == (is_transposed if block else not is_transposed) and block <= _LONGEST_BLOCK
     return weight if fits and block % line_inputs(weight.bits) == 0 else None
+
+
+def _block_values(value: ir.Value | None, is_transposed: bool) -> _BlockValues | None:
+    """Constants, which Transpose and Cast may stand behind, and which may be codes; None where they are none."""
+    while value is not None and (node := value.producer()) is not None:
+        if node.op_type == "Transpose":
+            is_transposed = not is_transposed
+        elif node.op_type == "DequantizeLinear":
+            codes, units = constant(node.inputs[0]), constant(node.inputs[1])
+            if codes is None or units is None or len(node.inputs) > 2:
+                return None
+            return _BlockValues(codes, units, is_transposed)
+        elif node.op_type != "Cast":
+            return None
+        value = node.inputs[0]
+    return None if value is None or value.const_value is None else _BlockValues(value.const_value, None, is_transposed)
 
 
 def _product(product: ir.Node) -> _Product | None:
@@ -184,54 +249,89 @@ def _product(product: ir.Node) -> _Product | None:
     x, weight = product.inputs[0], _weight(product.inputs[1])
     if x is None or weight is None:
         return None
-    return _Product(x, weight, 1 if weight.bits == 32 else weight.block or _INPUT_BLOCK, product)
+    block = weight.block or _INPUT_BLOCK
+    if weight.bits == 32:
+        return _Product(x, weight, 1, (product,))
+    added = added_to(product)
+    if added is None or not added.are_offsets(x, weight.shape[0], weight.block):
+        return _Product(x, weight, block, (product,))
+    if (minima := _block_values(added.product.inputs[1], False)) is None:
+        return None
+    return _Product(x, replace(weight, minima=minima), block, (product, added.add), (added.left, added.product))
 
 
-def _table(gather: ir.Node) -> _Weight | None:
-    """The weight whose columns are the rows that are looked up; None where the operator does not take it."""
+class _Lookup(NamedTuple):
+    """Rows of a table that are looked up."""
+
+    table: _Weight
+    """Its columns are the rows."""
+    nodes: tuple[ir.Node, ...]
+    """What it replaces: the Gather, and the Add of its minima."""
+    adding: tuple[ir.Node, ...] = ()
+    """What computes those."""
+
+
+def _lookup(gather: ir.Node) -> _Lookup | None:
+    """None where the operator does not take it."""
     ids = gather.inputs[1]
     if gather.attributes.get_int("axis", 0) != 0 or ids is None or ids.dtype != ir.DataType.INT64:
         return None
     table = _weight(gather.inputs[0], is_transposed=True)
-    return None if table is None or table.has_zeros else table
+    if table is None or table.has_zeros:
+        return None
+    added = added_to(gather)
+    if added is None or not added.are_rows_of_offsets(ids, table.shape[0], table.block):
+        return _Lookup(table, (gather,))
+    if (minima := _block_values(added.left.inputs[0], True)) is None:
+        return None
+    return _Lookup(replace(table, minima=minima), (gather, added.add), (added.left, added.product))
 
 
 def _replace(graph: ir.Graph, group: list[_Product]) -> _Packed:
     """Let one node compute the products, whose weights lie side by side. Returns these."""
     first, packed = group[0], _pack(graph, [product.weight for product in group], group[0].block)
-    name = f"{first.node.name}.product"
+    name = f"{first.nodes[0].name}.product"
     operator = "FloatMatMul" if first.weight.bits == 32 else "QuantizedMatMul"
-    inputs = [first.x, *packed.tensors]
+    inputs: list[ir.Value | None] = [first.x, packed.lines]
+    if packed.scales:
+        inputs += [packed.scales[0], packed.zeros]
+    if any(packed.scales[1:]):
+        inputs += [None, None, *packed.scales[1:]]  # Between them is what fusions add.
+    while inputs[-1] is None:
+        del inputs[-1]
     own = ir.node(operator, inputs, packed.sizes, domain=DOMAIN, num_outputs=len(group), name=name)
     for number, output in enumerate(own.outputs):
         output.name, output.dtype = f"{name}.{number}", ir.DataType.FLOAT
-    old = [product.node for product in group]
-    results = [product.node.outputs[0] for product in group]
-    ir.convenience.replace_nodes_and_values(graph, first.node, old, [own], results, own.outputs)
+    old = [node for product in group for node in reversed(product.nodes)]
+    results = [product.nodes[-1].outputs[0] for product in group]
+    ir.convenience.replace_nodes_and_values(graph, first.nodes[0], old, [own], results, own.outputs)
     return packed
 
 
-def _look_up(graph: ir.Graph, gather: ir.Node, packed: _Packed) -> None:
+def _look_up(graph: ir.Graph, lookup: _Lookup, packed: _Packed) -> None:
     """Let embeddings be found in the weight of a product; what casts them is not needed then."""
-    last = gather
-    if gather.outputs[0].dtype in graphs.HALF:
-        readers = [use.node for use in gather.outputs[0].uses()]
+    gather, last = lookup.nodes[0], lookup.nodes[-1]
+    if last.outputs[0].dtype in graphs.HALF:
+        readers = [use.node for use in last.outputs[0].uses()]
         if len(readers) != 1 or readers[0].op_type != "Cast":
             return
         last = readers[0]
     old = last.outputs[0]
     name = f"{gather.name}.lookup"
-    own = ir.node("EmbeddingLookup", [gather.inputs[1], *packed.tensors], packed.sizes, domain=DOMAIN, name=name)
+    inputs = [gather.inputs[1], packed.lines, *packed.scales]
+    own = ir.node("EmbeddingLookup", inputs, packed.sizes, domain=DOMAIN, name=name)
     own.outputs[0].name, own.outputs[0].type, own.outputs[0].shape = name, old.type, old.shape
-    removed = [last] if last is gather else [last, gather]
+    removed = list(dict.fromkeys([last, *reversed(lookup.nodes)]))
     ir.convenience.replace_nodes_and_values(graph, gather, removed, [own], [old], own.outputs)
 
 
 class _Packed(NamedTuple):
     """Weights in the operators' layout."""
 
-    tensors: list[ir.Value]
-    """Lines, and of codes scales, and perhaps zero points."""
+    lines: ir.Value
+    scales: list[ir.Value | None]
+    """Of codes: scales, their units, minima, their units."""
+    zeros: ir.Value | None
     sizes: dict[str, int | list[int]]
     """Attributes of the operators."""
 
@@ -251,19 +351,42 @@ def _pack(graph: ir.Graph, weights: list[_Weight], block: int) -> _Packed:
         )
         return graphs.initializer(graph, name, tensor)
 
+    def block_values(role: str, all_values: list[_BlockValues | None]) -> list[ir.Value | None]:
+        """Scales or minima, and their units."""
+        first, blocks = all_values[0], weights[0].scale_blocks
+        if first is None:
+            return [None, None]
+        by_weight = dict(zip(map(id, weights), all_values, strict=True))
+
+        def read(weight: _Weight, kind: Callable[[_BlockValues], Any], blocks: int) -> Any:
+            values = by_weight[id(weight)]
+            assert values is not None
+            return by_strips(np.broadcast_to(kind(values), (blocks, weight.shape[1])))
+
+        if first.has_codes:
+            codes = functools.partial(read, kind=_stored_codes, blocks=blocks)
+            units = functools.partial(read, kind=_units, blocks=first.num_units)
+            return [
+                joined(role, ir.DataType.INT8, (blocks, COLUMNS), codes),
+                joined(f"{role}.units", ir.DataType.FLOAT, (first.num_units, COLUMNS), units),
+            ]
+        dtype, shorten = _shortest([values.numbers() for values in all_values if values])
+        numbers = functools.partial(read, kind=lambda values: shorten(values.numbers()), blocks=blocks)
+        return [joined(role, dtype, (blocks, COLUMNS), numbers), None]
+
     columns = [weight.shape[1] for weight in weights]
     sizes: dict[str, int | list[int]] = {"K": rows, "N": columns}
     if bits == 32:
-        return _Packed([joined("lines", ir.DataType.FLOAT, (rows, COLUMNS), _floats)], sizes)
+        return _Packed(joined("lines", ir.DataType.FLOAT, (rows, COLUMNS), _floats), [], None, sizes)
     lines = joined("lines", ir.DataType.UINT8, packed_shape(*weights[0].shape, bits)[1:], _codes)
-    half_scales = all(_are_halves(weight) for weight in weights)
-    read_scales, dtype = (_halves, ir.DataType.UINT16) if half_scales else (_scales, ir.DataType.FLOAT)
-    tensors = [lines, joined("strips", dtype, (weights[0].scale_blocks, COLUMNS), read_scales)]
+    scales = block_values("strips", [weight.scales for weight in weights])
+    scales += block_values("minima", [weight.minima for weight in weights])
+    zeros = None
     if weights[0].has_zeros:
         blocks = -(-rows // block)
-        read = functools.partial(_zeros, blocks=blocks)
-        tensors.append(joined(f"zeros.{blocks}", ir.DataType.INT8, (blocks, COLUMNS), read))
-    return _Packed(tensors, sizes | {"bits": bits, "block_size": block, "half_scales": int(half_scales)})
+        own = functools.partial(_zeros, blocks=blocks)
+        zeros = joined(f"zeros.{blocks}", ir.DataType.INT8, (blocks, COLUMNS), own)
+    return _Packed(lines, scales, zeros, sizes | {"bits": bits, "block_size": block, "middle": weights[0].middle})
 
 
 def _floats(weight: _Weight) -> Floats:
@@ -281,21 +404,27 @@ def _turned(weight: _Weight, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return values.T if weight.is_transposed else values
 
 
-def _all_scales(weight: _Weight) -> npt.NDArray[np.float32]:
-    return _turned(weight, np.asarray(math.prod(as_float32(factor) for factor in weight.scales), np.float32))
+def _stored_codes(values: _BlockValues) -> npt.NDArray[np.int8]:
+    codes = np.asarray(values.stored.numpy())
+    return codes.T if values.is_transposed else codes
 
 
-def _are_halves(weight: _Weight) -> bool:
-    """Whether the scales are bfloat16's, the upper half of float32's."""
-    return not (_all_scales(weight).view(np.uint32) & 0xFFFF).any()
+def _units(values: _BlockValues) -> Floats:
+    assert values.units is not None
+    units = as_float32(values.units)
+    return units.T if values.is_transposed else units
 
 
-def _scales(weight: _Weight) -> npt.NDArray[np.float32]:
-    return by_strips(np.broadcast_to(_all_scales(weight), (weight.scale_blocks, weight.shape[1])))
-
-
-def _halves(weight: _Weight) -> npt.NDArray[np.uint16]:
-    return (_scales(weight).view(np.uint32) >> 16).astype(np.uint16)
+def _shortest(all_numbers: list[Floats]) -> tuple[ir.DataType, Callable[[Floats], npt.NDArray[Any]]]:
+    """The fewest bits that hold all these numbers, and what turns them into what the operators read."""
+    if not any((numbers.view(np.uint32) & 0xFFFF).any() for numbers in map(np.ascontiguousarray, all_numbers)):
+        return ir.DataType.UINT16, lambda numbers: (np.ascontiguousarray(numbers).view(np.uint32) >> 16).astype(
+            np.uint16
+        )
+    with np.errstate(over="ignore"):
+        if all((numbers.astype(np.float16) == numbers).all() for numbers in all_numbers):
+            return ir.DataType.FLOAT16, lambda numbers: numbers.astype(np.float16)
+    return ir.DataType.FLOAT, lambda numbers: numbers
 
 
 def _zeros(weight: _Weight, blocks: int) -> npt.NDArray[np.int8]:

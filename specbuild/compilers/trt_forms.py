@@ -17,6 +17,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from specbuild.graph import ops as graphs
+from specbuild.graph.scales import added_to, constant, make_numbers_of_scales
 from specbuild.weights.packed import as_float32, block_sums
 from specrun.errors import BuildError
 
@@ -42,6 +43,7 @@ def move_zero_points(model: ir.Model) -> int:
 
     New weights are tensors that are computed when they are read, and not in the files of ``model``.
     """
+    make_numbers_of_scales(model)
     weights = [node for node in model.graph if node.op_type == "DequantizeLinear" and _zero_points(node) is not None]
     for node in weights:
         _move(model.graph, node)
@@ -228,11 +230,13 @@ def set_apart_names(model: ir.Model) -> None:
 
 
 def _zero_points(node: ir.Node) -> ir.TensorProtocol | None:
-    """Those of a constant weight; None where it has none."""
+    """Those of a constant weight; None where it has none. TensorRT does not read UINT4, whose middle is none."""
     codes, zero = node.inputs[0], node.inputs[2] if len(node.inputs) > 2 else None
-    if codes is None or not codes.is_initializer() or zero is None or zero.const_value is None:
+    if codes is None or not codes.is_initializer():
         return None
-    return zero.const_value
+    if zero is None and codes.dtype == ir.DataType.UINT4:
+        return ir.tensor(np.zeros((), np.uint8), dtype=ir.DataType.UINT8)
+    return None if zero is None else zero.const_value
 
 
 def _move(graph: ir.Graph, node: ir.Node) -> None:
@@ -251,18 +255,27 @@ def _move(graph: ir.Graph, node: ir.Node) -> None:
         moved = np.asarray(stored.numpy()).astype(np.int16) - middle
         return ir.Tensor(moved.astype(kind.numpy()), dtype=kind)
 
-    def offsets() -> ir.TensorProtocol:
+    dtype = node.outputs[0].dtype or steps.dtype
+
+    def offsets(others: ir.TensorProtocol | None = None) -> ir.TensorProtocol:
         found = (middle - as_float32(zeros)) * as_float32(steps)
-        return ir.Tensor(found.reshape(*experts, -1, columns).astype(steps.dtype.numpy()))
+        found = found if others is None else found + as_float32(others)
+        return ir.Tensor(found.reshape(*experts, -1, columns).astype(dtype.numpy()))
 
     shape = ir.Shape([*experts, rows, columns])
     value = graphs.initializer(graph, f"{codes.name}.signed", ir.LazyTensor(signed, kind, shape))
     small = ir.Shape([*experts, -(-rows // block), columns])
-    moved = graphs.initializer(graph, f"{codes.name}.offsets", ir.LazyTensor(offsets, steps.dtype, small))
-    adder = _block_sums(graph, rows, block, steps.dtype)
+    moved = graphs.initializer(graph, f"{codes.name}.offsets", ir.LazyTensor(offsets, dtype, small))
+    adder = _block_sums(graph, rows, block, dtype)
     node.replace_input_with(0, value)
     node.resize_inputs(2)
     for number, reader in enumerate(readers):
+        added = added_to(reader)
+        others = constant(added.product.inputs[1]) if added is not None else None
+        if added is not None and others is not None and added.are_offsets(reader.inputs[0], rows, block):
+            both = ir.LazyTensor(functools.partial(offsets, others), dtype, small)
+            added.product.replace_input_with(1, graphs.initializer(graph, f"{codes.name}.{number}.offsets", both))
+            continue
         name = f"{codes.name}.{number}"
         sums = ir.node("MatMul", [reader.inputs[0], adder], name=f"{name}.sums")
         shift = ir.node("MatMul", [sums.outputs[0], moved], name=f"{name}.shift")

@@ -123,8 +123,14 @@ def quantize_embedding(model: ir.Model, gather: ir.Node, packed: Packed) -> None
     if weight is None or weight.dtype is None:
         raise ValueError(f"{gather.name}: without a weight")
     build = _Builder(model.graph, gather, f"{weight.name}{_TABLE}", weight.dtype)
-    gather.replace_input_with(0, build.dequantized(packed))
-    build.insert()
+    table, ids = build.dequantized(packed), gather.inputs[1]
+    if packed.offsets is None or ids is None:
+        gather.replace_input_with(0, table)
+        build.insert()
+    else:
+        spread = build.block_sums(packed, turned=True)
+        offsets = build.node("MatMul", build.node("Gather", build.offsets(packed), ids), spread)
+        build.replace(build.node("Add", build.node("Gather", table, ids), offsets))
     _drop_unused(model.graph, weight)
 
 
@@ -138,14 +144,9 @@ def _round_activation(build: _Builder, x: ir.Value, activation: Activation) -> i
 
 def _times_offsets(build: _Builder, x: ir.Value, packed: Packed) -> ir.Value:
     """The product of ``x`` with a matrix whose rows are equal within a block: sums over blocks times their rows."""
-    if packed.offsets is None:
-        raise ValueError(f"{build.name}: without offsets")
-    inputs, _ = packed.shape
-    block = packed.block or inputs
-    sums = build.node("MatMul", x, build.shared(f"blocks.{inputs}.{block}", block_sums(inputs, block)))
-    offsets = build.own("offsets", packed.offsets)
-    if offsets.dtype != build.dtype:
-        offsets = build.node("Cast", offsets, to=int(build.dtype))
+    sums, offsets = build.node("MatMul", x, build.block_sums(packed)), build.offsets(packed)
+    if packed.axis == 0:
+        offsets = build.node("Transpose", offsets, perm=[1, 0])
     return build.node("MatMul", sums, offsets)
 
 
@@ -165,10 +166,7 @@ class _Builder:
 
     def dequantized(self, packed: Packed) -> ir.Value:
         """The packed weight behind DequantizeLinear, in the graph's dtype."""
-        scales = self.own("scales", packed.scales)
-        if packed.global_scale is not None:
-            unit = self.own("global_scale", packed.global_scale)
-            scales = self.node("DequantizeLinear", scales, unit, dtype=unit.dtype)
+        scales = self._times_units("scale", packed.scales, packed.scale_units, packed.axis)
         inputs = [self.own("codes", packed.codes), scales]
         if packed.zero_points is not None:
             inputs.append(self.own("zero_points", packed.zero_points))
@@ -178,6 +176,33 @@ class _Builder:
         if scales.dtype != self.dtype:
             attributes["output_dtype"] = int(self.dtype)
         return self.node("DequantizeLinear", *inputs, **attributes)
+
+    def offsets(self, packed: Packed) -> ir.Value:
+        """What is added to scaled codes, [K / block, N] or of a table [V, H / block], in the graph's dtype."""
+        if packed.offsets is None:
+            raise ValueError(f"{self.name}: without offsets")
+        found = self._times_units("offset", packed.offsets, packed.offset_units, packed.axis)
+        return found if found.dtype == self.dtype else self.node("Cast", found, to=int(self.dtype))
+
+    def block_sums(self, packed: Packed, turned: bool = False) -> ir.Value:
+        """[K, K / block]: a product with it adds up each block. Turned: it gives all channels of a block its number."""
+        inputs = packed.shape[1 - packed.axis]
+        block = packed.block or inputs
+        sums, name = block_sums(inputs, block), f"blocks.{inputs}.{block}"
+        return self.shared(f"{name}.turned", sums.T) if turned else self.shared(name, sums)
+
+    def _times_units(
+        self, role: str, values: ir.TensorProtocol, units: ir.TensorProtocol | None, axis: int
+    ) -> ir.Value:
+        """Scales or offsets, which may be codes with units."""
+        found = self.own(f"{role}s", values)
+        if units is None:
+            return found
+        unit, sizes = self.own(f"{role}_units", units), units.shape.numpy()
+        attributes = {} if len(sizes) == 0 else {"axis": axis}
+        if len(sizes) == 2:
+            attributes = {"axis": 1 - axis, "block_size": -(-values.shape.numpy()[1 - axis] // sizes[1 - axis])}
+        return self.node("DequantizeLinear", found, unit, dtype=unit.dtype, **attributes)
 
     def dequantized_experts(self, experts: Sequence[Packed]) -> ir.Value:
         """Stacked experts [E, K, N] of one form behind DequantizeLinear, blocks along K, in the graph's dtype."""
@@ -189,8 +214,8 @@ class _Builder:
             return self.own(role, Stack(tensors, shape))
 
         scales = stacked("scales", [of_channels(one, one.scales) for one in experts], groups)
-        if units := [one.global_scale for one in experts if one.global_scale is not None]:
-            unit = stacked("global_scale", units, [])
+        if units := [one.scale_units for one in experts if one.scale_units is not None]:
+            unit = stacked("scale_units", units, [])
             scales = self.node("DequantizeLinear", scales, unit, dtype=unit.dtype, axis=0)
         values = [stacked("codes", [one.codes for one in experts], [inputs, channels]), scales]
         if zeros := [of_channels(one, one.zero_points) for one in experts if one.zero_points is not None]:

@@ -208,6 +208,6 @@ def _pack(rounding: _Rounding, rounded: Callable[[_Rounding], Rounded]) -> Packe
         scales=ir.LazyTensor(scales, ir.DataType.FLOAT8E4M3FN if is_float4 else scale_type, ir.Shape(scale_shape)),
         block=storage.block,
         axis=0 if by_row else 1,
-        global_scale=ir.LazyTensor(unit, scale_type, ir.Shape([])) if is_float4 else None,
+        scale_units=ir.LazyTensor(unit, scale_type, ir.Shape([])) if is_float4 else None,
         activation=storage.activation,
     )

@@ -45,12 +45,12 @@ def _weight(packed: Packed) -> Tensors:
     inputs, channels = packed.shape
     match packed.codes.dtype:
         case ir.DataType.FLOAT4E2M1:
-            assert packed.global_scale is not None
+            assert packed.scale_units is not None
             halves = codes.view(np.uint8)
             return {
                 "weight_packed": torch.from_numpy(np.ascontiguousarray(halves[:, ::2] | halves[:, 1::2] << 4)),
                 "weight_scale": scales,
-                "weight_global_scale": 1 / _torch(packed.global_scale).float().reshape(1),  # It divides.
+                "weight_global_scale": 1 / _torch(packed.scale_units).float().reshape(1),  # It divides.
             }
         case ir.DataType.INT8 | ir.DataType.FLOAT8E4M3FN if packed.block is None:
             stored = torch.from_numpy(np.ascontiguousarray(codes).view(np.int8))

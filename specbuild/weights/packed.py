@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,21 +27,23 @@ def block_sums(inputs: int, block: int) -> Floats:
 class Packed:
     """A weight [K, N] (input channels, output channels): ``(codes - zero_points) * scales + offsets``.
 
-    The tensors are read when they are needed, not before.
+    Scales may be codes themselves, which ``scale_units`` are multiplied by, and so may offsets. The tensors are read
+    when they are needed, not before.
     """
 
     codes: ir.TensorProtocol
     """[K, N] in INT8, UINT8, INT4, UINT4, FLOAT8E4M3FN or FLOAT4E2M1."""
     scales: ir.TensorProtocol
-    """[], [N], or [K / block, N] where ``block`` is given, of a table [V, H / block]; floating point."""
+    """[], [N], or [K / block, N] where ``block`` is given, of a table [V, H / block]; floating point, or INT8."""
     zero_points: ir.TensorProtocol | None = None
     """Zero points, shaped as ``scales``, in the codes' type. None: zero."""
     block: int | None = None
     """Input channels that share a scale. None: all of them."""
     axis: int = 1
     """Which axis has the output channels. 0: the weight is a table whose rows are looked up, an embedding [V, H]."""
-    global_scale: ir.TensorProtocol | None = None
-    """[]: what ``scales`` are to be multiplied by where they are float8 themselves (NVFP4)."""
+    scale_units: ir.TensorProtocol | None = None
+    """What ``scales`` are to be multiplied by where they are float8 (NVFP4) or INT8 (GGUF's K formats): [], [N], or
+    [K / unit, N] for units of several blocks, of a table [V, H / unit]."""
     activation: Activation | None = None
     channel_order: npt.NDArray[np.int64] | None = None
     """[K]: row k of the weight belongs to this channel of the input (GPTQ's act-order). None: to channel k."""
@@ -48,6 +51,8 @@ class Packed:
     """[K]: the input is multiplied by them first (AWQ's smoothing that no other layer could take over)."""
     offsets: ir.TensorProtocol | None = None
     """Numbers to add to scaled codes, shaped as ``scales`` (torchao's int4 has zero points that are no integers)."""
+    offset_units: ir.TensorProtocol | None = None
+    """The same for ``offsets``."""
 
     def __post_init__(self) -> None:
         """Raise ValueError where shapes contradict each other."""
@@ -76,7 +81,7 @@ class Packed:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors together."""
-        tensors = (self.codes, self.scales, self.zero_points, self.offsets)
+        tensors = (self.codes, self.scales, self.scale_units, self.zero_points, self.offsets, self.offset_units)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def dequantize(self, channels: slice = slice(None)) -> Floats:
@@ -87,12 +92,9 @@ class Packed:
         weight = as_float32(self.codes, channels, self.axis)
         if self.zero_points is not None:
             weight = weight - self._spread(self.zero_points, channels)
-        scales = self._spread(self.scales, channels)
-        if self.global_scale is not None:
-            scales = scales * as_float32(self.global_scale)
-        weight = weight * scales
+        weight = weight * self._spread(self.scales, channels, self.scale_units)
         if self.offsets is not None:
-            weight = weight + self._spread(self.offsets, channels)
+            weight = weight + self._spread(self.offsets, channels, self.offset_units)
         if self.channel_order is not None:
             weight = weight[np.argsort(self.channel_order)]
         if self.input_factors is not None:
@@ -111,14 +113,16 @@ class Packed:
 
         parts: dict[str, Any] = {
             name: part(tensor)
-            for name in ("codes", "scales", "zero_points", "offsets")
+            for name in ("codes", "scales", "scale_units", "zero_points", "offsets", "offset_units")
             if (tensor := getattr(self, name)) is not None
         }
         return replace(self, **parts)
 
-    def _spread(self, tensor: ir.TensorProtocol, channels: slice) -> Floats:
+    def _spread(self, tensor: ir.TensorProtocol, channels: slice, units: ir.TensorProtocol | None = None) -> Floats:
         """Scales or the like of these channels, in a shape that goes with codes."""
         values = as_float32(tensor, channels, self.axis)
+        if units is not None:
+            values = times_units(values, as_float32(units, channels, self.axis), self.axis)
         if self.block is not None and self.axis:
             return np.repeat(values, min(self.block, self.shape[0]), axis=0)[: self.shape[0]]
         if self.block is not None:
@@ -148,7 +152,7 @@ def side_by_side(parts: Sequence[Packed]) -> Packed | None:
         and one.scales.dtype == first.scales.dtype
         and (one.zero_points is None) == (first.zero_points is None)
         and (one.block, one.axis, one.activation) == (first.block, 1, first.activation)
-        and _value(one.global_scale) == _value(first.global_scale)
+        and _value(one.scale_units) == _value(first.scale_units)
         and not one.has_extras
         for one in parts
     )
@@ -163,9 +167,21 @@ def side_by_side(parts: Sequence[Packed]) -> Packed | None:
     )
 
 
+def times_units(values: Floats, units: Floats, axis: int = 1) -> Floats:
+    """``values`` times their units, which have no axis, that of output channels, or both of ``values``."""
+    if units.ndim == 1 and axis == 0:
+        units = units[:, None]
+    elif units.ndim == 2:
+        blocks = values.shape[1 - axis]
+        each = -(-blocks // units.shape[1 - axis])
+        units = np.repeat(units, each, axis=1 - axis)
+        units = units[:blocks] if axis else units[:, :blocks]
+    return values * units
+
+
 def _value(tensor: ir.TensorProtocol | None) -> float | None:
-    """Of a tensor without axes."""
-    return None if tensor is None else float(as_float32(tensor))
+    """Of a tensor without axes; NaN, which equals nothing, of another one."""
+    return None if tensor is None else float(as_float32(tensor)) if not _shape(tensor) else math.nan
 
 
 def of_channels(packed: Packed, tensor: ir.TensorProtocol) -> ir.TensorProtocol:

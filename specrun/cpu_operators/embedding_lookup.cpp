@@ -1,11 +1,11 @@
 // EmbeddingLookup as ONNX Runtime sees it: embeddings of tokens, from the weight of a product. A model whose embedding
 // and head are tied has the tensor once.
 //
-// ids [..] int64, lines float or uint8, scales float or uint16 -> y [.., K] float. The last two inputs are those of
-// FloatMatMul or QuantizedMatMul (matmul.h), without zero points. A token of id -1 is unused: its embedding is NaN.
-// Attributes: K, N of that one output; of codes bits, block_size and half_scales.
+// ids [..] int64, lines, scales, units, minima, minimum units -> y [.., K] float. The weight is that of FloatMatMul or
+// QuantizedMatMul (weight_tensors.h), without zero points. A token of id -1 is unused: its embedding is NaN.
+// Attributes: K, N of that one output; of codes bits, block_size and middle.
+#include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <memory>
 #include <new>
@@ -13,6 +13,7 @@
 #include "matmul.h"
 #include "operator.h"
 #include "operators.h"
+#include "weight_tensors.h"
 
 namespace {
 
@@ -26,7 +27,7 @@ constexpr int64_t kFewTokens = 8;      // Looked up sooner than another thread i
 
 struct Kernel {
     const void* const* api;
-    int64_t bits, block, half_scales, width, tokens;
+    int64_t bits, block, middle, width, tokens;
 };
 
 struct Lookup {
@@ -36,12 +37,15 @@ struct Lookup {
     float* y;
 };
 
-float scale_of(const specrun::Weight& weight, size_t place) {
-    if (!weight.half_scales) return static_cast<const float*>(weight.scales)[place];
-    const uint32_t bits = static_cast<uint32_t>(static_cast<const uint16_t*>(weight.scales)[place]) << 16;
-    float scale;
-    std::memcpy(&scale, &bits, sizeof scale);
-    return scale;
+float value_of(const specrun::BlockValues& all, int64_t strip, int64_t block, int64_t column) {
+    const int64_t place = all.place(strip, block) + column;
+    switch (all.stored) {
+        case specrun::Stored::kFloat32: return static_cast<const float*>(all.values)[place];
+        case specrun::Stored::kBfloat16: return specrun::from_bfloat16(static_cast<const uint16_t*>(all.values)[place]);
+        case specrun::Stored::kFloat16: return specrun::from_float16(static_cast<const uint16_t*>(all.values)[place]);
+        case specrun::Stored::kCodes: break;
+    }
+    return static_cast<float>(static_cast<const int8_t*>(all.values)[place]) * all.unit(strip, block)[column];
 }
 
 void look_up(void* item, size_t number) {
@@ -59,38 +63,29 @@ void look_up(void* item, size_t number) {
         for (int64_t i = 0; i < inputs; ++i) y[i] = lines[i * specrun::kColumns];
         return;
     }
-    const int64_t scales = weight.one_scale ? 1 : weight.blocks(), line_inputs = weight.line_inputs();
-    const int32_t offset = weight.bits == 4 ? 8 : 128;
+    const int64_t line_inputs = weight.line_inputs();
     // Of 4 inputs a line has a column's codes side by side; in 4 bits the next 4 are in the upper halves.
     const uint8_t* lines = static_cast<const uint8_t*>(weight.lines) +
                            strip * weight.lines_of_strip() * specrun::kLineBytes + 4 * column;
-    for (int64_t i = 0; i < inputs; ++i) {
-        const int64_t within = i % line_inputs, block = weight.one_scale ? 0 : i / weight.block;
-        const uint8_t byte = lines[i / line_inputs * specrun::kLineBytes + within % 4];
-        const int32_t code = weight.bits == 8 ? byte : within < 4 ? byte & 15 : byte >> 4;
-        const size_t place = static_cast<size_t>((strip * scales + block) * specrun::kColumns + column);
-        y[i] = static_cast<float>(code - offset) * scale_of(weight, place);
+    for (int64_t block = 0, i = 0; i < inputs; ++block) {
+        const float scale = value_of(weight.scales, strip, block, column);
+        const float minimum = weight.minima.values ? value_of(weight.minima, strip, block, column) : 0.0f;
+        for (const int64_t end = std::min(i + weight.block, inputs); i < end; ++i) {
+            const int64_t within = i % line_inputs;
+            const uint8_t byte = lines[i / line_inputs * specrun::kLineBytes + within % 4];
+            const int32_t code = weight.bits == 8 ? byte : within < 4 ? byte & 15 : byte >> 4;
+            y[i] = static_cast<float>(code - weight.middle) * scale + minimum;
+        }
     }
 }
 
 // Types and sizes that agree with the attributes and with each other.
-bool are_right(const Kernel& kernel, const Tensor (&inputs)[3], Lookup* lookup) {
+bool are_right(const Kernel& kernel, const Tensor (&inputs)[6], Lookup* lookup) {
     specrun::Weight& weight = lookup->weight;
-    const Tensor &ids = inputs[0], &lines = inputs[1], &scales = inputs[2];
+    const Tensor& ids = inputs[0];
     weight.bits = kernel.bits, weight.block = kernel.block, weight.inputs = kernel.width;
-    weight.strips = specrun::strips_of(kernel.tokens), weight.half_scales = kernel.half_scales != 0;
-    weight.lines = lines.data, weight.scales = scales.data;
-    const bool has_codes = kernel.bits != 32;
-    const size_t strips = static_cast<size_t>(weight.strips);
-    const size_t bytes = strips * static_cast<size_t>(weight.lines_of_strip() * specrun::kLineBytes);
-    if (lines.type != (has_codes ? Type::kUint8 : Type::kFloat)) return false;
-    if (lines.elements * (has_codes ? 1 : sizeof(float)) != bytes) return false;
-    if (has_codes) {
-        if (!scales.data || scales.type != (kernel.half_scales ? Type::kUint16 : Type::kFloat)) return false;
-        const size_t each = strips * specrun::kColumns;
-        weight.one_scale = scales.elements == each;
-        if (!weight.one_scale && scales.elements != each * static_cast<size_t>(weight.blocks())) return false;
-    }
+    weight.strips = specrun::strips_of(kernel.tokens), weight.middle = static_cast<int32_t>(kernel.middle);
+    if (!specrun::read_weight({inputs[1], inputs[2], inputs[3], inputs[4], inputs[5], {}}, &weight)) return false;
     lookup->tokens = kernel.tokens, lookup->ids = static_cast<const int64_t*>(ids.data);
     for (size_t i = 0; i < ids.elements; ++i) {
         if (lookup->ids[i] < kUnused || lookup->ids[i] >= kernel.tokens) return false;
@@ -100,8 +95,8 @@ bool are_right(const Kernel& kernel, const Tensor (&inputs)[3], Lookup* lookup) 
 
 Status* compute(void* pointer, ort::KernelContext* context) {
     const Kernel& kernel = *static_cast<const Kernel*>(pointer);
-    constexpr Type kTypes[] = {Type::kInt64, Type::kAny, Type::kAny};
-    Tensor inputs[3];
+    constexpr Type kTypes[] = {Type::kInt64, Type::kAny, Type::kAny, Type::kFloat, Type::kAny, Type::kFloat};
+    Tensor inputs[6];
     RETURN_IF_FAILED(ort::read_all(kernel.api, context, kTypes, inputs));
     Lookup lookup{};
     if (!are_right(kernel, inputs, &lookup)) {
@@ -125,9 +120,10 @@ Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelIn
     RETURN_IF_FAILED(ort::integers_attribute(api, info, "N", &kernel->tokens, &outputs));
     ort::ignore_failure(api, ort::integer_attribute(api, info, "bits", &kernel->bits));
     ort::ignore_failure(api, ort::integer_attribute(api, info, "block_size", &kernel->block));
-    ort::ignore_failure(api, ort::integer_attribute(api, info, "half_scales", &kernel->half_scales));
+    kernel->middle = specrun::usual_middle(kernel->bits);
+    ort::ignore_failure(api, ort::integer_attribute(api, info, "middle", &kernel->middle));
     const bool bits = kernel->bits == 32 || kernel->bits == 8 || kernel->bits == 4;
-    if (!bits || kernel->width <= 0 || kernel->width > kMost || kernel->tokens <= 0 || kernel->tokens > kMost ||
+    if (!bits || !specrun::is_middle(kernel->middle, kernel->bits) || kernel->width <= 0 || kernel->width > kMost || kernel->tokens <= 0 || kernel->tokens > kMost ||
         kernel->block <= 0 || kernel->block > kMost) {
         return ort::fail(api, "EmbeddingLookup: attributes out of range");
     }
@@ -141,9 +137,9 @@ ort::CustomOp embedding_lookup() {
     using ort::CustomOp;
     CustomOp op = ort::usual_op<Kernel>();
     op.name = [](const CustomOp*) { return "EmbeddingLookup"; };
-    op.count_inputs = [](const CustomOp*) -> size_t { return 3; };
+    op.count_inputs = [](const CustomOp*) -> size_t { return 6; };
     op.count_outputs = [](const CustomOp*) -> size_t { return 1; };
-    op.input_type = [](const CustomOp*, size_t i) { return i == 0 ? Type::kInt64 : Type::kAny; };
+    op.input_type = [](const CustomOp*, size_t i) { return i == 0 ? Type::kInt64 : i == 3 || i == 5 ? Type::kFloat : Type::kAny; };
     op.input_presence = [](const CustomOp*, size_t i) {
         return i < 2 ? ort::Presence::kRequired : ort::Presence::kOptional;
     };

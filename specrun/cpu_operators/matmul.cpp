@@ -32,12 +32,6 @@ inline int32_t to_bits(float value) {
     return bits;
 }
 
-inline float from_bits(int32_t bits) {
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
 inline const Output& output_of(const Product& product, int64_t strip) {
     const Output* output = product.outputs + product.num_outputs - 1;
     while (strip < output->first_strip) --output;
@@ -101,13 +95,17 @@ inline Float load(const float* values) {
     std::memcpy(&result, values, sizeof result);
     return result;
 }
-inline Float load_halves(const uint8_t* upper) {
+inline Float load_bfloat16(const uint16_t* upper) {
     using Result = Float;
-    EACH(from_bits(static_cast<int32_t>(static_cast<uint32_t>(upper[2 * i] | upper[2 * i + 1] << 8) << 16)));
+    EACH(from_bfloat16(upper[i]));
 }
-inline Float load_zeros(const int8_t* zeros) {
+inline Float load_float16(const uint16_t* halves) {
     using Result = Float;
-    EACH(static_cast<float>(zeros[i]));
+    EACH(from_float16(halves[i]));
+}
+inline Float load_int8(const int8_t* numbers) {
+    using Result = Float;
+    EACH(static_cast<float>(numbers[i]));
 }
 inline void store(float* place, const Float& values) { std::memcpy(place, &values, sizeof values); }
 inline Int low_nibbles(const Int& packed) {
@@ -167,12 +165,15 @@ OPERATION Float spread(float value) { return _mm512_set1_ps(value); }
 OPERATION Int spread(const int8_t* four) { return _mm512_set1_epi32(*reinterpret_cast<const Bits*>(four)); }
 OPERATION Int load(const uint8_t* codes) { return _mm512_loadu_si512(codes); }
 OPERATION Float load(const float* values) { return _mm512_loadu_ps(values); }
-OPERATION Float load_halves(const uint8_t* upper) {
+OPERATION Float load_bfloat16(const uint16_t* upper) {
     const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(upper));
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
 }
-OPERATION Float load_zeros(const int8_t* zeros) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros))));
+OPERATION Float load_float16(const uint16_t* halves) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves)));
+}
+OPERATION Float load_int8(const int8_t* numbers) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers))));
 }
 OPERATION void store(float* place, Float values) { _mm512_storeu_ps(place, values); }
 OPERATION Int low_nibbles(Int packed) { return _mm512_and_si512(packed, _mm512_set1_epi8(15)); }
@@ -206,6 +207,13 @@ bool is_supported() {
 }  // namespace amx
 #endif
 
+// Whether the processor converts float16; older compilers do not know its name.
+bool has_float16() {
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    constexpr unsigned kF16c = 1u << 29;
+    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & kF16c);
+}
+
 // Vectors of 8 floats, which AVX-VNNI and AVX2 share.
 #define EIGHT_LANES                                                                                                 \
     constexpr int kLanes = 8, kTileRows = 4, kStripsOfFewRows = 2, kStripsOfManyRows = 1;                           \
@@ -218,12 +226,15 @@ bool is_supported() {
     OPERATION Int spread(const int8_t* four) { return _mm256_set1_epi32(*reinterpret_cast<const Bits*>(four)); }    \
     OPERATION Int load(const uint8_t* codes) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)); } \
     OPERATION Float load(const float* values) { return _mm256_loadu_ps(values); }                                   \
-    OPERATION Float load_halves(const uint8_t* upper) {                                                             \
+    OPERATION Float load_bfloat16(const uint16_t* upper) {                                                          \
         const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(upper));                            \
         return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));                           \
     }                                                                                                               \
-    OPERATION Float load_zeros(const int8_t* zeros) {                                                               \
-        return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(zeros))));  \
+    OPERATION Float load_float16(const uint16_t* halves) {                                                          \
+        return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves)));                          \
+    }                                                                                                               \
+    OPERATION Float load_int8(const int8_t* numbers) {                                                              \
+        return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(numbers))));\
     }                                                                                                               \
     OPERATION void store(float* place, Float values) { _mm256_storeu_ps(place, values); }                           \
     OPERATION Int low_nibbles(Int packed) { return _mm256_and_si256(packed, _mm256_set1_epi8(15)); }                \
@@ -235,7 +246,7 @@ bool is_supported() {
 #if !defined(__clang__) && __GNUC__ >= 11 || defined(__clang__) && __clang_major__ >= 12
 #define HAS_AVX_VNNI
 namespace avx_vnni {
-#define TARGET __attribute__((target("avx2,fma,avxvnni")))
+#define TARGET __attribute__((target("avx2,fma,f16c,avxvnni")))
 template <int kBits>
 constexpr bool kUnsigned = true;
 EIGHT_LANES
@@ -246,14 +257,14 @@ OPERATION Int add_products(Int sums, Int codes, Int inputs) { return _mm256_dpbu
 bool is_supported() {
     unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
     constexpr unsigned kAvxVnni = 1 << 4;
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_float16() &&
            __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & kAvxVnni);
 }
 }  // namespace avx_vnni
 #endif
 
 namespace avx2 {
-#define TARGET __attribute__((target("avx2,fma")))
+#define TARGET __attribute__((target("avx2,fma,f16c")))
 // 8-bit codes are multiplied as signed numbers.
 template <int kBits>
 constexpr bool kUnsigned = kBits == 4;
@@ -271,7 +282,7 @@ OPERATION Int add_products(Int sums, Int codes, Int inputs) {
 }
 #include "matmul_tile.h"
 #undef TARGET
-bool is_supported() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+bool is_supported() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_float16(); }
 }  // namespace avx2
 
 #endif

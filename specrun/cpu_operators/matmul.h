@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "activations.h"
 #include "processor.h"
@@ -16,18 +17,51 @@ constexpr int64_t kLineBytes = 64;   // kColumns columns of 1 input in float32, 
 
 inline int64_t strips_of(int64_t columns) { return (columns + kColumns - 1) / kColumns; }
 
+inline float from_bits(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+inline float from_bfloat16(uint16_t upper) { return from_bits(static_cast<uint32_t>(upper) << 16); }
+
+inline float from_float16(uint16_t half) {
+    const uint32_t sign = (half & 0x8000u) << 16, exponent = half >> 10 & 31u, fraction = half & 1023u;
+    if (exponent == 0) {  // Subnormal.
+        const float size = static_cast<float>(fraction) * 0x1p-24f;
+        return sign ? -size : size;
+    }
+    return from_bits(sign | (exponent == 31 ? 255u : exponent + 112u) << 23 | fraction << 13);
+}
+
+// How numbers are stored. Codes are int8, to be multiplied by a float32 that several blocks share.
+enum class Stored { kFloat32, kBfloat16, kFloat16, kCodes };
+
+// A number for each block of each column: scales, or minima.
+struct BlockValues {
+    const void* values;    // [strips][blocks, or 1 for all of them][16]; null: there are none
+    const float* units;    // Of codes: [strips][units][16]. Block b has unit b >> unit_shift.
+    Stored stored;
+    int64_t strip_values, block_values, strip_units;  // How far the next strip's or block's are.
+    int unit_shift;
+
+    int64_t place(int64_t strip, int64_t block) const { return strip * strip_values + block * block_values; }
+    const float* unit(int64_t strip, int64_t block) const {
+        return units + strip * strip_units + (block >> unit_shift) * kColumns;
+    }
+};
+
 // A weight [K, columns] as specbuild packs it, in strips of 16 columns. Codes are unsigned: a code stands for
-// (code - offset - zero) * scale, where offset is 128 for 8 bits and 8 for 4. Lines are full: there are columns and
-// inputs that stand for nothing.
+// (code - middle - zero) * scale + minimum. Lines are full: there are columns and inputs that stand for nothing.
 struct Weight {
     const void* lines;     // [strips][K / inputs of a line][64 bytes]: float32 numbers, or codes
-    const void* scales;    // [strips][blocks, or 1 for all of them][16]: float32, or its upper half (bfloat16)
-    const int8_t* zeros;   // [strips][blocks][16], or null
     int64_t bits;          // 32, 8 or 4. The rest is of codes alone.
     int64_t inputs, strips;
     int64_t block;         // Inputs that share a scale, a multiple of those of a line.
-    bool one_scale;        // A column has one scale, and blocks are those of the activations only.
-    bool half_scales;
+    int32_t middle;        // 128 for 8 bits; 8 or 0 for 4
+    BlockValues scales;    // Where all blocks share one, blocks are those of the activations only.
+    BlockValues minima;    // Perhaps none.
+    const int8_t* zeros;   // [strips][blocks][16], or null
 
     int64_t line_inputs() const { return 32 / bits; }
     int64_t lines_of_strip() const { return (inputs + line_inputs() - 1) / line_inputs(); }
@@ -47,6 +81,9 @@ struct Rounded {
     int64_t stride;  // Bytes from row to row. No power of two, or rows would meet in a few lines of the cache.
     float* scales;   // [rows][blocks]
     int32_t* sums;   // [rows][blocks]: of the codes
+
+    // Of the activations of a block.
+    float sum(int64_t place) const { return scales[place] * static_cast<float>(sums[place]); }
 };
 
 struct Product {

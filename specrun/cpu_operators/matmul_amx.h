@@ -35,7 +35,7 @@ inline int64_t tile_inputs(const Weight& weight) {
 template <int kBits, int kStrips, bool kIsTwo>
 struct Tiles {
     static constexpr int64_t kRows = kIsTwo ? kMostRows : kMostTileRows, kLineInputs = 32 / kBits;
-    static constexpr bool kSigned = kBits == 4;  // Codes of tiles; else they are 128 too large.
+    static constexpr bool kSigned = kBits == 4;  // Codes of tiles; else the middle is to be taken off.
     static constexpr int64_t kStepsAhead = kBits == 4 ? 4 : 1;
     typedef int32_t Sums[kStrips][kRows][kColumns];
 
@@ -88,11 +88,11 @@ struct Tiles {
         if (step >= steps) return;
         const uint8_t* from = codes + s * strip_bytes + step * lines * kLineBytes;
         uint8_t* to = unpacked[(step * kStrips + s) % kTurns];
-        const Int eight = _mm512_set1_epi8(8);
+        const Int middle = _mm512_set1_epi8(static_cast<char>(product.weight.middle));
         for (int64_t line = 0; line < lines; ++line, from += kLineBytes, to += 2 * kLineBytes) {
             const Int packed = load(from);
-            _mm512_store_si512(to, _mm512_sub_epi8(low_nibbles(packed), eight));
-            _mm512_store_si512(to + kLineBytes, _mm512_sub_epi8(high_nibbles(packed), eight));
+            _mm512_store_si512(to, _mm512_sub_epi8(low_nibbles(packed), middle));
+            _mm512_store_si512(to + kLineBytes, _mm512_sub_epi8(high_nibbles(packed), middle));
         }
     }
 
@@ -171,27 +171,29 @@ struct Tiles {
 
     OPERATION void add_to_totals(int64_t block) {
         const Weight& weight = product.weight;
-        const int64_t scale_bytes = weight.half_scales ? 2 : 4;
-        const int64_t scale_blocks = weight.one_scale ? 1 : blocks, scale_block = weight.one_scale ? 0 : block;
         const int32_t* x_sums = product.rounded.sums + row * blocks + block;
         const float* x_scales = product.rounded.scales + row * blocks + block;
-        Float scales[kStrips], zero_points[kStrips];
+        Float scales[kStrips], zero_points[kStrips], minima[kStrips];
         UNROLL for (int s = 0; s < kStrips; ++s) {
-            const int64_t place = (strip + s) * scale_blocks + scale_block;
-            const uint8_t* own = static_cast<const uint8_t*>(weight.scales) + place * kColumns * scale_bytes;
-            scales[s] = weight.half_scales ? load_halves(own) : load(reinterpret_cast<const float*>(own));
+            scales[s] = load_values(weight.scales, strip + s, block, 0);
+            minima[s] = weight.minima.values ? load_values(weight.minima, strip + s, block, 0) : zero();
             const int8_t* zeros = weight.zeros + ((strip + s) * blocks + block) * kColumns;
-            zero_points[s] = weight.zeros ? load_zeros(zeros) : zero();
+            zero_points[s] = weight.zeros ? load_int8(zeros) : zero();
         }
         for (int64_t r = 0; r < rows; ++r) {
             const Float x_scale = spread(x_scales[r * blocks]);
             const int32_t x_sum = x_sums[r * blocks];
             UNROLL for (int s = 0; s < kStrips; ++s) {
                 Int found = _mm512_load_si512(sums[block % 2][s][r]);
-                if constexpr (!kSigned) found = _mm512_add_epi32(found, spread(-128 * x_sum));
+                if constexpr (!kSigned) found = _mm512_add_epi32(found, spread(-weight.middle * x_sum));
                 Float sum = to_float(found);
                 if (weight.zeros) sum = multiply_add(zero_points[s], spread(static_cast<float>(-x_sum)), sum);
-                store(totals[s][r], multiply_add(sum, times(scales[s], x_scale), load(totals[s][r])));
+                Float total = multiply_add(sum, times(scales[s], x_scale), load(totals[s][r]));
+                if (weight.minima.values) {
+                    const float of_x = product.rounded.sum((row + r) * blocks + block);
+                    total = multiply_add(minima[s], spread(of_x), total);
+                }
+                store(totals[s][r], total);
             }
         }
     }

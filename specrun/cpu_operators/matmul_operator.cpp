@@ -1,10 +1,11 @@
 // QuantizedMatMul and FloatMatMul as ONNX Runtime sees them.
 //
-// QuantizedMatMul: x [.., K] float, codes uint8, scales float or uint16, zeros int8, other float, residual float
+// QuantizedMatMul: x [.., K] float, codes, scales, zeros, other float, residual float, units, minima, minimum units
 // FloatMatMul:     x [.., K] float, weight float, other float, residual float
 // -> y [.., N] float, perhaps several, whose columns lie side by side in the weight. The last inputs may be left out.
-// Attributes: K, N of each output; bits and block_size of codes. Engines of before do not have made (see activations.h)
-// and its epsilon, and half_scales (1: scales are bfloat16). A residual has y's shape, and there is one output then.
+// Attributes: K, N of each output; bits, block_size and middle of codes (see weight_tensors.h for all of theirs); made
+// (see activations.h) and its epsilon. Engines of before do not have the last three. A residual has y's shape, and there
+// is one output then.
 #include <iterator>
 #include <memory>
 #include <new>
@@ -12,6 +13,7 @@
 #include "matmul.h"
 #include "operator.h"
 #include "operators.h"
+#include "weight_tensors.h"
 
 namespace {
 
@@ -19,32 +21,35 @@ using ort::Status;
 using ort::Tensor;
 using ort::Type;
 
-constexpr Type kQuantizedInputs[] = {Type::kFloat, Type::kUint8, Type::kAny, Type::kInt8, Type::kFloat, Type::kFloat};
+constexpr Type kQuantizedInputs[] = {Type::kFloat, Type::kUint8, Type::kAny, Type::kInt8, Type::kFloat,
+                                     Type::kFloat, Type::kFloat, Type::kAny, Type::kFloat};
 constexpr Type kFloatInputs[] = {Type::kFloat, Type::kFloat, Type::kFloat, Type::kFloat};
 constexpr size_t kNeededOfQuantized = 3, kNeededOfFloat = 2;
 
 struct Kernel {
     const void* const* api;
-    int64_t bits, inputs, block, strips, made, half_scales;
+    int64_t bits, inputs, block, middle, strips, made;
     float epsilon;
     int64_t columns[specrun::kMostOutputs];
     size_t num_outputs;
 };
 
 struct Inputs {
-    Tensor x, weight, scales, zeros, other, residual;
+    Tensor x, other, residual;
+    specrun::WeightTensors weight;
 };
 
 template <bool kHasCodes>
 Status* read(const Kernel& kernel, ort::KernelContext* context, Inputs* inputs) {
     if constexpr (kHasCodes) {
-        Tensor all[6];
+        Tensor all[std::size(kQuantizedInputs)];
         RETURN_IF_FAILED(ort::read_all(kernel.api, context, kQuantizedInputs, all));
-        *inputs = {all[0], all[1], all[2], all[3], all[4], all[5]};
+        *inputs = {all[0], all[4], all[5], {all[1], all[2], all[6], all[7], all[8], all[3]}};
     } else {
-        Tensor all[4];
+        Tensor all[std::size(kFloatInputs)];
         RETURN_IF_FAILED(ort::read_all(kernel.api, context, kFloatInputs, all));
-        *inputs = {all[0], all[1], {}, {}, all[2], all[3]};
+        *inputs = {all[0], all[2], all[3], {}};
+        inputs->weight.lines = all[1];
     }
     return nullptr;
 }
@@ -53,21 +58,11 @@ Status* read(const Kernel& kernel, ort::KernelContext* context, Inputs* inputs) 
 bool are_right(const Kernel& kernel, const Inputs& inputs, specrun::Product* product) {
     specrun::Weight& weight = product->weight;
     weight.bits = kernel.bits, weight.inputs = kernel.inputs, weight.strips = kernel.strips;
-    weight.block = kernel.block, weight.lines = inputs.weight.data;
+    weight.block = kernel.block, weight.middle = static_cast<int32_t>(kernel.middle);
     const Tensor &x = inputs.x, &other = inputs.other, &residual = inputs.residual;
-    const size_t width = static_cast<size_t>(kernel.inputs), strips = static_cast<size_t>(kernel.strips);
-    const size_t bytes = strips * static_cast<size_t>(weight.lines_of_strip() * specrun::kLineBytes);
+    const size_t width = static_cast<size_t>(kernel.inputs);
     if (x.axes < 1 || x.shape[x.axes - 1] != kernel.inputs) return false;
-    if (inputs.weight.elements * (kernel.bits == 32 ? sizeof(float) : 1) != bytes) return false;
-    if (kernel.bits != 32) {
-        if (inputs.scales.type != (kernel.half_scales ? Type::kUint16 : Type::kFloat)) return false;
-        weight.scales = inputs.scales.data, weight.half_scales = kernel.half_scales != 0;
-        weight.zeros = static_cast<const int8_t*>(inputs.zeros.data);
-        const size_t each = strips * specrun::kColumns, blocks = static_cast<size_t>(weight.blocks());
-        weight.one_scale = inputs.scales.elements == each;
-        if (!weight.one_scale && inputs.scales.elements != each * blocks) return false;
-        if (weight.zeros && inputs.zeros.elements != each * blocks) return false;
-    }
+    if (!specrun::read_weight(inputs.weight, &weight)) return false;
     product->rows = static_cast<int64_t>(x.elements / width);
     const auto made = static_cast<specrun::Made>(kernel.made);
     product->activations = {made, static_cast<const float*>(x.data), static_cast<const float*>(other.data),
@@ -128,8 +123,9 @@ Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelIn
     if constexpr (kHasCodes) {
         RETURN_IF_FAILED(ort::integer_attribute(api, info, "bits", &kernel->bits));
         RETURN_IF_FAILED(ort::integer_attribute(api, info, "block_size", &kernel->block));
-        ort::ignore_failure(api, ort::integer_attribute(api, info, "half_scales", &kernel->half_scales));
         if (kernel->bits != 4 && kernel->bits != 8) return ort::fail(api, "QuantizedMatMul: codes of another size");
+        kernel->middle = specrun::usual_middle(kernel->bits);
+        ort::ignore_failure(api, ort::integer_attribute(api, info, "middle", &kernel->middle));
     }
     RETURN_IF_FAILED(ort::integer_attribute(api, info, "K", &kernel->inputs));
     kernel->num_outputs = specrun::kMostOutputs;
@@ -144,7 +140,7 @@ Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelIn
         if (sizes) kernel->strips += specrun::strips_of(kernel->columns[i]);
     }
     const bool made = kernel->made >= 0 && kernel->made <= static_cast<int64_t>(specrun::Made::kLast);
-    if (!sizes || !made || kernel->block <= 0 || kernel->block > kLongestBlock ||
+    if (!sizes || !made || !specrun::is_middle(kernel->middle, kernel->bits) || kernel->block <= 0 || kernel->block > kLongestBlock ||
         kernel->block % (32 / kernel->bits) != 0) {
         return ort::fail(api, "QuantizedMatMul, FloatMatMul: attributes out of range");
     }

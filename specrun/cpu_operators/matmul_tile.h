@@ -13,7 +13,7 @@ TARGET inline void round_block(const float* x, int64_t count, int8_t* codes, flo
         const int32_t size = bits[i] & 0x7fffffff;  // Ordered as floats are, with NaN above infinity.
         largest = size > largest ? size : largest;
     }
-    const float amax = from_bits(std::max(largest, kSmallest)), factor = 127.0f / amax;
+    const float amax = from_bits(static_cast<uint32_t>(std::max(largest, kSmallest))), factor = 127.0f / amax;
     int32_t total = 0;
     for (int64_t i = 0; i < count; ++i) {
         // The sum has its last bit at 1, so it is rounded as rint does, and its last byte is the code.
@@ -41,6 +41,19 @@ TARGET void round_row(const Product& product, int64_t row) {
     std::memset(codes + weight.inputs, 0, static_cast<size_t>(rounded.stride - weight.inputs));
 }
 
+// The scales or minima of a block of a strip, from column ``lane`` on.
+OPERATION Float load_values(const BlockValues& all, int64_t strip, int64_t block, int lane) {
+    const int64_t place = all.place(strip, block) + lane;
+    switch (all.stored) {
+        case Stored::kFloat32: return load(static_cast<const float*>(all.values) + place);
+        case Stored::kBfloat16: return load_bfloat16(static_cast<const uint16_t*>(all.values) + place);
+        case Stored::kFloat16: return load_float16(static_cast<const uint16_t*>(all.values) + place);
+        case Stored::kCodes: break;
+    }
+    const Float codes = load_int8(static_cast<const int8_t*>(all.values) + place);
+    return times(codes, load(all.unit(strip, block) + lane));
+}
+
 // Numbers of columns of a row that a tile computes.
 template <int kStrips>
 constexpr int kVectors = kStrips * static_cast<int>(kColumns) / kLanes;
@@ -52,18 +65,13 @@ OPERATION void add_up_codes(const Product& product, int64_t row, int64_t strip,
     constexpr int kParts = static_cast<int>(kColumns) / kLanes;
     constexpr int kPartBytes = static_cast<int>(kLineBytes) / kParts;
     constexpr int kInputs = 32 / kBits;
-    constexpr int32_t kOffset = kBits == 4 ? 8 : 128;
     const Weight& weight = product.weight;
     const Rounded& rounded = product.rounded;
     const int64_t blocks = weight.blocks(), lines = weight.lines_of_strip(), block_lines = weight.block / kInputs;
-    const int64_t scale_blocks = weight.one_scale ? 1 : blocks;
     const uint8_t* codes[kStrips];
-    const int64_t scale_bytes = weight.half_scales ? 2 : 4;
-    const uint8_t* scales[kStrips];
     const int8_t* zeros[kStrips];
     UNROLL for (int s = 0; s < kStrips; ++s) {
         codes[s] = static_cast<const uint8_t*>(weight.lines) + (strip + s) * lines * kLineBytes;
-        scales[s] = static_cast<const uint8_t*>(weight.scales) + (strip + s) * scale_blocks * kColumns * scale_bytes;
         zeros[s] = weight.zeros ? weight.zeros + (strip + s) * blocks * kColumns : nullptr;
     }
     const int8_t* inputs[kRows];
@@ -74,7 +82,7 @@ OPERATION void add_up_codes(const Product& product, int64_t row, int64_t strip,
         Int sums[kRows][kVectors<kStrips>];
         UNROLL for (int r = 0; r < kRows; ++r) {
             const int32_t sum = rounded.sums[(row + r) * blocks + block];
-            const Int start = spread(kUnsigned<kBits> ? -kOffset * sum : 0);
+            const Int start = spread(kUnsigned<kBits> ? -weight.middle * sum : 0);
             UNROLL for (int v = 0; v < kVectors<kStrips>; ++v) sums[r][v] = start;
         }
         const int64_t end = std::min(line + block_lines, lines);
@@ -101,19 +109,23 @@ OPERATION void add_up_codes(const Product& product, int64_t row, int64_t strip,
                 }
             }
         }
-        const int64_t scale_block = weight.one_scale ? 0 : block;
         UNROLL for (int s = 0; s < kStrips; ++s) UNROLL for (int p = 0; p < kParts; ++p) {
             const int v = s * kParts + p;
-            const uint8_t* own = scales[s] + (scale_block * kColumns + p * kLanes) * scale_bytes;
-            const Float scale = weight.half_scales ? load_halves(own) : load(reinterpret_cast<const float*>(own));
+            const Float scale = load_values(weight.scales, strip + s, block, p * kLanes);
             UNROLL for (int r = 0; r < kRows; ++r) {
                 const int64_t place = (row + r) * blocks + block;
                 Float sum = to_float(sums[r][v]);
                 if (weight.zeros) {
-                    const Float zero_points = load_zeros(zeros[s] + block * kColumns + p * kLanes);
+                    const Float zero_points = load_int8(zeros[s] + block * kColumns + p * kLanes);
                     sum = multiply_add(zero_points, spread(static_cast<float>(-rounded.sums[place])), sum);
                 }
                 totals[r][v] = multiply_add(sum, times(scale, spread(rounded.scales[place])), totals[r][v]);
+            }
+            if (!weight.minima.values) continue;
+            const Float minimum = load_values(weight.minima, strip + s, block, p * kLanes);
+            UNROLL for (int r = 0; r < kRows; ++r) {
+                const Float sum = spread(rounded.sum((row + r) * blocks + block));
+                totals[r][v] = multiply_add(minimum, sum, totals[r][v]);
             }
         }
     }

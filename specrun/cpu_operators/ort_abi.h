@@ -18,7 +18,7 @@ struct ShapeContext;
 struct SessionOptions;
 struct Domain;
 
-enum class Type : int { kAny = 0, kFloat = 1, kUint8 = 2, kInt8 = 3, kUint16 = 4, kInt64 = 7 };
+enum class Type : int { kAny = 0, kFloat = 1, kUint8 = 2, kInt8 = 3, kUint16 = 4, kInt64 = 7, kFloat16 = 10 };
 enum class Presence : int { kRequired = 0, kOptional = 1, kVariadic = 2 };
 constexpr int kInvalidArgument = 2, kRuntimeException = 6;
 

@@ -15,6 +15,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from specbuild.compilers.cpu_products import use_own_products
 from specbuild.graph import ops as graphs
+from specbuild.graph.scales import make_numbers_of_scales
 from specbuild.graph.untie import untie_heads
 from specbuild.quantization.insert_qdq import quantize_embedding, quantize_matmul, weighted_matmuls
 from specbuild.weights.packed import Packed
@@ -22,11 +23,19 @@ from specrun import cpu_operators
 from specrun.engine_dir.config import GRAPH_NAME, open_engine
 from tests.helpers.engines import make_engine, make_onnx
 from tests.helpers.families import save_checkpoint
-from tests.helpers.own_products import session
+from tests.helpers.own_products import Form, packed, session
 
 pytestmark = pytest.mark.skipif(not cpu_operators.is_available(), reason=cpu_operators.HOW_TO_COMPILE)
 
-FORMS = {"float32": None, "bfloat16": None, "int8": None, "int8 in groups": 32, "int4 in groups": 16}
+FORMS = {
+    "float32": None,
+    "bfloat16": None,
+    "int8": None,
+    "int8 in groups": 32,
+    "int4 in groups": 16,
+    "uint4 with minima": 32,
+    "uint4 with minima in 8 bits": 32,
+}
 """Inputs that share a scale."""
 VOCAB, WIDTH = 70, 96
 
@@ -34,6 +43,15 @@ VOCAB, WIDTH = 70, 96
 def table_of(form: str, width: int = WIDTH) -> Packed | npt.NDArray[Any]:
     """A table [V, H] in this form."""
     random = np.random.default_rng(0)
+    if form.startswith("uint4"):  # The weight of a product, turned.
+        in_8_bits = form.endswith("8 bits")
+        own = packed(Form("uint4", 32, scales="int8" if in_8_bits else "float16", minima=True, units=2), width, VOCAB)
+        turned: dict[str, Any] = {
+            name: ir.Tensor(np.ascontiguousarray(tensor.numpy().T), dtype=tensor.dtype)
+            for name in ("codes", "scales", "scale_units", "offsets", "offset_units")
+            if (tensor := getattr(own, name)) is not None
+        }
+        return Packed(**turned, block=32, axis=0)
     if not form.startswith("int"):
         return random.standard_normal((VOCAB, width)).astype(ml_dtypes.bfloat16 if form == "bfloat16" else np.float32)
     block, kind = FORMS[form], np.dtype(np.int8) if form.startswith("int8") else np.dtype(ml_dtypes.int4)
@@ -62,8 +80,9 @@ def tied_graph(table: Packed | npt.NDArray[Any]) -> ir.Model:
         quantize_matmul(model, product, table)
         quantize_embedding(model, embedding, table)
     graphs.widen_to_float32(model)
-    (product_node,) = [node for node in graph if node.op_type == "MatMul"]
-    embedded, y = product_node.inputs[0], product_node.outputs[0]
+    last = graph[-1]
+    y, offsets = last.outputs[0], last.inputs[0].producer() if last.inputs[0] is not None else None
+    embedded = offsets.inputs[0] if last.op_type == "Add" and offsets is not None else last.inputs[0]
     assert embedded is not None
     y.type = ir.TensorType(ir.DataType.FLOAT)
     graph.outputs.extend([embedded, y])
@@ -110,14 +129,16 @@ def test_ids_beyond_the_vocabulary_are_refused(number: int) -> None:
         session(model).run(None, {"ids": np.array([1, number])})
 
 
-@pytest.mark.parametrize("form", ["int8", "int8 in groups", "int4 in groups"])
+@pytest.mark.parametrize("form", ["int8", "int8 in groups", "int4 in groups", "uint4 with minima in 8 bits"])
 def test_a_head_can_have_codes_of_its_own(form: str) -> None:
     """Where ONNX Runtime multiplies, which would make numbers of the whole table in every pass."""
     table = table_of(form)
     model, ids = tied_graph(table), np.arange(9)
     before = session(model).run(None, {"ids": ids})
+    make_numbers_of_scales(model)
     assert untie_heads(model) == 1
-    assert "Transpose" not in {node.op_type for node in model.graph}
+    turned = [node.inputs[0].producer() for node in model.graph if node.op_type == "Transpose" and node.inputs[0]]
+    assert not any(turned), turned  # Offsets, which are constants, are folded.
     embeddings, logits = session(model).run(None, {"ids": ids})
     np.testing.assert_array_equal(embeddings, before[0])
     size = np.abs(by_numpy(table)) @ np.abs(by_numpy(table)).T

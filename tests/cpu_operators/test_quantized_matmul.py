@@ -35,9 +35,16 @@ FORMS = {
     "int8 by channel": Form("int8", None),
     "uint8 by channel, with zero points": Form("uint8", None, zeros=True),
     "int4 by channel": Form("int4", None),
-    "int4, scales in 16 bits": Form("int4", 32, half_scales=True),
-    "uint4 with zero points, scales in 16 bits": Form("uint4", 32, zeros=True, half_scales=True),
-    "int8 by channel, scales in 16 bits": Form("int8", None, half_scales=True),
+    "int4, scales in 16 bits": Form("int4", 32, scales="bfloat16"),
+    "uint4 with zero points, scales in 16 bits": Form("uint4", 32, zeros=True, scales="bfloat16"),
+    "int8 by channel, scales in 16 bits": Form("int8", None, scales="bfloat16"),
+    "int4, scales in float16": Form("int4", 32, scales="float16"),
+    "uint4 with minima (Q4_1)": Form("uint4", 32, scales="float16", minima=True),
+    "uint4 with minima in float32": Form("uint4", 64, minima=True),
+    "uint4 with minima in 8 bits (Q4_K)": Form("uint4", 32, scales="int8", minima=True, units=8),
+    "uint4 in blocks of 16 with minima in 8 bits": Form("uint4", 16, scales="int8", minima=True),
+    "int8, scales in 8 bits (Q6_K)": Form("int8", 16, scales="int8", units=16),
+    "int8 with minima (Q5_1)": Form("int8", 32, scales="float16", minima=True),
 }
 SIZES = [(32, 16), (256, 64), (100, 17), (52, 1), (7, 130), (1000, 100)]
 """[K, N]: even ones, and those that fill neither blocks, lines nor strips."""
@@ -62,7 +69,9 @@ def test_it_is_the_product_with_rounded_inputs(form: Form, size: tuple[int, int]
     weight = packed(form, *size)
     model = product_graph(weight)
     assert [node.op_type for node in model.graph] == ["QuantizedMatMul"]
-    assert model.graph[0].attributes["half_scales"].as_int() == form.half_scales
+    types = {"float32": "FLOAT", "bfloat16": "UINT16", "float16": "FLOAT16", "int8": "INT8"}
+    scales = model.graph[0].inputs[2]
+    assert scales is not None and scales.dtype is not None and scales.dtype.name == types[form.scales]
     x = inputs(9, size[0])
     wanted = expected(x, weight)
     found = run(session(model), x)
@@ -73,14 +82,13 @@ def test_it_is_the_product_with_rounded_inputs(form: Form, size: tuple[int, int]
 
 @pytest.mark.parametrize("bits", ["int4", "int8"])
 def test_scales_in_16_bits_are_the_same_numbers(bits: str, instruction_set: str) -> None:
-    weight = packed(Form(bits, 32, half_scales=True), 128, 40)
+    weight = packed(Form(bits, 32, scales="bfloat16"), 128, 40)
     half, whole = product_graph(weight), product_graph(weight)
     (node,) = whole.graph
     codes = node.inputs[2]
     assert codes is not None and codes.const_value is not None and codes.dtype == ir.DataType.UINT16
     scales = (codes.const_value.numpy().astype(np.uint32) << 16).view(np.float32)
     node.replace_input_with(2, graphs.initializer(whole.graph, "scales", ir.tensor(scales)))
-    node.attributes.add(ir.AttrInt64("half_scales", 0))
     x = inputs(9, 128)
     np.testing.assert_array_equal(run(session(half), x), run(session(whole), x))
 

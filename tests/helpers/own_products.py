@@ -26,8 +26,12 @@ class Form(NamedTuple):
     block: int | None
     """None: one scale a column."""
     zeros: bool = False
-    half_scales: bool = False
-    """Whether scales are bfloat16's, in float32."""
+    scales: str = "float32"
+    """Whose numbers they are, in float32; int8: codes with units."""
+    minima: bool = False
+    """Whether there are numbers to add, stored as scales are."""
+    units: int | None = None
+    """Of scales in int8: how many blocks share one. None: all of them."""
 
 
 def packed(form: Form, rows: int, columns: int, seed: int = 0) -> Packed:
@@ -42,12 +46,25 @@ def packed(form: Form, rows: int, columns: int, seed: int = 0) -> Packed:
         return ir.Tensor(values.astype(kind), dtype=ir.DataType[form.dtype.upper()])
 
     codes = tensor(random.integers(low, high, (rows, columns)))
-    scales = random.uniform(0.5, 2, shape).astype(ml_dtypes.bfloat16 if form.half_scales else np.float32)
+
+    def block_values(low: float, high: float) -> tuple[ir.TensorProtocol, ir.TensorProtocol | None]:
+        if form.scales != "int8":
+            kind = ml_dtypes.bfloat16 if form.scales == "bfloat16" else np.dtype(form.scales)
+            return ir.Tensor(random.uniform(low, high, shape).astype(kind).astype(np.float32)), None
+        sizes = (columns,) if form.units is None else (-(-shape[0] // form.units), columns)
+        units = random.uniform(high / 256, high / 128, sizes).astype(np.float32)
+        return ir.Tensor(random.integers(-128, 128, shape, np.int8)), ir.Tensor(units)
+
+    scales, scale_units = block_values(0.5, 2)
+    offsets, offset_units = block_values(-4, 4) if form.minima else (None, None)
     return Packed(
         codes,
-        ir.Tensor(scales.astype(np.float32)),
+        scales,
         tensor(random.integers(low, high, shape)) if form.zeros else None,
         block=form.block,
+        scale_units=scale_units,
+        offsets=offsets,
+        offset_units=offset_units,
     )
 
 

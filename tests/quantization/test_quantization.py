@@ -49,7 +49,7 @@ def packed(form: CodeForm, weight: torch.Tensor, block: int | None, activation: 
         codes=ir.Tensor(rounded.codes, dtype=TYPES.get(form, ir.DataType.FLOAT4E2M1)),
         scales=ir.Tensor(scales),
         block=block,
-        global_scale=ir.Tensor(np.float32(global_scale(weight))) if form == "float4" else None,
+        scale_units=ir.Tensor(np.float32(global_scale(weight))) if form == "float4" else None,
         activation=activation,
     )
 

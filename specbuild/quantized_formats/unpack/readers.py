@@ -222,7 +222,7 @@ def float4(module: Module, form: Form) -> Packed:
         codes=CodeTensor(ir.DataType.FLOAT4E2M1, shape, in_pairs(stored)),
         scales=scales(module, scale, shape, form.block),
         block=group,
-        global_scale=global_scale,
+        scale_units=global_scale,
         activation=activation(module, form, input_suffix, divides=divides),
         input_factors=input_factors(module, shape[0], "pre_quant_scale"),
     )

@@ -1,0 +1,84 @@
+"""Scales and offsets of quantized weights in the graph: see ``insert_qdq``, which puts them there."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import onnx_ir as ir
+
+from specbuild.graph import ops as graphs
+from specbuild.weights.packed import as_float32, block_sums, times_units
+
+
+def make_numbers_of_scales(model: ir.Model) -> None:
+    """Let constants in int8 that are scales or offsets of weights be floats, in place.
+
+    They are computed when they are read. See ``Packed.scale_units``.
+    """
+    for node in [node for node in model.graph if node.op_type == "DequantizeLinear"]:
+        codes, units = node.inputs[0], node.inputs[1]
+        if codes is None or units is None or codes.const_value is None or units.const_value is None:
+            continue
+        if codes.dtype == ir.DataType.INT8 and str(codes.name).endswith((".scales", ".offsets")):
+            node.outputs[0].replace_all_uses_with(_numbers(model.graph, node, codes.const_value, units.const_value))
+
+
+def _numbers(graph: ir.Graph, node: ir.Node, codes: ir.TensorProtocol, units: ir.TensorProtocol) -> ir.Value:
+    axis = node.attributes.get_int("axis", 1)
+    channels = 1 - axis if "block_size" in node.attributes else axis
+
+    def numbers() -> ir.TensorProtocol:
+        found = times_units(as_float32(codes), as_float32(units), channels)
+        return ir.Tensor(found.astype(units.dtype.numpy()), dtype=units.dtype)
+
+    name = f"{node.outputs[0].name}.numbers"
+    lazy = ir.LazyTensor(numbers, units.dtype, ir.Shape(list(codes.shape.numpy())), name=name)
+    return graphs.initializer(graph, name, lazy)
+
+
+class Added(NamedTuple):
+    """What is added to a node's only output: a product, and what computes its left factor."""
+
+    add: ir.Node
+    product: ir.Node
+    left: ir.Node
+
+    def are_offsets(self, x: ir.Value | None, inputs: int, block: int) -> bool:
+        """Whether offsets of a weight's blocks, which the product's right factor is, are added to ``x`` times it."""
+        return self.left.op_type == "MatMul" and self.left.inputs[0] is x and _adds_up(self.left, inputs, block, False)
+
+    def are_rows_of_offsets(self, ids: ir.Value, inputs: int, block: int) -> bool:
+        """Whether a table's offsets, of which the left factor has rows, are added to its rows."""
+        return (
+            self.left.op_type == "Gather" and self.left.inputs[1] is ids and _adds_up(self.product, inputs, block, True)
+        )
+
+
+def added_to(node: ir.Node) -> Added | None:
+    """None where nothing of that kind is."""
+    uses = list(node.outputs[0].uses())
+    if node.outputs[0].is_graph_output() or len(uses) != 1 or uses[0].node.op_type != "Add":
+        return None
+    add = uses[0].node
+    other = add.inputs[1 - uses[0].idx]
+    product = other.producer() if other is not None else None
+    left = product.inputs[0].producer() if product is not None and product.inputs[0] is not None else None
+    if product is None or product.op_type != "MatMul" or left is None:
+        return None
+    return Added(add, product, left)
+
+
+def _adds_up(product: ir.Node, inputs: int, block: int, turned: bool) -> bool:
+    """Whether a product's right factor adds up each block; turned: gives each number to all of a block."""
+    tensor = constant(product.inputs[1])
+    if not block or tensor is None:
+        return False
+    wanted = block_sums(inputs, block).T if turned else block_sums(inputs, block)
+    return tuple(tensor.shape) == wanted.shape and bool((as_float32(tensor) == wanted).all())
+
+
+def constant(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """A constant, which Cast may stand behind."""
+    while value is not None and (node := value.producer()) is not None and node.op_type == "Cast":
+        value = node.inputs[0]
+    return None if value is None else value.const_value
