@@ -56,7 +56,9 @@ OURS: dict[str, dict[str, Any]] = {
     "int8": {"qformat": "int8"},
     "int8_by_64": {"qformat": "int8", "group_size": 64},
     "int4": {"qformat": "int4"},
+    "int4_by_16": {"qformat": "int4", "group_size": 16},
     "int4_by_64": {"qformat": "int4", "group_size": 64},
+    "int4_sym": {"qformat": "int4_sym"},
 }
 LLAMA_CPP = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_K_M+", "Q4_0", "Q4_0+", "IQ4_XS", "IQ4_XS+")
 OPENVINO = {"int8": ["int8"], "int4": ["int4", "--sym", "--group-size", "64", "--ratio", "1.0"]}

@@ -88,11 +88,15 @@ class Tensorrt:
         model = ir.load(checkpoint / GRAPH_NAME)
         capabilities = _capabilities(trt, model, self.capabilities)
         weights = checkpoint
-        if move_zero_points(model) + round_token_inputs(model):
+        notes = list[str]()
+        if moved := move_zero_points(model):
+            notes.append(f"{moved} products have a second one beside them, for minima; int4_sym has none")
+        if moved + round_token_inputs(model):
             model, weights = graphs.write_recoded(model, output), output
         round_float4_inputs(model)
         narrow_float4_scales(model)
-        notes = [_gathered(gather_used_experts(model))] if build.gather_experts else []
+        if build.gather_experts:
+            notes.append(_gathered(gather_used_experts(model)))
         if graph.states:
             graph = graph.with_replays(build.max_draft_len)
             expand(model, graph.states, graph.replays)

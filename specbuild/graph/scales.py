@@ -11,7 +11,7 @@ from specbuild.weights.packed import as_float32, block_sums, times_units
 
 
 def make_numbers_of_scales(model: ir.Model) -> None:
-    """Let constants in int8 that are scales or offsets of weights be floats, in place.
+    """Let constants in int8 that are scales or offsets of weights be floats of the graph's dtype, in place.
 
     They are computed when they are read. See ``Packed.scale_units``.
     """
@@ -19,20 +19,28 @@ def make_numbers_of_scales(model: ir.Model) -> None:
         codes, units = node.inputs[0], node.inputs[1]
         if codes is None or units is None or codes.const_value is None or units.const_value is None:
             continue
-        if codes.dtype == ir.DataType.INT8 and str(codes.name).endswith((".scales", ".offsets")):
-            node.outputs[0].replace_all_uses_with(_numbers(model.graph, node, codes.const_value, units.const_value))
+        if codes.dtype != ir.DataType.INT8 or not str(codes.name).endswith((".scales", ".offsets")):
+            continue
+        for use in list(node.outputs[0].uses()):
+            reader = use.node  # DequantizeLinear of the weight, or Cast of offsets; or Transpose, or MatMul.
+            dtype = reader.outputs[0].dtype or units.dtype or ir.DataType.FLOAT
+            reader.attributes.pop("output_dtype", None)
+            numbers = _numbers(model.graph, node, codes.const_value, units.const_value, dtype)
+            reader.replace_input_with(use.idx, numbers)
 
 
-def _numbers(graph: ir.Graph, node: ir.Node, codes: ir.TensorProtocol, units: ir.TensorProtocol) -> ir.Value:
+def _numbers(
+    graph: ir.Graph, node: ir.Node, codes: ir.TensorProtocol, units: ir.TensorProtocol, dtype: ir.DataType
+) -> ir.Value:
     axis = node.attributes.get_int("axis", 1)
     channels = 1 - axis if "block_size" in node.attributes else axis
 
     def numbers() -> ir.TensorProtocol:
         found = times_units(as_float32(codes), as_float32(units), channels)
-        return ir.Tensor(found.astype(units.dtype.numpy()), dtype=units.dtype)
+        return ir.Tensor(found.astype(dtype.numpy()), dtype=dtype)
 
-    name = f"{node.outputs[0].name}.numbers"
-    lazy = ir.LazyTensor(numbers, units.dtype, ir.Shape(list(codes.shape.numpy())), name=name)
+    name = f"{node.outputs[0].name}.{dtype.name.lower()}"
+    lazy = ir.LazyTensor(numbers, dtype, ir.Shape(list(codes.shape.numpy())), name=name)
     return graphs.initializer(graph, name, lazy)
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from specbuild.quantization.grids import Grid
 from specbuild.weights.packed import Floats
 
 ROWS = 8
@@ -23,9 +24,6 @@ _CHANNELS = 2048
 _DAMPING = 0.1
 """Share of the mean square that is added to every channel's: a text does not show all that channels do."""
 _DAMPING_TRIES = 4
-
-ChooseScales = Callable[[torch.Tensor, slice], torch.Tensor]
-"""Takes groups of weights [N, block] and which channels they are of; gives their scales [N]."""
 
 
 class KeptInputs:
@@ -119,24 +117,34 @@ def _factor(hessian: torch.Tensor) -> torch.Tensor:
 
 
 def round_with_feedback(
-    weight: torch.Tensor, block: int, parts: list[tuple[slice, torch.Tensor]], choose: ChooseScales
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight [N, K] -> 4-bit codes [K, N] int8, -8..7, and scales [K / block, N]. choose: a group's scales."""
+    weight: torch.Tensor,
+    block: int,
+    parts: list[tuple[slice, torch.Tensor]],
+    grid: Grid,
+    squares: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """weight [N, K] -> codes [K, N] int8 of the grid; scales and minima [N, K / block].
+
+    parts: from ``feedback``. squares: [K], of the inputs.
+    """
     channels, inputs = weight.shape
     codes = torch.empty(inputs, channels, dtype=torch.int8)
-    scales = torch.empty(inputs // block, channels)
+    fitted = torch.empty(channels, inputs // block), torch.empty(channels, inputs // block)
     for part, upper in parts:
         left = weight[:, part].T.contiguous()
         for start in range(0, len(left), block):
-            end = min(start + block, len(left))
-            group, errors = left[start:end], torch.empty(end - start, channels)
+            end = start + block
+            group, errors = left[start:end], torch.empty(block, channels)
             first = part.start + start
-            own = scales[first // block] = choose(group.T, slice(first, first + len(group)))
+            scales, minima = grid.fit(group.T[:, None], squares[None, first : first + block])
+            for all_groups, own in zip(fitted, (scales, minima), strict=True):
+                all_groups[:, first // block] = own[:, 0]
+            scales, minima = scales[:, 0], minima[:, 0]
             for place, values in enumerate(group):
                 row = upper[start + place]
-                rounded = (values / own).round_().clamp_(-8, 7)
+                rounded = ((values - minima) / scales).round_().clamp_(grid.smallest, grid.largest)
                 codes[first + place] = rounded
-                errors[place] = (values - rounded * own) / row[start + place]
+                errors[place] = (values - (rounded * scales).add_(minima)) / row[start + place]
                 group[place + 1 :].addr_(row[start + place + 1 : end], errors[place], alpha=-1)
             left[end:].addmm_(upper[start:end, end:].T, errors, alpha=-1)
-    return codes, scales
+    return codes, *fitted

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 import torch
 from onnx_ir.tensor_adapters import from_torch_dtype
@@ -32,9 +33,13 @@ if TYPE_CHECKING:
 _CODES: dict[CodeForm, ir.DataType] = {
     "int8": ir.DataType.INT8,
     "int4": ir.DataType.INT4,
+    "uint4": ir.DataType.UINT4,
     "float8": ir.DataType.FLOAT8E4M3FN,
     "float4": ir.DataType.FLOAT4E2M1,
 }
+
+_SCALES: dict[CodeForm, ir.DataType] = {"float4": ir.DataType.FLOAT8E4M3FN, "uint4": ir.DataType.INT8}
+"""The type of scales that are codes themselves."""
 
 
 def pack_model(
@@ -81,6 +86,7 @@ def pack_model(
             parts = [weight.row(expert) for expert in range(weight.shape[0])]
             parts = [_Columns(part) for part in parts] if module.is_transposed else parts
             if storage := recipe.product(stacked, parts[0].shape[1], is_head=False):
+                storage = replace(storage, form="int4") if storage.form == "uint4" else storage
                 reached, squares = amax.experts.get(stacked, {}) if amax else {}, _squares(amax, stacked)
                 loudest = max(reached.values(), default=None)
                 packed.experts[stacked] = tuple(
@@ -160,23 +166,29 @@ class _Rounding:
 
 def _round(rounding: _Rounding) -> Rounded:
     """Codes [K, N] and scales [K / block, N]; of a table [N, K] and [N, K / block]."""
-    form, inputs = rounding.storage.form, rounding.inputs if rounding.storage.form == "int4" else None
+    form = rounding.storage.form
+    inputs = rounding.inputs if form in ("int4", "uint4") else None
 
     def make() -> Rounded:
         return round_weight(rounding.weight, form, rounding.block, rounding.squares, inputs)
 
     found = make() if inputs is None else _once(inputs.rounded, make)
-    return Rounded(*(np.ascontiguousarray(part.T) for part in found)) if rounding.by_row else found
+    if not rounding.by_row:
+        return found
+    return Rounded(np.ascontiguousarray(found.codes.T), np.ascontiguousarray(found.scales.T))
 
 
 def _once(path: Path, make: Callable[[], Rounded]) -> Rounded:
     """What ``make`` gives. GPTQ takes long, and a weight is read to compare it and to write it: a file has it then."""
     if path.exists():
         with np.load(path) as kept:
-            return Rounded(kept["codes"].astype(ml_dtypes.int4), kept["scales"].astype(str(kept["dtype"])))
-    found, content = make(), io.BytesIO()
-    codes, scales, dtype = found.codes.astype(np.int8), found.scales.astype(np.float32), found.scales.dtype.name
-    np.savez(content, codes=codes, scales=scales, dtype=np.array(dtype))
+            kinds = {name: kept[f"{name}.dtype"].item() for name in Rounded._fields if name in kept}
+            return Rounded(**{name: kept[name].view(getattr(ml_dtypes, kind, kind)) for name, kind in kinds.items()})
+    found, content, parts = make(), io.BytesIO(), dict[str, npt.NDArray[Any]]()
+    for name, part in found._asdict().items():
+        if part is not None:  # numpy's files do not know the types of ml_dtypes.
+            parts |= {name: part.view(f"u{part.itemsize}"), f"{name}.dtype": np.array(part.dtype.name)}
+    np.savez(content, **parts)  # type: ignore[arg-type]
     write_whole(path, content.getbuffer())
     return found
 
@@ -188,26 +200,37 @@ def _pack(rounding: _Rounding, rounded: Callable[[_Rounding], Rounded]) -> Packe
     codes_type, scale_type = _CODES[storage.form], from_torch_dtype(weight.dtype)
     sizes = [channels, inputs // rounding.block] if by_row else [inputs // rounding.block, channels]
     scale_shape = sizes if storage.block else [channels]
-    left: list[Any] = []  # Scales of codes that were written: those of all experts follow the codes of all.
+    left: dict[str, Any] = {}  # Beside codes that were written: the scales of all experts follow the codes of all.
 
     def codes() -> ir.TensorProtocol:
         found = rounded(rounding)
-        left[:] = [found.scales]
+        left.update(found._asdict(), codes=None)
         return ir.Tensor(found.codes, dtype=codes_type)
 
-    def scales() -> ir.TensorProtocol:
-        found = left.pop() if left else rounded(rounding).scales
-        return ir.Tensor(found.reshape(scale_shape))
+    def part(name: str, dtype: ir.DataType, shape: list[int]) -> ir.LazyTensor:
+        def read() -> ir.TensorProtocol:
+            found = left.pop(name) if name in left else getattr(rounded(rounding), name)
+            return ir.Tensor(found.reshape(shape), dtype=dtype)
+
+        return ir.LazyTensor(read, dtype, ir.Shape(shape))
 
     def unit() -> ir.TensorProtocol:
         return ir.Tensor(np.asarray(global_scale(weight), scale_type.numpy()))
 
-    is_float4 = storage.form == "float4"
-    return Packed(
+    packed = Packed(
         codes=ir.LazyTensor(codes, codes_type, ir.Shape([channels, inputs] if by_row else [inputs, channels])),
-        scales=ir.LazyTensor(scales, ir.DataType.FLOAT8E4M3FN if is_float4 else scale_type, ir.Shape(scale_shape)),
+        scales=part("scales", _SCALES.get(storage.form, scale_type), scale_shape),
         block=storage.block,
         axis=0 if by_row else 1,
-        scale_units=ir.LazyTensor(unit, scale_type, ir.Shape([])) if is_float4 else None,
         activation=storage.activation,
+    )
+    if storage.form == "float4":
+        return replace(packed, scale_units=ir.LazyTensor(unit, scale_type, ir.Shape([])))
+    if storage.form != "uint4":
+        return packed
+    return replace(
+        packed,
+        scale_units=part("scale_units", ir.DataType.FLOAT, [channels]),
+        offsets=part("offsets", ir.DataType.INT8, scale_shape),
+        offset_units=part("offset_units", ir.DataType.FLOAT, [channels]),
     )

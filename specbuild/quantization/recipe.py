@@ -9,14 +9,15 @@ from typing import Literal, get_args
 from specbuild.weights.activation import Activation
 from specrun.errors import BuildConfigError
 
-CodeForm = Literal["int8", "int4", "float8", "float4"]
-QFormat = Literal["int8", "int8_wo", "int4", "fp8", "fp8_wo", "nvfp4", "nvfp4_wo"]
+CodeForm = Literal["int8", "int4", "uint4", "float8", "float4"]
+"""uint4: with a minimum for each group, and scales and minima in 8 bits themselves."""
+QFormat = Literal["int8", "int8_wo", "int4", "int4_sym", "fp8", "fp8_wo", "nvfp4", "nvfp4_wo"]
 QFORMATS: tuple[QFormat, ...] = get_args(QFormat)
 
 _ROUTERS = ("*.gate", "*.router", "*.router.*", "*.shared_expert_gate")
 """Choose a token's experts: they are small, and an error there is one of another kind."""
 _NVFP4_BLOCK = 16
-_GROUPED: tuple[QFormat, ...] = ("int8", "int8_wo", "int4")
+_GROUPED: tuple[QFormat, ...] = ("int8", "int8_wo", "int4", "int4_sym")
 _GROUP = 32
 """Input channels that share a scale. With groups of 32 formats keep as much of the text as llama.cpp's ``Q8_0`` and
 ``Q4_0``, which have them too, and ONNX Runtime's own products are exact to the bit in every shape."""
@@ -47,8 +48,8 @@ class Recipe:
     """True if the linear layer that gives the logits is quantized, in formats that say so."""
     embeddings: bool = True
     """True if the embedding is quantized."""
-    int8_by_channel: bool = False
-    """True if weights in int8 have one scale an output channel, as other runtimes read them."""
+    for_others: bool = False
+    """True if other runtimes are to read the weights: int8 has one scale an output channel, int4 no minima."""
 
     def __post_init__(self) -> None:
         """Raise BuildConfigError where the group is none that the formats have."""
@@ -56,7 +57,7 @@ class Recipe:
             return
         if self.group_size < _SMALLEST_GROUP or self.group_size & (self.group_size - 1):
             raise BuildConfigError(f"--group_size {self.group_size}: expected a power of two from {_SMALLEST_GROUP} on")
-        grouped = [form for form in _GROUPED if form != "int8" or not self.int8_by_channel]
+        grouped = [form for form in _GROUPED if form != "int8" or not self.for_others]
         if self.qformat not in grouped:
             names = ", ".join(grouped)
             raise BuildConfigError(f"--group_size is for {names}; leave it out with --qformat {self.qformat}")
@@ -69,12 +70,12 @@ class Recipe:
     @property
     def weighted(self) -> bool:
         """Whether weights are rounded by what their inputs are on a text. A few rows of it are enough."""
-        return self.qformat == "int4"
+        return self.qformat in ("int4", "int4_sym")
 
     @property
     def equalized(self) -> bool:
         """Whether inputs are made alike on a text before they are rounded. One row of it is enough."""
-        return self.qformat in ("int8", "int4") and not self.int8_by_channel
+        return self.qformat in ("int8", "int4", "int4_sym") and not self.for_others
 
     @property
     def without_inputs(self) -> Recipe:
@@ -93,12 +94,13 @@ class Recipe:
             return None
         match self.qformat:
             case "int8":
-                has_groups = self.group_size or (inputs % _SMALLEST_GROUP == 0 and not self.int8_by_channel)
+                has_groups = self.group_size or (inputs % _SMALLEST_GROUP == 0 and not self.for_others)
                 return Storage("int8", self._block(module, inputs) if has_groups else None, Activation("int8"))
             case "int8_wo":
                 return Storage("int8", self._block(module, inputs))
-            case "int4":  # The head chooses the token: it stays in 8 bits.
-                return Storage("int8" if is_head else "int4", self._block(module, inputs))
+            case "int4" | "int4_sym":  # The head chooses the token: it stays in 8 bits.
+                has_minima = self.qformat == "int4" and not self.for_others
+                return Storage("int8" if is_head else "uint4" if has_minima else "int4", self._block(module, inputs))
             case "fp8":
                 return None if is_head else Storage("float8", activation=Activation("float8"))
             case "fp8_wo":

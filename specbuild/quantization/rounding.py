@@ -1,4 +1,4 @@
-"""Dense weights -> codes and scales. A scale follows from the largest value that it covers; in int4 the best of some.
+"""Dense weights -> codes and scales. A scale follows from the largest value that it covers; in 4 bits see ``grids``.
 
 Weights come as modules keep them, [N, K] (output channels, input channels). Codes leave as MatMul wants them, [K, N].
 They are rounded against the scale as it is stored, so a 16-bit scale costs no accuracy. Only some output channels are
@@ -7,7 +7,6 @@ rounded at a time, so the memory beside the result stays small for every size of
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -18,13 +17,11 @@ import torch
 from onnx_ir.tensor_adapters import TorchTensor
 
 from specbuild.quantization.gptq import LinearInputs, feedback, round_with_feedback
+from specbuild.quantization.grids import Grid, GridWithMinima, SignedGrid
 from specbuild.quantization.recipe import CodeForm as CodeForm
 
 _AT_A_TIME, _AT_A_TIME_WITH_FEEDBACK = 1 << 18, 1 << 22
 """Elements that are rounded at a time. With feedback channels are rounded one by one, so there are more of them."""
-_TRIED = (1.0, 0.9, 0.8, -1.1, -0.9)
-"""Shares of a 4-bit block's range that are tried: clipping its largest weight may serve the others. With a negative one
-the largest weight becomes 7, not -8."""
 _LEAST_SQUARE = 1e-3
 """What every channel counts at least, by the mean: another text may use a channel that this one does not."""
 FLOAT8_MAX, FLOAT4_MAX = 448.0, 6.0
@@ -47,10 +44,17 @@ class Rows(Protocol):
 
 
 class Rounded(NamedTuple):
-    """Codes [K, N] and scales [K / block, N], in the types of numpy and ml_dtypes."""
+    """A weight in the types of numpy and ml_dtypes; see ``Packed``."""
 
     codes: npt.NDArray[Any]
+    """[K, N]"""
     scales: npt.NDArray[Any]
+    """[K / block, N]"""
+    scale_units: npt.NDArray[np.float32] | None = None
+    """[N], of uint4, whose scales and offsets are int8."""
+    offsets: npt.NDArray[np.int8] | None = None
+    """[K / block, N]"""
+    offset_units: npt.NDArray[np.float32] | None = None
 
 
 def global_scale(weight: Rows) -> float:
@@ -74,84 +78,80 @@ def round_weight(
 ) -> Rounded:
     """weight [N, K] in ``form``, one scale for ``block`` input channels of an output channel (K: for all of them).
 
-    squares: [K], those of each channel's input; int4 rounds so that the output's error is small. None: all are alike.
-    kept: that input on a text; int4 takes back by it what a channel's rounding leaves over (GPTQ).
+    squares: [K], those of each channel's input; 4 bits are rounded so that the output's error is small. None: all are
+    alike. kept: that input on a text; 4 bits take back by it what a channel's rounding leaves over (GPTQ).
     Scales have the weight's dtype; those of float4 are float8 e4m3, to be multiplied by ``global_scale``.
     Raises ValueError where blocks do not divide K.
     """
     channels, inputs = weight.shape
     if inputs % block:
         raise ValueError(f"{inputs} input channels are not a multiple of {block}")
+    if form in ("int4", "uint4"):
+        squares = torch.ones(inputs) if squares is None else squares / squares.mean().clamp(min=1e-30) + _LEAST_SQUARE
+        return _round_to_grid(weight, form, block, squares, kept)
     unit = global_scale(weight) if form == "float4" else 1.0
     kind, rounded = _FORMS[form]
-    squares = torch.ones(inputs) if squares is None else squares / squares.mean().clamp(min=1e-30) + _LEAST_SQUARE
     scale_type = torch.float8_e4m3fn if form == "float4" else weight.dtype
     codes = np.empty((inputs, channels), kind)
     scales = torch.empty((inputs // block, channels))
-    if kept is not None and form == "int4":
-
-        def choose(groups: torch.Tensor, channels: slice) -> torch.Tensor:
-            return _int4_scales(groups, scale_type, squares[channels].expand_as(groups))
-
-        for own in _slices(weight, _AT_A_TIME_WITH_FEEDBACK):
-            found = round_with_feedback(weight[own].float(), block, feedback(kept, inputs, block), choose)
-            codes[:, own], scales[:, own] = _cast(found[0].numpy(), kind), found[1]
-        return Rounded(codes, TorchTensor(scales.to(scale_type)).numpy())
     for own in _slices(weight):
         groups = weight[own].float().reshape(-1, block) / unit
-        of_groups = squares.reshape(-1, block).repeat(len(groups) * block // inputs, 1)
-        own_codes, own_scales = rounded(groups, scale_type, of_groups)
+        own_codes, own_scales = rounded(groups, scale_type)
         codes[:, own] = _cast(own_codes.reshape(-1, inputs).numpy(), kind).T
         scales[:, own] = own_scales.reshape(-1, inputs // block).T
     return Rounded(codes, TorchTensor(scales.to(scale_type)).numpy())
+
+
+def _round_to_grid(
+    weight: Rows, form: CodeForm, block: int, squares: torch.Tensor, kept: LinearInputs | None
+) -> Rounded:
+    """In 4 bits."""
+    channels, inputs = weight.shape
+    kind, groups = (ml_dtypes.int4 if form == "int4" else ml_dtypes.uint4), inputs // block
+    codes, found = np.empty((inputs, channels), kind), [torch.empty(groups, channels) for _ in range(2)]
+    units = [torch.empty(channels) for _ in range(2)]
+    of_groups = squares.reshape(groups, block)
+    for own in _slices(weight, _AT_A_TIME if kept is None else _AT_A_TIME_WITH_FEEDBACK):
+        part = weight[own].float()
+        grouped = part.reshape(len(part), groups, block)
+        grid: Grid = SignedGrid(weight.dtype)
+        if form == "uint4":
+            grid = GridWithMinima.of(grouped, of_groups)
+            units[0][own], units[1][own] = grid.scale_units, grid.minimum_units
+        if kept is None:
+            scales, minima = grid.fit(grouped, of_groups)
+            exact = (grouped - minima[..., None]) / scales[..., None]
+            own_codes = exact.round_().clamp_(grid.smallest, grid.largest).to(torch.int8).reshape(part.shape).T
+        else:
+            own_codes, scales, minima = round_with_feedback(part, block, feedback(kept, inputs, block), grid, squares)
+        codes[:, own] = own_codes.numpy().astype(kind)
+        found[0][:, own], found[1][:, own] = scales.T, minima.T
+    if form == "int4":
+        return Rounded(codes, TorchTensor(found[0].to(weight.dtype)).numpy())
+    scale_codes, minimum_codes = (
+        (part / unit).round_().to(torch.int8).numpy() for part, unit in zip(found, units, strict=True)
+    )
+    return Rounded(codes, scale_codes, units[0].numpy(), minimum_codes, units[1].numpy())
 
 
 _Groups = tuple[torch.Tensor, torch.Tensor]
 """Codes [G, block] and scales [G] of groups [G, block]."""
 
 
-def _int8(groups: torch.Tensor, scale_type: torch.dtype, _squares: torch.Tensor) -> _Groups:
+def _int8(groups: torch.Tensor, scale_type: torch.dtype) -> _Groups:
     """Symmetric: -127..127."""
     scales = _stored(groups.abs().amax(dim=1) / 127, scale_type)
     return (groups / scales[:, None]).round().clamp(-127, 127).to(torch.int8), scales
 
 
-def _int4(groups: torch.Tensor, scale_type: torch.dtype, squares: torch.Tensor) -> _Groups:
-    """-8..7."""
-    scales = _int4_scales(groups, scale_type, squares)
-    return (groups / scales[:, None]).round_().clamp_(-8, 7).to(torch.int8), scales
-
-
-def _int4_scales(groups: torch.Tensor, scale_type: torch.dtype, squares: torch.Tensor) -> torch.Tensor:
-    """Those with the least error of the output: of the weights, each squared times its input's square.
-
-    They come from the largest weight, and then from the codes that it gives, by least squares. They have the precision
-    of bfloat16 in every dtype, so engines can keep them in 16 bits. It costs no accuracy, because codes are rounded
-    against them.
-    """
-    largest = groups.gather(1, groups.abs().argmax(dim=1, keepdim=True)).squeeze(1)
-    best, best_scales = torch.full_like(largest, math.inf), torch.ones_like(largest)
-    for share in _TRIED:
-        scales = _stored((largest / -8 * share).bfloat16(), scale_type)
-        codes = (groups / scales[:, None]).round_().clamp_(-8, 7)
-        weighted = codes * squares
-        fitted = (weighted * groups).sum(dim=1) / (weighted * codes).sum(dim=1).clamp(min=1e-30)
-        scales = _stored(fitted.bfloat16(), scale_type)
-        codes = (groups / scales[:, None]).round_().clamp_(-8, 7)
-        error = (codes.mul_(scales[:, None]).sub_(groups).square_().mul_(squares)).sum(dim=1)
-        is_best = error < best
-        best, best_scales = torch.where(is_best, error, best), torch.where(is_best, scales, best_scales)
-    return best_scales
-
-
-def _float8(groups: torch.Tensor, scale_type: torch.dtype, _squares: torch.Tensor) -> _Groups:
+def _float8(groups: torch.Tensor, scale_type: torch.dtype) -> _Groups:
     """e4m3, without infinities."""
     scales = _stored(groups.abs().amax(dim=1) / FLOAT8_MAX, scale_type)
     codes = (groups / scales[:, None]).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn)
     return codes.view(torch.uint8), scales
 
 
-def _float4(groups: torch.Tensor, scale_type: torch.dtype, _squares: torch.Tensor) -> _Groups:
+def _float4(groups: torch.Tensor, scale_type: torch.dtype) -> _Groups:
     """e2m1: the sign bit, then the number of the magnitude."""
     scales = _stored(groups.abs().amax(dim=1) / FLOAT4_MAX, scale_type)
     scaled = groups / scales[:, None]
@@ -164,9 +164,8 @@ def nearest_float4(x: torch.Tensor) -> torch.Tensor:
     return _FLOAT4_MAGNITUDES[torch.bucketize(x.abs(), _FLOAT4_BOUNDS)].copysign(x)
 
 
-_FORMS: dict[CodeForm, tuple[Any, Callable[[torch.Tensor, torch.dtype, torch.Tensor], _Groups]]] = {
+_FORMS: dict[CodeForm, tuple[Any, Callable[[torch.Tensor, torch.dtype], _Groups]]] = {
     "int8": (np.int8, _int8),
-    "int4": (ml_dtypes.int4, _int4),
     "float8": (ml_dtypes.float8_e4m3fn, _float8),
     "float4": (ml_dtypes.float4_e2m1fn, _float4),
 }

@@ -143,7 +143,7 @@ def _recipes(options: QuantizeOptions) -> list[Recipe]:
     """The recipe that was asked for, or all that ``auto`` chooses from. Raises BuildConfigError."""
     names = AUTO if options.qformat == "auto" else (options.qformat,)
     found = (make_recipe(name, options.group_size, options.exclude) for name in names)
-    return [replace(recipe, head=options.lm_head, embeddings=False, int8_by_channel=True) for recipe in found if recipe]
+    return [replace(recipe, head=options.lm_head, embeddings=False, for_others=True) for recipe in found if recipe]
 
 
 def _choose(recipes: list[Recipe], source: Quantizable, run: Run, stages: Stages) -> Recipe:

@@ -17,7 +17,7 @@ from specrun.config import DraftKind
 from specrun.devices.processor import THREADS
 from specrun.errors import EngineDirError
 
-QFORMATS = ("auto", "int8", "int8_wo", "int4", "fp8", "fp8_wo", "nvfp4", "nvfp4_wo")
+QFORMATS = ("auto", "int8", "int8_wo", "int4", "int4_sym", "fp8", "fp8_wo", "nvfp4", "nvfp4_wo")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 """Those of ``specbuild convert``, which this package does not import."""
 _BUILD = tuple(field.name for field in fields(BuildOptions))

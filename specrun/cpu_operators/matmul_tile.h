@@ -109,6 +109,8 @@ OPERATION void add_up_codes(const Product& product, int64_t row, int64_t strip,
                 }
             }
         }
+        float x_sums[kRows];
+        UNROLL for (int r = 0; r < kRows; ++r) x_sums[r] = rounded.sum((row + r) * blocks + block);
         UNROLL for (int s = 0; s < kStrips; ++s) UNROLL for (int p = 0; p < kParts; ++p) {
             const int v = s * kParts + p;
             const Float scale = load_values(weight.scales, strip + s, block, p * kLanes);
@@ -124,8 +126,7 @@ OPERATION void add_up_codes(const Product& product, int64_t row, int64_t strip,
             if (!weight.minima.values) continue;
             const Float minimum = load_values(weight.minima, strip + s, block, p * kLanes);
             UNROLL for (int r = 0; r < kRows; ++r) {
-                const Float sum = spread(rounded.sum((row + r) * blocks + block));
-                totals[r][v] = multiply_add(minimum, sum, totals[r][v]);
+                totals[r][v] = multiply_add(minimum, spread(x_sums[r]), totals[r][v]);
             }
         }
     }

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from specbuild.quantization import gptq
 from specbuild.quantization.gptq import KeptInputs, LinearInputs
+from specbuild.quantization.recipe import CodeForm
 from specbuild.quantization.rounding import Rounded, round_weight
 
 CHANNELS, INPUTS = 48, 128
@@ -25,19 +27,24 @@ def correlated(rows: int, seed: int) -> torch.Tensor:
 
 def error(found: Rounded, x: torch.Tensor) -> float:
     """Of the output."""
-    scales = torch.from_numpy(found.scales).repeat_interleave(INPUTS // len(found.scales), dim=0)
-    weight = torch.from_numpy(found.codes.astype("float32")) * scales
+    scales, minima = found.scales, np.zeros_like(found.scales)
+    if found.offsets is not None and found.scale_units is not None and found.offset_units is not None:
+        scales, minima = scales * found.scale_units, found.offsets * found.offset_units
+    repeats = INPUTS // len(found.scales)
+    values = found.codes.astype(np.float32) * scales.repeat(repeats, axis=0) + minima.repeat(repeats, axis=0)
+    weight = torch.from_numpy(values)
     return float((x @ (weight - WEIGHT.T)).square().mean())
 
 
+@pytest.mark.parametrize("form", ["int4", "uint4"])
 @pytest.mark.parametrize("channels", [64, 2048])
-def test_errors_are_taken_back(channels: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_are_taken_back(channels: int, form: CodeForm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gptq, "_CHANNELS", channels)
     gptq._feedback.cache_clear()
     x, kept = correlated(512, 2), KeptInputs(tmp_path / "inputs")
     kept.keep("own", x, 0, 512)
     inputs, squares = kept.of("own"), x[0].square().sum(dim=0)
-    plain, fed = (round_weight(WEIGHT, "int4", 32, squares, given) for given in (None, inputs))
+    plain, fed = (round_weight(WEIGHT, form, 32, squares, given) for given in (None, inputs))
     for text in (x, correlated(512, 3)):  # Another one too.
         assert error(fed, text) < (0.6 if channels == 64 else 0.4) * error(plain, text)
 

@@ -22,6 +22,8 @@ from specbuild.quantization.rounding import CodeForm, Rounded, global_scale, rou
 from specbuild.weights.packed import Activation, Packed
 from specrun.backends.ort import session_options
 from specrun.errors import BuildConfigError
+from tests.helpers.own_products import Form
+from tests.helpers.own_products import packed as weight_of
 
 INPUTS, CHANNELS = 256, 24
 FORMS: dict[CodeForm, tuple[int, float]] = {
@@ -82,12 +84,28 @@ def test_clipping_makes_the_squared_error_of_4_bits_smaller() -> None:
     assert np.square(error).sum() < 0.95 * np.square(unclipped).sum()
 
 
-def test_rounding_by_slices_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = round_weight(weight_matrix(), "int4", 32)
+def test_minima_make_the_error_smaller() -> None:
+    """Where weights lie on both sides of zero alike, and more where they do not."""
+    for shift, least in ((0.0, 0.9), (0.02, 0.5)):
+        weight = weight_matrix() + shift
+        errors = []
+        for form in ("int4", "uint4"):
+            found = round_weight(weight, form, 32)
+            scales, minima = found.scales.astype(np.float32), np.zeros_like(found.scales, np.float32)
+            if found.offsets is not None and found.scale_units is not None and found.offset_units is not None:
+                scales, minima = scales * found.scale_units, found.offsets * found.offset_units
+            values = found.codes.astype(np.float32) * np.repeat(scales, 32, axis=0) + np.repeat(minima, 32, axis=0)
+            errors.append(np.square(values - weight.numpy().T).sum())
+        assert errors[1] < least * errors[0]
+
+
+@pytest.mark.parametrize("form", ["int4", "uint4"])
+def test_rounding_by_slices_changes_nothing(form: CodeForm, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = round_weight(weight_matrix(), form, 32)
     monkeypatch.setattr("specbuild.quantization.rounding._AT_A_TIME", 3 * INPUTS)
-    sliced = round_weight(weight_matrix(), "int4", 32)
-    assert (whole.codes == sliced.codes).all()
-    assert (whole.scales == sliced.scales).all()
+    sliced = round_weight(weight_matrix(), form, 32)
+    for one, other in zip(whole, sliced, strict=True):
+        assert one is other if one is None or other is None else np.array_equal(one, other)
 
 
 def test_scales_of_another_shape_are_refused() -> None:
@@ -99,7 +117,7 @@ def test_scales_of_another_shape_are_refused() -> None:
 @pytest.mark.parametrize(
     ("module", "expected"),
     [
-        ("model.layers.0.mlp.up_proj", "int4"),
+        ("model.layers.0.mlp.up_proj", "uint4"),
         ("lm_head", "int8"),
         ("model.layers.0.mlp.gate", None),
         ("x.q_proj", None),
@@ -129,10 +147,12 @@ def test_default_groups_divide_the_channels(qformat: QFormat, inputs: int, block
 
 
 def test_int8_has_a_scale_a_channel_where_other_runtimes_read_it() -> None:
-    recipe = Recipe("int8", int8_by_channel=True)
+    recipe = Recipe("int8", for_others=True)
     assert recipe.product("up_proj", 768, False) == Storage("int8", activation=Activation("int8"))
-    with pytest.raises(BuildConfigError, match="--group_size is for int8_wo, int4; leave it out with --qformat int8"):
-        Recipe("int8", group_size=64, int8_by_channel=True)
+    with pytest.raises(
+        BuildConfigError, match="--group_size is for int8_wo, int4, int4_sym; leave it out with --qformat int8"
+    ):
+        Recipe("int8", group_size=64, for_others=True)
 
 
 def test_a_group_that_does_not_divide_is_an_error() -> None:
@@ -140,7 +160,7 @@ def test_a_group_that_does_not_divide_is_an_error() -> None:
         Recipe("int4", group_size=128).product("up_proj", 704, False)
     with pytest.raises(BuildConfigError, match="power of two"):
         Recipe("int4", group_size=48)
-    with pytest.raises(BuildConfigError, match="--group_size is for int8, int8_wo, int4; leave"):
+    with pytest.raises(BuildConfigError, match="--group_size is for int8, int8_wo, int4, int4_sym; leave"):
         Recipe("fp8", group_size=64)
 
 
@@ -374,3 +394,22 @@ def test_tensorrt_gets_weights_without_zero_points() -> None:
     after, _ = run(model, x)
     np.testing.assert_allclose(after, before, atol=1e-5)
     np.testing.assert_allclose(before, x @ stored.dequantize() + 1, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_half", [False, True])
+def test_tensorrt_gets_minima_as_a_small_product(is_half: bool) -> None:
+    """The same numbers: codes around zero, and one product for minima and what moving the codes takes away."""
+    own = weight_of(Form("uint4", 32, scales="int8", minima=True), INPUTS, CHANNELS)
+    model = graph_of(own.dequantize().T.astype(ml_dtypes.bfloat16 if is_half else np.float32), gemm=False)
+    (product,) = weighted_matmuls(model)
+    quantize_matmul(model, product, own)
+    assert move_zero_points(model) == 1
+    operators = Counter(node.op_type for node in model.graph)
+    assert operators["MatMul"] == 3 and operators["DequantizeLinear"] == 1
+    types = {value.dtype for value in model.graph.initializers.values()}
+    assert ir.DataType.UINT4 not in types and (ir.DataType.FLOAT in types) != is_half
+    graphs.widen_to_float32(model)
+    x = np.random.default_rng(1).standard_normal((2, 3, INPUTS)).astype(np.float32)
+    found, _ = run(model, x)
+    wanted = x @ own.dequantize() + 1
+    assert np.abs(found - wanted).max() < (1e-2 if is_half else 1e-4) * np.abs(wanted).max()

@@ -65,7 +65,7 @@ def test_experts_are_stored_as_convert_quantizes_them(
     report = run(dense, tmp_path / "out", text, qformat=qformat, quality=False)
     original, _ = meta_model(dense)
     largest = calibrate(original.model, rows_of(dense, text).calibration, lambda _rows: None)
-    expected = pack_model(original.model, Recipe(qformat, int8_by_channel=True), original.weights, largest)
+    expected = pack_model(original.model, Recipe(qformat, for_others=True), original.weights, largest)
     loaded, found = meta_model(tmp_path / "out")
     assert found.experts.keys() == expected.experts.keys()
     assert len(found.experts) == 4

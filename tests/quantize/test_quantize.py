@@ -65,7 +65,7 @@ def test_what_is_written_is_what_convert_makes_of_the_original(
     rows = read_texts(TextOptions(str(text), **TEXTS), dense).calibration
     kept = KeptInputs(tmp_path / "inputs")
     largest = calibrate(original.model, rows, lambda _rows: None, kept=kept)
-    expected = pack_model(original.model, Recipe(qformat, int8_by_channel=True), original.weights, largest, kept)
+    expected = pack_model(original.model, Recipe(qformat, for_others=True), original.weights, largest, kept)
     loaded, found = meta_model(tmp_path / "out")
     assert found.linears.keys() == expected.linears.keys()
     for name, packed in found.linears.items():
