@@ -114,18 +114,30 @@ def _download(model: RealModel, work: Path) -> list[Path]:
 
 
 def _convert(file: Path) -> None:
-    """A GGUF file -> a checkpoint beside it, by transformers."""
+    """A GGUF file -> a checkpoint of its numbers in bfloat16, beside it."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from safetensors.torch import save_file
 
-    source: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
-    # It is dense now; transformers would refuse to write what it believes to be quantized.
-    for owner, attribute in ((model, "hf_quantizer"), (model, "is_quantized"), (model.config, "quantization_config")):
-        if hasattr(owner, attribute):
-            delattr(owner, attribute)
-    model.save_pretrained(file.parent)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(file.parent)
+    from specbuild.hf.gguf.checkpoint import gguf_directory
+    from specbuild.quantized_formats.config.schemes import read_scheme
+    from specbuild.quantized_formats.loading import with_packed
+    from specbuild.weights.lazy_tensors import StoredTensor
+    from specbuild.weights.safetensors_files import check_weights
+
+    made = gguf_directory(file)
+    config = json.loads((made / "config.json").read_text())
+    scheme = read_scheme(made, config)
+    stored: Any = {name: StoredTensor(entry) for name, entry in check_weights(made).entries.items()}
+    stored = with_packed(scheme, stored) if scheme else stored
+    tensors = {name: one.read((slice(None),) * len(one.shape), torch.bfloat16) for name, one in stored.items()}
+    save_file(
+        {name: one.contiguous() for name, one in tensors.items()}, file.parent / "model.safetensors", {"format": "pt"}
+    )
+    config = {name: value for name, value in config.items() if name != "quantization_config"} | {"dtype": "bfloat16"}
+    (file.parent / "config.json").write_text(json.dumps(config, indent=2))
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copyfile(made / name, file.parent / name)
+    shutil.rmtree(made)
 
 
 def _check(directory: Path, model: RealModel) -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from specbuild import __version__
 from specbuild.artifacts.known_checkpoints import KnownCheckpoints
 from specbuild.head_formats.detect import holds_head, holds_own_head
+from specbuild.hf.gguf.checkpoint import origin_of
 from specbuild.hf.local import local_directory
 from specbuild.hf.unsupported import no_config, refuse_other_formats
 from specbuild.weights.safetensors_files import file_names
@@ -132,7 +133,8 @@ class Pair:
         machine = [platform.machine(), *operators]
         model = models[role]
         assert model
-        return cached_engines() / f"{model.name}-{key_of([__version__, machine, role, content, forms, sizes])[:16]}"
+        key = key_of([__version__, machine, role, content, forms, sizes])[:16]
+        return cached_engines() / f"{origin_of(model).name}-{key}"
 
     def engines(self) -> dict[str, Path]:
         """The engine directories ``target`` and ``draft``, built where they are not there."""
@@ -185,7 +187,7 @@ class Pair:
             if place.is_dir():
                 say(f"{problem}: this engine in the cache is damaged, and is built again")
                 remove_locked(place)
-            say(f"{model} is built once and kept in {place}")
+            say(f"{origin_of(model)} is built once and kept in {place}")
             with new_directory(place, force=False) as work:
                 self._write(role, model, work)
 
@@ -219,7 +221,8 @@ class Pair:
                 text_model=options.text_model and role == "target",
                 head=str(self.head) if self.head else None,
             )
-        stages = Stages(names={onnx: f"{model} as ONNX", work / "engine": f"engine of {model}"})
+        shown = origin_of(model)
+        stages = Stages(names={onnx: f"{shown} as ONNX", work / "engine": f"engine of {shown}", model: str(shown)})
         convert(own, stages)
         of_model = EngineOptions(
             checkpoint_dir=onnx,

@@ -53,6 +53,9 @@ class BuildOptions:
 _WEIGHTS = (".safetensors", ".gguf")
 """Ends of names of files with weights."""
 
+_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+(/.+\.gguf)?", re.ASCII)
+"""What may be a Hub ID, perhaps with a file."""
+
 
 def is_checkpoint(model: str | Path) -> bool:
     """True for a Hugging Face checkpoint, for what holds weights otherwise, and for what may be a Hub ID.
@@ -70,7 +73,7 @@ def is_checkpoint(model: str | Path) -> bool:
         return isinstance(config, dict) and config.get("kind") not in (*KINDS, TRITON_KIND)
     if path.is_file():
         return path.suffix in _WEIGHTS
-    return isinstance(model, str) and not path.exists() and bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model, re.ASCII))
+    return isinstance(model, str) and not path.exists() and bool(_HUB.fullmatch(model))
 
 
 def engines_of(

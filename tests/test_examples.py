@@ -34,6 +34,7 @@ from tests import all_cores
 from tests.helpers.doc_examples import Section, sections
 from tests.helpers.engines import make_engine, make_onnx, once
 from tests.helpers.families import save_checkpoint
+from tests.helpers.gguf_files import write_gguf
 from tests.helpers.heads.made import save_head
 from tests.helpers.heads.mtp import save_mtp_target
 from tests.helpers.other_tokenizers import KINDS, save_reader
@@ -113,6 +114,7 @@ def made(shared: Path) -> Path:
         save_checkpoint(root / "root" / "models" / "small", "qwen2", seed=2, **sizes)
         for name in ("big", "small"):
             (root / "root" / "models" / name / "chat_template.jinja").write_text(QWEN)
+        write_gguf(root / "root" / "models" / "big", root / "model.gguf")
         save_head(root / "root" / "models" / "big-eagle3", "specforge", **sizes)
         save_mtp_target(root / "root" / "models" / "glm", "glm4_moe")
         for model, name in (("big", "target"), ("small", "draft")):
@@ -143,6 +145,7 @@ def cache(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
         patch.setenv("XDG_CACHE_HOME", str(root))
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+        Pair(PairRequest(str(made / "model.gguf"))).engines()
         for draft, qformat in ((small, "auto"), (small, "int8"), (None, "int4")):
             target = Pair(PairRequest(big, draft, BuildOptions(qformat=qformat))).engines()["target"]
         shutil.copytree(target.parent, target.parents[1] / OLD_ENGINE)

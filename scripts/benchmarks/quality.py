@@ -59,8 +59,10 @@ OURS: dict[str, dict[str, Any]] = {
     "int4_by_16": {"qformat": "int4", "group_size": 16},
     "int4_by_64": {"qformat": "int4", "group_size": 64},
     "int4_sym": {"qformat": "int4_sym"},
+    "GGUF": {},
 }
-LLAMA_CPP = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_K_M+", "Q4_0", "Q4_0+", "IQ4_XS", "IQ4_XS+")
+"""GGUF is the file itself, of which the checkpoint's numbers are: by llama.cpp, too."""
+LLAMA_CPP = ("GGUF", "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_K_M+", "Q4_0", "Q4_0+", "IQ4_XS", "IQ4_XS+")
 OPENVINO = {"int8": ["int8"], "int4": ["int4", "--sym", "--group-size", "64", "--ratio", "1.0"]}
 FORMS = [*OURS, *(f"llama.cpp {form}" for form in LLAMA_CPP), *(f"OpenVINO {form}" for form in OPENVINO)]
 KINDS = ("prose", "code", "chat")
@@ -72,7 +74,8 @@ CALIBRATION_CHARACTERS = 30_000
 
 def texts_of(kind: str, template: ChatTemplate | None) -> str:
     """A text of one kind, much longer than what is measured."""
-    paragraphs = {name: text.split("\n\n")[1:] for name, text in sorted(topics.items())}
+    seen = set[str]()
+    paragraphs = {name: _new(text.split("\n\n")[1:], seen) for name, text in sorted(topics.items())}
     if kind == "prose":
         return "\n\n".join(part for parts in paragraphs.values() for part in parts)
     if kind == "code":
@@ -85,6 +88,13 @@ def texts_of(kind: str, template: ChatTemplate | None) -> str:
         plain = "".join(f"{role.title()}: {content}\n\n" for role, content in turns)
         chats.append(template.render(messages, add_generation_prompt=False) if template else plain)
     return "".join(chats)
+
+
+def _new(paragraphs: list[str], seen: set[str]) -> list[str]:
+    """Those that did not come before: topics repeat one another, and a form may be calibrated on some of them."""
+    found = [paragraph for paragraph in paragraphs if paragraph not in seen]
+    seen.update(found)
+    return found
 
 
 def rows_of(checkpoint: Path, count: int) -> dict[str, npt.NDArray[np.int64]]:
@@ -129,6 +139,11 @@ class Model:
         work.mkdir(parents=True, exist_ok=True)
         self.places = Places(peers, work, work) if peers else None
 
+    @property
+    def file(self) -> Path:
+        """The GGUF file beside the checkpoint."""
+        return self.checkpoint / f"{self.checkpoint.name}.gguf"
+
     def made(self, form: str) -> Path:
         """Where the model is in this form."""
         made = self.work / form.replace(" ", "-")
@@ -138,12 +153,16 @@ class Model:
         return made
 
     def _engine(self, form: str, made: Path) -> None:
-        onnx = to_onnx(self.checkpoint, self.work / "onnx", verify=False, force=True, **OURS.get(form, {}))
+        source = self.file if form == "GGUF" else self.checkpoint
+        onnx = to_onnx(source, self.work / "onnx", verify=False, force=True, **OURS.get(form, {}))
         build(onnx, made, max_batch_size=1)
         shutil.rmtree(onnx)
 
     def _gguf(self, form: str, made: Path) -> None:
         assert self.places
+        if form == "GGUF":
+            made.symlink_to(self.file.absolute())
+            return
         peers, dense = self.places.peers, self.work / "dense.gguf"
         if not dense.exists():
             source = peers / "llama-cpp-python/vendor/llama.cpp"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from specbuild.weights.safetensors_files import INDEX_NAME, SINGLE_NAME
+from specbuild.weights.safetensors_files import GGUF_INDEX_NAME, GGUF_NAME, INDEX_NAME, SINGLE_NAME
 from specrun.engine_dir.checksums import checksum_of, is_unchanged, state_of
 
 if TYPE_CHECKING:
@@ -57,5 +57,7 @@ def _weights(directory: Path) -> Iterator[Path]:
         yield from (directory / name for name in names if isinstance(name, str) and Path(name).name == name)
     elif (single := directory / SINGLE_NAME).is_file():
         yield single
+        if (directory / GGUF_INDEX_NAME).is_file():
+            yield directory / GGUF_NAME
     else:
         yield from (path for pattern in _WEIGHTS for path in directory.glob(pattern))

@@ -10,6 +10,8 @@ from specbuild.artifacts.resume import Run, run_for, stopped_run
 from specbuild.convert.inputs import CONVERT, locate_inputs, made_of
 from specbuild.convert.options import ConvertOptions
 from specbuild.convert.source import Source, read_source
+from specbuild.hf.gguf.checkpoint import origin_of
+from specbuild.hf.hub import named
 from specbuild.hf.model_config import save_tokenizer
 from specbuild.hf.model_facts import require_packages
 from specbuild.progress import Stages, peak_memory
@@ -39,7 +41,8 @@ def convert(options: ConvertOptions, stages: Stages | None = None) -> Checkpoint
             stopped.remove()
         stages.say(f"{output_dir} is up to date")
         return found
-    with stages.stage("check checkpoint"):
+    model = directories["model_dir"]
+    with stages.stage("check checkpoint"), named(str(origin_of(model)), model):
         source = read_source(options, directories, stages)
     with stages.stage("checksums of the checkpoint"):
         made = made_of(CONVERT, options, directories, stopped.made if stopped else None)

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 from specbuild.files import require_space
 from specbuild.head_formats.detect import holds_head, refuse_head
 from specbuild.head_formats.medusa import PICKLE_NAME as MEDUSA_PICKLE
-from specbuild.hf.local import local_directory
+from specbuild.hf.gguf.checkpoint import gguf_directory
+from specbuild.hf.local import hub_file, local_directory
 from specbuild.hf.unsupported import refuse_other_formats
 from specbuild.json_file import read_json
 from specbuild.weights.safetensors_files import INDEX_NAME, SINGLE_NAME, no_weights
@@ -88,7 +89,7 @@ def locate(
     head: bool | None = False,
     pickles: bool = False,
 ) -> Path:
-    """The local directory of ``model``, a directory or a Hub id, which is downloaded: what is needed of it.
+    """The local directory of ``model``: a directory, a GGUF file, or a Hub id, of which what is needed is downloaded.
 
     A directory's symbolic links must not leave it. option: what it was given with. code: Python code, too. head: it is
     a draft head, so its weight files may have any names; None: it may be one.
@@ -97,6 +98,8 @@ def locate(
     """
     if (directory := local_directory(model, option)) is not None:
         return directory
+    if named_file := hub_file(model):
+        return gguf_directory(_download_file(*named_file, revision))
     repository = open_repository(model, revision, code)
     if head is None:
         head = holds_head(repository.directory, repository.sizes)
@@ -125,6 +128,13 @@ def open_repository(model: str, revision: str | None = None, code: bool = False)
     except CachedRepoTreeNotFoundError:  # Offline, and another program has filled the cache.
         sizes = {path.name: path.stat().st_size for path in directory.iterdir() if path.is_file()}
     return Repository(model, commit, directory, sizes)
+
+
+def _download_file(model: str, file: str, revision: str | None) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    with explained(model, revision, is_download=True):
+        return Path(hf_hub_download(model, file, revision=revision))
 
 
 def _is_small(name: str) -> bool:

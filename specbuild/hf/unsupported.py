@@ -48,8 +48,7 @@ def refuse_other_formats(directory: Path, names: Collection[str]) -> None:
     files = sorted(name for name in names if name.endswith(".gguf"))
     if files and not any(name.endswith(".safetensors") for name in names):
         raise CheckpointError(
-            f"{directory}: holds GGUF weights ({files[0]}), which specbuild does not read; give the safetensors "
-            "checkpoint that they were made from"
+            f"{directory}: holds GGUF weights ({files[0]}); name the file itself: {directory / files[0]}"
         )
 
 

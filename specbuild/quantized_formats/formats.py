@@ -27,6 +27,10 @@ class Form:
     """How the checkpoint rounds the input of the linear layer. None: not at all."""
     static: bool = False
     """The activation's scale stands in the checkpoint; otherwise every token has its own."""
+    heads: int = 0
+    """GGUF's Llama: output channels are in pairs, one of each half of one of so many heads. 0: they are not."""
+    is_table: bool = False
+    """An embedding, whose rows are looked up."""
 
 
 @dataclass(frozen=True)

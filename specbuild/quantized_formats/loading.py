@@ -15,7 +15,7 @@ from specbuild.quantized_formats.config.scheme import Scheme
 from specbuild.quantized_formats.from_torch import FromTorch
 from specbuild.weights.lazy_tensors import Reader, Stacked, StoredTensor, Weight
 from specbuild.weights.packed import Packed, shared_activation, side_by_side
-from specbuild.weights.packed_model import PackedModel, PackedReader
+from specbuild.weights.packed_model import PackedModel, PackedReader, parameter_names
 from specbuild.weights.weight_map import Converted
 from specrun.errors import CheckpointError, UnsupportedModelError
 
@@ -51,6 +51,10 @@ def packed_linears(model: Any, scheme: Scheme, weights: Mapping[str, Weight], no
     ``notes`` gets sentences for people. What else is quantized (embeddings, say) is dequantized when it is written.
     """
     found = PackedModel()
+    embedding, names = model.get_input_embeddings(), parameter_names(model)
+    table = weights.get(names[id(embedding.weight)][0])
+    if table is not None and isinstance(table.reader, PackedReader) and table.reader.packed.axis == 0:
+        found.tables.update(dict.fromkeys(names[id(embedding.weight)], table.reader.packed))
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear | Conv1D) or (weight := weights.get(f"{name}.weight")) is None:
             continue

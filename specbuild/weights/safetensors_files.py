@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from specbuild.json_file import read_json
+from specbuild.weights.gguf_file import read_gguf
 from specrun.errors import CheckpointError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
+GGUF_NAME, GGUF_INDEX_NAME = "model.gguf", "model.gguf.index.json"
+"""Quantized tensors of a GGUF file, and their names there by those that the model gives them."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 LONGEST_HEADER = 100_000_000
 """Bytes of a safetensors header; the library's own limit."""
@@ -55,7 +58,23 @@ def check_weights(directory: Path) -> Weights:
     else:
         raise no_weights(directory, file_names(directory))
     found = [check_file(shard) for shard in shards]
+    if (directory / GGUF_INDEX_NAME).is_file():
+        found.append(_check_gguf(directory))
     return Weights(sum(one.nbytes for one in found), {k: v for one in found for k, v in one.entries.items()})
+
+
+def _check_gguf(directory: Path) -> Weights:
+    """Quantized tensors as bytes [rows, bytes of a row]. Raises CheckpointError."""
+    index, file = directory / GGUF_INDEX_NAME, read_gguf(directory / GGUF_NAME)
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not all(name in file.tensors for name in names.values()):
+        raise CheckpointError(f"{index}: names tensors that {file.path} does not have; remove {directory}")
+    tensors = {name: file.tensors[own] for name, own in names.items()}
+    entries = {
+        name: Entry(file.path, tensor.offset, (tensor.nbytes // tensor.row_bytes, tensor.row_bytes), "U8")
+        for name, tensor in tensors.items()
+    }
+    return Weights(sum(tensor.nbytes for tensor in tensors.values()), entries)
 
 
 def no_weights(directory: Path, names: Iterable[str]) -> CheckpointError:

@@ -5,15 +5,19 @@ from __future__ import annotations
 from itertools import chain
 from pathlib import Path
 
+from specrun.engine_dir.user_cache import gguf_checkpoints
 from specrun.errors import SpecError
 
 
 def require_own_files(checkpoint: Path, error: type[SpecError]) -> Path:
     """``checkpoint``. Raises ``error`` for a symbolic link that leaves it, there or in a folder of it.
 
-    A snapshot in the Hub's cache consists of links to that repository's own blobs. ``checkpoint`` itself may be a link.
+    A snapshot in the Hub's cache consists of links to that repository's own blobs, and what we make of a GGUF file has
+    a link to that file. ``checkpoint`` itself may be a link.
     """
     root = checkpoint.resolve()
+    if root.parent == gguf_checkpoints().resolve():
+        return checkpoint
     inside = [root]
     if root.parent.name == "snapshots":
         inside.append(root.parent.parent / "blobs")

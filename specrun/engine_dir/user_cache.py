@@ -39,6 +39,11 @@ def cached_engines() -> Path:
     return user_cache() / "engines"
 
 
+def gguf_checkpoints() -> Path:
+    """The folder of what GGUF files are as checkpoints."""
+    return user_cache() / "gguf"
+
+
 def require_own(place: Path) -> None:
     """Raise EngineDirError for an entry that another user could have made: one of theirs, or a link elsewhere."""
     with suppress(FileNotFoundError):

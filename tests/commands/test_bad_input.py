@@ -282,9 +282,9 @@ def test_adapters_and_gguf_are_called_what_they_are(hf: Path, out: Path, tmp_pat
         says(convert_error(folder, out), folder, "holds an adapter", "some/base", "merge_and_unload")
     (tmp_path / "gguf").mkdir()
     (tmp_path / "gguf" / "model-q4.gguf").write_bytes(b"GGUF")
-    says(convert_error(tmp_path / "gguf", out), "holds GGUF weights (model-q4.gguf)", "give the safetensors checkpoint")
+    says(convert_error(tmp_path / "gguf", out), "model-q4.gguf: not a GGUF file, or truncated", "download it again")
     shutil.copy(hf / "target" / "config.json", tmp_path / "gguf")
-    says(convert_error(tmp_path / "gguf", out), "holds GGUF weights")
+    says(convert_error(tmp_path / "gguf", out), "model-q4.gguf: not a GGUF file, or truncated")
 
 
 TEMPLATE = {

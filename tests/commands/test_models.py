@@ -153,9 +153,9 @@ def test_files_that_specbuild_does_not_read_are_named_as_check_does(tmp_path: Pa
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "model.safetensors").touch()
     expected = {
-        "model.gguf": ("GGUF weights (model.gguf), which specbuild does not read",),
+        "model.gguf": ("model.gguf: not a GGUF file, or truncated",),
         "weights.safetensors": ("is a file", "wants the directory that holds config.json"),
-        "folder": ("GGUF weights (model.gguf), which specbuild does not read",),
+        "folder": ("model.gguf: not a GGUF file, or truncated",),
         "adapter": ("holds an adapter (adapter_config.json) for owner/base", "merge_and_unload"),
         "bare": ("no config.json; expected a Hugging Face checkpoint directory",),
     }

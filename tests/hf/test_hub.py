@@ -21,6 +21,7 @@ from specbuild.cli import main
 from specbuild.convert.inputs import locate_inputs
 from specbuild.convert.options import ConvertOptions
 from specbuild.head_formats.detect import read_head
+from specbuild.hf.gguf.checkpoint import origin_of
 from specbuild.hf.hub import locate
 from specbuild.weights.safetensors_files import check_weights
 from specrun.command_line import human_bytes
@@ -28,6 +29,7 @@ from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME, describe_file
 from specrun.errors import CheckpointError
 from tests.helpers.engines import make_onnx
 from tests.helpers.families import save_checkpoint
+from tests.helpers.gguf_files import write_gguf
 from tests.helpers.heads.mtp import save_mtp_target
 from tests.helpers.hub import SECRET, Hub, facts, serve
 from tests.helpers.quantized_checkpoints import quantized_checkpoint
@@ -88,6 +90,19 @@ def test_only_what_is_needed_is_downloaded(hub: Hub, sharded: Path) -> None:
     assert check_weights(directory).nbytes == check_weights(sharded).nbytes
     assert locate(ID) == directory and hub.downloaded() == asked, "the second time it is in the cache"
     assert locate(ID, code=True) == directory and hub.downloaded()[len(asked) :] == ["code.py"]
+
+
+def test_a_file_on_the_hub_is_downloaded_alone(
+    hub: Hub, hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gguf", reason="the package gguf is not installed")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
+    write_gguf(hf / "target", tmp_path / "m.gguf")
+    content = (tmp_path / "m.gguf").read_bytes()
+    hub.add(ID, hf / "target").files |= {"a-Q4_K_M.gguf": content, "a-Q8_0.gguf": b"GGUF"}
+    found = locate(f"{ID}/a-Q4_K_M.gguf")
+    assert origin_of(found).read_bytes() == content
+    assert {request.file for request in hub.log if request.file} == {"a-Q4_K_M.gguf"}
 
 
 def test_a_hub_id_and_its_directory_convert_alike(hub: Hub, hf: Path, onnx: Path, tmp_path: Path) -> None:
@@ -241,7 +256,10 @@ WRONG = {
     "pickles": Wrong(
         replace_weights("pytorch_model.bin"), ("only pickled weights (pytorch_model.bin)", "save_pretrai")
     ),
-    "gguf": Wrong(replace_weights("model-q4.gguf"), ("holds GGUF weights (model-q4.gguf)", "safetensors checkpoint")),
+    "gguf": Wrong(
+        replace_weights("model-q4.gguf"),
+        ("holds GGUF weights (model-q4.gguf)", f"name the file itself: {ID}/model-q4.gguf"),
+    ),
     "mistral": Wrong(replace_weights("consolidated.safetensors"), ("no model.safetensors and no model.safetensors.i",)),
     "adapter": Wrong(
         lambda files: files.update({"adapter_config.json": b'{"base_model_name_or_path": "us/base"}'}),

@@ -7,7 +7,9 @@ from specbuild.quantized_formats.config.scheme import Scheme
 from specbuild.quantized_formats.config.torchao_header import weight_forms
 from specbuild.quantized_formats.formats import CHANNEL, WHOLE, Block, Form, Pattern, Rule
 from specbuild.quantized_formats.unpack.codebooks import TABLE_SUFFIXES
+from specbuild.quantized_formats.unpack.gguf import SUFFIX
 from specbuild.quantized_formats.unpack.torchao import SUFFIXES as TORCHAO_SUFFIXES
+from specbuild.weights.gguf_file import BLOCKS
 
 _FP8_SUFFIXES = ("weight", "weight_scale_inv", "weight_scale", "input_scale", "activation_scale")
 _MXFP8_BLOCK = (1, 32)
@@ -41,6 +43,21 @@ def gptq(section: Section) -> Scheme:
             rules.append(Rule(checked(dynamic, pattern, rule), None if excluded else _gptq_form(own, section)))
     suffixes = ("weight", "qweight", "qzeros", "scales", "g_idx")
     return Scheme(section.path, form.reader, suffixes, (*rules, Rule(Pattern("any"), form)))
+
+
+def gguf(section: Section) -> Scheme:
+    """A GGUF file, as ``hf.gguf.checkpoint`` describes it: the type of each module. Raises CheckpointError."""
+    rules, tables = [], section.get("tables")
+    types, heads = (section.section(name) for name in ("types", "heads"))
+    if types is None or not isinstance(tables, list):
+        raise section.wrong("types", "the types of modules")
+    for module, kind in types.values.items():
+        if kind not in BLOCKS:
+            raise types.wrong(module, f"one of {', '.join(BLOCKS)}")
+        pairs = heads.integer(module, default=0) if heads else 0
+        form = Form(kind, 4 if kind[1] in "234" else 8, (1, None), heads=pairs, is_table=module in tables)
+        rules.append(Rule(Pattern("name", module), form))
+    return Scheme(section.path, "gguf", ("weight", SUFFIX), tuple(rules))
 
 
 def bitsandbytes(section: Section) -> Scheme:

@@ -20,7 +20,6 @@ REFUSED = {
     "fouroversix": f"Four Over Six: {_CUSTOM}",
     "fp_quant": f"FP-Quant: its inputs are rotated by a Hadamard matrix; {_ORIGINAL}",
     "gemma": f"Gemma's own layout; {_ORIGINAL}",
-    "gguf": "GGUF, which belongs to llama.cpp; give the safetensors checkpoint that it was made from",
     "gptq_marlin": f"GPTQ in Marlin's layout: {_OWN_KERNEL}, or the GPTQ checkpoint before it was repacked",
     "higgs": f"HIGGS: {_CODEBOOK}",
     "hqq": f"HQQ: {_CUSTOM}",

@@ -11,6 +11,7 @@ import numpy as np
 
 from specbuild.quantized_formats.formats import Form, Rule
 from specbuild.quantized_formats.unpack.codebooks import TABLE_SUFFIXES
+from specbuild.quantized_formats.unpack.gguf import SUFFIX
 from specbuild.quantized_formats.unpack.readers import READERS
 from specbuild.quantized_formats.unpack.stored import FLOATS, Array, Module, NumpyTensor, StackedPart
 from specbuild.weights.cache_codes import KV_CACHE_DTYPES, CacheCode
@@ -31,7 +32,7 @@ _MARKS = {
         "weight_global_scale",
         "weight_zero_point",
     ),
-    *("qweight", "qzeros", "scales", "SCB", "blocks", "_weight_qdata", "_weight_scale"),
+    *("qweight", "qzeros", "scales", "SCB", "blocks", "_weight_qdata", "_weight_scale", SUFFIX),
     *TABLE_SUFFIXES,
 }
 """Tensors that only a quantized weight has."""

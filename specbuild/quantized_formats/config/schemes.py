@@ -24,6 +24,7 @@ METHODS = {
     "compressed-tensors": compressed_tensors,
     "fbgemm_fp8": methods.fbgemm_fp8,
     "fp8": methods.fp8,
+    "gguf": methods.gguf,
     "gptq": methods.gptq,
     "modelopt": modelopt,
     "mxfp4": methods.mxfp4,

@@ -15,6 +15,7 @@ import onnx_ir as ir
 from specbuild.quantized_formats.formats import Form
 from specbuild.quantized_formats.unpack import words as unpack
 from specbuild.quantized_formats.unpack.codebooks import bitsandbytes_4bit, bitsandbytes_8bit
+from specbuild.quantized_formats.unpack.gguf import gguf
 from specbuild.quantized_formats.unpack.scales import (
     activation,
     canonical,
@@ -47,6 +48,7 @@ from specbuild.quantized_formats.unpack.stored import (
     unpacked_rows,
 )
 from specbuild.quantized_formats.unpack.torchao import torchao_int4, torchao_unpacked
+from specbuild.weights.gguf_file import BLOCKS
 from specbuild.weights.packed import Packed
 
 _SIGNED = {4: ir.DataType.INT4, 8: ir.DataType.INT8}
@@ -275,6 +277,7 @@ READERS: dict[str, Callable[[Module, Form], Packed]] = {
     "modelopt-int4": modelopt_int4,
     "bitsandbytes-4bit": bitsandbytes_4bit,
     "bitsandbytes-8bit": bitsandbytes_8bit,
+    **dict.fromkeys(BLOCKS, gguf),
     "torchao": torchao_unpacked,
     "torchao-int4": torchao_int4,
 }

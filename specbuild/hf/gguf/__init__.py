@@ -1,0 +1,1 @@
+"""GGUF files as Hugging Face checkpoints: configuration, tokenizer and names of tensors."""
