@@ -212,7 +212,8 @@ class Pair:
         is_head = role == "draft" and self.head is not None
         own = ConvertOptions(str(model), onnx, trust_remote_code=options.trust_remote_code)
         if is_head:
-            own = replace(own, head_of=str(self.target))
+            qformat = options.qformat if options.qformat.startswith("int") else "auto"
+            own = replace(own, head_of=str(self.target), qformat=qformat)
         else:
             own = replace(
                 own,

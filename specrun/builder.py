@@ -27,7 +27,7 @@ class BuildOptions:
     """How checkpoints become engines. The names are those of ``specbuild``'s options."""
 
     qformat: str = "auto"
-    """Of both models; a head is as its target is."""
+    """Of both models, and of a head where the format is one of integers."""
     kv_cache_dtype: str = "auto"
     """Of both models."""
     max_batch_size: int = 4

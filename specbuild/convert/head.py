@@ -29,8 +29,10 @@ from specbuild.hf.model_config import eos_token_ids
 from specbuild.hf.model_facts import dtype_name, vocab_size_of
 from specbuild.json_file import read_json
 from specbuild.progress import Stages
+from specbuild.quantization.quantize_model import pack_model
 from specbuild.weights.lazy_tensors import Weight
-from specrun.engine_dir.config import GraphInfo
+from specbuild.weights.packed_model import PackedModel, use_dequantized
+from specrun.engine_dir.config import GraphInfo, QuantizedWeights
 from specrun.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -48,11 +50,13 @@ def prepare_head(source: Source, options: ConvertOptions, _run: Run, _work: Path
         owner, weights, _ = lay_out(source, options)
         fusion = Fusion(head, owner)  # It checks that the head is one of this target.
         model = _make(head, owner, weights)
+    packed = _pack(source, model)
     require_space({Path(options.output_dir).absolute().parent: sum(p.nbytes for p in model.parameters())})
     info = GraphInfo(
         dtype=dtype_name(owner),
         caches=model.caches,
         features=describe_features(head, fusion.layers, source.files, "head"),
+        quantized=QuantizedWeights(source=options.qformat, forms=packed.forms()) if packed.linears else None,
         **model.described,
     )
     return Prepared(
@@ -64,10 +68,20 @@ def prepare_head(source: Source, options: ConvertOptions, _run: Run, _work: Path
         notes=[f"reads {fusion.describe()} of {source.directory}", *pin_rope(model, source.max_seq_len)],
         export=model.export,
         weights=model.weights,
+        packed=packed,
         verify=(lambda graph: verify_head(graph, info, model)) if options.verify else None,
         compared=", of all drafts of a pass" if info.parallel_drafts else ", along a chain of drafts",
         write_others=model.write_markov if isinstance(model, DFlash) else lambda _work: [],
     )
+
+
+def _pack(source: Source, model: GraphModule | Medusa) -> PackedModel:
+    """The head's weights in few bits, as they are rounded without a text; its drafts are checked in any case."""
+    if source.recipe is None or isinstance(model, Medusa):
+        return PackedModel()
+    packed = pack_model(model, source.recipe, model.weights)
+    use_dequantized(model, packed, source.directory)
+    return packed
 
 
 def _make(head: Head, owner: PreTrainedModel, weights: dict[str, Weight]) -> GraphModule | Medusa:

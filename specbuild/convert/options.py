@@ -48,9 +48,12 @@ class ConvertOptions:
         make_recipe(self.qformat, self.group_size, self.exclude)
         if self.allow_pickle and self.head is None and self.head_of is None:
             raise BuildConfigError("--allow_pickle is for the weights of a draft head: give --head or --head_of too")
+        if self.head_of is not None and self.qformat != "auto" and not self.qformat.startswith("int"):
+            raise BuildConfigError(
+                f"--qformat {self.qformat} cannot be combined with --head_of: heads have int8 and int4"
+            )
         of_models = {
             "--head": self.head is not None,
-            "--qformat": self.qformat != "auto",
             "--kv_cache_dtype": self.kv_cache_dtype != "auto",
             "--text_model": self.text_model,
         }

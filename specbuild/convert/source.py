@@ -64,7 +64,7 @@ def read_source(options: ConvertOptions, directories: Mapping[str, Path], stages
     scheme = read_scheme(directory, read_json(directory / CONFIG_NAME))
     if scheme and options.text_model:
         raise BuildConfigError(f"--text_model: {directory} is quantized ({scheme.method}); give the dense checkpoint")
-    if scheme and recipe and not options.dequantize:
+    if scheme and recipe and not options.dequantize and not options.head_of:
         raise BuildConfigError(
             f"--qformat {options.qformat}: {directory} is quantized already ({scheme.method}); leave --qformat out, "
             "or give --dequantize to round it once more"

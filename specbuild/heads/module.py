@@ -50,6 +50,14 @@ class GraphModule(nn.Module):
     weights: dict[str, Weight]
     """Weights by their names here."""
 
+    def get_input_embeddings(self) -> nn.Module | None:
+        """As a model of transformers does."""
+        return getattr(self, "embed_tokens", None)
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The same."""
+        return getattr(self, "lm_head", None)
+
     @property
     def caches(self) -> list[CacheTensor]:
         """[key_0, value_0, key_1, ...]"""

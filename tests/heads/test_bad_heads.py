@@ -124,7 +124,7 @@ def test_options_and_directories_that_are_no_heads(target: Path, tmp_path: Path)
     says(error("--model_dir", target, "--head", target), target, "fc.weight")
     says(error("--model_dir", target, "--head", tmp_path / "none"), "no such directory", "--head")
     says(error("--model_dir", target, "--head", head, "--kv_cache_dtype", "int8"), "--kv_cache_dtype", "--head")
-    says(error("--model_dir", head, "--head_of", target, "--qformat", "int8"), "--qformat", "--head_of")
+    says(error("--model_dir", head, "--head_of", target, "--qformat", "fp8"), "--qformat fp8", "--head_of")
     says(error("--model_dir", head, "--head_of", target, "--head", head), "--head ", "--head_of")
 
 

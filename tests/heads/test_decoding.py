@@ -19,6 +19,7 @@ from specrun.request.request import Request
 from specrun.scheduler.draft_length import DraftLength
 from specrun.scheduler.scheduler import Scheduler
 from specrun.text.grammar import Constraint, Grammars
+from tests.helpers.engines import make_engine, make_onnx
 from tests.helpers.heads.decoding import (
     GREEDY,
     LENGTH,
@@ -31,6 +32,7 @@ from tests.helpers.heads.decoding import (
     open_pair,
 )
 from tests.helpers.heads.dflash import BLOCK
+from tests.helpers.heads.made import SMALL
 from tests.helpers.heads.medusa import HEADS
 from tests.helpers.heads.trained import PROMPTS
 from tests.helpers.no_memory import check_newcomer_fails_alone
@@ -195,3 +197,24 @@ def test_the_round_on_a_device(made: Path, draft_len: int, use_logits: bool) -> 
     assert accepted[0] == accepted[1]
     assert accepted[0] == (accepted[2] if is_same else pytest.approx(accepted[2], rel=0.1))
     assert accepted[0] > len(found)
+
+
+@pytest.mark.parametrize("qformat", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["pair", "dflash"])
+def test_heads_in_few_bits(kind: str, qformat: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """They are compared with the torch module, draft nearly as well, and the text is the target's own."""
+    made, target = request.getfixturevalue(kind), request.getfixturevalue("target")
+    onnx = make_onnx(made / "hf", tmp_path / "onnx", head_of=str(target), qformat=qformat, verify=True)
+    make_engine(onnx, tmp_path / "head", **SMALL)
+    (tmp_path / "target").symlink_to(made / "target")
+    one, other = open_engine(tmp_path / "head"), open_engine(made / "head")
+    assert one.weight_bytes < 0.5 * other.weight_bytes
+    accepted = []
+    for pair in (made, tmp_path):
+        with open_pair(pair, head=True, draft_len=3) as decoder:
+            found = decode(decoder, PROMPTS, GREEDY)
+        accepted.append(sum(one.stats.accepted for one in found))
+        outputs = [one.output for one in found]
+    with open_pair(made, head=False) as decoder:
+        assert outputs == [one.output for one in decode(decoder, PROMPTS, GREEDY)]
+    assert accepted[1] > 0.8 * accepted[0] > 0
