@@ -32,11 +32,14 @@ from specrun.command_line import explain_error, fewer_collections, stop_signals
 from specrun.config import Check
 from specrun.engine_dir.checksums import key_of
 from specrun.engine_dir.config import CONFIG_NAME, EngineConfig, open_engine, read_config
+from specrun.engine_dir.directories import locked, new_directory
 from specrun.engine_dir.user_cache import cached_engines, note_use, remove_locked, require_own
 from specrun.errors import BuildConfigError, EngineDirError, PairError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+    from specbuild.convert.options import ConvertOptions
 
 MAX_SEQ_LEN = 4096
 """Of engines, where the models have more positions."""
@@ -72,6 +75,8 @@ class Pair:
             same = request.draft == request.target
             revision = self.options.revision if same else self.options.draft_revision
             self.draft = _locate(request.draft, "DRAFT", revision, self.options.trust_remote_code)
+        self._onnx: set[Path] = set()
+        """Conversions that engines were built of."""
         self.known = KnownCheckpoints(cached_engines() / "checkpoints.json")
         self.checkpoints = [model for model in (self.target, self.draft) if model and is_checkpoint(model)]
         if self.head and self.target not in self.checkpoints:
@@ -148,6 +153,9 @@ class Pair:
             self.require_fit()
         for role, place in missing.items():
             self._build(role, models[role], place)
+        for onnx in self._onnx:
+            with locked(onnx):
+                shutil.rmtree(onnx, ignore_errors=True)
         for place in places.values():
             note_use(place)
         return {role: places[role] / "engine" if role in places else model for role, model in models.items()}
@@ -178,7 +186,6 @@ class Pair:
     def _build(self, role: str, model: Path, place: Path) -> None:
         """Build one engine, unless another process has done so meanwhile."""
         from specbuild.progress import Stages
-        from specrun.engine_dir.directories import locked, new_directory
 
         say = Stages().say
         with locked(place, lambda: say("another process is building this engine; waiting for it")):
@@ -203,15 +210,38 @@ class Pair:
 
     def _write(self, role: str, model: Path, work: Path) -> None:
         from specbuild.convert.convert import convert
-        from specbuild.convert.options import ConvertOptions
         from specbuild.engine.build import build_engine
         from specbuild.engine.config import EngineOptions
         from specbuild.progress import Stages
 
-        options, onnx = self.options, work / "onnx"
-        is_head = role == "draft" and self.head is not None
-        own = ConvertOptions(str(model), onnx, trust_remote_code=options.trust_remote_code)
-        if is_head:
+        options, own = self.options, self._conversion(role, model)
+        onnx = Path(own.output_dir)
+        shown = origin_of(model)
+        stages = Stages(names={onnx: f"{shown} as ONNX", work / "engine": f"engine of {shown}", model: str(shown)})
+        of_model = EngineOptions(
+            checkpoint_dir=onnx,
+            output_dir=work / "engine",
+            device=options.device,
+            max_batch_size=options.max_batch_size,
+            max_seq_len=self.max_seq_len,
+            max_input_len=self.max_seq_len - 1,
+            max_draft_len=options.max_draft_len if role == "target" or own.head_of else None,
+            tp_size=options.tp_size if role == "target" else 1,
+        )
+        with locked(onnx):
+            self._onnx.add(onnx)
+            convert(own, stages)
+            build_engine(of_model, stages=stages)
+
+    def _conversion(self, role: str, model: Path) -> ConvertOptions:
+        """What is converted, and where: a stopped build goes on there, and both roles of one checkpoint share it."""
+        from specbuild.artifacts.provenance import releases
+        from specbuild.convert.inputs import PACKAGES
+        from specbuild.convert.options import ConvertOptions
+
+        options = self.options
+        own = ConvertOptions(str(model), "", trust_remote_code=options.trust_remote_code, resume=True)
+        if role == "draft" and self.head is not None:
             qformat = options.qformat if options.qformat.startswith("int") else "auto"
             own = replace(own, head_of=str(self.target), qformat=qformat)
         else:
@@ -222,21 +252,11 @@ class Pair:
                 text_model=options.text_model and role == "target",
                 head=str(self.head) if self.head else None,
             )
-        shown = origin_of(model)
-        stages = Stages(names={onnx: f"{shown} as ONNX", work / "engine": f"engine of {shown}", model: str(shown)})
-        convert(own, stages)
-        of_model = EngineOptions(
-            checkpoint_dir=onnx,
-            output_dir=work / "engine",
-            device=options.device,
-            max_batch_size=options.max_batch_size,
-            max_seq_len=self.max_seq_len,
-            max_input_len=self.max_seq_len - 1,
-            max_draft_len=options.max_draft_len if role == "target" or is_head else None,
-            tp_size=options.tp_size if role == "target" else 1,
-        )
-        build_engine(of_model, stages=stages)
-        shutil.rmtree(onnx)
+        read = [self.known.inputs_of(directory) for directory in (model, self.target, self.head) if directory]
+        read = read if self.head else read[:1]
+        forms = [own.qformat, own.kv_cache_dtype, own.text_model, bool(own.head), bool(own.head_of)]
+        key = key_of([__version__, releases(*PACKAGES), read, forms])[:16]
+        return replace(own, output_dir=cached_engines() / f"{origin_of(model).name}-{key}.onnx")
 
 
 def _locate(model: str, option: str, revision: str | None, code: bool) -> Path:

@@ -24,8 +24,9 @@ _INPUTS = {"model", "revision", "head", "head_of", "draft_dir", "texts"}
 _NOT_IN_FILES = {*_INPUTS, "output_dir", "resume", "force"}
 """Those, and the ones that change nothing in the result."""
 CONVERT, QUANTIZE = "specbuild convert", "specbuild quantize"
-_PACKAGES = ("torch", "transformers", "onnx_ir", "safetensors", "tokenizers", "numpy")
-_PACKAGES_OF = {QUANTIZE: _PACKAGES, CONVERT: (*_PACKAGES, "onnx", "onnxscript")}
+PACKAGES = ("torch", "transformers", "onnx_ir", "safetensors", "tokenizers", "numpy")
+"""Whose releases decide what a conversion gives."""
+_PACKAGES_OF = {QUANTIZE: PACKAGES, CONVERT: (*PACKAGES, "onnx", "onnxscript")}
 
 
 class Options(Protocol):

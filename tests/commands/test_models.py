@@ -18,6 +18,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from specbuild import pair
+from specbuild.engine import build
 from specbuild.pair import Pair, PairRequest
 from specbuild.quantization.recipe import QFORMATS as convert_formats
 from specbuild.weights.cache_codes import KV_CACHE_DTYPES as convert_cache_dtypes
@@ -430,3 +431,30 @@ def test_no_lock_stays_behind(tmp_path: Path) -> None:
         for done in [pool.submit(work, number) for number in range(8)]:
             done.result()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_build_that_is_stopped_goes_on_with_what_was_converted(
+    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And one checkpoint in both roles is converted once. Nothing is left of the conversion."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    build_engine = build.build_engine
+
+    def stop(*_arguments: Any, **_options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build, "build_engine", stop)
+    with pytest.raises(KeyboardInterrupt):
+        found(hf / "target", hf / "target")
+    (onnx,) = cached_engines().glob("*.onnx")
+    assert (onnx / "model.onnx").is_file()
+    monkeypatch.setattr(build, "build_engine", build_engine)
+    capsys.readouterr()
+    engines = found(hf / "target", hf / "target")
+    said = capsys.readouterr().err
+    assert said.count(" is up to date") == 2 and "export graph" not in said
+    assert (
+        open_engine(engines["draft"]).build_config.max_draft_len
+        != open_engine(engines["target"]).build_config.max_draft_len
+    )
+    assert not list(cached_engines().glob("*.onnx*"))
