@@ -84,7 +84,7 @@ def running_options(reuse_blocks: Decorator = REUSE_BLOCKS) -> Decorator:
 
 pair_options = together(
     models_options,
-    click.option("--chat_template", type=FolderPath, help="A file with a chat template. Default: the tokenizer's."),
+    click.option("--chat_template", type=FolderPath, help="A file with a chat template, or a name, as chatml."),
     click.option(
         "--draft_target_model_config",
         type=Parsed("list", parse_draft_target_config),

@@ -192,7 +192,10 @@ class RequestFactory:
     def _check_length(self, tokens: int, name: str) -> None:
         longest = self.target.build_config.max_input_len
         if tokens > longest:
-            raise ContextLengthError(f"{name}: {tokens} tokens, the engine's max_input_len is {longest}")
+            trained = self.target.pretrained_config.get("max_position_embeddings")
+            has_more = isinstance(trained, int) and trained > self.target.build_config.max_seq_len
+            more = f"; the model has {trained} positions: build with a larger --max_seq_len" if has_more else ""
+            raise ContextLengthError(f"{name}: {tokens} tokens, the engine's max_input_len is {longest}{more}")
 
     def _check_prompt(self, prompt: Sequence[int], name: str) -> None:
         vocab = self.target.graph.vocab_size

@@ -19,6 +19,7 @@ import jinja2.meta
 from specrun.engine_dir.small_files import read_small
 from specrun.errors import RequestError
 from specrun.text.limited_time import limited_time
+from specrun.text.named_templates import NAMED
 from specrun.text.template_language import Environment, make_environment
 from specrun.text.tokenizer import LEGACY_TEMPLATE_NAME, SETTINGS_NAME, SPECIAL_TOKENS_NAME, TEMPLATE_NAME
 
@@ -32,6 +33,13 @@ _SETTINGS = ("messages", "tools", "documents", "add_generation_prompt", *_SPECIA
 _INSTEAD = "prompts of plain text need none"
 SECONDS = 10
 """The most seconds that a template may take for a conversation; it takes milliseconds."""
+
+
+def _read(file: Path) -> str:
+    """Raises OSError, UnicodeDecodeError."""
+    if str(file) in NAMED and not file.exists():
+        return NAMED[str(file)]
+    return file.read_text(encoding="utf-8")
 
 
 class ChatTemplate:
@@ -76,11 +84,12 @@ class ChatTemplate:
     def load(cls, directory: Path, file: Path | None = None) -> ChatTemplate:
         """The template of the tokenizer in ``directory``, or the one in ``file`` with that tokenizer's special tokens.
 
-        Raises RequestError where there is none, or a broken one.
+        ``file`` may be one of ``NAMED``, where no file is called so. Raises RequestError where there is none, or a
+        broken one.
         """
         try:
             settings = _read_object(directory / SETTINGS_NAME)
-            sources = {_DEFAULT: file.read_text(encoding="utf-8")} if file else _sources(directory, settings)
+            sources = {_DEFAULT: _read(file)} if file else _sources(directory, settings)
             special_tokens = _special_tokens(directory, settings)
         except (OSError, ValueError, RecursionError) as error:
             what = f"{file}: the chat template" if file else f"{directory}: the tokenizer's settings"

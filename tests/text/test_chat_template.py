@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 import specbuild.hf.model_config
 from specrun.errors import RequestError
 from specrun.text.chat_template import ChatTemplate
+from specrun.text.named_templates import NAMED
 from specrun.text.tokenizer import tokenizer_files
 from tests.helpers.families import save_tokenizer
 
@@ -389,3 +390,35 @@ def test_texts_of_a_megabyte_are_rendered(tmp_path: Path) -> None:
 def test_arithmetic_of_templates_is_as_before(tmp_path: Path) -> None:
     source = "{{ 3 * 4 }} {{ 2 ** 10 }} {{ '-' * 3 }} {{ 2 ** -1 }} {{ 1.5 * 2 }} {{ 3 * [0] }} {{ 'a' * -1 }}"
     assert ChatTemplate(source, {}, tmp_path).render(CONVERSATIONS[0]) == "12 1024 --- 0.5 3.0 [0, 0, 0] "
+
+
+NAMED_TEXTS = {
+    "chatml": "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n"
+    "<|im_start|>user\nV<|im_end|>\n<|im_start|>assistant\n",
+    "llama2": "<s>[INST] <<SYS>>\nS\n<</SYS>>\n\nU [/INST] A </s><s>[INST] V [/INST]",
+    "llama3": "<s><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n"
+    "U<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nA<|eot_id|><|start_header_id|>user<|end_header_id|>"
+    "\n\nV<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+    "gemma": "<s><start_of_turn>user\nS\n\nU<end_of_turn>\n<start_of_turn>model\nA<end_of_turn>\n<start_of_turn>user\n"
+    "V<end_of_turn>\n<start_of_turn>model\n",
+    "mistral-v1": "<s> [INST] S\n\nU [/INST] A</s> [INST] V [/INST]",
+    "phi3": "<|system|>\nS<|end|>\n<|user|>\nU<|end|>\n<|assistant|>\nA<|end|>\n<|user|>\nV<|end|>\n<|assistant|>\n",
+}
+"""What the makers of these models document of their templates."""
+
+
+def test_templates_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a tokenizer that has none. A file of that name counts more."""
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    messages = [
+        {"role": role, "content": text} for role, text in zip(("system", "user", "assistant"), "SUA", strict=True)
+    ]
+    messages.append({"role": "user", "content": "V"})
+    assert NAMED_TEXTS.keys() == NAMED.keys()
+    for name, text in NAMED_TEXTS.items():
+        assert ChatTemplate.load(tmp_path, Path(name)).render(messages) == text
+    monkeypatch.chdir(tmp_path)
+    Path("chatml").write_text("own")
+    assert ChatTemplate.load(tmp_path, Path("chatml")).render(messages) == "own"
+    with pytest.raises(RequestError, match="llama9: the chat template cannot be read"):
+        ChatTemplate.load(tmp_path, Path("llama9"))
