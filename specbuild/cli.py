@@ -68,6 +68,7 @@ def main(debug: bool) -> None:
 @click.option("--revision", help="Branch, tag or commit of a Hub ID.")
 @click.option("--trust_remote_code", is_flag=True, help="Run Python code that comes with the checkpoint.")
 @click.option("--text_model", is_flag=True, help="Take the language model inside a multimodal model.")
+@click.option("--draft_vocab_size", type=int, help="The model is a draft: how many of its tokens it is to draft.")
 @click.option(
     "--head", metavar="DIR|HUB_ID", help="A draft head of the model: the graph gives the features that it reads."
 )

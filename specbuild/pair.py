@@ -134,6 +134,8 @@ class Pair:
         forms: list[object] = [options.qformat, options.kv_cache_dtype, options.device, text_model]
         if role == "target" and options.tp_size > 1:
             forms.append(options.tp_size)
+        if role == "draft" and options.draft_vocab_size is not None:
+            forms.append(options.draft_vocab_size)
         operators = [cpu_operators.VERSION, cpu_operators.is_available(), cpu_operators.are_fast()]
         machine = [platform.machine(), *operators]
         model = models[role]
@@ -250,11 +252,19 @@ class Pair:
                 qformat=options.qformat,
                 kv_cache_dtype=options.kv_cache_dtype,
                 text_model=options.text_model and role == "target",
+                draft_vocab_size=options.draft_vocab_size if role == "draft" else None,
                 head=str(self.head) if self.head else None,
             )
         read = [self.known.inputs_of(directory) for directory in (model, self.target, self.head) if directory]
         read = read if self.head else read[:1]
-        forms = [own.qformat, own.kv_cache_dtype, own.text_model, bool(own.head), bool(own.head_of)]
+        forms = [
+            own.qformat,
+            own.kv_cache_dtype,
+            own.text_model,
+            own.draft_vocab_size,
+            bool(own.head),
+            bool(own.head_of),
+        ]
         key = key_of([__version__, releases(*PACKAGES), read, forms])[:16]
         return replace(own, output_dir=cached_engines() / f"{origin_of(model).name}-{key}.onnx")
 

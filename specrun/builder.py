@@ -36,6 +36,8 @@ class BuildOptions:
     """Most tokens of prompt and output. None: what both models have, 4,096 at most."""
     max_draft_len: int = 10
     """Most draft tokens that the target checks in one pass."""
+    draft_vocab_size: int | None = None
+    """How many tokens of its vocabulary a draft model drafts. None: all."""
     tp_size: int = 1
     """Ranks that compute the target together."""
     device: str | None = None

@@ -17,8 +17,10 @@ from specbuild.export.model_memory import ModelMemory, model_memory
 from specbuild.export.reference import Reference, far_reference, reference_logits
 from specbuild.export.rope import pin_rope
 from specbuild.files import require_space
+from specbuild.graph.draft_vocab import draft_tokens
 from specbuild.hf.model_config import eos_token_ids, save_generation_config
 from specbuild.hf.model_facts import dtype_name, vocab_size_of
+from specbuild.hf.tokenizer_check import added_tokens
 from specbuild.progress import Stages
 from specbuild.quantization.activation_ranges import Amax
 from specbuild.quantization.calibration import calibrate_on, equalized
@@ -75,6 +77,10 @@ def prepare_model(source: Source, options: ConvertOptions, run: Run, work: Path,
         features=features,
     )
     eos, pretrained = eos_token_ids(model), model.config.to_dict()
+    tokens = None
+    if options.draft_vocab_size is not None and options.draft_vocab_size < info.vocab_size:
+        tokens = draft_tokens(options.draft_vocab_size, info.vocab_size, {*eos, *added_tokens(work)})
+        notes.append(f"drafts {len(tokens)} of {info.vocab_size} tokens")
     far = _far_reference(model, info, max_seq_len, stages) if options.verify else None
     notes += pin_rope(model, max_seq_len)
     references = [far] if far else []
@@ -91,7 +97,8 @@ def prepare_model(source: Source, options: ConvertOptions, run: Run, work: Path,
         export=lambda: export_onnx(model, memory, max_seq_len, rounding, fusion),
         weights=weights,
         packed=packed,
-        verify=(lambda graph: compare(graph, info, references, rounding)) if options.verify else None,
+        draft_tokens=tokens,
+        verify=(lambda graph: compare(graph, info, references, rounding, tokens)) if options.verify else None,
         compared=f", also behind {far.start} tokens" if far else "",
     )
 

@@ -33,6 +33,8 @@ class ConvertOptions:
     """Take quantized weights as dense ones."""
     text_model: bool = False
     """Take the language model inside a multimodal one."""
+    draft_vocab_size: int | None = None
+    """The model is a draft that writes so many tokens of its vocabulary alone."""
     head: str | None = None
     """A draft head that the model is to give its features to."""
     head_of: str | None = None
@@ -52,8 +54,13 @@ class ConvertOptions:
             raise BuildConfigError(
                 f"--qformat {self.qformat} cannot be combined with --head_of: heads have int8 and int4"
             )
+        if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
+            raise BuildConfigError(f"--draft_vocab_size {self.draft_vocab_size}: expected at least 1")
+        if self.draft_vocab_size is not None and self.head is not None:
+            raise BuildConfigError("--draft_vocab_size cannot be combined with --head: a target writes every token")
         of_models = {
             "--head": self.head is not None,
+            "--draft_vocab_size": self.draft_vocab_size is not None,
             "--kv_cache_dtype": self.kv_cache_dtype != "auto",
             "--text_model": self.text_model,
         }

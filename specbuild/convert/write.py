@@ -13,6 +13,7 @@ import onnx_ir as ir
 from specbuild.artifacts.onnx_checkpoint import CheckpointConfig
 from specbuild.export.exporter import PREFIX
 from specbuild.graph import ops as graphs
+from specbuild.graph.draft_vocab import Tokens, keep_logits
 from specbuild.graph.recurrent import DOMAIN, add_functions
 from specbuild.graph.tidy import share_tied_weights, tidy
 from specbuild.hf.model_facts import plain
@@ -41,6 +42,8 @@ class Prepared:
     weights: Mapping[str, Weight]
     packed: PackedModel = field(default_factory=PackedModel)
     """Weights that are stored in few bits, in place of those of their names."""
+    draft_tokens: Tokens | None = None
+    """The only ones that the model writes; None: it writes all."""
     verify: Callable[[Path], float] | None = None
     """The largest difference of the graph's logits. Raises VerificationError. None: it is not verified."""
     compared: str = ""
@@ -59,6 +62,8 @@ def write_checkpoint(prepared: Prepared, made: Provenance, work: Path, stages: S
         attach(graph, prepared.packed, PREFIX)
         bind(graph, prepared.weights, PREFIX)
         tidy(graph)
+        if prepared.draft_tokens is not None:
+            keep_logits(graph, prepared.draft_tokens, prepared.info.vocab_size)
         add_functions(graph)
     total = sum(value.const_value.nbytes for value in graph.graph.initializers.values() if value.const_value)
     with stages.stage("write weights", total) as advance:

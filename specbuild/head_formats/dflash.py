@@ -107,7 +107,7 @@ def read_dflash(directory: Path, data: Mapping[str, Any], allow_pickle: bool) ->
     require_values(path, fields, _FIXED)
     _require_plain_attention(path, fields)
     is_dspark = _is_dspark(path, data, nested)
-    stored, nbytes = read_tensors(directory, allow_pickle)
+    stored, nbytes = read_tensors(directory, dict(data), allow_pickle)
     tensors = {_renamed(name): tensor for name, tensor in stored.items()}
     described = read_layer(path, data, {name: one for name, one in layer.items() if name != _NESTED}, len(tensors))
     rank = fields.get("markov_rank") or 0

@@ -153,7 +153,7 @@ class EagleHead(LayerHead):
 def read_eagle(directory: Path, data: Mapping[str, Any], allow_pickle: bool) -> EagleHead:
     """Read a head's configuration ``data`` and its weight files' headers. See ``read_head``."""
     path = directory / CONFIG_NAME
-    tensors, nbytes = read_tensors(directory, allow_pickle)
+    tensors, nbytes = read_tensors(directory, dict(data), allow_pickle)
     kind = _kind(path, data, tensors)
     eagle = mapping(path, data, "eagle_config")
     flags = {**eagle, **data}
@@ -202,9 +202,14 @@ def read_layer(path: Path, data: Mapping[str, Any], layer: Mapping[str, Any], nu
     }
 
 
-def read_tensors(directory: Path, allow_pickle: bool) -> tuple[dict[str, Reader], int]:
-    """Tensors of the weight files under one form of their names, and the files' size. Raises CheckpointError."""
+def read_tensors(directory: Path, data: dict[str, Any], allow_pickle: bool) -> tuple[dict[str, Reader], int]:
+    """Tensors of the weight files under one form of their names, and the files' size. data: the configuration.
+
+    Quantized weights are read as dense ones. Raises CheckpointError, UnsupportedModelError.
+    """
     from specbuild.head_formats.pickled import PICKLE_NAME, read_pickle
+    from specbuild.quantized_formats.config.schemes import read_scheme
+    from specbuild.quantized_formats.loading import with_packed
     from specbuild.weights.lazy_tensors import StoredTensor
 
     pickled = directory / PICKLE_NAME
@@ -214,6 +219,8 @@ def read_tensors(directory: Path, allow_pickle: bool) -> tuple[dict[str, Reader]
     else:
         files = check_weights(directory)
         stored, nbytes = {name: StoredTensor(entry) for name, entry in files.entries.items()}, files.nbytes
+    if scheme := read_scheme(directory, data):
+        stored = with_packed(scheme, stored)
     tensors = {_canonical(name): tensor for name, tensor in stored.items()}
     used = {name: tensor for name, tensor in tensors.items() if name not in _NOT_READ and "rotary_emb" not in name}
     return used, nbytes
@@ -227,14 +234,12 @@ def require_values(path: Path, fields: Mapping[str, Any], wanted: Mapping[str, A
 
 
 def require_architectures(path: Path, data: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raise UnsupportedModelError, naming the field, for a kind of head that is not ``known``, and quantized ones."""
+    """Raise UnsupportedModelError, naming the field, for a kind of head that is not ``known``."""
     for name in architectures(data):
         if name not in known:
             raise UnsupportedModelError(
                 f"{path}: architectures {name!r}: an unknown kind of head; known are {', '.join(known)}"
             )
-    if "quantization_config" in data:
-        raise UnsupportedModelError(f"{path}: quantization_config: quantized heads cannot be read; give the original")
 
 
 def _canonical(name: str) -> str:

@@ -264,7 +264,15 @@ def load_parameters(
 
 def _layer_config(head: LayerHead) -> Any:
     """transformers' configuration of the layers. Raises CheckpointError."""
-    unlike = ("architectures", "model_type", "auto_map", "torch_dtype", "dtype", "transformers_version")
+    unlike = (
+        "architectures",
+        "model_type",
+        "auto_map",
+        "torch_dtype",
+        "dtype",
+        "transformers_version",
+        "quantization_config",
+    )
     fields = {name: value for name, value in head.layer.items() if name not in unlike}
     try:
         config = AutoConfig.for_model(head.layer["model_type"], **{**fields, "num_hidden_layers": head.num_layers})

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from specbuild.json_file import read_json
 from specrun.errors import CheckpointError
 
 _SECONDS = 120
@@ -54,3 +55,9 @@ def check_tokenizer(directory: Path) -> None:
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise CheckpointError(f"{path}: the tokenizer cannot be read and used ({reason})")
+
+
+def added_tokens(directory: Path) -> list[int]:
+    """The ids that tokenizer.json adds to its vocabulary: special ones, mostly. Empty where there is no such file."""
+    file = directory / "tokenizer.json"
+    return [int(token["id"]) for token in read_json(file).get("added_tokens", [])] if file.is_file() else []

@@ -104,8 +104,7 @@ def bench(
     config = pair_config({**options, "draft_len": None, "draft_target_model_config": None})
 
     from specrun.engine_dir.config import open_engine
-    from specrun.evaluation.bench import as_json
-    from specrun.evaluation.bench import bench as measure
+    from specrun.evaluation.bench import as_json, bench_each, in_order
     from specrun.evaluation.bench_settings import BenchSettings
     from specrun.evaluation.bench_tables import as_csv, table
     from specrun.request.options import RequestOptions
@@ -131,7 +130,18 @@ def bench(
     target, draft_model, tokenizer = (options[name] for name in ("engine_dir", "draft_engine_dir", "tokenizer_dir"))
     engine = open_engine(target)
     prompts = texts or random_prompts(options, engine.graph.vocab_size)
-    results = measure(target, draft_model, prompts, settings, lambda line: click.echo(line, err=True), tokenizer)
+    found, stopped = list[Result](), None
+    try:
+        for result in bench_each(
+            target, draft_model, prompts, settings, lambda line: click.echo(line, err=True), tokenizer
+        ):
+            found.append(result)
+    except KeyboardInterrupt as error:
+        if not found:
+            raise
+        stopped = error
+        click.echo("stopped: these had been measured", err=True)
+    results = in_order(found, settings)
     if report:
         title = f"{name} with {' and '.join(filter(None, drafts))}"
         _write_report(report, title, (target, draft_model), engine, results, settings)
@@ -141,6 +151,8 @@ def bench(
         click.echo(as_csv(results), nl=False)
     else:
         _print(table(results))
+    if stopped:
+        raise stopped
 
 
 def _require_nothing_else() -> None:

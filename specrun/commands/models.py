@@ -97,6 +97,7 @@ models_options = together(
     threads_option,
     build_options,
     _MAX_DRAFT_LEN,
+    click.option("--draft_vocab_size", type=click.IntRange(1), help="Draft only so many tokens of DRAFT's vocabulary."),
     click.option("--draft_revision", help="The same as --revision, of DRAFT."),
 )
 """What every command takes that opens a target, or a target and its draft."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from itertools import islice
@@ -60,11 +60,32 @@ def bench(
     for every repetition. Two targets and one draft are loaded at a time.
     Raises what ``SpeculativeDecoder.open`` raises, and RequestError for prompts and batches that do not fit.
     """
+    settings = settings or BenchSettings()
+    results = list(bench_each(target, draft, prompts, settings, report, tokenizer_dir, build))
+    return in_order(results, settings)
+
+
+def in_order(results: Iterable[Result], settings: BenchSettings) -> list[Result]:
+    """By batch size and draft length, as ``settings`` have them."""
+    found = {(result.batch_size, result.draft_len): result for result in results}
+    places = [(size, draft_len) for size in settings.batch_sizes for draft_len in settings.fixed_draft_lens]
+    return [found[place] for place in places if place in found]
+
+
+def bench_each(
+    target: str | Path,
+    draft: str | Path | None,
+    prompts: Sequence[str | Sequence[int] | BenchPrompt],
+    settings: BenchSettings,
+    report: Callable[[str], None] = lambda _: None,
+    tokenizer_dir: str | Path | None = None,
+    build: BuildOptions | None = None,
+) -> Iterator[Result]:
+    """The results of ``bench`` as they come. Ctrl-C between repetitions gives one of those that have ended, first."""
     if not prompts:
         raise RequestError("no prompts: expected one or more")
-    settings = settings or BenchSettings()
     target_dir, draft_dir = engines_of(target, draft, build, check=settings.config.check)
-    results: dict[tuple[int, int | None], Result] = {}
+    notes_told = False
 
     def on_warm_up(done: int, of: int) -> None:
         if done == 0:
@@ -81,17 +102,26 @@ def bench(
                 if (most := max(settings.batch_sizes)) > pair.max_batch_size:
                     raise RequestError(f"batch size {most}: the engines were built for at most {pair.max_batch_size}")
                 for size in settings.batch_sizes:
-                    for note in () if results else pair.notes:
+                    for note in () if notes_told else pair.notes:
                         report(f"note: {note}")
+                    notes_told = True
                     report(f"batch {size}, draft_len {shown_draft_len(draft_len)}")
                     stop_ids = () if settings.ignore_eos else alone.target.eos_token_ids
                     batches = _batches(tasks, size, settings, stop_ids)
                     for decoder in (alone, pair):
                         decoder.scheduler.max_rows = size
-                    passes = _interleave(alone, pair, batches, settings, report)
+                    passes, stopped = list[tuple[Pass, Pass]](), None
+                    try:
+                        for each in _interleave(alone, pair, batches, settings, report):
+                            passes.append(each)
+                    except KeyboardInterrupt as error:
+                        if not passes:
+                            raise
+                        stopped = error
                     shown = example(pair, first) if (first := passes[0][1].first) else None
-                    results[size, draft_len] = replace(summarize(size, draft_len, passes, settings), example=shown)
-    return [results[size, draft_len] for size in settings.batch_sizes for draft_len in settings.fixed_draft_lens]
+                    yield replace(summarize(size, draft_len, passes, settings), example=shown)
+                    if stopped:
+                        raise stopped
 
 
 def _task(alone: SpeculativeDecoder, prompt: BenchPrompt, number: int, settings: BenchSettings) -> _Task:
@@ -133,23 +163,21 @@ def _interleave(
     batches: Callable[[], list[_Batch]],
     settings: BenchSettings,
     report: Callable[[str], None],
-) -> list[tuple[Pass, Pass]]:
+) -> Iterator[tuple[Pass, Pass]]:
     """Warm up, then let the two take turns: a pass of each for every repetition."""
     for decoder in (alone, pair):
         for requests in batches():
             for _ in islice(decoder.run([*requests]), None if settings.again else _WARM_UP_ROUNDS * len(requests)):
                 pass
-    passes = []
     for repetition in range(1, settings.repetitions + 1):
         ours, theirs = Pass(), Pass()
         for plain, drafted in zip(batches(), batches(), strict=True):
             arrivals = arrival_times(len(plain), settings, repetition)
             ours.decode(alone, plain, arrivals)
             theirs.decode(pair, drafted, arrivals)
-        passes.append((ours, theirs))
         rates = f"{ours.tokens_per_second:.1f} tokens/s alone, {theirs.tokens_per_second:.1f} with the draft"
         report(f"  repetition {repetition}/{settings.repetitions}: {rates}")
-    return passes
+        yield ours, theirs
 
 
 def machine_of(target_config: EngineConfig) -> dict[str, Any]:

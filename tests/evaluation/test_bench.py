@@ -21,7 +21,7 @@ from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import CONFIG_NAME, open_engine
 from specrun.errors import PairError, RequestError
-from specrun.evaluation.bench import _batches, _Task, as_json, bench
+from specrun.evaluation.bench import _batches, _Task, as_json, bench, bench_each, in_order
 from specrun.evaluation.bench_compare import compare
 from specrun.evaluation.bench_passes import Pass, split_of, summarize
 from specrun.evaluation.bench_results import Result
@@ -362,3 +362,21 @@ def test_decoders_are_closed(run: Bench, monkeypatch: pytest.MonkeyPatch) -> Non
     run(TARGET, TARGET, draft_lens=[1, 2], repetitions=1)
     assert len(opened) == 3
     assert set(map(id, opened)) == set(map(id, closed))
+
+
+def test_what_was_measured_before_it_was_stopped_is_kept(engines: Path) -> None:
+    pair, found = (engines / "target", engines / "draft"), []
+    settings = BenchSettings(draft_lens=[3, 2], output_len=8, repetitions=3)
+    said: list[str] = []
+
+    def report(line: str) -> None:
+        said.append(line)
+        if sum("repetition 2/3" in one for one in said) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        for result in bench_each(*pair, ["the quick brown"], settings, report):
+            found.append(result)
+    assert [result.draft_len for result in found] == [3, 2]
+    assert [result.draft_len for result in in_order(found[1:], settings)] == [2]
+    assert found[1].tokens_per_second.median > 0
