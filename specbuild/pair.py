@@ -242,7 +242,9 @@ class Pair:
         from specbuild.convert.options import ConvertOptions
 
         options = self.options
-        own = ConvertOptions(str(model), "", trust_remote_code=options.trust_remote_code, resume=True)
+        own = ConvertOptions(
+            str(model), "", trust_remote_code=options.trust_remote_code, verify=options.verify, resume=True
+        )
         if role == "draft" and self.head is not None:
             qformat = options.qformat if options.qformat.startswith("int") else "auto"
             own = replace(own, head_of=str(self.target), qformat=qformat)
@@ -262,6 +264,7 @@ class Pair:
             own.kv_cache_dtype,
             own.text_model,
             own.draft_vocab_size,
+            own.verify,
             bool(own.head),
             bool(own.head_of),
         ]

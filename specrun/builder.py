@@ -38,6 +38,8 @@ class BuildOptions:
     """Most draft tokens that the target checks in one pass."""
     draft_vocab_size: int | None = None
     """How many tokens of its vocabulary a draft model drafts. None: all."""
+    verify: bool = True
+    """Compare what is converted with the Hugging Face model. It takes seconds, and time in proportion to the model."""
     tp_size: int = 1
     """Ranks that compute the target together."""
     device: str | None = None

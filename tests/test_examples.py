@@ -146,6 +146,7 @@ def cache(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
         Pair(PairRequest(str(made / "model.gguf"))).engines()
+        Pair(PairRequest(big, small, BuildOptions(draft_vocab_size=32768))).engines()
         for draft, qformat in ((small, "auto"), (small, "int8"), (None, "int4")):
             target = Pair(PairRequest(big, draft, BuildOptions(qformat=qformat))).engines()["target"]
         shutil.copytree(target.parent, target.parents[1] / OLD_ENGINE)

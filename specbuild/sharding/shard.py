@@ -16,6 +16,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from specbuild.sharding.collectives import gather_columns, reduce_sums
+from specbuild.sharding.offsets import join_offsets, part_offsets
 from specbuild.sharding.part import MisalignedError, divide, padded
 from specbuild.sharding.parts import CACHE, Parts
 from specbuild.sharding.rules import RULES
@@ -28,6 +29,7 @@ def shard(model: ir.Model, rank: int, ranks: int) -> None:
 
     Raises BuildConfigError where heads or blocks of weights cannot be divided.
     """
+    join_offsets(model)
     graph, parts = model.graph, Parts(model, rank)
     summands: set[ir.Value] = set()
     for node in list(graph):
@@ -52,6 +54,7 @@ def shard(model: ir.Model, rank: int, ranks: int) -> None:
             _cut_columns(graph, parts, node, ranks)
     reduce_sums(graph, parts, summands, ranks)
     RemoveUnusedNodesPass()(model)
+    part_offsets(model)
 
 
 def _is_product(node: ir.Node) -> bool:

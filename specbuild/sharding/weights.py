@@ -10,6 +10,8 @@ import onnx_ir as ir
 from specbuild.graph import ops as graphs
 from specbuild.sharding.part import Part
 
+WITH_OFFSETS = "WithOffsets"
+"""A weight [K, N] with offsets [K / block, N]; see ``offsets``."""
 Make = Callable[[ir.Node], ir.Value]
 """Adds a node to the graph; gives its output."""
 
@@ -19,7 +21,7 @@ def is_constant(value: ir.Value | None) -> bool:
     if value is None or value.const_value is not None:
         return value is not None
     node = value.producer()
-    made = node is not None and node.op_type in ("DequantizeLinear", "Transpose")
+    made = node is not None and node.op_type in ("DequantizeLinear", "Transpose", WITH_OFFSETS)
     return made and node is not None and all(map(is_constant, filter(None, node.inputs)))
 
 
@@ -54,6 +56,8 @@ def cut(value: ir.Value, part: Part, rank: int, make: Make) -> ir.Value:
     if order := _order(node):
         own = cut(codes, part.at(order[part.axis] - len(order)), rank, make)
         return make(ir.Node("", "Transpose", [own], list(node.attributes.values()), num_outputs=1))
+    if node.op_type == WITH_OFFSETS:
+        return _with_offsets(node, part, rank, make)
     attributes = dict(node.attributes)
     axis = attributes["axis"].as_int() if "axis" in attributes else 1
     axis -= len(shape) if axis >= 0 else 0
@@ -70,6 +74,20 @@ def cut(value: ir.Value, part: Part, rank: int, make: Make) -> ir.Value:
         else:
             inputs.append(cut(scale, groups, rank, make) if scale is not None else None)
     return make(ir.Node(node.domain, node.op_type, inputs, list(attributes.values()), num_outputs=1))
+
+
+def _with_offsets(node: ir.Node, part: Part, rank: int, make: Make) -> ir.Value:
+    weight, offsets = node.inputs
+    assert weight is not None and offsets is not None
+    block, groups = node.attributes.get_int("block_size", 0), part
+    if part.axis == -2:
+        groups = part.covered_by(block, -2)
+        first, last = part.ranges[rank]
+        block = min(block, last - first)
+    own = [cut(weight, part, rank, make), cut(offsets, groups, rank, make)]
+    value = make(ir.node(WITH_OFFSETS, own, {"block_size": block}))
+    value.type = node.outputs[0].type
+    return value
 
 
 def _stored(value: ir.Value, part: Part, rank: int) -> ir.Value:

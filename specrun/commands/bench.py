@@ -130,7 +130,8 @@ def bench(
     target, draft_model, tokenizer = (options[name] for name in ("engine_dir", "draft_engine_dir", "tokenizer_dir"))
     engine = open_engine(target)
     prompts = texts or random_prompts(options, engine.graph.vocab_size)
-    found, stopped = list[Result](), None
+    found: list[Result] = []
+    stopped = None
     try:
         for result in bench_each(
             target, draft_model, prompts, settings, lambda line: click.echo(line, err=True), tokenizer

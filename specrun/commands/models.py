@@ -63,6 +63,12 @@ _CHECKPOINTS = together(
         show_default=True,
         help="Ranks that compute TARGET together (tensor parallel).",
     ),
+    click.option(
+        "--verify/--no-verify",
+        default=BuildOptions.verify,
+        show_default=True,
+        help="Compare what is converted with the Hugging Face model.",
+    ),
     click.option("--device", metavar="cpu|cuda|cuda:N", help="The engines' device. Default: a GPU if there is one."),
     click.option("--revision", help="Branch, tag or commit of TARGET, for a Hub ID."),
     click.option("--trust_remote_code", is_flag=True, help="Run Python code that comes with the checkpoints."),

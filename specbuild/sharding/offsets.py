@@ -1,0 +1,69 @@
+"""Weights with offsets are one constant while a graph is divided, and a product beside the product before and after.
+
+See ``insert_qdq``: ``x @ weight`` is ``x @ codes * scales + (sums of x's blocks) @ offsets``.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from specbuild.graph import ops as graphs
+from specbuild.graph.scales import added_to
+from specbuild.sharding.weights import WITH_OFFSETS, is_constant, shape_of
+from specbuild.weights.packed import block_sums
+
+
+def join_offsets(model: ir.Model) -> None:
+    """Let products by weights with offsets be one product each, in place."""
+    for product in [node for node in model.graph if node.op_type == "MatMul"]:
+        weight = product.inputs[1]
+        dequantize = weight.producer() if weight is not None else None
+        if weight is None or dequantize is None or dequantize.op_type != "DequantizeLinear" or not is_constant(weight):
+            continue
+        block, added = dequantize.attributes.get_int("block_size", 0), added_to(product)
+        if added is None or not block or not added.are_offsets(product.inputs[0], shape_of(weight)[0], block):
+            continue
+        offsets = added.product.inputs[1]
+        while offsets is not None and (node := offsets.producer()) is not None and node.op_type == "Cast":
+            offsets = node.inputs[0]
+        if not is_constant(offsets):
+            continue
+        joined = ir.node(WITH_OFFSETS, [weight, offsets], {"block_size": block}, name=f"{product.name}.with_offsets")
+        value = joined.outputs[0]
+        value.name, value.type, value.shape = joined.name, weight.type, ir.Shape(shape_of(weight))
+        model.graph.insert_before(product, joined)
+        product.replace_input_with(1, value)
+        added.add.outputs[0].replace_all_uses_with(product.outputs[0], replace_graph_outputs=True)
+    RemoveUnusedNodesPass()(model)
+
+
+def part_offsets(model: ir.Model) -> None:
+    """The reverse of ``join_offsets``, in place."""
+    graph = model.graph
+    for joined in [node for node in graph if node.op_type == WITH_OFFSETS]:
+        weight, offsets = joined.inputs
+        assert weight is not None and offsets is not None
+        inputs, block = shape_of(weight)[0], joined.attributes.get_int("block_size", 0)
+        for number, product in enumerate([use.node for use in joined.outputs[0].uses()]):
+            x, y, name = product.inputs[0], product.outputs[0], f"{joined.name}.{number}"
+            assert x is not None
+            dtype = weight.dtype or ir.DataType.FLOAT
+            sums = block_sums(inputs, block).astype(dtype.numpy())
+            adder = graphs.initializer(graph, f"quantization.blocks.{inputs}.{block}", ir.tensor(sums, dtype=dtype))
+            own, nodes = offsets, list[ir.Node]()
+            if offsets.dtype not in (None, dtype):
+                nodes.append(ir.node("Cast", [own], {"to": int(dtype)}, name=f"{name}.cast"))
+                own = nodes[0].outputs[0]
+            added = ir.node("MatMul", [x, adder], name=f"{name}.sums")
+            shift = ir.node("MatMul", [added.outputs[0], own], name=f"{name}.shift")
+            total = ir.node("Add", [y, shift.outputs[0]], name=f"{name}.total")
+            nodes += [added, shift, total]
+            later = [use for use in y.uses() if use.node is not total]
+            for node in nodes:
+                node.outputs[0].name, node.outputs[0].type = node.name, ir.TensorType(dtype)
+            product.replace_input_with(1, weight)
+            graph.insert_after(product, nodes)
+            for use in later:
+                use.node.replace_input_with(use.idx, total.outputs[0])
+    RemoveUnusedNodesPass()(model)
