@@ -404,7 +404,7 @@ NAMED_TEXTS = {
     "mistral-v1": "<s> [INST] S\n\nU [/INST] A</s> [INST] V [/INST]",
     "phi3": "<|system|>\nS<|end|>\n<|user|>\nU<|end|>\n<|assistant|>\nA<|end|>\n<|user|>\nV<|end|>\n<|assistant|>\n",
 }
-"""What the makers of these models document of their templates."""
+"""Written out by hand, by the form that each name stands for."""
 
 
 def test_templates_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
