@@ -19,7 +19,10 @@ _END_TEXTS = (
 """Tokens of these texts end an answer, whatever the metadata says."""
 _SINGLE_DIGITS = {"smollm", "starcoder", "refact", "command-r", "exaone"}
 """``tokenizer.ggml.pre``: GPT-2's rule, and digits are tokens of their own."""
-_LLAMA3 = {"llama3", "llama-v3", "llama-bpe", "falcon3"}
+_WHOLE_WORDS = {
+    *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1"),
+    *("pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken"),
+}
 """Texts begin with a token, and words that are tokens are not merged anew."""
 _PLAIN = {"default", "gpt-2", "phi-2", "olmo", "jais", "roberta-bpe"}
 """GPT-2's rule."""
@@ -77,11 +80,11 @@ def save_tokenizer_files(file: GgufFile, directory: Path) -> None:
         prefix = [normalizers.Prepend("\u2581")] if metadata.get("tokenizer.ggml.add_space_prefix", True) else []
         tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "\u2581")])
         tokenizer.pre_tokenizer = None
-    begins = metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or pre in _LLAMA3)
+    begins = metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or pre in _WHOLE_WORDS)
     special = _special_tokens(metadata)
     tokenizer.post_processor = _post_processor(special["bos_token"] if begins else None, metadata)
     written = json.loads(tokenizer.to_str())
-    if kind == "gpt2" and pre in _LLAMA3:
+    if kind == "gpt2" and pre in _WHOLE_WORDS:
         written["model"]["ignore_merges"] = True
     (directory / "tokenizer.json").write_text(json.dumps(written, ensure_ascii=False), encoding="utf-8")
     config: dict[str, Any] = {name: token for name, token in special.items() if token is not None}
