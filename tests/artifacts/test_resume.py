@@ -153,7 +153,7 @@ def test_what_was_kept_is_what_counts(hf: Path, tmp_path: Path, run: Run) -> Non
 
 
 def test_kept_values_come_back_as_they_are() -> None:
-    squares = {"a": np.array([0.1, 1e-45, 3e38], np.float32)}
+    squares = {"a": np.array([0.1, 1e-45, 1e38], np.float32)}
     one = Amax({"a": 0.1, "b": 1e-45}, {"e": {0: 1 / 3}}, [np.array([[0.1, 3e38]], np.float32)], {}, {})
     other = Amax(
         {"b": 2.0}, {"e": {0: 0.1, 7: 5.0}, "f": {}}, [np.array([[0.2, 1.0]], np.float32)], squares, {"a": "n"}
@@ -163,7 +163,7 @@ def test_kept_values_come_back_as_they_are() -> None:
     back = Amax.from_json(json.loads(json.dumps(both.as_json())))
     assert back[:2] == both[:2]
     assert back.squares["a"].tobytes() == both.squares["a"].tobytes() == squares["a"].tobytes()
-    assert (both.or_larger(other).squares["a"][:2] == 2 * squares["a"][:2]).all()
+    assert (both.or_larger(other).squares["a"] == 2 * squares["a"]).all()
     assert back.cache[0].dtype == np.float32
     assert back.cache[0].tobytes() == both.cache[0].tobytes() == np.array([[0.2, 3e38]], np.float32).tobytes()
 

@@ -66,25 +66,22 @@ def test_unused_experts_are_not_read(tmp_path: Path) -> None:
     assert len(outcomes) == 4
 
 
-@pytest.mark.parametrize(
-    ("qformat", "operator"),
-    [("int8", "MatMulNBits"), ("int4", "MatMulNBits")],
-)
-def test_quantized_experts(qformat: str, operator: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("qformat", "tolerance"), [("int8", 2e-2), ("int4", 4e-2)])
+def test_quantized_experts(qformat: str, tolerance: float, tmp_path: Path) -> None:
     """Every product of a branch is the fast operator, and the weights take few bits in the engine too."""
     checkpoint = save_checkpoint(tmp_path / "hf", "mixtral", intermediate_size=128)
     onnx_dir = make_onnx(checkpoint, tmp_path / "onnx", qformat=qformat)
     engine = make_engine(onnx_dir, tmp_path / "engine")
     counted = operators(engine)
     assert counted["If"] == 8
-    assert counted[operator] == 8 * 2  # Experts.
+    assert counted["MatMulNBits"] == 8 * 2  # Experts.
     assert counted["QuantizedMatMul"] == 2 * 2 + 1  # Attention, whose q, k and v are one, and the head.
     dense = make_onnx(checkpoint, tmp_path / "dense", verify=False)
     bits = 4 if qformat == "int4" else 8
     assert open_engine(engine).weight_bytes < open_checkpoint(dense).files[WEIGHTS_NAME].bytes * (bits + 4) / 32
     (expected,) = checkpoint_logits(onnx_dir, [TOKENS])
     found = logits(opened(engine), TOKENS)
-    assert np.abs(found - expected).max() < 2e-2 * np.abs(expected).max()
+    assert np.abs(found - expected).max() < tolerance * np.abs(expected).max()  # The engine rounds inputs to 8 bits.
     (unrounded,) = checkpoint_logits(dense, [TOKENS])
     assert np.abs(unrounded - expected).max() > 1e-3 * np.abs(expected).max()
 
