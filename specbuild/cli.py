@@ -15,7 +15,7 @@ from specbuild.quantization.recipe import QFORMATS
 from specbuild.training.options import DTYPES, KINDS, OPTIMIZERS, TrainOptions
 from specbuild.weights.cache_codes import KV_CACHE_DTYPES
 from specrun.command_line import CONTEXT, FolderPath, OneLineErrors
-from specrun.engine_dir.config import SpeculativeMode
+from specrun.engine_dir.config import CacheForm, SpeculativeMode
 from specrun.engine_dir.dtypes import FLOAT_NAMES
 
 # Threads that spin while they wait take twenty times as long beside another process. Read by GNU OpenMP when torch
@@ -144,6 +144,7 @@ def _texts(options: dict[str, Any]) -> TextOptions:
 @click.option("--gather_generation_logits", is_flag=True, default=None, help="Allow the logits of every position.")
 @click.option("--multiple_profiles", is_flag=True, default=None, help="TensorRT: a profile for each size of a round.")
 @click.option("--tp_size", type=int, help="Ranks that compute the model together (tensor parallel); default 1.")
+@click.option("--kv_cache_dtype", type=click.Choice(get_args(CacheForm)), help="CPU: bits of keys and values.")
 @click.option("--gather_experts", is_flag=True, default=None, help="TensorRT: multiply by the experts a pass can use.")
 @click.option("--compute_capabilities", metavar="86,89,..", help="GPUs of a TensorRT-RTX plan. Default: all that can.")
 @click.option("--timing_cache", type=FolderPath, metavar="FILE", help="TensorRT: keep kernel timings in this file.")

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
     from specbuild.convert.options import ConvertOptions
 
+_NOT_VERIFIED = "not-verified"
+"""A file beside an engine that was built of a conversion that nothing was compared with."""
 MAX_SEQ_LEN = 4096
 """Of engines, where the models have more positions."""
 
@@ -194,7 +196,7 @@ class Pair:
             if not (problem := self._problem(place)):
                 return
             if place.is_dir():
-                say(f"{problem}: this engine in the cache is damaged, and is built again")
+                say(f"{problem}: this engine in the cache is built again")
                 remove_locked(place)
             say(f"{origin_of(model)} is built once and kept in {place}")
             with new_directory(place, force=False) as work:
@@ -207,7 +209,9 @@ class Pair:
         try:
             open_engine(place / "engine", every_byte=self.request.check == "full")
         except EngineDirError as error:
-            return str(error).partition(";")[0]
+            return f"{str(error).partition(';')[0]}: damaged"
+        if self.options.verify and (place / _NOT_VERIFIED).exists():
+            return "built with --no-verify"
         return None
 
     def _write(self, role: str, model: Path, work: Path) -> None:
@@ -229,11 +233,14 @@ class Pair:
             max_input_len=self.max_seq_len - 1,
             max_draft_len=options.max_draft_len if role == "target" or own.head_of else None,
             tp_size=options.tp_size if role == "target" else 1,
+            kv_cache_dtype=options.kv_cache_dtype,
         )
         with locked(onnx):
             self._onnx.add(onnx)
             convert(own, stages)
             build_engine(of_model, stages=stages)
+        if not options.verify:
+            (work / _NOT_VERIFIED).touch()
 
     def _conversion(self, role: str, model: Path) -> ConvertOptions:
         """What is converted, and where: a stopped build goes on there, and both roles of one checkpoint share it."""
@@ -252,7 +259,6 @@ class Pair:
             own = replace(
                 own,
                 qformat=options.qformat,
-                kv_cache_dtype=options.kv_cache_dtype,
                 text_model=options.text_model and role == "target",
                 draft_vocab_size=options.draft_vocab_size if role == "draft" else None,
                 head=str(self.head) if self.head else None,
@@ -261,7 +267,6 @@ class Pair:
         read = read if self.head else read[:1]
         forms = [
             own.qformat,
-            own.kv_cache_dtype,
             own.text_model,
             own.draft_vocab_size,
             own.verify,

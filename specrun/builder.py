@@ -16,7 +16,7 @@ from pathlib import Path
 
 from specrun import errors
 from specrun.config import Check
-from specrun.engine_dir.config import CONFIG_NAME, KINDS
+from specrun.engine_dir.config import CONFIG_NAME, KINDS, CacheForm
 from specrun.engine_dir.directories import TRITON_KIND
 from specrun.engine_dir.small_files import read_small
 from specrun.errors import BackendError
@@ -28,8 +28,8 @@ class BuildOptions:
 
     qformat: str = "auto"
     """Of both models, and of a head where the format is one of integers."""
-    kv_cache_dtype: str = "auto"
-    """Of both models."""
+    kv_cache_dtype: CacheForm = "auto"
+    """Of both models, on CPUs."""
     max_batch_size: int = 4
     """Most texts in a batch."""
     max_seq_len: int | None = None

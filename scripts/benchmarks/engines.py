@@ -32,7 +32,7 @@ def to_onnx(checkpoint: Path, output: Path, **options: Any) -> Path:
     return output
 
 
-def build(checkpoint: Path, output: Path, **sizes: int) -> None:
+def build(checkpoint: Path, output: Path, **sizes: Any) -> None:
     """An onnxruntime engine of an ONNX checkpoint directory, for texts of 512 tokens and up to 8 draft tokens."""
     flags = {"checkpoint_dir": checkpoint, "output_dir": output, "backend": "onnxruntime"}
     (options,) = engine_options({**flags, "max_seq_len": 512, "max_draft_len": 8, **sizes}, None)

@@ -97,8 +97,8 @@ def _new(paragraphs: list[str], seen: set[str]) -> list[str]:
     return found
 
 
-def rows_of(checkpoint: Path, count: int) -> dict[str, npt.NDArray[np.int64]]:
-    """[count, TEXT_LEN] tokens of each kind, each row begun as the tokenizer begins a text."""
+def rows_of(checkpoint: Path, count: int, length: int = TEXT_LEN) -> dict[str, npt.NDArray[np.int64]]:
+    """[count, length] tokens of each kind, each row begun as the tokenizer begins a text."""
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     begin = tokenizer.encode("").ids
     found = {}
@@ -106,7 +106,7 @@ def rows_of(checkpoint: Path, count: int) -> dict[str, npt.NDArray[np.int64]]:
         ids = tokenizer.encode(
             texts_of(kind, template_of(checkpoint))[CALIBRATION_CHARACTERS:], add_special_tokens=False
         ).ids
-        width = TEXT_LEN - len(begin)
+        width = length - len(begin)
         found[kind] = np.array([begin + ids[row * width : (row + 1) * width] for row in range(count)], np.int64)
     return found
 

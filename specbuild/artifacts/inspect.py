@@ -100,6 +100,10 @@ def _ranks(config: EngineConfig) -> dict[str, str]:
     return {"tp_size": f"{config.build_config.tp_size} ranks compute it together; their weights: {weights}"}
 
 
+def _cache_form(graph: GraphInfo) -> str:
+    return f"{graph.kv_cache_bits} bits" if graph.kv_cache_bits else graph.cache_element.name
+
+
 _ANY = {"tensorrt_rtx": "any RTX GPU", "onnxruntime": "any NVIDIA GPU"}
 
 
@@ -122,7 +126,7 @@ def _engine(config: EngineConfig, show_all: bool) -> str:
         **_ranks(config),
         **({"experts": "a pass gathers those that it can use"} if build.gather_experts else {}),
         "bits": str(config.bit_exact or "not probed"),
-        "KV cache": f"{human_bytes(cache)} in {config.graph.cache_element.name} for {build.max_batch_size} rows of "
+        "KV cache": f"{human_bytes(cache)} in {_cache_form(config.graph)} for {build.max_batch_size} rows of "
         f"{build.cache_length} positions",
         **_states(config.graph, build.max_batch_size, backend.device != "cpu"),
     }

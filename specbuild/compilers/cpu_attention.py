@@ -15,10 +15,15 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from specbuild.compilers.cpu_fusions import normalizes, residual_of
 from specbuild.compilers.cpu_rotation import Angles, AnglesByPosition
 from specbuild.graph.causal_mask import causal_window
+from specbuild.graph.kv_cache_qdq import drop_cache_factors, drop_cache_rounding
 from specrun.cpu_operators import DOMAIN, VERSION
+from specrun.engine_dir.cache_tensors import PACKED_BLOCK, CacheTensor
+from specrun.engine_dir.config import PackedBits
 from specrun.engine_dir.contract import WRITE_INDICES
 
-OPERATOR = "CachedAttention"
+OPERATOR, PACKED_OPERATOR = "CachedAttention", "PackedCachedAttention"
+_MOST_PACKED = 1024
+"""The widest head that is packed."""
 _LANES = 16
 """The width of a head is a multiple of this."""
 _SWAPPED = (0, 2, 1, 3)
@@ -33,11 +38,25 @@ class _Heads(NamedTuple):
     rotation: ir.Node | None
 
 
-def fuse_cached_attention(model: ir.Model, cache_length: int) -> int:
+def with_packed_attention(model: ir.Model, cache_length: int, bits: PackedBits) -> ir.Model | None:
+    """The model, in float32, with keys and values in codes of ``bits``; rounding that it has itself is left out.
+
+    None where the operator does not stand for the attention of every layer.
+    """
+    packed = model.clone()
+    drop_cache_rounding(packed)
+    drop_cache_factors(packed)
+    caches = [node for node in packed.graph if node.op_type == "TensorScatter"]
+    count = fuse_cached_attention(packed, cache_length, bits)
+    return packed if caches and 2 * count == len(caches) else None
+
+
+def fuse_cached_attention(model: ir.Model, cache_length: int, bits: PackedBits | None = None) -> int:
     """Replace every Attention that the operator can stand for, in a graph in float32. In place; returns how many.
 
-    Only where the mask is proved to be causal in a cache of ``cache_length``, perhaps within a window, and a head has
-    as many numbers in values as in keys, in multiples of 16.
+    bits: of the codes of keys and values; None: they are float32. Only where the mask is proved to be causal in a cache
+    of ``cache_length``, perhaps within a window, and a head has as many numbers in values as in keys, in multiples of
+    16; of 32 where they are packed.
     """
     graph, windows = model.graph, dict[ir.Value, int | None]()
     _normalize_heads_first(graph)
@@ -49,7 +68,7 @@ def fuse_cached_attention(model: ir.Model, cache_length: int) -> int:
         if mask not in windows:
             windows[mask] = causal_window(mask, cache_length)
         window = windows[mask]
-        count += window is not None and _fuse(graph, node, 0 if window == cache_length else window, angles)
+        count += window is not None and _fuse(graph, node, 0 if window == cache_length else window, angles, bits)
     if count:
         model.opset_imports[DOMAIN] = VERSION
         RemoveUnusedNodesPass()(model)
@@ -73,7 +92,7 @@ def _normalize_heads_first(graph: ir.Graph) -> None:
         ir.convenience.replace_nodes_and_values(graph, norm, [norm, swap], [own, turned], [old], turned.outputs)
 
 
-def _fuse(graph: ir.Graph, node: ir.Node, window: int, angles: AnglesByPosition) -> bool:
+def _fuse(graph: ir.Graph, node: ir.Node, window: int, angles: AnglesByPosition, bits: PackedBits | None) -> bool:
     scatters = [scatter for value in node.inputs[1:3] if (scatter := _scatter_of(value)) is not None]
     swap = _swap_of(node)
     queries = _heads(node.inputs[0])
@@ -84,7 +103,7 @@ def _fuse(graph: ir.Graph, node: ir.Node, window: int, angles: AnglesByPosition)
         return False
     past = [scatter.inputs[0] for scatter in scatters]
     width = _width(*past)
-    if width is None:
+    if width is None or (bits and (width % PACKED_BLOCK or width > _MOST_PACKED)):
         return False
     rotation = queries.rotation
     views = [view] if (view := _needless_view(swap, queries.tokens)) is not None else []
@@ -98,10 +117,25 @@ def _fuse(graph: ir.Graph, node: ir.Node, window: int, angles: AnglesByPosition)
     write_indices = next(value for value in graph.inputs if value.name == WRITE_INDICES)
     inputs = [queries.tokens, keys.tokens, values.tokens, *past, write_indices]
     inputs += _angles(rotation, angles) if rotation else ()
-    own = ir.node(OPERATOR, inputs, attributes, domain=DOMAIN, num_outputs=3, name=f"{node.name}.cached")
+    operator = OPERATOR
+    if bits:
+        operator, attributes["cache_bits"] = PACKED_OPERATOR, bits
+        for scatter in scatters:
+            _pack(scatter, width, bits)
+    own = ir.node(operator, inputs, attributes, domain=DOMAIN, num_outputs=3, name=f"{node.name}.cached")
     old = [(views or [swap])[0].outputs[0], *(scatter.outputs[0] for scatter in scatters)]
     ir.convenience.replace_nodes_and_values(graph, node, [*views, swap, node, *scatters], [own], old, own.outputs)
     return True
+
+
+def _pack(scatter: ir.Node, width: int, bits: int) -> None:
+    """Let the cache be one of packed heads."""
+    for value in (scatter.inputs[0], scatter.outputs[0]):
+        if value is None or value.shape is None:
+            raise ValueError(f"{scatter.name}: a cache without a shape")
+        size = CacheTensor(heads=1, head_dim=width).packed(bits).head_dim
+        value.shape = ir.Shape([*value.shape[:3], size])
+        value.type = ir.TensorType(ir.DataType.UINT8)
 
 
 def _angles(rotation: ir.Node, tables: AnglesByPosition) -> Angles:

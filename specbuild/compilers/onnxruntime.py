@@ -15,7 +15,7 @@ import onnx
 import onnx_ir as ir
 
 from specbuild.compilers import Compiled, cpu_forms, cuda_forms, machine
-from specbuild.compilers.cpu_attention import fuse_cached_attention
+from specbuild.compilers.cpu_attention import fuse_cached_attention, with_packed_attention
 from specbuild.compilers.cpu_collectives import use_collectives
 from specbuild.compilers.cpu_recurrent import use_recurrent_operators
 from specbuild.compilers.cpu_unused import mark_unused_tokens
@@ -28,7 +28,15 @@ from specbuild.graph.untie import untie_heads
 from specrun import cpu_operators
 from specrun.backends.ort import session_options
 from specrun.cpu_operators import DOMAIN
-from specrun.engine_dir.config import GRAPH_NAME, WEIGHTS_NAME, BackendInfo, BuildConfig, GraphInfo, Tensor
+from specrun.engine_dir.config import (
+    GRAPH_NAME,
+    WEIGHTS_NAME,
+    BackendInfo,
+    BuildConfig,
+    GraphInfo,
+    PackedBits,
+    Tensor,
+)
 from specrun.engine_dir.dtypes import DTYPES
 from specrun.errors import BuildError
 
@@ -45,9 +53,6 @@ def compile_graph(
     if graph.dtype != "float32":
         notes.append(f"{graph.dtype} checkpoint: computed in float32 on the CPU")
         graph = graph.model_copy(update={"dtype": "float32"})
-    if store_float8_as_int8(model):
-        graph = graph.model_copy(update={"kv_cache_dtype": "int8"})
-        notes.append("float8 cache: stored in int8 on the CPU, where ONNX Runtime updates no other 8-bit cache")
     if mixtures := skip_unused_experts(model):
         notes.append(f"{mixtures} layers read only the experts that a pass uses")
     own_operators = cpu_operators.are_fast()
@@ -68,10 +73,23 @@ def compile_graph(
     if prepared := cpu_forms.prepare(model, own_operators):
         notes += prepared
         model = graphs.write_recoded(model, output)
+    bits = _packed_bits(graph, build)
+    if bits and (packed := with_packed_attention(model, build.cache_length, bits)) is not None:
+        model, graph = packed, graph.with_packed_cache(bits)
+        notes.append(f"keys and values in {bits} bits, which specrun's own CPU operators round by token")
+    elif build.kv_cache_dtype != "auto":
+        raise BuildError(
+            f"{checkpoint}: --kv_cache_dtype {build.kv_cache_dtype}: attention here is not one that specrun's own CPU "
+            "operators compute (soft-capped scores, sinks, or heads whose width is no multiple of 32); leave it out, "
+            "or give --kv_cache_dtype int8 to 'specbuild convert'"
+        )
+    elif own_operators and (layers := fuse_cached_attention(model, build.cache_length)):
+        notes.append(f"attention of {layers} layers by specrun's own CPU operators")
+    if store_float8_as_int8(model):
+        graph = graph.model_copy(update={"kv_cache_dtype": "int8"})
+        notes.append("float8 cache: stored in int8 on the CPU, where ONNX Runtime updates no other 8-bit cache")
     harmful = cpu_forms.HARMFUL if _dequantizes(model) else []
     harmful = [*harmful, *(cpu_forms.HARMFUL_TO_CACHES if cache_updates(model) else [])]
-    if own_operators and (layers := fuse_cached_attention(model, build.cache_length)):
-        notes.append(f"attention of {layers} layers by specrun's own CPU operators")
     skips_unused = not graph.is_head and not graph.states and mark_unused_tokens(model)
     if not graph.is_head:  # Only the bits of a target are those of texts.
         pad_single_queries(model)
@@ -112,6 +130,13 @@ def compile_graph(
         files=[name for name in (GRAPH_NAME, WEIGHTS_NAME) if (output / name).exists()],
         notes=notes,
     )
+
+
+def _packed_bits(graph: GraphInfo, build: BuildConfig) -> PackedBits | None:
+    """Bits of keys and values that are asked for, here or in the checkpoint."""
+    if build.kv_cache_dtype == "auto":
+        return 8 if graph.kv_cache_dtype and cpu_operators.is_available() else None
+    return 8 if build.kv_cache_dtype == "int8" else 4
 
 
 def _drop_own_domain(path: Path) -> None:

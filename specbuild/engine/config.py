@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from specbuild.artifacts.onnx_checkpoint import CheckpointConfig
 from specrun.arguments import show
-from specrun.engine_dir.config import BuildConfig, Profile, Range, SpeculativeMode, Strict
+from specrun.engine_dir.config import BuildConfig, CacheForm, Profile, Range, SpeculativeMode, Strict
 from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN
 from specrun.errors import BuildConfigError
 from specrun.yaml_file import read_settings
@@ -37,6 +37,7 @@ class EngineOptions(Strict):
     multiple_profiles: bool = False
     gather_experts: bool = False
     tp_size: Annotated[int, Field(ge=1, le=1 << 10)] = 1
+    kv_cache_dtype: CacheForm = "auto"
     compute_capabilities: tuple[int, ...] = ()
     """The GPUs that a plan of TensorRT-RTX is for, as in 89; none: all that take the graph, from 80 on."""
     timing_cache: Path | None = None
@@ -173,6 +174,7 @@ def plan_build(options: EngineOptions, checkpoint: CheckpointConfig) -> tuple[Bu
         multiple_profiles=options.multiple_profiles,
         gather_experts=options.gather_experts,
         tp_size=options.tp_size,
+        kv_cache_dtype=options.kv_cache_dtype,
         cache_length=-(-(seq_len + draft_len + 1) // step) * step,
         profiles=plan_profiles(
             options.max_batch_size,

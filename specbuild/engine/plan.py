@@ -91,6 +91,8 @@ def plan_engine(options: EngineOptions) -> EnginePlan:
         )
     if options.gather_experts:
         _check_experts(options, backend)
+    if options.kv_cache_dtype != "auto":
+        _check_cache(options, checkpoint, backend)
     device: Literal["cpu", "cuda"] = "cpu"
     if backend != "onnxruntime" or options.device == "cuda":
         device = "cuda"
@@ -115,6 +117,7 @@ def plan_engine(options: EngineOptions) -> EnginePlan:
 def _decided(build: BuildConfig) -> dict[str, Any]:
     """What of ``build`` does not follow from other options. One rank is not noted, as in engines of before."""
     derived = {"cache_length", "profiles"} | ({"tp_size"} if build.tp_size == 1 else set())
+    derived |= {"kv_cache_dtype"} if build.kv_cache_dtype == "auto" else set()
     return build.model_dump(mode="json", exclude=derived)
 
 
@@ -134,6 +137,21 @@ def _check_ranks(options: EngineOptions, checkpoint: CheckpointConfig, device: s
             f"--tp_size: ranks need specrun's own CPU operators, which were not compiled here: "
             f"{cpu_operators.HOW_TO_COMPILE}"
         )
+
+
+def _check_cache(options: EngineOptions, checkpoint: CheckpointConfig, backend: str) -> None:
+    """Raises SpecError where keys and values cannot be packed."""
+    given = f"--kv_cache_dtype {options.kv_cache_dtype}"
+    if backend != "onnxruntime" or (options.device or "cpu") != "cpu":
+        raise BackendError(
+            f"{given}: is for engines of onnxruntime for the CPU; for TensorRT give it to 'specbuild convert'"
+        )
+    if not cpu_operators.is_available():
+        raise BackendError(
+            f"{given}: needs specrun's own CPU operators, which were not compiled here: {cpu_operators.HOW_TO_COMPILE}"
+        )
+    if checkpoint.graph.features is not None:
+        raise BuildConfigError(f"{given}: features of a head are not stored in few bits; leave it out")
 
 
 def _check_experts(options: EngineOptions, backend: str) -> None:

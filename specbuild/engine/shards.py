@@ -28,10 +28,10 @@ def compile_ranks(plan: EnginePlan, work: Path, advance: Advance) -> Compiled:
         if (output / PLAN_NAME).exists():
             (output / PLAN_NAME).replace(work / f"rank{rank}.engine")
             output.rmdir()
-    first = made[0]
-    graph = first.graph.model_copy(
-        update={"caches": plan.checkpoint.graph.caches, "ranks": [compiled.graph.caches for compiled in made]}
-    )
+    first, caches = made[0], plan.checkpoint.graph.caches
+    if bits := first.graph.kv_cache_bits:
+        caches = [cache.packed(bits) for cache in caches]
+    graph = first.graph.model_copy(update={"caches": caches, "ranks": [compiled.graph.caches for compiled in made]})
     files = engine_files(first.backend.name, ranks)
     if first.backend.name == "onnxruntime":
         files = [f"rank{rank}/{name}" for rank, compiled in enumerate(made) for name in compiled.files]

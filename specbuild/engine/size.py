@@ -62,6 +62,8 @@ def _cache_bytes(plan: EnginePlan, graph: GraphInfo) -> int:
     graph = graph.with_replays(plan.build.max_draft_len)
     if plan.device == "cpu":
         graph = graph.model_copy(update={"dtype": "float32"})
+    if plan.build.kv_cache_dtype != "auto":
+        graph = graph.with_packed_cache(8 if plan.build.kv_cache_dtype == "int8" else 4)
     rows = plan.build.max_batch_size
     return graph.cache_bytes(rows, plan.build.cache_length) + graph.state_bytes(rows, on_gpu=plan.device != "cpu")
 

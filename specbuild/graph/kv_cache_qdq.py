@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 from specbuild.graph import ops as graphs
+from specbuild.graph.scales import constant
 from specbuild.weights.cache_codes import LARGEST_CODE
 from specrun.engine_dir.contract import INPUT_IDS, WRITE_INDICES
 from specrun.errors import BuildError
@@ -52,6 +54,56 @@ def drop_cache_rounding(model: ir.Model) -> int:
         if not quantize.outputs[0].uses():
             model.graph.remove(quantize, safe=True)
     return len(updates)
+
+
+def drop_cache_factors(model: ir.Model) -> None:
+    """Leave out the factors of keys and values whose rounding was dropped, in place: products cancel them."""
+    for node in [node for node in model.graph if node.op_type == "Attention"]:
+        query, keys, values = node.inputs[:3]
+        pairs = [(_factors(query, "Mul"), keys), (_reader_factors(node.outputs[0]), values)]
+        for scaled, cache in pairs:
+            cast = _producer(cache, "Cast")
+            if cast is not None and cast.inputs[0] is not None and cast.inputs[0].dtype == cast.outputs[0].dtype:
+                cache = cast.inputs[0]
+                _bypass(model, cast)
+            scatter = _producer(cache, "TensorScatter")
+            divided = _factors(scatter.inputs[1], "Div") if scatter is not None else None
+            if scaled is None or divided is None:
+                continue
+            (product, by), (quotient, own) = scaled, divided
+            if (by != own.repeat(len(by) // len(own), axis=0)).any():
+                raise ValueError(f"{product.name}: other factors than {quotient.name}")
+            for redundant in (product, quotient):
+                _bypass(model, redundant)
+
+
+def _factors(value: ir.Value | None, operator: str) -> tuple[ir.Node, npt.NDArray[np.float32]] | None:
+    """The product or quotient that makes ``value``, and the constant factors [heads, head_dim] in it."""
+    node = _producer(value, operator)
+    tensor = constant(node.inputs[1]) if node is not None else None
+    if node is None or tensor is None or len(tensor.shape) != 3 or tensor.shape[1] != 1:
+        return None
+    return node, np.asarray(tensor.numpy()[:, 0], np.float32)
+
+
+def _reader_factors(value: ir.Value) -> tuple[ir.Node, npt.NDArray[np.float32]] | None:
+    """The same of the product that alone reads ``value``."""
+    readers = [use.node for use in value.uses()]
+    return _factors(readers[0].outputs[0], "Mul") if len(readers) == 1 else None
+
+
+def _producer(value: ir.Value | None, operator: str) -> ir.Node | None:
+    node = value.producer() if value is not None else None
+    return node if node is not None and node.op_type == operator else None
+
+
+def _bypass(model: ir.Model, node: ir.Node) -> None:
+    """Let the readers of ``node`` read its first input."""
+    value = node.inputs[0]
+    if value is None:
+        raise ValueError(f"{node.name}: without an input")
+    ir.convenience.replace_all_uses_with(node.outputs[0], value)
+    model.graph.remove(node, safe=True)
 
 
 def store_float8_as_int8(model: ir.Model) -> int:

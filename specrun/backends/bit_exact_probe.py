@@ -16,7 +16,8 @@ import numpy.typing as npt
 from specrun.backends import Backend
 from specrun.backends.known_here import describe_runtime
 from specrun.engine_dir.bit_exact import ANY_SHAPE, BitExact, RowMultiple, ShapeClass
-from specrun.engine_dir.cache_tensors import LEAST_REPLAYS
+from specrun.engine_dir.cache_tensors import LEAST_REPLAYS, PACKED_BLOCK, scale_bytes
+from specrun.engine_dir.config import PackedBits
 
 _SIZES: tuple[tuple[int, int, RowMultiple], ...] = (
     *((2, 1, 1), (2, 2, 1), (1, 1, 2), (2, 2, 2)),
@@ -44,6 +45,8 @@ _MOVED_CODES = 1e-4
 """The share of 8-bit codes that such a change moves, each by one."""
 _CODES_OF_ONE = 30
 """Codes of 8-bit keys and values from 0 to 1."""
+_PACKED_SCALE = 0x3D00
+"""The bfloat16 1 / 32, of packed keys and values."""
 
 
 class _Way(NamedTuple):
@@ -179,12 +182,13 @@ def _feed(backend: Backend, shapes: ShapeClass, way: _Way, length: int, nudge: i
     text = own.integers(0, vocab_size, _TOKENS)
     positions = -(-(length + _TOKENS + _STEP) // _STEP) * _STEP + way.more_positions
     backend.resize(batch, positions, 0)
+    bits = backend.config.graph.kv_cache_bits
     for tensor in backend.cache.part(0, batch):
         held = own.standard_normal((tensor.shape[1], length, tensor.shape[3]), np.float32)
         tensor[...] = 0
-        tensor[:, :, :length] = _stored(held * others.uniform(0, 2, (batch, 1, 1, 1)), tensor.dtype)
-        held = _stored(held, tensor.dtype)
-        tensor[row, :, :length] = _nudge(held, nudge) if nudge else held
+        tensor[:, :, :length] = _stored(held * others.uniform(0, 2, (batch, 1, 1, 1)), tensor.dtype, bits)
+        held = _stored(held, tensor.dtype, bits)
+        tensor[row, :, :length] = _nudge(held, nudge, bits) if nudge else held
     for state in backend.cache.states(0, batch):
         held = own.standard_normal(state.shape[1:], np.float32)
         state[...] = held * others.uniform(0, 2, (batch, *[1] * held.ndim))
@@ -213,21 +217,35 @@ def _feed(backend: Backend, shapes: ShapeClass, way: _Way, length: int, nudge: i
     return _Bits(logits, [tensor[row, :, length : length + start].copy() for tensor in tensors])
 
 
-def _stored(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Random keys or values as a cache of ``dtype`` has them."""
+def _stored(values: npt.NDArray[Any], dtype: np.dtype[Any], bits: PackedBits | None) -> npt.NDArray[Any]:
+    """Random keys or values as a cache of ``dtype`` has them, where heads are packed in codes of ``bits``."""
     if dtype.kind == "f":
         return values
+    if bits:
+        packed: npt.NDArray[Any] = np.rint(values * _CODES_OF_ONE).astype(np.int64).astype(np.uint8)
+        packed[..., _code_bytes(packed.shape[-1], bits) :].view(np.uint16)[...] = _PACKED_SCALE
+        return packed
     codes: npt.NDArray[Any] = np.rint(values * _CODES_OF_ONE).clip(-126, 126).astype(dtype)
     return codes
 
 
-def _nudge(held: npt.NDArray[Any], seed: int) -> npt.NDArray[Any]:
+def _code_bytes(size: int, bits: PackedBits) -> int:
+    """Bytes of a packed head of ``size`` that are codes."""
+    block = PACKED_BLOCK * bits // 8
+    return size // (block + scale_bytes(PACKED_BLOCK)) * block
+
+
+def _nudge(held: npt.NDArray[Any], seed: int, bits: PackedBits | None = None) -> npt.NDArray[Any]:
     """Keys or values whose last bits are others."""
     generator = np.random.default_rng(seed)
     signs: npt.NDArray[Any] = generator.choice((-1, 1), held.shape)
     if held.dtype.kind == "f":
         return np.asarray(held * (1 + np.float32(_NUDGE) * signs))
-    return np.asarray(held + (signs * (generator.random(held.shape) < _MOVED_CODES)).astype(held.dtype))
+    moved = generator.random(held.shape) < _MOVED_CODES
+    if bits:
+        moved[..., _code_bytes(held.shape[-1], bits) :] = False
+        return np.asarray(held ^ moved)
+    return np.asarray(held + (signs * moved).astype(held.dtype))
 
 
 def _cost(backend: Backend, shapes: ShapeClass) -> float:

@@ -15,10 +15,10 @@ from specrun.commands.config_file import config_option
 from specrun.commands.options import draft_option, given, require_one_draft, together, tokenizer_dir_option
 from specrun.config import DraftKind
 from specrun.devices.processor import THREADS
+from specrun.engine_dir.config import CacheForm
 from specrun.errors import EngineDirError
 
 QFORMATS = ("auto", "int8", "int8_wo", "int4", "int4_sym", "fp8", "fp8_wo", "nvfp4", "nvfp4_wo")
-KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 """Those of ``specbuild convert``, which this package does not import."""
 _BUILD = tuple(field.name for field in fields(BuildOptions))
 
@@ -46,10 +46,10 @@ _MAX_DRAFT_LEN = click.option(
 _CHECKPOINTS = together(
     click.option(
         "--kv_cache_dtype",
-        type=click.Choice(KV_CACHE_DTYPES),
+        type=click.Choice(get_args(CacheForm)),
         default=BuildOptions.kv_cache_dtype,
         show_default=True,
-        help="Dtype of stored keys and values. auto: that of the computation.",
+        help="Bits of stored keys and values. auto: float32.",
     ),
     click.option(
         "--max_seq_len",

@@ -44,16 +44,26 @@ INLINE void rotate(const CachedAttention& all, const float* x, int64_t row, int6
     for (int64_t i = all.rotated; i < all.width; ++i) y[i] = x[i] * factor;
 }
 
+#include "packed_heads.h"
+
 // Write a token's keys and values into the cache.
 TARGET void write_token(void* item, size_t number) {
     const CachedAttention& all = *static_cast<const CachedAttention*>(item);
     const int64_t token = static_cast<int64_t>(number), row = token / all.tokens;
     const int64_t position = all.first[row] + token % all.tokens;
+    float memory[kMostWidth];
     for (int64_t head = 0; head < all.kv_heads; ++head) {
         const int64_t from = (token * all.kv_heads + head) * all.width;
-        const int64_t to = ((row * all.kv_heads + head) * all.positions + position) * all.width;
-        rotate(all, all.k + from, row, token % all.tokens, 1.0f, all.keys + to);
-        std::memcpy(all.values + to, all.v + from, static_cast<size_t>(all.width) * sizeof(float));
+        const int64_t to = ((row * all.kv_heads + head) * all.positions + position) * all.head_bytes();
+        float* key = all.bits == 32 ? reinterpret_cast<float*>(all.keys + to) : memory;
+        rotate(all, all.k + from, row, token % all.tokens, 1.0f, key);
+        if (all.bits == 32) {
+            std::memcpy(all.values + to, all.v + from, static_cast<size_t>(all.width) * sizeof(float));
+            continue;
+        }
+        pack_head(key, all.width, all.bits, all.keys + to);
+        std::memcpy(memory, all.v + from, static_cast<size_t>(all.width) * sizeof(float));
+        pack_head(memory, all.width, all.bits, all.values + to);
     }
 }
 
@@ -65,17 +75,58 @@ struct Query {
     float* y;
 };
 
-#include "attention_lanes.h"
-
 constexpr int64_t kNumbersAhead = kLinesAhead * kLanes;  // A line has as many numbers as a vector.
 
-// weights = q times each key. Queries: of increasing numbers of keys.
+// y += values times weights, of keys ``begin`` to ``end``; ``values`` are those of ``begin`` on.
+// weights: of a query those of all keys, kStep apart.
+template <int kQueries, int kVectors, int kStep>
+INLINE void mix_vectors(float* const* y, const float* const* weights, const float* values, int64_t width,
+                        int64_t begin, int64_t end) {
+    Float sums[kQueries][kVectors];
+    UNROLL for (int n = 0; n < kQueries; ++n) {
+        UNROLL for (int v = 0; v < kVectors; ++v) load(sums[n][v], y[n] + v * kLanes);
+    }
+    for (int64_t key = begin; key < end; ++key) {
+        UNROLL for (int v = 0; v < kVectors; ++v) {
+            Float value;
+            const float* place = values + (key - begin) * width + v * kLanes;
+            if (kStep == 1) __builtin_prefetch(place + kNumbersAhead, 0, kSecondCache);
+            load(value, place);
+            UNROLL for (int n = 0; n < kQueries; ++n) sums[n][v] += value * weights[n][key * kStep];
+        }
+    }
+    UNROLL for (int n = 0; n < kQueries; ++n) {
+        UNROLL for (int v = 0; v < kVectors; ++v) store(y[n] + v * kLanes, sums[n][v]);
+    }
+}
+
+// The same for all numbers of a head.
+template <int kQueries, int kStep>
+TARGET void mix(float* const* y, const float* const* weights, const float* values, int64_t width, int64_t begin,
+                int64_t end) {
+    if (begin >= end) return;
+    float* parts[kQueries];
+    const auto at = [&](int64_t lane) {
+        UNROLL for (int n = 0; n < kQueries; ++n) parts[n] = y[n] + lane;
+        return values + lane;
+    };
+    int64_t lane = 0;
+    for (; lane + 4 * kLanes <= width; lane += 4 * kLanes) {
+        mix_vectors<kQueries, 4, kStep>(parts, weights, at(lane), width, begin, end);
+    }
+    for (; lane < width; lane += kLanes) {
+        mix_vectors<kQueries, 1, kStep>(parts, weights, at(lane), width, begin, end);
+    }
+}
+
+#include "attention_lanes.h"
+
+// weights = q times each key of ``begin`` to ``end``; ``keys`` are those of ``begin`` on.
 template <int kQueries>
-INLINE void score(const Query* queries, const float* keys, int64_t width) {
-    const int64_t last = queries[kQueries - 1].keys - 1;
-    for (int64_t key = 0; key <= last; key += 4) {
+INLINE void score(const Query* queries, const float* keys, int64_t width, int64_t begin, int64_t end) {
+    for (int64_t key = begin; key < end; key += 4) {
         const float* places[4];
-        UNROLL for (int i = 0; i < 4; ++i) places[i] = keys + std::min(key + i, last) * width;
+        UNROLL for (int i = 0; i < 4; ++i) places[i] = keys + (std::min(key + i, end - 1) - begin) * width;
         Float sums[kQueries][4] = {};
         for (int64_t lane = 0; lane < width; lane += kLanes) {
             Float part[4];
@@ -125,48 +176,47 @@ TARGET float weigh(const Query& query) {
     return sums_of(all)[0];
 }
 
-// y += the values of keys ``begin`` to ``end``, times their weights.
-template <int kQueries, int kVectors>
-INLINE void add_values(Float (&y)[kQueries][kVectors], const Query* queries, const float* values, int64_t width,
-                       int64_t begin, int64_t end) {
-    for (int64_t key = begin; key < end; ++key) {
-        UNROLL for (int v = 0; v < kVectors; ++v) {
-            Float value;
-            const float* place = values + key * width + v * kLanes;
-            __builtin_prefetch(place + kNumbersAhead, 0, kSecondCache);
-            load(value, place);
-            UNROLL for (int n = 0; n < kQueries; ++n) y[n][v] += value * queries[n].weights[key];
-        }
-    }
+// Calls work(number of a query, 1 or 2 as a constant) for all queries, two at a time.
+template <class Work>
+INLINE void in_pairs(int count, Work work) {
+    int n = 0;
+    for (; n + 2 <= count; n += 2) work(n, std::integral_constant<int, 2>());
+    if (n < count) work(n, std::integral_constant<int, 1>());
 }
 
-// Numbers of the output from ``lane`` on, of all queries.
-template <int kQueries, int kVectors>
-INLINE void mix(const Query* queries, const float* divisors, const float* values, int64_t width, int64_t lane) {
-    Float y[kQueries][kVectors] = {};
-    add_values<kQueries, kVectors>(y, queries, values + lane, width, 0, queries[0].keys);
-    UNROLL for (int n = 0; n < kQueries; ++n) {
-        Float one[1][kVectors];
-        std::memcpy(one, y[n], sizeof one);
-        add_values<1, kVectors>(one, queries + n, values + lane, width, queries[0].keys, queries[n].keys);
-        UNROLL for (int v = 0; v < kVectors; ++v) {
-            const Float divided = one[0][v] / divisors[n];
-            store(queries[n].y + lane + v * kLanes, divided);
-        }
+// Queries: whose keys begin at the same position; of increasing numbers of keys.
+// memory: for unpacked heads, kKeysAtATime of them.
+template <class Heads>
+TARGET void answer(const Query* queries, int count, Heads keys, Heads values, int64_t width, float* memory) {
+    const int64_t most = queries[count - 1].keys, step = std::min(Heads::at_a_time(), most);
+    for (int64_t begin = 0; begin < most; begin += step) {
+        const float* floats = keys.floats(begin, std::min(begin + step, most), memory);
+        in_pairs(count, [&](int n, auto pair) TARGET {
+            const int64_t end = std::min(begin + step, queries[n + pair - 1].keys);
+            score<pair>(queries + n, floats, width, begin, end);
+        });
     }
-}
-
-// Queries: whose keys begin at the same position.
-template <int kQueries>
-TARGET void answer(const Query* queries, const float* keys, const float* values, int64_t width) {
-    keys += queries[0].first * width;
-    values += queries[0].first * width;
-    score<kQueries>(queries, keys, width);
-    float divisors[kQueries];
-    for (int n = 0; n < kQueries; ++n) divisors[n] = weigh(queries[n]);
-    int64_t lane = 0;
-    for (; lane + 4 * kLanes <= width; lane += 4 * kLanes) mix<kQueries, 4>(queries, divisors, values, width, lane);
-    for (; lane < width; lane += kLanes) mix<kQueries, 1>(queries, divisors, values, width, lane);
+    float divisors[kLanes];
+    float* y[kLanes];
+    const float* weights[kLanes];
+    for (int n = 0; n < count; ++n) {
+        divisors[n] = weigh(queries[n]);
+        y[n] = queries[n].y, weights[n] = queries[n].weights;
+        std::fill(y[n], y[n] + width, 0.0f);
+    }
+    for (int64_t begin = 0; begin < most; begin += step) {
+        const float* floats = values.floats(begin, std::min(begin + step, most), memory);
+        in_pairs(count, [&](int n, auto pair) TARGET {
+            const int64_t end = std::min(begin + step, queries[n].keys), rest = std::max(begin, end);
+            mix<pair, 1>(y + n, weights + n, floats, width, begin, end);
+            if (pair == 1) return;
+            const int64_t last = std::min(begin + step, queries[n + 1].keys);
+            mix<1, 1>(y + n + 1, weights + n + 1, floats + (rest - begin) * width, width, rest, last);
+        });
+    }
+    for (int n = 0; n < count; ++n) {
+        for (int64_t i = 0; i < width; ++i) y[n][i] /= divisors[n];
+    }
 }
 
 // With fewer queries, lanes without one cost more than it saves to read keys once. (Measured with AVX-512 and AVX2, on
@@ -174,15 +224,30 @@ TARGET void answer(const Query* queries, const float* keys, const float* values,
 constexpr int kManyQueries = kPart == kLanes ? 6 : 14;
 
 // Queries of any number up to 16, whose keys begin at the same position; of increasing numbers of keys.
-TARGET void answer_all(const Query* queries, int count, const float* keys, const float* values, int64_t width,
-                       float* memory) {
+template <class Heads>
+TARGET void answer_all(const Query* queries, int count, Heads keys, Heads values, int64_t width, float* memory) {
     if (count >= kManyQueries) {
         answer_lanes(queries, count, keys, values, width, memory);
+    } else {
+        answer(queries, count, keys, values, width, memory);
+    }
+}
+
+// The same, and what is mixed is mixed back. keys, values: the row's from its first position on.
+TARGET void answer_part(const CachedAttention& all, const Query* queries, int count, const uint8_t* keys,
+                        const uint8_t* values, float* memory) {
+    const int64_t skipped = queries[0].first * all.head_bytes(), width = all.width;
+    keys += skipped, values += skipped;
+    if (all.bits == 32) {
+        const auto floats = [&](const uint8_t* heads) {
+            return FloatHeads{reinterpret_cast<const float*>(heads), width};
+        };
+        answer_all(queries, count, floats(keys), floats(values), width, memory);
         return;
     }
-    int n = 0;
-    for (; n + 2 <= count; n += 2) answer<2>(queries + n, keys, values, width);
-    if (n < count) answer<1>(queries + n, keys, values, width);
+    const auto packed = [&](const uint8_t* heads) { return PackedHeads{heads, width, all.bits}; };
+    answer_all(queries, count, packed(keys), packed(values), width, memory);
+    for (int n = 0; n < count; ++n) mix_numbers(queries[n].y, width);
 }
 
 // The queries of up to kTokensOfPart tokens of a row that read the same keys.
@@ -192,35 +257,36 @@ TARGET void attend_part(void* item, size_t number) {
     const int64_t part = static_cast<int64_t>(number) % parts, head = static_cast<int64_t>(number) / parts;
     const int64_t row = head / all.kv_heads, kv_head = head % all.kv_heads;
     const int64_t first = part * kTokensOfPart, end = std::min(first + kTokensOfPart, all.tokens);
-    const float* keys = all.keys + head * all.positions * all.width;
-    const float* values = all.values + head * all.positions * all.width;
+    const int64_t place = head * all.positions * all.head_bytes(), width = all.width;
+    const uint8_t *keys = all.keys + place, *values = all.values + place;
     const int64_t most = (all.first[row] + end + kLanes - 1) / kLanes * kLanes;
-    thread_local std::vector<float> memory;
-    memory.resize(static_cast<size_t>(kLanes * all.width + lanes_memory(most, all.width)));
-    float* of_queries = memory.data() + kLanes * all.width;
+    thread_local std::vector<float> all_memory;
+    all_memory.resize(static_cast<size_t>(kLanes * width + lanes_memory(most, width)));
+    float *rotated = all_memory.data(), *memory = rotated + kLanes * width;
+    float* weights = memory + kKeysAtATime * width;
     Query queries[kLanes];
     int count = 0;
+    const auto answer_them = [&] {
+        if (count) answer_part(all, queries, count, keys, values, memory);
+        count = 0;
+    };
     for (int64_t token = first; token < end; ++token) {
-        const int64_t begin = (row * all.tokens + token) * all.q_heads * all.width;
+        const int64_t begin = (row * all.tokens + token) * all.q_heads * width;
         if (std::isnan(all.q[begin])) {  // An unused token: see matmul.cpp.
             if (kv_head == 0) all.y[begin] = NAN;
             continue;
         }
         const int64_t seen = all.first[row] + token + 1;
         const int64_t from = all.window ? std::max(seen - all.window, int64_t{0}) : 0;
-        if (count && queries[0].first != from) {
-            answer_all(queries, count, keys, values, all.width, of_queries);
-            count = 0;
-        }
+        if (count && queries[0].first != from) answer_them();
         for (int64_t q_head = kv_head * all.group(); q_head < (kv_head + 1) * all.group(); ++q_head) {
-            const int64_t place = begin + q_head * all.width;
-            float* own = memory.data() + count * all.width;
-            rotate(all, all.q + place, row, token, all.scale, own);
-            queries[count] = {own, from, seen - from, of_queries + count * most, all.y + place};
-            if (++count < kLanes) continue;
-            answer_all(queries, count, keys, values, all.width, of_queries);
-            count = 0;
+            const int64_t of_head = begin + q_head * width;
+            float* own = rotated + count * width;
+            rotate(all, all.q + of_head, row, token, all.scale, own);
+            if (all.bits != 32) mix_numbers(own, width);
+            queries[count] = {own, from, seen - from, weights + count * most, all.y + of_head};
+            if (++count == kLanes) answer_them();
         }
     }
-    if (count) answer_all(queries, count, keys, values, all.width, of_queries);
+    answer_them();
 }

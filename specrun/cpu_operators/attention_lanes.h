@@ -1,10 +1,11 @@
 // Attention of up to 16 queries at a time, one in each lane of a vector. Keys and values are read once for all of them.
 // Each query's numbers are computed in the same order as alone, so they are the same bits.
 
-constexpr int64_t kKeysAtATime = 16;  // Whose values stay in the first cache.
-
-// Memory of 16 queries of ``width`` numbers: weights of ``keys`` keys, the queries, and what becomes their answers.
-inline int64_t lanes_memory(int64_t keys, int64_t width) { return kLanes * (keys + 2 * width); }
+// Memory of 16 queries of ``width`` numbers: unpacked heads, the queries, what becomes their answers, and weights of
+// ``keys`` keys.
+inline int64_t lanes_memory(int64_t keys, int64_t width) {
+    return kLanes * (keys + 2 * width) + kKeysAtATime * width;
+}
 
 // The sum of 16 parts, in the order of ``sums_of``.
 INLINE Float sum_of_parts(const Float (&x)[kLanes]) {
@@ -36,42 +37,12 @@ TARGET void score_lanes(const float* queries, const float* keys, int64_t width, 
     }
 }
 
-// y += values times weights, of keys ``begin`` to ``end``. weights: [keys, 16] from the first query's lane on.
-template <int kQueries, int kVectors>
-INLINE void mix_lanes(float* y, const float* weights, const float* values, int64_t width, int64_t begin, int64_t end) {
-    Float sums[kQueries][kVectors];
-    UNROLL for (int n = 0; n < kQueries; ++n) {
-        UNROLL for (int v = 0; v < kVectors; ++v) load(sums[n][v], y + n * width + v * kLanes);
-    }
-    for (int64_t key = begin; key < end; ++key) {
-        UNROLL for (int v = 0; v < kVectors; ++v) {
-            Float value;
-            load(value, values + key * width + v * kLanes);
-            UNROLL for (int n = 0; n < kQueries; ++n) sums[n][v] += value * weights[key * kLanes + n];
-        }
-    }
-    UNROLL for (int n = 0; n < kQueries; ++n) {
-        UNROLL for (int v = 0; v < kVectors; ++v) store(y + n * width + v * kLanes, sums[n][v]);
-    }
-}
-
-// The same for all numbers of a head.
-template <int kQueries>
-TARGET void mix_heads(float* y, const float* weights, const float* values, int64_t width, int64_t begin, int64_t end) {
-    int64_t lane = 0;
-    for (; lane + 4 * kLanes <= width; lane += 4 * kLanes) {
-        mix_lanes<kQueries, 4>(y + lane, weights, values + lane, width, begin, end);
-    }
-    for (; lane < width; lane += kLanes) mix_lanes<kQueries, 1>(y + lane, weights, values + lane, width, begin, end);
-}
-
 // Queries: ``count`` of them, 1 to 16, whose keys begin at the same position; of increasing numbers of keys.
-TARGET void answer_lanes(const Query* queries, int count, const float* keys, const float* values, int64_t width,
-                         float* memory) {
-    keys += queries[0].first * width;
-    values += queries[0].first * width;
+template <class Heads>
+TARGET void answer_lanes(const Query* queries, int count, Heads keys, Heads values, int64_t width, float* memory) {
     const int64_t fewest = queries[0].keys, most = queries[count - 1].keys;
-    float *by_lane = memory, *y = by_lane + kLanes * width, *weights = y + kLanes * width;
+    float *unpacked = memory, *by_lane = unpacked + kKeysAtATime * width, *y = by_lane + kLanes * width;
+    float* weights = y + kLanes * width;
     int32_t numbers[kLanes];  // Of keys of each lane. Lanes without a query do the work of the last one.
     for (int lane = 0; lane < kLanes; ++lane) {
         const Query& query = queries[std::min(lane, count - 1)];
@@ -83,10 +54,14 @@ TARGET void answer_lanes(const Query* queries, int count, const float* keys, con
     const Float nothing = spread(-INFINITY);
     Float highest = nothing;
     int64_t key = 0;
-    for (; key + 4 <= most; key += 4) {
-        score_lanes<4>(by_lane, keys + key * width, width, weights + key * kLanes);
+    for (int64_t begin = 0; begin < most; begin += kKeysAtATime) {
+        const int64_t end = std::min(begin + kKeysAtATime, most);
+        const float* floats = keys.floats(begin, end, unpacked);
+        for (; key + 4 <= end; key += 4, floats += 4 * width) {
+            score_lanes<4>(by_lane, floats, width, weights + key * kLanes);
+        }
+        for (; key < end; ++key, floats += width) score_lanes<1>(by_lane, floats, width, weights + key * kLanes);
     }
-    for (; key < most; ++key) score_lanes<1>(by_lane, keys + key * width, width, weights + key * kLanes);
     for (key = 0; key < most; ++key) {
         Float score;
         load(score, weights + key * kLanes);
@@ -108,16 +83,18 @@ TARGET void answer_lanes(const Query* queries, int count, const float* keys, con
     const Float divisors = sum_of_parts(sums);
     std::fill(y, y + count * width, 0.0f);
     for (int64_t begin = 0; begin < most; begin += kKeysAtATime) {
+        const float* floats = values.floats(begin, std::min(begin + kKeysAtATime, most), unpacked);
         for (int n = 0; n < count; n += 2) {
-            float* own = y + n * width;
+            float* const own[2] = {y + n * width, y + (n + 1) * width};
+            const float* const of_lane[2] = {weights + n, weights + n + 1};
             const int64_t end = std::min(begin + kKeysAtATime, queries[n].keys);
             if (n + 1 == count) {
-                mix_heads<1>(own, weights + n, values, width, begin, end);
+                mix<1, kLanes>(own, of_lane, floats, width, begin, end);
                 break;
             }
-            mix_heads<2>(own, weights + n, values, width, begin, end);
-            const int64_t last = std::min(begin + kKeysAtATime, queries[n + 1].keys);
-            if (last > end) mix_heads<1>(own + width, weights + n + 1, values, width, std::max(begin, end), last);
+            mix<2, kLanes>(own, of_lane, floats, width, begin, end);
+            const int64_t rest = std::max(begin, end), last = std::min(begin + kKeysAtATime, queries[n + 1].keys);
+            mix<1, kLanes>(own + 1, of_lane + 1, floats + (rest - begin) * width, width, rest, last);
         }
     }
     for (int n = 0; n < count; ++n) {

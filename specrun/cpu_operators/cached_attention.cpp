@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <vector>
+
+#include "floats.h"
 
 #define KERNELS "attention_kernels.h"
 #include "on_every_processor.h"

@@ -7,6 +7,12 @@
 
 namespace specrun {
 
+constexpr int64_t kBlock = 32;       // Numbers of a head in codes that share a scale.
+constexpr int64_t kMostWidth = 1024;  // Of a head in codes.
+
+// Bytes of a head in codes of 8 or 4 bits: the codes, and a bfloat16 scale for each block.
+constexpr int64_t packed_bytes(int64_t width, int64_t bits) { return width * bits / 8 + width / kBlock * 2; }
+
 struct CachedAttention {
     int64_t batch, tokens, q_heads, kv_heads;
     int64_t width;      // Of a head, a multiple of 16.
@@ -20,10 +26,12 @@ struct CachedAttention {
     const float *q, *k, *v;    // [B, S, heads, width], not rotated
     const float *cos, *sin;    // [B or 1, S, rotated / 2], or [angles, rotated / 2]
     const int64_t* first;      // [B]: the position of a row's first token
-    float *keys, *values;      // [B, kv_heads, positions, width]: tokens of this pass are written here first
+    int64_t bits;              // Of a number of the cache: 32 are floats, 8 or 4 codes; see packed_heads.h
+    uint8_t *keys, *values;    // [B, kv_heads, positions, head_bytes]: tokens of this pass are written here first
     float* y;                  // [B, S, q_heads, width]
 
     int64_t group() const { return q_heads / kv_heads; }
+    int64_t head_bytes() const { return bits == 32 ? width * 4 : packed_bytes(width, bits); }
 };
 
 constexpr int64_t kTokensOfPart = 16;  // A part is an item of work.

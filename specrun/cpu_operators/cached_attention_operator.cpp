@@ -1,10 +1,11 @@
-// CachedAttention as ONNX Runtime sees it.
+// CachedAttention and PackedCachedAttention as ONNX Runtime sees them. The latter's cache has codes (packed_heads.h).
 //
 // Inputs: q [B, S, Hq, D], k and v [B, S, Hkv, D], in any division into axes; past keys and values [B, Hkv, P, D], all
-// float; write_indices [B] int64; cos and sin float, which may be left out: of tokens [B or 1, S, R / 2], or of
+// float, or packed [B, Hkv, P, bytes of a head] uint8; write_indices [B] int64; cos and sin float, which may be left out: of tokens [B or 1, S, R / 2], or of
 // positions [positions, R / 2].
 // Outputs: y [B, S, Hq, D], or as q is divided; present keys and values, which are best the memory of the past ones.
-// Attributes: rotated (R), interleaved, window (0: none), scale; as_queries (1: y as q is divided), if it is there.
+// Attributes: rotated (R), interleaved, window (0: none), scale; as_queries (1: y as q is divided), if it is there; and
+// cache_bits (8 or 4), where the cache is packed.
 #include <cstring>
 #include <initializer_list>
 #include <memory>
@@ -22,15 +23,21 @@ using ort::Tensor;
 
 struct Kernel {
     const void* const* api;
-    int64_t rotated, interleaved, window, as_queries;
+    int64_t rotated, interleaved, window, as_queries, cache_bits;
     float scale;
 };
 
 enum Input : size_t { kQ, kK, kV, kPastKeys, kPastValues, kWriteIndices, kCos, kSin, kInputs };
-constexpr ort::Type kTypes[kInputs] = {ort::Type::kFloat, ort::Type::kFloat, ort::Type::kFloat, ort::Type::kFloat,
-                                       ort::Type::kFloat, ort::Type::kInt64, ort::Type::kFloat, ort::Type::kFloat};
 enum Output : size_t { kY, kKeys, kValues, kOutputs };
 
+// The type of an input. kPacked: of PackedCachedAttention.
+template <bool kPacked>
+ort::Type type_of(size_t input) {
+    if (input == kWriteIndices) return ort::Type::kInt64;
+    return kPacked && (input == kPastKeys || input == kPastValues) ? ort::Type::kUint8 : ort::Type::kFloat;
+}
+
+template <bool kPacked>
 Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelInfo* info, void** made) {
     auto kernel = std::unique_ptr<Kernel>(new (std::nothrow) Kernel{});
     if (!kernel) return ort::create_status(api, ort::kRuntimeException, "CachedAttention: no memory");
@@ -40,7 +47,10 @@ Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelIn
     RETURN_IF_FAILED(ort::integer_attribute(api, info, "window", &kernel->window));
     RETURN_IF_FAILED(ort::float_attribute(api, info, "scale", &kernel->scale));
     ort::ignore_failure(api, ort::integer_attribute(api, info, "as_queries", &kernel->as_queries));
-    if (kernel->rotated < 0 || kernel->rotated % 2 || kernel->window < 0) {
+    kernel->cache_bits = 32;
+    if (kPacked) RETURN_IF_FAILED(ort::integer_attribute(api, info, "cache_bits", &kernel->cache_bits));
+    const bool has_bits = !kPacked || kernel->cache_bits == 8 || kernel->cache_bits == 4;
+    if (!has_bits || kernel->rotated < 0 || kernel->rotated % 2 || kernel->window < 0) {
         return ort::fail(api, "CachedAttention: attributes out of range");
     }
     *made = kernel.release();
@@ -53,9 +63,15 @@ bool are_right(const Kernel& kernel, const Tensor (&inputs)[kInputs], specrun::C
     const auto is = [](const Tensor& tensor, int64_t elements) {
         return tensor.elements == static_cast<size_t>(elements);
     };
-    if (past.axes != 4 || past.shape[3] <= 0 || past.shape[3] % 16 || kernel.rotated > past.shape[3]) return false;
+    if (past.axes != 4 || past.shape[3] <= 0) return false;
     all->batch = past.shape[0], all->kv_heads = past.shape[1], all->positions = past.shape[2];
-    all->width = past.shape[3];
+    all->bits = kernel.cache_bits, all->width = past.shape[3];
+    if (all->bits != 32) {
+        using specrun::kBlock;
+        all->width = past.shape[3] / specrun::packed_bytes(kBlock, all->bits) * kBlock;
+        if (all->head_bytes() != past.shape[3] || all->width > specrun::kMostWidth) return false;
+    }
+    if (all->width % 16 || kernel.rotated > all->width) return false;
     const int64_t each = all->batch * all->kv_heads * all->width;
     if (!each || k.elements % each) return false;
     all->tokens = static_cast<int64_t>(k.elements) / each;
@@ -80,10 +96,13 @@ bool are_right(const Kernel& kernel, const Tensor (&inputs)[kInputs], specrun::C
     return true;
 }
 
+template <bool kPacked>
 Status* compute(void* pointer, ort::KernelContext* context) {
     const Kernel& kernel = *static_cast<const Kernel*>(pointer);
     Tensor inputs[kInputs];
-    RETURN_IF_FAILED(ort::read_all(kernel.api, context, kTypes, inputs));
+    ort::Type types[kInputs];
+    for (size_t index = 0; index < kInputs; ++index) types[index] = type_of<kPacked>(index);
+    RETURN_IF_FAILED(ort::read_all(kernel.api, context, types, inputs));
     specrun::CachedAttention all{};
     if (!are_right(kernel, inputs, &all)) {
         return ort::fail(kernel.api, "CachedAttention: sizes that do not fit, or positions beyond the cache");
@@ -94,7 +113,7 @@ Status* compute(void* pointer, ort::KernelContext* context) {
     RETURN_IF_FAILED(ort::make_output(kernel.api, context, kValues, inputs[kPastValues], &all.values));
     for (const auto& [past, present] : {std::pair{kPastKeys, all.keys}, std::pair{kPastValues, all.values}}) {
         const Tensor& from = inputs[past];
-        if (from.data != present) std::memcpy(present, from.data, from.elements * sizeof(float));
+        if (from.data != present) std::memcpy(present, from.data, from.elements * (kPacked ? 1 : sizeof(float)));
     }
     const auto floats = [&](Input name) { return static_cast<const float*>(inputs[name].data); };
     all.q = floats(kQ), all.k = floats(kK), all.v = floats(kV), all.cos = floats(kCos), all.sin = floats(kSin);
@@ -108,20 +127,27 @@ Status* compute(void* pointer, ort::KernelContext* context) {
     return nullptr;
 }
 
-}  // namespace
-
-ort::CustomOp cached_attention() {
+template <bool kPacked>
+ort::CustomOp operator_of() {
     using ort::CustomOp;
     CustomOp op = ort::usual_op<Kernel>();
-    op.name = [](const CustomOp*) { return "CachedAttention"; };
+    op.name = [](const CustomOp*) { return kPacked ? "PackedCachedAttention" : "CachedAttention"; };
     op.count_inputs = [](const CustomOp*) -> size_t { return kInputs; };
     op.count_outputs = [](const CustomOp*) -> size_t { return kOutputs; };
-    op.input_type = [](const CustomOp*, size_t index) { return kTypes[index]; };
+    op.input_type = [](const CustomOp*, size_t index) { return type_of<kPacked>(index); };
+    op.output_type = [](const CustomOp*, size_t index) {
+        return kPacked && index != kY ? ort::Type::kUint8 : ort::Type::kFloat;
+    };
     op.input_presence = [](const CustomOp*, size_t index) {
         return index >= kCos ? ort::Presence::kOptional : ort::Presence::kRequired;
     };
     op.output_presence = [](const CustomOp*, size_t) { return ort::Presence::kRequired; };
-    op.create_kernel_or_fail = create;
-    op.compute_or_fail = compute;
+    op.create_kernel_or_fail = create<kPacked>;
+    op.compute_or_fail = compute<kPacked>;
     return op;
 }
+
+}  // namespace
+
+ort::CustomOp cached_attention() { return operator_of<false>(); }
+ort::CustomOp packed_cached_attention() { return operator_of<true>(); }

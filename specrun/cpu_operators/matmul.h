@@ -3,9 +3,9 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 
 #include "activations.h"
+#include "floats.h"
 #include "processor.h"
 #include "threads.h"
 
@@ -16,23 +16,6 @@ constexpr int kMostOutputs = 4;
 constexpr int64_t kLineBytes = 64;   // kColumns columns of 1 input in float32, of 4 inputs in 8 bits, of 8 in 4 bits.
 
 inline int64_t strips_of(int64_t columns) { return (columns + kColumns - 1) / kColumns; }
-
-inline float from_bits(uint32_t bits) {
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-inline float from_bfloat16(uint16_t upper) { return from_bits(static_cast<uint32_t>(upper) << 16); }
-
-inline float from_float16(uint16_t half) {
-    const uint32_t sign = (half & 0x8000u) << 16, exponent = half >> 10 & 31u, fraction = half & 1023u;
-    if (exponent == 0) {  // Subnormal.
-        const float size = static_cast<float>(fraction) * 0x1p-24f;
-        return sign ? -size : size;
-    }
-    return from_bits(sign | (exponent == 31 ? 255u : exponent + 112u) << 23 | fraction << 13);
-}
 
 // How numbers are stored. Codes are int8, to be multiplied by a float32 that several blocks share.
 enum class Stored { kFloat32, kBfloat16, kFloat16, kCodes };

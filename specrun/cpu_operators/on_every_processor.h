@@ -6,25 +6,31 @@
 
 #include "processor.h"
 
+// WIDEN makes int32 numbers of int8 ones: GCC 12 does it one by one where it is not told.
 #if defined(__x86_64__)
+#include <immintrin.h>
 
 namespace specrun::avx512 {
 namespace {
 #define TARGET __attribute__((target("avx512f")))
+#define WIDEN(codes) _mm512_cvtepi8_epi32((__m128i)(codes))
 constexpr int kPart = 16;
 #include "vectors.h"
 #include KERNELS
 #undef TARGET
+#undef WIDEN
 }  // namespace
 }  // namespace specrun::avx512
 
 namespace specrun::avx2 {
 namespace {
 #define TARGET __attribute__((target("avx2")))
+#define WIDEN(codes) _mm256_cvtepi8_epi32(_mm_cvtsi64_si128((long long)(codes)))
 constexpr int kPart = 8;
 #include "vectors.h"
 #include KERNELS
 #undef TARGET
+#undef WIDEN
 }  // namespace
 }  // namespace specrun::avx2
 
@@ -33,10 +39,12 @@ constexpr int kPart = 8;
 namespace specrun::plain {
 namespace {
 #define TARGET
+#define WIDEN(codes) __builtin_convertvector(codes, IntPart)
 constexpr int kPart = 4;
 #include "vectors.h"
 #include KERNELS
 #undef TARGET
+#undef WIDEN
 }  // namespace
 }  // namespace specrun::plain
 

@@ -5,8 +5,9 @@
 
 extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps(
     ort::SessionOptions* options, const ort::ApiBase* base) {
-    static const ort::CustomOp ops[] = {quantized_matmul(), float_matmul(), cached_attention(), recurrent_attention(),
-                                        causal_convolution(), all_reduce(), all_gather(), embedding_lookup()};
+    static const ort::CustomOp ops[] = {
+        quantized_matmul(),    float_matmul(),       embedding_lookup(), cached_attention(), packed_cached_attention(),
+        recurrent_attention(), causal_convolution(), all_reduce(),       all_gather()};
     const void* const* api = base->get_api(ort::kVersion);
     ort::Domain* domain = nullptr;  // Lives as long as the process: sessions refer to it.
     RETURN_IF_FAILED(ort::create_domain(api, "specrun", &domain));
@@ -14,4 +15,4 @@ extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps
     return ort::add_domain(api, options, domain);
 }
 
-extern "C" __attribute__((visibility("default"))) int specrun_operators_version() { return 8; }
+extern "C" __attribute__((visibility("default"))) int specrun_operators_version() { return 9; }

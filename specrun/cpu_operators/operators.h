@@ -10,4 +10,5 @@ ort::CustomOp causal_convolution();
 ort::CustomOp embedding_lookup();
 ort::CustomOp quantized_matmul();
 ort::CustomOp float_matmul();
+ort::CustomOp packed_cached_attention();
 ort::CustomOp recurrent_attention();

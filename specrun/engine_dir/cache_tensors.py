@@ -23,6 +23,20 @@ class CacheTensor(BaseModel):
 
     heads: int = Field(ge=1, le=1 << 16)
     head_dim: int = Field(ge=1, le=1 << 16, validation_alias=AliasChoices("head_dim", "width"))
+    """Elements of a head: of a packed one, bytes."""
+
+    def packed(self, bits: int) -> CacheTensor:
+        """The tensor in uint8: codes of ``bits`` and bfloat16 scales for 32 each; see cpu_operators/packed_heads.h."""
+        return CacheTensor(heads=self.heads, head_dim=self.head_dim * bits // 8 + scale_bytes(self.head_dim))
+
+
+PACKED_BLOCK = 32
+"""Numbers of a packed head that share a scale."""
+
+
+def scale_bytes(head_dim: int) -> int:
+    """Bytes of a packed head's scales, which stand behind its codes. head_dim: numbers."""
+    return 2 * (head_dim // PACKED_BLOCK)
 
 
 class StateTensor(BaseModel):

@@ -126,6 +126,11 @@ class Features(Strict):
     """
 
 
+PackedBits = Literal[8, 4]
+CacheForm = Literal["auto", "int8", "int4"]
+"""What ``--kv_cache_dtype`` means for an engine."""
+
+
 class GraphInfo(Strict):
     """What a graph computes with. ``caches`` is [key_0, value_0, key_1, ...]."""
 
@@ -134,6 +139,8 @@ class GraphInfo(Strict):
     """Of everything that is computed."""
     kv_cache_dtype: CacheName | None = None
     """What keys and values are stored in; None: what is computed in."""
+    kv_cache_bits: PackedBits | None = None
+    """Bits of the codes of packed heads, where ``kv_cache_dtype`` is uint8."""
     quantized: QuantizedWeights | None = Field(default=None, validation_alias=AliasChoices("quantized", "quantised"))
     """Weights in few bits, if there are any. Directories made before 2026-11-24 have the second name."""
     caches: list[CacheTensor] = Field(max_length=1 << 16)
@@ -220,6 +227,11 @@ class GraphInfo(Strict):
         elements = sum(cache.heads * cache.head_dim for cache in self.own_tensors) * rows * length
         return elements * self.cache_element.nbytes
 
+    def with_packed_cache(self, bits: PackedBits) -> GraphInfo:
+        """The same with keys and values in codes of ``bits``."""
+        packed = [cache.packed(bits) for cache in self.caches]
+        return self.model_copy(update={"caches": packed, "kv_cache_dtype": "uint8", "kv_cache_bits": bits})
+
     def with_replays(self, draft_len: int) -> GraphInfo:
         """The same for drafts of ``draft_len`` tokens, which recurrent layers must be able to read again."""
         steps = -(-max(draft_len, self.replays, 1) // LEAST_REPLAYS) if self.states else 0
@@ -274,6 +286,8 @@ class BuildConfig(Strict):
     """Whether passes multiply by the experts that they can use, which are copied first."""
     tp_size: int = Field(default=1, ge=1, le=1 << 10)
     """How many ranks compute the model together (tensor parallel)."""
+    kv_cache_dtype: CacheForm = "auto"
+    """How an engine for a CPU keeps keys and values; ``auto``: as the checkpoint says."""
     cache_length: Size
     profiles: list[Profile]
 

@@ -9,8 +9,8 @@ import numpy as np
 
 FloatName = Literal["float32", "float16", "bfloat16"]
 """The element types that networks compute in."""
-CacheName = Literal["float32", "float16", "bfloat16", "int8", "float8_e4m3fn"]
-"""The element types of caches."""
+CacheName = Literal["float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "uint8"]
+"""The element types of caches. uint8: heads are packed, see ``CacheTensor.packed``."""
 FLOAT_NAMES: tuple[FloatName, ...] = get_args(FloatName)
 
 
@@ -51,6 +51,7 @@ DTYPES = {
         ElementType("float16", _F16, onnx=10, onnxruntime="float16", tensorrt="half", noise=5e-3, tolerance=5e-3),
         ElementType("bfloat16", _U16, onnx=16, onnxruntime="bfloat16", tensorrt="bf16", noise=2e-2, tolerance=2e-2),
         ElementType("int8", _I8, onnx=3, onnxruntime="int8", tensorrt="int8"),
+        ElementType("uint8", _U8, onnx=2, onnxruntime="uint8", tensorrt="uint8"),
         ElementType("float8_e4m3fn", _U8, onnx=17, onnxruntime="float8e4m3fn", tensorrt="fp8"),
         ElementType("int64", _I64, onnx=7, onnxruntime="int64", tensorrt="int64"),
     )

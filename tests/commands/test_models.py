@@ -21,10 +21,9 @@ from specbuild import pair
 from specbuild.engine import build
 from specbuild.pair import Pair, PairRequest
 from specbuild.quantization.recipe import QFORMATS as convert_formats
-from specbuild.weights.cache_codes import KV_CACHE_DTYPES as convert_cache_dtypes
 from specrun import BuildOptions, SpeculativeDecoder, builder
 from specrun.cli import main
-from specrun.commands.models import KV_CACHE_DTYPES, QFORMATS
+from specrun.commands.models import QFORMATS
 from specrun.engine_dir.config import open_engine
 from specrun.engine_dir.directories import locked
 from specrun.engine_dir.user_cache import cached_engines
@@ -113,6 +112,17 @@ def test_a_damaged_engine_in_the_cache_is_built_again(
     damage(place)
     with pytest.raises(ModuleNotFoundError):
         found(hf / "target", None)
+
+
+def test_what_was_not_verified_is_built_again_for_who_wants_it_verified(
+    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    built = found(hf / "draft", None, verify=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert found(hf / "draft", None, verify=False) == built
+    with pytest.raises(ModuleNotFoundError):
+        found(hf / "draft", None)
 
 
 def test_what_was_damaged_works_again(hf: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,7 +420,6 @@ def test_the_cache_is_where_xdg_says(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_formats_are_those_of_specbuild(hf: Path, tmp_path: Path) -> None:
     assert set(QFORMATS) == {"auto", *convert_formats}
-    assert set(KV_CACHE_DTYPES) == set(convert_cache_dtypes)
     said = run(tmp_path, hf / "target", hf / "draft", "--qformat", "q4")
     assert (said.returncode, "Usage: specrun chat" in said.stderr) == (2, True), said.stderr
     assert not (tmp_path / "specrun").exists(), "not even a lock"

@@ -8,11 +8,13 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 import pytest
+import scipy.linalg
 
-from specbuild.compilers.cpu_attention import OPERATOR
+from specbuild.compilers.cpu_attention import OPERATOR, PACKED_OPERATOR
 from specbuild.graph import ops as graphs
 from specrun import cpu_operators
 from specrun.backends.ort_session import session_options
+from specrun.engine_dir.cache_tensors import CacheTensor
 from tests.helpers.own_products import choose_instruction_set
 
 Floats = npt.NDArray[np.float32]
@@ -27,6 +29,8 @@ class Case(NamedTuple):
     rotated: int = 0
     interleaved: bool = False
     window: int = 0
+    bits: int = 32
+    """Of a number of the cache; below 32 heads are packed."""
 
 
 CASES = {
@@ -39,6 +43,12 @@ CASES = {
     "three queries a key": Case(6, 2, 80),
     "wide": Case(2, 2, 256, 256),
 }
+PACKED = {
+    "8 bits": Case(width=64, rotated=64, bits=8),
+    "4 bits": Case(3, 1, 128, 64, bits=4),
+    "heads of no power of 2": Case(4, 4, 96, bits=8),
+    "4 bits in a window": Case(8, 2, 32, 32, window=7, bits=4),
+}
 POSITIONS = 40
 
 
@@ -46,17 +56,18 @@ class Pass(NamedTuple):
     """What a layer reads in a pass."""
 
     q: Floats
-    k: Floats
-    v: Floats
-    keys: Floats
-    values: Floats
+    k: npt.NDArray[Any]
+    v: npt.NDArray[Any]
+    keys: npt.NDArray[Any]
+    values: npt.NDArray[Any]
     first: npt.NDArray[np.int64]
     cos: Floats
     sin: Floats
 
 
 def session(case: Case, threads: int = 1, by_position: bool = False) -> Any:
-    kinds = {"first": ir.DataType.INT64}
+    cache = ir.DataType.FLOAT if case.bits == 32 else ir.DataType.UINT8
+    kinds = {"first": ir.DataType.INT64, "keys": cache, "values": cache}
     names = [name for name in Pass._fields if case.rotated or name not in ("cos", "sin")]
     axes = {"keys": 4, "values": 4, "first": 1, **dict.fromkeys(("cos", "sin"), 2 if by_position else 3)}
     inputs = [
@@ -68,12 +79,14 @@ def session(case: Case, threads: int = 1, by_position: bool = False) -> Any:
         for name in names
     ]
     attributes = {**case._asdict(), "interleaved": int(case.interleaved), "scale": case.width**-0.5}
-    for name in ("q_heads", "kv_heads", "width"):
+    for name in ("q_heads", "kv_heads", "width", "bits"):
         del attributes[name]
-    node = ir.node(OPERATOR, inputs, attributes, domain=cpu_operators.DOMAIN, num_outputs=3)
-    for output, name, width in zip(node.outputs, ("y", "new_keys", "new_values"), (4, 4, 4), strict=True):
-        output.name, output.type = name, ir.TensorType(ir.DataType.FLOAT)
-        output.shape = ir.Shape([f"{name}.{axis}" for axis in range(width)])
+    attributes |= {"cache_bits": case.bits} if case.bits < 32 else {}
+    operator = OPERATOR if case.bits == 32 else PACKED_OPERATOR
+    node = ir.node(operator, inputs, attributes, domain=cpu_operators.DOMAIN, num_outputs=3)
+    for output, name in zip(node.outputs, ("y", "new_keys", "new_values"), strict=True):
+        output.name, output.type = name, ir.TensorType(ir.DataType.FLOAT if name == "y" else cache)
+        output.shape = ir.Shape([f"{name}.{axis}" for axis in range(4)])
     imports = {"": 23, cpu_operators.DOMAIN: cpu_operators.VERSION}
     model = ir.Model(
         ir.Graph(inputs, node.outputs, nodes=[node], opset_imports=imports, name="attention"), ir_version=10
@@ -99,7 +112,10 @@ def made(case: Case, tokens: int, *first: int, positions: int = POSITIONS) -> Pa
     def new(index: int) -> Floats:
         return np.stack([row[index][begin : begin + tokens] for row, begin in zip(rows, first, strict=True)])
 
-    def cache(index: int) -> Floats:
+    def cache(index: int) -> npt.NDArray[Any]:
+        if case.bits < 32:  # Scales are not numbers.
+            size = CacheTensor(heads=1, head_dim=case.width).packed(case.bits).head_dim
+            return np.full((len(rows), case.kv_heads, positions, size), 255, np.uint8)
         whole = np.full((len(rows), case.kv_heads, positions, case.width), np.nan, np.float32)
         for number, (row, begin) in enumerate(zip(rows, first, strict=True)):
             heads = row[index].reshape(POSITIONS, case.kv_heads, case.width)
@@ -143,7 +159,7 @@ def expected(case: Case, given: Pass) -> npt.NDArray[np.float64]:
     return found
 
 
-def run(session: Any, given: Pass) -> tuple[Floats, Floats, Floats]:
+def run(session: Any, given: Pass) -> tuple[Floats, npt.NDArray[Any], npt.NDArray[Any]]:
     names = [one.name for one in session.get_inputs()]
     y, keys, values = session.run(None, {name: getattr(given, name) for name in names})
     return y, keys, values
@@ -168,13 +184,62 @@ def test_it_computes_what_numpy_does(name: str, tokens: int, first: tuple[int, .
             assert np.isnan(cache[row, :, end:]).all()
 
 
-@pytest.mark.parametrize("name", CASES)
+def unpacked(case: Case, cache: npt.NDArray[np.uint8]) -> npt.NDArray[np.float64]:
+    """Heads [.., D] of packed ones, mixed back."""
+    split = case.width * case.bits // 8
+    blocks = cache[..., :split].reshape(*cache.shape[:-1], -1, 32 * case.bits // 8)
+    if case.bits == 4:
+        codes = np.concatenate([blocks & 15, blocks >> 4], -1).astype(np.float64) - 8
+    else:
+        codes = blocks.view(np.int8).astype(np.float64)
+    scales = (np.ascontiguousarray(cache[..., split:]).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    mixed = (codes * scales[..., None]).reshape(*cache.shape[:-1], -1, span := case.width & -case.width)
+    heads: npt.NDArray[np.float64] = mixed @ scipy.linalg.hadamard(span) / np.sqrt(span)
+    return heads.reshape(*cache.shape[:-1], case.width)
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize(("tokens", "first"), [(1, (0,)), (20, (0, 3)), (40, (0,))])
+def test_a_packed_cache_keeps_what_its_bits_can(name: str, tokens: int, first: tuple[int, ...]) -> None:
+    """Heads are rounded by a step that their block's loudest number gives; attention reads what was kept."""
+    case = PACKED[name]
+    given = made(case, tokens, *first)
+    y, keys, values = run(session(case), given)
+    k, v = (x.reshape(*x.shape[:2], case.kv_heads, case.width).astype(np.float64) for x in (given.k, given.v))
+    if case.rotated:
+        k = rotate(k, given.cos[:, :, None], given.sin[:, :, None], case)
+    for row, begin in enumerate(first):
+        for cache, new in ((keys, k), (values, v)):
+            kept = unpacked(case, cache[row, :, begin : begin + tokens])
+            error = np.sqrt(((kept - new[row].swapaxes(0, 1)) ** 2).mean())
+            assert error < (0.01 if case.bits == 8 else 0.12) * np.sqrt((new**2).mean())
+            assert (cache[row, :, begin + tokens :] == 255).all()
+    if first == (0,):
+        kept_k, kept_v = (unpacked(case, cache[:, :, :tokens]).swapaxes(1, 2) for cache in (keys, values))
+        q = given.q.reshape(1, tokens, -1, case.width)
+        if case.rotated:
+            q = rotate(q, given.cos[:, :, None], given.sin[:, :, None], case).astype(np.float32)
+        nothing = np.empty((1, case.kv_heads, 0, case.width))
+        plain = given._replace(q=q, k=kept_k, v=kept_v, keys=nothing, values=nothing)
+        np.testing.assert_allclose(y, expected(case._replace(rotated=0), plain), rtol=1e-4, atol=1e-5)
+
+
+def test_a_key_that_is_not_a_number_shows_in_a_packed_cache() -> None:
+    case = PACKED["8 bits"]
+    given = made(case, 3, 0)
+    given.k[0, 1, 5] = np.nan
+    y = run(session(case), given)[0]
+    assert np.isfinite(y[0, 0]).all()
+    assert np.isnan(y[0, 1:, :2]).all() and np.isfinite(y[0, 1:, 2:]).all()  # The heads that read it.
+
+
+@pytest.mark.parametrize("name", CASES | PACKED)
 def test_a_querys_bits_are_its_own(name: str, vectors: str) -> None:
     """Whatever is computed beside it: other tokens, other rows, in a longer cache, by more threads.
 
     And on other processors. Many queries are computed at once, one in each lane of a vector; few are not.
     """
-    case = CASES[name]
+    case = (CASES | PACKED)[name]
     one, two = session(case), session(case, threads=2)
     choose_instruction_set(None)
     whole, *caches = run(one, made(case, 30, 0, 0))
@@ -207,11 +272,11 @@ def test_angles_of_positions_are_those_of_tokens_there(name: str) -> None:
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES | PACKED)
 def test_unused_tokens_are_left_out(name: str) -> None:
     """They stand behind a row's tokens, which do not see them. Their first number is NaN, as in products."""
-    case = CASES[name]
-    given = made(case, 5, 3, 9)
+    case = (CASES | PACKED)[name]
+    given = made(case, 5, *((3, 9) if case.bits == 32 else (0, 0)))
     whole = run(session(case), given)[0]
     for array in (given.q, given.k, given.v):
         array[0, 2:] = np.nan
@@ -252,3 +317,11 @@ def test_sizes_that_do_not_fit_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(Exception, match="CachedAttention: sizes that do not fit, or positions beyond the cache"):
         by_position = wrong.get("cos", np.empty((1, 1, 1))).ndim == 2
         run(session(case, by_position=by_position), made(case, 3, 0)._replace(**wrong))
+
+
+@pytest.mark.parametrize("size", [64, 67, 69, 0, 17 * 1088])
+def test_packed_heads_of_other_sizes_are_refused(size: int) -> None:
+    case = PACKED["8 bits"]
+    cache = np.zeros((1, 2, POSITIONS, size), np.uint8)
+    with pytest.raises(Exception, match="CachedAttention: sizes that do not fit"):
+        run(session(case), made(case, 3, 0)._replace(keys=cache, values=cache))

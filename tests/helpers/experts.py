@@ -53,6 +53,7 @@ def checkpoint_logits(
     """Of passes of the graph as it was converted, in which every expert is computed, and then changed by ``edit``."""
     ort, options = session_options()
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(onnx_dir))
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL  # Fused products round their inputs.
     model = ir.load(onnx_dir / GRAPH_NAME)
     edit(model)
     graphs.drop_activation_rounding(model)  # ONNX Runtime fuses that of float8 into an invalid product.

@@ -37,7 +37,14 @@ from specbuild.weights.kv_cache import (
 from specrun import DraftTargetConfig, SpeculativeDecoder
 from specrun.backends import open_host_backend
 from specrun.engine_dir.config import GRAPH_NAME, open_engine
-from specrun.errors import BuildConfigError, BuildError, CheckpointError, UnsupportedModelError, VerificationError
+from specrun.errors import (
+    BackendError,
+    BuildConfigError,
+    BuildError,
+    CheckpointError,
+    UnsupportedModelError,
+    VerificationError,
+)
 from specrun.evaluation.verify import verify
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
@@ -280,6 +287,52 @@ def test_texts_are_the_targets_own(kv_caches: Path, engines: Path) -> None:
             outputs.append([decode(decoder, [request])[0] for request in requests])
         assert bool(sum(request.stats.cached for request in requests)) == reuse
     assert outputs[0] == outputs[1]
+
+
+@pytest.fixture(scope="module")
+def wide_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The ONNX checkpoint ``plain`` of a model whose heads can be packed, and ``int8`` of one with a rounded cache."""
+    root = tmp_path_factory.mktemp("wide_heads")
+    hf = save_checkpoint(root / "hf", "qwen3", dtype=torch.bfloat16)
+    make_onnx(hf, root / "plain")
+    make_onnx(hf, root / "int8", kv_cache_dtype="int8", texts=TextOptions(size=8, length=32))
+    return root
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_own_attention_packs_keys_and_values(wide_heads: Path, form: str, tmp_path: Path) -> None:
+    plain = make_engine(wide_heads / "plain", tmp_path / "plain", **SIZES)
+    packed = make_engine(wide_heads / "plain", tmp_path / "packed", kv_cache_dtype=form, **SIZES)
+    graph, bits = open_engine(packed).graph, 8 if form == "int8" else 4
+    assert (graph.kv_cache_dtype, graph.kv_cache_bits) == ("uint8", bits)
+    assert graph.cache_bytes(2, 64) == open_engine(plain).graph.cache_bytes(2, 64) * (bits + 0.5) / 32
+    assert f" in {bits} bits for 4 rows" in describe(packed, False)
+    expected, found = engine_logits(plain), engine_logits(packed)
+    cost = np.abs(found - expected).mean() / np.abs(expected).mean()
+    assert 1e-4 < cost < (0.02 if bits == 8 else 0.3)
+    assert engine_logits(packed, (7, 2, 20, 11)).tobytes() == found.tobytes()
+    exact = open_engine(packed).bit_exact
+    assert exact and exact.shapes is not None
+    prompts = [[5, 9, 200], list(range(30, 70)), list(range(30, 77))]
+    verdict = verify(packed, plain, prompts, SamplingParams(), DraftTargetConfig(3), 0.1)
+    assert verdict.good
+    assert verdict.parts[0].identical == verdict.parts[0].texts == len(prompts)
+
+
+def test_a_rounded_checkpoint_is_packed_in_8_bits(wide_heads: Path, tmp_path: Path) -> None:
+    """Its own factors and codes are left out: the engine is that of the checkpoint without them."""
+    found = make_engine(wide_heads / "int8", tmp_path / "found", **SIZES)
+    expected = make_engine(wide_heads / "plain", tmp_path / "expected", kv_cache_dtype="int8", **SIZES)
+    assert engine_logits(found).tobytes() == engine_logits(expected).tobytes()
+
+
+def test_what_cannot_be_packed(hf: Path, onnx: Path, tmp_path: Path) -> None:
+    target = onnx / "target"  # Whose heads have 16 numbers.
+    with pytest.raises(BuildError, match="heads whose width is no multiple of 32"):
+        make_engine(target, tmp_path / "engine", kv_cache_dtype="int8")
+    with pytest.raises(BackendError, match="--kv_cache_dtype int4: is for engines of onnxruntime for the CPU"):
+        make_engine(target, tmp_path / "engine", kv_cache_dtype="int4", backend="tensorrt_rtx")
+    assert not (tmp_path / "engine").exists()
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt2"])
