@@ -20,6 +20,7 @@ from specbuild.compilers.trt_forms import (
     round_float4_inputs,
     round_token_inputs,
     set_apart_names,
+    turn_negative_scales,
 )
 from specbuild.compilers.trt_progress import interruptible, progress_monitor
 from specbuild.graph import ops as graphs
@@ -89,9 +90,10 @@ class Tensorrt:
         capabilities = _capabilities(trt, model, self.capabilities)
         weights = checkpoint
         notes = list[str]()
+        turned = turn_negative_scales(model)
         if moved := move_zero_points(model):
             notes.append(f"{moved} products have a second one beside them, for minima; int4_sym has none")
-        if moved + round_token_inputs(model):
+        if turned + moved + round_token_inputs(model):
             model, weights = graphs.write_recoded(model, output), output
         round_float4_inputs(model)
         narrow_float4_scales(model)

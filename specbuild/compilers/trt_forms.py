@@ -1,8 +1,9 @@
 """Graphs in the forms that TensorRT takes: mostly quantized linear layers.
 
-Its weights have no zero points: ``x @ ((q - z) * s)`` is ``x @ ((q - m) * s) + sums(x) @ ((m - z) * s)``, where m is
-the middle of the codes and sums adds up the channels that share a scale. The first product keeps its packed weight,
-and the second is small. Inputs in float4 have an operator of TensorRT's own, and inputs in 8 bits a scale a token.
+Its scales are positive: where one is negative, codes are turned around. Its weights have no zero points:
+``x @ ((q - z) * s)`` is ``x @ ((q - m) * s) + sums(x) @ ((m - z) * s)``, where m is the middle of the codes and sums
+adds up the channels that share a scale. The first product keeps its packed weight, and the second is small. Inputs in
+float4 have an operator of TensorRT's own, and inputs in 8 bits a scale a token.
 """
 
 from __future__ import annotations
@@ -36,6 +37,15 @@ _COLUMNS = 1024
 """Columns of a weight that are rounded at a time."""
 _ByChannel = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 """Codes and scales."""
+
+
+def turn_negative_scales(model: ir.Model) -> int:
+    """Rewrite the weights of ``model`` that have scales of 0 or below, as GGUF's may, in place. Returns how many do.
+
+    New weights are tensors that are computed when they are read, and not in the files of ``model``.
+    """
+    make_numbers_of_scales(model)
+    return sum(_turn(model.graph, node) for node in list(model.graph) if node.op_type == "DequantizeLinear")
 
 
 def move_zero_points(model: ir.Model) -> int:
@@ -239,6 +249,55 @@ def _zero_points(node: ir.Node) -> ir.TensorProtocol | None:
     return None if zero is None else zero.const_value
 
 
+def _turn(graph: ir.Graph, node: ir.Node) -> bool:
+    """Turn the codes of groups whose scale is negative, and let those with the scale 0 say 0 themselves.
+
+    Returns whether there were any. ``(q - z) * s`` is ``(z - q) * -s``, and ``c - q`` is within the codes' type where c
+    is the sum of its two ends. For int8 without zero points c is 0, and none are needed, unless there is a code -128.
+    """
+    codes, scales, zeros = node.inputs[0], node.inputs[1], _zero_points(node)
+    stored, steps = (value.const_value if value is not None else None for value in (codes, scales))
+    if codes is None or stored is None or steps is None or stored.dtype not in _MIDDLE:
+        return False
+    numbers = as_float32(steps)
+    is_negative, is_zero = numbers < 0, numbers == 0
+    dtype = node.outputs[0].dtype or steps.dtype
+    # TensorRT-RTX 1.7 refuses int4 beside scales of another type than the weight's.
+    if not (is_negative | is_zero).any() and (dtype == steps.dtype or stored.dtype != ir.DataType.INT4):
+        return False
+    axis, block = node.attributes.get_int("axis", 1), node.attributes.get_int("block_size", 0)
+    if not block or is_negative.ndim != len(stored.shape):
+        raise BuildError(f"{node.name}: TensorRT takes no negative scales, and turns codes in groups only")
+    ends = 2 * _MIDDLE[stored.dtype] - 1
+    plain = zeros is None and stored.dtype == ir.DataType.INT8
+    if not is_negative.any() or (plain and bool((np.asarray(stored.numpy()) > -128).all())):
+        ends = 0
+    old = np.asarray(0 if zeros is None else zeros.numpy()).astype(np.int16)
+    points = np.broadcast_to(np.where(is_negative, ends - old, old) if ends else old, is_negative.shape)
+
+    def turned() -> ir.TensorProtocol:
+        found = np.asarray(stored.numpy()).astype(np.int16)
+
+        def spread(groups: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            return np.repeat(groups, block, axis=axis).take(range(found.shape[axis]), axis)
+
+        codes = np.where(spread(is_negative), ends - found, np.where(spread(is_zero), spread(points), found))
+        return ir.Tensor(codes.astype(stored.dtype.numpy()), dtype=stored.dtype)
+
+    shape = ir.Shape(list(stored.shape.numpy()))
+    node.replace_input_with(
+        0, graphs.initializer(graph, f"{codes.name}.turned", ir.LazyTensor(turned, stored.dtype, shape))
+    )
+    node.attributes.pop("output_dtype", None)
+    positive = ir.Tensor(np.where(is_zero, 1, np.abs(numbers)).astype(dtype.numpy()), dtype=dtype)
+    node.replace_input_with(1, graphs.initializer(graph, f"{codes.name}.positive_scales", positive))
+    if ends:
+        name, new = f"{codes.name}.turned_zero_points", points.astype(stored.dtype.numpy())
+        node.resize_inputs(3)
+        node.replace_input_with(2, graphs.initializer(graph, name, ir.Tensor(new, dtype=stored.dtype, name=name)))
+    return True
+
+
 def _move(graph: ir.Graph, node: ir.Node) -> None:
     codes, scales, zeros = node.inputs[0], node.inputs[1], _zero_points(node)
     readers = [use.node for use in node.outputs[0].uses()]
@@ -281,12 +340,16 @@ def _move(graph: ir.Graph, node: ir.Node) -> None:
         shift = ir.node("MatMul", [sums.outputs[0], moved], name=f"{name}.shift")
         shift.metadata_props.update(reader.metadata_props)  # Of experts, it has a part for each of them, too.
         total = ir.node("Add", [reader.outputs[0], shift.outputs[0]], name=f"{name}.total")
-        later = [use for use in reader.outputs[0].uses() if use.node is not total]
+        product, whole = reader.outputs[0], total.outputs[0]
+        later = [use for use in product.uses() if use.node is not total]
         for made in (sums, shift, total):
-            made.outputs[0].name, made.outputs[0].type = made.name, reader.outputs[0].type
+            made.outputs[0].name, made.outputs[0].type = made.name, product.type
         graph.insert_after(reader, [sums, shift, total])
         for use in later:
-            use.node.replace_input_with(use.idx, total.outputs[0])
+            use.node.replace_input_with(use.idx, whole)
+        if product.is_graph_output():
+            graph.outputs[graph.outputs.index(product)] = whole
+            whole.name, product.name, whole.shape = product.name, whole.name, product.shape
 
 
 def _block_sums(graph: ir.Graph, inputs: int, block: int, dtype: ir.DataType) -> ir.Value:

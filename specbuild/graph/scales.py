@@ -85,8 +85,14 @@ def _adds_up(product: ir.Node, inputs: int, block: int, turned: bool) -> bool:
     return tuple(tensor.shape) == wanted.shape and bool((as_float32(tensor) == wanted).all())
 
 
-def constant(value: ir.Value | None) -> ir.TensorProtocol | None:
-    """A constant, which Cast may stand behind."""
+def before_casts(value: ir.Value | None) -> ir.Value | None:
+    """What ``value`` was before all the Casts in front of it."""
     while value is not None and (node := value.producer()) is not None and node.op_type == "Cast":
         value = node.inputs[0]
+    return value
+
+
+def constant(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """A constant, which Cast may stand behind."""
+    value = before_casts(value)
     return None if value is None else value.const_value

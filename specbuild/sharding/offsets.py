@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from specbuild.graph import ops as graphs
-from specbuild.graph.scales import added_to
+from specbuild.graph.scales import added_to, before_casts
 from specbuild.sharding.weights import WITH_OFFSETS, is_constant, shape_of
 from specbuild.weights.packed import block_sums
 
@@ -24,9 +24,7 @@ def join_offsets(model: ir.Model) -> None:
         block, added = dequantize.attributes.get_int("block_size", 0), added_to(product)
         if added is None or not block or not added.are_offsets(product.inputs[0], shape_of(weight)[0], block):
             continue
-        offsets = added.product.inputs[1]
-        while offsets is not None and (node := offsets.producer()) is not None and node.op_type == "Cast":
-            offsets = node.inputs[0]
+        offsets = before_casts(added.product.inputs[1])
         if not is_constant(offsets):
             continue
         joined = ir.node(WITH_OFFSETS, [weight, offsets], {"block_size": block}, name=f"{product.name}.with_offsets")

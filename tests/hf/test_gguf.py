@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
+from specbuild.compilers.trt_forms import move_zero_points, turn_negative_scales
 from specbuild.hf.gguf.checkpoint import gguf_directory, origin_of
 from specbuild.hf.local import hub_file, local_directory
 from specbuild.quantized_formats.config.schemes import read_scheme
@@ -26,6 +28,7 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir.config import open_engine
 from specrun.errors import CheckpointError, UnsupportedModelError
 from tests.helpers.engines import make_engine, make_onnx
+from tests.helpers.experts import TOKENS, checkpoint_logits
 from tests.helpers.families import LLAMA3_ROPE, TEXT, save_checkpoint
 
 pytest.importorskip("gguf", reason="the package gguf is not installed")
@@ -77,15 +80,36 @@ def test_a_file_is_the_checkpoint_that_it_was_made_from(family: str, tmp_path: P
     assert origin_of(made) == (tmp_path / "m.gguf").resolve()
 
 
-def test_mixed_formats_stay_packed_and_exact(tmp_path: Path) -> None:
-    """Every format, in one model; numbers of ggml's package to the bit, and engines that write the same texts."""
+def every_format(directory: Path) -> dict[str, npt.NDArray[np.float32]]:
+    """Write m.gguf, a model with matrices in every format. Returns its numbers."""
     sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64}
-    source = save_checkpoint(tmp_path / "hf", "llama3", **sizes, tie_word_embeddings=True)
+    source = save_checkpoint(directory / "hf", "llama3", **sizes, tie_word_embeddings=True)
     kinds = {"token_embd.weight": "Q6_K"}
     numbers = write_gguf(
-        source, tmp_path / "m.gguf", lambda name: kinds.setdefault(name, [*BLOCKS, "F16"][len(kinds) % 11])
+        source, directory / "m.gguf", lambda name: kinds.setdefault(name, [*BLOCKS, "F16"][len(kinds) % 11])
     )
     assert {*kinds.values()} == {*BLOCKS, "F16"}
+    return numbers
+
+
+def test_tensorrt_takes_every_format(tmp_path: Path) -> None:
+    """Its scales are positive; turned around, and with minima beside them, weights are the same numbers."""
+    every_format(tmp_path)
+    onnx = make_onnx(tmp_path / "m.gguf", tmp_path / "onnx", verify=False)
+    found = list[int]()
+    changed = checkpoint_logits(
+        onnx, [TOKENS], lambda model: found.extend((turn_negative_scales(model), move_zero_points(model)))
+    )
+    assert min(found) > 5
+    (before,), (after,) = checkpoint_logits(onnx, [TOKENS]), changed
+    np.testing.assert_allclose(after, before, atol=1e-4 * np.abs(before).max())
+    plan = make_engine(onnx, tmp_path / "plan", backend="tensorrt_rtx", max_draft_len=2)
+    assert open_engine(plan).backend.name == "tensorrt_rtx"
+
+
+def test_mixed_formats_stay_packed_and_exact(tmp_path: Path) -> None:
+    """Every format, in one model; numbers of ggml's package to the bit, and engines that write the same texts."""
+    numbers = every_format(tmp_path)
     made = gguf_directory(tmp_path / "m.gguf")
     files, config = check_weights(made), json.loads((made / "config.json").read_text())
     scheme = read_scheme(made, config)

@@ -44,4 +44,5 @@ def gguf_directory(path: Path) -> Path:
 def origin_of(directory: Path) -> Path:
     """What a checkpoint's directory was made of, for people: a GGUF file, or itself."""
     link = directory / GGUF_NAME
-    return link.readlink() if link.is_symlink() and directory.parent == gguf_checkpoints().resolve() else directory
+    is_made = link.is_symlink() and directory.resolve().parent == gguf_checkpoints().resolve()
+    return link.readlink() if is_made else directory

@@ -17,14 +17,14 @@ _END_TEXTS = (
     *("<EOT>", "_<EOT>", "<|END_OF_TURN_TOKEN|>", "<end_of_utterance>"),
 )
 """Tokens of these texts end an answer, whatever the metadata says."""
-_SINGLE_DIGITS = {"smollm", "starcoder", "refact", "command-r", "exaone"}
+_SINGLE_DIGITS = {"smollm", "starcoder", "refact", "command-r"}
 """``tokenizer.ggml.pre``: GPT-2's rule, and digits are tokens of their own."""
 _WHOLE_WORDS = {
     *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1"),
     *("pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken"),
 }
 """Texts begin with a token, and words that are tokens are not merged anew."""
-_PLAIN = {"default", "gpt-2", "phi-2", "olmo", "jais", "roberta-bpe"}
+_PLAIN = {"default", "gpt-2"}
 """GPT-2's rule."""
 _CONTROL, _USER_DEFINED = 3, 4
 
