@@ -134,7 +134,7 @@ def _pair(dice: random.Random, drafts: Sequence[Path], max_draft_len: int) -> tu
     draft = dice.choice([*drafts, None])
     length = dice.choice((None, *range(1, max_draft_len + 1)))
     kept = dice.choice((None, None, 0, 64))
-    return DraftTargetConfig(length, draft=None if draft else "ngram", max_tokens_in_kv_cache=kept), draft
+    return DraftTargetConfig(length, draft=None if draft else "suffix", max_tokens_in_kv_cache=kept), draft
 
 
 def _decode(dice: random.Random, decoder: SpeculativeDecoder, requests: Sequence[Request]) -> None:

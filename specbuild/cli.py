@@ -145,7 +145,6 @@ def _texts(options: dict[str, Any]) -> TextOptions:
 @click.option("--multiple_profiles", is_flag=True, default=None, help="TensorRT: a profile for each size of a round.")
 @click.option("--tp_size", type=int, help="Ranks that compute the model together (tensor parallel); default 1.")
 @click.option("--kv_cache_dtype", type=click.Choice(get_args(CacheForm)), help="CPU: bits of keys and values.")
-@click.option("--gather_experts", is_flag=True, default=None, help="TensorRT: multiply by the experts a pass can use.")
 @click.option("--compute_capabilities", metavar="86,89,..", help="GPUs of a TensorRT-RTX plan. Default: all that can.")
 @click.option("--timing_cache", type=FolderPath, metavar="FILE", help="TensorRT: keep kernel timings in this file.")
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Engines to build side by side.")

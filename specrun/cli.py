@@ -26,4 +26,3 @@ def main(debug: bool) -> None:
 
 for command in (generate, chat, serve, triton_repository, bench, tune, verify, score, cache):
     main.add_command(command)
-main.add_command(chat, "run")  # Its name in releases before 2026-11-25.

@@ -24,6 +24,13 @@ def draft_length(name: str, value: Any) -> int | str | None:
     return at_least(0).check(name, whole(name, value))
 
 
+def draft_kind(name: str, value: Any) -> str | None:
+    """``suffix`` or None. ``ngram``, which vLLM has, is another name of ``suffix``. Raises RequestError."""
+    if value not in (None, "suffix", "ngram"):
+        raise RequestError(f"{name} {value!r}: expected suffix")
+    return value and "suffix"
+
+
 def host_names(name: str, value: Any) -> tuple[str, ...]:
     """The names of the ranks' machines. Raises RequestError, naming the argument."""
     hosts = texts(name, value)
@@ -66,10 +73,10 @@ class DraftTargetConfig(Checked):
     check: Check = "quick"
     """Which files of an engine are compared with their checksums when it is opened. quick: those that were changed, by
     their sizes and time stamps, since the checksums were taken. full: all."""
-    draft: DraftKind | None = None
-    """What drafts without a draft engine. ngram: what followed the text's last tokens where they came before in it.
-    suffix: the same for longer ends of the text, in earlier outputs too, and through edits; beside a draft engine, each
-    round takes for each text what promises more tokens a second."""
+    draft: Annotated[DraftKind | None, draft_kind] = None
+    """What drafts without a draft engine. suffix: what followed the text's last tokens where they came before in it or
+    in earlier outputs, through edits too; beside a draft engine, each round takes for each text what promises more
+    tokens a second. ngram: another name of suffix."""
 
     draft_confidence: Annotated[float | None, between(0, 1)] = None
     """End a greedy text's draft behind a token with which the whole draft is less probable than this, by the draft's

@@ -294,8 +294,6 @@ def check_pair(
     if draft_dir is None:
         draft_len = check_draft_len(target_dir, target.config, config.fixed_draft_len) if config.draft else 0
         return target, None, draft_len
-    if config.draft == "ngram":
-        raise PairError(f"draft ngram drafts without a draft engine, and {draft_dir} is one")
     draft = _open("draft", draft_dir, config.draft_devices, config.check)
     if draft.config.graph.is_head:
         check_head(target, draft)

@@ -48,7 +48,6 @@ class Kind(NamedTuple):
 ALONE = "none"
 KINDS = {
     ALONE: Kind(),
-    "n-gram": Kind(lookup="ngram"),
     "suffix": Kind(lookup="suffix"),
     "draft model": Kind("draft"),
     "EAGLE-3": Kind("eagle3", target="eagle3_target"),

@@ -1,163 +1,151 @@
-"""8-bit caches beside float32 ones on a CPU: what they do to the predictions, the time of passes and the memory.
+"""Caches in 8 and 4 bits beside float32 on a CPU, of real models: what they do to predictions, and the time of passes.
 
-Needs what scripts/demo leaves in demo/. Engines are built in a temporary directory. Text is what the target was not
-trained on. ``model`` is the Hugging Face model with rounded keys and values, as ``quality.json`` compares; ``engines``
-are the engines themselves beside the float32 one, with what ONNX Runtime does to quantized weights. Passes of all
-engines take turns in one run.
+Needs what scripts.real_models makes. Quality: of rows of ``TEXT_LEN`` tokens of prose, code and chat (or as many as
+there are), beside the engine in float32 with a cache in float32; the tokens of the second half, which have read the
+most. Passes of all caches take
+turns in one run, beside weights in the same format. Engines are kept in --work_dir.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from scripts.benchmarks.engines import build, to_onnx
-from scripts.benchmarks.quantize import unseen_text
-from scripts.benchmarks.quantized import log_probs, quality
-from specbuild.export.meta_model import load_meta_model
-from specbuild.hf.model_config import read_model_config
-from specbuild.quantization.activation_ranges import calibrate
-from specbuild.quantization.calibration_data import TextOptions, read_texts
-from specbuild.quantize.quality import measure
-from specbuild.weights.cache_codes import KV_CACHE_DTYPES
-from specbuild.weights.kv_cache import coarser, rounding_for
-from specbuild.weights.lazy_tensors import StoredTensor
-from specbuild.weights.packed_model import PackedModel
-from specbuild.weights.safetensors_files import check_weights
+from scripts.benchmarks.quality import compare, rows_of
+from scripts.benchmarks.quantized import Floats
+from scripts.real_models import REAL_MODELS
 from specrun.backends import Backend, open_host_backend
 from specrun.engine_dir.config import open_engine
 from specrun.evaluation.bench import machine_of
 from specrun.evaluation.bench_results import Spread
 from specrun.evaluation.report.bandwidth import fastest
 
-ROWS, LENGTH = 32, 256
+WEIGHTS = {"float32": "auto", "int8": "int8", "int4": "int4"}
+CACHES = {"float32": "auto", "int8": "int8", "int4": "int4"}
 BASE = "float32"
-ENGINES: dict[str, dict[str, str]] = {
-    BASE: {},
-    "cache int8": {"kv_cache_dtype": "int8"},
-    "cache fp8": {"kv_cache_dtype": "fp8"},
-    "weights int8": {"qformat": "int8"},
-    "weights and cache int8": {"qformat": "int8", "kv_cache_dtype": "int8"},
-}
-MAX_SEQ_LEN = 1000
-SIZES = {"max_batch_size": 4, "max_input_len": 512, "max_seq_len": MAX_SEQ_LEN}
-TOKENS, POSITIONS, BATCHES = (1, 4, 9), (128, 512, 960), (1, 4)
-TURNS, PASSES = 9, 3
+TEXT_LEN, CHUNK = 640, 64
+SIZES = {"max_batch_size": 4, "max_input_len": 512, "max_seq_len": 8180}
+TOKENS, POSITIONS, BATCHES = (1, 4, 256), (128, 512, 2048, 8128), (1, 4)
+TURNS, PASSES = 7, 2
 
 
-def model_quality(model_dir: Path, text: Path) -> dict[str, Any]:
-    """Of keys and values that are rounded with a step for every channel, and with fewer steps."""
-    rows = read_texts(TextOptions(str(text), ROWS, LENGTH), model_dir)
-    stored = {name: StoredTensor(entry) for name, entry in check_weights(model_dir).entries.items()}
-    model, _ = load_meta_model(model_dir, read_model_config(model_dir, False), "auto", False, dict(stored))
-    largest = calibrate(model, rows.calibration, lambda _rows: None, kv_cache=True).cache
-    found = {}
-    for option, code in KV_CACHE_DTYPES.items():
-        if code is None:
-            continue
-        for steps, seen in (("channels", largest), ("as quantize stores them", coarser(code, largest))):
-            cache = rounding_for(code, seen, torch.float32)
-            result = measure(model, PackedModel(), cache, model_dir, rows.held_out, lambda _rows: None)
-            found[f"{option}, {steps}"] = asdict(result)
-            click.echo(f"{option:>5} {steps}: {result}")
-    return found
+def engine_of(checkpoint: Path, work: Path, weights: str, cache: str) -> Path:
+    """The engine, which is built where it is not there yet."""
+    engine, onnx = work / f"{weights}-{cache}", work / f"{weights}.onnx"
+    if not engine.exists():
+        if not onnx.exists():
+            to_onnx(checkpoint, onnx, verify=False, qformat=WEIGHTS[weights])
+        build(onnx, engine, **SIZES, kv_cache_dtype=CACHES[cache])
+    return engine
+
+
+def logits(engine: Path, rows: npt.NDArray[np.int64]) -> Iterator[Floats]:
+    """[tokens / 2, V] of each row: of its second half."""
+    backend, length = open_host_backend(engine, open_engine(engine), blocks=0), rows.shape[1]
+    backend.resize(1, length, 0)
+    step = backend.bind(0, 1, CHUNK, CHUNK)
+    for row in rows:
+        found = []
+        for start in range(0, length, CHUNK):
+            step.input_ids[0], step.write_indices[0] = row[start : start + CHUNK], start
+            step.logits_indices[0] = range(CHUNK)
+            step.run()
+            if start >= length // 2:
+                found.append(step.logits[0].copy())
+        yield np.concatenate(found)
+    backend.close()
+
+
+def quality_of(checkpoint: Path, work: Path, count: int) -> dict[str, Any]:
+    """KL and the rest of weights in float32 and in 8 bits with each cache, by the kind of text."""
+    results: dict[str, Any] = {}
+    base = engine_of(checkpoint, work, BASE, BASE)
+    for kind, every in rows_of(checkpoint, count, TEXT_LEN).items():
+        half = every.shape[1] // (2 * CHUNK) * CHUNK
+        rows, last = every[:, : 2 * half], every[:, half : 2 * half]
+        expected = list(logits(base, rows))
+        for weights in ("float32", "int8"):
+            for cache in CACHES:
+                engine = engine_of(checkpoint, work, weights, cache)
+                if engine != base:
+                    found = asdict(compare(iter(expected), logits(engine, rows), last))
+                    results.setdefault(f"weights {weights}, cache {cache}", {})[kind] = found
+                    click.echo(f"{checkpoint.name} {kind}, weights {weights}, cache {cache}: {found}")
+    return results
 
 
 def seconds(backend: Backend, batch: int, tokens: int, positions: int) -> float:
     """The fastest of a few passes whose rows end at ``positions``."""
-    step = backend.bind(0, batch, tokens, tokens)
+    step = backend.bind(0, batch, tokens, 1)
+    step.input_ids[...] = np.random.default_rng(0).integers(0, 1000, (batch, tokens))
     step.write_indices[...] = positions - tokens
-    step.logits_indices[...] = range(tokens)
+    step.logits_indices[...] = tokens - 1
     return fastest(step.run, PASSES)
 
 
-def pass_times(backends: dict[str, Backend]) -> list[dict[str, Any]]:
-    """Milliseconds of passes, and how many times faster than the float32 engine's in the same turn."""
+def pass_times(checkpoint: Path, work: Path) -> list[dict[str, Any]]:
+    """Milliseconds of passes, and how many times faster than with a cache in float32 in the same turn."""
     results = []
-    for batch in BATCHES:
-        for positions in POSITIONS:
-            for backend in backends.values():
-                backend.resize(batch, positions + 64, 0)
-            for tokens in TOKENS:
-                turns = [
-                    {name: seconds(backend, batch, tokens, positions) for name, backend in backends.items()}
-                    for _ in range(TURNS + 1)
-                ][1:]
-                for name in backends:
-                    times = [1e3 * turn[name] for turn in turns]
-                    ratios = [turn[BASE] / turn[name] for turn in turns]
-                    sizes = {"engine": name, "batch": batch, "positions": positions, "tokens": tokens}
-                    spreads = {"milliseconds": asdict(Spread.of(times)), "of_float32": asdict(Spread.of(ratios))}
-                    results.append(sizes | spreads)
-                    click.echo(f"{sizes}: {np.median(times):.1f} ms, {np.median(ratios):.2f}x")
+    for weights in WEIGHTS:
+        backends = {}
+        for cache in CACHES:
+            engine = engine_of(checkpoint, work, weights, cache)
+            backends[cache] = open_host_backend(engine, open_engine(engine), blocks=0)
+        for batch in BATCHES:
+            for positions in POSITIONS:
+                for backend in backends.values():
+                    backend.resize(batch, positions + 64, 0)
+                for tokens in TOKENS if batch == 1 else TOKENS[:2]:
+                    if tokens > positions:
+                        continue
+                    turns = [
+                        {cache: seconds(backend, batch, tokens, positions) for cache, backend in backends.items()}
+                        for _ in range(TURNS + 1)
+                    ][1:]
+                    row: dict[str, Any] = {"weights": weights, "batch": batch, "positions": positions, "tokens": tokens}
+                    for cache in CACHES:
+                        times = [1e3 * turn[cache] for turn in turns]
+                        ratios = [turn[BASE] / turn[cache] for turn in turns]
+                        row[cache] = {"milliseconds": asdict(Spread.of(times)), "of_float32": asdict(Spread.of(ratios))}
+                    results.append(row)
+                    shown = ", ".join(f"{cache} {row[cache]['of_float32']['median']:.2f}x" for cache in CACHES)
+                    click.echo(f"{weights} {batch} x {tokens} at {positions}: {shown}")
+        for backend in backends.values():
+            backend.close()
     return results
 
 
-def build_engines(source: Path, text: Path, work: Path) -> None:
-    """Those that are not there yet."""
-    for form, options in ENGINES.items():
-        if not (work / form).exists():
-            given: dict[str, Any] = {"texts": TextOptions(str(text), ROWS, LENGTH), "verify": False, **options}
-            build(to_onnx(source, work / "onnx" / form, **given), work / form, **SIZES)
-            shutil.rmtree(work / "onnx" / form)
-
-
-def engine_quality(source: Path, text: Path, work: Path) -> dict[str, Any]:
-    """Sizes of the engines, and their own predictions beside the float32 one's."""
-    texts = read_texts(TextOptions(str(text), ROWS, LENGTH), source)
-    base = log_probs(work / BASE, texts.held_out)
-    engines = {}
-    for form in ENGINES:
-        found, config = base if form == BASE else log_probs(work / form, texts.held_out), open_engine(work / form)
-        engines[form] = {
-            "weight_bytes": config.weight_bytes,
-            "cache_bytes": config.graph.cache_bytes(1, MAX_SEQ_LEN),
-            "bits": str(config.bit_exact),
-            "quality": asdict(quality(found, base, texts.held_out)),
-        }
-        click.echo(f"{form}: {engines[form]}")
-    return engines
-
-
 @click.command()
-@click.option("--demo_dir", type=click.Path(path_type=Path), default=Path("demo"), show_default=True)
-@click.option(
-    "--part",
-    type=click.Choice(["quality", "passes"]),
-    multiple=True,
-    default=["quality", "passes"],
-    help="The other stays.",
-)
-@click.option("--engines_dir", type=click.Path(path_type=Path), help="Where engines are kept for the other part.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
-def main(demo_dir: Path, part: tuple[str, ...], engines_dir: Path | None, json_file: Path | None) -> None:
-    """Measure what 8-bit caches gain and cost."""
-    source = demo_dir / "hf" / "target"
-    with tempfile.TemporaryDirectory() as name:
-        work = engines_dir or Path(name)
+@click.option("--models_dir", type=click.Path(path_type=Path), default=Path(".cache/real_models"), show_default=True)
+@click.option("--model", "names", type=click.Choice(list(REAL_MODELS)), multiple=True, default=list(REAL_MODELS))
+@click.option("--part", type=click.Choice(["quality", "passes"]), multiple=True, default=["quality", "passes"])
+@click.option("--rows", type=int, default=1, show_default=True, help=f"Texts of {TEXT_LEN} tokens of a kind.")
+@click.option("--work_dir", type=click.Path(path_type=Path), required=True, help="Engines are kept here; 6 GB.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Add the figures to this file.")
+def main(
+    models_dir: Path, names: tuple[str, ...], part: tuple[str, ...], rows: int, work_dir: Path, json_file: Path | None
+) -> None:
+    """Measure what caches in few bits gain and cost."""
+    report: dict[str, Any] = json.loads(json_file.read_text()) if json_file and json_file.is_file() else {}
+    for name in names:
+        checkpoint, work = models_dir / name, work_dir / name
         work.mkdir(parents=True, exist_ok=True)
-        text = work / "text.txt"
-        text.write_text(unseen_text(), encoding="utf-8")
-        build_engines(source, text, work)
-        machine = machine_of(open_engine(work / BASE))
-        report: dict[str, Any] = json.loads(json_file.read_text()) if json_file and json_file.is_file() else {}
-        report |= {"calibration_rows": ROWS, "tokens_a_row": LENGTH, **{f"{one}_machine": machine for one in part}}
+        own = report.setdefault(name, {})
         if "quality" in part:
-            report["model"] = model_quality(source, text)
-            report["engines"] = engine_quality(source, text, work)
+            own["quality"] = quality_of(checkpoint, work, rows)
         if "passes" in part:
-            backends = {form: open_host_backend(work / form, open_engine(work / form), blocks=0) for form in ENGINES}
-            report["passes"] = pass_times(backends)
-    if json_file:
-        json_file.write_text(json.dumps(report, indent=2) + "\n")
+            own["passes"] = pass_times(checkpoint, work)
+        own["machine"] = machine_of(open_engine(engine_of(checkpoint, work, BASE, BASE)))
+        if json_file:
+            json_file.write_text(json.dumps(report) + "\n")
 
 
 if __name__ == "__main__":

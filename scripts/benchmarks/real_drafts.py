@@ -1,7 +1,11 @@
-"""Drafts for a real chat model: SmolLM2-135M-Instruct with the head of examples/, suffix matching, and both.
+"""Drafts for a real chat model: SmolLM2-135M-Instruct with the head of examples/, suffix matching, both, and a model.
 
-Needs what scripts.real_models makes. Prompts are those that scripts/chat_prompts.py holds out: nothing was trained on
-them. Each case is the pair beside its target alone, in turns; outputs end where the model ends them.
+Needs what scripts.real_models makes, and for the draft model what --draft_model names (docs/benchmarks.md says how it
+is trained). Prompts are those that scripts/chat_prompts.py holds out: nothing was trained on them. Each case is the
+pair beside its target alone, in turns; outputs end where the model ends them.
+
+The oracle is suffix matching in answers that the model has given to the same prompts before: nearly every draft is
+right and costs next to nothing. It bounds what any draft of so many tokens could bring.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +30,32 @@ from specrun.evaluation.prompt_sets import BenchPrompt
 from specrun.request.options import RequestOptions
 
 HEAD = Path(__file__).resolve().parents[2] / "examples" / "smollm2-135m-eagle3"
-DRAFTS: dict[str, tuple[bool, DraftKind | None]] = {
-    "head": (True, None),
-    "suffix": (False, "suffix"),
-    "head + suffix": (True, "suffix"),
+DRAFTS: dict[str, tuple[str | None, DraftKind | None]] = {
+    "head": ("head", None),
+    "suffix": (None, "suffix"),
+    "head + suffix": ("head", "suffix"),
+    "model": ("model", None),
+    "oracle": (None, "suffix"),
 }
+"""What drafts beside the target, and what is looked up."""
 CATEGORIES = ("chat", "library", "edit")
-FIXED = (1, 2, 3, 4)
-BATCHES = (4, 8)
+DRAFT_VOCAB_SIZE = 8192
+"""Of the draft model."""
+FIXED: list[int | None] = [1, 2, 3, 4]
+BATCHES = [4, 8]
+Case = tuple[str, str, list[int | None], list[int]]
+"""A draft, a category, draft lengths, and how many texts are decoded at a time."""
+
+
+def cases_of(drafts: Sequence[str]) -> list[Case]:
+    """What is measured: every draft on every category, and more of those that need a pass for each draft token."""
+    cases: list[Case] = [
+        (name, category, [None], [1]) for name in DRAFTS for category in CATEGORIES if name != "oracle"
+    ]
+    for name in ("head", "model"):
+        cases += [(name, "chat", FIXED, [1]), (name, "chat", [None], BATCHES)]
+    cases += [("oracle", "chat", [*FIXED, 8, None], [1]), ("oracle", "chat", [None], BATCHES)]
+    return [case for case in cases if case[0] in drafts]
 
 
 def texts_of(category: str, count: int) -> list[BenchPrompt]:
@@ -44,6 +66,8 @@ def texts_of(category: str, count: int) -> list[BenchPrompt]:
 
 @click.command()
 @click.option("--model_dir", type=click.Path(path_type=Path), default=Path(".cache/real_models/SmolLM2-135M-Instruct"))
+@click.option("--draft_model", type=click.Path(path_type=Path), help="A draft model's checkpoint. Without it: none.")
+@click.option("--draft", "drafts", type=click.Choice(list(DRAFTS)), multiple=True, default=list(DRAFTS))
 @click.option("--qformat", "qformats", multiple=True, default=("int8", "int4"), show_default=True)
 @click.option("--work_dir", type=click.Path(path_type=Path), required=True, help="Engines are kept here.")
 @click.option("--count", type=int, default=6, show_default=True, help="Prompts of a category.")
@@ -52,6 +76,8 @@ def texts_of(category: str, count: int) -> list[BenchPrompt]:
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
 def main(
     model_dir: Path,
+    draft_model: Path | None,
+    drafts: Sequence[str],
     qformats: Sequence[str],
     work_dir: Path,
     count: int,
@@ -62,28 +88,28 @@ def main(
     """Measure every kind of draft on every category."""
     os.environ["XDG_CACHE_HOME"] = str(work_dir.absolute())
     results: list[dict[str, Any]] = []
+    sources = {"head": HEAD, "model": draft_model, None: None}
+    chosen = [name for name in drafts if draft_model or name != "model"]
     for qformat in qformats:
         built = BuildOptions(qformat=qformat, max_batch_size=max(BATCHES), max_draft_len=8, max_seq_len=2048)
-        engines = {
-            has_head: Pair(PairRequest(str(model_dir), str(HEAD) if has_head else None, built)).engines()
-            for has_head in (True, False)
-        }
-        machine = machine_of(open_engine(engines[False]["target"]))
-        cases: list[tuple[str, str, list[int | None], list[int]]]
-        cases = [(name, category, [None], [1]) for name in DRAFTS for category in CATEGORIES]
-        cases += [("head", "chat", [*FIXED], [1]), ("head", "chat", [None], [*BATCHES])]
-        for name, category, draft_lens, batch_sizes in cases:
-            has_head, lookup = DRAFTS[name]
+        engines = {}
+        for name in {None, *(DRAFTS[name][0] for name in chosen)}:
+            source = sources[name]
+            options = replace(built, draft_vocab_size=DRAFT_VOCAB_SIZE) if name == "model" else built
+            engines[name] = Pair(PairRequest(str(model_dir), str(source) if source else None, options)).engines()
+        machine = machine_of(open_engine(engines[None]["target"]))
+        for name, category, draft_lens, batch_sizes in cases_of(chosen):
+            beside, lookup = DRAFTS[name]
             settings = BenchSettings(
                 batch_sizes=batch_sizes,
                 draft_lens=draft_lens,
                 output_len=output_len,
-                repetitions=repetitions,
+                repetitions=repetitions + (name == "oracle"),  # Nothing was asked before the first.
                 ignore_eos=False,
                 options=RequestOptions(chat=True),
-                config=DraftTargetConfig(draft=lookup, reuse_blocks=False),
+                config=DraftTargetConfig(draft=lookup, reuse_blocks=name == "oracle"),
             )
-            pair = engines[has_head]
+            pair = engines[beside]
             for found in bench(pair["target"], pair.get("draft"), texts_of(category, count), settings):
                 row = {key: value for key, value in asdict(found).items() if key not in ("example", "by_category")}
                 results.append({"qformat": qformat, "draft": name, "category": category, **row})

@@ -124,7 +124,6 @@ def _engine(config: EngineConfig, show_all: bool) -> str:
         "max_input_len": str(build.max_input_len),
         "max_seq_len": str(build.max_seq_len),
         **_ranks(config),
-        **({"experts": "a pass gathers those that it can use"} if build.gather_experts else {}),
         "bits": str(config.bit_exact or "not probed"),
         "KV cache": f"{human_bytes(cache)} in {_cache_form(config.graph)} for {build.max_batch_size} rows of "
         f"{build.cache_length} positions",

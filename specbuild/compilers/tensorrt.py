@@ -25,7 +25,6 @@ from specbuild.compilers.trt_forms import (
 from specbuild.compilers.trt_progress import interruptible, progress_monitor
 from specbuild.graph import ops as graphs
 from specbuild.graph.kv_cache_qdq import leave_writing_to_caller
-from specbuild.graph.moe_gather import gather_used_experts
 from specbuild.graph.plain_attention import write_out_attention
 from specbuild.graph.recurrent import expand
 from specrun.devices.driver import compute_capability, use_gpu, why_no_gpu
@@ -97,8 +96,6 @@ class Tensorrt:
             model, weights = graphs.write_recoded(model, output), output
         round_float4_inputs(model)
         narrow_float4_scales(model)
-        if build.gather_experts:
-            notes.append(_gathered(gather_used_experts(model)))
         if graph.states:
             graph = graph.with_replays(build.max_draft_len)
             expand(model, graph.states, graph.replays)
@@ -184,11 +181,6 @@ def _build(
     if timing_cache and cache and plan is not None:
         save_timings(config, cache, timing_cache, log)
     return _Built(plan, log, io)
-
-
-def _gathered(layers: int) -> str:
-    """The note on a plan that does not multiply by all experts."""
-    return f"{layers} layers gather as many experts as the tokens of a pass can use, and multiply by those"
 
 
 def _not_fused(graph: GraphInfo) -> str:

@@ -35,7 +35,6 @@ class EngineOptions(Strict):
     max_draft_len: Annotated[int | None, Field(ge=0)] = None
     gather_generation_logits: bool = False
     multiple_profiles: bool = False
-    gather_experts: bool = False
     tp_size: Annotated[int, Field(ge=1, le=1 << 10)] = 1
     kv_cache_dtype: CacheForm = "auto"
     compute_capabilities: tuple[int, ...] = ()
@@ -172,7 +171,6 @@ def plan_build(options: EngineOptions, checkpoint: CheckpointConfig) -> tuple[Bu
         speculative_decoding_mode="draft_tokens_external" if draft_len else "none",
         gather_generation_logits=options.gather_generation_logits,
         multiple_profiles=options.multiple_profiles,
-        gather_experts=options.gather_experts,
         tp_size=options.tp_size,
         kv_cache_dtype=options.kv_cache_dtype,
         cache_length=-(-(seq_len + draft_len + 1) // step) * step,

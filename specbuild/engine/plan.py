@@ -15,7 +15,6 @@ from specbuild.artifacts.provenance import provenance, releases
 from specbuild.compilers import Compiler, choose
 from specbuild.engine.config import EngineOptions, plan_build
 from specbuild.graph import ops as graphs
-from specbuild.graph.moe_gather import has_mixtures
 from specbuild.sharding.parts import CACHE
 from specbuild.sharding.shard import shard
 from specrun import cpu_operators
@@ -89,8 +88,6 @@ def plan_engine(options: EngineOptions) -> EnginePlan:
             "--multiple_profiles: an engine of onnxruntime has no profiles; leave it out, or give --backend tensorrt "
             "or tensorrt_rtx"
         )
-    if options.gather_experts:
-        _check_experts(options, backend)
     if options.kv_cache_dtype != "auto":
         _check_cache(options, checkpoint, backend)
     device: Literal["cpu", "cuda"] = "cpu"
@@ -152,19 +149,6 @@ def _check_cache(options: EngineOptions, checkpoint: CheckpointConfig, backend: 
         )
     if checkpoint.graph.features is not None:
         raise BuildConfigError(f"{given}: features of a head are not stored in few bits; leave it out")
-
-
-def _check_experts(options: EngineOptions, backend: str) -> None:
-    """Raises SpecError where no experts can be gathered."""
-    if backend == "onnxruntime":
-        raise BackendError(
-            "--gather_experts: is for engines of TensorRT; those of onnxruntime for the CPU read only the experts that "
-            "a pass uses in any case; leave it out, or give --backend tensorrt or tensorrt_rtx"
-        )
-    if not has_mixtures(ir.load(options.checkpoint_dir / GRAPH_NAME)):
-        raise BuildConfigError(
-            f"--gather_experts: {options.checkpoint_dir} is no mixture of experts that specbuild knows; leave it out"
-        )
 
 
 def _inputs(checkpoint: CheckpointConfig) -> dict[str, str]:

@@ -113,7 +113,7 @@ target_options = together(
 """What a command takes that opens a target alone."""
 candidate_options = together(
     click.argument("target", metavar="TARGET"),
-    click.argument("drafts", nargs=-1, metavar="[DRAFT|suffix|ngram]..."),
+    click.argument("drafts", nargs=-1, metavar="[DRAFT|suffix]..."),
     click.option(
         "--qformat",
         "qformats",

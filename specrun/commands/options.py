@@ -108,9 +108,9 @@ def note_unused_sampling(options: dict[str, Any]) -> None:
 tokenizer_dir_option = click.option("--tokenizer_dir", type=FolderPath, help="Default: the target's tokenizer.")
 draft_option = click.option(
     "--draft",
-    type=click.Choice(["ngram", "suffix"]),
-    help="Draft without a draft engine. ngram: what followed the last tokens where they came before in the text. "
-    "suffix: longer matches, also in earlier outputs and through edits; it can be combined with a draft engine.",
+    type=click.Choice(["suffix", "ngram"]),
+    help="suffix: draft what followed the last tokens where they came before in the text or in earlier outputs, beside "
+    "a draft engine or without one. ngram: another name of it.",
 )
 rank_hosts_option = click.option(
     "--rank_hosts",
@@ -155,8 +155,6 @@ prompt_options = together(
 
 def require_one_draft(draft: str | None, draft_model: str | Path | None, needed: bool = False) -> None:
     """Raise click's UsageError where the two cannot be combined, or one is ``needed`` and there is none."""
-    if draft == "ngram" and draft_model:
-        raise click.UsageError("--draft ngram cannot be combined with a draft model")
     if needed and not (draft or draft_model):
         raise click.UsageError("give DRAFT, or --draft suffix")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from specrun.engine_dir.contract import state_name
 
@@ -17,12 +17,12 @@ More are a multiple of it, so that rows of kept tokens begin where TensorRT take
 
 
 class CacheTensor(BaseModel):
-    """One cache tensor of one layer, [B, heads, S_max, head_dim]. ``width`` is what head_dim was called before."""
+    """One cache tensor of one layer, [B, heads, S_max, head_dim]."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     heads: int = Field(ge=1, le=1 << 16)
-    head_dim: int = Field(ge=1, le=1 << 16, validation_alias=AliasChoices("head_dim", "width"))
+    head_dim: int = Field(ge=1, le=1 << 16)
     """Elements of a head: of a packed one, bytes."""
 
     def packed(self, bits: int) -> CacheTensor:

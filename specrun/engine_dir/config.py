@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
-    AliasChoices,
     BaseModel,
     ConfigDict,
     Field,
@@ -25,7 +24,6 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 
 from specrun import cpu_operators
@@ -141,8 +139,8 @@ class GraphInfo(Strict):
     """What keys and values are stored in; None: what is computed in."""
     kv_cache_bits: PackedBits | None = None
     """Bits of the codes of packed heads, where ``kv_cache_dtype`` is uint8."""
-    quantized: QuantizedWeights | None = Field(default=None, validation_alias=AliasChoices("quantized", "quantised"))
-    """Weights in few bits, if there are any. Directories made before 2026-11-24 have the second name."""
+    quantized: QuantizedWeights | None = None
+    """Weights in few bits, if there are any."""
     caches: list[CacheTensor] = Field(max_length=1 << 16)
     states: list[StateTensor] = Field(default=[], max_length=1 << 16)
     """What recurrent layers keep."""
@@ -282,8 +280,6 @@ class BuildConfig(Strict):
     speculative_decoding_mode: SpeculativeMode
     gather_generation_logits: bool
     multiple_profiles: bool = False
-    gather_experts: bool = False
-    """Whether passes multiply by the experts that they can use, which are copied first."""
     tp_size: int = Field(default=1, ge=1, le=1 << 10)
     """How many ranks compute the model together (tensor parallel)."""
     kv_cache_dtype: CacheForm = "auto"
@@ -308,12 +304,6 @@ class BackendInfo(Strict):
     skips_unused_tokens: bool = False
     """Whether padding (``UNUSED_TOKEN``) costs nothing: a pass takes as long as its rows have tokens together."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_needs_vnni(cls, data: Any) -> Any:
-        """Engines of earlier releases say so; those that do need it are refused."""
-        return {k: v for k, v in data.items() if (k, v) != ("needs_vnni", False)} if isinstance(data, dict) else data
-
 
 class Provenance(Strict):
     """Where the directory came from. Where all but ``created``, ``source`` and ``notes`` are equal, the files are."""
@@ -326,7 +316,7 @@ class Provenance(Strict):
     machine: str = ""
     """What it was made for."""
     options: dict[str, JsonValue] | None = None
-    """Those that decide what is in the files. None: nobody noted them down, as in earlier releases."""
+    """Those that decide what is in the files. None if not recorded."""
     inputs: dict[str, str] = {}
     """The sha256 of everything that was read, by name."""
     input_states: dict[str, list[int]] = {}
@@ -344,9 +334,9 @@ class EngineConfig(Strict):
     graph: GraphInfo
     io: list[Tensor]
     pass_times: PassTimes | None = None
-    """None: on a GPU, of a draft head, or built by an earlier release."""
+    """None: on a GPU, or of a draft head."""
     bit_exact: BitExact | None = None
-    """None: not probed, as on GPUs and by earlier releases."""
+    """None: not probed, as on GPUs."""
     tokenizer: TokenizerInfo | None
     eos_token_ids: list[int]
     pretrained_config: dict[str, Any]

@@ -22,7 +22,7 @@ class PassTimes(BaseModel):
     seconds: tuple[tuple[float, ...], ...]
     """[R, T]"""
     processor: str = ""
-    """The processor and the runtime that they were measured with; empty: earlier releases did not say."""
+    """The processor and the runtime that they were measured with; empty for those of whole rounds on a GPU."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -12,9 +12,6 @@ from pathlib import Path
 from specrun.engine_dir.directories import locked
 from specrun.errors import EngineDirError, OutputExistsError
 
-_OLDER = "pairs"
-"""The folder beside this one that releases before 2026-11-25 had. Each entry of it holds two engines."""
-
 
 @dataclass(frozen=True)
 class Entry:
@@ -63,11 +60,13 @@ def note_use(place: Path) -> None:
 
 def entries() -> list[Entry]:
     """What is in the cache; what was used last comes first."""
-    found = []
-    for folder in (cached_engines(), user_cache() / _OLDER):
-        for path in folder.iterdir() if folder.is_dir() else ():
-            if path.is_dir() and not path.name.startswith("."):
-                found.append(Entry(path.name, path, _bytes_of(path), path.stat().st_mtime))
+    folder = cached_engines()
+    places = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    found = [
+        Entry(path.name, path, _bytes_of(path), path.stat().st_mtime)
+        for path in places
+        if not path.name.startswith(".")
+    ]
     return sorted(found, key=lambda entry: -entry.used)
 
 

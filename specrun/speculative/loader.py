@@ -22,7 +22,6 @@ from specrun.drafters.head import DeviceHeadDrafter, HeadDrafter
 from specrun.drafters.hybrid import HybridDrafter
 from specrun.drafters.markov import Markov
 from specrun.drafters.model import ModelDrafter
-from specrun.drafters.ngram import NgramDrafter
 from specrun.drafters.other_tokenizer import TranslatedDrafter
 from specrun.drafters.suffix import SuffixDrafter
 from specrun.drafters.uploaded import UploadedDrafter
@@ -140,7 +139,7 @@ def _host_drafter(
         else:
             drafter = (HeadDrafter if graph.is_head else ModelDrafter)(runner, *settings)
         return HybridDrafter(drafter, suffix) if config.draft else drafter
-    return {None: None, "ngram": NgramDrafter(), "suffix": suffix}[config.draft]
+    return suffix if config.draft else None
 
 
 def _cached_blocks(target: Engine, rows: int, config: DraftTargetConfig) -> int:

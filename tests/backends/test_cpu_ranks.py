@@ -72,7 +72,7 @@ def engine(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def decode(directory: Path) -> list[Request]:
     """Greedy texts of the prompts together."""
-    with SpeculativeDecoder.open(directory, config=DraftTargetConfig(draft="ngram")) as decoder:
+    with SpeculativeDecoder.open(directory, config=DraftTargetConfig(draft="suffix")) as decoder:
         return decoder.generate(PROMPTS, max_output_len=24, logprobs=1)
 
 

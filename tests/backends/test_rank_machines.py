@@ -59,7 +59,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
 
 def on(machine: Machine) -> DraftTargetConfig:
     """The first rank on this machine, the second on the other."""
-    return DraftTargetConfig(draft="ngram", rank_hosts=(machine.address(1), machine.host))
+    return DraftTargetConfig(draft="suffix", rank_hosts=(machine.address(1), machine.host))
 
 
 def there() -> list[psutil.Process]:
@@ -73,7 +73,7 @@ def there() -> list[psutil.Process]:
 def test_texts_are_those_of_one_machine(engine: Path, machine: Machine) -> None:
     """Prompts, drafts, rows that move: the bits of two ranks on this machine."""
     texts = []
-    for config in (DraftTargetConfig(draft="ngram"), on(machine)):
+    for config in (DraftTargetConfig(draft="suffix"), on(machine)):
         with SpeculativeDecoder.open(engine, config=config) as decoder:
             assert len(there()) == len(config.rank_hosts[1:])
             requests = decoder.generate(PROMPTS, max_output_len=40, logprobs=1)

@@ -20,10 +20,10 @@ DAY = 86400
 
 @pytest.fixture
 def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache with engines of 1, 2 and 4 MB, used today, 3 and 30 days ago, and one of an older release."""
+    """A cache with engines of 1, 2 and 4 MB, used today, 3 and 30 days ago."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     root = tmp_path / "specrun"
-    for place, size, days in (("engines/one-01", 1, 0), ("engines/two-02", 2, 3), ("pairs/old-03", 4, 30)):
+    for place, size, days in (("engines/one-01", 1, 0), ("engines/two-02", 2, 3), ("engines/old-03", 4, 30)):
         (root / place / "engine").mkdir(parents=True)
         (root / place / "engine" / "model.onnx").write_bytes(bytes(size * 10**6))
         used = time.time() - days * DAY

@@ -392,7 +392,6 @@ def specrun(*arguments: object) -> Result:
         (["-m", "big", "--engine_dir", "x"], 2, "--engine_dir cannot be combined with TARGET"),
         (["big", "-m", "big"], 2, "-m cannot be combined with TARGET"),
         (["a/b", "c/d", "--draft_engine_dir", "x"], 2, "--draft_engine_dir cannot be combined with DRAFT"),
-        (["a/b", "c/d", "--draft", "ngram"], 2, "--draft ngram cannot be combined with a draft model"),
         (["a/b", "--draft_len", "3"], 2, "--draft_len needs a draft; give DRAFT or --draft suffix"),
         (["--engine_dir", "x", "--qformat", "int8"], 2, "--qformat is for checkpoints, of which engines are built"),
         (["none"], 1, "none: no such directory; TARGET wants a checkpoint's directory, its Hub ID (owner/name), or an"),

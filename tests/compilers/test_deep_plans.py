@@ -52,12 +52,10 @@ def compiled(onnx_dir: Path, output: Path, **options: Any) -> EngineConfig:
     [("llama3", "auto", "int8", 1), ("llama3", "auto", "fp8", 4), ("mixtral", "int4", "int8", 4)],
 )
 def test_caches_in_8_bits(family: str, qformat: str, cache: str, rows: int, tmp_path: Path) -> None:
-    """With all experts, and with those that a pass can use."""
     onnx_dir = convert(tmp_path, family, kv_cache_dtype=cache, qformat=qformat)
-    for gather in (False, True) if family == "mixtral" else (False,):
-        config = compiled(onnx_dir, tmp_path / f"plan-{gather}", gather_experts=gather, max_batch_size=rows)
-        assert config.graph.kv_cache_dtype == {"int8": "int8", "fp8": "float8_e4m3fn"}[cache]
-        assert not config.writes_cache
+    config = compiled(onnx_dir, tmp_path / "plan", max_batch_size=rows)
+    assert config.graph.kv_cache_dtype == {"int8": "int8", "fp8": "float8_e4m3fn"}[cache]
+    assert not config.writes_cache
 
 
 def test_features(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from specrun.drafters.acceptance_rate import AcceptanceRate
 from specrun.drafters.draft_plan import DraftPlan
 from specrun.drafters.hybrid import HybridDrafter
 from specrun.drafters.model import ModelDrafter
-from specrun.drafters.ngram import NgramDrafter
 from specrun.drafters.suffix import MATCHED, MAX_MATCH, MAX_OCCURRENCES, Found, Index, PastTexts, SuffixDrafter, follow
+from specrun.errors import PairError, RequestError
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from tests.helpers.reference import exact_probabilities, fits
@@ -230,17 +230,17 @@ def test_nor_is_it_beside_a_model(target: Path, draft: Path) -> None:
         assert lens_by_price(drafter, drafter.suffix, [0.3, 0.6]) == [3, 3, 1, 1]
 
 
-@pytest.mark.parametrize("kind", ["ngram", "ngram on a device", "suffix", "hybrid"])
+@pytest.mark.parametrize("kind", ["suffix", "suffix on a device", "hybrid"])
 @pytest.mark.parametrize("params", [SamplingParams(1.0), SamplingParams(1.3, top_k=4)], ids=["all", "top_k"])
 def test_acceptance_by_logits_keeps_the_distribution(tmp_path: Path, kind: str, params: SamplingParams) -> None:
     logits = normal(3, V)
     target = save_table_engine(tmp_path / "target", logits)
     draft = save_table_engine(tmp_path / "draft", logits + normal(4, V)) if kind == "hybrid" else None
     requests = make_requests(1000, 30, params)
-    config = DraftTargetConfig(3, use_logits=True, draft="ngram" if kind == "ngram" else "suffix")
+    config = DraftTargetConfig(3, use_logits=True, draft="suffix")
     with (
-        on_device(target, NgramDrafter(), 3, use_logits=True)
-        if kind == "ngram on a device"
+        on_device(target, SuffixDrafter(use_logits=True), 3, use_logits=True)
+        if kind == "suffix on a device"
         else SpeculativeDecoder.open(target, draft, config)
     ) as decoder:
         tokens = np.array(decode(decoder, requests))
@@ -272,3 +272,29 @@ def test_the_commands(engines: Path) -> None:
         assert "draft tokens accepted" in found.stderr
         assert run(main, ["bench", *text, *more, "--output_len", "8", "--repetitions", "1"]).exit_code == 0
         assert run(main, ["verify", *text, *more, "--seconds", "1", "--temperature", "0"]).exit_code in (0, 3)
+
+
+def test_a_text_without_repeats_is_not_drafted(tmp_path: Path) -> None:
+    """Every token is new: rounds without a match are plain ones."""
+    logits = np.full((50, 50), -5.0, np.float32)
+    logits[np.arange(50), (np.arange(50) + 1) % 50] = 5
+    target = save_table_engine(tmp_path / "target", logits)
+    for decoder in (on_host(target, None, 4), on_device(target, SuffixDrafter(False), 4)):
+        request = Request([0], SamplingParams(), 48)
+        assert decode(decoder, [request]) == [list(range(1, 49))]
+        assert request.stats.drafted == 0 and request.stats.rounds == 48
+
+
+def test_host_and_device_accept_the_same_by_logits(target: Path) -> None:
+    host, device = on_host(target, None, 4, True), on_device(target, SuffixDrafter(True), 4, use_logits=True)
+    assert decode(host, some_requests()) == decode(device, some_requests())
+
+
+def test_names(engines: Path) -> None:
+    assert DraftTargetConfig(draft="ngram") == DraftTargetConfig(draft="suffix")
+    with pytest.raises(RequestError, match="draft 'tree': expected suffix"):
+        DraftTargetConfig(draft="tree")  # type: ignore[arg-type]
+    with pytest.raises(PairError, match="built without draft tokens"):
+        SpeculativeDecoder.open(engines / "draft", config=DraftTargetConfig(draft="suffix"))
+    neither = CliRunner().invoke(main, ["bench", "--engine_dir", str(engines / "target"), "--input_text", "a"])
+    assert (neither.exit_code, "--draft suffix" in neither.stderr) == (2, True)

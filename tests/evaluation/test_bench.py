@@ -183,7 +183,7 @@ def test_the_prediction_is_the_papers_with_the_times_of_a_repetition() -> None:
     ("config", "lengths"),
     [
         (DraftTargetConfig(), [4]),
-        (DraftTargetConfig(draft="ngram"), [0, 2]),
+        (DraftTargetConfig(draft="suffix"), [0, 2]),
         (DraftTargetConfig(draft_confidence=0.5), [0, 2]),
     ],
 )

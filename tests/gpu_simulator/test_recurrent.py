@@ -143,12 +143,12 @@ def test_ids_are_the_cpus(
         assert written(decoder) == expected[target]
 
 
-@pytest.mark.parametrize("draft", [None, "ngram", "on the CPU"])
+@pytest.mark.parametrize("draft", [None, "suffix", "on the CPU"])
 def test_ids_are_the_cpus_without_a_draft_on_the_gpu(
     root: Path, expected: dict[str, list[list[int]]], draft: str | None
 ) -> None:
     engine = root / "convolutions" if draft == "on the CPU" else None
-    settings = DraftTargetConfig(3 if draft else None, draft="ngram" if draft == "ngram" else None)
+    settings = DraftTargetConfig(3 if draft else None, draft="suffix" if draft == "suffix" else None)
     with SpeculativeDecoder.open(root / "plans" / "target", engine, settings) as decoder:
         assert written(decoder) == expected["target"]
 

@@ -113,12 +113,12 @@ def test_the_target_alone(tables: Path, graph: bool) -> None:
 
 @pytest.mark.usefixtures("nothing_left", "two_blocks")
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "pieces"])
-def test_ngrams_draft_as_they_do_on_the_cpu(tables: Path, graph: bool) -> None:
+def test_matches_draft_as_they_do_on_the_cpu(tables: Path, graph: bool) -> None:
     """By both acceptances; and with ``auto``, whose draft lengths depend on the clock and whose ids do not."""
-    with SpeculativeDecoder.open(tables / "target", config=DraftTargetConfig(3, draft="ngram")) as decoder:
+    with SpeculativeDecoder.open(tables / "target", config=DraftTargetConfig(3, draft="suffix")) as decoder:
         expected, many = in_batches(decoder), requests(14)
         decode(decoder, many)
-    settings = DraftTargetConfig(3, draft="ngram", cuda_graph=graph)
+    settings = DraftTargetConfig(3, draft="suffix", cuda_graph=graph)
     with SpeculativeDecoder.open(tables / "plans" / "target", config=settings) as decoder:
         assert in_batches(decoder) == expected
         again = requests(14)
@@ -127,7 +127,7 @@ def test_ngrams_draft_as_they_do_on_the_cpu(tables: Path, graph: bool) -> None:
     assert accepted == [request.stats.accepted for request in many] and sum(accepted) > 10
     with SpeculativeDecoder.open(tables / "target") as decoder:
         alone = decode(decoder, requests(4))
-    with SpeculativeDecoder.open(tables / "plans" / "target", config=DraftTargetConfig(draft="ngram")) as decoder:
+    with SpeculativeDecoder.open(tables / "plans" / "target", config=DraftTargetConfig(draft="suffix")) as decoder:
         assert decode(decoder, requests(4)) == alone
 
 
@@ -170,7 +170,7 @@ def test_a_draft_that_fails_leaves_the_targets_text(tables: Path, tmp_path: Path
 @pytest.mark.usefixtures("nothing_left", "two_blocks")
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "pieces"])
 @pytest.mark.parametrize(
-    "place", ["one GPU", "apart", "CPU", "ngram", "alone", "one GPU, slow masks", "CPU, slow masks"]
+    "place", ["one GPU", "apart", "CPU", "suffix", "alone", "one GPU, slow masks", "CPU, slow masks"]
 )
 def test_constrained_texts_are_the_cpus(
     tmp_path: Path, place: str, graph: bool, monkeypatch: pytest.MonkeyPatch
@@ -199,8 +199,8 @@ def test_constrained_texts_are_the_cpus(
     with SpeculativeDecoder.open(target) as decoder:
         expected = decode(decoder, some())
     draft_dir = None
-    if place in ("ngram", "alone"):
-        settings = DraftTargetConfig(3, draft="ngram") if place == "ngram" else DraftTargetConfig()
+    if place in ("suffix", "alone"):
+        settings = DraftTargetConfig(3, draft="suffix") if place == "suffix" else DraftTargetConfig()
     else:
         settings = config(place if place in PLACES else "one GPU")
         draft_dir = draft if place == "CPU" else as_plan(draft, tmp_path / "plan")

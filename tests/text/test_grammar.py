@@ -218,7 +218,7 @@ def alone(engines: Path) -> Callable[[str, SamplingParams], list[list[int]]]:
     return ids
 
 
-@pytest.mark.parametrize("draft", ["draft", "ngram"])
+@pytest.mark.parametrize("draft", ["draft", "suffix"])
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_draft_changes_nothing_and_every_text_is_valid(
@@ -226,7 +226,7 @@ def test_a_draft_changes_nothing_and_every_text_is_valid(
 ) -> None:
     options, valid = CASES[case]
     for draft_len in (1, 4, None, 10):
-        config = DraftTargetConfig(draft_len, draft="ngram" if draft == "ngram" else None)
+        config = DraftTargetConfig(draft_len, draft="suffix" if draft == "suffix" else None)
         requests = write(engines, draft, params, options, config)
         assert [request.output for request in requests] == alone(case, params), draft_len
         for request in requests[:2]:

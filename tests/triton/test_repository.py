@@ -58,7 +58,7 @@ def test_copies_can_be_moved_and_share_the_disk(engines: Path, tmp_path: Path) -
     assert len({(copy / "model.onnx").stat().st_ino for copy in copies}) == 1
     assert (copies[0] / "model.onnx").stat().st_ino != (engines / "target/model.onnx").stat().st_ino
     assert (output / "target/1/tokenizer/tokenizer.json").exists()
-    assert parameters(output / "speculative/config.pbtxt")["draft"] == "ngram"
+    assert parameters(output / "speculative/config.pbtxt")["draft"] == "suffix"
     assert "draft" not in parameters(output / "target/config.pbtxt")
 
 
