@@ -8,7 +8,6 @@ from pathlib import Path
 
 from specbuild.convert.options import ConvertOptions
 from specbuild.convert.source import Source, lay_out, read_source
-from specbuild.hf.families import refused_family
 from specbuild.hf.hub_metadata import described
 from specbuild.hf.model_facts import require_packages, vocab_size_of
 from specbuild.hf.tokenizer_check import check_tokenizer
@@ -16,8 +15,8 @@ from specbuild.progress import Stages
 from specbuild.weights.safetensors_files import Weights
 from specrun.command_line import human_bytes
 from specrun.engine_dir.cache_tensors import state_bytes
-from specrun.engine_dir.config import CONFIG_NAME, TokenizerInfo
-from specrun.errors import RequestError, UnsupportedModelError
+from specrun.engine_dir.config import TokenizerInfo
+from specrun.errors import RequestError
 from specrun.kv_cache.host_memory import free_memory
 from specrun.text.chat_template import ChatTemplate
 from specrun.text.tokenizer import TOKENIZER_NAME, describe_tokenizer
@@ -91,15 +90,7 @@ def check_model(
         return replace(_check(read_source(options, {"model_dir": directory}, stages), options), download=download)
 
 
-def require_family(source: Source) -> None:
-    """Raise UnsupportedModelError where the table of families says that the model's does not convert."""
-    model_type = source.hf_config.model_type
-    if reason := refused_family(model_type):
-        raise UnsupportedModelError(f"{source.directory / CONFIG_NAME}: {model_type} cannot be converted: {reason}")
-
-
 def _check(source: Source, options: ConvertOptions) -> Checked:
-    require_family(source)
     from specbuild.export.model_memory import model_memory
 
     directory, weights, scheme = source.directory, source.files, source.scheme

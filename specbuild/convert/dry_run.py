@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from specbuild.artifacts.inspect import facts_table
 from specbuild.artifacts.provenance import require_same
-from specbuild.convert.check import conversion_memory, require_family
+from specbuild.convert.check import conversion_memory
 from specbuild.convert.convert import require_sound
 from specbuild.convert.inputs import CONVERT, described_inputs, made_of
 from specbuild.convert.options import ConvertOptions
@@ -47,7 +47,6 @@ def describe_conversion(options: ConvertOptions, stages: Stages) -> str:
                 stopped.require_same(made_of(CONVERT, options, directories, stopped.made))
         with stages.stage("check checkpoint"):
             source = read_source(options, directories, stages)
-            require_family(source)
         with stages.stage("lay out the model"):
             layout = lay_out(source, options)
             return facts_table(_facts(options, source, layout, would_be, download))

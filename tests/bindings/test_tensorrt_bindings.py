@@ -22,7 +22,6 @@ ONLY_LOAD_IT = {
     "specrun/evaluation/report/page.py",
     "specrun/optional_packages.py",
     "specbuild/engine/plan.py",
-    "scripts/make_families.py",
 }
 """They ask whether TensorRT loads, or for its version, or import what is named elsewhere, and hold no object of it."""
 TEXTS = {Path(path).stem: (ROOT / path).read_text() for path in SOURCES}

@@ -1,4 +1,4 @@
-"""``specbuild check`` and ``specbuild families``: what is known before anything is written."""
+"""``specbuild check``: what is known before anything is written."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from transformers import MambaConfig
 
 from specbuild.cli import main
 from specbuild.files import require_space
-from specbuild.hf.families import table
 from specrun import SpeculativeDecoder
 from specrun.command_line import human_bytes
-from tests.helpers.families import FAMILIES, SIZES, save_checkpoint
+from tests.helpers.families import SIZES, save_checkpoint
 
 
 def run(*arguments: object) -> Result:
@@ -66,17 +65,6 @@ def test_the_true_reason_is_said(hf: Path, tmp_path: Path) -> None:
     assert said.exit_code == 1 and "no such directory" in said.stderr
 
 
-def test_the_table_is_of_the_installed_transformers_and_knows_the_tests_families() -> None:
-    assert table()["transformers"] == transformers.__version__, "run scripts/make_families.py again"
-    names = {config().model_type for config in FAMILIES.values()}
-    assert [name for name in names if table()["families"][name]["outcome"] != "converts"] == []
-    unknown = [name for name, one in table()["families"].items() if one["outcome"] in ("failed", "not tried")]
-    assert unknown == ["gemma3n"]  # Its tower for images needs packages that are not installed here.
-    said = run("families").stdout
-    assert " convert and were verified: " in said
-    assert json.loads(run("families", "--json").stdout) == table()
-
-
 def test_a_family_is_not_refused_where_the_configuration_decides(hf: Path, tmp_path: Path) -> None:
     """GraniteMoeHybrid converts with attention in every layer and with recurrent ones; of others is said once why."""
     sizes = {**SIZES, "num_local_experts": 2, "num_experts_per_tok": 1, "shared_intermediate_size": 64}
@@ -94,11 +82,6 @@ def test_a_family_is_not_refused_where_the_configuration_decides(hf: Path, tmp_p
     said = run("check", tmp_path / "attention")
     assert said.exit_code == 1
     assert said.stderr.count("cannot be converted") == 1
-
-
-def test_no_reason_names_its_family_again() -> None:
-    assert [name for name, one in table()["families"].items() if "cannot be converted" in one.get("reason", "")] == []
-    assert "convert where their configuration asks for keys and values alone" in run("families").stdout
 
 
 def test_memory_is_named_beside_disk(hf: Path) -> None:
