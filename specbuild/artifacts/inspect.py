@@ -101,7 +101,7 @@ def _ranks(config: EngineConfig) -> dict[str, str]:
 
 
 def _cache_form(graph: GraphInfo) -> str:
-    return f"{graph.kv_cache_bits} bits" if graph.kv_cache_bits else graph.cache_element.name
+    return f"8 and {graph.value_bits} bits" if graph.value_bits else graph.cache_element.name
 
 
 _ANY = {"tensorrt_rtx": "any RTX GPU", "onnxruntime": "any NVIDIA GPU"}

@@ -18,7 +18,7 @@ from specbuild.graph.causal_mask import causal_window
 from specbuild.graph.kv_cache_qdq import drop_cache_factors, drop_cache_rounding
 from specrun.cpu_operators import DOMAIN, VERSION
 from specrun.engine_dir.cache_tensors import PACKED_BLOCK, CacheTensor
-from specrun.engine_dir.config import PackedBits
+from specrun.engine_dir.config import ValueBits
 from specrun.engine_dir.contract import WRITE_INDICES
 
 OPERATOR, PACKED_OPERATOR = "CachedAttention", "PackedCachedAttention"
@@ -38,8 +38,8 @@ class _Heads(NamedTuple):
     rotation: ir.Node | None
 
 
-def with_packed_attention(model: ir.Model, cache_length: int, bits: PackedBits) -> ir.Model | None:
-    """The model, in float32, with keys and values in codes of ``bits``; rounding that it has itself is left out.
+def with_packed_attention(model: ir.Model, cache_length: int, value_bits: ValueBits) -> ir.Model | None:
+    """The model, in float32, with keys and values in codes; rounding that it has itself is left out.
 
     None where the operator does not stand for the attention of every layer.
     """
@@ -47,16 +47,16 @@ def with_packed_attention(model: ir.Model, cache_length: int, bits: PackedBits) 
     drop_cache_rounding(packed)
     drop_cache_factors(packed)
     caches = [node for node in packed.graph if node.op_type == "TensorScatter"]
-    count = fuse_cached_attention(packed, cache_length, bits)
+    count = fuse_cached_attention(packed, cache_length, value_bits)
     return packed if caches and 2 * count == len(caches) else None
 
 
-def fuse_cached_attention(model: ir.Model, cache_length: int, bits: PackedBits | None = None) -> int:
+def fuse_cached_attention(model: ir.Model, cache_length: int, value_bits: ValueBits | None = None) -> int:
     """Replace every Attention that the operator can stand for, in a graph in float32. In place; returns how many.
 
-    bits: of the codes of keys and values; None: they are float32. Only where the mask is proved to be causal in a cache
-    of ``cache_length``, perhaps within a window, and a head has as many numbers in values as in keys, in multiples of
-    16; of 32 where they are packed.
+    value_bits: of the codes of values, beside keys in 8 bits; None: both are float32. Only where the mask is proved to
+    be causal in a cache of ``cache_length``, perhaps within a window, and a head has as many numbers in values as in
+    keys, in multiples of 16; of 32 where they are packed.
     """
     graph, windows = model.graph, dict[ir.Value, int | None]()
     _normalize_heads_first(graph)
@@ -68,7 +68,7 @@ def fuse_cached_attention(model: ir.Model, cache_length: int, bits: PackedBits |
         if mask not in windows:
             windows[mask] = causal_window(mask, cache_length)
         window = windows[mask]
-        count += window is not None and _fuse(graph, node, 0 if window == cache_length else window, angles, bits)
+        count += window is not None and _fuse(graph, node, 0 if window == cache_length else window, angles, value_bits)
     if count:
         model.opset_imports[DOMAIN] = VERSION
         RemoveUnusedNodesPass()(model)
@@ -92,7 +92,7 @@ def _normalize_heads_first(graph: ir.Graph) -> None:
         ir.convenience.replace_nodes_and_values(graph, norm, [norm, swap], [own, turned], [old], turned.outputs)
 
 
-def _fuse(graph: ir.Graph, node: ir.Node, window: int, angles: AnglesByPosition, bits: PackedBits | None) -> bool:
+def _fuse(graph: ir.Graph, node: ir.Node, window: int, angles: AnglesByPosition, value_bits: ValueBits | None) -> bool:
     scatters = [scatter for value in node.inputs[1:3] if (scatter := _scatter_of(value)) is not None]
     swap = _swap_of(node)
     queries = _heads(node.inputs[0])
@@ -103,7 +103,7 @@ def _fuse(graph: ir.Graph, node: ir.Node, window: int, angles: AnglesByPosition,
         return False
     past = [scatter.inputs[0] for scatter in scatters]
     width = _width(*past)
-    if width is None or (bits and (width % PACKED_BLOCK or width > _MOST_PACKED)):
+    if width is None or (value_bits and (width % PACKED_BLOCK or width > _MOST_PACKED)):
         return False
     rotation = queries.rotation
     views = [view] if (view := _needless_view(swap, queries.tokens)) is not None else []
@@ -118,9 +118,9 @@ def _fuse(graph: ir.Graph, node: ir.Node, window: int, angles: AnglesByPosition,
     inputs = [queries.tokens, keys.tokens, values.tokens, *past, write_indices]
     inputs += _angles(rotation, angles) if rotation else ()
     operator = OPERATOR
-    if bits:
-        operator, attributes["cache_bits"] = PACKED_OPERATOR, bits
-        for scatter in scatters:
+    if value_bits:
+        operator, attributes["value_bits"] = PACKED_OPERATOR, value_bits
+        for scatter, bits in zip(scatters, (8, value_bits), strict=True):
             _pack(scatter, width, bits)
     own = ir.node(operator, inputs, attributes, domain=DOMAIN, num_outputs=3, name=f"{node.name}.cached")
     old = [(views or [swap])[0].outputs[0], *(scatter.outputs[0] for scatter in scatters)]

@@ -34,8 +34,8 @@ from specrun.engine_dir.config import (
     BackendInfo,
     BuildConfig,
     GraphInfo,
-    PackedBits,
     Tensor,
+    ValueBits,
 )
 from specrun.engine_dir.dtypes import DTYPES
 from specrun.errors import BuildError
@@ -73,10 +73,10 @@ def compile_graph(
     if prepared := cpu_forms.prepare(model, own_operators):
         notes += prepared
         model = graphs.write_recoded(model, output)
-    bits = _packed_bits(graph, build)
+    bits = _value_bits(graph, build)
     if bits and (packed := with_packed_attention(model, build.cache_length, bits)) is not None:
         model, graph = packed, graph.with_packed_cache(bits)
-        notes.append(f"keys and values in {bits} bits, which specrun's own CPU operators round by token")
+        notes.append(f"keys in 8 and values in {bits} bits, which specrun's own CPU operators round by token")
     elif build.kv_cache_dtype != "auto":
         raise BuildError(
             f"{checkpoint}: --kv_cache_dtype {build.kv_cache_dtype}: attention here is not one that specrun's own CPU "
@@ -132,8 +132,8 @@ def compile_graph(
     )
 
 
-def _packed_bits(graph: GraphInfo, build: BuildConfig) -> PackedBits | None:
-    """Bits of keys and values that are asked for, here or in the checkpoint."""
+def _value_bits(graph: GraphInfo, build: BuildConfig) -> ValueBits | None:
+    """Bits of packed values that are asked for, here or in the checkpoint."""
     if build.kv_cache_dtype == "auto":
         return 8 if graph.kv_cache_dtype and cpu_operators.is_available() else None
     return 8 if build.kv_cache_dtype == "int8" else 4

@@ -9,6 +9,7 @@ from specbuild.compilers import Compiled
 from specbuild.engine.plan import EnginePlan, caches_of
 from specbuild.graph import ops as graphs
 from specbuild.progress import Advance
+from specrun.engine_dir.cache_tensors import packed_caches
 from specrun.engine_dir.config import GRAPH_NAME, PLAN_NAME, engine_files
 
 
@@ -29,8 +30,8 @@ def compile_ranks(plan: EnginePlan, work: Path, advance: Advance) -> Compiled:
             (output / PLAN_NAME).replace(work / f"rank{rank}.engine")
             output.rmdir()
     first, caches = made[0], plan.checkpoint.graph.caches
-    if bits := first.graph.kv_cache_bits:
-        caches = [cache.packed(bits) for cache in caches]
+    if bits := first.graph.value_bits:
+        caches = packed_caches(caches, bits)
     graph = first.graph.model_copy(update={"caches": caches, "ranks": [compiled.graph.caches for compiled in made]})
     files = engine_files(first.backend.name, ranks)
     if first.backend.name == "onnxruntime":

@@ -17,7 +17,6 @@ from specrun.backends import Backend
 from specrun.backends.known_here import describe_runtime
 from specrun.engine_dir.bit_exact import ANY_SHAPE, BitExact, RowMultiple, ShapeClass
 from specrun.engine_dir.cache_tensors import LEAST_REPLAYS, PACKED_BLOCK, scale_bytes
-from specrun.engine_dir.config import PackedBits
 
 _SIZES: tuple[tuple[int, int, RowMultiple], ...] = (
     *((2, 1, 1), (2, 2, 1), (1, 1, 2), (2, 2, 2)),
@@ -182,8 +181,9 @@ def _feed(backend: Backend, shapes: ShapeClass, way: _Way, length: int, nudge: i
     text = own.integers(0, vocab_size, _TOKENS)
     positions = -(-(length + _TOKENS + _STEP) // _STEP) * _STEP + way.more_positions
     backend.resize(batch, positions, 0)
-    bits = backend.config.graph.kv_cache_bits
-    for tensor in backend.cache.part(0, batch):
+    value_bits = backend.config.graph.value_bits
+    for number, tensor in enumerate(backend.cache.part(0, batch)):
+        bits = value_bits and (value_bits if number % 2 else 8)
         held = own.standard_normal((tensor.shape[1], length, tensor.shape[3]), np.float32)
         tensor[...] = 0
         tensor[:, :, :length] = _stored(held * others.uniform(0, 2, (batch, 1, 1, 1)), tensor.dtype, bits)
@@ -217,7 +217,7 @@ def _feed(backend: Backend, shapes: ShapeClass, way: _Way, length: int, nudge: i
     return _Bits(logits, [tensor[row, :, length : length + start].copy() for tensor in tensors])
 
 
-def _stored(values: npt.NDArray[Any], dtype: np.dtype[Any], bits: PackedBits | None) -> npt.NDArray[Any]:
+def _stored(values: npt.NDArray[Any], dtype: np.dtype[Any], bits: int | None) -> npt.NDArray[Any]:
     """Random keys or values as a cache of ``dtype`` has them, where heads are packed in codes of ``bits``."""
     if dtype.kind == "f":
         return values
@@ -229,13 +229,13 @@ def _stored(values: npt.NDArray[Any], dtype: np.dtype[Any], bits: PackedBits | N
     return codes
 
 
-def _code_bytes(size: int, bits: PackedBits) -> int:
+def _code_bytes(size: int, bits: int) -> int:
     """Bytes of a packed head of ``size`` that are codes."""
     block = PACKED_BLOCK * bits // 8
     return size // (block + scale_bytes(PACKED_BLOCK)) * block
 
 
-def _nudge(held: npt.NDArray[Any], seed: int, bits: PackedBits | None = None) -> npt.NDArray[Any]:
+def _nudge(held: npt.NDArray[Any], seed: int, bits: int | None = None) -> npt.NDArray[Any]:
     """Keys or values whose last bits are others."""
     generator = np.random.default_rng(seed)
     signs: npt.NDArray[Any] = generator.choice((-1, 1), held.shape)

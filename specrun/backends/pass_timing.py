@@ -69,6 +69,8 @@ def _seconds(backend: Backend, batch: int, query_lens: Sequence[int]) -> list[fl
     positions = min(_POSITIONS, _MOST_POSITIONS // batch, backend.config.build_config.cache_length)
     positions = max(positions, *query_lens)
     backend.resize(batch, positions, 0)
+    for tensor in backend.cache.part(0, batch):
+        tensor[...] = 0  # What was there could be NaN in packed heads, and then tokens behind it cost nothing.
     generator, seconds = np.random.default_rng(0), []
     for query_len in (query_lens[-1], *query_lens):
         step = backend.bind(0, batch, query_len, query_len)

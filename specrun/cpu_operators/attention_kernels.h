@@ -54,16 +54,18 @@ TARGET void write_token(void* item, size_t number) {
     float memory[kMostWidth];
     for (int64_t head = 0; head < all.kv_heads; ++head) {
         const int64_t from = (token * all.kv_heads + head) * all.width;
-        const int64_t to = ((row * all.kv_heads + head) * all.positions + position) * all.head_bytes();
-        float* key = all.bits == 32 ? reinterpret_cast<float*>(all.keys + to) : memory;
-        rotate(all, all.k + from, row, token % all.tokens, 1.0f, key);
-        if (all.bits == 32) {
-            std::memcpy(all.values + to, all.v + from, static_cast<size_t>(all.width) * sizeof(float));
-            continue;
+        const int64_t to = (row * all.kv_heads + head) * all.positions + position;
+        uint8_t *key = all.keys + to * all.key_bytes(), *value = all.values + to * all.value_bytes();
+        const size_t bytes = static_cast<size_t>(all.width) * sizeof(float);
+        if (all.is_packed()) {
+            rotate(all, all.k + from, row, token % all.tokens, 1.0f, memory);
+            pack_head<8>(memory, all.width, key);
+            std::memcpy(memory, all.v + from, bytes);
+            all.value_bits == 8 ? pack_head<8>(memory, all.width, value) : pack_head<4>(memory, all.width, value);
+        } else {
+            rotate(all, all.k + from, row, token % all.tokens, 1.0f, reinterpret_cast<float*>(key));
+            std::memcpy(value, all.v + from, bytes);
         }
-        pack_head(key, all.width, all.bits, all.keys + to);
-        std::memcpy(memory, all.v + from, static_cast<size_t>(all.width) * sizeof(float));
-        pack_head(memory, all.width, all.bits, all.values + to);
     }
 }
 
@@ -186,9 +188,9 @@ INLINE void in_pairs(int count, Work work) {
 
 // Queries: whose keys begin at the same position; of increasing numbers of keys.
 // memory: for unpacked heads, kKeysAtATime of them.
-template <class Heads>
-TARGET void answer(const Query* queries, int count, Heads keys, Heads values, int64_t width, float* memory) {
-    const int64_t most = queries[count - 1].keys, step = std::min(Heads::at_a_time(), most);
+template <class Keys, class Values>
+TARGET void answer(const Query* queries, int count, Keys keys, Values values, int64_t width, float* memory) {
+    const int64_t most = queries[count - 1].keys, step = std::min(Keys::kAtATime, most);
     for (int64_t begin = 0; begin < most; begin += step) {
         const float* floats = keys.floats(begin, std::min(begin + step, most), memory);
         in_pairs(count, [&](int n, auto pair) TARGET {
@@ -224,8 +226,8 @@ TARGET void answer(const Query* queries, int count, Heads keys, Heads values, in
 constexpr int kManyQueries = kPart == kLanes ? 6 : 14;
 
 // Queries of any number up to 16, whose keys begin at the same position; of increasing numbers of keys.
-template <class Heads>
-TARGET void answer_all(const Query* queries, int count, Heads keys, Heads values, int64_t width, float* memory) {
+template <class Keys, class Values>
+TARGET void answer_all(const Query* queries, int count, Keys keys, Values values, int64_t width, float* memory) {
     if (count >= kManyQueries) {
         answer_lanes(queries, count, keys, values, width, memory);
     } else {
@@ -236,17 +238,21 @@ TARGET void answer_all(const Query* queries, int count, Heads keys, Heads values
 // The same, and what is mixed is mixed back. keys, values: the row's from its first position on.
 TARGET void answer_part(const CachedAttention& all, const Query* queries, int count, const uint8_t* keys,
                         const uint8_t* values, float* memory) {
-    const int64_t skipped = queries[0].first * all.head_bytes(), width = all.width;
-    keys += skipped, values += skipped;
-    if (all.bits == 32) {
+    const int64_t width = all.width;
+    keys += queries[0].first * all.key_bytes(), values += queries[0].first * all.value_bytes();
+    if (!all.is_packed()) {
         const auto floats = [&](const uint8_t* heads) {
             return FloatHeads{reinterpret_cast<const float*>(heads), width};
         };
         answer_all(queries, count, floats(keys), floats(values), width, memory);
         return;
     }
-    const auto packed = [&](const uint8_t* heads) { return PackedHeads{heads, width, all.bits}; };
-    answer_all(queries, count, packed(keys), packed(values), width, memory);
+    const PackedHeads<8> of_keys{keys, width};
+    if (all.value_bits == 8) {
+        answer_all(queries, count, of_keys, PackedHeads<8>{values, width}, width, memory);
+    } else {
+        answer_all(queries, count, of_keys, PackedHeads<4>{values, width}, width, memory);
+    }
     for (int n = 0; n < count; ++n) mix_numbers(queries[n].y, width);
 }
 
@@ -257,8 +263,8 @@ TARGET void attend_part(void* item, size_t number) {
     const int64_t part = static_cast<int64_t>(number) % parts, head = static_cast<int64_t>(number) / parts;
     const int64_t row = head / all.kv_heads, kv_head = head % all.kv_heads;
     const int64_t first = part * kTokensOfPart, end = std::min(first + kTokensOfPart, all.tokens);
-    const int64_t place = head * all.positions * all.head_bytes(), width = all.width;
-    const uint8_t *keys = all.keys + place, *values = all.values + place;
+    const int64_t place = head * all.positions, width = all.width;
+    const uint8_t *keys = all.keys + place * all.key_bytes(), *values = all.values + place * all.value_bytes();
     const int64_t most = (all.first[row] + end + kLanes - 1) / kLanes * kLanes;
     thread_local std::vector<float> all_memory;
     all_memory.resize(static_cast<size_t>(kLanes * width + lanes_memory(most, width)));
@@ -283,7 +289,7 @@ TARGET void attend_part(void* item, size_t number) {
             const int64_t of_head = begin + q_head * width;
             float* own = rotated + count * width;
             rotate(all, all.q + of_head, row, token, all.scale, own);
-            if (all.bits != 32) mix_numbers(own, width);
+            if (all.is_packed()) mix_numbers(own, width);
             queries[count] = {own, from, seen - from, weights + count * most, all.y + of_head};
             if (++count == kLanes) answer_them();
         }

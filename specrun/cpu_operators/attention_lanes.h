@@ -38,8 +38,8 @@ TARGET void score_lanes(const float* queries, const float* keys, int64_t width, 
 }
 
 // Queries: ``count`` of them, 1 to 16, whose keys begin at the same position; of increasing numbers of keys.
-template <class Heads>
-TARGET void answer_lanes(const Query* queries, int count, Heads keys, Heads values, int64_t width, float* memory) {
+template <class Keys, class Values>
+TARGET void answer_lanes(const Query* queries, int count, Keys keys, Values values, int64_t width, float* memory) {
     const int64_t fewest = queries[0].keys, most = queries[count - 1].keys;
     float *unpacked = memory, *by_lane = unpacked + kKeysAtATime * width, *y = by_lane + kLanes * width;
     float* weights = y + kLanes * width;

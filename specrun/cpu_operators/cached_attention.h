@@ -26,12 +26,14 @@ struct CachedAttention {
     const float *q, *k, *v;    // [B, S, heads, width], not rotated
     const float *cos, *sin;    // [B or 1, S, rotated / 2], or [angles, rotated / 2]
     const int64_t* first;      // [B]: the position of a row's first token
-    int64_t bits;              // Of a number of the cache: 32 are floats, 8 or 4 codes; see packed_heads.h
-    uint8_t *keys, *values;    // [B, kv_heads, positions, head_bytes]: tokens of this pass are written here first
+    int64_t value_bits;        // Of a number: 32: keys and values are floats. 8 or 4: codes, keys of 8; packed_heads.h
+    uint8_t *keys, *values;    // [B, kv_heads, positions, bytes of one]: tokens of this pass are written here first
     float* y;                  // [B, S, q_heads, width]
 
     int64_t group() const { return q_heads / kv_heads; }
-    int64_t head_bytes() const { return bits == 32 ? width * 4 : packed_bytes(width, bits); }
+    bool is_packed() const { return value_bits != 32; }
+    int64_t key_bytes() const { return is_packed() ? packed_bytes(width, 8) : width * 4; }
+    int64_t value_bytes() const { return is_packed() ? packed_bytes(width, value_bits) : width * 4; }
 };
 
 constexpr int64_t kTokensOfPart = 16;  // A part is an item of work.

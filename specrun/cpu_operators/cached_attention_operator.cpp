@@ -5,7 +5,8 @@
 // positions [positions, R / 2].
 // Outputs: y [B, S, Hq, D], or as q is divided; present keys and values, which are best the memory of the past ones.
 // Attributes: rotated (R), interleaved, window (0: none), scale; as_queries (1: y as q is divided), if it is there; and
-// cache_bits (8 or 4), where the cache is packed.
+// value_bits (8 or 4), where the cache is packed: keys have 8.
+#include <algorithm>
 #include <cstring>
 #include <initializer_list>
 #include <memory>
@@ -23,7 +24,7 @@ using ort::Tensor;
 
 struct Kernel {
     const void* const* api;
-    int64_t rotated, interleaved, window, as_queries, cache_bits;
+    int64_t rotated, interleaved, window, as_queries, value_bits;
     float scale;
 };
 
@@ -47,9 +48,9 @@ Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelIn
     RETURN_IF_FAILED(ort::integer_attribute(api, info, "window", &kernel->window));
     RETURN_IF_FAILED(ort::float_attribute(api, info, "scale", &kernel->scale));
     ort::ignore_failure(api, ort::integer_attribute(api, info, "as_queries", &kernel->as_queries));
-    kernel->cache_bits = 32;
-    if (kPacked) RETURN_IF_FAILED(ort::integer_attribute(api, info, "cache_bits", &kernel->cache_bits));
-    const bool has_bits = !kPacked || kernel->cache_bits == 8 || kernel->cache_bits == 4;
+    kernel->value_bits = 32;
+    if (kPacked) RETURN_IF_FAILED(ort::integer_attribute(api, info, "value_bits", &kernel->value_bits));
+    const bool has_bits = !kPacked || kernel->value_bits == 8 || kernel->value_bits == 4;
     if (!has_bits || kernel->rotated < 0 || kernel->rotated % 2 || kernel->window < 0) {
         return ort::fail(api, "CachedAttention: attributes out of range");
     }
@@ -65,22 +66,22 @@ bool are_right(const Kernel& kernel, const Tensor (&inputs)[kInputs], specrun::C
     };
     if (past.axes != 4 || past.shape[3] <= 0) return false;
     all->batch = past.shape[0], all->kv_heads = past.shape[1], all->positions = past.shape[2];
-    all->bits = kernel.cache_bits, all->width = past.shape[3];
-    if (all->bits != 32) {
+    all->value_bits = kernel.value_bits, all->width = past.shape[3];
+    const Tensor& values = inputs[kPastValues];
+    if (all->is_packed()) {
         using specrun::kBlock;
-        all->width = past.shape[3] / specrun::packed_bytes(kBlock, all->bits) * kBlock;
-        if (all->head_bytes() != past.shape[3] || all->width > specrun::kMostWidth) return false;
+        all->width = past.shape[3] / specrun::packed_bytes(kBlock, 8) * kBlock;
+        if (all->key_bytes() != past.shape[3] || all->width > specrun::kMostWidth) return false;
     }
+    if (values.axes != 4 || values.shape[3] != (all->is_packed() ? all->value_bytes() : all->width)) return false;
+    if (!std::equal(values.shape, values.shape + 3, past.shape)) return false;
     if (all->width % 16 || kernel.rotated > all->width) return false;
     const int64_t each = all->batch * all->kv_heads * all->width;
     if (!each || k.elements % each) return false;
     all->tokens = static_cast<int64_t>(k.elements) / each;
     if (!all->tokens || !q.elements || q.elements % k.elements) return false;
     all->q_heads = static_cast<int64_t>(q.elements / k.elements) * all->kv_heads;
-    if (!is(indices, all->batch) || inputs[kV].elements != k.elements ||
-        inputs[kPastValues].elements != past.elements) {
-        return false;
-    }
+    if (!is(indices, all->batch) || inputs[kV].elements != k.elements) return false;
     const Tensor& cos = inputs[kCos];
     const int64_t half = kernel.rotated / 2, angles = all->tokens * half;
     all->angles = cos.axes == 2 ? cos.shape[0] : 0;

@@ -51,11 +51,12 @@ TARGET inline void mix_numbers(float* x, int64_t width) {
 }
 
 // Write the head ``x`` to ``y``. Its numbers are mixed in place. A block with NaN becomes NaN.
-TARGET inline void pack_head(float* x, int64_t width, int64_t bits, uint8_t* y) {
+template <int kBits>
+TARGET void pack_head(float* x, int64_t width, uint8_t* y) {
     constexpr float kShift = 12582912.0f;  // 1.5 * 2**23: what is added to it is rounded to a whole number.
     mix_numbers(x, width);
-    uint8_t* scales = y + width * bits / 8;
-    const float limit = bits == 8 ? 127.0f : 7.0f, lowest = bits == 8 ? -127.0f : -8.0f;
+    uint8_t* scales = y + width * kBits / 8;
+    constexpr float kLimit = kBits == 8 ? 127.0f : 7.0f, kLowest = kBits == 8 ? -127.0f : -8.0f;
     for (int64_t first = 0; first < width; first += kBlock) {
         int32_t numbers[kBlock], largest = 0, is_positive = 0;
         std::memcpy(numbers, x + first, sizeof numbers);
@@ -63,17 +64,17 @@ TARGET inline void pack_head(float* x, int64_t width, int64_t bits, uint8_t* y) 
         for (int i = 0; i < kBlock; ++i) is_positive |= numbers[i] == largest;
         const float loudest = from_bits(static_cast<uint32_t>(largest));
         // Of 4 bits the loudest number gets the code -8, so that all codes are used.
-        const uint16_t scale = to_bfloat16(bits == 8 ? loudest / 127.0f : loudest / (is_positive ? -8.0f : 8.0f));
+        const uint16_t scale = to_bfloat16(kBits == 8 ? loudest / 127.0f : loudest / (is_positive ? -8.0f : 8.0f));
         std::memcpy(scales + first / kBlock * 2, &scale, sizeof scale);
         const float step = from_bfloat16(scale), inverse = step != 0.0f ? 1.0f / step : 0.0f;
         for (int i = 0; i < kBlock; ++i) {
             float number = x[first + i] * inverse;
-            number = number < limit ? number : limit;  // Of NaN too: its scale says so.
-            number = (number > lowest ? number : lowest) + kShift;
+            number = number < kLimit ? number : kLimit;  // Of NaN too: its scale says so.
+            number = (number > kLowest ? number : kLowest) + kShift;
             std::memcpy(&numbers[i], &number, sizeof number);
         }
-        uint8_t* codes = y + first * bits / 8;
-        if (bits == 8) {
+        uint8_t* codes = y + first * kBits / 8;
+        if (kBits == 8) {
             for (int i = 0; i < kBlock; ++i) codes[i] = static_cast<uint8_t>(numbers[i]);
         } else {
             for (int i = 0; i < kHalf; ++i) {
@@ -128,19 +129,18 @@ struct FloatHeads {
     const float* heads;
     int64_t width;
 
-    static int64_t at_a_time() { return INT64_MAX / 2; }
+    static constexpr int64_t kAtATime = INT64_MAX / 2;
     const float* floats(int64_t begin, int64_t, float*) const { return heads + begin * width; }
 };
 
+template <int kBits>
 struct PackedHeads {
     const uint8_t* heads;
-    int64_t width, bits;
+    int64_t width;
 
-    static int64_t at_a_time() { return kKeysAtATime; }
+    static constexpr int64_t kAtATime = kKeysAtATime;
     TARGET const float* floats(int64_t begin, int64_t end, float* memory) const {
-        const uint8_t* place = heads + begin * packed_bytes(width, bits);
-        bits == 8 ? unpack_heads<8>(place, end - begin, width, memory)
-                  : unpack_heads<4>(place, end - begin, width, memory);
+        unpack_heads<kBits>(heads + begin * packed_bytes(width, kBits), end - begin, width, memory);
         return memory;
     }
 };

@@ -30,6 +30,11 @@ class CacheTensor(BaseModel):
         return CacheTensor(heads=self.heads, head_dim=self.head_dim * bits // 8 + scale_bytes(self.head_dim))
 
 
+def packed_caches(caches: Sequence[CacheTensor], value_bits: int) -> list[CacheTensor]:
+    """[key_0, value_0, key_1, ..] packed: keys in codes of 8 bits."""
+    return [cache.packed(value_bits if number % 2 else 8) for number, cache in enumerate(caches)]
+
+
 PACKED_BLOCK = 32
 """Numbers of a packed head that share a scale."""
 

@@ -28,7 +28,7 @@ from pydantic import (
 
 from specrun import cpu_operators
 from specrun.engine_dir.bit_exact import BitExact
-from specrun.engine_dir.cache_tensors import LEAST_REPLAYS, CacheTensor, StateTensor, state_bytes
+from specrun.engine_dir.cache_tensors import LEAST_REPLAYS, CacheTensor, StateTensor, packed_caches, state_bytes
 from specrun.engine_dir.checksums import checksum_of, is_unchanged
 from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN, MARKOV_FILES, NOTHING_WANTED, past_names, present_names
 from specrun.engine_dir.dtypes import DTYPES, CacheName, ElementType, FloatName
@@ -124,9 +124,9 @@ class Features(Strict):
     """
 
 
-PackedBits = Literal[8, 4]
+ValueBits = Literal[8, 4]
 CacheForm = Literal["auto", "int8", "int4"]
-"""What ``--kv_cache_dtype`` means for an engine."""
+"""What ``--kv_cache_dtype`` means for an engine. int4: values in 4 bits, and keys in 8."""
 
 
 class GraphInfo(Strict):
@@ -137,8 +137,8 @@ class GraphInfo(Strict):
     """Of everything that is computed."""
     kv_cache_dtype: CacheName | None = None
     """What keys and values are stored in; None: what is computed in."""
-    kv_cache_bits: PackedBits | None = None
-    """Bits of the codes of packed heads, where ``kv_cache_dtype`` is uint8."""
+    value_bits: ValueBits | None = None
+    """Bits of values' codes, where ``kv_cache_dtype`` is uint8 and heads are packed; keys' have 8."""
     quantized: QuantizedWeights | None = None
     """Weights in few bits, if there are any."""
     caches: list[CacheTensor] = Field(max_length=1 << 16)
@@ -225,10 +225,10 @@ class GraphInfo(Strict):
         elements = sum(cache.heads * cache.head_dim for cache in self.own_tensors) * rows * length
         return elements * self.cache_element.nbytes
 
-    def with_packed_cache(self, bits: PackedBits) -> GraphInfo:
-        """The same with keys and values in codes of ``bits``."""
-        packed = [cache.packed(bits) for cache in self.caches]
-        return self.model_copy(update={"caches": packed, "kv_cache_dtype": "uint8", "kv_cache_bits": bits})
+    def with_packed_cache(self, value_bits: ValueBits) -> GraphInfo:
+        """The same with keys in codes of 8 bits, and values in codes of ``value_bits``."""
+        packed = packed_caches(self.caches, value_bits)
+        return self.model_copy(update={"caches": packed, "kv_cache_dtype": "uint8", "value_bits": value_bits})
 
     def with_replays(self, draft_len: int) -> GraphInfo:
         """The same for drafts of ``draft_len`` tokens, which recurrent layers must be able to read again."""

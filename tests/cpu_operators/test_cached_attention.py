@@ -29,8 +29,8 @@ class Case(NamedTuple):
     rotated: int = 0
     interleaved: bool = False
     window: int = 0
-    bits: int = 32
-    """Of a number of the cache; below 32 heads are packed."""
+    value_bits: int = 32
+    """Below 32 heads are packed, and keys have 8."""
 
 
 CASES = {
@@ -44,10 +44,10 @@ CASES = {
     "wide": Case(2, 2, 256, 256),
 }
 PACKED = {
-    "8 bits": Case(width=64, rotated=64, bits=8),
-    "4 bits": Case(3, 1, 128, 64, bits=4),
-    "heads of no power of 2": Case(4, 4, 96, bits=8),
-    "4 bits in a window": Case(8, 2, 32, 32, window=7, bits=4),
+    "8 bits": Case(width=64, rotated=64, value_bits=8),
+    "4 bits": Case(3, 1, 128, 64, value_bits=4),
+    "heads of no power of 2": Case(4, 4, 96, value_bits=8),
+    "4 bits in a window": Case(8, 2, 32, 32, window=7, value_bits=4),
 }
 POSITIONS = 40
 
@@ -66,7 +66,7 @@ class Pass(NamedTuple):
 
 
 def session(case: Case, threads: int = 1, by_position: bool = False) -> Any:
-    cache = ir.DataType.FLOAT if case.bits == 32 else ir.DataType.UINT8
+    cache = ir.DataType.FLOAT if case.value_bits == 32 else ir.DataType.UINT8
     kinds = {"first": ir.DataType.INT64, "keys": cache, "values": cache}
     names = [name for name in Pass._fields if case.rotated or name not in ("cos", "sin")]
     axes = {"keys": 4, "values": 4, "first": 1, **dict.fromkeys(("cos", "sin"), 2 if by_position else 3)}
@@ -79,10 +79,10 @@ def session(case: Case, threads: int = 1, by_position: bool = False) -> Any:
         for name in names
     ]
     attributes = {**case._asdict(), "interleaved": int(case.interleaved), "scale": case.width**-0.5}
-    for name in ("q_heads", "kv_heads", "width", "bits"):
+    for name in ("q_heads", "kv_heads", "width", "value_bits"):
         del attributes[name]
-    attributes |= {"cache_bits": case.bits} if case.bits < 32 else {}
-    operator = OPERATOR if case.bits == 32 else PACKED_OPERATOR
+    attributes |= {"value_bits": case.value_bits} if case.value_bits < 32 else {}
+    operator = OPERATOR if case.value_bits == 32 else PACKED_OPERATOR
     node = ir.node(operator, inputs, attributes, domain=cpu_operators.DOMAIN, num_outputs=3)
     for output, name in zip(node.outputs, ("y", "new_keys", "new_values"), strict=True):
         output.name, output.type = name, ir.TensorType(ir.DataType.FLOAT if name == "y" else cache)
@@ -113,8 +113,8 @@ def made(case: Case, tokens: int, *first: int, positions: int = POSITIONS) -> Pa
         return np.stack([row[index][begin : begin + tokens] for row, begin in zip(rows, first, strict=True)])
 
     def cache(index: int) -> npt.NDArray[Any]:
-        if case.bits < 32:  # Scales are not numbers.
-            size = CacheTensor(heads=1, head_dim=case.width).packed(case.bits).head_dim
+        if case.value_bits < 32:  # Scales are not numbers.
+            size = CacheTensor(heads=1, head_dim=case.width).packed(case.value_bits if index == 2 else 8).head_dim
             return np.full((len(rows), case.kv_heads, positions, size), 255, np.uint8)
         whole = np.full((len(rows), case.kv_heads, positions, case.width), np.nan, np.float32)
         for number, (row, begin) in enumerate(zip(rows, first, strict=True)):
@@ -184,11 +184,11 @@ def test_it_computes_what_numpy_does(name: str, tokens: int, first: tuple[int, .
             assert np.isnan(cache[row, :, end:]).all()
 
 
-def unpacked(case: Case, cache: npt.NDArray[np.uint8]) -> npt.NDArray[np.float64]:
+def unpacked(case: Case, cache: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.float64]:
     """Heads [.., D] of packed ones, mixed back."""
-    split = case.width * case.bits // 8
-    blocks = cache[..., :split].reshape(*cache.shape[:-1], -1, 32 * case.bits // 8)
-    if case.bits == 4:
+    split = case.width * bits // 8
+    blocks = cache[..., :split].reshape(*cache.shape[:-1], -1, 32 * bits // 8)
+    if bits == 4:
         codes = np.concatenate([blocks & 15, blocks >> 4], -1).astype(np.float64) - 8
     else:
         codes = blocks.view(np.int8).astype(np.float64)
@@ -209,13 +209,16 @@ def test_a_packed_cache_keeps_what_its_bits_can(name: str, tokens: int, first: t
     if case.rotated:
         k = rotate(k, given.cos[:, :, None], given.sin[:, :, None], case)
     for row, begin in enumerate(first):
-        for cache, new in ((keys, k), (values, v)):
-            kept = unpacked(case, cache[row, :, begin : begin + tokens])
+        for cache, new, bits in ((keys, k, 8), (values, v, case.value_bits)):
+            kept = unpacked(case, cache[row, :, begin : begin + tokens], bits)
             error = np.sqrt(((kept - new[row].swapaxes(0, 1)) ** 2).mean())
-            assert error < (0.01 if case.bits == 8 else 0.12) * np.sqrt((new**2).mean())
+            assert error < (0.01 if bits == 8 else 0.12) * np.sqrt((new**2).mean())
             assert (cache[row, :, begin + tokens :] == 255).all()
     if first == (0,):
-        kept_k, kept_v = (unpacked(case, cache[:, :, :tokens]).swapaxes(1, 2) for cache in (keys, values))
+        kept_k, kept_v = (
+            unpacked(case, cache[:, :, :tokens], bits).swapaxes(1, 2)
+            for cache, bits in ((keys, 8), (values, case.value_bits))
+        )
         q = given.q.reshape(1, tokens, -1, case.width)
         if case.rotated:
             q = rotate(q, given.cos[:, :, None], given.sin[:, :, None], case).astype(np.float32)
@@ -276,7 +279,7 @@ def test_angles_of_positions_are_those_of_tokens_there(name: str) -> None:
 def test_unused_tokens_are_left_out(name: str) -> None:
     """They stand behind a row's tokens, which do not see them. Their first number is NaN, as in products."""
     case = (CASES | PACKED)[name]
-    given = made(case, 5, *((3, 9) if case.bits == 32 else (0, 0)))
+    given = made(case, 5, *((3, 9) if case.value_bits == 32 else (0, 0)))
     whole = run(session(case), given)[0]
     for array in (given.q, given.k, given.v):
         array[0, 2:] = np.nan
