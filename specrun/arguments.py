@@ -75,7 +75,11 @@ class Checked:
     def __post_init__(self) -> None:
         """Check every field, and write its value in one way."""
         for name, check in _checks(type(self)).items():  # type: ignore[arg-type]  # Classes are hashable.
-            object.__setattr__(self, name, check(name, getattr(self, name)))
+            try:
+                object.__setattr__(self, name, check(name, getattr(self, name)))
+            except RequestError as error:
+                error.param = name
+                raise
 
 
 @functools.cache

@@ -63,7 +63,11 @@ class PairError(SpecError):
 
 
 class RequestError(SpecError):
-    """A request that cannot be served."""
+    """A request that cannot be served. ``param``: the parameter at fault; None if it is none in particular."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class ContextLengthError(RequestError):

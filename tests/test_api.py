@@ -59,7 +59,7 @@ def test_a_bad_request_is_refused_before_anything_runs(engines: Path) -> None:
         cases: list[tuple[str | list[int], dict[str, Any], str]] = [
             ("", {}, "third: empty"),
             ([10**6], {}, "third: token id 1000000"),
-            ([1], {"max_output_len": 10**6}, "give max_output_len"),
+            ([1], {"max_output_len": 10**6}, "or fewer, or build with"),
         ]
         for prompt, options, words in cases:
             with pytest.raises(RequestError, match=words):

@@ -17,7 +17,7 @@ from specrun import arguments
 from specrun.errors import RequestError, SpecError
 from specrun.openai.answers import NOTHING, Answer, Asked
 from specrun.openai.body import MAX_N, field_of, token_biases
-from specrun.openai.fields import BodyError, Fields, wrong
+from specrun.openai.fields import Fields, wrong
 from specrun.openai.shapes import ChatShape, CompletionShape, Head, error_body, whole_answer
 from specrun.output import as_object
 from specrun.request.factory import Prompt, is_conversation
@@ -218,7 +218,7 @@ def _openai_ask(content: Mapping[str, Any], defaults: Defaults) -> Ask:
         raise wrong("url", url, " or ".join(_SHAPES))
     body = _SHAPES[url].read(outer.required("body", lambda _, value: value), defaults.openai_params)
     if body.stream:
-        raise BodyError("stream: not supported in batch files; leave it out", "stream")
+        raise RequestError("stream: not supported in batch files; leave it out", "stream")
     options = replace(body.options, timeout=defaults.options.timeout)
     return Ask(body.prompts, body.params, options, body.n, body.asked)
 

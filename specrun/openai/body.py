@@ -8,7 +8,7 @@ ignoring them would change the answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from specrun import arguments
 from specrun.errors import RequestError
 from specrun.openai.answers import Asked
 from specrun.openai.constraints import read_constraint
-from specrun.openai.fields import BodyError, Fields, as_object, wrong
+from specrun.openai.fields import Fields, as_object, wrong
 from specrun.openai.prompts import are_ids, read_messages, read_prompts
 from specrun.openai.tools import read_tools
 from specrun.request.factory import Prompt
@@ -37,22 +37,15 @@ COMPLETION_MAX_TOKENS = 16
 DEFAULTS = SamplingParams(temperature=1.0)
 """OpenAI's defaults."""
 
-OPENAI_NAMES = {
+OPENAI_NAMES: dict[str, str | None] = {
     "max_output_len": "max_tokens",
     "min_output_len": "min_tokens",
     "stop_ids": "stop_token_ids",
-    "conversation": "messages",
     **dict.fromkeys(("json_schema", "json_object"), "response_format"),
     **{name: f"guided_{name}" for name in ("regex", "choice", "grammar")},
+    **dict.fromkeys(("chat", "system", "timeout"), None),
 }
-"""Names in the decoder's errors whose fields are called otherwise here; see ``field_of``."""
-_DECODER_NAMES = {
-    *SamplingParams.__dataclass_fields__,
-    *RequestOptions.__dataclass_fields__,
-    *("prompt", "conversation", "n"),
-} - {"chat", "system", "timeout"}
-"""What an error of the decoder may begin with that a body has set."""
-
+"""The decoder's parameters whose fields are called otherwise here, or are none (None)."""
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none",),
@@ -112,7 +105,7 @@ class OpenAIBody:
 
 
 def read_completion(body: object, defaults: SamplingParams = DEFAULTS, max_prompt_len: int | None = None) -> OpenAIBody:
-    """The body of a completion. Raises BodyError, and ContextLengthError where that is seen before texts are encoded.
+    """The body of a completion. Raises RequestError, and ContextLengthError where it shows before texts are encoded.
 
     defaults: what holds where a sampling field is missing. max_prompt_len: tokens that a prompt may have; None: any
     number.
@@ -135,7 +128,7 @@ def token_biases(name: str, value: Any) -> Mapping[int, float]:
     """A ``logit_bias``: JSON's keys are texts, token ids in digits. Raises RequestError."""
     biases = {}
     if len(as_object(name, value)) > MAX_BIASES:
-        raise BodyError(f"{name}: {len(value)} tokens, expected at most {MAX_BIASES}", name)
+        raise RequestError(f"{name}: {len(value)} tokens, expected at most {MAX_BIASES}", name)
     for token, bias in value.items():
         if not (token.isascii() and token.isdigit() and len(token) < 20):
             raise wrong(name, token, "token ids")
@@ -144,19 +137,13 @@ def token_biases(name: str, value: Any) -> Mapping[int, float]:
 
 
 def field_of(error: RequestError) -> str | None:
-    """The body's field that an error of the decoder is about; None where it names none.
-
-    The decoder's messages begin with the name of what is wrong.
-    """
-    if isinstance(error, BodyError):
-        return error.param
-    name = str(error).partition(" ")[0].rstrip(":")
-    return OPENAI_NAMES.get(name, name) if name in _DECODER_NAMES else None
+    """The body's field that an error is about; None where it is none."""
+    return None if error.param is None else OPENAI_NAMES.get(error.param, error.param)
 
 
 def _read(body: object, defaults: SamplingParams, max_prompt_len: int | None, chat: bool) -> OpenAIBody:
     if not isinstance(body, Mapping):
-        raise BodyError(f"the body is {arguments.show(body)}, expected a JSON object")
+        raise RequestError(f"the body is {arguments.show(body)}, expected a JSON object")
     fields = Fields(body)
     fields.refuse(_REFUSED_IN_CHATS if chat else _REFUSED_IN_COMPLETIONS)
     prompts: Sequence[Prompt]
@@ -166,17 +153,17 @@ def _read(body: object, defaults: SamplingParams, max_prompt_len: int | None, ch
         prompts = fields.required("prompt", partial(read_prompts, max_len=max_prompt_len))
     n = fields.whole("n", 1, MAX_N) or 1
     if fields.whole("best_of", 1) not in (None, n):
-        raise BodyError(f"best_of: not supported unless it is n, {n}; leave it out", "best_of")
+        raise RequestError(f"best_of: not supported unless it is n, {n}; leave it out", "best_of")
     if len(prompts) * n > MAX_ANSWERS:
-        raise BodyError(f"n {n}: {len(prompts)} prompts times n is more than {MAX_ANSWERS} answers", "n")
+        raise RequestError(f"n {n}: {len(prompts)} prompts times n is more than {MAX_ANSWERS} answers", "n")
     wants_prompt_logprobs = "prompt_logprobs" in fields.left
     options, drops_output = _options(fields, chat)
     stream = fields.take("stream", arguments.flag) or False
     if wants_prompt_logprobs and stream:
-        raise BodyError("prompt_logprobs: cannot be combined with stream", "prompt_logprobs")
+        raise RequestError("prompt_logprobs: cannot be combined with stream", "prompt_logprobs")
     stream_options = Fields(fields.take("stream_options", as_object) or {}, "stream_options.")
     if stream_options and not stream:
-        raise BodyError("stream_options: needs stream true", "stream_options")
+        raise RequestError("stream_options: needs stream true", "stream_options")
     return OpenAIBody(
         prompts=prompts,
         params=_params(fields, defaults),
@@ -206,7 +193,7 @@ def _params(fields: Fields, defaults: SamplingParams) -> SamplingParams:
     for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
         found[name] = fields.pop(name)
     given = {name: value for name, value in found.items() if value is not None}
-    return _named(lambda: replace(defaults, **given))
+    return replace(defaults, **given)
 
 
 def _options(fields: Fields, chat: bool) -> tuple[RequestOptions, bool]:
@@ -229,17 +216,17 @@ def _options(fields: Fields, chat: bool) -> tuple[RequestOptions, bool]:
     }
     if found["echo"] and found["logprobs"] is not None:
         if found["prompt_logprobs"] not in (None, found["logprobs"]):
-            raise BodyError("prompt_logprobs: must equal logprobs when echo is given", "prompt_logprobs")
+            raise RequestError("prompt_logprobs: must equal logprobs when echo is given", "prompt_logprobs")
         found["prompt_logprobs"] = found["logprobs"]
     given = {name: value for name, value in found.items() if value is not None}
-    return _named(lambda: RequestOptions(**given)), longest == 0
+    return RequestOptions(**given), longest == 0
 
 
 def _template_options(fields: Fields) -> dict[str, Any]:
     """How the template is rendered. transformers and vLLM refuse the same combination."""
     opens, continues = fields.pop("add_generation_prompt"), fields.pop("continue_final_message")
     if opens and continues:
-        raise BodyError(
+        raise RequestError(
             "continue_final_message: cannot be combined with add_generation_prompt", "continue_final_message"
         )
     return {
@@ -253,16 +240,18 @@ def _lengths(fields: Fields, chat: bool) -> tuple[int | None, int]:
     """Most and fewest tokens of output. ``ignore_eos`` lets no stop id come before the last token."""
     older, longest = fields.whole("max_tokens", 0), fields.whole("max_completion_tokens", 0)
     if None not in (older, longest) and older != longest:
-        raise BodyError(f"max_tokens {older}: max_completion_tokens is {longest}; leave one of them out", "max_tokens")
+        raise RequestError(
+            f"max_tokens {older}: max_completion_tokens is {longest}; leave one of them out", "max_tokens"
+        )
     longest = older if longest is None else longest
     if longest is None and not chat:
         longest = COMPLETION_MAX_TOKENS
     shortest = fields.whole("min_tokens", 0) or 0
     if longest is not None and shortest > longest:
-        raise BodyError(f"min_tokens {shortest}: more than max_tokens, {longest}", "min_tokens")
+        raise RequestError(f"min_tokens {shortest}: more than max_tokens, {longest}", "min_tokens")
     if fields.take("ignore_eos", arguments.flag):
         if longest is None:
-            raise BodyError("ignore_eos: needs max_tokens, where the answer ends then", "ignore_eos")
+            raise RequestError("ignore_eos: needs max_tokens, where the answer ends then", "ignore_eos")
         shortest = longest
     return longest, shortest
 
@@ -271,7 +260,7 @@ def _chat_logprobs(fields: Fields) -> int | None:
     """Likeliest tokens beside each token; None: no log-probabilities."""
     wanted, most = fields.take("logprobs", arguments.flag), fields.whole("top_logprobs", 0, MAX_LOGPROBS)
     if most is not None and not wanted:
-        raise BodyError("top_logprobs: needs logprobs true", "top_logprobs")
+        raise RequestError("top_logprobs: needs logprobs true", "top_logprobs")
     return (most or 0) if wanted else None
 
 
@@ -279,7 +268,7 @@ def _stop_texts(name: str, value: Any) -> Sequence[str]:
     if not isinstance(value, str | list):
         raise wrong(name, value, "a text or a list of texts")
     if isinstance(value, list) and len(value) > MAX_STOP_TEXTS:
-        raise BodyError(f"{name}: {len(value)} texts, expected at most {MAX_STOP_TEXTS}", name)
+        raise RequestError(f"{name}: {len(value)} texts, expected at most {MAX_STOP_TEXTS}", name)
     texts = arguments.texts(name, value)
     for text in texts:
         if not 0 < len(text) <= MAX_STOP_CHARACTERS:
@@ -289,15 +278,7 @@ def _stop_texts(name: str, value: Any) -> Sequence[str]:
 
 def _token_ids(name: str, value: Any) -> Sequence[int]:
     if isinstance(value, list) and len(value) > MAX_STOP_IDS:
-        raise BodyError(f"{name}: {len(value)} ids, expected at most {MAX_STOP_IDS}", name)
+        raise RequestError(f"{name}: {len(value)} ids, expected at most {MAX_STOP_IDS}", name)
     if not are_ids(value):
         raise wrong(name, value, "a list of token ids")
     return value
-
-
-def _named(make: Callable[[], _T]) -> _T:
-    """What ``make`` makes. Raises BodyError, with the field's name, for RequestError."""
-    try:
-        return make()
-    except RequestError as error:
-        raise BodyError(str(error), field_of(error)) from error

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from specrun import arguments
-from specrun.openai.fields import BodyError, Fields, as_object, wrong
+from specrun.errors import RequestError
+from specrun.openai.fields import Fields, as_object, wrong
 
 _GUIDED = {
     "guided_json": "json_schema",
@@ -27,7 +28,7 @@ _STRUCTURED = {
 def read_constraint(fields: Fields) -> dict[str, Any]:
     """The options of a request that constrain its output; empty where a body asks for none.
 
-    Their values are checked by ``RequestOptions`` and by whoever compiles them. Raises BodyError.
+    Their values are checked by ``RequestOptions`` and by whoever compiles them. Raises RequestError.
     """
     found = fields.take("response_format", _response_format) or {}
     for name, option in _GUIDED.items():
@@ -39,7 +40,7 @@ def read_constraint(fields: Fields) -> dict[str, Any]:
             found[option] = value
     if structured.left:
         name = next(iter(structured.left))
-        raise BodyError(f"structured_outputs.{name[:64]}: not supported; leave it out", "structured_outputs")
+        raise RequestError(f"structured_outputs.{name[:64]}: not supported; leave it out", "structured_outputs")
     return found
 
 

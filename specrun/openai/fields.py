@@ -6,26 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from specrun import arguments
-from specrun.errors import ContextLengthError, RequestError
+from specrun.errors import RequestError
 
 _T = TypeVar("_T")
 
 
-class BodyError(RequestError):
-    """A body that cannot be served. ``param``: the field at fault; None where it is the body itself."""
-
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
-
-
-def wrong(name: str, value: object, expected: str, param: str | None = None) -> BodyError:
+def wrong(name: str, value: object, expected: str, param: str | None = None) -> RequestError:
     """The error of a field that is not what is ``expected``. param: the field, where ``name`` is a part of it."""
-    return BodyError(f"{name} {arguments.show(value)}: expected {expected}", param or name)
+    return RequestError(f"{name} {arguments.show(value)}: expected {expected}", param or name)
 
 
 def as_object(name: str, value: Any) -> Mapping[str, Any]:
-    """A JSON object. Raises BodyError."""
+    """A JSON object. Raises RequestError."""
     if not isinstance(value, Mapping):
         raise wrong(name, value, "an object")
     return value
@@ -45,7 +37,7 @@ class Fields:
     def take(self, name: str, check: Callable[[str, Any], _T]) -> _T | None:
         """What ``check`` makes of a field; None where it is missing.
 
-        Raises BodyError, with the field's name, and ContextLengthError.
+        Raises RequestError, with the field's name.
         """
         if name not in self.left:
             return None
@@ -53,10 +45,9 @@ class Fields:
         value = self.left.pop(name)
         try:
             return check(full, value)
-        except (BodyError, ContextLengthError):
-            raise
         except RequestError as error:
-            raise BodyError(str(error), full) from error
+            error.param = error.param or full
+            raise
 
     def pop(self, name: str) -> Any:
         """A field as it is, which somebody else checks; None where it is missing."""
@@ -66,7 +57,7 @@ class Fields:
         """The same for a field that must be there."""
         found = self.take(name, check)
         if found is None:
-            raise BodyError(f"{name}: missing", name)
+            raise RequestError(f"{name}: missing", name)
         return found
 
     def whole(self, name: str, low: int, high: int | None = None) -> int | None:
@@ -75,8 +66,8 @@ class Fields:
         return self.take(name, lambda name, value: limit.check(name, arguments.whole(name, value)))
 
     def refuse(self, unsupported: Mapping[str, Sequence[Any]]) -> None:
-        """Raise BodyError for fields that are not supported, but for values that ask for nothing."""
+        """Raise RequestError for fields that are not supported, but for values that ask for nothing."""
         for name, harmless in unsupported.items():
             value = self.left.pop(name, None)
             if value is not None and not any(type(value) is type(one) and value == one for one in harmless):
-                raise BodyError(f"{name}: not supported; leave it out", name)
+                raise RequestError(f"{name}: not supported; leave it out", name)

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
-from specrun.errors import ContextLengthError
-from specrun.openai.fields import BodyError, as_object, wrong
+from specrun.errors import ContextLengthError, RequestError
+from specrun.openai.fields import as_object, wrong
 from specrun.request.factory import Message, Prompt
 
 MAX_PROMPTS = 256
@@ -18,22 +18,22 @@ _LARGEST_ID = 1 << 63
 
 
 def read_prompts(name: str, value: Any, max_len: int | None = None) -> Sequence[Prompt]:
-    """A text, token ids, or several of both. Raises BodyError.
+    """A text, token ids, or several of both. Raises RequestError.
 
     max_len: tokens that a prompt may have; more ids than that are a ContextLengthError. None: any number.
     """
     several = isinstance(value, list) and bool(value) and isinstance(value[0], str | list)
     prompts = value if several else [value]
     if len(prompts) > MAX_PROMPTS:
-        raise BodyError(f"{name}: {len(prompts)} prompts, expected at most {MAX_PROMPTS}", name)
+        raise RequestError(f"{name}: {len(prompts)} prompts, expected at most {MAX_PROMPTS}", name)
     for number, prompt in enumerate(prompts):
         where = f"{name}[{number}]" if several else name
         if isinstance(prompt, list) and max_len is not None and len(prompt) > max_len:
-            raise ContextLengthError(f"{where}: {len(prompt)} tokens, the engine's max_input_len is {max_len}")
+            raise ContextLengthError(f"{where}: {len(prompt)} tokens, the engine's max_input_len is {max_len}", name)
         if not isinstance(prompt, str) and not are_ids(prompt):
             raise wrong(where, prompt, "a text, token ids, or a list of both", name)
         if not prompt:
-            raise BodyError(f"{where}: empty; a text needs at least one token to follow", name)
+            raise RequestError(f"{where}: empty; a text needs at least one token to follow", name)
     return prompts
 
 
@@ -43,14 +43,15 @@ def are_ids(value: object) -> TypeGuard[list[int]]:
 
 
 def read_messages(name: str, value: Any, max_len: int | None = None) -> Sequence[Message]:
-    """The messages of a conversation. Raises BodyError.
+    """The messages of a conversation. Raises RequestError.
 
     max_len: tokens that a prompt may have; more messages than that are a ContextLengthError. None: any number.
     """
     if not isinstance(value, list) or not value:
         raise wrong(name, value, "a list of messages")
     if max_len is not None and len(value) > max_len:
-        raise ContextLengthError(f"prompt: {len(value)} messages, the engine's max_input_len is {max_len} tokens")
+        message = f"prompt: {len(value)} messages, the engine's max_input_len is {max_len} tokens"
+        raise ContextLengthError(message, name)
     messages = [_message(f"{name}[{number}]", message) for number, message in enumerate(value)]
     calls = [call for message in messages for call in message.get("tool_calls", ())]
     names = {call["id"]: call["function"]["name"] for call in calls if isinstance(call.get("id"), str)}
@@ -75,7 +76,7 @@ def _message(where: str, message: Any) -> Message:
     if calls and role == "assistant":
         found["tool_calls"] = _calls(f"{where}.tool_calls", calls)
     elif calls:
-        raise BodyError(f"{where}.tool_calls: only messages of the role assistant have them", f"{where}.tool_calls")
+        raise RequestError(f"{where}.tool_calls: only messages of the role assistant have them", f"{where}.tool_calls")
     if not isinstance(content, str) and (content is not None or "tool_calls" not in found):
         raise wrong(f"{where}.content", content, "a text, or a list of parts of type text")
     if role == "tool":

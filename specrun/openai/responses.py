@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from specrun import arguments
+from specrun.errors import RequestError
 from specrun.openai.answers import Answer, Delta, chat_logprobs, metrics, usage
 from specrun.openai.body import OpenAIBody, read_chat
-from specrun.openai.fields import BodyError, Fields, as_object, wrong
+from specrun.openai.fields import Fields, as_object, wrong
 from specrun.openai.prompts import read_messages
 from specrun.openai.shapes import Head
 from specrun.sampling.sampler import SamplingParams
@@ -42,11 +43,11 @@ class ResponseShape:
         self._with_logprobs = False
 
     def read(self, body: object, defaults: SamplingParams, max_prompt_len: int | None = None) -> OpenAIBody:
-        """See ``Shape``. Raises BodyError."""
+        """See ``Shape``. Raises RequestError."""
         fields = Fields(as_object("body", body))
         for name in ("previous_response_id", "conversation"):
             if name in fields.left:
-                raise BodyError(f"{name}: {_STORED}", name)
+                raise RequestError(f"{name}: {_STORED}", name)
         fields.refuse(_REFUSED)
         for name in _NO_CHANGE:
             fields.left.pop(name, None)
@@ -57,7 +58,7 @@ class ResponseShape:
             messages.insert(0, {"role": "system", "content": instructions})
         self._with_logprobs = bool(fields.take("include", _include))
         if "top_logprobs" in fields.left and not self._with_logprobs:
-            raise BodyError(f"top_logprobs: needs {_LOGPROBS} in include", "top_logprobs")
+            raise RequestError(f"top_logprobs: needs {_LOGPROBS} in include", "top_logprobs")
         text = fields.take("text", as_object) or {}
         longest = fields.whole("max_output_tokens", 1)
         self._told = {
@@ -183,7 +184,7 @@ class ResponseStream:
 
 
 def _items(name: str, value: Any) -> list[Any]:
-    """Messages of a chat. Raises BodyError for items that are no messages."""
+    """Messages of a chat. Raises RequestError for items that are no messages."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list):
@@ -214,7 +215,7 @@ def _include(name: str, value: Any) -> bool:
 
 
 def _response_format(form: Any) -> dict[str, Any]:
-    """A chat's ``response_format``. Raises BodyError."""
+    """A chat's ``response_format``. Raises RequestError."""
     kind = as_object("text.format", form).get("type")
     if kind not in ("text", "json_object", "json_schema"):
         raise wrong("text.format.type", kind, "text, json_object or json_schema", "text")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from specrun import arguments
 from specrun.errors import RequestError
-from specrun.openai.fields import BodyError, Fields, as_object, wrong
+from specrun.openai.fields import Fields, as_object, wrong
 from specrun.text.tools import Tools
 
 
@@ -24,25 +23,25 @@ class _Choice(NamedTuple):
 def read_tools(fields: Fields) -> Tools | None:
     """What ``tools``, ``tool_choice`` and ``parallel_tool_calls`` ask for; None where no tool may be called.
 
-    Raises BodyError.
+    Raises RequestError.
     """
     tools = fields.take("tools", _definitions)
     choice = fields.take("tool_choice", _choice) or _Choice("auto")
     several = fields.take("parallel_tool_calls", arguments.flag)
     if tools is None:
         if choice.kind in ("required", "function"):
-            raise BodyError("tool_choice: needs tools", "tool_choice")
+            raise RequestError("tool_choice: needs tools", "tool_choice")
         return None
     if choice.kind == "none":
         return None
     if choice.kind == "function":
-        return _checked(lambda: replace(tools, must_call=(choice.name,), several=False))
+        return replace(tools, must_call=(choice.name,), several=False)
     names = [tool["function"]["name"] for tool in tools.definitions]
     return replace(tools, must_call=names if choice.kind == "required" else (), several=several is not False)
 
 
 def _definitions(name: str, value: Any) -> Tools | None:
-    return None if value == [] else _checked(lambda: Tools(value))
+    return None if value == [] else Tools(value)
 
 
 def _choice(name: str, value: Any) -> _Choice:
@@ -53,11 +52,3 @@ def _choice(name: str, value: Any) -> _Choice:
         raise wrong(name, value, expected)
     function = as_object(f"{name}.function", value.get("function"))
     return _Choice("function", arguments.text(f"{name}.function.name", function.get("name")))
-
-
-def _checked(make: Callable[[], Tools]) -> Tools:
-    """What ``make`` makes. Its errors begin with the field's name. Raises BodyError."""
-    try:
-        return make()
-    except RequestError as error:
-        raise BodyError(str(error), str(error).partition(" ")[0].rstrip(":")) from error

@@ -32,6 +32,10 @@ Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
 
 
+_PROMPT = "prompt"
+"""The parameter that errors name."""
+
+
 class RequestFactory:
     """Makes requests for one decoder."""
 
@@ -96,7 +100,7 @@ class RequestFactory:
         detokenizer = self._detokenizer
         if detokenizer is None:
             for option in ("stop", "echo"):
-                _require(not getattr(options, option), f"{option}: without a tokenizer token ids have no text")
+                _require(not getattr(options, option), f"{option}: without a tokenizer token ids have no text", option)
         elif text is None and options.echo:
             text = detokenizer.decode(ids)
         params = params.seeded()
@@ -115,7 +119,7 @@ class RequestFactory:
         try:
             return Constraint("tools", self._chats.tool_format().grammar(tools, added, other))
         except RecursionError as error:
-            raise RequestError("tools: the schemas are nested too deeply") from error
+            raise RequestError("tools: the schemas are nested too deeply", "tools") from error
 
     def _request(
         self,
@@ -168,26 +172,31 @@ class RequestFactory:
         if len(request.prompt) + length > build.max_seq_len:
             raise ContextLengthError(
                 f"prompt: {len(request.prompt)} tokens + {length} of output, the engine's max_seq_len is "
-                f"{build.max_seq_len}"
+                f"{build.max_seq_len}",
+                _PROMPT,
             )
         stops = len(request.stop_ids)
-        _require(stops <= MAX_STOP_IDS, f"stop_ids: {stops} with the model's own, expected at most {MAX_STOP_IDS}")
+        most = MAX_STOP_IDS
+        _require(stops <= most, f"stop_ids: {stops} with the model's own, expected at most {most}", "stop_ids")
         _require(
             request.prompt_logprobs is None or self.target.backend.device == "cpu",
             "prompt_logprobs: only a target on the CPU gives the log-probabilities of a prompt",
+            "prompt_logprobs",
         )
         _require(
             draft_len is None or 0 <= draft_len <= self.draft_len,
             f"draft_len {draft_len}: expected 0 to {self.draft_len}, as this pair was opened",
+            "draft_len",
         )
 
     def _check_options(self, request: Request) -> None:
         """Raise RequestError, naming the parameter, for what is harmless but cannot be meant."""
         shortest, length, vocab = request.min_output_len, request.max_output_len, self.target.graph.vocab_size
-        _require(shortest <= length, f"min_output_len {shortest}: more than the {length} tokens there may be")
+        message = f"min_output_len {shortest}: more than the {length} tokens there may be"
+        _require(shortest <= length, message, "min_output_len")
         for name, ids in (("stop_ids", request.stop_ids), ("logit_bias", request.params.logit_bias)):
             for token in ids:
-                _require(0 <= token < vocab, f"{name}: no token has the id {token}, the model has {vocab}")
+                _require(0 <= token < vocab, f"{name}: no token has the id {token}, the model has {vocab}", name)
 
     def _check_length(self, tokens: int, name: str) -> None:
         longest = self.target.build_config.max_input_len
@@ -195,15 +204,16 @@ class RequestFactory:
             trained = self.target.pretrained_config.get("max_position_embeddings")
             has_more = isinstance(trained, int) and trained > self.target.build_config.max_seq_len
             more = f"; the model has {trained} positions: build with a larger --max_seq_len" if has_more else ""
-            raise ContextLengthError(f"{name}: {tokens} tokens, the engine's max_input_len is {longest}{more}")
+            raise ContextLengthError(f"{name}: {tokens} tokens, the engine's max_input_len is {longest}{more}", _PROMPT)
 
     def _check_prompt(self, prompt: Sequence[int], name: str) -> None:
         vocab = self.target.graph.vocab_size
-        _require(bool(prompt), f"{name}: empty; a text needs at least one token to follow")
+        _require(bool(prompt), f"{name}: empty; a text needs at least one token to follow", _PROMPT)
         for worst in (min(prompt), max(prompt)):
             _require(
                 0 <= worst < vocab,
                 f"{name}: token id {worst}, the model has {vocab}; the tokenizer is another model's",
+                _PROMPT,
             )
 
     def _output_len(self, prompt: Sequence[int], wanted: int | None, name: str) -> int:
@@ -214,7 +224,8 @@ class RequestFactory:
             length = DEFAULT_OUTPUT_LEN if wanted is None else wanted
             raise ContextLengthError(
                 f"{name}: {len(prompt)} tokens + {length} of output, the engine's max_seq_len is "
-                f"{build.max_seq_len}; give max_output_len {room} or less, or build with a larger --max_seq_len"
+                f"{build.max_seq_len}; ask for {room} or fewer, or build with a larger --max_seq_len",
+                _PROMPT,
             )
         return min(DEFAULT_OUTPUT_LEN, room) if wanted is None else wanted
 
@@ -226,18 +237,18 @@ class RequestFactory:
             turns: list[Message] = [{"role": "system", "content": options.system}] if options.system is not None else []
             turns.append({"role": "user", "content": prompt})
         elif options.system is not None:
-            raise RequestError("system: only for texts; messages have their own, and token ids have none")
+            raise RequestError("system: only for texts; messages have their own, and token ids have none", "system")
         elif is_conversation(prompt):
             turns = _messages(prompt, name)
         elif options.chat:
-            raise RequestError("chat: only for texts and messages; token ids are not wrapped in a template")
+            raise RequestError("chat: only for texts and messages; token ids are not wrapped in a template", "chat")
         elif options.tools:
-            raise RequestError("tools: only for messages, whose template tells the model of them")
+            raise RequestError("tools: only for messages, whose template tells the model of them", "tools")
         else:
             try:
                 return None, arguments.wholes("token ids", prompt)
             except RequestError as error:
-                raise RequestError(f"{name}: a prompt is a text, token ids or messages; {error}") from error
+                raise RequestError(f"{name}: a prompt is a text, token ids or messages; {error}", _PROMPT) from error
         self._encoder.check_characters(sum(len(turn.get("content") or "") for turn in turns), name)
         text = self._chats.render(
             turns,
@@ -258,7 +269,9 @@ def _messages(prompt: Sequence[Any], name: str) -> list[Message]:
     """The messages of a conversation. Raises RequestError, with the message's place, for other types."""
     for place, message in enumerate(prompt, 1):
         where = f"{name}: message {place}"
-        _require(isinstance(message, Mapping), f"{where}: {arguments.show(message)}: expected role and content")
+        _require(
+            isinstance(message, Mapping), f"{where}: {arguments.show(message)}: expected role and content", _PROMPT
+        )
         arguments.text(f"{where}: role", message.get("role"))
         if not isinstance(content := message.get("content"), list):  # Of parts, which some templates read.
             arguments.optional_text(f"{where}: content", content)
@@ -278,6 +291,6 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     return [found] if found and isinstance(found[0], Real) else found
 
 
-def _require(condition: bool, message: str) -> None:
+def _require(condition: bool, message: str, param: str) -> None:
     if not condition:
-        raise RequestError(message)
+        raise RequestError(message, param)

@@ -87,7 +87,7 @@ class RequestOptions(Checked):
     def _check_constraints(self) -> None:
         given = [kind for kind in get_args(Kind) if getattr(self, kind) not in (None, False, ())]
         if len(given) > 1 and not (len(given) == 2 and self.tools and self.answer_schema is not None):
-            raise RequestError(f"{given[0]} cannot be combined with {given[1]}")
+            raise RequestError(f"{given[0]} cannot be combined with {given[1]}", given[0])
 
     @property
     def answer_schema(self) -> str | None:

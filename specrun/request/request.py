@@ -187,7 +187,8 @@ class Request(Checked):
         if self.matcher and (mask := self.matcher.mask(drafts)) is not None:
             logits = apply_mask(logits, mask)
             if logits.max() == -math.inf:
-                raise RequestError("logit_bias and min_output_len forbid every token that the constraint allows")
+                message = "logit_bias and min_output_len forbid every token that the constraint allows"
+                raise RequestError(message, "logit_bias")
         return logits
 
     def forced(self, limit: int) -> list[int]:

@@ -126,7 +126,7 @@ class EngineThread:
         # Bodies that ask for many answers leave some room to the others.
         most = self.max_queue if count <= (spared := self.max_queue // _SPARED) else self.max_queue - spared
         if count > most:
-            raise RequestError(f"n: {count} answers, expected at most {most} to one body; ask for fewer")
+            raise RequestError(f"n: {count} answers, expected at most {most} to one body; ask for fewer", "n")
         if (waiting := self._scheduler.num_waiting) + count > most:
             raise QueueFullError(f"{waiting} requests wait, and at most {most} may, with the {count} of this body")
 

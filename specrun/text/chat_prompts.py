@@ -40,10 +40,14 @@ class ChatPrompts:
         """How the model writes calls. Raises RequestError where its template has no tools, or does not show it."""
         source = self._template.tools_source
         if source is None:
-            raise RequestError("tools: the chat template has none; leave them out, or give another --chat_template")
+            raise RequestError(
+                "tools: the chat template has none; leave them out, or give another --chat_template", "tools"
+            )
         found = self._tool_format or find_format(source)
         if found is None:
-            raise RequestError("tools: the chat template shows no known form of calls; give --tool_call_format")
+            raise RequestError(
+                "tools: the chat template shows no known form of calls; give --tool_call_format", "tools"
+            )
         return found
 
     @cached_property

@@ -27,6 +27,7 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 """The names by which templates know special tokens."""
 _DEFAULT, _FOR_TOOLS = "default", "tool_use"
 """Names of templates, where a tokenizer has several."""
+_OPEN_ENDED = "continue_final_message"
 _MARK = "<|continued-here|> "
 _SETTINGS = ("messages", "tools", "documents", "add_generation_prompt", *_SPECIAL_TOKENS)
 """Variables of templates that no caller sets."""
@@ -115,7 +116,8 @@ class ChatTemplate:
             return self._render_open(messages, tools, variables)
         for name in variables or ():
             if name in _SETTINGS:
-                raise RequestError(f"chat_template_kwargs: {name} has a value already; leave it out")
+                message = f"chat_template_kwargs: {name} has a value already; leave it out"
+                raise RequestError(message, "chat_template_kwargs")
         template = self._template if tools is None else self._tools_template
         try:
             turns = [
@@ -139,11 +141,12 @@ class ChatTemplate:
         """The text up to the end of the last message's content, found by a mark behind it, as transformers does it."""
         *before, last = messages
         if not isinstance(content := last.get("content"), str):
-            raise RequestError("continue_final_message: the last message has no text to continue")
+            raise RequestError("continue_final_message: the last message has no text to continue", _OPEN_ENDED)
         marked = [*before, {**last, "content": content + _MARK}]
         text, mark, rest = self.render(marked, tools, False, variables=variables).rpartition(_MARK.strip())
         if not mark:
-            raise RequestError("continue_final_message: the chat template does not show the last message; leave it out")
+            message = "continue_final_message: the chat template does not show the last message; leave it out"
+            raise RequestError(message, _OPEN_ENDED)
         # A template that strips contents has stripped the mark.
         return text if (mark + rest).startswith(_MARK) else text.rstrip()
 

@@ -61,7 +61,7 @@ def schema_text(schema: Mapping[str, Any] | bool | str) -> str:
         value = json.loads(schema, parse_constant=_no_number) if isinstance(schema, str) else schema
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(f"json_schema: not JSON ({error})") from error
+        raise RequestError(f"json_schema: not JSON ({error})", "json_schema") from error
 
 
 def _no_number(name: str) -> None:
@@ -121,9 +121,9 @@ class Grammars:
         try:
             size = len(text.encode())
         except UnicodeEncodeError as error:
-            raise RequestError(f"{kind}: not Unicode; write it as UTF-8") from error
+            raise RequestError(f"{kind}: not Unicode; write it as UTF-8", kind) from error
         if size > MAX_CONSTRAINT_BYTES:
-            raise RequestError(f"{kind}: {size} bytes, expected at most {MAX_CONSTRAINT_BYTES}")
+            raise RequestError(f"{kind}: {size} bytes, expected at most {MAX_CONSTRAINT_BYTES}", kind)
         tokenizer = self.prepare()
         from llguidance import LLMatcher, LLParserLimits
 
@@ -136,7 +136,7 @@ class Grammars:
             raise
         except BaseException as error:
             raise_unless_fault(error)
-            raise RequestError(f"{kind}: {_line(str(error))}") from error
+            raise RequestError(f"{kind}: {_line(str(error))}", kind) from error
         return grammar
 
 
@@ -217,7 +217,7 @@ class Matcher:
     def commit(self, token: int) -> None:
         """Add ``token`` to the text. Raises RequestError where the grammar forbids it."""
         if not self._advance_to((token,)):
-            raise RequestError(f"{self._kind}: token {token} cannot follow")
+            raise RequestError(f"{self._kind}: token {token} cannot follow", self._kind)
         self._committed.append(token)
         for places in (self._ahead, self._masks, self._complete):
             del places[0]
@@ -292,7 +292,8 @@ class Matcher:
         if self._slow_seconds > MAX_SLOW_SECONDS:
             raise RequestError(
                 f"{self._kind}: to tell what may follow took {self._slow_seconds:.1f} s for this text, and at most "
-                f"{MAX_SLOW_SECONDS:g} are allowed; write rules that read a text in fewer ways"
+                f"{MAX_SLOW_SECONDS:g} are allowed; write rules that read a text in fewer ways",
+                self._kind,
             )
 
     def _receive(self) -> None:
@@ -347,14 +348,14 @@ class Matcher:
             return False
         _require_no_error(self._kind, self._matcher)
         if not self._matcher.is_accepting():
-            raise RequestError(f"{self._kind}: no text fulfils it")
+            raise RequestError(f"{self._kind}: no text fulfils it", self._kind)
         return True
 
 
 def _require_no_error(kind: Kind, matcher: LLMatcher) -> None:
     if matcher.is_error():
         error = _line(matcher.get_error())
-        raise RequestError(f"{kind}: {'no text fulfils it' if error.startswith('NoExtension') else error}")
+        raise RequestError(f"{kind}: {'no text fulfils it' if error.startswith('NoExtension') else error}", kind)
 
 
 def _line(message: str) -> str:

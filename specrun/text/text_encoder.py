@@ -49,7 +49,8 @@ class TextEncoder:
         """Raise ContextLengthError for so many characters that no text of ``max_tokens`` tokens has them."""
         if count > ALWAYS_ENCODED and count > self._max_characters:
             raise ContextLengthError(
-                f"{name}: {count} characters, more than {self._max_tokens} tokens can have, the engine's max_input_len"
+                f"{name}: {count} characters, more than {self._max_tokens} tokens can have, the engine's max_input_len",
+                "prompt",
             )
 
     @cached_property

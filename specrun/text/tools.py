@@ -33,18 +33,19 @@ class Tools:
     def __post_init__(self) -> None:
         """Check the definitions, and that what must be called is defined."""
         if not isinstance(self.definitions, list | tuple) or not self.definitions:
-            raise RequestError(f"tools {arguments.show(self.definitions)}: expected a list of functions")
+            raise RequestError(f"tools {arguments.show(self.definitions)}: expected a list of functions", "tools")
         if len(self.definitions) > MAX_TOOLS:
-            raise RequestError(f"tools: {len(self.definitions)} functions, expected at most {MAX_TOOLS}")
+            raise RequestError(f"tools: {len(self.definitions)} functions, expected at most {MAX_TOOLS}", "tools")
         names: set[str] = set()
         for number, definition in enumerate(self.definitions):
             name = _check_definition(f"tools[{number}]", definition)
             if name in names:
-                raise RequestError(f"tools[{number}].function.name {name!r}: an earlier function has it")
+                where = f"tools[{number}].function.name"
+                raise RequestError(f"{where} {name!r}: an earlier function has it", where)
             names.add(name)
         for name in self.must_call:
             if name not in names:
-                raise RequestError(f"tool_choice {arguments.show(name)}: tools have no such function")
+                raise RequestError(f"tool_choice {arguments.show(name)}: tools have no such function", "tool_choice")
 
     def for_template(self) -> list[dict[str, Any]]:
         """The definitions as chat templates take them: without ``strict``, which is not for the model."""
@@ -64,12 +65,14 @@ def _check_definition(where: str, definition: Any) -> str:
     """The function's name."""
     kind = _object(where, definition).get("type")
     if kind != "function":
-        raise RequestError(f"{where}.type {arguments.show(kind)}: expected function, the only type that is supported")
+        message = f"{where}.type {arguments.show(kind)}: expected function, the only type that is supported"
+        raise RequestError(message, f"{where}.type")
     function = _object(f"{where}.function", definition.get("function"))
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise RequestError(
-            f"{where}.function.name {arguments.show(name)}: expected 1 to 64 letters, digits, underscores and hyphens"
+            f"{where}.function.name {arguments.show(name)}: expected 1 to 64 letters, digits, underscores and hyphens",
+            f"{where}.function.name",
         )
     arguments.optional_text(f"{where}.function.description", function.get("description"))
     if function.get("strict") is not None:
@@ -77,13 +80,14 @@ def _check_definition(where: str, definition: Any) -> str:
     if function.get("parameters") is not None:
         kind = _object(f"{where}.function.parameters", function["parameters"]).get("type", "object")
         if kind != "object":
-            raise RequestError(f"{where}.function.parameters.type {arguments.show(kind)}: expected object")
+            named = f"{where}.function.parameters.type"
+            raise RequestError(f"{named} {arguments.show(kind)}: expected object", named)
     return name
 
 
 def _object(name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise RequestError(f"{name} {arguments.show(value)}: expected an object")
+        raise RequestError(f"{name} {arguments.show(value)}: expected an object", name)
     return value
 
 

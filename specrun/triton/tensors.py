@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -89,7 +88,6 @@ _GUIDES = ("json", "json_schema", "regex", "choice", "grammar")
 """Values of ``guided_decoding_guide_type``. The first three are TensorRT-LLM's."""
 _ERROR_NAMES = {"seed": "random_seed", "stop_ids": "end_id", **_OPTIONS}
 """Names in the decoder's errors whose inputs are called otherwise."""
-_IN_ERRORS = re.compile(r"^(seed|stop)\b|\b(max_output_len|min_output_len|draft_len|stop_ids)\b")
 _PARAMETERS = ("model",)
 """Parameters of a request that say nothing new: some clients send them."""
 
@@ -159,8 +157,9 @@ def _json(name: str, text: str) -> Any:
 
 
 def in_tritons_words(error: Exception) -> str:
-    """The message of an error of the decoder, with the names of inputs."""
-    return _IN_ERRORS.sub(lambda found: _ERROR_NAMES[found[0]], str(error) or repr(error))
+    """The message of an error of the decoder, with the name of the input at fault."""
+    message, param = str(error) or repr(error), getattr(error, "param", None)
+    return message.replace(param, _ERROR_NAMES[param], 1) if param in _ERROR_NAMES else message
 
 
 def _value(name: str, array: Array) -> Any:

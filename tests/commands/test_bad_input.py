@@ -921,7 +921,7 @@ def test_list_and_flags_say_the_same_thing_twice(engines: Path) -> None:
         (("--top_p", "0"), ["top_p 0.0", "more than 0 and at most 1"]),
         (("--top_p", "1.5"), ["top_p 1.5"]),
         (("--seed", "-1"), ["seed -1", "2**64"]),
-        (("--max_output_len", "128"), ["prompt 1: 3 tokens + 128", "max_seq_len is 128", "give max_output_len 125"]),
+        (("--max_output_len", "128"), ["prompt 1: 3 tokens + 128", "max_seq_len is 128", "ask for 125 or fewer"]),
     ],
 )
 def test_parameters(engines: Path, flags: tuple[str, ...], fragments: list[str]) -> None:
@@ -941,9 +941,7 @@ def test_prompt_that_fills_max_seq_len(onnx: Path, out: Path) -> None:
     assert build("engine", *flags, "--max_input_len", 7).exit_code == 0
     said = run("generate", "--engine_dir", out / "engine", "--input_text", "abcdefg", "--output_format", "json")
     assert json.loads(said.stdout)["output_tokens"] == 1
-    says(
-        generate_error(out / "engine", "--max_output_len", 6), "the engine's max_seq_len is 8", "give max_output_len 5"
-    )
+    says(generate_error(out / "engine", "--max_output_len", 6), "the engine's max_seq_len is 8", "ask for 5 or fewer")
 
 
 def test_prompt_of_another_models_tokenizer(engines: Path, tmp_path: Path) -> None:

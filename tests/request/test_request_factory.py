@@ -50,8 +50,9 @@ def decoder(tmp_path: Path) -> SpeculativeDecoder:
     ids=str,
 )
 def test_refused_by_name(decoder: SpeculativeDecoder, options: dict[str, Any]) -> None:
-    with pytest.raises(RequestError, match=next(iter(options))) as raised:
+    with pytest.raises(RequestError) as raised:
         decoder.request([1, 2], **options)
+    assert raised.value.param == ("prompt" if options == {"max_output_len": 5000} else next(iter(options)))
     assert ("token ids" in str(raised.value)) == bool(options.keys() & {"echo", "chat", "stop"})
 
 

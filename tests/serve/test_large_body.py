@@ -21,7 +21,7 @@ FINE = [(COMPLETION, {"prompt": "a", "x": 1}), (CHAT, {"messages": MESSAGES}), (
 REFUSED: list[tuple[str, Any, str | None, str]] = [
     (COMPLETION, {"prompt": [1] * 100_000}, "prompt", "100000 tokens"),
     (COMPLETION, {"prompt": "a", "n": "many"}, "n", "n"),
-    (CHAT, {"messages": MESSAGES * 1000}, "prompt", "1000 messages"),
+    (CHAT, {"messages": MESSAGES * 1000}, "messages", "1000 messages"),
     (RESPONSE, {"input": "a", "conversation": "b"}, "conversation", "conversation"),
     (TOKENIZE, {"prompt": 1.5}, "prompt", "prompt"),
 ]

@@ -317,7 +317,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "negative ids": ({"input_ids": [-1]}, "token id"),
     "no ids": ({"input_ids": {"values": [], "shape": [1, 0]}}, "input_ids"),
     "max_tokens": ({**TEXT, "max_tokens": -1}, "max_tokens -1"),
-    "more than fits": ({**TEXT, "max_tokens": 10**6}, "give max_tokens"),
+    "more than fits": ({**TEXT, "max_tokens": 10**6}, "ask for 127 or fewer"),
     "min_tokens": ({**TEXT, "max_tokens": 2, "min_tokens": 3}, "min_tokens 3"),
     "temperature": ({**TEXT, "temperature": -1.0}, "temperature"),
     "temperature NaN": ({**TEXT, "temperature": float("nan")}, "temperature"),
