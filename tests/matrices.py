@@ -112,8 +112,6 @@ KEPT = {
         "good-the other way-pieces",
         "none-the second-graph",
     ),
-    "graph/test_gathered_experts.py::test_a_plan_multiplies_by_the_gathered_experts": ("mixtral-nvfp4-True",),
-    "graph/test_gathered_experts.py::test_the_logits_are_those_of_all_experts": ("mixtral",),
     "graph/test_used_experts.py::test_quantized_experts": ("int4",),
     "graph/test_used_experts.py::test_the_logits_are_those_of_transformers": ("mixtral",),
     "heads/test_dflash.py::test_logits_of_blocks": ("z-lab",),

@@ -82,6 +82,7 @@ PARSED = {
     "-m scripts.": "takes minutes, on what scripts/demo has made",
     "--compare before.json": "reads two results; evaluation/test_bench_compare.py makes them",
     "specrun tune": "takes minutes; evaluation/test_tune.py has small ones",
+    "--kv_cache_dtype int8": "wants heads of 32 numbers; quantization/test_kv_cache.py has such a model",
 }
 """By a part of the command: why nothing but its options is looked at."""
 SMALLER = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
@@ -98,8 +97,3 @@ def test_rows_in_use_do_not_shrink() -> None:
     for rows, length in ((1, 8), (2, 7)):
         with pytest.raises(ValueError, match="2 rows of 8 positions"):
             cache.resize(rows, length, 1)
-
-
-def test_engines_that_were_built_when_head_dim_was_called_width_still_open() -> None:
-    assert CacheTensor.model_validate({"heads": 2, "width": 8}) == CacheTensor(heads=2, head_dim=8)
-    assert json.loads(CacheTensor(heads=2, head_dim=8).model_dump_json()) == {"heads": 2, "head_dim": 8}
