@@ -79,46 +79,49 @@ struct Query {
 
 constexpr int64_t kNumbersAhead = kLinesAhead * kLanes;  // A line has as many numbers as a vector.
 
-// y += values times weights, of keys ``begin`` to ``end``; ``values`` are those of ``begin`` on.
-// weights: of a query those of all keys, kStep apart.
+// y [kQueries, width] += values times weights, of keys ``begin`` to ``end``; ``values`` are those of ``begin`` on.
+// weights: of query n and a key, n * apart + key * kStep.
 template <int kQueries, int kVectors, int kStep>
-INLINE void mix_vectors(float* const* y, const float* const* weights, const float* values, int64_t width,
+INLINE void mix_vectors(float* y, const float* weights, int64_t apart, const float* values, int64_t width,
                         int64_t begin, int64_t end) {
     Float sums[kQueries][kVectors];
     UNROLL for (int n = 0; n < kQueries; ++n) {
-        UNROLL for (int v = 0; v < kVectors; ++v) load(sums[n][v], y[n] + v * kLanes);
+        UNROLL for (int v = 0; v < kVectors; ++v) load(sums[n][v], y + n * width + v * kLanes);
     }
-    for (int64_t key = begin; key < end; ++key) {
+    for (int64_t key = begin; key < end; ++key, values += width) {
         UNROLL for (int v = 0; v < kVectors; ++v) {
             Float value;
-            const float* place = values + (key - begin) * width + v * kLanes;
-            if (kStep == 1) __builtin_prefetch(place + kNumbersAhead, 0, kSecondCache);
-            load(value, place);
-            UNROLL for (int n = 0; n < kQueries; ++n) sums[n][v] += value * weights[n][key * kStep];
+            if (kStep == 1) __builtin_prefetch(values + v * kLanes + kNumbersAhead, 0, kSecondCache);
+            load(value, values + v * kLanes);
+            UNROLL for (int n = 0; n < kQueries; ++n) sums[n][v] += value * weights[n * apart + key * kStep];
         }
     }
     UNROLL for (int n = 0; n < kQueries; ++n) {
-        UNROLL for (int v = 0; v < kVectors; ++v) store(y[n] + v * kLanes, sums[n][v]);
+        UNROLL for (int v = 0; v < kVectors; ++v) store(y + n * width + v * kLanes, sums[n][v]);
     }
 }
 
 // The same for all numbers of a head.
 template <int kQueries, int kStep>
-TARGET void mix(float* const* y, const float* const* weights, const float* values, int64_t width, int64_t begin,
+INLINE void mix(float* y, const float* weights, int64_t apart, const float* values, int64_t width, int64_t begin,
                 int64_t end) {
-    if (begin >= end) return;
-    float* parts[kQueries];
-    const auto at = [&](int64_t lane) {
-        UNROLL for (int n = 0; n < kQueries; ++n) parts[n] = y[n] + lane;
-        return values + lane;
-    };
     int64_t lane = 0;
     for (; lane + 4 * kLanes <= width; lane += 4 * kLanes) {
-        mix_vectors<kQueries, 4, kStep>(parts, weights, at(lane), width, begin, end);
+        mix_vectors<kQueries, 4, kStep>(y + lane, weights, apart, values + lane, width, begin, end);
     }
     for (; lane < width; lane += kLanes) {
-        mix_vectors<kQueries, 1, kStep>(parts, weights, at(lane), width, begin, end);
+        mix_vectors<kQueries, 1, kStep>(y + lane, weights, apart, values + lane, width, begin, end);
     }
+}
+
+// Of two queries, the second of which may see keys that the first one does not; ``values`` are those of ``begin`` on.
+template <int kStep>
+INLINE void mix_two(const Query* queries, float* y, const float* weights, int64_t apart, const float* values,
+                    int64_t width, int64_t begin, int64_t end) {
+    const int64_t common = std::min(end, queries[0].keys), last = std::min(end, queries[1].keys);
+    if (common > begin) mix<2, kStep>(y, weights, apart, values, width, begin, common);
+    const int64_t rest = std::max(begin, common);
+    if (last > rest) mix<1, kStep>(y + width, weights + apart, 0, values + (rest - begin) * width, width, rest, last);
 }
 
 #include "attention_lanes.h"
@@ -178,46 +181,34 @@ TARGET float weigh(const Query& query) {
     return sums_of(all)[0];
 }
 
-// Calls work(number of a query, 1 or 2 as a constant) for all queries, two at a time.
-template <class Work>
-INLINE void in_pairs(int count, Work work) {
-    int n = 0;
-    for (; n + 2 <= count; n += 2) work(n, std::integral_constant<int, 2>());
-    if (n < count) work(n, std::integral_constant<int, 1>());
-}
-
 // Queries: whose keys begin at the same position; of increasing numbers of keys.
-// memory: for unpacked heads, kKeysAtATime of them.
+// memory: for unpacked heads, kKeysAtATime of them, and for what becomes the answers.
 template <class Keys, class Values>
 TARGET void answer(const Query* queries, int count, Keys keys, Values values, int64_t width, float* memory) {
     const int64_t most = queries[count - 1].keys, step = std::min(Keys::kAtATime, most);
     for (int64_t begin = 0; begin < most; begin += step) {
-        const float* floats = keys.floats(begin, std::min(begin + step, most), memory);
-        in_pairs(count, [&](int n, auto pair) TARGET {
-            const int64_t end = std::min(begin + step, queries[n + pair - 1].keys);
-            score<pair>(queries + n, floats, width, begin, end);
-        });
+        const int64_t end = std::min(begin + step, most);
+        const float* floats = keys.floats(begin, end, memory);
+        int n = 0;
+        for (; n + 2 <= count; n += 2) score<2>(queries + n, floats, width, begin, std::min(end, queries[n + 1].keys));
+        if (n < count) score<1>(queries + n, floats, width, begin, std::min(end, queries[n].keys));
     }
     float divisors[kLanes];
-    float* y[kLanes];
-    const float* weights[kLanes];
-    for (int n = 0; n < count; ++n) {
-        divisors[n] = weigh(queries[n]);
-        y[n] = queries[n].y, weights[n] = queries[n].weights;
-        std::fill(y[n], y[n] + width, 0.0f);
-    }
+    for (int n = 0; n < count; ++n) divisors[n] = weigh(queries[n]);
+    float* y = memory + kKeysAtATime * width;
+    std::fill(y, y + count * width, 0.0f);
+    const int64_t apart = count > 1 ? queries[1].weights - queries[0].weights : 0;
     for (int64_t begin = 0; begin < most; begin += step) {
-        const float* floats = values.floats(begin, std::min(begin + step, most), memory);
-        in_pairs(count, [&](int n, auto pair) TARGET {
-            const int64_t end = std::min(begin + step, queries[n].keys), rest = std::max(begin, end);
-            mix<pair, 1>(y + n, weights + n, floats, width, begin, end);
-            if (pair == 1) return;
-            const int64_t last = std::min(begin + step, queries[n + 1].keys);
-            mix<1, 1>(y + n + 1, weights + n + 1, floats + (rest - begin) * width, width, rest, last);
-        });
+        const int64_t end = std::min(begin + step, most);
+        const float* floats = values.floats(begin, end, memory);
+        int n = 0;
+        for (; n + 2 <= count; n += 2) {
+            mix_two<1>(queries + n, y + n * width, queries[n].weights, apart, floats, width, begin, end);
+        }
+        if (n < count) mix<1, 1>(y + n * width, queries[n].weights, 0, floats, width, begin, end);
     }
     for (int n = 0; n < count; ++n) {
-        for (int64_t i = 0; i < width; ++i) y[n][i] /= divisors[n];
+        for (int64_t i = 0; i < width; ++i) queries[n].y[i] = y[n * width + i] / divisors[n];
     }
 }
 
@@ -256,6 +247,10 @@ TARGET void answer_part(const CachedAttention& all, const Query* queries, int co
     for (int n = 0; n < count; ++n) mix_numbers(queries[n].y, width);
 }
 
+struct alignas(64) Line {
+    float numbers[kLanes];
+};
+
 // The queries of up to kTokensOfPart tokens of a row that read the same keys.
 TARGET void attend_part(void* item, size_t number) {
     const CachedAttention& all = *static_cast<const CachedAttention*>(item);
@@ -266,10 +261,10 @@ TARGET void attend_part(void* item, size_t number) {
     const int64_t place = head * all.positions, width = all.width;
     const uint8_t *keys = all.keys + place * all.key_bytes(), *values = all.values + place * all.value_bytes();
     const int64_t most = (all.first[row] + end + kLanes - 1) / kLanes * kLanes;
-    thread_local std::vector<float> all_memory;
-    all_memory.resize(static_cast<size_t>(kLanes * width + lanes_memory(most, width)));
-    float *rotated = all_memory.data(), *memory = rotated + kLanes * width;
-    float* weights = memory + kKeysAtATime * width;
+    thread_local std::vector<Line> lines;  // Aligned: a vector that crosses lines of the cache takes twice as long.
+    lines.resize(static_cast<size_t>(kLanes * width + lanes_memory(most, width)) / kLanes);
+    float *rotated = lines.data()->numbers, *memory = rotated + kLanes * width;
+    float* weights = memory + (kKeysAtATime + kLanes) * width;
     Query queries[kLanes];
     int count = 0;
     const auto answer_them = [&] {

@@ -1,7 +1,7 @@
 // Attention of up to 16 queries at a time, one in each lane of a vector. Keys and values are read once for all of them.
 // Each query's numbers are computed in the same order as alone, so they are the same bits.
 
-// Memory of 16 queries of ``width`` numbers: unpacked heads, the queries, what becomes their answers, and weights of
+// Memory of 16 queries of ``width`` numbers: unpacked heads, what becomes the answers, the queries, and weights of
 // ``keys`` keys.
 inline int64_t lanes_memory(int64_t keys, int64_t width) {
     return kLanes * (keys + 2 * width) + kKeysAtATime * width;
@@ -16,7 +16,7 @@ INLINE Float sum_of_parts(const Float (&x)[kLanes]) {
 
 // scores [kKeys, 16] = keys [kKeys, width] times each query. queries: [width, 16].
 template <int kKeys>
-TARGET void score_lanes(const float* queries, const float* keys, int64_t width, float* scores) {
+INLINE void score_lanes(const float* queries, const float* keys, int64_t width, float* scores) {
     Float quarters[kKeys][4];
     UNROLL for (int i = 0; i < 4; ++i) {
         Float parts[kKeys][4] = {};  // Of numbers i, i + 4, i + 8 and i + 12 of each 16.
@@ -41,8 +41,8 @@ TARGET void score_lanes(const float* queries, const float* keys, int64_t width, 
 template <class Keys, class Values>
 TARGET void answer_lanes(const Query* queries, int count, Keys keys, Values values, int64_t width, float* memory) {
     const int64_t fewest = queries[0].keys, most = queries[count - 1].keys;
-    float *unpacked = memory, *by_lane = unpacked + kKeysAtATime * width, *y = by_lane + kLanes * width;
-    float* weights = y + kLanes * width;
+    float *unpacked = memory, *y = unpacked + kKeysAtATime * width, *by_lane = y + kLanes * width;
+    float* weights = by_lane + kLanes * width;
     int32_t numbers[kLanes];  // Of keys of each lane. Lanes without a query do the work of the last one.
     for (int lane = 0; lane < kLanes; ++lane) {
         const Query& query = queries[std::min(lane, count - 1)];
@@ -54,8 +54,9 @@ TARGET void answer_lanes(const Query* queries, int count, Keys keys, Values valu
     const Float nothing = spread(-INFINITY);
     Float highest = nothing;
     int64_t key = 0;
-    for (int64_t begin = 0; begin < most; begin += kKeysAtATime) {
-        const int64_t end = std::min(begin + kKeysAtATime, most);
+    const int64_t step = std::min(Keys::kAtATime, most);
+    for (int64_t begin = 0; begin < most; begin += step) {
+        const int64_t end = std::min(begin + step, most);
         const float* floats = keys.floats(begin, end, unpacked);
         for (; key + 4 <= end; key += 4, floats += 4 * width) {
             score_lanes<4>(by_lane, floats, width, weights + key * kLanes);
@@ -83,19 +84,13 @@ TARGET void answer_lanes(const Query* queries, int count, Keys keys, Values valu
     const Float divisors = sum_of_parts(sums);
     std::fill(y, y + count * width, 0.0f);
     for (int64_t begin = 0; begin < most; begin += kKeysAtATime) {
-        const float* floats = values.floats(begin, std::min(begin + kKeysAtATime, most), unpacked);
-        for (int n = 0; n < count; n += 2) {
-            float* const own[2] = {y + n * width, y + (n + 1) * width};
-            const float* const of_lane[2] = {weights + n, weights + n + 1};
-            const int64_t end = std::min(begin + kKeysAtATime, queries[n].keys);
-            if (n + 1 == count) {
-                mix<1, kLanes>(own, of_lane, floats, width, begin, end);
-                break;
-            }
-            mix<2, kLanes>(own, of_lane, floats, width, begin, end);
-            const int64_t rest = std::max(begin, end), last = std::min(begin + kKeysAtATime, queries[n + 1].keys);
-            mix<1, kLanes>(own + 1, of_lane + 1, floats + (rest - begin) * width, width, rest, last);
+        const int64_t end = std::min(begin + kKeysAtATime, most);
+        const float* floats = values.floats(begin, end, unpacked);
+        int n = 0;
+        for (; n + 2 <= count; n += 2) {
+            mix_two<kLanes>(queries + n, y + n * width, weights + n, 1, floats, width, begin, end);
         }
+        if (n < count) mix<1, kLanes>(y + n * width, weights + n, 0, floats, width, begin, end);
     }
     for (int n = 0; n < count; ++n) {
         for (int64_t i = 0; i < width; ++i) queries[n].y[i] = y[n * width + i] / divisors[n];
