@@ -81,7 +81,7 @@ def fuzz(
     report: Callable[[Tally], None] = lambda _: None,
     rank_hosts: tuple[str, ...] = (),
 ) -> Tally:
-    """Decode ``count`` random requests with ``target`` and random drafters: one of ``drafts``, or n-grams.
+    """Decode ``count`` random requests with ``target`` and random drafters: one of ``drafts``, or suffix matching.
 
     rank_hosts: the machines of the pair's ranks; the target alone has all of its ranks here. Raises what opening and
     decoding raise.

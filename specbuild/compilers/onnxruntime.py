@@ -30,12 +30,12 @@ from specrun.backends.ort import session_options
 from specrun.cpu_operators import DOMAIN
 from specrun.engine_dir.config import (
     GRAPH_NAME,
+    VALUE_BITS,
     WEIGHTS_NAME,
     BackendInfo,
     BuildConfig,
     GraphInfo,
     Tensor,
-    ValueBits,
 )
 from specrun.engine_dir.dtypes import DTYPES
 from specrun.errors import BuildError
@@ -73,7 +73,9 @@ def compile_graph(
     if prepared := cpu_forms.prepare(model, own_operators):
         notes += prepared
         model = graphs.write_recoded(model, output)
-    bits = _value_bits(graph, build)
+    bits = VALUE_BITS[build.kv_cache_dtype]
+    if graph.kv_cache_dtype and cpu_operators.is_available():
+        bits = bits or 8
     if bits and (packed := with_packed_attention(model, build.cache_length, bits)) is not None:
         model, graph = packed, graph.with_packed_cache(bits)
         notes.append(f"keys in 8 and values in {bits} bits, which specrun's own CPU operators round by token")
@@ -130,13 +132,6 @@ def compile_graph(
         files=[name for name in (GRAPH_NAME, WEIGHTS_NAME) if (output / name).exists()],
         notes=notes,
     )
-
-
-def _value_bits(graph: GraphInfo, build: BuildConfig) -> ValueBits | None:
-    """Bits of packed values that are asked for, here or in the checkpoint."""
-    if build.kv_cache_dtype == "auto":
-        return 8 if graph.kv_cache_dtype and cpu_operators.is_available() else None
-    return 8 if build.kv_cache_dtype == "int8" else 4
 
 
 def _drop_own_domain(path: Path) -> None:

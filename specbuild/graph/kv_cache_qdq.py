@@ -46,6 +46,10 @@ def drop_cache_rounding(model: ir.Model) -> int:
         for reader in readers:
             # Factors are divided in float32, whatever the model computes in.
             computed = reader.outputs[0].dtype or ir.DataType.FLOAT
+            if computed == ir.DataType.FLOAT:
+                reader.replace_input_with(0, present)
+                _bypass(model, reader)
+                continue
             cast = ir.node("Cast", [present], {"to": int(computed)}, name=f"{reader.name}.unrounded")
             cast.outputs[0].name, cast.outputs[0].type = cast.name, ir.TensorType(computed)
             ir.convenience.replace_nodes_and_values(
@@ -62,10 +66,6 @@ def drop_cache_factors(model: ir.Model) -> None:
         query, keys, values = node.inputs[:3]
         pairs = [(_factors(query, "Mul"), keys), (_reader_factors(node.outputs[0]), values)]
         for scaled, cache in pairs:
-            cast = _producer(cache, "Cast")
-            if cast is not None and cast.inputs[0] is not None and cast.inputs[0].dtype == cast.outputs[0].dtype:
-                cache = cast.inputs[0]
-                _bypass(model, cast)
             scatter = _producer(cache, "TensorScatter")
             divided = _factors(scatter.inputs[1], "Div") if scatter is not None else None
             if scaled is None or divided is None:

@@ -12,7 +12,7 @@ import click
 from specrun.builder import BuildOptions, engines_of, is_checkpoint
 from specrun.command_line import FolderPath
 from specrun.commands.config_file import config_option
-from specrun.commands.options import draft_option, given, require_one_draft, together, tokenizer_dir_option
+from specrun.commands.options import draft_option, given, together, tokenizer_dir_option
 from specrun.config import DraftKind
 from specrun.devices.processor import THREADS
 from specrun.engine_dir.config import CacheForm
@@ -151,7 +151,8 @@ def take_models(options: dict[str, Any], draft_needed: bool = False) -> BuildOpt
     target, draft = options["engine_dir"], options["draft_engine_dir"]
     if target is None:
         raise click.UsageError("give TARGET: a checkpoint's directory, its Hub ID, or an engine directory")
-    require_one_draft(options["draft"], draft, draft_needed)
+    if draft_needed and not (draft or options["draft"]):
+        raise click.UsageError("give DRAFT, or --draft suffix")
     _refuse_build_options(target, draft)
     return built
 

@@ -153,12 +153,6 @@ prompt_options = together(
 )
 
 
-def require_one_draft(draft: str | None, draft_model: str | Path | None, needed: bool = False) -> None:
-    """Raise click's UsageError where the two cannot be combined, or one is ``needed`` and there is none."""
-    if needed and not (draft or draft_model):
-        raise click.UsageError("give DRAFT, or --draft suffix")
-
-
 generation_config_option = click.option(
     "--generation_config",
     type=click.Choice(["auto", "none"]),

@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from specrun.engine_dir.contract import state_name
 
+PACKED_BLOCK = 32
+"""Numbers of a packed head that share a scale."""
 LEAST_REPLAYS = 16
 """The fewest tokens that recurrent layers can read again, whatever the engine's ``max_draft_len``.
 
@@ -33,10 +35,6 @@ class CacheTensor(BaseModel):
 def packed_caches(caches: Sequence[CacheTensor], value_bits: int) -> list[CacheTensor]:
     """[key_0, value_0, key_1, ..] packed: keys in codes of 8 bits."""
     return [cache.packed(value_bits if number % 2 else 8) for number, cache in enumerate(caches)]
-
-
-PACKED_BLOCK = 32
-"""Numbers of a packed head that share a scale."""
 
 
 def scale_bytes(head_dim: int) -> int:

@@ -126,7 +126,9 @@ class Features(Strict):
 
 ValueBits = Literal[8, 4]
 CacheForm = Literal["auto", "int8", "int4"]
-"""What ``--kv_cache_dtype`` means for an engine. int4: values in 4 bits, and keys in 8."""
+"""What ``--kv_cache_dtype`` may be for an engine."""
+VALUE_BITS: dict[CacheForm, ValueBits | None] = {"auto": None, "int8": 8, "int4": 4}
+"""Bits of packed values; keys have 8. None: as the checkpoint says."""
 
 
 class GraphInfo(Strict):

@@ -92,23 +92,16 @@ def mxfp4(directory: Path) -> None:
     say_quantized(directory, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
 
 
-def int8_channels(directory: Path, symmetric: bool = True) -> None:
+def int8_channels(directory: Path) -> None:
     """Let a checkpoint of Mixtral hold its experts in 8 bits, each matrix by itself, as compressed-tensors has it."""
     tensors = load_file(directory / "model.safetensors")
     for name in [name for name in tensors if ".experts." in name]:
         weight = tensors[name].float()
-        low, high = weight.aminmax(dim=1, keepdim=True)
-        if symmetric:
-            high = torch.maximum(-low, high)
-            low = -high
-        scale = (high - low) / 254
-        zero = (-low / scale).round() - 127
-        tensors[name] = (weight / scale + zero).round().clamp(-128, 127).to(torch.int8)
+        scale = weight.abs().amax(dim=1, keepdim=True) / 127
+        tensors[name] = (weight / scale).round().clamp(-128, 127).to(torch.int8)
         tensors[f"{name}_scale"] = scale.bfloat16()
-        if not symmetric:
-            tensors[f"{name}_zero_point"] = zero.to(torch.int8)
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    weights = {"num_bits": 8, "type": "int", "symmetric": symmetric, "strategy": "channel", "dynamic": False}
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
     group = {"targets": ["re:.*experts.*"], "weights": weights, "input_activations": None, "output_activations": None}
     config = {"quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed"}
     say_quantized(directory, {**config, "config_groups": {"group_0": group}, "ignore": ["lm_head"]})
