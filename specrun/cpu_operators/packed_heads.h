@@ -78,7 +78,7 @@ TARGET void pack_head(float* x, int64_t width, uint8_t* y) {
             for (int i = 0; i < kBlock; ++i) codes[i] = static_cast<uint8_t>(numbers[i]);
         } else {
             for (int i = 0; i < kHalf; ++i) {
-                codes[i] = static_cast<uint8_t>(((numbers[i] + 8) & 15) | (numbers[i + kHalf] + 8) << 4);
+                codes[i] = static_cast<uint8_t>(((numbers[i] + 8) & 15) | ((numbers[i + kHalf] + 8) & 15) << 4);
             }
         }
     }
