@@ -112,7 +112,8 @@ class Conversation:
         build = self.decoder.target.build_config
         longest = build.max_input_len
         # Of an answer of any length, at least so many tokens must fit.
-        least = min(self.options.max_output_len or DEFAULT_OUTPUT_LEN, build.max_seq_len // 4)
+        wanted = self.options.max_output_len
+        least = min(wanted if isinstance(wanted, int) else DEFAULT_OUTPUT_LEN, build.max_seq_len // 4)
         while True:
             error: ContextLengthError | None = None
             try:

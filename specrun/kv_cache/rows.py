@@ -107,6 +107,10 @@ class CacheRows:
         """Keep at most the first ``length`` tokens of ``row``. Only a number changes."""
         self.lengths[row] = min(self.lengths[row], length)
 
+    def set_lengths(self, first: int, lengths: Sequence[int]) -> None:
+        """Note what a pass leaves in the cache: so many tokens in each row from ``first`` on."""
+        self.lengths[first : first + len(lengths)] = lengths
+
     def end_round(self, row: int, length: int, read: int) -> None:
         """Note what a round on a device has left of ``row``.
 

@@ -216,18 +216,20 @@ class RequestFactory:
                 _PROMPT,
             )
 
-    def _output_len(self, prompt: Sequence[int], wanted: int | None, name: str) -> int:
-        """Output tokens behind ``prompt``: ``wanted``, or by default what fits."""
+    def _output_len(self, prompt: Sequence[int], wanted: int | str | None, name: str) -> int:
+        """Output tokens behind ``prompt``: ``wanted``, or what fits of the default or of all."""
         build = self.target.build_config
         room = build.max_seq_len - len(prompt)
-        if room < (1 if wanted is None else wanted):
-            length = DEFAULT_OUTPUT_LEN if wanted is None else wanted
+        if room < (wanted if isinstance(wanted, int) else 1):
+            length = wanted if isinstance(wanted, int) else DEFAULT_OUTPUT_LEN
             raise ContextLengthError(
                 f"{name}: {len(prompt)} tokens + {length} of output, the engine's max_seq_len is "
                 f"{build.max_seq_len}; ask for {room} or fewer, or build with a larger --max_seq_len",
                 _PROMPT,
             )
-        return min(DEFAULT_OUTPUT_LEN, room) if wanted is None else wanted
+        if isinstance(wanted, int):
+            return wanted
+        return min(DEFAULT_OUTPUT_LEN, room) if wanted is None else room
 
     def _encode(self, prompt: Prompt, options: RequestOptions, name: str) -> tuple[str | None, Sequence[int]]:
         """The prompt's text, None for token ids, and its ids."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypedDict, get_args
 
-from specrun.arguments import Checked, Limit, at_least, between, require_names, show
+from specrun.arguments import Checked, Limit, at_least, between, require_names, show, whole
 from specrun.config import draft_length
 from specrun.errors import RequestError
 from specrun.sampling.limits import MAX_LOGPROBS
@@ -17,6 +17,13 @@ from specrun.text.tools import Tools
 
 _SECONDS = Limit("a positive number of seconds", lambda value: value > 0)
 _NOT_EMPTY = Limit("texts that are not empty", lambda texts: "" not in texts)
+
+
+def _output_length(name: str, value: Any) -> int | str | None:
+    """A number of tokens, ``max`` or None. Raises RequestError, naming the argument."""
+    if value is None or (isinstance(value, str) and value == "max"):
+        return value
+    return at_least(1).check(name, whole(name, value))
 
 
 def _optional_schema(_name: str, schema: Any) -> str | None:
@@ -32,8 +39,8 @@ class RequestOptions(Checked):
     not allowed and for names that are no options.
     """
 
-    max_output_len: Annotated[int | None, at_least(1)] = None
-    """Most tokens of output. None: 256, or what fits."""
+    max_output_len: Annotated[int | Literal["max"] | None, _output_length] = None
+    """Most tokens of output; ``max``: what fits. None: 256, or what fits."""
     min_output_len: Annotated[int, at_least(0)] = 0
     """No stop id comes before so many tokens of output."""
     stop: str | Sequence[str] = ()
@@ -110,7 +117,7 @@ class RequestOptions(Checked):
 class OptionKeywords(TypedDict, total=False):
     """The same options as keywords, for type checkers and editors; a test compares the two."""
 
-    max_output_len: int | None
+    max_output_len: int | Literal["max"] | None
     min_output_len: int
     stop: str | Sequence[str]
     stop_ids: Sequence[int]

@@ -82,9 +82,8 @@ class DeviceRunner:
         """
         max_tokens = min(max_tokens, self.backend.config.max_query_len)
         if chunk := self.rows.next_chunk(token_ids, first, max_tokens):
-            own = slice(first, first + len(token_ids))
             num_logits, capacity = [0] * len(token_ids), self.backend.cache.length
-            lengths = self.rows.lengths[own]
+            lengths = self.rows.lengths[first : first + len(token_ids)]
             longest = max(len(tokens) - length for tokens, length in zip(chunk, lengths, strict=True))
             if self._states and len(token_ids) > 1 and max(lengths) + longest > capacity:
                 for row, tokens in enumerate(token_ids, first):
@@ -107,7 +106,7 @@ class DeviceRunner:
                 self.rows.begin(indices, first, chunk, whole_blocks=True)
                 self._states.write_indices(indices.state_indices, indices.keep_indices)
             self._enqueue(feed, self._step_logits(len(token_ids), 0, 1), first, fixed=False)
-            self.rows.lengths[own] = map(len, chunk)
+            self.rows.set_lengths(first, list(map(len, chunk)))
 
     def forward(
         self,

@@ -104,18 +104,17 @@ class ModelRunner:
         cache, (num_rows, length) = self.backend.cache, self._size(num_rows, length, used)
         if cache_owner := self.backend.cache_owner:
             num_rows, length = cache_owner.cache.rows, cache_owner.cache.length
-        before = self.rows.lengths
         if (num_rows, length) != (cache.rows, cache.length):
-            if self.head:
-                self.head.backend.cache.allocate(num_rows, length)  # Both grow, or none.
-            # If resizing is interrupted, the rows count as empty and are prefilled again.
-            self.rows.lengths = [0] * num_rows
             try:
+                if self.head:
+                    self.head.backend.cache.allocate(num_rows, length)  # Both grow, or none.
                 self.backend.resize(num_rows, length, used)
             except MemoryError:
-                self.rows.lengths = before
                 raise
-        self.rows.resize(num_rows, before[:used])
+            except BaseException:  # The rows count as empty, and are prefilled again.
+                self.rows.resize(num_rows, ())
+                raise
+        self.rows.resize(num_rows, self.rows.lengths[:used])
 
     def missing_bytes(self, num_rows: int, length: int, used: int) -> int:
         """Bytes that ``reserve`` would allocate."""
@@ -186,7 +185,7 @@ class ModelRunner:
             step.write_indices[row] = lengths[row]
             step.logits_indices[row, 0] = 0
             step.input_ids[row, 0] = self._padding if token is None else min(token, last_id)
-            lengths[row] += token is not None
+        self.rows.set_lengths(0, [length + (token is not None) for length, token in zip(lengths, tokens, strict=False)])
         self.rows.begin(step, 0, [()] * len(tokens))  # What is fed behind the texts may be taken back.
         self._run(step)
         return step.logits
@@ -200,15 +199,16 @@ class ModelRunner:
         whole_blocks: bool = False,
     ) -> Floats:
         """Feed what the cache lacks of each row. Draft tokens may be rejected. whole_blocks: see ``RecurrentRows``."""
-        own = slice(first, first + len(token_ids))
-        lengths, nothing = self.rows.lengths[own], self.backend.config.graph.nothing_wanted
+        lengths = self.rows.lengths[first : first + len(token_ids)]
+        nothing = self.backend.config.graph.nothing_wanted
         sizes = self.backend.cache.length, self.vocab_size
         feed = build_inputs(token_ids, drafts, lengths, num_logits, *sizes, self.shapes, nothing, self._padding)
         step = self.backend.bind(first, len(token_ids), len(feed.input_ids[0]), len(feed.logits_indices[0]))
         step.input_ids[...], step.write_indices[...], step.logits_indices[...] = feed
         self.rows.begin(step, first, token_ids, whole_blocks)
         self._run(step)
-        self.rows.lengths[own] = [len(tokens) + len(more) for tokens, more in zip(token_ids, drafts, strict=True)]
+        lengths = [len(tokens) + len(more) for tokens, more in zip(token_ids, drafts, strict=True)]
+        self.rows.set_lengths(first, lengths)
         return step.logits
 
     def _run(self, step: Pass) -> None:

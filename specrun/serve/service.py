@@ -64,13 +64,16 @@ class Service:
         """
         self.require_model(body.model)
         self.engine.require_room(len(body.prompts) * body.n)
-        options = replace(body.options, timeout=self.timeout, reuse_blocks=key is None or key.reuse_blocks)
+        options = replace(
+            body.options,
+            max_output_len=body.options.max_output_len or "max",
+            timeout=self.timeout,
+            reuse_blocks=key is None or key.reuse_blocks,
+        )
         requests = self.decoder.requests(body.prompts, body.params, options, n=body.n)
         for request in requests:
             if request.error:
                 raise request.error
-            if options.max_output_len is None:
-                request.max_output_len = self.max_seq_len - len(request.prompt)
         names = self.decoder.token_bytes
         return [Answer(request, names, body.asked, is_streamed=body.stream) for request in requests]
 

@@ -43,7 +43,7 @@ from specrun.runners.device_rows import DeviceRows
 from specrun.runners.device_runner import DeviceRunner
 from specrun.runners.graph_capture import Captures
 from specrun.speculative.device_records import DeviceRecords, QueuedRound
-from specrun.speculative.round import Round, Rows
+from specrun.speculative.round import Round, RoundResult, Rows
 from specrun.text.masks import fill_masks
 
 _TIMED = 3
@@ -156,9 +156,7 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
         self._wait(self._devices)  # So that prefilling is not part of the next round's time.
         return done
 
-    def step(
-        self, requests: Sequence[Request], plan: DraftPlan, may_queue_next: bool = False
-    ) -> list[Outcome | SpecError]:
+    def step(self, requests: Sequence[Request], plan: DraftPlan, may_queue_next: bool = False) -> RoundResult:
         """See ``Round``."""
         this, self._next = self._next or self._start(requests, plan), None
         following = None
@@ -170,10 +168,9 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
             self.target.end_round(row, request, outcome, num_accepted(outcome))
         if self.drafter:
             self.drafter.observe(requests, outcomes, this.draft_len)
-        self.is_steady_state, self.seconds = this.is_steady_state, this.seconds
-        self.queued_draft_len = this.draft_len
         self._next = following
-        return outcomes
+        # A row takes the time of all draft tokens though it uses fewer.
+        return RoundResult(outcomes, this.seconds if this.is_steady_state else None, this.draft_len)
 
     def close(self) -> None:
         """See ``Round``. Captures are freed before the engines in them, and engines before memory and streams."""

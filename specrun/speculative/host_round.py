@@ -28,14 +28,12 @@ from specrun.sampling.sampler import (
     sample,
     uniform,
 )
-from specrun.speculative.loop import draft_verify_accept
-from specrun.speculative.round import EngineTimes, Round
+from specrun.speculative.round import EngineTimes, Round, RoundResult
 
 
 class HostRound(Round[ModelRunner, Drafter]):
     """A round in numpy."""
 
-    is_steady_state = True  # On a CPU, only rounds that read a prompt take longer than later ones of their shape.
     prefill_chunk_size = 64  # On a CPU, every further token of a call takes nearly as long as the first.
 
     def __init__(self, target: ModelRunner, drafter: Drafter | None, max_draft_len: int, use_logits: bool) -> None:
@@ -53,19 +51,27 @@ class HostRound(Round[ModelRunner, Drafter]):
             return False
         return max(self._texts.tokens_to_prefill(requests, first)) <= min(max_tokens, self.target.most_tokens - 1)
 
-    def step(
-        self, requests: Sequence[Request], plan: DraftPlan, may_queue_next: bool = False
-    ) -> list[Outcome | SpecError]:
+    def step(self, requests: Sequence[Request], plan: DraftPlan, may_queue_next: bool = False) -> RoundResult:
         """See ``Round``. Rounds after a prompt, a rejection or full acceptance are all the same."""
         began, calls = time.perf_counter(), self._draft_calls
-        outcomes = draft_verify_accept(self, requests, plan)
+        prompts = [row for row, one in enumerate(requests) if self.target.rows.lengths[row] < len(one.tokens) - 1]
+        proposals = self._draft(requests, plan)
+        logits = self._verify(requests, proposals)
+        outcomes = [
+            self._accept(request, proposal, logits[row, : len(proposal.tokens) + 1])
+            for row, (request, proposal) in enumerate(zip(requests, proposals, strict=True))
+        ]
         if self.drafter:
             self.drafter.observe(requests, outcomes, plan.draft_len)
-        self.called_draft = self._draft_calls > calls
-        self.seconds = time.perf_counter() - began
-        return outcomes
+        for row in prompts:
+            self._texts.cache_prefix(requests[row], row)
+        # Only rounds that read a prompt take longer than later ones of their shape.
+        seconds = None if prompts else time.perf_counter() - began
+        drafted = [len(proposal.tokens) - proposal.forced for proposal in proposals]
+        draft_len = sum(drafted) / len(drafted) if self.skips_unused_tokens else max(drafted)
+        return RoundResult(outcomes, seconds, draft_len, not draft_len and self._draft_calls > calls)
 
-    def draft(self, requests: Sequence[Request], plan: DraftPlan) -> list[Proposal]:
+    def _draft(self, requests: Sequence[Request], plan: DraftPlan) -> list[Proposal]:
         """What is proposed for each request. What its grammar forces needs no drafter, and may be more than planned."""
         limits = [request.num_draft_tokens(self.max_draft_len) for request in requests]
         forced = [request.forced(limit) for request, limit in zip(requests, limits, strict=True)]
@@ -74,21 +80,18 @@ class HostRound(Round[ModelRunner, Drafter]):
             return self.drafter.propose(requests, counts, forced, plan)
         return list(map(Proposal.begin, forced))
 
-    def verify(self, requests: Sequence[Request], proposals: Sequence[Proposal]) -> Floats:
+    def _verify(self, requests: Sequence[Request], proposals: Sequence[Proposal]) -> Floats:
         """The target's logits behind each text and each of its g draft tokens: [B, max(g) + 1 or more, V]."""
         drafts = [proposal.tokens for proposal in proposals]
-        prompts = [row for row, one in enumerate(requests) if self.target.rows.lengths[row] < len(one.tokens) - 1]
         for row, request in enumerate(requests):
             # The last committed token is fed in every round, because its logits start the round.
             self.target.rows.rewind(row, len(request.tokens) - 1)
-        logits = self.target.forward([request.tokens for request in requests], [len(one) + 1 for one in drafts], drafts)
-        self._cache_prompts(requests, prompts)
-        return logits
+        return self.target.forward([request.tokens for request in requests], [len(one) + 1 for one in drafts], drafts)
 
-    def accept(self, request: Request, proposal: Proposal, logits: Floats) -> Outcome | SpecError:
-        """What ``_accept`` returns, or the error that it raises. The error fails this request alone."""
+    def _accept(self, request: Request, proposal: Proposal, logits: Floats) -> Outcome | SpecError:
+        """What ``_outcome`` returns, or the error that it raises. The error fails this request alone."""
         try:
-            return self._accept(request, proposal, logits)
+            return self._outcome(request, proposal, logits)
         except Exception as error:
             return as_spec_error(error)
 
@@ -121,13 +124,7 @@ class HostRound(Round[ModelRunner, Drafter]):
         """See ``Round``: a mask that takes long."""
         return request.matcher.begin_mask() if request.matcher else None
 
-    def _cache_prompts(self, requests: Sequence[Request], rows: Sequence[int]) -> None:
-        """Keep the prompts that the round has read, in ``rows``. Such a round takes longer than those behind it."""
-        for row in rows:
-            self._texts.cache_prefix(requests[row], row)
-        self.is_steady_state = not rows
-
-    def _accept(self, request: Request, proposal: Proposal, logits: Floats) -> Outcome:
+    def _outcome(self, request: Request, proposal: Proposal, logits: Floats) -> Outcome:
         """Decide how many of the g proposed tokens stand, and the token after them.
 
         logits: the target's, [g + 1, V]. Raises BackendError where the first of them are not finite, and RequestError

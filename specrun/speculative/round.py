@@ -28,6 +28,19 @@ class EngineTimes(NamedTuple):
     draft_calls: int
 
 
+class RoundResult(NamedTuple):
+    """What a round decided, and what it cost."""
+
+    outcomes: list[Outcome | SpecError]
+    """For each request what to commit, or its error."""
+    seconds: float | None
+    """The round's time; None where later rounds of its shape take another time."""
+    draft_len: float
+    """Draft tokens of a row for which the round took its time."""
+    all_dropped: bool = False
+    """Whether the draft's engine ran, and no draft token was verified."""
+
+
 class DraftLengths(Protocol):
     """Chooses draft lengths; see ``scheduler.draft_length``."""
 
@@ -75,15 +88,6 @@ class Round(ABC, Generic[AnyRunner, DrafterT]):
     """Whether a pass takes as long as its rows have tokens together, not as the longest one has."""
     host_target: ModelRunner | None = None
     """The target's runner where the target runs on the host."""
-    is_steady_state = False
-    """False while the last round's shape was warming up; its time is then ignored."""
-    seconds = 0.0
-    """The time of the last round. A device measures it, as several rounds may be queued."""
-    called_draft = False
-    """Whether the last round called the draft's engine, on the host. All that it proposed may have been dropped."""
-    queued_draft_len: int | None = None
-    """The draft length of the last round on a device, where a row takes the time of all draft tokens though it uses
-    fewer. None on the host."""
 
     def __init__(
         self,
@@ -107,17 +111,15 @@ class Round(ABC, Generic[AnyRunner, DrafterT]):
         self._caches: list[CachedTexts[Any]] = [one for one in (self._texts, self._draft_texts) if one]
 
     @abstractmethod
-    def step(
-        self, requests: Sequence[Request], plan: DraftPlan, may_queue_next: bool = False
-    ) -> list[Outcome | SpecError]:
+    def step(self, requests: Sequence[Request], plan: DraftPlan, may_queue_next: bool = False) -> RoundResult:
         """Draft, verify and accept for the requests in rows 0, 1, .., or end the round that is queued. Commits nothing.
 
         plan: how many tokens are drafted, in the round that this queues. may_queue_next: whether the next step
         will have the same requests in the same rows, so that its round may be queued before this one is read.
 
-        Returns for each request what to commit. For a request that failed, for example because the target's logits are
-        not finite, it returns the error, and the others go on. So it does for one that has ended since its round was
-        queued: what that round decided for it is dropped.
+        The outcome of a request that failed, for example because the target's logits are not finite, is its error, and
+        the others go on. So it is of one that has ended since its round was queued: what that round decided for it is
+        dropped.
         """
 
     def problem(self) -> str | None:

@@ -201,13 +201,13 @@ def seconds_a_token(
                 ends = rounds.ends_drafts(requests)
                 plan = lengths.choose(requests, counts, 0, ends) if any(counts) else DraftPlan(0)
                 steps = draft_calls(rounds)
-                outcomes = [outcome for outcome in rounds.step(requests, plan) if isinstance(outcome, Outcome)]
+                result = rounds.step(requests, plan)
+                outcomes = [outcome for outcome in result.outcomes if isinstance(outcome, Outcome)]
                 steps = draft_calls(rounds) - steps
                 lens = [outcome.drafted for outcome in outcomes]
                 drafted = sum(lens) / len(lens) if by_row else max(lens)
                 time = verify(round(len(requests) * (drafted + 1))) + steps * cost
-                rounds.seconds = time * generator.lognormal(0, 0.03)
-                learn(rounds, lengths, requests, outcomes, plan, 0)
+                learn(lengths, requests, result._replace(seconds=time * generator.lognormal(0, 0.03)), 0)
                 elapsed += time
                 for request, outcome in zip(requests, outcomes, strict=True):
                     told += len(request.commit(outcome))
@@ -286,7 +286,7 @@ def test_a_round_goes_on_while_all_its_rows_together_are_worth_it(engines: tuple
             ((1.3, 0.0, 0.0, 0.0, 0.0, np.inf), 1),
             ((), G),
         ):
-            outcomes = rounds.step(requests, DraftPlan(G, limits))
+            outcomes = rounds.step(requests, DraftPlan(G, limits)).outcomes
             assert [outcome.drafted for outcome in outcomes if isinstance(outcome, Outcome)] == [expected] * 2
             rounds.drafter._ends.calibration = Calibration()  # type: ignore[union-attr]
 

@@ -32,6 +32,7 @@ from tests.gpu_simulator.rounds import LENGTH, PLACES, config, in_batches, reque
 from tests.gpu_simulator.tensorrt import CudaEngine, ExecutionContext, RuntimeConfig, as_plan
 from tests.helpers.families import save_tokenizer
 from tests.helpers.pairs import PROMPTS, near_ties
+from tests.helpers.round_times import told_times
 from tests.helpers.staggered import V
 from tests.helpers.tables import decode, normal, save_table_engine
 
@@ -251,11 +252,12 @@ def settled_rounds(decoder: SpeculativeDecoder, some: Sequence[Request]) -> list
     for request in some:
         decoder.scheduler.add(request)
     found = []
-    while len(decoder.scheduler):
-        before = {call: gpus.calls(call) for call in CALLS}
-        decoder.scheduler.step()
-        if decoder.scheduler.round.is_steady_state:
-            found.append({call: gpus.calls(call) - before[call] for call in CALLS})
+    with told_times(decoder.scheduler) as times:
+        while len(decoder.scheduler):
+            before = {call: gpus.calls(call) for call in CALLS}
+            decoder.scheduler.step()
+            if times and times[-1] is not None:
+                found.append({call: gpus.calls(call) - before[call] for call in CALLS})
     return found
 
 
