@@ -66,10 +66,9 @@ class DraftTargetConfig(Checked):
     """Let CPU engines share one pool of threads, onnxruntime's for the whole process: sessions of other libraries that
     want threads of their own are refused from then on. False: each engine has its own pool, and others are left alone;
     where the process has the shared pool already, engines use it."""
-    bit_exact: bool | None = None
-    """Let texts be the target's own to the byte, whatever the draft, the batch and what is cached: passes are padded to
-    shapes whose bits agree. None: where the engine has such shapes. True: an error where it has none. False: no
-    padding; rounding may decide between two tokens that are about equally good."""
+    bit_exact: bool = False
+    """Raise an error where texts are not the target's own to the byte, whatever the draft, the batch and what is
+    cached: there rounding may decide between two tokens that are about equally good."""
     check: Check = "quick"
     """Which files of an engine are compared with their checksums when it is opened. quick: those that were changed, by
     their sizes and time stamps, since the checksums were taken. full: all."""

@@ -1,4 +1,4 @@
-"""``auto`` beside every fixed draft length, bad drafts beside none, and the cost of exactness to the bit.
+"""``auto`` beside every fixed draft length, and bad drafts beside none.
 
 There are two pairs, of other texts and shapes than the demo pair. ``docstrings``: a target of 197M parameters in 16
 layers, a draft of 1.4M. auto's rules for batches, and how long it stays in doubt, were chosen while looking at it, so
@@ -52,16 +52,12 @@ class Way(NamedTuple):
     draft_len: int | None
     """None: auto."""
     draft: str = "draft"
-    bit_exact: bool | None = None
 
 
 ALONE, AUTO = "0", "auto"
 LENGTHS = {str(g): Way(g) for g in (0, 1, 2, 3, 4, 5, 7, MOST)}
 BAD_DRAFTS = {"auto, a draft that guesses": Way(None, "random"), "auto, the target as draft": Way(None, "target")}
-EXACT, INEXACT = (
-    {f"{g} {name}": Way(g, bit_exact=exact) for g in (0, 3, 4)} for name, exact in (("exact", True), ("inexact", False))
-)
-WAYS = {**LENGTHS, AUTO: Way(None), **BAD_DRAFTS, **EXACT, **INEXACT}
+WAYS = {**LENGTHS, AUTO: Way(None), **BAD_DRAFTS}
 
 
 class Text(NamedTuple):
@@ -135,7 +131,7 @@ def measure(engines: dict[str, Path], ways: dict[str, Way], prompts: list[str], 
         for way in ways.values():
             kind = way._replace(draft_len=None if way.draft_len is None else MOST)  # All fixed lengths share one.
             if kind not in decoders:
-                config = DraftTargetConfig(kind.draft_len, reuse_blocks=False, bit_exact=kind.bit_exact)
+                config = DraftTargetConfig(kind.draft_len, reuse_blocks=False)
                 decoder = SpeculativeDecoder.open(engines["target"], engines[kind.draft], config)
                 decoders[kind] = opened.enter_context(decoder)
             decoders[way] = decoders[kind]
@@ -168,14 +164,12 @@ def first_groups(engines: dict[str, Path], best: str, prompts: list[str], batch:
 
 
 def summary(seconds: Seconds) -> dict[str, Any]:
-    """Speeds in those of the target alone, what auto has of the best fixed length, and what exactness costs."""
+    """Speeds in those of the target alone, and what auto has of the best fixed length."""
     found: dict[str, Any] = {"speedups": {name: ratio(seconds[ALONE], own) for name, own in seconds.items()}}
     if AUTO in seconds:
         best = max((name for name in LENGTHS if name in seconds), key=found["speedups"].__getitem__)
         found["best"] = int(best)
         found["auto_of_best"] = ratio(seconds[best], seconds[AUTO])
-    pairs = [(one, other) for one, other in zip(EXACT, INEXACT, strict=True) if {one, other} <= seconds.keys()]
-    found["exactness_costs"] = {exact: ratio(seconds[exact], seconds[inexact]) for exact, inexact in pairs}
     return found
 
 
@@ -205,7 +199,7 @@ def main(
     repetitions: int,
     json_file: Path | None,
 ) -> None:
-    """Measure draft lengths, fixed ones and auto, and exactness to the bit."""
+    """Measure draft lengths, fixed ones and auto."""
     work_dir = work_dir or Path(".cache/draft_lengths") / pair
     make_pair(pair, work_dir)
     prompts = [json.loads(line)["text"] for line in (work_dir / "prompts.jsonl").read_text().splitlines()[:texts]]

@@ -1,4 +1,4 @@
-"""Finds by trial which passes of an engine give a row the same bits: see ``bit_exact``.
+"""Finds by trial whether passes of every shape give a row the same bits: see ``bit_exact``.
 
 A row with random keys and values is fed the same random tokens in many ways: alone and beside other rows, one by one
 and many at once, in caches of several lengths. Logits, keys and values are compared bit by bit with those of one pass.
@@ -6,7 +6,6 @@ and many at once, in caches of several lengths. Logits, keys and values are comp
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -15,26 +14,15 @@ import numpy.typing as npt
 
 from specrun.backends import Backend
 from specrun.backends.known_here import describe_runtime
-from specrun.engine_dir.bit_exact import ANY_SHAPE, BitExact, RowMultiple, ShapeClass
+from specrun.engine_dir.bit_exact import BitExact
 from specrun.engine_dir.cache_tensors import LEAST_REPLAYS, PACKED_BLOCK, scale_bytes
 
-_SIZES: tuple[tuple[int, int, RowMultiple], ...] = (
-    *((2, 1, 1), (2, 2, 1), (1, 1, 2), (2, 2, 2)),
-    *((1, 1, 4), (2, 2, 4), (4, 4, 4), (1, 1, 8), (8, 8, 8), (16, 16, 16)),
-)
-CANDIDATES = tuple(
-    ShapeClass(query_len=query_len, num_logits=num_logits, row_multiple=multiple)
-    for query_len, num_logits, multiple in _SIZES
-)
-"""Classes that need padding, from the cheapest on."""
 _STEP = 64
 """Positions of a cache are a multiple of this, as the runner has it."""
 _LONG = 280
 """Tokens of a row that is long: products over a cache's positions are split at 256."""
 _TOKENS = 48
 """Tokens that are fed; three rows of so many are more than kernels take at a time."""
-_TIMED, _FEWEST, _SECONDS = 25, 5, 4.0
-"""Rounds that are timed, or as many as take so long, but a few in any case."""
 _LEAST = 1e-9
 """A difference that is not 0."""
 _NUDGES = 4
@@ -71,31 +59,23 @@ class _Bits(NamedTuple):
 
 def probe(backend: Backend) -> BitExact:
     """What is true of the engine on this processor. It takes about a hundred passes, and the cache is junk then."""
-    unpadded = list(_differences(backend, ANY_SHAPE, _ways(backend), _lengths(backend)))
-    near_tie = max(*unpadded, *_nudged(backend))
-    found: ShapeClass | None = ANY_SHAPE
-    if any(unpadded):
-        found = next((shapes for shapes in CANDIDATES if _agree(backend, shapes)), None)
-    cost = _cost(backend, found) if found else 0.0
-    return BitExact(shapes=found, cost=cost, near_tie=near_tie, processor=describe_runtime(backend.config))
+    differences = list(_differences(backend, _ways(backend), _lengths(backend)))
+    near_tie = max(*differences, *_nudged(backend))
+    return BitExact(shapes_agree=not any(differences), near_tie=near_tie, processor=describe_runtime(backend.config))
 
 
-def _agree(backend: Backend, shapes: ShapeClass) -> bool:
-    return not any(_differences(backend, shapes, _ways(backend), _lengths(backend)))
+def shapes_agree(backend: Backend) -> bool:
+    """Whether they do on this processor too: a few of ``probe``'s passes."""
+    return not any(_differences(backend, _ways(backend)[1:4], _lengths(backend)[-1:]))
 
 
 def _nudged(backend: Backend) -> Iterator[float]:
     """How far logits move with the last bits of keys and values: rounding is rarely amplified, and shapes are few."""
     length, tokens = _lengths(backend)[-1], _num_tokens(backend)
     way = _Way(1, 0, (tokens,), tokens)
-    whole = _feed(backend, ANY_SHAPE, way, length)
+    whole = _feed(backend, way, length)
     for seed in range(1, _NUDGES + 1):
-        yield _difference(whole, _feed(backend, ANY_SHAPE, way, length, seed))
-
-
-def holds(backend: Backend, shapes: ShapeClass) -> bool:
-    """Whether ``shapes`` are a class on this processor too: a few of ``probe``'s passes."""
-    return not any(_differences(backend, shapes, _ways(backend)[1:4], _lengths(backend)[-1:]))
+        yield _difference(whole, _feed(backend, way, length, seed))
 
 
 def _ways(backend: Backend) -> list[_Way]:
@@ -140,16 +120,16 @@ def _lengths(backend: Backend) -> list[int]:
     return [0, min(_LONG, backend.config.build_config.max_seq_len - _num_tokens(backend))]
 
 
-def _differences(backend: Backend, shapes: ShapeClass, ways: list[_Way], lengths: list[int]) -> Iterator[float]:
-    """How far each way is from a single pass of all tokens, padded into ``shapes``; 0: not by a bit.
+def _differences(backend: Backend, ways: list[_Way], lengths: list[int]) -> Iterator[float]:
+    """How far each way is from a single pass of all tokens; 0: not by a bit.
 
     The largest difference of a logit, as a share of the row's largest.
     """
     for length in lengths:
         tokens = max(sum(way.chunks) for way in ways)
-        whole = _feed(backend, shapes, _Way(1, 0, (tokens,), tokens), length)
+        whole = _feed(backend, _Way(1, 0, (tokens,), tokens), length)
         for way in ways:
-            yield _difference(whole, _feed(backend, shapes, way, length))
+            yield _difference(whole, _feed(backend, way, length))
 
 
 def _difference(whole: _Bits, other: _Bits) -> float:
@@ -171,7 +151,7 @@ def _difference(whole: _Bits, other: _Bits) -> float:
     return far
 
 
-def _feed(backend: Backend, shapes: ShapeClass, way: _Way, length: int, nudge: int = 0) -> _Bits:
+def _feed(backend: Backend, way: _Way, length: int, nudge: int = 0) -> _Bits:
     """Feed a row that has ``length`` tokens; what is random about the row itself is the same in every call.
 
     nudge: 0, or a seed by which the row's keys and values move by ``_NUDGE``.
@@ -197,14 +177,13 @@ def _feed(backend: Backend, shapes: ShapeClass, way: _Way, length: int, nudge: i
     start = read = 0
     for number, chunk in enumerate(way.chunks):
         count = min(chunk, way.num_logits)
-        query_len, num_logits = shapes.pad_query_len(batch, chunk), shapes.pad_num_logits(batch, count)
-        step = backend.bind(0, batch, query_len, num_logits)
-        step.input_ids[...] = others.integers(0, vocab_size, (batch, query_len))
-        step.input_ids[row, :chunk] = text[start : start + chunk]
-        step.write_indices[...] = others.integers(0, positions - query_len + 1, batch)
+        step = backend.bind(0, batch, chunk, count)
+        step.input_ids[...] = others.integers(0, vocab_size, (batch, chunk))
+        step.input_ids[row] = text[start : start + chunk]
+        step.write_indices[...] = others.integers(0, positions - chunk + 1, batch)
         step.write_indices[row] = length + start
-        step.logits_indices[...] = others.integers(0, query_len, (batch, num_logits))
-        step.logits_indices[row, :count] = range(chunk - count, chunk)
+        step.logits_indices[...] = others.integers(0, chunk, (batch, count))
+        step.logits_indices[row] = range(chunk - count, chunk)
         step.state_indices[...] = step.keep_indices[...] = step.write_indices
         # Every other chunk is read again by the next pass, where it is not too long for that.
         kept = start if number % 2 and chunk <= LEAST_REPLAYS else start + chunk
@@ -246,22 +225,3 @@ def _nudge(held: npt.NDArray[Any], seed: int, bits: int | None = None) -> npt.ND
         moved[..., _code_bytes(held.shape[-1], bits) :] = False
         return np.asarray(held ^ moved)
     return np.asarray(held + (signs * moved).astype(held.dtype))
-
-
-def _cost(backend: Backend, shapes: ShapeClass) -> float:
-    """See ``BitExact.cost``: the fastest of several rounds each, in turns, because other work only slows them down."""
-    if not shapes.pads:
-        return 0.0
-    backend.resize(1, _STEP, 0)
-    sizes = ((1, 1), (shapes.pad_query_len(1, 1), shapes.pad_num_logits(1, 1)))
-    seconds: list[list[float]] = [[], []]
-    for done in range(_TIMED):
-        if done >= _FEWEST and sum(map(sum, seconds)) > _SECONDS:
-            break
-        for size, own in zip(sizes, seconds, strict=True):
-            step = backend.bind(0, 1, *size)
-            began = time.perf_counter()
-            step.run()
-            own.append(time.perf_counter() - began)
-    plain, padded = map(min, seconds)
-    return max(0.0, padded / plain - 1)

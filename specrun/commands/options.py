@@ -119,9 +119,7 @@ rank_hosts_option = click.option(
     help="The machine of each rank of a CPU target, this one first. Default: this one.",
 )
 bit_exact_option = click.option(
-    "--bit_exact/--no_bit_exact",
-    default=None,
-    help="Pad passes so that texts are the target's own to the byte. Default: where the engine allows it.",
+    "--bit_exact", is_flag=True, help="An error where texts are not the target's own to the byte."
 )
 
 

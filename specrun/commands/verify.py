@@ -47,7 +47,7 @@ INCONCLUSIVE = 3
 )
 @click.option("--output_format", type=click.Choice(["text", "json"]), default="text", show_default=True)
 def verify(
-    bit_exact: bool | None,
+    bit_exact: bool,
     acceptance: str,
     input_text: tuple[str, ...],
     input_file: Path | None,

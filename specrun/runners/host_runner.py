@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from specrun.backends import Backend, Pass
-from specrun.engine_dir.bit_exact import ANY_SHAPE, ShapeClass
 from specrun.engine_dir.contract import UNUSED_TOKEN
 from specrun.kv_cache.rows import RecurrentRows, rows_of
 from specrun.sampling.sampler import Floats
@@ -36,22 +35,19 @@ def build_inputs(
     num_logits: Sequence[int],
     capacity: int,
     vocab_size: int,
-    shapes: ShapeClass = ANY_SHAPE,
     nothing_wanted: int = 0,
     padding: int = 0,
 ) -> HostFeed:
     """The inputs that feed each row's tokens and draft tokens that the cache lacks, right-padded.
 
     lengths: tokens of each row that are in the cache. num_logits: the logits of so many last tokens of each row are
-    wanted. capacity: positions of a row in the cache. vocab_size: ids that the model knows. shapes: the pass is padded
-    into this class. nothing_wanted: stands in ``logits_indices`` where a row wants fewer logits than others. padding:
-    stands behind a row's tokens.
+    wanted. capacity: positions of a row in the cache. vocab_size: ids that the model knows. nothing_wanted: stands
+    in ``logits_indices`` where a row wants fewer logits than others. padding: stands behind a row's tokens.
     """
     # Texts may be long and not in the processor's caches, so only the tokens that are fed are touched.
     ends = [len(tokens) + len(more) for tokens, more in zip(token_ids, drafts, strict=True)]
-    longest = max(1, *(end - length for end, length in zip(ends, lengths, strict=True)))
-    query_len = shapes.pad_query_len(len(ends), longest)
-    max_logits, last_id = shapes.pad_num_logits(len(ends), max(1, *num_logits)), vocab_size - 1
+    query_len = max(1, *(end - length for end, length in zip(ends, lengths, strict=True)))
+    max_logits, last_id = max(1, *num_logits), vocab_size - 1
     feed = HostFeed([], [], [])
     for row, (length, count) in enumerate(zip(lengths, num_logits, strict=True)):
         # Padding is written too. Near the end of the cache a row starts earlier and writes what is already there.
@@ -75,10 +71,8 @@ class ModelRunner:
     this code takes the longer the more memory it touches.
     """
 
-    def __init__(self, backend: Backend, shapes: ShapeClass = ANY_SHAPE) -> None:
+    def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self.shapes = shapes
-        """Passes stay in this class, but for those of ``extend``."""
         self.vocab_size = backend.config.graph.vocab_size
         """How many ids a row of logits has."""
         self.rows = rows_of(backend.cache, backend.config.graph)
@@ -202,7 +196,7 @@ class ModelRunner:
         lengths = self.rows.lengths[first : first + len(token_ids)]
         nothing = self.backend.config.graph.nothing_wanted
         sizes = self.backend.cache.length, self.vocab_size
-        feed = build_inputs(token_ids, drafts, lengths, num_logits, *sizes, self.shapes, nothing, self._padding)
+        feed = build_inputs(token_ids, drafts, lengths, num_logits, *sizes, nothing, self._padding)
         step = self.backend.bind(first, len(token_ids), len(feed.input_ids[0]), len(feed.logits_indices[0]))
         step.input_ids[...], step.write_indices[...], step.logits_indices[...] = feed
         self.rows.begin(step, first, token_ids, whole_blocks)

@@ -34,7 +34,7 @@ from specrun.kv_cache.host_memory import free_memory, shortage
 from specrun.kv_cache.kept_states import block_bytes
 from specrun.runners.host_runner import ModelRunner
 from specrun.speculative.device_round import DeviceRound, MakeDrafter
-from specrun.speculative.exactness import choose_exactness
+from specrun.speculative.exactness import exactness_of
 from specrun.speculative.host_round import HostRound
 from specrun.speculative.round import AnyRound
 from specrun.text.retokenizer import Translator
@@ -104,8 +104,8 @@ def open_round(
     blocks = _cached_blocks_on_host([target, draft] if draft else [target], rows, config)
     pool, hosts = config.shared_thread_pool, target.rank_hosts
     backend = open_host_backend(target.directory, target.config, blocks, pool, hosts=hosts)
-    exactness = choose_exactness(target.directory, backend, config.bit_exact)
-    runner = ModelRunner(backend, exactness.shapes)
+    exactness = exactness_of(target.directory, backend, config.bit_exact)
+    runner = ModelRunner(backend)
     drafter = _host_drafter(draft, draft_len, blocks, runner.vocab_size, config, backend)
     rounds = HostRound(runner, drafter, draft_len, config.use_logits)
     rounds.exactness = exactness
