@@ -32,8 +32,8 @@ _MARK = "<|continued-here|> "
 _SETTINGS = ("messages", "tools", "documents", "add_generation_prompt", *_SPECIAL_TOKENS)
 """Variables of templates that no caller sets."""
 _INSTEAD = "prompts of plain text need none"
-SECONDS = 10
-"""The most seconds that a template may take for a conversation; it takes milliseconds."""
+_SECONDS = 10
+"""Which are plenty: a template takes milliseconds for a conversation."""
 
 
 def _read(file: Path) -> str:
@@ -47,14 +47,20 @@ class ChatTemplate:
     """A compiled template and the special tokens that it may name. May be rendered from any thread."""
 
     def __init__(
-        self, source: str, special_tokens: Mapping[str, str], origin: Path, tools_source: str | None = None
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        origin: Path,
+        tools_source: str | None = None,
+        seconds: float = _SECONDS,
     ) -> None:
         """tools_source: a template of its own for conversations with tools. origin: named in error messages.
+        seconds: the most that it may take for a conversation.
 
         Raises RequestError for a template that is not valid jinja.
         """
         self._special_tokens = dict(special_tokens)
-        self._origin = origin
+        self._origin, self._seconds = origin, seconds
         self._template = self._compile(source)
         self._source, self._own_tools_source = source, tools_source
 
@@ -127,7 +133,8 @@ class ChatTemplate:
             named = {**_plain(variables or {}), "messages": turns, **settings, **self._special_tokens}
             environment = template.environment
             assert isinstance(environment, Environment)
-            with environment.rendering(), limited_time(SECONDS, _is_template, f"it ran for more than {SECONDS} s"):
+            too_long = f"it ran for more than {self._seconds} s"
+            with environment.rendering(), limited_time(self._seconds, _is_template, too_long):
                 return environment.concat(template.generate(named))
         except Exception as error:  # Templates are programs, and fail like programs.
             raise self._failed(error) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 from datetime import datetime
 from pathlib import Path
@@ -299,9 +300,8 @@ def test_objects_in_messages_are_refused(tmp_path: Path) -> None:
         "{% set x %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endset %}",
     ],
 )
-def test_a_template_that_does_not_end(tmp_path: Path, endless: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specrun.text.chat_template.SECONDS", 0.2)
-    template = ChatTemplate(endless, {}, tmp_path)
+def test_a_template_that_does_not_end(tmp_path: Path, endless: str) -> None:
+    template = ChatTemplate(endless, {}, tmp_path, seconds=0.2)
     with pytest.raises(RequestError, match=r"the chat template failed \(it ran for more than 0.2 s\)"):
         template.render(CONVERSATIONS[0])
 
@@ -321,7 +321,7 @@ def test_a_template_that_writes_without_end(tmp_path: Path, long: str) -> None:
     with pytest.raises(
         RequestError, match=r"the chat template failed \(it (writes|makes something of) more than 16777"
     ):
-        ChatTemplate(long, {}, tmp_path).render(CONVERSATIONS[0])
+        ChatTemplate(long, {}, tmp_path, seconds=math.inf).render(CONVERSATIONS[0])
 
 
 BIG = "{% set b = 'a' * 8000000 %}"
@@ -371,7 +371,7 @@ BIG = "{% set b = 'a' * 8000000 %}"
 def test_a_template_that_makes_gigabytes(tmp_path: Path, long: str) -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(RequestError, match=r"failed \(it (writes|makes)( something of)? more than \d+ characters"):
-        ChatTemplate(long, {}, tmp_path).render(CONVERSATIONS[0])
+        ChatTemplate(long, {}, tmp_path, seconds=math.inf).render(CONVERSATIONS[0])
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 300_000, "kilobytes"
 
 
