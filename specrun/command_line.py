@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+from typing_extensions import override
 
 from specrun.errors import SpecError
 from specrun.optional_packages import explain
@@ -35,6 +36,7 @@ class OneLineErrors(click.Group):
     Exit 1 for the user's or files', 2 for usage, 130 for Ctrl-C, 143 for SIGTERM.
     """
 
+    @override
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run the command; standard streams that were closed by the caller are replaced first."""
         if _stand_in_for_closed_streams():
@@ -43,6 +45,7 @@ class OneLineErrors(click.Group):
             sys.exit(1)
         return super().main(*args, **kwargs)
 
+    @override
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; turn what it raises into one line and an exit status."""
         with stop_signals() as received, fewer_collections():

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Unpack
 
 from tokenizers import Tokenizer
+from typing_extensions import override
 
 from specrun import arguments, cpu_operators
 from specrun.arguments import path, show
@@ -70,6 +71,7 @@ class SpeculativeDecoder:
         self._sizes = sizes
         self._name = name
 
+    @override
     def __repr__(self) -> str:
         rows, draft_len = self.max_batch_size, self.scheduler.round.max_draft_len
         exact = "exact to the bit" if self.exactness.on else "exact up to near-ties"

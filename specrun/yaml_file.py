@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from typing_extensions import override
 
 from specrun.errors import SpecError
 
@@ -31,6 +32,7 @@ class _PlainLoader(yaml.SafeLoader):
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
+    @override
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Refuse aliases."""
         if self.check_event(yaml.AliasEvent):
@@ -38,6 +40,7 @@ class _PlainLoader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(problem="aliases (*name) are not taken; write it out", problem_mark=mark)
         return super().compose_node(parent, index)
 
+    @override
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         """Refuse a key that is given twice."""
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]

@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import CacheLayerMixin, DummyLayer
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
+from typing_extensions import override
 
 from specbuild.export import experts
 from specbuild.export.query_scales import scaled
@@ -55,12 +56,14 @@ class ScatterLayer(CacheLayerMixin):
         self.write_indices = write_indices
         self.is_initialized = True
 
+    @override
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the tensors are the graph's inputs."""
 
     keys: torch.Tensor
     values: torch.Tensor
 
+    @override
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,12 +82,15 @@ class ScatterLayer(CacheLayerMixin):
     def _scatter(self, past: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         return scatter(past, new, self.write_indices)
 
+    @override
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.keys.shape[-2], 0
 
+    @override
     def get_seq_length(self) -> int:
         return 0  # Positions are given explicitly; no model may derive them from the cache.
 
+    @override
     def get_max_length(self) -> int:
         return self.keys.shape[-2]
 
@@ -124,6 +130,7 @@ class ScatterCache(AnyLayersCache):
         super().__init__(layers=[by_layer.get(layer) or DummyLayer() for layer in range(max(by_layer, default=-1) + 1)])
         self.write_indices = write_indices
 
+    @override
     def get_query_offset(self, layer_idx: int = 0) -> torch.Tensor:  # type: ignore[override]
         return self.write_indices
 

@@ -14,6 +14,7 @@ import torch._dynamo.config
 from torch import nn
 from torch.export import Dim
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from specbuild.export import experts
 from specbuild.export.attention import IMPLEMENTATION, ScatterCache, register, scatter
@@ -58,6 +59,7 @@ class ContractModule(nn.Module):
         self.fusion = fusion
         self.last_position = max_seq_len - 1
 
+    @override
     def forward(
         self,
         input_ids: torch.Tensor,

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from specbuild.export.fused import rms_norm
 from specbuild.export.meta_model import placeholder
@@ -62,6 +63,7 @@ class Fusion(nn.Module):
         layers = ", ".join(map(str, self.layers))
         return f"what goes into layers {layers}" if layers else "the last states behind the final norm"
 
+    @override
     def forward(self, states: list[torch.Tensor]) -> torch.Tensor:
         """states: [B, S, H_target] of each layer -> features [B, S, width]."""
         if not self.names:

@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
+from typing_extensions import override
 
 from specbuild.export.fused import modeling_files
 from specbuild.export.recurrent import AnyLayersCache, RecurrentLayer, RecurrentStates, recurrent_functions
@@ -35,6 +36,7 @@ class ModelMemory:
 class _WithoutProducts(TorchFunctionMode):
     """``linear`` returns zeros of the right shape: large matrices are not touched where only shapes matter."""
 
+    @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.linear:
             return args[0].new_zeros(*args[0].shape[:-1], args[1].shape[0])

@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.onnx.ops import symbolic_multi_out
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
+from typing_extensions import override
 
 from specbuild.graph.recurrent import CONVOLUTION, DOMAIN, RULES
 from specrun.engine_dir.cache_tensors import StateTensor
@@ -125,13 +126,16 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         super().__init__(number_of_states=1)
         self.states = states
 
+    @override
     def lazy_initialization(self, *_args: Any, **_kwargs: Any) -> None:
         """Nothing to do: the tensors are the graph's inputs."""
 
+    @override
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **_kwargs: Any) -> torch.Tensor:
         _active[:] = [self.states]
         return conv_states
 
+    @override
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, state_idx: int = 0, **_kwargs: Any
     ) -> torch.Tensor:
@@ -143,9 +147,11 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
 class AnyLayersCache(Cache):
     """A cache whose layers may all be recurrent: transformers' own does not know how long a text is then."""
 
+    @override
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0  # Positions are given explicitly.
 
+    @override
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         attending = [layer for layer in self.layers if isinstance(layer, CacheLayerMixin)]
         if not attending:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache, DynamicLayer
+from typing_extensions import override
 
 from specbuild.export.features import Fusion, watched
 from specbuild.export.meta_model import placeholder
@@ -145,10 +146,12 @@ class _MadeUpLayer(DynamicLayer):
         self.info, self.reference, self.layer = info, reference, layer
         self.is_initialized = True
 
+    @override
     def get_seq_length(self) -> int:
         """Positions before the tokens."""
         return self.reference.start
 
+    @override
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> Any:
         """Keys and values with new ones behind them; the new ones are not kept."""
         names = past_names(self.info.layers)[2 * self.layer : 2 * self.layer + 2]
@@ -204,6 +207,7 @@ class Float32(TorchFunctionMode):
         super().__init__()
         self.see_input = see_input or (lambda _weight, x: x)
 
+    @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _SHAPES:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from specbuild.head_formats.eagle import (
     LayerHead,
     architectures,
@@ -76,14 +78,14 @@ class DFlashHead(LayerHead):
         """Draft tokens of a block."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
+    @override
     def aux_layers_of(self, num_layers: int, hidden_size: int) -> tuple[int, ...]:
-        """See ``Head``."""
         layers = self.aux_layers or ()
         self.check_layers(layers, num_layers, hidden_size, "its layer ids name")
         return layers
 
+    @override
     def fused_names(self, num_states: int) -> list[str]:
-        """See ``Head``."""
         return ["fc.weight", "hidden_norm.weight"]
 
 

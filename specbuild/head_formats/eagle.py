@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from typing_extensions import override
+
 from specbuild.weights.safetensors_files import check_weights
 from specrun.engine_dir.config import CONFIG_NAME
 from specrun.errors import CheckpointError, UnsupportedModelError
@@ -132,8 +134,9 @@ class EagleHead(LayerHead):
     fc_norm: bool
     norm_output: bool
 
+    @override
     def aux_layers_of(self, num_layers: int, hidden_size: int) -> tuple[int, ...]:
-        """See ``Head``. Where a head does not say, they are EAGLE's own; EAGLE-1's have none."""
+        """Where a head does not say, they are EAGLE's own; EAGLE-1's have none."""
         if self.kind == "eagle1":
             self.require_fc(self.hidden_size, 2 * hidden_size)
             return ()
@@ -142,8 +145,9 @@ class EagleHead(LayerHead):
         self.check_layers(layers, num_layers, hidden_size, said)
         return layers
 
+    @override
     def fused_names(self, num_states: int) -> list[str]:
-        """See ``Head``: ``fc.weight`` first. EAGLE-1's has none."""
+        """``fc.weight`` first. EAGLE-1's has none."""
         if self.kind == "eagle1":
             return []
         each = [f"fc_norm.{number}.weight" for number in range(num_states)] if self.fc_norm else []

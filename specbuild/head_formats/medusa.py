@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from specbuild.head_formats.eagle import Head, mapping, whole
 from specbuild.weights.safetensors_files import Weights, check_file, check_weights
 from specrun.engine_dir.config import CONFIG_NAME
@@ -39,8 +41,9 @@ class MedusaHead(Head):
     base: Mapping[str, Reader]
     """Tensors of the model that came with it."""
 
+    @override
     def check_target(self, target: Path, weights: Weights) -> None:
-        """See ``Head``. The model that came with it is compared as far as the names are the same."""
+        """The model that came with it is compared as far as the names are the same."""
         from specbuild.weights.lazy_tensors import StoredTensor
 
         for name in sorted(self.base.keys() & weights.entries.keys()):

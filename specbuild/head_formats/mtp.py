@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from specbuild.head_formats.eagle import MARKS, Head, whole
 from specbuild.json_file import read_json
 from specbuild.weights.safetensors_files import Weights, check_weights
@@ -40,8 +42,9 @@ class MtpHead(Head):
         """Whether its tensors lie apart from the target's layers, and it has full attention where these are mixed."""
         return self.model_type in _APART
 
+    @override
     def check_target(self, target: Path, weights: Weights) -> None:
-        """See ``Head``. It may be a copy of the target: a quantized one, or one that was trained further."""
+        """It may be a copy of the target: a quantized one, or one that was trained further."""
         found = read_json(target / CONFIG_NAME).get("model_type")
         if found != self.model_type:
             raise CheckpointError(

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from typing_extensions import override
 
 from specbuild.export.attention import ScatterCache, contract_mask, gather_features, scatter
 from specbuild.head_formats.dflash import MARKOV, DFlashHead
@@ -52,8 +53,8 @@ class DFlash(LayerModule):
 
     head: DFlashHead
 
+    @override
     def add_parts(self, first: Any, make_norm: Callable[[], nn.Module]) -> None:
-        """See ``LayerModule``."""
         head = self.head
         self.norm = make_norm()
         if head.has_confidence:
@@ -62,13 +63,14 @@ class DFlash(LayerModule):
         if head.markov_rank:
             _require_markov(head)
 
+    @override
     def is_elsewhere(self, name: str) -> bool:
-        """See ``LayerModule``. The Markov head is not in the graph."""
+        """The Markov head is not in the graph."""
         return super().is_elsewhere(name) or (self.head.markov_rank > 0 and name in MARKOV)
 
     @property
+    @override
     def described(self) -> dict[str, Any]:
-        """See ``LayerModule``."""
         head = self.head
         return {
             "vocab_size": self.vocab_size + head.has_confidence,
@@ -78,6 +80,7 @@ class DFlash(LayerModule):
             "has_confidence": head.has_confidence,
         }
 
+    @override
     def forward(self, input_ids: torch.Tensor, context: torch.Tensor, block: Block, cache: Any) -> torch.Tensor:
         """input_ids [B, S], context [B, S, H]: features of their positions -> y [B, N, H] of the block.
 
@@ -106,8 +109,9 @@ class DFlash(LayerModule):
             y = y + layer.mlp(layer.post_attention_layernorm(y))
         return y  # type: ignore[no-any-return]
 
+    @override
     def logits(self, y: torch.Tensor) -> torch.Tensor:
-        """See ``LayerModule``. The confidence's logit stands behind them, but for what the token before adds."""
+        """The confidence's logit stands behind them, but for what the token before adds."""
         found = super().logits(y)
         if not self.head.has_confidence:
             return found
@@ -115,8 +119,8 @@ class DFlash(LayerModule):
         confidence = functional.linear(self.norm(y), proj.weight[:, : self.head.hidden_size], proj.bias)
         return torch.cat([found, confidence.float()], dim=-1)
 
+    @override
     def contract(self) -> nn.Module:
-        """See ``LayerModule``."""
         return _Contract(self)
 
     def write_markov(self, directory: Path) -> list[str]:
@@ -192,6 +196,7 @@ class _Contract(Contract):
 
     model: DFlash
 
+    @override
     def forward(
         self,
         input_ids: torch.Tensor,

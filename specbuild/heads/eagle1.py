@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from specbuild.heads.module import HeadModule
 
@@ -23,16 +24,16 @@ from specbuild.heads.module import HeadModule
 class Eagle1(HeadModule):
     """See above."""
 
+    @override
     def add_parts(self, first: Any, make_norm: Callable[[], nn.Module]) -> None:
-        """See ``HeadModule``."""
         width = self.head.hidden_size
         self.fc = nn.Linear(2 * width, width, bias="fc.bias" in self.head.tensors)
         self.norm = nn.Identity()
         first.input_layernorm = nn.Identity()
 
+    @override
     def run_first(
         self, layer: Any, embedded: torch.Tensor, hidden: torch.Tensor, how: Mapping[str, Any]
     ) -> torch.Tensor:
-        """See ``HeadModule``."""
         y: torch.Tensor = layer(self.fc(torch.cat([embedded, hidden], dim=-1)), **how)
         return y

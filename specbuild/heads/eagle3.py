@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from specbuild.heads.module import HeadModule
 
@@ -25,18 +26,19 @@ from specbuild.heads.module import HeadModule
 class Eagle3(HeadModule):
     """See above."""
 
+    @override
     def add_parts(self, first: Any, make_norm: Callable[[], nn.Module]) -> None:
-        """See ``HeadModule``. Attention of the first layer takes two vectors side by side."""
+        """Attention of the first layer takes two vectors side by side."""
         self.norm, first.hidden_norm = make_norm(), make_norm()
         for name in ("q_proj", "k_proj", "v_proj"):
             plain = getattr(first.self_attn, name)
             wide = nn.Linear(2 * self.head.hidden_size, plain.out_features, bias=plain.bias is not None)
             setattr(first.self_attn, name, wide)
 
+    @override
     def run_first(
         self, layer: Any, embedded: torch.Tensor, hidden: torch.Tensor, how: Mapping[str, Any]
     ) -> torch.Tensor:
-        """See ``HeadModule``."""
         normed = layer.hidden_norm(hidden)
         both = torch.cat([layer.input_layernorm(embedded), normed], dim=-1)
         attended, _ = layer.self_attn(hidden_states=both, **how)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.onnx.ops import symbolic
+from typing_extensions import override
 
 from specbuild.export.attention import gather_features, scatter
 from specbuild.export.exporter import export_module
@@ -33,6 +34,7 @@ class ResBlock(nn.Module):
         super().__init__()
         self.linear = nn.Linear(width, width)
 
+    @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[.., H] -> [.., H]"""
         return x + functional.silu(self.linear(x))
@@ -78,6 +80,7 @@ class _Contract(Contract):
 
     model: Medusa
 
+    @override
     def forward(
         self,
         input_ids: torch.Tensor,

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoConfig
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
+from typing_extensions import override
 
 from specbuild.export import experts
 from specbuild.export.attention import (
@@ -91,6 +92,7 @@ class GraphModule(nn.Module):
 class ChainModule(GraphModule):
     """A head that drafts in a chain: each step reads the feature that the one before has written."""
 
+    @override
     def forward(
         self, input_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: Any
     ) -> torch.Tensor:
@@ -104,8 +106,8 @@ class ChainModule(GraphModule):
         """What the next step reads."""
         return y
 
+    @override
     def contract(self) -> nn.Module:
-        """See ``GraphModule``."""
         return _Contract(self)
 
 
@@ -141,8 +143,8 @@ class LayerModule(GraphModule):
         """Make ``norm``, and what the kind has beside layers, embeddings and ``lm_head``. first: the first layer."""
         raise NotImplementedError
 
+    @override
     def logits(self, y: torch.Tensor) -> torch.Tensor:
-        """See ``GraphModule``."""
         found: torch.Tensor = self.lm_head(self.norm(y)).float()
         if self.slots is None:
             return found
@@ -154,8 +156,8 @@ class LayerModule(GraphModule):
         return name == "d2t" or is_fused(self.head, name)
 
     @property
+    @override
     def caches(self) -> list[CacheTensor]:
-        """See ``GraphModule``."""
         attention: Any = self.layers[0].self_attn
         tensor = CacheTensor(heads=self.config.num_key_value_heads, head_dim=attention.head_dim)
         return [tensor] * (2 * len(self.layers))
@@ -186,10 +188,10 @@ class HeadModule(LayerModule, ChainModule):
 
     head: EagleHead
 
+    @override
     def forward(
         self, input_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: Any
     ) -> torch.Tensor:
-        """See ``ChainModule``."""
         how = {
             "position_embeddings": self.rotary(hidden, positions),
             "attention_mask": mask,
@@ -207,8 +209,8 @@ class HeadModule(LayerModule, ChainModule):
         """The first layer, on embedded tokens [B, S, H] and features [B, S, H]. how: what every layer gets."""
         raise NotImplementedError
 
+    @override
     def feature(self, y: torch.Tensor) -> torch.Tensor:
-        """See ``ChainModule``."""
         normed: torch.Tensor = self.norm(y) if self.head.norm_output else y
         return normed
 
@@ -297,6 +299,7 @@ class _Contract(Contract):
 
     model: ChainModule
 
+    @override
     def forward(
         self,
         input_ids: torch.Tensor,

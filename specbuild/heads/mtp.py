@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers.modeling_layers import MtpModel
+from typing_extensions import override
 
 from specbuild.export.model_memory import model_memory
 from specbuild.heads.module import ChainModule, load_parameters, require_vocab
@@ -64,14 +65,15 @@ class Mtp(ChainModule):
         self.eval()
 
     @property
+    @override
     def caches(self) -> list[CacheTensor]:
         """Those of the target's last layer with attention, which is of the same class."""
         return self._caches
 
+    @override
     def forward(
         self, input_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: Any
     ) -> torch.Tensor:
-        """See ``ChainModule``."""
         (layer,) = self.layers
         y: torch.Tensor = layer(
             self.embed_tokens(input_ids),
@@ -83,8 +85,8 @@ class Mtp(ChainModule):
         )
         return y
 
+    @override
     def logits(self, y: torch.Tensor) -> torch.Tensor:
-        """See ``GraphModule``."""
         found: torch.Tensor = self.lm_head(y)
         return found.float()
 

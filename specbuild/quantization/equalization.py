@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from specbuild.export.reference import asks_shape
 from specbuild.weights.lazy_tensors import Index, Reader, Weight
@@ -61,6 +62,7 @@ class NormReaders(TorchFunctionMode):
         self._outputs[id(output)] = output
         self._norm_of[id(output)] = norm.weight
 
+    @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not asks_shape(func):
             is_linear = func is functional.linear and len(args) > 1 and args[1] is not self._head

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from typing_extensions import override
 
 _SIGNED_TRIED = (1.0, 0.9, 0.8, -1.1, -0.9)
 """Shares of a group's range that are tried: clipping its largest weight may serve the others. With a negative one the
@@ -45,6 +46,7 @@ class SignedGrid(Grid):
     scale_type: torch.dtype
     smallest, largest = -8, 7
 
+    @override
     def fit(self, groups: torch.Tensor, squares: torch.Tensor) -> Fitted:
         """Scales come from a group's largest weight, and then from the codes that it gives, by least squares."""
         largest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True)).squeeze(2)
@@ -82,6 +84,7 @@ class GridWithMinima(Grid):
         scales, minima = (_positive(part.abs().amax(dim=1) / LARGEST_CODE) for part in _fit_range(groups, squares))
         return cls(scales, minima)
 
+    @override
     def fit(self, groups: torch.Tensor, squares: torch.Tensor) -> Fitted:
         """The minima are those that fit best to scales as they are stored."""
         scales, minima = _fit_range(groups, squares)

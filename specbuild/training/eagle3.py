@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from specbuild.export.features import Fusion, decoder_layers
 from specbuild.head_formats.detect import read_head
@@ -71,10 +72,12 @@ class Eagle3Student(Student):
         self.to(target.device)
 
     @property
+    @override
     def fusion(self) -> Fusion:
         """See Student."""
         return self._fusion
 
+    @override
     def drafts(
         self, ids: torch.Tensor, mask: torch.Tensor, features: torch.Tensor, count: int
     ) -> Iterator[torch.Tensor]:
@@ -88,11 +91,13 @@ class Eagle3Student(Student):
             yield hidden
             hidden = self.module.feature(hidden)
 
+    @override
     def logits(self, states: torch.Tensor, draft: int) -> torch.Tensor:
         """See Student."""
         found: torch.Tensor = self.module.lm_head(self.module.norm(states))
         return found
 
+    @override
     def save(self, directory: Path, dtype: torch.dtype) -> None:
         """See Student. In SpecForge's form, without the target's embeddings."""
         own = {**dict(self._fusion.named_parameters()), **dict(self.module.named_parameters())}

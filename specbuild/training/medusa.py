@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from specbuild.export.features import Fusion
 from specbuild.heads.medusa import ResBlock
@@ -53,10 +54,12 @@ class MedusaStudent(Student):
         self._final = FinalState()
 
     @property
+    @override
     def fusion(self) -> Fusion:
         """See Student."""
         return self._final
 
+    @override
     def drafts(
         self, ids: torch.Tensor, mask: torch.Tensor, features: torch.Tensor, count: int
     ) -> Iterator[torch.Tensor]:
@@ -64,11 +67,13 @@ class MedusaStudent(Student):
         for draft in range(min(count, len(self.heads))):
             yield features[:, : ids.shape[1] - 2 - draft]
 
+    @override
     def logits(self, states: torch.Tensor, draft: int) -> torch.Tensor:
         """See Student."""
         found: torch.Tensor = self.heads[draft](states)
         return found
 
+    @override
     def save(self, directory: Path, dtype: torch.dtype) -> None:
         """See Student."""
         tensors = self.heads.state_dict()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 _MOMENTUM = 0.9
 _SIZE = 0.2
@@ -26,6 +27,7 @@ class Muon(torch.optim.AdamW):
         self.add_param_group({"params": list(matrices)})
 
     @torch.no_grad()
+    @override
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient; those of matrices are used up."""
         _, group = self.param_groups

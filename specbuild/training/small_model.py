@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from typing_extensions import override
 
 from specbuild.export.features import decoder_layers
 from specbuild.training.student import Student
@@ -31,6 +32,7 @@ class ModelStudent(Student):
             raise CheckpointError(f"{directory}: transformers cannot read it ({first_line(error)})") from error
         self.model = model.to(device)
 
+    @override
     def drafts(
         self, ids: torch.Tensor, mask: torch.Tensor, features: torch.Tensor, count: int
     ) -> Iterator[torch.Tensor]:
@@ -39,10 +41,12 @@ class ModelStudent(Student):
         for draft in range(count):
             yield found[:, 1 + draft : -1]
 
+    @override
     def logits(self, states: torch.Tensor, draft: int) -> torch.Tensor:
         """See Student."""
         return states
 
+    @override
     def save(self, directory: Path, dtype: torch.dtype) -> None:
         """See Student."""
         deepcopy(self.model).to(dtype).save_pretrained(directory)

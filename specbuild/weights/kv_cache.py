@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
+from typing_extensions import override
 
 from specbuild.weights.cache_codes import LARGEST_CODE, CacheCode
 from specrun.errors import CheckpointError, UnsupportedModelError
@@ -107,10 +108,12 @@ class _RoundedLayer(DynamicLayer):
         self.dtype_of_codes, self.key_rounding, self.value_rounding = dtype, keys, values
         self.is_initialized = True
 
+    @override
     def get_seq_length(self) -> int:
         """Nothing is kept from pass to pass."""
         return 0
 
+    @override
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> Any:
         """What came back from the cache."""
         return (
@@ -148,10 +151,12 @@ class _ObservedLayer(DynamicLayer):
         self.is_initialized = True
         self.seen: list[torch.Tensor] = []
 
+    @override
     def get_seq_length(self) -> int:
         """Nothing is kept from pass to pass."""
         return 0
 
+    @override
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> Any:
         """What was given."""
         found = [states.float().abs().amax(dim=(0, 2)) for states in (key_states, value_states)]

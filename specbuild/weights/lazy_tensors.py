@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import onnx_ir as ir
 import torch
 from onnx_ir.tensor_adapters import TorchTensor, from_torch_dtype
+from typing_extensions import override
 
 from specbuild.weights.safetensors_files import Entry
 from specrun.errors import CheckpointError, UnsupportedModelError
@@ -232,6 +233,7 @@ class WeightTensor(ir.LazyTensor):
         """The same weight with its axes in another order; nothing is read."""
         return WeightTensor(self.weight, name, [self.axes[axis] for axis in axes])
 
+    @override
     def tofile(self, file: Any) -> None:
         """Write all bytes."""
         shape = [int(size) for size in self.shape.numpy()]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
+from typing_extensions import override
 
 from specbuild.weights.activation import Activation as Activation
 
@@ -218,6 +219,7 @@ class Stack(ir.LazyTensor):
         rows = np.stack([np.asarray(row.numpy()) for row in self._rows])
         return ir.Tensor(rows.reshape(_shape(self)), dtype=self.dtype)
 
+    @override
     def tofile(self, file: Any) -> None:
         """Write all bytes."""
         for row in self._rows:

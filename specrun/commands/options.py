@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
+from typing_extensions import override
 
 from specrun.command_line import FolderPath
 from specrun.config import parse_device_list, parse_draft_len, parse_hosts, parse_logit_bias
@@ -33,6 +34,7 @@ class Parsed(click.ParamType[Any]):
         self.name = name
         self._parse = parse
 
+    @override
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Parse ``value`` unless a default already is."""
         if not isinstance(value, str):

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from specrun.devices import Device, DeviceArray, DeviceEvent, Grid
 from specrun.devices.driver import why_no_gpu
@@ -29,7 +30,7 @@ def compile_kernels(arch: str, text: str, form: str = "cubin") -> Any:
     return Program(text, "c++", options).compile(form)
 
 
-class CudaDevice:
+class CudaDevice(Device):
     """See ``Device``. It knows the kernels that were added to it.
 
     Memory is the driver's own, visible to every stream; nothing is allocated in a round.
@@ -85,12 +86,12 @@ class CudaDevice:
             free, total = self._check(self._driver.cuMemGetInfo())
         return int(free), int(total)
 
+    @override
     def activate(self) -> None:
-        """See ``Device.activate``."""
         self._device.set_current()
 
+    @override
     def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> DeviceArray:
-        """See ``Device.zeros``."""
         kind = np.dtype(dtype)
         size = max(1, math.prod(shape) * kind.itemsize)
         with self._errors(f"cannot allocate {size / 1e9:.2f} GB"):
@@ -100,14 +101,14 @@ class CudaDevice:
             self._check(self._driver.cuMemsetD8Async(address, 0, size, self.stream))
         return DeviceArray(address, shape, kind)  # The driver aligns to 256 bytes at least.
 
+    @override
     def clear(self, array: DeviceArray) -> None:
-        """See ``Device.clear``."""
         with self._errors("refused to clear memory"):
             self.activate()
             self._check(self._driver.cuMemsetD8Async(array.address, 0, array.nbytes, self.stream))
 
+    @override
     def write(self, to: DeviceArray, values: npt.NDArray[Any]) -> None:
-        """See ``Device.write``."""
         values = np.ascontiguousarray(values, to.dtype)
         if values.nbytes != to.nbytes:
             raise ValueError(f"{values.nbytes} bytes for an array of {to.nbytes}")
@@ -116,8 +117,8 @@ class CudaDevice:
             self._check(self._driver.cuMemcpyHtoDAsync(to.address, values.ctypes.data, to.nbytes, self.stream))
             self._stream.sync()
 
+    @override
     def pinned_like(self, array: DeviceArray) -> npt.NDArray[Any]:
-        """See ``Device.pinned_like``."""
         with self._errors("cannot pin host memory"):
             self.activate()
             memory = self._core.LegacyPinnedMemoryResource().allocate(array.nbytes)
@@ -125,23 +126,24 @@ class CudaDevice:
         raw = (ctypes.c_uint8 * array.nbytes).from_address(int(memory.handle))
         return np.ctypeslib.as_array(raw).view(array.dtype).reshape(array.shape)
 
+    @override
     def copy_to_host(self, array: DeviceArray, pinned: npt.NDArray[Any]) -> None:
-        """See ``Device.copy_to_host``."""
         with self._errors("refused a copy"):
             self.activate()
             to = pinned.ctypes.data
             self._check(self._driver.cuMemcpyDtoHAsync(to, array.address, array.nbytes, self.stream))
 
+    @override
     def copy(self, to: DeviceArray, source: DeviceArray) -> None:
-        """See ``Device.copy``. Between GPUs directly with peer access, else as the driver does it."""
+        """Between GPUs directly with peer access, else as the driver does it."""
         if to.nbytes != source.nbytes:
             raise ValueError(f"{source.nbytes} bytes for an array of {to.nbytes}")
         with self._errors("refused a copy"):
             self.activate()
             self._check(self._driver.cuMemcpyAsync(to.address, source.address, to.nbytes, self.stream))
 
+    @override
     def launch(self, kernel: str, grid: Grid, *arguments: DeviceArray | int) -> None:
-        """See ``Device.launch``."""
         values = [value.address if isinstance(value, DeviceArray) else np.int32(value) for value in arguments]
         code, threads, cooperative = self._kernels[kernel]
         with self._errors(f"refused the kernel {kernel}"):
@@ -150,8 +152,9 @@ class CudaDevice:
             config = self._core.LaunchConfig(grid=grid, block=threads, is_cooperative=together)
             self._core.launch(self._stream, config, code, *values)
 
+    @override
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
-        """See ``Device.capture``: a CUDA graph."""
+        """A CUDA graph."""
         with self._errors("cannot record a round"):
             self.activate()
             builder = self._stream.create_graph_builder()
@@ -192,16 +195,16 @@ class CudaDevice:
     def _is_pinned(self, address: int) -> bool:
         return any(0 <= address - int(memory.handle) < memory.size for memory in self._pinned)
 
+    @override
     def event(self) -> DeviceEvent:
-        """See ``Device.event``."""
         with self._errors("refused an event"):
             self.activate()
             event = CudaEvent(self, self._device.create_event(self._core.EventOptions(timing_enabled=True)))
         self._events.append(event)
         return event
 
+    @override
     def seconds(self, work: Callable[[], object]) -> float:
-        """See ``Device.seconds``."""
         with self._errors("cannot time its work"):
             before, after = self._timer = self._timer or (self.event(), self.event())
             self._stream.sync()
@@ -211,8 +214,8 @@ class CudaDevice:
             after.wait()
             return after.seconds_since(before)
 
+    @override
     def wait_for(self, other: Device) -> None:
-        """See ``Device.wait_for``."""
         if not isinstance(other, CudaDevice):
             raise ValueError(f"a GPU cannot wait for a {other.kind} device")
         with self._errors("cannot wait for another GPU"):
@@ -230,14 +233,15 @@ class CudaDevice:
             code = int(self._driver.cuCtxEnablePeerAccess(other._device.context.handle, 0)[0])
         return code in (0, int(self._driver.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED))
 
+    @override
     def wait(self) -> None:
-        """See ``Device.wait``."""
         with self._errors("failed in a round"):
             self.activate()
             self._stream.sync()
 
+    @override
     def close(self) -> None:
-        """See ``Device.close``. Whatever uses this device must have been closed before."""
+        """Whatever uses this device must have been closed before."""
         self.activate()
         for address in self._memory:
             self._driver.cuMemFree(address)
@@ -269,27 +273,27 @@ class CudaDevice:
             raise BackendError(f"GPU {self.number} {what}: {reason}") from error
 
 
-class CudaEvent:
+class CudaEvent(DeviceEvent):
     """See ``DeviceEvent``. Made by ``CudaDevice.event``."""
 
     def __init__(self, device: CudaDevice, event: Any) -> None:
         self._device = device
         self.event = event
 
+    @override
     def record(self) -> None:
-        """See ``DeviceEvent.record``."""
         with self._device._errors("refused an event"):
             self._device.activate()
             self._device._stream.record(self.event)
 
+    @override
     def wait(self) -> None:
-        """See ``DeviceEvent.wait``."""
         with self._device._errors("failed in a round"):
             self._device.activate()
             self.event.sync()
 
+    @override
     def seconds_since(self, earlier: DeviceEvent) -> float:
-        """See ``DeviceEvent.seconds_since``."""
         if not isinstance(earlier, CudaEvent):
             raise ValueError("an event of another kind of device")
         with self._device._errors("does not tell a time"):

@@ -14,6 +14,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from typing_extensions import override
+
 from specrun.backends import DeviceBackend
 from specrun.devices import DeviceArray
 from specrun.drafters import DraftProbs, Proposal
@@ -51,18 +53,21 @@ class ParallelDrafter(HeadDrafter):
         self._places: Floats
         """The logits of this round's places, [B, g or more, V]."""
 
+    @override
     def _texts_of(self, runner: ModelRunner, max_draft_len: int) -> HostTexts:
         first_step_len = runner.backend.config.graph.reread_len(max_draft_len)
         return HostTexts(runner, max_draft_len, first_step_len, keeps_to_target=True)
 
+    @override
     def ends_drafts(self, requests: Sequence[Request]) -> bool:
-        """See ``Drafter``."""
         return self._least > -math.inf or super().ends_drafts(requests)
 
+    @override
     def _num_valid(self, request: Request, outcome: Outcome | SpecError) -> int:
-        """See ``ModelDrafter``. Nothing of the block stays, which began with the last committed token."""
+        """Nothing of the block stays, which began with the last committed token."""
         return len(request.tokens) - 1
 
+    @override
     def _logits(
         self,
         requests: Sequence[Request],
@@ -72,7 +77,7 @@ class ParallelDrafter(HeadDrafter):
         growing: Sequence[int],
         step: int,
     ) -> list[Floats]:
-        """See ``ModelDrafter``. Drafted tokens change nothing of those behind them, but by ``Markov``."""
+        """Drafted tokens change nothing of those behind them, but by ``Markov``."""
         if step == 0:
             wanted = [max(1, count) for count in counts]
             behind = [[0] * (count - self._graph.sample_from_anchor) for count in wanted]
@@ -83,8 +88,9 @@ class ParallelDrafter(HeadDrafter):
             for row in growing
         ]
 
+    @override
     def _draw(self, logits: Floats, request: Request, proposal: Proposal) -> None:
-        """See ``ModelDrafter``. The draft ends before a token of which the confidence head expects too little."""
+        """The draft ends before a token of which the confidence head expects too little."""
         if not logits[-1] < self._least:
             super()._draw(logits, request, proposal)
 
@@ -108,26 +114,32 @@ class DeviceParallelDrafter(DeviceHeadDrafter):
         super().__init__(backend, rows)
         self._markov = DeviceMarkov(markov, backend.device) if markov else None
 
+    @override
     def probs(self, draft_len: int) -> DraftProbs:
-        """See ``DeviceDrafter``. The logits of a row lie together."""
+        """The logits of a row lie together."""
         vocab = self.runner.vocab
         return replace(self._drawn, step_stride=vocab, row_stride=draft_len * vocab)
 
+    @override
     def _passes(self, draft_len: int) -> tuple[int, int]:
         return draft_len, 1
 
+    @override
     def _first_step_len(self, draft_len: int) -> int:
         return self._graph.reread_len(draft_len)
 
+    @override
     def _query_len(self, draft_len: int) -> int:
         return self._graph.round_len(draft_len)
 
+    @override
     def _num_read(self, outcome: Outcome | SpecError) -> int:
-        """See ``DeviceModelDrafter``. Nothing of the block stays, which began with the last committed token."""
+        """Nothing of the block stays, which began with the last committed token."""
         return -1
 
+    @override
     def _draft(self, batch: int, draft_len: int, steps: range, masks: DeviceArray | None = None) -> None:
-        """See ``DeviceModelDrafter``. What is fed behind the last committed token is of no account."""
+        """What is fed behind the last committed token is of no account."""
         from_anchor, vocab = self._graph.sample_from_anchor, self.runner.vocab
         offset = -self._first_step_len(draft_len) if self._graph.caches else -1
         query_len = draft_len - from_anchor - offset

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from typing_extensions import override
 
 from specrun.backends import DeviceBackend
 from specrun.devices import Device, DeviceArray
@@ -43,24 +44,25 @@ class DeviceModelDrafter(DeviceDrafter):
         vocab = min(self.runner.vocab, rows.vocab)  # Ids beyond the target's are never proposed.
         self._drawn = DraftProbs(distributions, self.runner.logits, self.runner.step_stride, self.runner.vocab, vocab)
 
+    @override
     def probs(self, draft_len: int) -> DraftProbs:
-        """See ``DeviceDrafter``."""
         return self._drawn
 
+    @override
     def warm_up(self) -> None:
-        """See ``DeviceDrafter``."""
         self.runner.warm_up(self._rows.max_rows)
 
+    @override
     def save_kernels(self) -> None:
-        """See ``DeviceDrafter``."""
         self.runner.backend.save_kernels()
 
+    @override
     def allocate_pool(self, blocks: int) -> None:
-        """See ``DeviceDrafter``."""
         self.runner.allocate_pool(blocks)
 
+    @override
     def prepare(self, requests: Sequence[Request], plan: DraftPlan) -> int:
-        """See ``DeviceDrafter``. The draft reads what it has missed, up to what the first step feeds."""
+        """The draft reads what it has missed, up to what the first step feeds."""
         if plan.draft_len:
             texts = [request.tokens[: -self._first_step_len(plan.draft_len)] for request in requests]
             longest = max(map(len, texts))
@@ -70,12 +72,13 @@ class DeviceModelDrafter(DeviceDrafter):
                 self.runner.prefill(texts, 0, longest)
         return plan.draft_len
 
+    @override
     def queue(self, batch: int, draft_len: int, steps: range, masks: DeviceArray | None) -> None:
-        """See ``DeviceDrafter``."""
         self._draft(batch, draft_len, steps, masks)
 
+    @override
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
-        """See ``DeviceDrafter``. A row drafts fewer tokens than asked for only where the draft failed.
+        """A row drafts fewer tokens than asked for only where the draft failed.
 
         Or a constraint left none of them, which ends a draft as on the host.
         """
@@ -144,12 +147,13 @@ class RemoteModelDrafter(DeviceModelDrafter):
         self._records = there.zeros((max_rows * record_len(length),), np.int64)
         self._captures = Captures(captures, [backend])
 
+    @override
     def probs(self, draft_len: int) -> DraftProbs:
-        """See ``DeviceDrafter``. They are sent to the target's device."""
+        """They are sent to the target's device."""
         return self._sent
 
+    @override
     def queue_ahead(self, batch: int, draft_len: int, sends_logits: bool) -> bool:
-        """See ``DeviceDrafter``."""
         here, there = self._target_rows.device, self._rows.device
         if not draft_len:
             here.wait_for(there)  # It may be copying the records of the round before.
@@ -162,20 +166,21 @@ class RemoteModelDrafter(DeviceModelDrafter):
             here.copy(self._sent.logits, self._drawn.logits)
         return steady
 
+    @override
     def queue(self, batch: int, draft_len: int, steps: range, masks: DeviceArray | None) -> None:
-        """See ``DeviceDrafter``."""
         calls.move_drafts(self._target_rows, batch=batch, draft_len=draft_len, packed=self._received, unpacking=True)
 
+    @override
     def queue_behind(self, batch: int, draft_len: int, records: DeviceArray) -> None:
-        """See ``DeviceDrafter``."""
         there = self._rows.device
         there.wait_for(self._target_rows.device)
         decided = self._records.part(0, (batch, record_len(draft_len)))
         there.copy(decided, records)
         calls.commit_records(self._rows, batch=batch, draft_len=draft_len, records=decided)
 
+    @override
     def close(self) -> None:
-        """See ``DeviceDrafter``. A capture must go before the engine in it."""
+        """A capture must go before the engine in it."""
         self._captures.clear()
         super().close()
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from specrun.drafters.device_model import DeviceModelDrafter
 from specrun.drafters.model import ModelDrafter
 from specrun.errors import SpecError
@@ -22,15 +24,18 @@ from specrun.sampling.sampler import Floats
 class HeadDrafter(ModelDrafter):
     """It reads a round's tokens again once the target's features of them are known."""
 
+    @override
     def _texts_of(self, runner: ModelRunner, max_draft_len: int) -> HostTexts:
         return HostTexts(runner, max_draft_len, max_draft_len + 1, keeps_to_target=True)
 
+    @override
     def _num_valid(self, request: Request, outcome: Outcome | SpecError) -> int:
-        """See ``ModelDrafter``. No draft token has been read with the target's features."""
+        """No draft token has been read with the target's features."""
         return len(request.tokens)
 
+    @override
     def _read(self, requests: Sequence[Request], forced: Sequence[Sequence[int]]) -> Floats:
-        """See ``ModelDrafter``. Forced tokens are read one by one: each needs the feature of the one before it."""
+        """Forced tokens are read one by one: each needs the feature of the one before it."""
         logits = super()._read(requests, [()] * len(requests))
         for step in range(max(map(len, forced))):
             before = logits.copy()
@@ -51,8 +56,10 @@ class DeviceHeadDrafter(DeviceModelDrafter):
 
     keeps_to_target = True
 
+    @override
     def _first_step_len(self, draft_len: int) -> int:
         return draft_len + 1
 
+    @override
     def _num_read(self, outcome: Outcome | SpecError) -> int:
         return 0

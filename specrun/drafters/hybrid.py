@@ -6,6 +6,8 @@ import itertools
 import time
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from specrun.drafters import Drafter, Proposal
 from specrun.drafters.acceptance_rate import AcceptanceRate
 from specrun.drafters.draft_plan import DraftPlan
@@ -38,6 +40,7 @@ class HybridDrafter(Drafter):
         """Running means: seconds of a draft step, and of the part of a round after drafting."""
         self._proposed_at = 0.0
 
+    @override
     def propose(
         self,
         requests: Sequence[Request],
@@ -45,7 +48,6 @@ class HybridDrafter(Drafter):
         forced: Sequence[Sequence[int]],
         plan: DraftPlan,
     ) -> list[Proposal]:
-        """See ``Drafter``."""
         found = self.suffix.find_all(requests, counts, forced, plan, self._is_better)
         left = [0 if row in found else count for row, count in enumerate(counts)]
         self._by_model = {request for request, count in zip(requests, left, strict=True) if count}
@@ -61,8 +63,8 @@ class HybridDrafter(Drafter):
         self._proposed_at = time.perf_counter()
         return [Proposal(found[row]) if row in found else proposal for row, proposal in enumerate(proposals)]
 
+    @override
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
-        """See ``Drafter``."""
         if draft_len:
             self._verify_seconds = _mean(self._verify_seconds, time.perf_counter() - self._proposed_at)
         for request, outcome in zip(requests, outcomes, strict=True):
@@ -80,18 +82,18 @@ class HybridDrafter(Drafter):
         slower = 1 + count * self._step_seconds / self._verify_seconds if self._verify_seconds else 1.0
         return (1 + expected) * slower >= _MIN_GAIN * (1 + by_model)
 
+    @override
     def admit(self, requests: Sequence[Request]) -> None:
-        """See ``Drafter``."""
         self.suffix.admit(requests)
         self.model.admit(requests)
 
+    @override
     def release(self, request: Request) -> None:
-        """See ``Drafter``."""
         self.suffix.release(request)
         self.model.release(request)
 
+    @override
     def ends_drafts(self, requests: Sequence[Request]) -> bool:
-        """See ``Drafter``."""
         return self.model.ends_drafts(requests)
 
 

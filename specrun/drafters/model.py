@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from typing_extensions import override
 
 from specrun.drafters import Drafter, Proposal
 from specrun.drafters.draft_ends import DraftEnds
@@ -47,6 +48,7 @@ class ModelDrafter(Drafter):
         self._vocab_size = vocab_size
         self._use_logits = use_logits
 
+    @override
     def propose(
         self,
         requests: Sequence[Request],
@@ -54,7 +56,7 @@ class ModelDrafter(Drafter):
         forced: Sequence[Sequence[int]],
         plan: DraftPlan,
     ) -> list[Proposal]:
-        """See ``Drafter``. What follows a prompt, a rejection or full acceptance takes the same path."""
+        """What follows a prompt, a rejection or full acceptance takes the same path."""
         proposals = self._proposals = list(map(Proposal.begin, forced))
         for row, request in enumerate(requests):
             self.runner.rows.rewind(row, len(self.texts.ids(request)) - 1)  # The last token's logits start the round.
@@ -70,8 +72,9 @@ class ModelDrafter(Drafter):
             growing = [row for row, own in by_row if self._grow(row, own, requests[row], proposals[row], counts[row])]
         return proposals
 
+    @override
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
-        """See ``Drafter``. The cache is valid as far as the draft tokens were accepted."""
+        """The cache is valid as far as the draft tokens were accepted."""
         for proposal, outcome in zip(self._proposals, outcomes, strict=False):
             accepted, evaluated = (0, 0) if isinstance(outcome, SpecError) else outcome.evaluated
             self._ends.learn(proposal.confidences, accepted, evaluated)
@@ -79,8 +82,8 @@ class ModelDrafter(Drafter):
         for row, (request, outcome) in enumerate(zip(requests, outcomes, strict=True)):
             self.runner.rows.rewind(row, self._num_valid(request, outcome))
 
+    @override
     def ends_drafts(self, requests: Sequence[Request]) -> bool:
-        """See ``Drafter``."""
         return all(self._ends_draft(request) for request in requests)
 
     def _texts_of(self, runner: ModelRunner, max_draft_len: int) -> HostTexts:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
+from typing_extensions import override
+
 from specrun.drafters import Proposal
 from specrun.drafters.draft_plan import DraftPlan
 from specrun.drafters.model import ModelDrafter
@@ -34,19 +36,21 @@ class TranslatedTexts(HostTexts):
         self.limit = runner.backend.config.build_config.max_seq_len
         self.translated: WeakKeyDictionary[Request, TranslatedText] = WeakKeyDictionary()
 
+    @override
     def ids(self, request: Request) -> Sequence[int]:
-        """See ``CachedTexts``."""
         text = self.translated.get(request)
         return text.ids if text else request.tokens
 
+    @override
     def draft_lag(self, requests: Sequence[Request]) -> int:
-        """See ``CachedTexts``. Tokens that are not translated yet count as one each."""
+        """Tokens that are not translated yet count as one each."""
         left = self.runner.rows.num_uncached([self.ids(request) for request in requests], 0)
         new = [self.translated[request].num_new(request.tokens) for request in requests]
         return max(0, max(map(sum, zip(left, new, strict=True))) - FIRST_DRAFT_STEP_LEN)
 
+    @override
     def row_length(self, requests: Sequence[Request]) -> int:
-        """See ``HostTexts``. A text may need more in the draft's tokens, and gets them when it does."""
+        """A text may need more in the draft's tokens, and gets them when it does."""
         longest = max(len(self.ids(request)) + request.remaining for request in requests)
         return min(longest + self.max_draft_len, self.limit) + 1
 
@@ -78,12 +82,13 @@ class TranslatedDrafter(ModelDrafter):
         self._drafted: WeakKeyDictionary[Request, list[Sequence[int]]] = WeakKeyDictionary()
         """What the model proposed in this round, each token in its own ids."""
 
+    @override
     def admit(self, requests: Sequence[Request]) -> None:
-        """See ``Drafter``."""
         for request in requests:
             self.texts.translated[request] = TranslatedText(self._translator, self._limit)
             self._follow(request)
 
+    @override
     def propose(
         self,
         requests: Sequence[Request],
@@ -91,7 +96,7 @@ class TranslatedDrafter(ModelDrafter):
         forced: Sequence[Sequence[int]],
         plan: DraftPlan,
     ) -> list[Proposal]:
-        """See ``Drafter``. What follows tokens without a counterpart is read again from where the ids part."""
+        """What follows tokens without a counterpart is read again from where the ids part."""
         lengths = []
         for row, request in enumerate(requests):
             self.runner.rows.rewind(row, self._follow(request))
@@ -104,15 +109,17 @@ class TranslatedDrafter(ModelDrafter):
             self._drafted[request] = self._translate(proposal.tokens)
         return proposals
 
+    @override
     def release(self, request: Request) -> None:
-        """See ``Drafter``."""
         self.texts.translated.pop(request, None)
 
+    @override
     def _texts_of(self, runner: ModelRunner, max_draft_len: int) -> TranslatedTexts:
         return TranslatedTexts(runner, max_draft_len)
 
+    @override
     def _num_valid(self, request: Request, outcome: Outcome | SpecError) -> int:
-        """See ``ModelDrafter``. What was accepted is in the draft's own ids already."""
+        """What was accepted is in the draft's own ids already."""
         text = self.texts.translated[request]
         text.extend(self._drafted.pop(request, [])[: num_accepted(outcome)])
         return len(text.ids)
@@ -131,15 +138,17 @@ class TranslatedDrafter(ModelDrafter):
     def _translate(self, tokens: Sequence[int]) -> list[Sequence[int]]:
         return [self._translator.translate([token]) for token in tokens]
 
+    @override
     def _read(self, requests: Sequence[Request], forced: Sequence[Sequence[int]]) -> Floats:
-        """See ``ModelDrafter``."""
         translated = [[token for ids in self._translate(tokens) for token in ids] for tokens in forced]
         room = [self._limit - len(self.texts.ids(request)) for request in requests]
         return super()._read(requests, [ids[:most] for ids, most in zip(translated, room, strict=True)])
 
+    @override
     def _own_id(self, token: int) -> int:
         return self._translator.mapping.counterparts[token]
 
+    @override
     def _draw(self, logits: Floats, request: Request, proposal: Proposal) -> None:
-        """See ``ModelDrafter``. Only tokens of the vocab mapping are proposed."""
+        """Only tokens of the vocab mapping are proposed."""
         super()._draw(self._translator.mapping.move(logits), request, proposal)

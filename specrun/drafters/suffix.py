@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+from typing_extensions import override
+
 from specrun.drafters import Drafter, Proposal
 from specrun.drafters.acceptance_rate import AcceptanceRate
 from specrun.drafters.draft_plan import DraftPlan
@@ -155,8 +157,8 @@ class SuffixDrafter(Drafter):
         self._found: WeakKeyDictionary[Request, Found] = WeakKeyDictionary()
         """What was found in this round."""
 
+    @override
     def admit(self, requests: Sequence[Request]) -> None:
-        """See ``Drafter``."""
         self._own.update((request, (Index(), EditedCopy())) for request in requests)
 
     def find(self, request: Request, count: int) -> Found:
@@ -181,6 +183,7 @@ class SuffixDrafter(Drafter):
         found = self._found[request] = Found(drafts, survival, rate)
         return found
 
+    @override
     def propose(
         self,
         requests: Sequence[Request],
@@ -188,7 +191,6 @@ class SuffixDrafter(Drafter):
         forced: Sequence[Sequence[int]],
         plan: DraftPlan,
     ) -> list[Proposal]:
-        """See ``Drafter``."""
         found = self.find_all(requests, counts, forced, plan)
         return [Proposal(found[row]) if row in found else Proposal.begin(own) for row, own in enumerate(forced)]
 
@@ -218,20 +220,21 @@ class SuffixDrafter(Drafter):
                 drafted += worth
         return found
 
+    @override
     def ends_drafts(self, requests: Sequence[Request]) -> bool:
-        """See ``Drafter``. In all texts: what was found does not depend on the noise."""
+        """In all texts: what was found does not depend on the noise."""
         return True
 
+    @override
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
-        """See ``Drafter``."""
         for request, outcome in zip(requests, outcomes, strict=True):
             found = self._found.pop(request, None)
             if found and not isinstance(outcome, SpecError):
                 agreed, compared = found.compare([*outcome.accepted, outcome.next_token])
                 found.rate.add(agreed, compared, 256.0)
 
+    @override
     def release(self, request: Request) -> None:
-        """See ``Drafter``."""
         self._found.pop(request, None)
         if self._own.pop(request, None) and self._shares(request):
             self._past.add(request.tokens[max(0, len(request.prompt) - MAX_MATCH) :])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from typing_extensions import override
 
 from specrun.devices import Device, DeviceArray
 from specrun.drafters import DeviceDrafter, Drafter, DraftProbs
@@ -36,12 +37,12 @@ class UploadedDrafter(DeviceDrafter):
         self._probs = DraftProbs(distributions, nothing, 0, 0, rows.vocab)
         self._uploads = rows.device.zeros((rows.max_rows, 1 + rows.max_draft_len), np.int64)
 
+    @override
     def probs(self, draft_len: int) -> DraftProbs:
-        """See ``DeviceDrafter``."""
         return self._probs
 
+    @override
     def prepare(self, requests: Sequence[Request], plan: DraftPlan) -> int:
-        """See ``DeviceDrafter``."""
         if not plan.draft_len:
             return 0
         counts = [request.num_draft_tokens(plan.draft_len) for request in requests]
@@ -55,23 +56,24 @@ class UploadedDrafter(DeviceDrafter):
             self._rows.device.write(self._uploads.part(0, uploads.shape), uploads)
         return length
 
+    @override
     def queue(self, batch: int, draft_len: int, steps: range, masks: DeviceArray | None) -> None:
-        """See ``DeviceDrafter``. The host's drafter has masked them."""
+        """The host's drafter has masked them."""
         uploads = self._uploads.part(0, (batch, 1 + draft_len))
         calls.place_drafts(self._rows, uploads=uploads, q=self._probs.distributions)
 
+    @override
     def admit(self, requests: Sequence[Request]) -> None:
-        """See ``BaseDrafter``."""
         self.drafter.admit(requests)
 
+    @override
     def release(self, request: Request) -> None:
-        """See ``BaseDrafter``."""
         self.drafter.release(request)
 
+    @override
     def ends_drafts(self, requests: Sequence[Request]) -> bool:
-        """See ``BaseDrafter``."""
         return self.drafter.ends_drafts(requests)
 
+    @override
     def observe(self, requests: Sequence[Request], outcomes: Sequence[Outcome | SpecError], draft_len: int) -> None:
-        """See ``BaseDrafter``."""
         self.drafter.observe(requests, outcomes, draft_len)

@@ -7,6 +7,7 @@ batches, chunks of prompts or reused prefixes its passes meet.
 from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
+from typing_extensions import override
 
 
 class BitExact(BaseModel):
@@ -22,5 +23,6 @@ class BitExact(BaseModel):
     processor: str
     """The processor and the runtime that this holds for."""
 
+    @override
     def __str__(self) -> str:
         return "exact to the bit" if self.shapes_agree else "exact up to near-ties: bits depend on a pass's shape"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from specrun.sampling.sampler import Floats
 
@@ -43,6 +44,7 @@ class Fit:
         needed = far + math.sqrt(16 * far - 64 + 8 * self.freedom)
         return min(1.0, math.sqrt(needed / (4 * self.samples))) if self.freedom else 1.0
 
+    @override
     def __str__(self) -> str:
         numbers = f"{self.samples} tokens, chi-squared {self.statistic:.1f}, df {self.freedom}, limit {self.limit:.1f}"
         return f"{numbers}; would show {self.visible:.1%} of the probability out of place"

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from specrun.engine_dir.config import GraphInfo
 from specrun.kv_cache import BLOCK
@@ -149,23 +150,26 @@ class CacheRows:
 class NoCacheRows(CacheRows):
     """The rows of a model that keeps nothing of texts and so lacks nothing: its lengths are wherever a round begins."""
 
+    @override
     def admit(self, row: int, tokens: Sequence[int]) -> int:
-        """See ``CacheRows``."""
         self.lengths[row] = 0
         return 0
 
+    @override
     def cache_prefix(self, row: int, tokens: Sequence[int]) -> None:
-        """See ``CacheRows``."""
+        pass
 
+    @override
     def swap(self, one: int, other: int) -> None:
-        """See ``CacheRows``."""
+        pass
 
+    @override
     def rewind(self, row: int, length: int) -> None:
         """Begin behind ``length`` tokens, read or not."""
         self.lengths[row] = length
 
+    @override
     def num_uncached(self, token_ids: Sequence[Sequence[int]], first: int) -> list[int]:
-        """See ``CacheRows``."""
         return [0] * len(token_ids)
 
 
@@ -180,8 +184,9 @@ class RecurrentRows(CacheRows):
         self.read = [0] * cache.rows
         """How many tokens of each row's text its states have read, at most its length; see ``contract``."""
 
+    @override
     def admit(self, row: int, tokens: Sequence[int]) -> int:
-        """See ``CacheRows``. A prefix ends where a state was kept."""
+        """A prefix ends where a state was kept."""
         self.cache.clear(row)
         blocks = self.prefix_cache.known(tokens)
         count, place = self._kept.deepest([block.serial for block in blocks])
@@ -191,16 +196,18 @@ class RecurrentRows(CacheRows):
         self.lengths[row] = self.read[row] = count * BLOCK
         return self.lengths[row]
 
+    @override
     def should_wait(self, tokens: Sequence[int], prompts: Sequence[Sequence[int]]) -> bool:
-        """See ``CacheRows``. Blocks are of use up to a state that will be kept."""
+        """Blocks are of use up to a state that will be kept."""
         if not prompts or not self._kept.capacity:
             return False
         kept = max(blocks_up_to_a_state(common_blocks(tokens, prompt), len(prompt)) for prompt in prompts)
         serials = [block.serial for block in self.prefix_cache.known(tokens)]
         return min(kept, self.prefix_cache.capacity) > self._kept.deepest(serials)[0]
 
+    @override
     def cache_prefix(self, row: int, tokens: Sequence[int]) -> None:
-        """See ``CacheRows``. Blocks are of use up to a state that is kept: the row's own, behind a whole block."""
+        """Blocks are of use up to a state that is kept: the row's own, behind a whole block."""
         read = self.read[row]
         if read % BLOCK or not 0 < read <= len(tokens):
             return
@@ -214,29 +221,30 @@ class RecurrentRows(CacheRows):
                 self._kept = KeptStates(self.cache.kept_states)  # It is unknown which of them were written.
                 raise
 
+    @override
     def swap(self, one: int, other: int) -> None:
-        """See ``CacheRows``."""
         super().swap(one, other)
         self.read[one], self.read[other] = self.read[other], self.read[one]
 
+    @override
     def rewind(self, row: int, length: int) -> None:
-        """See ``CacheRows``. Behind what the states have read, the text is read again from its beginning."""
+        """Behind what the states have read, the text is read again from its beginning."""
         if length < self.read[row]:
             self.read[row] = length = 0
         super().rewind(row, length)
 
+    @override
     def end_round(self, row: int, length: int, read: int) -> None:
-        """See ``CacheRows``."""
         super().end_round(row, length, read)
         self.read[row] = read
 
+    @override
     def resize(self, rows: int, used: Sequence[int]) -> None:
-        """See ``CacheRows``."""
         super().resize(rows, used)
         self.read = [*self.read[: len(used)], *[0] * (rows - len(used))]
 
+    @override
     def begin(self, step: StateIndices, first: int, texts: Sequence[Sequence[int]], whole_blocks: bool = False) -> None:
-        """See ``CacheRows``."""
         for row, text in enumerate(texts, first):
             if not self.lengths[row]:
                 self.read[row] = 0
@@ -245,8 +253,9 @@ class RecurrentRows(CacheRows):
             end = len(text) - len(text) % BLOCK if whole_blocks else len(text)
             step.keep_indices[row - first] = self.read[row] = max(self.read[row], end)
 
+    @override
     def next_chunk(self, token_ids: Sequence[Sequence[int]], first: int, max_tokens: int) -> list[Sequence[int]] | None:
-        """See ``CacheRows``. A chunk ends where a state behind it may be kept, so that one is met on the way."""
+        """A chunk ends where a state behind it may be kept, so that one is met on the way."""
         chunk = super().next_chunk(token_ids, first, max_tokens)
         if chunk is None:
             return None

@@ -9,13 +9,15 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from typing_extensions import override
+
 from specrun import arguments
 from specrun.errors import RequestError
 from specrun.openai.answers import Answer, Delta, chat_logprobs, metrics, usage
 from specrun.openai.body import OpenAIBody, read_chat
 from specrun.openai.fields import Fields, as_object, wrong
 from specrun.openai.prompts import read_messages
-from specrun.openai.shapes import Head
+from specrun.openai.shapes import Head, Shape, Stream
 from specrun.sampling.sampler import SamplingParams
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -35,15 +37,16 @@ _NO_CHANGE = ("store", "stream_options", "max_tool_calls", "parallel_tool_calls"
 """Fields that are taken and change nothing here."""
 
 
-class ResponseShape:
+class ResponseShape(Shape):
     """The shape of one body's answer; it remembers what the answer repeats."""
 
     def __init__(self) -> None:
         self._told: dict[str, Any] = {}
         self._with_logprobs = False
 
+    @override
     def read(self, body: object, defaults: SamplingParams, max_prompt_len: int | None = None) -> OpenAIBody:
-        """See ``Shape``. Raises RequestError."""
+        """Raises RequestError."""
         fields = Fields(as_object("body", body))
         for name in ("previous_response_id", "conversation"):
             if name in fields.left:
@@ -79,12 +82,12 @@ class ResponseShape:
         self._told |= {"temperature": found.params.temperature, "top_p": found.params.top_p, "user": found.user}
         return found
 
+    @override
     def whole(self, body: OpenAIBody, answers: Sequence[Answer], head: Head) -> dict[str, Any]:
-        """See ``Shape``."""
         return self.response(answers[0], head)
 
+    @override
     def stream(self, body: OpenAIBody, answers: Sequence[Answer], head: Head) -> ResponseStream:
-        """See ``Shape``."""
         return ResponseStream(self, answers[0], head)
 
     def response(self, answer: Answer, head: Head, error: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -140,7 +143,7 @@ class ResponseShape:
         return found
 
 
-class ResponseStream:
+class ResponseStream(Stream):
     """Named events with numbers, of which the last has the whole response."""
 
     def __init__(self, shape: ResponseShape, answer: Answer, head: Head) -> None:
@@ -148,8 +151,8 @@ class ResponseStream:
         self._number = 0
         self._place = {"item_id": f"msg_{head.identity}", "output_index": 0, "content_index": 0}
 
+    @override
     def begin(self) -> Iterator[str]:
-        """See ``Stream``."""
         for name in ("created", "in_progress"):
             yield self._event(f"response.{name}", response=self._shape.response(self._answer, self._head))
         item = self._shape.item(self._answer, self._head)
@@ -157,19 +160,19 @@ class ResponseStream:
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         yield self._event("response.content_part.added", **self._place, part=part)
 
+    @override
     def add(self, number: int, answer: Answer, delta: Delta) -> Iterator[str]:
-        """See ``Stream``."""
         if delta.text or delta.scores:
             scores = self._shape.logprobs(answer, delta)
             yield self._event("response.output_text.delta", **self._place, delta=delta.text, logprobs=scores)
 
+    @override
     def fail(self, error: Mapping[str, Any]) -> Iterator[str]:
-        """See ``Stream``."""
         told = {"code": error["error"]["code"] or "server_error", "message": error["error"]["message"]}
         yield self._event("response.failed", response=self._shape.response(self._answer, self._head, told))
 
+    @override
     def end(self) -> Iterator[str]:
-        """See ``Stream``."""
         part, item = self._shape.part(self._answer), self._shape.item(self._answer, self._head)
         yield self._event("response.output_text.done", **self._place, text=part["text"], logprobs=part["logprobs"])
         yield self._event("response.content_part.done", **self._place, part=part)

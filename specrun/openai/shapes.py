@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from typing_extensions import override
+
 from specrun.openai.answers import (
     Answer,
     Delta,
@@ -95,29 +97,30 @@ def whole_answer(shape: ChoiceShape, answers: Sequence[Answer], n: int, head: He
     }
 
 
-class ChunkStream:
+class ChunkStream(Stream):
     """Chunks of choices, and ``[DONE]``."""
 
     def __init__(self, shape: ChoiceShape, body: OpenAIBody, answers: Sequence[Answer], head: Head) -> None:
         self._shape, self._body, self._answers, self._head = shape, body, answers, head
 
+    @override
     def begin(self) -> Iterator[str]:
-        """See ``Stream``."""
         for index in range(len(self._answers)):
             for choice in self._shape.openings(index):
                 yield self._chunk([choice])
 
+    @override
     def add(self, number: int, answer: Answer, delta: Delta) -> Iterator[str]:
-        """See ``Stream``."""
         for choice in self._shape.chunks(number, answer, delta):
             yield self._chunk([choice])
 
+    @override
     def fail(self, error: Mapping[str, Any]) -> Iterator[str]:
-        """See ``Stream``. An error is a chunk too."""
+        """An error is a chunk too."""
         yield f"data: {json.dumps(error)}\n\n"
 
+    @override
     def end(self) -> Iterator[str]:
-        """See ``Stream``."""
         if self._body.include_usage:
             more = {"usage": usage(self._answers, self._body.n), "speculation": speculation(self._answers)}
             yield self._chunk([], {**more, **metrics(self._answers)})
@@ -142,38 +145,38 @@ def error_body(message: str, kind: str, param: str | None = None, code: str | No
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-class CompletionShape:
+class CompletionShape(Shape, ChoiceShape):
     """``/v1/completions``."""
 
     id_prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
+    @override
     def read(self, body: object, defaults: SamplingParams, max_prompt_len: int | None = None) -> OpenAIBody:
-        """See ``Shape``."""
         return read_completion(body, defaults, max_prompt_len)
 
+    @override
     def whole(self, body: OpenAIBody, answers: Sequence[Answer], head: Head) -> dict[str, Any]:
-        """See ``Shape``."""
         return whole_answer(self, answers, body.n, head)
 
+    @override
     def stream(self, body: OpenAIBody, answers: Sequence[Answer], head: Head) -> Stream:
-        """See ``Shape``."""
         return ChunkStream(self, body, answers, head)
 
+    @override
     def more(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """See ``ChoiceShape``."""
         return {}
 
+    @override
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        """See ``ChoiceShape``."""
         more = {"prompt_logprobs": prompt_logprobs(answer)} if answer.asked.shows_prompt_logprobs else {}
         return self._choice(index, answer, answer.whole) | more
 
+    @override
     def openings(self, index: int) -> list[dict[str, Any]]:
-        """See ``ChoiceShape``."""
         return []
 
+    @override
     def chunks(self, index: int, answer: Answer, delta: Delta) -> list[dict[str, Any]]:
-        """See ``ChoiceShape``."""
         return [self._choice(index, answer, delta)] if delta.text or delta.scores or answer.ended else []
 
     def _choice(self, index: int, answer: Answer, delta: Delta) -> dict[str, Any]:
@@ -182,42 +185,42 @@ class CompletionShape:
         return {"index": index, "text": delta.text, "logprobs": logprobs, **_end(answer)}
 
 
-class ChatShape:
+class ChatShape(Shape, ChoiceShape):
     """``/v1/chat/completions``."""
 
     id_prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
+    @override
     def read(self, body: object, defaults: SamplingParams, max_prompt_len: int | None = None) -> OpenAIBody:
-        """See ``Shape``."""
         return read_chat(body, defaults, max_prompt_len)
 
+    @override
     def whole(self, body: OpenAIBody, answers: Sequence[Answer], head: Head) -> dict[str, Any]:
-        """See ``Shape``."""
         return whole_answer(self, answers, body.n, head)
 
+    @override
     def stream(self, body: OpenAIBody, answers: Sequence[Answer], head: Head) -> Stream:
-        """See ``Shape``."""
         return ChunkStream(self, body, answers, head)
 
+    @override
     def more(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """See ``ChoiceShape``."""
         return {"prompt_logprobs": prompt_logprobs(answers[0])} if answers[0].asked.shows_prompt_logprobs else {}
 
+    @override
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        """See ``ChoiceShape``."""
         whole = answer.whole.text
         message: dict[str, Any] = {"role": "assistant", "content": whole, "refusal": None}
         if answer.calls:
             message |= {"content": whole or None, "tool_calls": [_call(one, one.arguments) for one in answer.calls]}
         return {"index": index, "message": message, "logprobs": _chat_logprobs(answer, answer.whole), **_end(answer)}
 
+    @override
     def openings(self, index: int) -> list[dict[str, Any]]:
-        """See ``ChoiceShape``."""
         delta = {"role": "assistant", "content": "", "refusal": None}
         return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
 
+    @override
     def chunks(self, index: int, answer: Answer, delta: Delta) -> list[dict[str, Any]]:
-        """See ``ChoiceShape``."""
         deltas: list[dict[str, Any]] = [{"content": delta.text}] if delta.text else []
         for new in delta.calls:
             call = answer.calls[new.index]

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypedDict, get_args
 
+from typing_extensions import override
+
 from specrun.arguments import Checked, Limit, at_least, between, require_names, show, whole
 from specrun.config import draft_length
 from specrun.errors import RequestError
@@ -86,6 +88,7 @@ class RequestOptions(Checked):
     tools: Tools | None = None
     """Functions that the chat template tells the model of. The output is calls of them, or what a schema describes."""
 
+    @override
     def __post_init__(self) -> None:
         """Check every option, and that they can be combined."""
         super().__post_init__()

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
+from typing_extensions import override
+
 from specrun.arguments import Checked, at_least, between, show, wholes
 from specrun.errors import RequestError, SpecError
 from specrun.request.stats import Stats
@@ -107,6 +109,7 @@ class Request(Checked):
     _cancelled: bool = field(init=False, default=False)
     _on_cancel: Callable[[Request], None] | None = field(init=False, default=None)
 
+    @override
     def __post_init__(self) -> None:
         """The prompt is committed from the start."""
         super().__post_init__()
@@ -128,6 +131,7 @@ class Request(Checked):
         """The output's text so far; None where only ids are wanted."""
         return self.echo + self.stream.text if self.stream else None
 
+    @override
     def __repr__(self) -> str:
         text = "" if self.text is None else f", text {show(self.text)}"
         return (

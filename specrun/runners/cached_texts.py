@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+from typing_extensions import override
+
 from specrun.kv_cache.kept_states import is_worth_keeping
 from specrun.kv_cache.rows import CacheRows, RecurrentRows
 from specrun.request.request import Request
@@ -119,12 +121,12 @@ class HostTexts(CachedTexts[ModelRunner]):
         super().__init__(runner, first_step_len, keeps_to_target)
         self.max_draft_len = max_draft_len
 
+    @override
     def missing_bytes(self, requests: Sequence[Request], used: int) -> int:
-        """See ``CachedTexts``."""
         return self.runner.missing_bytes(len(requests), self.row_length(requests[used:]), used)
 
+    @override
     def admit(self, requests: Sequence[Request], first: int) -> None:
-        """See ``CachedTexts``."""
         self.runner.reserve(first + len(requests), self.row_length(requests), first)
         super().admit(requests, first)
 

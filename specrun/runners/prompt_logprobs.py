@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from specrun.errors import BackendError
 from specrun.request.request import Request
 from specrun.runners.cached_texts import HostTexts
@@ -17,8 +19,9 @@ _CHUNK = 32
 class ScoredTexts(HostTexts):
     """The target's texts. A prompt that is scored is read from its first token on."""
 
+    @override
     def prefill(self, requests: Sequence[Request], first: int, max_tokens: int) -> None:
-        """See ``CachedTexts``. Prompts that are scored are read one by one."""
+        """Prompts that are scored are read one by one."""
         lengths = self.runner.rows.lengths
         texts = [request.tokens[:-1] for request in requests]
         for row, request in enumerate(requests, first):
@@ -40,5 +43,6 @@ class ScoredTexts(HostTexts):
                 return
             request.prompt_token_logprobs.append(found)
 
+    @override
     def _loads_prefix(self, request: Request) -> bool:
         return super()._loads_prefix(request) and request.prompt_logprobs is None

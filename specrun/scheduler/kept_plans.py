@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from typing_extensions import override
+
 from specrun.drafters.draft_plan import DraftPlan
 from specrun.speculative.round import DraftLengths
 
 
-class KeptPlans:
+class KeptPlans(DraftLengths):
     """Has the plans of ``lengths``, and tells them what was seen."""
 
     def __init__(self, lengths: DraftLengths) -> None:
@@ -28,20 +30,21 @@ class KeptPlans:
         """What ``observe`` was told in the plan's rounds."""
 
     @property
+    @override
     def drafting(self) -> bool:
-        """See ``DraftLengths``."""
         return self.lengths.drafting
 
+    @override
     def choose(
         self, requests: Sequence[object], row_limits: Sequence[int], draft_lag: int = 0, drafts_end: bool = False
     ) -> DraftPlan:
-        """See ``DraftLengths``."""
         if not self._left or (requests, row_limits, drafts_end) != self._texts:
             self._learn()
             self._plan = self.lengths.choose(requests, row_limits, draft_lag, drafts_end)
             self._left, self._texts = self._plan.rounds, ([*requests], [*row_limits], drafts_end)
         return self._plan
 
+    @override
     def observe(
         self,
         draft_len: float,
@@ -51,7 +54,6 @@ class KeptPlans:
         draft_lag: int = 0,
         all_dropped: bool = False,
     ) -> None:
-        """See ``DraftLengths``."""
         self._seen.append((draft_len, seconds, [*requests], rows, draft_lag, all_dropped))
         self._left -= 1
         if self._left <= 0:

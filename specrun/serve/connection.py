@@ -13,6 +13,7 @@ from termios import TIOCOUTQ
 from typing import Any
 
 import h11
+from typing_extensions import override
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from specrun.serve import limits
@@ -118,6 +119,7 @@ class _Parser(h11.Connection):
 
     _chunks = _bytes = 0
 
+    @override
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         """Raises RemoteProtocolError."""
         event = super().next_event()
@@ -163,6 +165,7 @@ class Connection(H11Protocol):
         is_unread = self.flow.write_paused and self.loop.time() - self._paused_at > limits.UNREAD_SECONDS
         return needs_request or is_unread or len(self.conn.trailing_data[0]) > len(b"\r\n")
 
+    @override
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         """Begin to watch."""
         super().connection_made(transport)
@@ -171,6 +174,7 @@ class Connection(H11Protocol):
         self._watch = self.loop.call_later(limits.MAX_IDLE_SECONDS, self._close_if_idle)
         self._crowd.enter(self)
 
+    @override
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop watching."""
         self._watch.cancel()
@@ -184,6 +188,7 @@ class Connection(H11Protocol):
         self._watch.cancel()
         self._watch = self.loop.call_later(limits.SPARE_SECONDS, self.transport.abort)
 
+    @override
     def handle_events(self) -> None:
         """Begin with no other request before the client has read its last answer."""
         self._has_events = self.flow.write_paused
@@ -192,12 +197,14 @@ class Connection(H11Protocol):
         else:
             super().handle_events()
 
+    @override
     def on_response_complete(self) -> None:
         """Wait for the next request."""
         if not self.flow.write_paused:
             self._crowd.wait(self)
         super().on_response_complete()
 
+    @override
     def pause_writing(self) -> None:
         """The client does not read as fast as it is written to."""
         super().pause_writing()
@@ -205,6 +212,7 @@ class Connection(H11Protocol):
         self._watch_reader()
         self._crowd.wait_for_reader(self)
 
+    @override
     def resume_writing(self) -> None:
         """The client has read."""
         super().resume_writing()

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from typing_extensions import override
+
 MAX_SHOWN = 200
 """Number of characters of a stranger's text."""
 log = logging.getLogger("specrun.serve")
@@ -32,6 +34,7 @@ def write(event: str, fields: Mapping[str, Any]) -> None:
 
 
 class _JsonFormatter(logging.Formatter):
+    @override
     def format(self, record: logging.LogRecord) -> str:
         """``time``, ``level``, ``event``, and the fields of the event."""
         when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")

@@ -13,6 +13,7 @@ from anyio import to_thread
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
+from typing_extensions import override
 
 from specrun.errors import SpecError
 from specrun.openai.answers import Answer, speculation, usage
@@ -125,6 +126,7 @@ class _EventStream(Response):
         del self.headers["content-length"]
         self._exchange, self._fields = exchange, fields
 
+    @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def write(text: str) -> None:
             await send({"type": "http.response.body", "body": text.encode(), "more_body": True})

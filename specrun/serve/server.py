@@ -12,6 +12,7 @@ from functools import partial
 from types import FrameType
 
 import uvicorn
+from typing_extensions import override
 
 from specrun.decoder import SpeculativeDecoder
 from specrun.errors import BackendError
@@ -110,6 +111,7 @@ async def serve(
 class _Server(uvicorn.Server):
     """uvicorn's server, but a signal that ended it in good order is not raised again."""
 
+    @override
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to serve. asyncio accepts as many connections at once as may wait; more may wait."""
         await super().startup(sockets)
@@ -117,6 +119,7 @@ class _Server(uvicorn.Server):
             one.listen(BACKLOG)
 
     @contextmanager
+    @override
     def capture_signals(self) -> Iterator[None]:
         """Obey a terminal that closes as well, unless whoever started the server does not want that (nohup)."""
         with super().capture_signals():
@@ -130,6 +133,7 @@ class _Server(uvicorn.Server):
             finally:
                 signal.signal(signal.SIGHUP, before)
 
+    @override
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains the server, the second ends it."""
         self.force_exit = self.should_exit

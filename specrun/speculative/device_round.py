@@ -29,6 +29,7 @@ from functools import partial
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from specrun.backends import DeviceBackend
 from specrun.devices import Device, DeviceArray
@@ -100,8 +101,8 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
         self._captures = Captures(captures, [target, *(self.drafter.captured if self.drafter else ())])
 
     @property
+    @override
     def next_is_queued(self) -> bool:  # type: ignore[override]
-        """See ``Round``."""
         return self._next is not None
 
     def allocate_pools(self, blocks: int) -> None:
@@ -131,8 +132,9 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
         if self.drafter:
             self.drafter.save_kernels()
 
+    @override
     def pass_times(self) -> PairTimes | None:
-        """See ``Round``. Whole rounds of the warm-up count as passes of the target; their drafts are in them."""
+        """Whole rounds of the warm-up count as passes of the target; their drafts are in them."""
         if not self._seconds or (self.drafter and self.drafter.needs_host):
             return None
         rows, draft_lens = range(1, self.rows.max_rows + 1), range(self.max_draft_len + 1)
@@ -140,14 +142,14 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
         tokens = tuple(draft_len + 1 for draft_len in draft_lens)
         return PairTimes(PassTimes(rows=tuple(rows), tokens=tokens, seconds=seconds), None)
 
+    @override
     def admit(self, requests: Sequence[Request], first: int) -> None:
-        """See ``Round``."""
         for rows in self._all_rows:
             rows.begin(first, requests)
         super().admit(requests, first)
 
+    @override
     def prefill(self, requests: Sequence[Request], first: int, draft: bool, chunked: bool) -> list[bool]:
-        """See ``Round``."""
         done = super().prefill(requests, first, draft, chunked)
         for row, request in enumerate(requests, first):
             if done[row - first]:
@@ -156,8 +158,8 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
         self._wait(self._devices)  # So that prefilling is not part of the next round's time.
         return done
 
+    @override
     def step(self, requests: Sequence[Request], plan: DraftPlan, may_queue_next: bool = False) -> RoundResult:
-        """See ``Round``."""
         this, self._next = self._next or self._start(requests, plan), None
         following = None
         if may_queue_next and self._can_follow(requests, plan.draft_len):
@@ -172,8 +174,9 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
         # A row takes the time of all draft tokens though it uses fewer.
         return RoundResult(outcomes, this.seconds if this.is_steady_state else None, this.draft_len)
 
+    @override
     def close(self) -> None:
-        """See ``Round``. Captures are freed before the engines in them, and engines before memory and streams."""
+        """Captures are freed before the engines in them, and engines before memory and streams."""
         for device in self._devices:
             with suppress(BackendError):  # After a failed round there is no work to wait for.
                 device.wait()
@@ -331,6 +334,7 @@ class DeviceRound(Round[DeviceRunner, DeviceDrafter]):
         )
         calls.log_probabilities(rows, logits=logits, records=records, found=logprobs)
 
+    @override
     def _row_holders(self) -> Sequence[Rows]:
         return [*super()._row_holders(), *self._all_rows]
 

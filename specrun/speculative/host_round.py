@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from typing_extensions import override
+
 from specrun.backends.pass_timing import times_here
 from specrun.drafters import Drafter, Proposal
 from specrun.drafters.draft_plan import DraftPlan
@@ -45,14 +47,16 @@ class HostRound(Round[ModelRunner, Drafter]):
             target.head = self._draft_texts.runner
         self._can_read_prompts = self.skips_unused_tokens and not (target.has_states or target.head)
 
+    @override
     def reads_prompts(self, requests: Sequence[Request], first: int, max_tokens: int) -> bool:
-        """See ``Round``. A pass less: the weights are read once. Scored prompts and heads need the prompt before."""
+        """A pass less: the weights are read once. Scored prompts and heads need the prompt before."""
         if not self._can_read_prompts or any(request.prompt_logprobs is not None for request in requests):
             return False
         return max(self._texts.tokens_to_prefill(requests, first)) <= min(max_tokens, self.target.most_tokens - 1)
 
+    @override
     def step(self, requests: Sequence[Request], plan: DraftPlan, may_queue_next: bool = False) -> RoundResult:
-        """See ``Round``. Rounds after a prompt, a rejection or full acceptance are all the same."""
+        """Rounds after a prompt, a rejection or full acceptance are all the same."""
         began, calls = time.perf_counter(), self._draft_calls
         prompts = [row for row, one in enumerate(requests) if self.target.rows.lengths[row] < len(one.tokens) - 1]
         proposals = self._draft(requests, plan)
@@ -95,22 +99,22 @@ class HostRound(Round[ModelRunner, Drafter]):
         except Exception as error:
             return as_spec_error(error)
 
+    @override
     def engine_times(self) -> EngineTimes:
-        """See ``Round``."""
         draft = self._draft_texts.runner if self._draft_texts else None
         drafted = (draft.seconds, draft.calls) if draft else (0.0, 0)
         return EngineTimes(self.target.seconds, self.target.calls, *drafted)
 
+    @override
     def pass_times(self) -> PairTimes | None:
-        """See ``Round``."""
         target = times_here(self.target.backend)
         if target is None or self._draft_texts is None:
             return PairTimes(target, None) if target else None
         draft = times_here(self._draft_texts.runner.backend)
         return PairTimes(target, draft) if draft else None
 
+    @override
     def close(self) -> None:
-        """See ``Round``."""
         self.target.backend.close()
         if self.drafter:
             self.drafter.close()
@@ -120,8 +124,9 @@ class HostRound(Round[ModelRunner, Drafter]):
         """How often the draft's engine was called."""
         return self._draft_texts.runner.calls if self._draft_texts else 0
 
+    @override
     def waits_for(self, request: Request) -> Future[Any] | None:
-        """See ``Round``: a mask that takes long."""
+        """A mask that takes long."""
         return request.matcher.begin_mask() if request.matcher else None
 
     def _outcome(self, request: Request, proposal: Proposal, logits: Floats) -> Outcome:

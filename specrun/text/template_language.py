@@ -22,6 +22,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+from typing_extensions import override
 
 MOST_CHARACTERS = 1 << 24
 """The most characters of one text that a template makes, and of its output. An item of a list counts as eight."""
@@ -110,6 +111,7 @@ def require_short(size: int) -> None:
 class _Code(CodeGenerator):
     """jinja2's compiler, which leaves these two to Python, without the environment."""
 
+    @override
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         """``a ~ b``."""
         self.write("environment.join_values((")
@@ -118,6 +120,7 @@ class _Code(CodeGenerator):
             self.write(", ")
         self.write("))")
 
+    @override
     def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
         """``a[b]``, which for slices makes a copy."""
         is_slice = isinstance(node.arg, nodes.Slice)
@@ -155,6 +158,7 @@ class Environment(ImmutableSandboxedEnvironment):
             raise ValueError(f"it makes more than {MOST_IN_ALL} characters in all")
         return value
 
+    @override
     def concat(self, parts: Iterable[str]) -> str:
         """Join what the template, a macro or a block writes. Raises ValueError where that is too long."""
         kept, length = [], 0
@@ -172,6 +176,7 @@ class Environment(ImmutableSandboxedEnvironment):
         text: str = self.spend("".join(map(str, values)))
         return text
 
+    @override
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """The sum, product, power or remainder. Raises ValueError where it would be long."""
         if operator == "+" and not isinstance(left, int | float):
@@ -182,6 +187,7 @@ class Environment(ImmutableSandboxedEnvironment):
             require_short(_product(operator, left, right))
         return self.spend(super().call_binop(context, operator, left, right))
 
+    @override
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """A call of a function or method. Raises ValueError where it would make something long."""
         name, text = getattr(__obj, "__name__", ""), getattr(__obj, "__self__", None)
@@ -236,6 +242,7 @@ class _Generation(Extension):
 
     tags = {"generation"}  # noqa: RUF012
 
+    @override
     def parse(self, parser: Parser) -> nodes.Node:
         """The tag as a call with its body."""
         line = next(parser.stream).lineno
@@ -256,6 +263,7 @@ class _Namespace(Namespace):
             _require_public(name)
         Namespace.__init__(self, found)
 
+    @override
     def __setitem__(self, name: str, value: Any) -> None:
         _require_public(name)
         super().__setitem__(name, value)

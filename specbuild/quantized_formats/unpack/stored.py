@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
+from typing_extensions import override
 
 from specbuild.quantized_formats.unpack import words as unpack
 from specrun.errors import CheckpointError
@@ -159,6 +160,7 @@ class CodeTensor(ir.LazyTensor):
             return ir.PackedTensor(data, self.dtype, shape=self._size)
         return ir.Tensor(data.view(self.dtype.numpy()).reshape(self._size), self.dtype)
 
+    @override
     def tofile(self, file: IO[bytes]) -> None:
         """Write the bytes chunk by chunk."""
         for chunk in self._chunks():

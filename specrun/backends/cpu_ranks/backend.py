@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from specrun import __version__
 from specrun.backends import Backend
@@ -121,38 +122,38 @@ class RanksCache(HostKVCache):
         super().__init__(graph.own_tensors, storage, blocks, graph.row_states, memory.zeros, reads_hidden)
         self._tell = tell
 
+    @override
     def clear(self, row: int) -> None:
-        """See ``KVCache``."""
         super().clear(row)
         self._tell("clear", row)
 
+    @override
     def clear_states(self, row: int) -> None:
-        """See ``RecurrentCache``."""
         super().clear_states(row)
         self._tell("clear_states", row)
 
+    @override
     def swap(self, one: int, other: int, lengths: tuple[int, int]) -> None:
-        """See ``KVCache``."""
         super().swap(one, other, lengths)
         self._tell("swap", one, other, lengths)
 
+    @override
     def save(self, row: int, start: int, blocks: Sequence[int]) -> None:
-        """See ``KVCache``."""
         super().save(row, start, blocks)
         self._tell("save", row, start, blocks)
 
+    @override
     def load(self, row: int, start: int, blocks: Sequence[int]) -> None:
-        """See ``KVCache``."""
         super().load(row, start, blocks)
         self._tell("load", row, start, blocks)
 
+    @override
     def save_state(self, row: int, place: int) -> None:
-        """See ``RecurrentCache``."""
         super().save_state(row, place)
         self._tell("save_state", row, place)
 
+    @override
     def load_state(self, row: int, place: int) -> None:
-        """See ``RecurrentCache``."""
         super().load_state(row, place)
         self._tell("load_state", row, place)
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, get_args
 
+from typing_extensions import override
+
 from specrun.config import AUTO, DraftKind
 from specrun.errors import RequestError
 
@@ -26,6 +28,7 @@ class Candidate:
     qformat: str
     threads: int
 
+    @override
     def __str__(self) -> str:
         drafting = f", draft_len {self.draft_len}" if self.draft else ""
         return f"{self.name}{drafting}, batch {self.batch_size}, form {self.qformat}, threads {self.threads}"
