@@ -30,9 +30,10 @@ try:
     from scripts.benchmarks.gpu.parts import PARTS, Part, Settings
     from scripts.benchmarks.gpu.results import OutOfTime, Results
     from scripts.benchmarks.gpu.sizes import SIZES
-    from specrun.backends import BACKEND_NAMES, why_no_gpu_backend
+    from specrun.backends import BACKEND_NAMES
     from specrun.devices.driver import why_no_gpu
     from specrun.engine_dir.config import BackendName
+    from specrun.gpu.backend import why_no_gpu_backend
 except ModuleNotFoundError as error:
     sys.exit(
         f"Error: {error}; install the project (scripts/setup, then .venv/bin/python scripts/gpu_check.py), or on a "

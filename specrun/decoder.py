@@ -17,6 +17,7 @@ from specrun.builder import BuildOptions, engines_of
 from specrun.config import Check, DraftTargetConfig
 from specrun.engine_dir.config import EngineConfig, open_engine
 from specrun.errors import BackendError, EngineDirError, PairError, RequestError
+from specrun.loader import open_round
 from specrun.request.factory import Prompt, RequestFactory, as_prompts
 from specrun.request.options import Keywords, RequestOptions, combine
 from specrun.request.request import Request, TokenOutput
@@ -26,7 +27,7 @@ from specrun.scheduler.kept_plans import KeptPlans
 from specrun.scheduler.round_times import ExpectedTimes, expected_by_passes
 from specrun.scheduler.scheduler import Event, Scheduler
 from specrun.speculative.exactness import Exactness
-from specrun.speculative.loader import Engine, open_round
+from specrun.speculative.loader import Engine
 from specrun.speculative.pair_checks import check_draft_len, check_fit, check_head, describe_sizes, find_translator
 from specrun.speculative.round import AnyRound, DraftLengths
 from specrun.text.retokenizer import Translator

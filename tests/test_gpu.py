@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specrun.backends import BACKEND_NAMES, why_no_gpu_backend
+from specrun.backends import BACKEND_NAMES
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.devices.driver import why_no_gpu
+from specrun.gpu.backend import why_no_gpu_backend
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from tests.helpers.engines import make_engine, make_onnx

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from specrun.backends import why_no_gpu_backend
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
+from specrun.gpu.backend import why_no_gpu_backend
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from tests.helpers.engines import make_engine, make_onnx

@@ -16,13 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specrun.backends import DeviceBackend
-from specrun.devices import Device, DeviceArray
 from specrun.drafters.draft_plan import DraftPlan
 from specrun.errors import SpecError
 from specrun.request.request import Outcome, Request
 from specrun.runners.cached_texts import CachedTexts
-from specrun.runners.device_rows import DeviceRows
 from specrun.sampling.sampler import Floats
 
 
@@ -90,72 +87,3 @@ class Drafter(BaseDrafter, ABC):
         forced: the first draft tokens of each row, which its grammar has decided. plan: where drafts
         end by themselves.
         """
-
-
-@dataclass(frozen=True)
-class DraftProbs:
-    """The distributions that draft tokens were drawn from, in memory of the target's device."""
-
-    distributions: DeviceArray
-    """DISTRIBUTION [B, draft_len]."""
-    logits: DeviceArray
-    """float32. The logits of two rows lie ``row_stride`` elements apart, those of two draft steps ``step_stride``."""
-    step_stride: int
-    row_stride: int
-    vocab: int
-    """The drafter proposes only ids below this."""
-
-
-class DeviceDrafter(BaseDrafter, ABC):
-    """Proposes for a round on a device: draft tokens are written behind the committed tokens of the round's rows.
-
-    A round of ``batch`` rows and ``draft_len`` calls ``prepare``, ``queue_ahead``, ``queue``, ``queue_behind``. Where
-    ``needs_host`` is false, a round behind one of the same length that is not read yet leaves ``prepare`` out.
-    """
-
-    devices: Sequence[Device]
-    """The devices on which it queues work."""
-    needs_host = False
-    """True if the host proposes, after it has read the last round."""
-    draws_one_by_one = False
-    """True if a round's tokens may be drawn one by one, each with its own mask from the host."""
-    captured: Sequence[DeviceBackend] = ()
-    """Engines whose work is part of the round's capture."""
-    other_rows: DeviceRows | None = None
-    """The state of the rows on another device than the target's."""
-
-    @abstractmethod
-    def probs(self, draft_len: int) -> DraftProbs:
-        """What the draft tokens of a round of ``draft_len`` are drawn from."""
-
-    def warm_up(self) -> None:
-        """Queue prompts of every batch size. Called before any request."""
-
-    def save_kernels(self) -> None:
-        """Store the kernels that were compiled for this GPU."""
-
-    def allocate_pool(self, blocks: int) -> None:
-        """Allocate a prefix cache of ``blocks`` blocks. Called once, before any request."""
-
-    @abstractmethod
-    def prepare(self, requests: Sequence[Request], plan: DraftPlan) -> int:
-        """Do what a round by ``plan`` needs first. Returns the round's draft length; 0: nothing is proposed."""
-
-    def queue_ahead(self, batch: int, draft_len: int, sends_logits: bool) -> bool:
-        """Queue the part of drafting that another device does. It is not part of the round's capture.
-
-        Returns False while this shape is warming up; its time is then ignored. sends_logits: whether any row uses
-        rejection sampling, which needs the draft's logits.
-        """
-        return True
-
-    @abstractmethod
-    def queue(self, batch: int, draft_len: int, steps: range, masks: DeviceArray | None) -> None:
-        """Queue the part of drafting that the target's device does. It is captured with the round.
-
-        steps: the draft tokens of a round that are drawn; all, unless ``draws_one_by_one``. masks: uint32 [batch, 1,
-        words], which tokens may come; only given where ``draws_one_by_one``, for one step.
-        """
-
-    def queue_behind(self, batch: int, draft_len: int, records: DeviceArray) -> None:
-        """Queue what another device must do after the round. records: int64 [batch, record_len], see ``Record``."""

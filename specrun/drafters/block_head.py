@@ -12,19 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from typing_extensions import override
 
-from specrun.backends import DeviceBackend
-from specrun.devices import DeviceArray
-from specrun.drafters import DraftProbs, Proposal
-from specrun.drafters.head import DeviceHeadDrafter, HeadDrafter
-from specrun.drafters.markov import DeviceMarkov, Markov
+from specrun.drafters import Proposal
+from specrun.drafters.head import HeadDrafter
+from specrun.drafters.markov import Markov
 from specrun.errors import SpecError
 from specrun.request.request import Outcome, Request
 from specrun.runners.cached_texts import HostTexts
-from specrun.runners.device_rows import DeviceRows
 from specrun.runners.host_runner import ModelRunner
 from specrun.sampling.sampler import Floats
 
@@ -103,50 +99,3 @@ def _logit(probability: float) -> float:
     if probability in (0, 1):
         return math.inf if probability else -math.inf
     return math.log(probability / (1 - probability))
-
-
-class DeviceParallelDrafter(DeviceHeadDrafter):
-    """See ``DeviceDrafter``. Rounds have the same length in all rows, so confidence ends no draft."""
-
-    def __init__(self, backend: DeviceBackend, rows: DeviceRows, markov: Markov | None = None) -> None:
-        """rows: the round's, to which the draft tokens are written."""
-        self._graph = backend.config.graph
-        super().__init__(backend, rows)
-        self._markov = DeviceMarkov(markov, backend.device) if markov else None
-
-    @override
-    def probs(self, draft_len: int) -> DraftProbs:
-        """The logits of a row lie together."""
-        vocab = self.runner.vocab
-        return replace(self._drawn, step_stride=vocab, row_stride=draft_len * vocab)
-
-    @override
-    def _passes(self, draft_len: int) -> tuple[int, int]:
-        return draft_len, 1
-
-    @override
-    def _first_step_len(self, draft_len: int) -> int:
-        return self._graph.reread_len(draft_len)
-
-    @override
-    def _query_len(self, draft_len: int) -> int:
-        return self._graph.round_len(draft_len)
-
-    @override
-    def _num_read(self, outcome: Outcome | SpecError) -> int:
-        """Nothing of the block stays, which began with the last committed token."""
-        return -1
-
-    @override
-    def _draft(self, batch: int, draft_len: int, steps: range, masks: DeviceArray | None = None) -> None:
-        """What is fed behind the last committed token is of no account."""
-        from_anchor, vocab = self._graph.sample_from_anchor, self.runner.vocab
-        offset = -self._first_step_len(draft_len) if self._graph.caches else -1
-        query_len = draft_len - from_anchor - offset
-        logits = self.runner.forward(batch, self._rows, offset, query_len, -int(from_anchor), draft_len)
-        for step in steps:
-            # A column: a row's logits of this token lie in front of those of the next, and only they are looked at.
-            own = replace(logits.part(step * vocab, (1,)), shape=(batch, 1, draft_len * vocab))
-            if self._markov:
-                self._markov.apply(self._rows, own, step)
-            self._sample(own, step, draft_len)

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from typing_extensions import override
 
-from specrun.drafters.device_model import DeviceModelDrafter
 from specrun.drafters.model import ModelDrafter
 from specrun.errors import SpecError
 from specrun.request.request import Outcome, Request
@@ -44,22 +43,3 @@ class HeadDrafter(ModelDrafter):
                 if step >= len(tokens):
                     logits[row] = before[row, :1]
         return logits
-
-
-class DeviceHeadDrafter(DeviceModelDrafter):
-    """It is on the target's device. The first step of a round reads all that it may lack.
-
-    Its tokens are not masked: of a reduced vocabulary a mask may leave nothing, which would count as a failure.
-    """
-
-    draws_one_by_one = False
-
-    keeps_to_target = True
-
-    @override
-    def _first_step_len(self, draft_len: int) -> int:
-        return draft_len + 1
-
-    @override
-    def _num_read(self, outcome: Outcome | SpecError) -> int:
-        return 0

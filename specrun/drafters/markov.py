@@ -14,12 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specrun.devices import Device, DeviceArray
 from specrun.engine_dir.config import GraphInfo
 from specrun.engine_dir.contract import MARKOV_FILES
 from specrun.errors import EngineDirError
-from specrun.kernels import calls
-from specrun.kernels.calls import RowState
 from specrun.sampling.sampler import Floats
 
 
@@ -47,17 +44,6 @@ class Markov:
         return biased
 
 
-class DeviceMarkov:
-    """The same on a device."""
-
-    def __init__(self, markov: Markov, device: Device) -> None:
-        self._w1, self._w2 = _sent(markov.w1, device), _sent(markov.w2, device)
-
-    def apply(self, rows: RowState, logits: DeviceArray, step: int) -> None:
-        """Queue the bias on ``logits`` [batch, 1, stride] of each row's draft token ``step``, in place."""
-        calls.apply_markov(rows, logits=logits, step=step, w1=self._w1, w2=self._w2)
-
-
 def _read(path: Path, shape: tuple[int, int]) -> npt.NDArray[np.float32]:
     try:
         matrix: Any = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -69,9 +55,3 @@ def _read(path: Path, shape: tuple[int, int]) -> npt.NDArray[np.float32]:
             "again"
         )
     return np.asarray(matrix)
-
-
-def _sent(matrix: npt.NDArray[np.float32], device: Device) -> DeviceArray:
-    array = device.zeros(matrix.shape, matrix.dtype)
-    device.write(array, matrix)
-    return array

@@ -6,7 +6,5 @@ blocks are copied into a row. A request's result is the same with and without re
 
 from __future__ import annotations
 
-from specrun.kernels.layout import CACHE_BLOCK
-
-BLOCK = CACHE_BLOCK
+BLOCK = 16
 """Tokens of a prefix cache block."""

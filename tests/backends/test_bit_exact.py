@@ -13,8 +13,10 @@ from scripts.fuzz_bit_exact import fuzz
 from specrun import BackendError, DraftTargetConfig, SpeculativeDecoder, cpu_operators
 from specrun.engine_dir.config import EngineConfig, open_engine
 from specrun.evaluation.verify import verify
+from specrun.loader import open_round
 from specrun.sampling.sampler import SamplingParams
-from specrun.speculative import exactness, loader
+from specrun.speculative import exactness
+from specrun.speculative.loader import Engine
 from tests.helpers.engines import make_engine, make_onnx, once
 from tests.helpers.quantized_onnx import with_one_scale
 from tests.helpers.tables import table_config
@@ -127,6 +129,6 @@ def test_verify_counts_equal_texts(engines: Path, one_scale: Path) -> None:
 def test_on_a_gpu_it_is_not_claimed() -> None:
     config: EngineConfig = table_config(8)
     config = config.model_copy(update={"backend": config.backend.model_copy(update={"device": "cuda"})})
-    engine = loader.Engine("target", Path("engine"), config, (0,))
+    engine = Engine("target", Path("engine"), config, (0,))
     with pytest.raises(BackendError, match="--bit_exact: engine is for GPUs"):
-        loader.open_round(engine, None, 0, 1, DraftTargetConfig(bit_exact=True))
+        open_round(engine, None, 0, 1, DraftTargetConfig(bit_exact=True))

@@ -17,16 +17,17 @@ import numpy as np
 import pytest
 
 from specbuild.engine.config import plan_profiles
-from specrun.backends import Feed
-from specrun.backends import trt as executor
-from specrun.backends.rtx_kernels import KernelCache
-from specrun.backends.trt import Call, TrtBackend, check_plan, choose_profile, input_shapes
 from specrun.config import DraftTargetConfig
 from specrun.devices.driver import why_no_gpu
 from specrun.engine_dir.config import PLAN_NAME, EngineConfig, Profile, open_engine
 from specrun.engine_dir.contract import INPUT_IDS, LOGITS, LOGITS_INDICES, WRITE_INDICES, past_names, present_names
 from specrun.errors import BackendError, EngineDirError, PairError
-from specrun.speculative.loader import Engine, open_round
+from specrun.gpu import trt as executor
+from specrun.gpu.backend import Feed
+from specrun.gpu.rtx_kernels import KernelCache
+from specrun.gpu.trt import Call, TrtBackend, check_plan, choose_profile, input_shapes
+from specrun.loader import open_round
+from specrun.speculative.loader import Engine
 from tests.helpers.engines import make_engine
 from tests.helpers.host_device import HostDevice
 

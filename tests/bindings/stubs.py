@@ -18,7 +18,7 @@ from tests.bindings.installed import BUILDS, CACHE, TENSORRT_RTX, folder, module
 
 ROOT = Path(__file__).parents[2]
 SOURCES = (
-    *("specrun/backends/trt.py", "specrun/backends/rtx_kernels.py"),
+    *("specrun/gpu/trt.py", "specrun/gpu/rtx_kernels.py"),
     *("specbuild/compilers/tensorrt.py", "specbuild/compilers/trt_progress.py"),
     "specbuild/compilers/timing_cache.py",
 )

@@ -18,7 +18,7 @@ from tests.bindings.stubs import ROOT, SOURCES, check, copy, guards, has
 
 IMPORTING = {"import_module", "import_package", "__import__"}
 ONLY_LOAD_IT = {
-    "specrun/backends/__init__.py",
+    "specrun/gpu/backend.py",
     "specrun/evaluation/report/page.py",
     "specrun/optional_packages.py",
     "specbuild/engine/plan.py",
@@ -177,7 +177,7 @@ sys.path[:0] = folder
 trt = sys.modules["tensorrt_rtx"] = importlib.import_module(name)
 from specbuild.compilers import tensorrt as compiler
 from specbuild.compilers.trt_progress import progress_monitor
-from specrun.backends import trt as executor
+from specrun.gpu import trt as executor
 
 assert compiler.why_unusable("tensorrt_rtx") is None
 builder, runtime = compiler._log(trt), executor._log(trt)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from specrun import kernels
-from specrun.kernels import calls
+from specrun.gpu import kernels
+from specrun.gpu.kernels import calls
 from tests.gpu_simulator import gpus
 
 gpus.start(2)

@@ -1,6 +1,6 @@
 """A stand-in for TensorRT's runtime, for plans that are descriptions of ONNX graphs.
 
-It has the classes and methods that ``specrun.backends.trt`` uses, and holds their caller to TensorRT's rules, from
+It has the classes and methods that ``specrun.gpu.trt`` uses, and holds their caller to TensorRT's rules, from
 NVIDIA's documentation of ``ICudaEngine``, ``IExecutionContext`` and working with CUDA graphs. What breaks one is
 refused and remembered. The numbers are ONNX Runtime's, computed in the stream.
 """

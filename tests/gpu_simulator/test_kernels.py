@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from specrun import kernels
 from specrun.devices.cuda import CudaDevice
-from specrun.kernels.layout import BARRIER
+from specrun.gpu import kernels
+from specrun.gpu.kernels.layout import BARRIER
 from specrun.sampling.sampler import SamplingParams
 from tests.gpu_simulator import gpus
 from tests.helpers import host_device

@@ -11,7 +11,7 @@ from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.engine_dir import config as engine_dir
 from specrun.engine_dir.config import open_engine
-from specrun.kernels import calls
+from specrun.gpu.kernels import calls
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from tests.gpu_simulator.tensorrt import as_plan

@@ -21,11 +21,11 @@ from tokenizers import Tokenizer
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.drafters.draft_plan import DraftPlan
+from specrun.gpu.records import QueuedRound
+from specrun.gpu.round import DeviceRound
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from specrun.scheduler.draft_length import DraftLength
-from specrun.speculative.device_records import QueuedRound
-from specrun.speculative.device_round import DeviceRound
 from specrun.text.detokenizer import Detokenizer, TextStream
 from tests.gpu_simulator import gpus
 from tests.gpu_simulator.rounds import config

@@ -28,16 +28,16 @@ from specrun.decoder import SpeculativeDecoder
 from specrun.drafters.draft_plan import DraftPlan
 from specrun.engine_dir.config import open_engine
 from specrun.errors import PairError
-from specrun.kernels import calls
+from specrun.gpu.kernels import calls
+from specrun.gpu.memory import blocks_that_fit, need
+from specrun.gpu.round import DeviceRound
+from specrun.gpu.states import DeviceStates
 from specrun.kv_cache import BLOCK
-from specrun.kv_cache.device_memory import blocks_that_fit, need
-from specrun.kv_cache.device_states import DeviceStates
 from specrun.kv_cache.kept_states import block_bytes
 from specrun.kv_cache.rows import RecurrentRows
 from specrun.request.request import Request
 from specrun.sampling.sampler import NON_FINITE_LOGITS, SamplingParams
 from specrun.scheduler.draft_length import DraftLength
-from specrun.speculative.device_round import DeviceRound
 from specrun.text.detokenizer import Detokenizer, TextStream
 from specrun.text.grammar import Constraint, Grammars
 from tests.gpu_simulator import gpus

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specrun import kernels
-from specrun.backends.trt import TrtBackend
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.devices import DeviceArray
 from specrun.devices.cuda import CudaDevice
 from specrun.errors import BackendError
+from specrun.gpu import kernels
+from specrun.gpu.trt import TrtBackend
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from tests.gpu_simulator import gpus, ptx
@@ -347,7 +347,7 @@ def test_mistakes_with_tensorrt(pair: Path, monkeypatch: pytest.MonkeyPatch, nam
 
 def test_a_shape_is_not_captured_before_it_has_run(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A round that is recorded the first time has contexts that were not warmed up; pieces go on."""
-    from specrun.runners.graph_capture import Captures
+    from specrun.gpu.captures import Captures
 
     expected = generate(pair)
     own = Captures.queue
@@ -364,7 +364,7 @@ def test_a_shape_is_not_captured_before_it_has_run(pair: Path, monkeypatch: pyte
 
 def test_a_wait_that_is_removed_shows(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host reads what the round before wrote."""
-    from specrun.speculative.device_records import QueuedRound
+    from specrun.gpu.records import QueuedRound
 
     expected = generate(pair)
     monkeypatch.setattr(QueuedRound, "wait", lambda self: None)
@@ -374,8 +374,8 @@ def test_a_wait_that_is_removed_shows(pair: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_positions_behind_the_cache(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = CudaDevice(0)
-    from specrun.backends import Feed
     from specrun.engine_dir.config import open_engine
+    from specrun.gpu.backend import Feed
 
     backend = TrtBackend(pair / "target", open_engine(pair / "target"), device, "9.0")
     backend.allocate_cache()

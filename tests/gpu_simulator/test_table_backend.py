@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specrun.backends import Feed
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.devices.cuda import CudaDevice
+from specrun.gpu.backend import Feed
 from specrun.kv_cache import BLOCK
 from tests.gpu_simulator import gpus
 from tests.gpu_simulator.rounds import BATCHES, PLACES, in_batches, requests

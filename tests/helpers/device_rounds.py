@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from specrun.backends import Feed
-from specrun.backends.ort import OrtDeviceBackend
 from specrun.devices import DeviceArray
-from specrun.drafters.device_model import device_model_drafter
 from specrun.engine_dir.config import open_engine
-from specrun.speculative.device_round import DeviceRound
+from specrun.gpu.backend import Feed
+from specrun.gpu.drafters.model import device_model_drafter
+from specrun.gpu.ort import OrtDeviceBackend
+from specrun.gpu.round import DeviceRound
 from tests.helpers.host_device import HostDevice
 
 

@@ -6,15 +6,15 @@ import functools
 from pathlib import Path
 
 from specrun.backends import open_host_backend
-from specrun.backends.ort import OrtDeviceBackend
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.drafters.device_model import device_model_drafter
 from specrun.drafters.model import ModelDrafter
 from specrun.engine_dir.config import open_engine
+from specrun.gpu.drafters.model import device_model_drafter
+from specrun.gpu.ort import OrtDeviceBackend
+from specrun.gpu.round import DeviceRound
 from specrun.runners.host_runner import ModelRunner
 from specrun.scheduler.draft_length import DraftLength
-from specrun.speculative.device_round import DeviceRound
 from tests.helpers.host_device import HostDevice
 from tests.helpers.repetitive_requests import on_device
 

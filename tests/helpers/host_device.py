@@ -23,10 +23,10 @@ from unittest.mock import patch
 import numpy as np
 import numpy.typing as npt
 
-from specrun import kernels
 from specrun.devices import Device, DeviceArray, DeviceEvent, Grid
-from specrun.kernels import calls
-from specrun.kernels.layout import BARRIER
+from specrun.gpu import kernels
+from specrun.gpu.kernels import calls
+from specrun.gpu.kernels.layout import BARRIER
 
 CACHE = Path(__file__).parents[2] / ".cache" / "kernels"
 

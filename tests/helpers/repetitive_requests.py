@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from specrun.backends.ort import OrtDeviceBackend
 from specrun.decoder import SpeculativeDecoder
 from specrun.drafters import Drafter
-from specrun.drafters.uploaded import UploadedDrafter
 from specrun.engine_dir.config import open_engine
+from specrun.gpu.drafters.uploaded import UploadedDrafter
+from specrun.gpu.ort import OrtDeviceBackend
+from specrun.gpu.round import DeviceRound
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from specrun.scheduler.draft_length import DraftLength
-from specrun.speculative.device_round import DeviceRound
 from tests.helpers.host_device import HostDevice
 
 V = 12

@@ -10,18 +10,18 @@ import functools
 
 import numpy as np
 
-from specrun.backends import Feed
 from specrun.decoder import SpeculativeDecoder
 from specrun.devices import Device, DeviceArray
 from specrun.devices.cuda import CudaDevice
-from specrun.drafters.device_model import device_model_drafter
 from specrun.engine_dir.config import EngineConfig
 from specrun.errors import BackendError
-from specrun.kernels import open_gpu
-from specrun.kv_cache.device import DeviceKVCache
+from specrun.gpu.backend import Feed
+from specrun.gpu.cache import DeviceKVCache
+from specrun.gpu.drafters.model import device_model_drafter
+from specrun.gpu.kernels import open_gpu
+from specrun.gpu.round import DeviceRound
 from specrun.sampling.sampler import Floats
 from specrun.scheduler.draft_length import DraftLength
-from specrun.speculative.device_round import DeviceRound
 
 KERNELS = r"""
 typedef long long i64;

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from specrun.devices import DeviceArray, Grid
-from specrun.kernels import COOPERATIVE, THREADS, calls, layout, source
+from specrun.gpu.kernels import COOPERATIVE, THREADS, calls, layout, source
 
 CALLS = {
     name: function

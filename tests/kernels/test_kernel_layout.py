@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specrun.kernels import layout, source
+from specrun.gpu.kernels import layout, source
 
 
 def compiles(text: str) -> str:

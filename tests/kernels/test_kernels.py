@@ -12,8 +12,8 @@ import numpy.typing as npt
 import pytest
 
 from specrun.devices.cuda import compile_kernels
-from specrun.kernels import THREADS, calls, source
-from specrun.kernels.layout import DISTRIBUTION, IN_PROMPT, MAX_VOCAB, PROGRESS, SAMPLING, TOKEN_VALUE, record_len
+from specrun.gpu.kernels import THREADS, calls, source
+from specrun.gpu.kernels.layout import DISTRIBUTION, IN_PROMPT, MAX_VOCAB, PROGRESS, SAMPLING, TOKEN_VALUE, record_len
 from specrun.sampling.acceptance import accept_logits, accept_tokens
 from specrun.sampling.limits import MAX_BIASES, MAX_LOGPROBS, MAX_STOP_IDS
 from specrun.sampling.penalties import TokenCounts, apply_penalties

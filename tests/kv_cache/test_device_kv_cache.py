@@ -9,8 +9,8 @@ import numpy.typing as npt
 import pytest
 
 from specrun.engine_dir.cache_tensors import CacheTensor
+from specrun.gpu.cache import DeviceKVCache
 from specrun.kv_cache import BLOCK
-from specrun.kv_cache.device import DeviceKVCache
 from tests.helpers.host_device import kernel_device
 
 SHAPES = [CacheTensor(heads=2, head_dim=8), CacheTensor(heads=3, head_dim=5)]

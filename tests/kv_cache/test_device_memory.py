@@ -8,8 +8,8 @@ import pytest
 
 from specrun.engine_dir.config import open_engine
 from specrun.errors import BackendError
+from specrun.gpu.memory import Need, blocks_that_fit, need, require_room
 from specrun.kv_cache import BLOCK
-from specrun.kv_cache.device_memory import Need, blocks_that_fit, need, require_room
 
 GB = 1_000_000_000
 

@@ -11,9 +11,9 @@ import pytest
 from specrun.devices import DeviceArray
 from specrun.engine_dir.cache_tensors import StateTensor
 from specrun.engine_dir.contract import KEEP_INDICES, STATE_INDICES
-from specrun.kernels import calls
-from specrun.kernels.layout import PROGRESS
-from specrun.kv_cache.device_states import DeviceStates
+from specrun.gpu.kernels import calls
+from specrun.gpu.kernels.layout import PROGRESS
+from specrun.gpu.states import DeviceStates
 from tests.helpers.host_device import call, fetched, kernel_device
 
 STATES = [

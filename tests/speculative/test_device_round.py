@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from specrun.backends.ort import OrtDeviceBackend
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
 from specrun.drafters.draft_plan import DraftPlan
 from specrun.engine_dir.config import open_engine
 from specrun.errors import BackendError
+from specrun.gpu.ort import OrtDeviceBackend
+from specrun.gpu.records import QueuedRound
+from specrun.gpu.round import DeviceRound
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from specrun.scheduler.draft_length import DraftLength
 from specrun.scheduler.round_times import expected_by_passes
 from specrun.scheduler.scheduler import Scheduler
-from specrun.speculative.device_records import QueuedRound
-from specrun.speculative.device_round import DeviceRound
 from specrun.text.grammar import Constraint, Grammar, Grammars
 from specrun.text.masks import fill_masks
 from tests.helpers.device_rounds import Recordable, device_round
@@ -370,7 +370,7 @@ def test_control_masks_that_do_not_know_the_drafts_are_seen(
 
     expected, found = ([Request([3], WARM, 24, grammar=letters[1])] for _ in range(2))
     ids = on_host(tables[0], None, 0, False, expected)
-    monkeypatch.setattr("specrun.speculative.device_round.fill_masks", committed_only)
+    monkeypatch.setattr("specrun.gpu.round.fill_masks", committed_only)
     assert on_device(device_round(*tables, 4), found) != ids
 
 

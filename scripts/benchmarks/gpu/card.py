@@ -18,7 +18,7 @@ from scripts.benchmarks.gpu.timing import count_nodes, mean_seconds, read_bandwi
 from specrun.devices import DeviceArray
 from specrun.devices.cuda import CudaDevice
 from specrun.devices.driver import compute_capability, why_no_gpu
-from specrun.kernels import calls, open_gpu
+from specrun.gpu.kernels import calls, open_gpu
 
 PACKAGES = (
     *("torch", "transformers", "onnx", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx-cu13-libs"),

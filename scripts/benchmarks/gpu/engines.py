@@ -17,15 +17,15 @@ import numpy as np
 from scripts.benchmarks.gpu.results import Results
 from scripts.benchmarks.gpu.sizes import Size
 from scripts.benchmarks.gpu.timing import count_nodes, mean_seconds, read_bandwidth
-from specrun.backends import DeviceBackend, Feed, open_device_backend
-from specrun.backends.trt import TrtBackend
 from specrun.devices.cuda import CudaDevice
 from specrun.engine_dir.config import EngineConfig, open_engine
 from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN
-from specrun.kernels import open_gpu
-from specrun.kernels.layout import PROGRESS
-from specrun.runners.device_rows import DeviceRows
-from specrun.runners.device_runner import DeviceRunner
+from specrun.gpu.backend import DeviceBackend, Feed, open_device_backend
+from specrun.gpu.kernels import open_gpu
+from specrun.gpu.kernels.layout import PROGRESS
+from specrun.gpu.rows import DeviceRows
+from specrun.gpu.runner import DeviceRunner
+from specrun.gpu.trt import TrtBackend
 
 _SHORT = 64
 """Tokens of a short text."""

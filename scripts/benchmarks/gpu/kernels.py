@@ -12,12 +12,12 @@ from scripts.benchmarks.gpu.sizes import Size
 from scripts.benchmarks.gpu.timing import mean_seconds
 from specrun.devices import Device
 from specrun.engine_dir.cache_tensors import CacheTensor
-from specrun.kernels import calls
-from specrun.kernels.layout import DISTRIBUTION, PROGRESS, TOKEN_VALUE, record_len
+from specrun.gpu.cache import DeviceKVCache
+from specrun.gpu.kernels import calls
+from specrun.gpu.kernels.layout import DISTRIBUTION, PROGRESS, TOKEN_VALUE, record_len
+from specrun.gpu.rows import DeviceRows
 from specrun.kv_cache import BLOCK
-from specrun.kv_cache.device import DeviceKVCache
 from specrun.request.request import Request
-from specrun.runners.device_rows import DeviceRows
 from specrun.sampling.limits import MAX_LOGPROBS
 from specrun.sampling.sampler import SamplingParams
 

@@ -17,13 +17,13 @@ from scripts.benchmarks.gpu.soak import soak
 from scripts.benchmarks.gpu.timing import Replays, cuda_device, mean_seconds, read_bandwidth, watch_replays
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.drafters.device_model import DeviceModelDrafter
 from specrun.engine_dir.config import open_engine
 from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN
+from specrun.gpu.drafters.model import DeviceModelDrafter
+from specrun.gpu.round import DeviceRound
 from specrun.request.request import Request
 from specrun.request.stats import predicted_speedup
 from specrun.sampling.sampler import SamplingParams
-from specrun.speculative.device_round import DeviceRound
 from specrun.text.tokenizer import load_tokenizer
 
 PROMPTS = (

@@ -18,7 +18,7 @@ from scripts.benchmarks.gpu.results import Results
 from scripts.benchmarks.gpu.sizes import SIZES, Size
 from scripts.benchmarks.gpu.tables import measure_rounds, soak_tables
 from specrun.devices.cuda import CudaDevice
-from specrun.kernels import open_gpu
+from specrun.gpu.kernels import open_gpu
 
 
 @dataclass(frozen=True)

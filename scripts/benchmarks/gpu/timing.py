@@ -16,7 +16,7 @@ import numpy as np
 from specrun.decoder import SpeculativeDecoder
 from specrun.devices import Device
 from specrun.devices.cuda import CudaDevice
-from specrun.speculative.device_round import DeviceRound
+from specrun.gpu.round import DeviceRound
 
 CALLS = 50
 """Calls in a recorded graph, of short ones."""

@@ -11,17 +11,16 @@ from typing import Any
 import numpy as np
 
 from specrun.backends import open_host_backend
-from specrun.backends.ort import OrtDeviceBackend
 from specrun.config import DraftTargetConfig
 from specrun.decoder import SpeculativeDecoder
-from specrun.drafters.block_head import DeviceParallelDrafter
-from specrun.drafters.head import DeviceHeadDrafter
 from specrun.drafters.markov import Markov
 from specrun.engine_dir.config import open_engine
+from specrun.gpu.drafters.heads import DeviceHeadDrafter, DeviceParallelDrafter
+from specrun.gpu.ort import OrtDeviceBackend
+from specrun.gpu.round import DeviceRound
 from specrun.request.request import Request
 from specrun.runners.host_runner import ModelRunner
 from specrun.sampling.sampler import SamplingParams, probabilities
-from specrun.speculative.device_round import DeviceRound
 from tests.helpers.device_rounds import Recordable
 from tests.helpers.heads.trained import PROMPTS
 from tests.helpers.host_device import HostDevice

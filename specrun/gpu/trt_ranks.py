@@ -13,13 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from specrun.backends import Feed
-from specrun.backends.trt import TrtBackend
 from specrun.devices import Device, DeviceArray
 from specrun.devices.nccl import Communicators
 from specrun.engine_dir.config import EngineConfig
 from specrun.errors import EngineLostError
-from specrun.kv_cache.device import DeviceKVCache
+from specrun.gpu.backend import Feed
+from specrun.gpu.cache import DeviceKVCache
+from specrun.gpu.trt import TrtBackend
 
 
 class RanksKVCache:

@@ -17,8 +17,8 @@ import numpy.typing as npt
 from specrun.devices import Device, DeviceArray
 from specrun.engine_dir.cache_tensors import StateTensor
 from specrun.engine_dir.contract import KEEP_INDICES, STATE_INDICES
-from specrun.kernels import calls
-from specrun.kernels.layout import CACHE_TENSOR
+from specrun.gpu.kernels import calls
+from specrun.gpu.kernels.layout import CACHE_TENSOR
 
 
 class DeviceStates:

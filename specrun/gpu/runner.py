@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from specrun.backends import DeviceBackend, Feed
 from specrun.devices import DeviceArray
 from specrun.errors import BackendError, SpecError
-from specrun.kernels import calls
-from specrun.kernels.layout import MAX_VOCAB
+from specrun.gpu.backend import DeviceBackend, Feed
+from specrun.gpu.kernels import calls
+from specrun.gpu.kernels.layout import MAX_VOCAB
+from specrun.gpu.rows import DeviceRows
 from specrun.kv_cache.rows import rows_of
 from specrun.request.request import Outcome, Request
-from specrun.runners.device_rows import DeviceRows
 from specrun.runners.host_runner import build_inputs
 
 

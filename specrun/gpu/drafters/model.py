@@ -8,19 +8,19 @@ from dataclasses import replace
 import numpy as np
 from typing_extensions import override
 
-from specrun.backends import DeviceBackend
 from specrun.devices import Device, DeviceArray
-from specrun.drafters import DeviceDrafter, DraftProbs
 from specrun.drafters.draft_plan import DraftPlan
 from specrun.engine_dir.contract import FIRST_DRAFT_STEP_LEN
 from specrun.errors import BackendError, SpecError
-from specrun.kernels import calls
-from specrun.kernels.layout import DISTRIBUTION, record_len
+from specrun.gpu.backend import DeviceBackend
+from specrun.gpu.captures import Captures
+from specrun.gpu.drafters import DeviceDrafter, DraftProbs
+from specrun.gpu.kernels import calls
+from specrun.gpu.kernels.layout import DISTRIBUTION, record_len
+from specrun.gpu.rows import DeviceRows
+from specrun.gpu.runner import DeviceRunner
 from specrun.request.request import Outcome, Request, num_accepted
 from specrun.runners.cached_texts import CachedTexts
-from specrun.runners.device_rows import DeviceRows
-from specrun.runners.device_runner import DeviceRunner
-from specrun.runners.graph_capture import Captures
 from specrun.sampling.sampler import NON_FINITE_LOGITS
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from specrun.devices import Device, DeviceArray
 from specrun.errors import BackendError, RequestError, SpecError
-from specrun.kernels.layout import TOKEN_VALUE, record_len
+from specrun.gpu.kernels.layout import TOKEN_VALUE, record_len
 from specrun.request.request import Outcome, Request
 from specrun.sampling.limits import MAX_LOGPROBS
 from specrun.sampling.sampler import NON_FINITE_LOGITS, TokenLogprob

@@ -10,10 +10,10 @@ import numpy.typing as npt
 
 from specrun.devices import Device, DeviceArray
 from specrun.engine_dir.cache_tensors import CacheTensor
-from specrun.kernels import calls
-from specrun.kernels.layout import CACHE_TENSOR
+from specrun.gpu.kernels import calls
+from specrun.gpu.kernels.layout import CACHE_TENSOR
+from specrun.gpu.states import DeviceStates
 from specrun.kv_cache import BLOCK
-from specrun.kv_cache.device_states import DeviceStates
 from specrun.kv_cache.kept_states import TOKENS_OF_STATE
 
 

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from specrun.backends import DeviceBackend, Feed, bound_tensors
-from specrun.backends.rtx_kernels import KernelCache
 from specrun.devices import Device, DeviceArray
 from specrun.engine_dir.config import PLAN_SUFFIX, EngineConfig, Profile
 from specrun.engine_dir.contract import (
@@ -26,8 +24,10 @@ from specrun.engine_dir.contract import (
     WRITE_INDICES,
 )
 from specrun.errors import BackendError, EngineDirError
-from specrun.kv_cache.device import DeviceKVCache
-from specrun.kv_cache.device_states import DeviceStates
+from specrun.gpu.backend import DeviceBackend, Feed, bound_tensors
+from specrun.gpu.cache import DeviceKVCache
+from specrun.gpu.rtx_kernels import KernelCache
+from specrun.gpu.states import DeviceStates
 from specrun.optional_packages import how_to_install, import_package
 
 if TYPE_CHECKING:

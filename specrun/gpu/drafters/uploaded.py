@@ -8,13 +8,14 @@ import numpy as np
 from typing_extensions import override
 
 from specrun.devices import Device, DeviceArray
-from specrun.drafters import DeviceDrafter, Drafter, DraftProbs
+from specrun.drafters import Drafter
 from specrun.drafters.draft_plan import DraftPlan
 from specrun.errors import SpecError
-from specrun.kernels import calls
-from specrun.kernels.layout import DISTRIBUTION
+from specrun.gpu.drafters import DeviceDrafter, DraftProbs
+from specrun.gpu.kernels import calls
+from specrun.gpu.kernels.layout import DISTRIBUTION
+from specrun.gpu.rows import DeviceRows
 from specrun.request.request import Outcome, Request
-from specrun.runners.device_rows import DeviceRows
 
 
 class UploadedDrafter(DeviceDrafter):

@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from specrun.kv_cache import BLOCK
 from specrun.sampling.limits import MAX_BIASES, MAX_LOGPROBS, MAX_STOP_IDS
 from specrun.sampling.sampler import Purpose
 
 MAX_VOCAB = 1 << 19
 """Largest vocabulary: the kernels add up this many weights of at most 1 in 64-bit fixed point."""
-CACHE_BLOCK = 16
-"""Tokens of a block of a key-value cache's pool."""
 IN_PROMPT = np.uint32(1 << 31)
 """The bit of a token's count which says that the token is in the prompt; the others count it in the output."""
 _MAX_SUMS = 7  # That the threads of a row add up at once.
@@ -68,7 +67,7 @@ DISTRIBUTION = np.dtype(
 CACHE_TENSOR = np.dtype(
     [
         ("rows", "<u8"),  # The address of [rows, heads, length] positions.
-        ("pool", "<u8"),  # Of [blocks, heads, CACHE_BLOCK] positions, or of what a pass leaves: [B, heads, query_len].
+        ("pool", "<u8"),  # Of [blocks, heads, BLOCK] positions, or of what a pass leaves: [B, heads, query_len].
         ("heads", "<i4"),
         ("size", "<i4"),  # Bytes of a position: an even number.
     ]
@@ -115,7 +114,7 @@ _CONSTANTS = {
     "MAX_BIASES": MAX_BIASES,
     "MAX_LOGPROBS": MAX_LOGPROBS,
     "MAX_SUMS": _MAX_SUMS,
-    "CACHE_BLOCK": CACHE_BLOCK,
+    "CACHE_BLOCK": BLOCK,
 }
 _TYPES = {
     "u8": "unsigned char",

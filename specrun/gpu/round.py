@@ -31,19 +31,19 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from specrun.backends import DeviceBackend
 from specrun.devices import Device, DeviceArray
-from specrun.drafters import DeviceDrafter, DraftProbs
 from specrun.drafters.draft_plan import DraftPlan
 from specrun.engine_dir.pass_times import PairTimes, PassTimes
 from specrun.errors import BackendError, RequestError, SpecError
-from specrun.kernels import calls
-from specrun.kernels.layout import DISTRIBUTION
+from specrun.gpu.backend import DeviceBackend
+from specrun.gpu.captures import Captures
+from specrun.gpu.drafters import DeviceDrafter, DraftProbs
+from specrun.gpu.kernels import calls
+from specrun.gpu.kernels.layout import DISTRIBUTION
+from specrun.gpu.records import DeviceRecords, QueuedRound
+from specrun.gpu.rows import DeviceRows
+from specrun.gpu.runner import DeviceRunner
 from specrun.request.request import Outcome, Request, num_accepted
-from specrun.runners.device_rows import DeviceRows
-from specrun.runners.device_runner import DeviceRunner
-from specrun.runners.graph_capture import Captures
-from specrun.speculative.device_records import DeviceRecords, QueuedRound
 from specrun.speculative.round import Round, RoundResult, Rows
 from specrun.text.masks import fill_masks
 

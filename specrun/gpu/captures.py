@@ -5,9 +5,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 
-from specrun.backends import DeviceBackend
 from specrun.devices import Device
 from specrun.errors import BackendError
+from specrun.gpu.backend import DeviceBackend
 
 
 class Captures:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import resources
 
 from specrun.devices.cuda import CudaDevice
-from specrun.kernels.layout import header
+from specrun.gpu.kernels.layout import header
 
 THREADS = {
     "feed": 1,

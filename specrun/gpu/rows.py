@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from specrun.devices import Device, DeviceArray
-from specrun.kernels import calls
-from specrun.kernels.layout import BARRIER, IN_PROMPT, MAX_VOCAB, PROGRESS, SAMPLING, TOKEN_VALUE
+from specrun.gpu.kernels import calls
+from specrun.gpu.kernels.layout import BARRIER, IN_PROMPT, MAX_VOCAB, PROGRESS, SAMPLING, TOKEN_VALUE
 from specrun.request.request import Request
 from specrun.sampling.limits import MAX_BIASES, MAX_STOP_IDS
 
