@@ -67,7 +67,7 @@ KEPT = {
         "longer-mistral",
     ),
     "cpu_operators/test_engines.py::test_where_other_tokens_could_see_an_unused_one_it_is_a_token_like_others": (
-        "gemma2",
+        "deepseek_v2",
         "qwen3_moe",
     ),
     "cpu_operators/test_engines.py::test_what_another_layer_adds_to_a_pass": ("int4-5",),
