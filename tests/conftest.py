@@ -80,12 +80,14 @@ def engines(onnx: Path, shared: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def kv_caches(hf: Path, shared: Path) -> Path:
-    """ONNX checkpoints of the target whose caches have 8 bits, one of the draft, and engines of them for the CPU."""
+    """ONNX checkpoints of the target whose caches have 8 bits, one of the draft, and engines of the same numbers."""
+    from tests.helpers.rounded_caches import in_floats
 
     def make(root: Path) -> None:
         for name, model, kind in (("int8", "target", "int8"), ("fp8", "target", "fp8"), ("draft", "draft", "int8")):
             make_onnx(hf / model, root / name, kv_cache_dtype=kind, texts=TextOptions(size=8, length=32))
             draft_len = {} if name == "draft" else {"max_draft_len": 6}
-            make_engine(root / name, root / "engines" / name, max_input_len=48, max_batch_size=4, **draft_len)
+            floats = in_floats(root / name, root / "floats" / name)
+            make_engine(floats, root / "engines" / name, max_input_len=48, max_batch_size=4, **draft_len)
 
     return once(shared / "kv_caches", make)

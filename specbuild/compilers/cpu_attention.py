@@ -14,6 +14,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from specbuild.compilers.cpu_fusions import normalizes, residual_of
 from specbuild.compilers.cpu_rotation import Angles, AnglesByPosition
+from specbuild.graph.attention_layers import AttentionLayer, attention_layers
 from specbuild.graph.causal_mask import causal_window
 from specbuild.graph.kv_cache_qdq import drop_cache_factors, drop_cache_rounding
 from specrun.cpu_operators import DOMAIN, VERSION
@@ -38,21 +39,19 @@ class _Heads(NamedTuple):
     rotation: ir.Node | None
 
 
-def with_packed_attention(model: ir.Model, cache_length: int, value_bits: ValueBits) -> ir.Model | None:
-    """The model, in float32, with keys and values in codes; rounding that it has itself is left out.
+def pack_attention(model: ir.Model, cache_length: int, value_bits: ValueBits) -> bool:
+    """Keep keys and values of a model in float32 in codes, in place; rounding that it has itself is left out.
 
-    None where the operator does not stand for the attention of every layer.
+    Returns whether that was done: only where the operator can stand for the attention of every layer.
     """
-    packed = model.clone()
-    drop_cache_rounding(packed)
-    drop_cache_factors(packed)
-    caches = [node for node in packed.graph if node.op_type == "TensorScatter"]
-    count = fuse_cached_attention(packed, cache_length, value_bits)
-    return packed if caches and 2 * count == len(caches) else None
+    drop_cache_rounding(model)
+    drop_cache_factors(model)
+    caches = [node for node in model.graph if node.op_type == "TensorScatter"]
+    return bool(caches) and 2 * fuse_cached_attention(model, cache_length, value_bits) == len(caches)
 
 
 def fuse_cached_attention(model: ir.Model, cache_length: int, value_bits: ValueBits | None = None) -> int:
-    """Replace every Attention that the operator can stand for, in a graph in float32. In place; returns how many.
+    """Replace attention that the operator can stand for, in a graph in float32, in place. Returns in how many layers.
 
     value_bits: of the codes of values, beside keys in 8 bits; None: both are float32. Only where the mask is proved to
     be causal in a cache of ``cache_length``, perhaps within a window, and a head has as many numbers in values as in
@@ -61,14 +60,11 @@ def fuse_cached_attention(model: ir.Model, cache_length: int, value_bits: ValueB
     graph, windows = model.graph, dict[ir.Value, int | None]()
     _normalize_heads_first(graph)
     angles, count = AnglesByPosition(graph, cache_length), 0
-    for node in [node for node in graph if node.op_type == "Attention"]:
-        mask = node.inputs[3] if len(node.inputs) == 4 else None
-        if mask is None:
-            continue
-        if mask not in windows:
-            windows[mask] = causal_window(mask, cache_length)
-        window = windows[mask]
-        count += window is not None and _fuse(graph, node, 0 if window == cache_length else window, angles, value_bits)
+    for layer in list(attention_layers(model)):
+        if layer.mask not in windows:
+            windows[layer.mask] = causal_window(layer.mask, cache_length)
+        window = windows[layer.mask]
+        count += window is not None and _fuse(graph, layer, 0 if window == cache_length else window, angles, value_bits)
     if count:
         model.opset_imports[DOMAIN] = VERSION
         RemoveUnusedNodesPass()(model)
@@ -92,11 +88,14 @@ def _normalize_heads_first(graph: ir.Graph) -> None:
         ir.convenience.replace_nodes_and_values(graph, norm, [norm, swap], [own, turned], [old], turned.outputs)
 
 
-def _fuse(graph: ir.Graph, node: ir.Node, window: int, angles: AnglesByPosition, value_bits: ValueBits | None) -> bool:
-    scatters = [scatter for value in node.inputs[1:3] if (scatter := _scatter_of(value)) is not None]
+def _fuse(
+    graph: ir.Graph, layer: AttentionLayer, window: int, angles: AnglesByPosition, value_bits: ValueBits | None
+) -> bool:
+    node = layer.node
+    scatters = [scatter for value in (layer.keys, layer.values) if (scatter := _scatter_of(value)) is not None]
     swap = _swap_of(node)
-    queries = _heads(node.inputs[0])
-    if len(scatters) != 2 or swap is None or queries is None or not _is_plain(node):
+    queries = _heads(layer.query)
+    if len(scatters) != 2 or swap is None or queries is None:
         return False
     keys, values = (_heads(scatter.inputs[1]) for scatter in scatters)
     if keys is None or values is None or values.rotation or not _alike(queries.rotation, keys.rotation):
@@ -112,11 +111,13 @@ def _fuse(graph: ir.Graph, node: ir.Node, window: int, angles: AnglesByPosition,
         "rotated": (rotation.attributes.get_int("rotary_embedding_dim", 0) or width) if rotation else 0,
         "interleaved": rotation.attributes.get_int("interleaved", 0) if rotation else 0,
         "window": window,
-        "scale": node.attributes.get_float("scale", 1 / math.sqrt(width)),
+        "scale": 1 / math.sqrt(width) if layer.scale is None else layer.scale,
+        "softcap": layer.softcap,
     }
     write_indices = next(value for value in graph.inputs if value.name == WRITE_INDICES)
     inputs = [queries.tokens, keys.tokens, values.tokens, *past, write_indices]
-    inputs += _angles(rotation, angles) if rotation else ()
+    inputs += _angles(rotation, angles) if rotation else (None, None)
+    inputs += [layer.sinks]
     operator = OPERATOR
     if value_bits:
         operator, attributes["value_bits"] = PACKED_OPERATOR, value_bits
@@ -158,7 +159,7 @@ def _scatter_of(cache: ir.Value | None) -> ir.Node | None:
 
 
 def _swap_of(node: ir.Node) -> ir.Node | None:
-    """The Transpose that makes tokens of an Attention's heads, its only reader."""
+    """The Transpose that makes tokens of an attention's heads, its only reader."""
     readers = [use.node for use in node.outputs[0].uses()]
     return readers[0] if len(readers) == 1 and _is_swap(readers[0]) else None
 
@@ -174,12 +175,6 @@ def _needless_view(swap: ir.Node, queries: ir.Value) -> ir.Node | None:
         return None
     last = [use.node for use in readers[0].outputs[0].uses()]
     return readers[0] if len(last) == 1 and residual_of(last[0]) is product.inputs[0] else None
-
-
-def _is_plain(node: ir.Node) -> bool:
-    others = [output for output in node.outputs[1:] if output.uses() or output.is_graph_output()]
-    softcap = node.attributes.get("softcap")
-    return not (others or node.attributes.get_int("is_causal") or (softcap is not None and softcap.as_float()))
 
 
 def _is_swap(node: ir.Node | None) -> bool:

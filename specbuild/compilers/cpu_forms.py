@@ -32,8 +32,6 @@ ACCURACY_LEVEL = "4"
 """MatMulNBits' accuracy level with activations in 8 bits too, and a scale for every block of every token."""
 HARMFUL = ["MatMulAddFusion"]
 """Optimizers to leave out: a product that is joined with its bias first is not found to have quantized sides."""
-HARMFUL_TO_CACHES = ["QDQPropagationTransformer"]
-"""It would round a whole dequantized cache once more, behind every change of its shape."""
 _FLOATS = (ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT4E2M1)
 
 

@@ -15,13 +15,12 @@ import onnx
 import onnx_ir as ir
 
 from specbuild.compilers import Compiled, cpu_forms, cuda_forms, machine
-from specbuild.compilers.cpu_attention import fuse_cached_attention, with_packed_attention
+from specbuild.compilers.cpu_attention import fuse_cached_attention, pack_attention
 from specbuild.compilers.cpu_collectives import use_collectives
 from specbuild.compilers.cpu_recurrent import use_recurrent_operators
 from specbuild.compilers.cpu_unused import mark_unused_tokens
 from specbuild.graph import ops as graphs
 from specbuild.graph.causal_mask import drop_causal_masks
-from specbuild.graph.kv_cache_qdq import cache_updates, store_float8_as_int8
 from specbuild.graph.moe_branches import skip_unused_experts
 from specbuild.graph.pad_single_query import pad_single_queries
 from specbuild.graph.untie import untie_heads
@@ -73,25 +72,23 @@ def compile_graph(
     if prepared := cpu_forms.prepare(model, own_operators):
         notes += prepared
         model = graphs.write_recoded(model, output)
-    bits = VALUE_BITS[build.kv_cache_dtype]
-    if graph.kv_cache_dtype and cpu_operators.is_available():
-        bits = bits or 8
-    if bits and (packed := with_packed_attention(model, build.cache_length, bits)) is not None:
-        model, graph = packed, graph.with_packed_cache(bits)
+    if bits := VALUE_BITS[build.kv_cache_dtype] or (8 if graph.kv_cache_dtype else None):
+        if not cpu_operators.is_available():
+            raise BuildError(
+                f"{checkpoint}: keys and values in 8 bits need specrun's own CPU operators, which were not compiled "
+                f"here: {cpu_operators.HOW_TO_COMPILE}"
+            )
+        if not pack_attention(model, build.cache_length, bits):
+            raise BuildError(
+                f"{checkpoint}: --kv_cache_dtype: attention here is not one that specrun's own CPU operators compute "
+                "(heads whose width is no multiple of 32, keys wider than values, or masks other than causal ones and "
+                "windows); leave it out, for 'specbuild convert' too"
+            )
+        graph = graph.with_packed_cache(bits)
         notes.append(f"keys in 8 and values in {bits} bits, which specrun's own CPU operators round by token")
-    elif build.kv_cache_dtype != "auto":
-        raise BuildError(
-            f"{checkpoint}: --kv_cache_dtype {build.kv_cache_dtype}: attention here is not one that specrun's own CPU "
-            "operators compute (soft-capped scores, sinks, or heads whose width is no multiple of 32); leave it out, "
-            "or give --kv_cache_dtype int8 to 'specbuild convert'"
-        )
     elif own_operators and (layers := fuse_cached_attention(model, build.cache_length)):
         notes.append(f"attention of {layers} layers by specrun's own CPU operators")
-    if store_float8_as_int8(model):
-        graph = graph.model_copy(update={"kv_cache_dtype": "int8"})
-        notes.append("float8 cache: stored in int8 on the CPU, where ONNX Runtime updates no other 8-bit cache")
     harmful = cpu_forms.HARMFUL if _dequantizes(model) else []
-    harmful = [*harmful, *(cpu_forms.HARMFUL_TO_CACHES if cache_updates(model) else [])]
     skips_unused = not graph.is_head and not graph.states and mark_unused_tokens(model)
     if not graph.is_head:  # Only the bits of a target are those of texts.
         pad_single_queries(model)

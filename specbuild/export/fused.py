@@ -57,8 +57,13 @@ QK = ["q", "k", "cos", "sin"]
 
 def _rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
     """RotaryEmbedding-23 on q, k [B, H, S, D] with cos, sin [B, S, R] whose two halves are the same, R <= D."""
-    width = cos.shape[-1]
-    cos, sin = cos[..., : width // 2], sin[..., : width // 2]
+    half = cos.shape[-1] // 2
+    return _rope_of_halves(q, k, cos[..., :half], sin[..., :half])
+
+
+def _rope_of_halves(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+    """The same with cos, sin [B, S, R / 2] (gpt-oss)."""
+    width = 2 * cos.shape[-1]
     partial = width if width < q.shape[-1] else 0
     return tuple(rotary_embedding(x.to(cos.dtype), cos, sin, rotary_embedding_dim=partial) for x in (q, k))
 
@@ -74,7 +79,8 @@ def _rope_swaps(files: list[Any]) -> list[Swap]:
     for file in files:
         original: Any = getattr(file, name, None)
         if _takes_qk(original):
-            fits = [rope for rope in (_rope, _rope_in_dtype_of_q) if _same_rope(original, rope)]
+            candidates = ((_rope, 2), (_rope_in_dtype_of_q, 2), (_rope_of_halves, 1))
+            fits = [rope for rope, halves in candidates if _same_rope(original, rope, halves)]
             swaps += [(file, name, _where_heads_come_first(original, rope)) for rope in fits[:1]]
     return swaps
 
@@ -96,12 +102,15 @@ def _takes_qk(function: Any) -> bool:
     return function is not None and list(inspect.signature(function).parameters)[:4] == QK
 
 
-def _same_rope(original: Callable[..., Any], rope: Callable[..., Any]) -> bool:
-    """Equal in float32, and of the same dtype where q and k are 16 bits wide and cos and sin are not."""
+def _same_rope(original: Callable[..., Any], rope: Callable[..., Any], halves: int) -> bool:
+    """Equal in float32, and of the same dtype where q and k are 16 bits wide and cos and sin are not.
+
+    halves: how often each angle stands in cos and sin.
+    """
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(2, heads, 3, 8, generator=generator) for heads in (4, 2))
     angles = torch.randn(2, 3, 4, generator=generator)
-    cos, sin = (torch.cat([f(angles), f(angles)], dim=-1) for f in (torch.cos, torch.sin))
+    cos, sin = (torch.cat([f(angles)] * halves, dim=-1) for f in (torch.cos, torch.sin))
     try:
         half = [[x.dtype for x in f(q.half(), k.half(), cos, sin)] for f in (original, rope)]
         return half[0] == half[1] and _close(original(q, k, cos, sin), rope(q, k, cos, sin))

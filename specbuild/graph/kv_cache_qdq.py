@@ -9,8 +9,8 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from specbuild.graph import ops as graphs
+from specbuild.graph.attention_layers import attention_layers
 from specbuild.graph.scales import constant
-from specbuild.weights.cache_codes import LARGEST_CODE
 from specrun.engine_dir.contract import INPUT_IDS, WRITE_INDICES
 from specrun.errors import BuildError
 
@@ -62,9 +62,9 @@ def drop_cache_rounding(model: ir.Model) -> int:
 
 def drop_cache_factors(model: ir.Model) -> None:
     """Leave out the factors of keys and values whose rounding was dropped, in place: products cancel them."""
-    for node in [node for node in model.graph if node.op_type == "Attention"]:
-        query, keys, values = node.inputs[:3]
-        pairs = [(_factors(query, "Mul"), keys), (_reader_factors(node.outputs[0]), values)]
+    for layer in list(attention_layers(model)):
+        scaled_output = _reader_factors(layer.node.outputs[0])
+        pairs = [(_factors(layer.query, "Mul"), layer.keys), (scaled_output, layer.values)]
         for scaled, cache in pairs:
             scatter = _producer(cache, "TensorScatter")
             divided = _factors(scatter.inputs[1], "Div") if scatter is not None else None
@@ -104,26 +104,6 @@ def _bypass(model: ir.Model, node: ir.Node) -> None:
         raise ValueError(f"{node.name}: without an input")
     ir.convenience.replace_all_uses_with(node.outputs[0], value)
     model.graph.remove(node, safe=True)
-
-
-def store_float8_as_int8(model: ir.Model) -> int:
-    """Let a cache of float8 be one of int8 with the same factors, in place. Returns how many tensors there were."""
-    updates = [update for update in cache_updates(model) if _codes(update) == ir.DataType.FLOAT8E4M3FN]
-    zero = ir.Tensor(np.zeros((), np.int8), name="kv_cache.zero_int8")
-    wider = np.float32(LARGEST_CODE["float8_e4m3fn"] / LARGEST_CODE["int8"])
-    for quantize, scatter, readers in updates:
-        for node in (quantize, *readers):
-            scale = node.inputs[1]
-            if scale is None or scale.const_value is None:
-                raise ValueError(f"{node.name}: without a constant scale")
-            name = f"{scale.name}.int8"
-            tensor = ir.Tensor(np.asarray(scale.const_value.numpy() * wider), name=name)
-            node.replace_input_with(1, graphs.initializer(model.graph, name, tensor))
-            node.replace_input_with(2, graphs.initializer(model.graph, str(zero.name), zero))
-        for value in (quantize.outputs[0], scatter.inputs[0], scatter.outputs[0]):
-            if value is not None:
-                value.dtype = ir.DataType.INT8
-    return len(updates)
 
 
 def leave_writing_to_caller(model: ir.Model, cache_length: int) -> int:
@@ -217,8 +197,3 @@ class _Masks:
         both = add("And", boolean, add("Concat", boolean, mask, new, axis=3), known)
         self._graph.insert_before(node, nodes)
         return both
-
-
-def _codes(update: CacheUpdate) -> ir.DataType | None:
-    zero = update.quantize.inputs[2]
-    return zero.dtype if zero is not None else None

@@ -166,8 +166,8 @@ def _feed(backend: Backend, way: _Way, length: int, nudge: int = 0) -> _Bits:
         bits = value_bits and (value_bits if number % 2 else 8)
         held = own.standard_normal((tensor.shape[1], length, tensor.shape[3]), np.float32)
         tensor[...] = 0
-        tensor[:, :, :length] = _stored(held * others.uniform(0, 2, (batch, 1, 1, 1)), tensor.dtype, bits)
-        held = _stored(held, tensor.dtype, bits)
+        tensor[:, :, :length] = _stored(held * others.uniform(0, 2, (batch, 1, 1, 1)), bits)
+        held = _stored(held, bits)
         tensor[row, :, :length] = _nudge(held, nudge, bits) if nudge else held
     for state in backend.cache.states(0, batch):
         held = own.standard_normal(state.shape[1:], np.float32)
@@ -196,16 +196,13 @@ def _feed(backend: Backend, way: _Way, length: int, nudge: int = 0) -> _Bits:
     return _Bits(logits, [tensor[row, :, length : length + start].copy() for tensor in tensors])
 
 
-def _stored(values: npt.NDArray[Any], dtype: np.dtype[Any], bits: int | None) -> npt.NDArray[Any]:
-    """Random keys or values as a cache of ``dtype`` has them, where heads are packed in codes of ``bits``."""
-    if dtype.kind == "f":
+def _stored(values: npt.NDArray[Any], bits: int | None) -> npt.NDArray[Any]:
+    """Random keys or values as a cache has them: packed in codes of ``bits``; None: as they are."""
+    if bits is None:
         return values
-    if bits:
-        packed: npt.NDArray[Any] = np.rint(values * _CODES_OF_ONE).astype(np.int64).astype(np.uint8)
-        packed[..., _code_bytes(packed.shape[-1], bits) :].view(np.uint16)[...] = _PACKED_SCALE
-        return packed
-    codes: npt.NDArray[Any] = np.rint(values * _CODES_OF_ONE).clip(-126, 126).astype(dtype)
-    return codes
+    packed: npt.NDArray[Any] = np.rint(values * _CODES_OF_ONE).astype(np.int64).astype(np.uint8)
+    packed[..., _code_bytes(packed.shape[-1], bits) :].view(np.uint16)[...] = _PACKED_SCALE
+    return packed
 
 
 def _code_bytes(size: int, bits: int) -> int:
@@ -217,11 +214,9 @@ def _code_bytes(size: int, bits: int) -> int:
 def _nudge(held: npt.NDArray[Any], seed: int, bits: int | None = None) -> npt.NDArray[Any]:
     """Keys or values whose last bits are others."""
     generator = np.random.default_rng(seed)
-    signs: npt.NDArray[Any] = generator.choice((-1, 1), held.shape)
-    if held.dtype.kind == "f":
+    if bits is None:
+        signs: npt.NDArray[Any] = generator.choice((-1, 1), held.shape)
         return np.asarray(held * (1 + np.float32(_NUDGE) * signs))
     moved = generator.random(held.shape) < _MOVED_CODES
-    if bits:
-        moved[..., _code_bytes(held.shape[-1], bits) :] = False
-        return np.asarray(held ^ moved)
-    return np.asarray(held + (signs * moved).astype(held.dtype))
+    moved[..., _code_bytes(held.shape[-1], bits) :] = False
+    return np.asarray(held ^ moved)

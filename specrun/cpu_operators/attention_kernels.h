@@ -75,6 +75,7 @@ struct Query {
     int64_t first, keys;
     float* weights;  // [keys, and up to 15 more]
     float* y;
+    float softcap, sink;  // 0: none; -INFINITY: none.
 };
 
 constexpr int64_t kNumbersAhead = kLinesAhead * kLanes;  // A line has as many numbers as a vector.
@@ -124,6 +125,16 @@ INLINE void mix_two(const Query* queries, float* y, const float* weights, int64_
     if (last > rest) mix<1, kStep>(y + width, weights + apart, 0, values + (rest - begin) * width, width, rest, last);
 }
 
+// Scores [count, a multiple of 16] become softcap * tanh(score / softcap).
+TARGET inline void cap_scores(float* scores, int64_t count, float softcap) {
+    const Float limit = spread(softcap);
+    for (int64_t i = 0; i < count; i += kLanes) {
+        Float score;
+        load(score, scores + i);
+        store(scores + i, hyperbolic_tangent(score / limit) * limit);
+    }
+}
+
 #include "attention_lanes.h"
 
 // weights = q times each key of ``begin`` to ``end``; ``keys`` are those of ``begin`` on.
@@ -156,6 +167,7 @@ INLINE void score(const Query* queries, const float* keys, int64_t width, int64_
 TARGET float weigh(const Query& query) {
     const int64_t end = (query.keys + kLanes - 1) / kLanes * kLanes;
     float* weights = query.weights;
+    if (query.softcap != 0.0f) cap_scores(weights, end, query.softcap);
     std::fill(weights + query.keys, weights + end, -INFINITY);
     Float highest, sum = {};
     load(highest, weights);
@@ -164,8 +176,8 @@ TARGET float weigh(const Query& query) {
         load(score, weights + key);
         highest = select(score > highest, score, highest);
     }
-    float most = highest[0];
-    for (int lane = 1; lane < kLanes; ++lane) most = std::max(most, highest[lane]);
+    float most = query.sink;
+    for (int lane = 0; lane < kLanes; ++lane) most = std::max(most, highest[lane]);
     for (int64_t key = 0; key < end; key += kLanes) {
         Float score;
         load(score, weights + key);
@@ -178,7 +190,7 @@ TARGET float weigh(const Query& query) {
         sum += score;
     }
     const Float all[4] = {sum, sum, sum, sum};
-    return sums_of(all)[0];
+    return sums_of(all)[0] + exponential(spread(query.sink - most))[0];  // Without a sink, too little to change it.
 }
 
 // Queries: whose keys begin at the same position; of increasing numbers of keys.
@@ -285,7 +297,8 @@ TARGET void attend_part(void* item, size_t number) {
             float* own = rotated + count * width;
             rotate(all, all.q + of_head, row, token, all.scale, own);
             if (all.is_packed()) mix_numbers(own, width);
-            queries[count] = {own, from, seen - from, weights + count * most, all.y + of_head};
+            const float sink = all.sinks ? all.sinks[q_head] : -INFINITY;
+            queries[count] = {own, from, seen - from, weights + count * most, all.y + of_head, all.softcap, sink};
             if (++count == kLanes) answer_them();
         }
     }

@@ -44,15 +44,17 @@ TARGET void answer_lanes(const Query* queries, int count, Keys keys, Values valu
     float *unpacked = memory, *y = unpacked + kKeysAtATime * width, *by_lane = y + kLanes * width;
     float* weights = by_lane + kLanes * width;
     int32_t numbers[kLanes];  // Of keys of each lane. Lanes without a query do the work of the last one.
+    float sinks[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {
         const Query& query = queries[std::min(lane, count - 1)];
-        numbers[lane] = static_cast<int32_t>(query.keys);
+        numbers[lane] = static_cast<int32_t>(query.keys), sinks[lane] = query.sink;
         for (int64_t i = 0; i < width; ++i) by_lane[i * kLanes + lane] = query.q[i];
     }
     Int seen;
     load(seen, numbers);
     const Float nothing = spread(-INFINITY);
-    Float highest = nothing;
+    Float sink, highest;
+    load(sink, sinks), load(highest, sinks);
     int64_t key = 0;
     const int64_t step = std::min(Keys::kAtATime, most);
     for (int64_t begin = 0; begin < most; begin += step) {
@@ -63,6 +65,7 @@ TARGET void answer_lanes(const Query* queries, int count, Keys keys, Values valu
         }
         for (; key < end; ++key, floats += width) score_lanes<1>(by_lane, floats, width, weights + key * kLanes);
     }
+    if (queries[0].softcap != 0.0f) cap_scores(weights, most * kLanes, queries[0].softcap);
     for (key = 0; key < most; ++key) {
         Float score;
         load(score, weights + key * kLanes);
@@ -81,7 +84,7 @@ TARGET void answer_lanes(const Query* queries, int count, Keys keys, Values valu
         store(weights + key * kLanes, weight);
         sums[key % kLanes] += weight;
     }
-    const Float divisors = sum_of_parts(sums);
+    const Float divisors = sum_of_parts(sums) + exponential(sink - highest);
     std::fill(y, y + count * width, 0.0f);
     for (int64_t begin = 0; begin < most; begin += kKeysAtATime) {
         const int64_t end = std::min(begin + kKeysAtATime, most);

@@ -23,6 +23,8 @@ struct CachedAttention {
     bool angles_by_row;  // The rows of the batch have angles of their own.
     int64_t angles;      // Positions that ``cos`` and ``sin`` have; 0: they have tokens.
     float scale;
+    float softcap;             // Scores become softcap * tanh(score / softcap); 0: they stay.
+    const float* sinks;        // [q_heads]: a score more for every query, whose weight is dropped; null: none.
     const float *q, *k, *v;    // [B, S, heads, width], not rotated
     const float *cos, *sin;    // [B or 1, S, rotated / 2], or [angles, rotated / 2]
     const int64_t* first;      // [B]: the position of a row's first token

@@ -1,11 +1,13 @@
 // CachedAttention and PackedCachedAttention as ONNX Runtime sees them. The latter's cache has codes (packed_heads.h).
 //
 // Inputs: q [B, S, Hq, D], k and v [B, S, Hkv, D], in any division into axes; past keys and values [B, Hkv, P, D], all
-// float, or packed [B, Hkv, P, bytes of a head] uint8; write_indices [B] int64; cos and sin float, which may be left out: of tokens [B or 1, S, R / 2], or of
-// positions [positions, R / 2].
+// float, or packed [B, Hkv, P, bytes of a head] uint8; write_indices [B] int64. These may be left out: cos and sin float,
+// of tokens [B or 1, S, R / 2], or of positions [positions, R / 2]; sinks [Hq] float, scores that join the softmax and
+// whose weights are dropped.
 // Outputs: y [B, S, Hq, D], or as q is divided; present keys and values, which are best the memory of the past ones.
-// Attributes: rotated (R), interleaved, window (0: none), scale; as_queries (1: y as q is divided), if it is there; and
-// value_bits (8 or 4), where the cache is packed: keys have 8.
+// Attributes: rotated (R), interleaved, window (0: none), scale; as_queries (1: y as q is divided) and softcap (scores
+// become softcap * tanh(score / softcap)), if they are there; and value_bits (8 or 4), where the cache is packed: keys
+// have 8.
 #include <algorithm>
 #include <cstring>
 #include <initializer_list>
@@ -25,10 +27,10 @@ using ort::Tensor;
 struct Kernel {
     const void* const* api;
     int64_t rotated, interleaved, window, as_queries, value_bits;
-    float scale;
+    float scale, softcap;
 };
 
-enum Input : size_t { kQ, kK, kV, kPastKeys, kPastValues, kWriteIndices, kCos, kSin, kInputs };
+enum Input : size_t { kQ, kK, kV, kPastKeys, kPastValues, kWriteIndices, kCos, kSin, kSinks, kInputs };
 enum Output : size_t { kY, kKeys, kValues, kOutputs };
 
 // The type of an input. kPacked: of PackedCachedAttention.
@@ -48,10 +50,11 @@ Status* create(const ort::CustomOp*, const void* const* api, const ort::KernelIn
     RETURN_IF_FAILED(ort::integer_attribute(api, info, "window", &kernel->window));
     RETURN_IF_FAILED(ort::float_attribute(api, info, "scale", &kernel->scale));
     ort::ignore_failure(api, ort::integer_attribute(api, info, "as_queries", &kernel->as_queries));
+    ort::ignore_failure(api, ort::float_attribute(api, info, "softcap", &kernel->softcap));
     kernel->value_bits = 32;
     if (kPacked) RETURN_IF_FAILED(ort::integer_attribute(api, info, "value_bits", &kernel->value_bits));
     const bool has_bits = !kPacked || kernel->value_bits == 8 || kernel->value_bits == 4;
-    if (!has_bits || kernel->rotated < 0 || kernel->rotated % 2 || kernel->window < 0) {
+    if (!has_bits || kernel->rotated < 0 || kernel->rotated % 2 || kernel->window < 0 || !(kernel->softcap >= 0)) {
         return ort::fail(api, "CachedAttention: attributes out of range");
     }
     *made = kernel.release();
@@ -81,6 +84,9 @@ bool are_right(const Kernel& kernel, const Tensor (&inputs)[kInputs], specrun::C
     all->tokens = static_cast<int64_t>(k.elements) / each;
     if (!all->tokens || !q.elements || q.elements % k.elements) return false;
     all->q_heads = static_cast<int64_t>(q.elements / k.elements) * all->kv_heads;
+    const Tensor& sinks = inputs[kSinks];
+    if (sinks.elements && !is(sinks, all->q_heads)) return false;
+    all->sinks = sinks.elements ? static_cast<const float*>(sinks.data) : nullptr;
     if (!is(indices, all->batch) || inputs[kV].elements != k.elements) return false;
     const Tensor& cos = inputs[kCos];
     const int64_t half = kernel.rotated / 2, angles = all->tokens * half;
@@ -120,7 +126,7 @@ Status* compute(void* pointer, ort::KernelContext* context) {
     all.q = floats(kQ), all.k = floats(kK), all.v = floats(kV), all.cos = floats(kCos), all.sin = floats(kSin);
     all.first = static_cast<const int64_t*>(inputs[kWriteIndices].data);
     all.rotated = kernel.rotated, all.interleaved = kernel.interleaved;
-    all.window = kernel.window, all.scale = kernel.scale;
+    all.window = kernel.window, all.scale = kernel.scale, all.softcap = kernel.softcap;
     ort::Pool pool{kernel.api, context};
     if (!specrun::attend(all, pool.threads())) {
         return ort::create_status(kernel.api, ort::kRuntimeException, "CachedAttention: no threads");

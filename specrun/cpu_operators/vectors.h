@@ -96,3 +96,18 @@ INLINE Float exponential(Float x) {
     EACH y.parts[i] = (FloatPart)((IntPart)y.parts[i] + ((IntPart)shifted.parts[i] << 23));
     return y;
 }
+
+// tanh(x), within two units in the last place; odd. Cephes' polynomial where the quotient would cancel, and for NaN.
+INLINE Float hyperbolic_tangent(const Float& x) {
+    Float size;
+    EACH size.parts[i] = (FloatPart)((IntPart)x.parts[i] & INT32_MAX);
+    const Float square = size * size, power = exponential(size * -2.0f);
+    Float y = square * -5.70498872745e-3f + 2.06390887954e-2f;
+    y = y * square + -5.37397155531e-2f;
+    y = y * square + 1.33314422036e-1f;
+    y = y * square + -3.33332819422e-1f;
+    y = y * square * size + size;
+    y = select(size > spread(0.625f), (spread(1.0f) - power) / (power + 1.0f), y);
+    EACH y.parts[i] = (FloatPart)((IntPart)y.parts[i] | ((IntPart)x.parts[i] & INT32_MIN));
+    return y;
+}

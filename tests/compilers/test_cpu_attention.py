@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from specbuild.compilers.cpu_attention import OPERATOR, fuse_cached_attention
-from specrun.engine_dir.config import GRAPH_NAME
+from specrun.engine_dir.config import GRAPH_NAME, open_engine
 from tests.helpers.engines import make_engine, make_onnx
 from tests.helpers.families import save_checkpoint
+from tests.helpers.parity import STEPS, largest_difference
 
 LAYERS = 2
 
@@ -48,12 +49,34 @@ def test_heads_that_are_normalized_have_it_too(family: str, dtype: torch.dtype, 
     assert operators["RMSNormalization"] == of_layer * layers
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("family", "attribute", "inputs"), [("gemma2", 50.0, 8), ("gpt_oss", 0.0, 9)])
+def test_soft_caps_and_sinks_have_it_too(
+    family: str, attribute: float, inputs: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Both families have windows in every other layer. The bits of a token are the same in every pass."""
+    source = save_checkpoint(tmp_path / "hf", family, dtype=dtype)
+    engine = make_engine(make_onnx(source, tmp_path / "onnx"), tmp_path / "engine", max_draft_len=4)
+    graph = ir.load(engine / GRAPH_NAME).graph
+    nodes = [node for node in graph if node.op_type == OPERATOR]
+    assert [node.attributes["window"].as_int() > 0 for node in nodes] == [True, False]
+    assert [node.attributes["softcap"].as_float() for node in nodes] == [attribute] * LAYERS
+    assert [sum(bool(value and value.name) for value in node.inputs) for node in nodes] == [inputs] * LAYERS
+    assert not {"Attention", "TensorScatter"} & {node.op_type for node in graph}
+    found = open_engine(engine).bit_exact
+    assert found and found.shapes == ANY_SHAPE
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-3
+    assert largest_difference(source, engine, dtype, STEPS) < tolerance
+
+
 def of_type(graph: ir.Model, operator: str) -> ir.Node:
     return next(node for node in graph.graph if node.op_type == operator)
 
 
-def cap(graph: ir.Model) -> None:
+def test_a_soft_cap_of_the_standard_operator_is_kept(graph: ir.Model) -> None:
     of_type(graph, "Attention").attributes["softcap"] = ir.AttrFloat32("softcap", 30.0)
+    assert fuse_cached_attention(graph, 64) == LAYERS
+    assert of_type(graph, OPERATOR).attributes["softcap"].as_float() == 30
 
 
 def rotate_otherwise(graph: ir.Model) -> None:
@@ -84,7 +107,41 @@ def read_a_cache_twice(graph: ir.Model) -> None:
     graph.graph.insert_after(scatter, size)
 
 
-@pytest.mark.parametrize("change", [cap, rotate_otherwise, see_the_next_token, write_elsewhere, read_a_cache_twice])
+def count_positions(graph: ir.Model) -> None:
+    of_type(graph, "Attention").attributes["is_causal"] = ir.AttrInt64("is_causal", 1)
+
+
+def cap_elsewhere(graph: ir.Model) -> None:
+    """The quotient in front of tanh is not that of the factor behind it."""
+    replace_constant(graph, of_type(graph, "Tanh").inputs[0], 3.0)
+
+
+def drop_more_weights(graph: ir.Model) -> None:
+    """Than the sink's."""
+    (reader,) = (use.node for use in of_type(graph, "Softmax").outputs[0].uses())
+    replace_constant(graph, reader.outputs[0], [-2], place=2)
+
+
+def replace_constant(graph: ir.Model, value: ir.Value | None, number: list[int] | float, place: int = 1) -> None:
+    """Give the node that makes ``value`` another constant."""
+    node = value.producer() if value is not None else None
+    assert node is not None
+    other = ir.Value(name="other", const_value=ir.tensor(number))
+    graph.graph.register_initializer(other)
+    node.replace_input_with(place, other)
+
+
+@pytest.mark.parametrize(("family", "change"), [("gemma2", cap_elsewhere), ("gpt_oss", drop_more_weights)])
+def test_what_is_written_out_otherwise_stays(family: str, change: Callable[[ir.Model], None], tmp_path: Path) -> None:
+    checkpoint = make_onnx(save_checkpoint(tmp_path / "hf", family), tmp_path / "onnx", verify=False)
+    model = ir.load(checkpoint / GRAPH_NAME)
+    change(model)
+    assert fuse_cached_attention(model, 64) == LAYERS - 1
+
+
+@pytest.mark.parametrize(
+    "change", [count_positions, rotate_otherwise, see_the_next_token, write_elsewhere, read_a_cache_twice]
+)
 def test_what_is_another_computation_stays(graph: ir.Model, change: Callable[[ir.Model], None]) -> None:
     change(graph)
     assert fuse_cached_attention(graph, 64) == LAYERS - 1

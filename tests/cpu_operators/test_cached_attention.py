@@ -31,6 +31,8 @@ class Case(NamedTuple):
     window: int = 0
     value_bits: int = 32
     """Below 32 heads are packed, and keys have 8."""
+    softcap: float = 0.0
+    has_sinks: bool = False
 
 
 CASES = {
@@ -42,12 +44,17 @@ CASES = {
     "one head": Case(1, 1, 16, 16),
     "three queries a key": Case(6, 2, 80),
     "wide": Case(2, 2, 256, 256),
+    "soft-capped scores": Case(rotated=64, softcap=0.7),
+    "sinks": Case(6, 2, 32, has_sinks=True),
+    "a window, soft-capped scores and sinks": Case(8, 2, 64, 64, window=7, softcap=0.7, has_sinks=True),
 }
 PACKED = {
     "8 bits": Case(width=64, rotated=64, value_bits=8),
     "4 bits": Case(3, 1, 128, 64, value_bits=4),
     "heads of no power of 2": Case(4, 4, 96, value_bits=8),
     "4 bits in a window": Case(8, 2, 32, 32, window=7, value_bits=4),
+    "8 bits, soft-capped scores": Case(width=64, rotated=64, value_bits=8, softcap=0.7),
+    "4 bits in a window with sinks": Case(8, 2, 64, window=7, value_bits=4, has_sinks=True),
 }
 POSITIONS = 40
 
@@ -63,27 +70,31 @@ class Pass(NamedTuple):
     first: npt.NDArray[np.int64]
     cos: Floats
     sin: Floats
+    sinks: Floats
 
 
 def session(case: Case, threads: int = 1, by_position: bool = False) -> Any:
     cache = ir.DataType.FLOAT if case.value_bits == 32 else ir.DataType.UINT8
     kinds = {"first": ir.DataType.INT64, "keys": cache, "values": cache}
-    names = [name for name in Pass._fields if case.rotated or name not in ("cos", "sin")]
-    axes = {"keys": 4, "values": 4, "first": 1, **dict.fromkeys(("cos", "sin"), 2 if by_position else 3)}
-    inputs = [
-        ir.Value(
+    left_out = {*([] if case.rotated else ["cos", "sin"]), *([] if case.has_sinks else ["sinks"])}
+    axes = {"keys": 4, "values": 4, "first": 1, "sinks": 1, **dict.fromkeys(("cos", "sin"), 2 if by_position else 3)}
+    places = [
+        None
+        if name in left_out
+        else ir.Value(
             name=name,
             type=ir.TensorType(kinds.get(name, ir.DataType.FLOAT)),
             shape=ir.Shape([f"{name}.{axis}" for axis in range(axes.get(name, 3))]),
         )
-        for name in names
+        for name in Pass._fields
     ]
+    inputs = [value for value in places if value is not None]
     attributes = {**case._asdict(), "interleaved": int(case.interleaved), "scale": case.width**-0.5}
-    for name in ("q_heads", "kv_heads", "width", "value_bits"):
+    for name in ("q_heads", "kv_heads", "width", "value_bits", "has_sinks"):
         del attributes[name]
     attributes |= {"value_bits": case.value_bits} if case.value_bits < 32 else {}
     operator = OPERATOR if case.value_bits == 32 else PACKED_OPERATOR
-    node = ir.node(operator, inputs, attributes, domain=cpu_operators.DOMAIN, num_outputs=3)
+    node = ir.node(operator, places, attributes, domain=cpu_operators.DOMAIN, num_outputs=3)
     for output, name in zip(node.outputs, ("y", "new_keys", "new_values"), strict=True):
         output.name, output.type = name, ir.TensorType(ir.DataType.FLOAT if name == "y" else cache)
         output.shape = ir.Shape([f"{name}.{axis}" for axis in range(4)])
@@ -124,7 +135,8 @@ def made(case: Case, tokens: int, *first: int, positions: int = POSITIONS) -> Pa
             whole[number, :, :begin] = heads[:begin].swapaxes(0, 1)
         return whole
 
-    return Pass(new(0), new(1), new(2), cache(1), cache(2), np.array(first), new(3), new(4))
+    sinks = np.linspace(-1, 3, case.q_heads, dtype=np.float32)
+    return Pass(new(0), new(1), new(2), cache(1), cache(2), np.array(first), new(3), new(4), sinks)
 
 
 def rotate(heads: npt.NDArray[Any], cos: npt.NDArray[Any], sin: npt.NDArray[Any], case: Case) -> npt.NDArray[Any]:
@@ -154,8 +166,11 @@ def expected(case: Case, given: Pass) -> npt.NDArray[np.float64]:
             for head in range(case.q_heads):
                 own = head * case.kv_heads // case.q_heads
                 scores = keys[own, seen] @ q[row, token, head] * case.width**-0.5
-                weights = np.exp(scores - scores.max())
-                found[row, token, head] = weights / weights.sum() @ values[own, seen]
+                if case.softcap:
+                    scores = np.tanh(scores / case.softcap) * case.softcap
+                joined = np.append(scores, given.sinks[head] if case.has_sinks else -np.inf)
+                weights = np.exp(joined - joined.max())
+                found[row, token, head] = (weights / weights.sum())[:-1] @ values[own, seen]
     return found
 
 
@@ -300,6 +315,40 @@ def test_scores_of_any_size() -> None:
     assert np.isnan(run(session(case), given)[0]).all()
 
 
+def capped(scores: Floats) -> Floats:
+    """scores [N] as the operator caps them at 1: as many queries of one number each see one key, and a sink of 0.
+
+    What a query gives is the key's weight, 1 / (1 + exp(-score)).
+    """
+    case = Case(1, 1, 16, softcap=1.0, has_sinks=True)
+    given = made(case, 1, *[0] * len(scores))
+    q, k, v = (np.zeros((len(scores), 1, 16), np.float32) for _ in range(3))
+    q[:, 0, 0], k[:, 0, 0], v[:, 0, 0] = scores, 4, 1  # The scale is 1 / 4.
+    y = run(session(case), given._replace(q=q, k=k, v=v, sinks=np.zeros(1, np.float32)))[0]
+    weights: Floats = y[:, 0, 0, 0]
+    return weights
+
+
+def test_a_soft_cap_is_an_odd_function_and_keeps_what_is_no_number() -> None:
+    scores = np.concatenate([[0, 1e-30, 1e-6, 0.6249, 0.625, 0.6251, 9, 88, 1e30, np.inf], np.linspace(0, 12, 300)])
+    weights = capped(scores.astype(np.float32))
+    np.testing.assert_allclose(weights, 1 / (1 + np.exp(-np.tanh(scores))), rtol=4e-7)
+    np.testing.assert_allclose(weights + capped(-scores.astype(np.float32)), 1, rtol=2e-7)
+    assert np.isnan(capped(np.array([np.nan], np.float32))).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_a_loud_sink_takes_all_weight(tokens: int) -> None:
+    """It is part of the largest score, so nothing overflows; one that is not a number shows."""
+    case = CASES["sinks"]
+    given = made(case, tokens, 0)
+    given.sinks[:] = [1e4, -1e4, 0, 0, 0, np.nan]
+    y = run(session(case), given)[0]
+    assert (np.abs(y[:, :, 0]) < 1e-30).all()
+    np.testing.assert_array_equal(y[:, :, 1], run(session(case._replace(has_sinks=False)), given)[0][:, :, 1])
+    assert np.isfinite(y[:, :, :5]).all() and np.isnan(y[:, :, 5]).all()
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -320,6 +369,19 @@ def test_sizes_that_do_not_fit_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(Exception, match="CachedAttention: sizes that do not fit, or positions beyond the cache"):
         by_position = wrong.get("cos", np.empty((1, 1, 1))).ndim == 2
         run(session(case, by_position=by_position), made(case, 3, 0)._replace(**wrong))
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 7])
+def test_sinks_of_other_heads_are_refused(count: int) -> None:
+    case = CASES["sinks"]
+    with pytest.raises(Exception, match="CachedAttention: sizes that do not fit"):
+        run(session(case), made(case, 3, 0)._replace(sinks=np.zeros(count, np.float32)))
+
+
+@pytest.mark.parametrize("softcap", [-1.0, np.nan])
+def test_a_soft_cap_below_zero_is_refused(softcap: float) -> None:
+    with pytest.raises(Exception, match="CachedAttention: attributes out of range"):
+        session(Case(softcap=softcap))
 
 
 @pytest.mark.parametrize("size", [64, 67, 69, 0, 17 * 1088])

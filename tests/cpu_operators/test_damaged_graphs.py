@@ -50,8 +50,9 @@ def attention() -> Node:
     cache = {"keys": floats(2, 2, 24, 16), "values": floats(2, 2, 24, 16)}
     new = {"q": floats(2, 3, 64), "k": floats(2, 3, 32), "v": floats(2, 3, 32)}
     angles = {"cos": floats(24, 8), "sin": floats(24, 8)}
-    attributes = {"rotated": 16, "interleaved": 0, "window": 0, "scale": 0.25}
-    return Node("CachedAttention", {**new, **cache, "first": ints(4, 21), **angles}, attributes, 3)
+    attributes = {"rotated": 16, "interleaved": 0, "window": 0, "scale": 0.25, "softcap": 2.0}
+    inputs: dict[str, npt.NDArray[Any]] = {**new, **cache, "first": ints(4, 21), **angles, "sinks": floats(4)}
+    return Node("CachedAttention", inputs, attributes, 3)
 
 
 def float_product() -> Node:
@@ -155,7 +156,7 @@ def damaged(node: Node, draw: random.Random) -> Node:
                 key = draw.choice([*attributes])
                 value = draw.choice(NUMBERS)
                 attributes[key] = [value] * draw.randint(0, 5) if key == "N" else value
-                if key in ("scale", "epsilon"):
+                if key in ("scale", "epsilon", "softcap"):
                     attributes[key] = draw.choice([0.0, float("nan"), float("inf"), -1e38])
             case 1:
                 kinds = (np.float32, np.float16, np.float64, np.int8, np.uint8, np.uint16, np.int32, np.int64, np.bool_)

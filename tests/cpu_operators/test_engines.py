@@ -24,7 +24,7 @@ from specrun.backends import open_host_backend
 from specrun.config import DraftTargetConfig
 from specrun.engine_dir.config import open_engine
 from specrun.engine_dir.contract import UNUSED_TOKEN
-from specrun.errors import BackendError
+from specrun.errors import BackendError, BuildError
 from specrun.request.request import Request
 from specrun.runners.host_runner import ModelRunner
 from specrun.sampling.sampler import SamplingParams
@@ -140,10 +140,10 @@ def test_passes_stay_bound_from_text_to_text(onnx: Path, tmp_path: Path) -> None
     assert runner.rows.lengths == [0, 0]
 
 
-@pytest.mark.quick("gemma2", "qwen3_moe")
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5", "gemma2"])
+@pytest.mark.quick("deepseek_v2", "qwen3_moe")
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5", "deepseek_v2"])
 def test_where_other_tokens_could_see_an_unused_one_it_is_a_token_like_others(family: str, tmp_path: Path) -> None:
-    """Experts are chosen for all tokens, states read all of them, and soft-capped scores are ONNX Runtime's."""
+    """Experts are chosen for all tokens, states read all of them, and latent attention is ONNX Runtime's."""
     checkpoint = make_onnx(save_checkpoint(tmp_path / "hf", family), tmp_path / "onnx", verify=False)
     assert not open_engine(make_engine(checkpoint, tmp_path / "engine")).backend.skips_unused_tokens
 
@@ -180,13 +180,15 @@ def uncompiled(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_without_the_operators_engines_are_built_and_those_that_need_them_refused(
-    uncompiled: Path, onnx: Path, tmp_path: Path
+    uncompiled: Path, onnx: Path, kv_caches: Path, tmp_path: Path
 ) -> None:
     checkpoint = quantized(onnx / "target", tmp_path / "onnx", "int4")
     engine = make_engine(checkpoint, tmp_path / "engine", **SIZES)
     config = open_engine(engine)
     assert config.backend.needs_cpu_operators == 0
     assert any("C++ compiler" in note for note in config.provenance.notes)
+    with pytest.raises(BuildError, match=r"keys and values in 8 bits need specrun's own CPU operators.*C\+\+ compiler"):
+        make_engine(kv_caches / "int8", tmp_path / "packed")
     described = json.loads((engine / "config.json").read_text())
     described["backend"]["needs_cpu_operators"] = 1
     (engine / "config.json").write_text(json.dumps(described))

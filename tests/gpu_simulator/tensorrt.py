@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import onnx
 
+from specbuild.artifacts.onnx_checkpoint import open_checkpoint
 from specbuild.engine.config import plan_profiles
 from specrun.engine_dir.config import (
     CONFIG_NAME,
@@ -52,9 +53,12 @@ def as_plan(source: Path, output: Path, checkpoint: Path | None = None, multiple
     profiles = plan_profiles(*sizes, config.graph.round_len(build.max_draft_len), multiple_profiles)
     output.mkdir(parents=True)
     graph = next(name for name in config.files if name.endswith(".onnx"))
-    io, path = [_as_trt_has_it(config, tensor) for tensor in config.io], source / graph
+    path = source / graph
     if checkpoint:
         path = _compile(checkpoint, output / "plan.onnx", config)
+        kept = open_checkpoint(checkpoint).graph.kv_cache_dtype
+        config = config.model_copy(update={"graph": config.graph.model_copy(update={"kv_cache_dtype": kept})})
+    io = [_as_trt_has_it(config, tensor) for tensor in config.io]
     plan = {
         "graph": str(path.resolve()),
         "io": [tensor.model_dump() for tensor in io],
@@ -68,6 +72,7 @@ def as_plan(source: Path, output: Path, checkpoint: Path | None = None, multiple
             (output / name).write_bytes((source / name).read_bytes())
             files[name] = config.files[name]
     changed = {
+        "graph": config.graph,
         "backend": config.backend.model_copy(
             update={"name": "tensorrt", "version": __version__, "device": "cuda", "compute_capabilities": ["9.0"]}
         ),
@@ -151,9 +156,11 @@ def _compile(checkpoint: Path, path: Path, config: EngineConfig) -> Path:
 
 def _as_trt_has_it(config: EngineConfig, tensor: Tensor) -> Tensor:
     """A tensor of an engine for the CPU as a plan has it: keys and values alone are updated in place, if at all."""
-    if config.graph.kv_cache_dtype and tensor.aliases in config.graph.past_names:
+    if (kept := config.graph.kv_cache_dtype) and tensor.name in config.graph.past_names:
+        return tensor.model_copy(update={"dtype": kept})
+    if kept and tensor.aliases in config.graph.past_names:
         shape = ["batch", tensor.shape[1], "sequence", tensor.shape[3]]
-        return tensor.model_copy(update={"aliases": None, "shape": shape})
+        return tensor.model_copy(update={"aliases": None, "shape": shape, "dtype": kept})
     states = {name: state for state in config.graph.states for name in (state.past_name, state.present_name)}
     if tensor.name in states:
         shape = ["batch", *states[tensor.name].row_shape(config.graph.replays)]

@@ -49,8 +49,9 @@ from specrun.evaluation.verify import verify
 from specrun.request.request import Request
 from specrun.sampling.sampler import SamplingParams
 from tests.helpers.command_errors import build, error_line, says
-from tests.helpers.engines import make_engine, make_onnx, quiet, redescribe
+from tests.helpers.engines import make_engine, make_onnx, quiet
 from tests.helpers.families import TEXT, VOCAB, save_checkpoint
+from tests.helpers.rounded_caches import in_floats
 from tests.helpers.tables import decode
 
 Floats = npt.NDArray[np.float32]
@@ -97,8 +98,8 @@ def engine_logits(engine: Path, chunks: tuple[int, ...] = (LENGTH,)) -> Floats:
     return np.concatenate(found)
 
 
-def stored_in(checkpoint: Path, code: CacheCode) -> CacheRounding:
-    """The rounding that stands in a checkpoint's graph, its codes replaced by others with the same factors."""
+def stored_in(checkpoint: Path) -> CacheRounding:
+    """The rounding that stands in a checkpoint's graph."""
     tensors = []
     for rounding, scatter, _ in cache_updates(ir.load(checkpoint / GRAPH_NAME)):
         x, scale, past = rounding.inputs[0], rounding.inputs[1], scatter.inputs[0]
@@ -108,10 +109,9 @@ def stored_in(checkpoint: Path, code: CacheCode) -> CacheRounding:
         factors = np.ones((shape[1], shape[3]), np.float32)  # type: ignore[type-var]
         if divide.op_type == "Div":  # Otherwise all channels have the same step.
             factors = divide.inputs[1].const_value.numpy()[:, 0]  # type: ignore[union-attr]
-        tensors.append((float(scale.const_value.numpy()), np.array(factors)))
-    own: CacheCode = "int8" if open_checkpoint(checkpoint).graph.kv_cache_dtype == "int8" else "float8_e4m3fn"
-    wider = LARGEST_CODE[own] / LARGEST_CODE[code]
-    return CacheRounding(code, tuple(TensorRounding(scale * wider, factors) for scale, factors in tensors))
+        tensors.append(TensorRounding(float(scale.const_value.numpy()), np.array(factors)))
+    code: CacheCode = "int8" if open_checkpoint(checkpoint).graph.kv_cache_dtype == "int8" else "float8_e4m3fn"
+    return CacheRounding(code, tuple(tensors))
 
 
 def changed_graph(checkpoint: Path, output: Path, change: Callable[[ir.Model], None]) -> Path:
@@ -190,8 +190,8 @@ def test_what_cannot_be_calibrated() -> None:
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 def test_an_engine_computes_what_the_model_does_with_a_rounded_cache(hf: Path, kv_caches: Path, name: str) -> None:
-    """On the CPU a float8 cache is one of int8 with the same factors. Last bits move a few codes by one."""
-    model, rounding = model_of(hf / "target"), stored_in(kv_caches / name, "int8")
+    """Last bits move a few codes by one."""
+    model, rounding = model_of(hf / "target"), stored_in(kv_caches / name)
     found = engine_logits(kv_caches / "engines" / name)
     exact, expected = model_logits(model), model_logits(model, rounding)
     cost = np.abs(expected - exact).mean()
@@ -201,24 +201,14 @@ def test_an_engine_computes_what_the_model_does_with_a_rounded_cache(hf: Path, k
     for part in (0, 1):  # Of keys, of values: with factors of other channels it is another model.
         wrong = list(rounding.tensors)
         wrong[part] = wrong[part]._replace(factors=wrong[part].factors[:, ::-1] * np.float32(0.25))
-        assert np.abs(found - model_logits(model, CacheRounding("int8", tuple(wrong)))).mean() > cost / 2
+        assert np.abs(found - model_logits(model, CacheRounding(rounding.dtype, tuple(wrong)))).mean() > cost / 2
 
 
-def test_config_and_memory_follow_the_caches_type(kv_caches: Path, engines: Path) -> None:
-    checkpoint, engine = open_checkpoint(kv_caches / "fp8"), open_engine(kv_caches / "engines" / "fp8")
-    assert checkpoint.graph.kv_cache_dtype == "float8_e4m3fn"
-    assert (engine.graph.dtype, engine.graph.kv_cache_dtype) == ("float32", "int8")
-    assert any("float8 cache: stored in int8" in note for note in engine.provenance.notes)
-    assert {tensor.dtype for tensor in engine.io if tensor.aliases} == {"int8"}
-    whole = open_engine(engines / "target").graph
-    assert whole.kv_cache_dtype is None
-    assert whole.cache_bytes(2, 64) == 4 * engine.graph.cache_bytes(2, 64)
-    assert re.search(r"KV cache +[\d.]+ kB in int8 for 4 rows", describe(kv_caches / "engines" / "fp8", False))
+def test_config_and_memory_follow_the_caches_type(kv_caches: Path, onnx: Path) -> None:
+    rounded, whole = (open_checkpoint(directory).graph for directory in (kv_caches / "fp8", onnx / "target"))
+    assert (rounded.kv_cache_dtype, whole.kv_cache_dtype) == ("float8_e4m3fn", None)
+    assert whole.cache_bytes(2, 64) == 4 * rounded.cache_bytes(2, 64)
     assert re.search(r"KV cache +float8_e4m3fn", describe(kv_caches / "fp8", False))
-    backend = open_host_backend(kv_caches / "engines" / "int8", open_engine(kv_caches / "engines" / "int8"), blocks=2)
-    backend.resize(2, 64, 0)
-    assert backend.cache.nbytes == engine.graph.cache_bytes(2, 64)
-    backend.close()
 
 
 def double_a_factor(model: ir.Model) -> None:
@@ -264,29 +254,11 @@ def test_a_text_has_the_same_bits_however_it_is_read(kv_caches: Path, tmp_path: 
         assert found and found.shapes_agree
         whole = engine_logits(engine)
         assert engine_logits(engine, (7, 2, 20, 11)).tobytes() == whole.tobytes()
-    path = changed_graph(kv_caches / "int8", tmp_path / "unrounded", see_new_rows_unrounded)
-    for file in (kv_caches / "int8").iterdir():
-        if not file.name.startswith(GRAPH_NAME):
-            (path.parent / file.name).write_bytes(file.read_bytes())
-    engine = make_engine(redescribe(path.parent), tmp_path / "engine", **SIZES)
+    other = in_floats(kv_caches / "int8", tmp_path / "unrounded", see_new_rows_unrounded)
+    engine = make_engine(other, tmp_path / "engine", **SIZES)
     assert engine_logits(engine, (7, 2, 20, 11)).tobytes() != engine_logits(engine).tobytes()
     found = open_engine(engine).bit_exact
     assert found and not found.shapes_agree
-
-
-def test_texts_are_the_targets_own(kv_caches: Path, engines: Path) -> None:
-    """Byte for byte, for any draft; and with a reused prefix as without."""
-    target, prompts = kv_caches / "engines" / "int8", [[5, 9, 200], list(range(30, 70)), list(range(30, 77))]
-    verdict = verify(target, engines / "draft", prompts, SamplingParams(), DraftTargetConfig(3), 0.1)
-    assert verdict.good
-    assert verdict.parts[0].identical == verdict.parts[0].texts == len(prompts)
-    outputs = []
-    for reuse in (True, False):
-        with SpeculativeDecoder.open(target, engines / "draft", DraftTargetConfig(reuse_blocks=reuse)) as decoder:
-            requests = [Request(prompt, SamplingParams(), 12) for prompt in (*prompts, *prompts)]
-            outputs.append([decode(decoder, [request])[0] for request in requests])
-        assert bool(sum(request.stats.cached for request in requests)) == reuse
-    assert outputs[0] == outputs[1]
 
 
 @pytest.fixture(scope="module")
@@ -319,6 +291,22 @@ def test_own_attention_packs_keys_and_values(wide_heads: Path, form: str, tmp_pa
     assert verdict.parts[0].identical == verdict.parts[0].texts == len(prompts)
 
 
+def test_texts_are_the_targets_own(wide_heads: Path, engines: Path, tmp_path: Path) -> None:
+    """Byte for byte, for any draft; and with a reused prefix as without."""
+    target = make_engine(wide_heads / "plain", tmp_path / "target", kv_cache_dtype="int8", **SIZES)
+    prompts = [[5, 9, 200], list(range(30, 70)), list(range(30, 77))]
+    verdict = verify(target, engines / "draft", prompts, SamplingParams(), DraftTargetConfig(3), 0.1)
+    assert verdict.good
+    assert verdict.parts[0].identical == verdict.parts[0].texts == len(prompts)
+    outputs = []
+    for reuse in (True, False):
+        with SpeculativeDecoder.open(target, engines / "draft", DraftTargetConfig(reuse_blocks=reuse)) as decoder:
+            requests = [Request(prompt, SamplingParams(), 12) for prompt in (*prompts, *prompts)]
+            outputs.append([decode(decoder, [request])[0] for request in requests])
+        assert bool(sum(request.stats.cached for request in requests)) == reuse
+    assert outputs[0] == outputs[1]
+
+
 def test_a_rounded_checkpoint_is_packed_in_8_bits(wide_heads: Path, tmp_path: Path) -> None:
     """Its own factors and codes are left out: the engine is that of the checkpoint without them."""
     found = make_engine(wide_heads / "int8", tmp_path / "found", **SIZES)
@@ -326,25 +314,37 @@ def test_a_rounded_checkpoint_is_packed_in_8_bits(wide_heads: Path, tmp_path: Pa
     assert engine_logits(found).tobytes() == engine_logits(expected).tobytes()
 
 
-def test_what_cannot_be_packed(hf: Path, onnx: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_packed(onnx: Path, kv_caches: Path, tmp_path: Path) -> None:
     target = onnx / "target"  # Whose heads have 16 numbers.
-    with pytest.raises(BuildError, match="heads whose width is no multiple of 32"):
-        make_engine(target, tmp_path / "engine", kv_cache_dtype="int8")
+    for checkpoint, form in ((target, "int8"), (kv_caches / "int8", "auto"), (kv_caches / "fp8", "auto")):
+        with pytest.raises(BuildError, match="heads whose width is no multiple of 32"):
+            make_engine(checkpoint, tmp_path / "engine", kv_cache_dtype=form)
     with pytest.raises(BackendError, match="--kv_cache_dtype int4: is for engines of onnxruntime for the CPU"):
         make_engine(target, tmp_path / "engine", kv_cache_dtype="int4", backend="tensorrt_rtx")
     assert not (tmp_path / "engine").exists()
 
 
 @pytest.mark.quick("gpt2")
-@pytest.mark.parametrize("family", ["gemma2", "gpt2"])
-def test_attention_that_is_spelled_out_and_16_bits(family: str, text: TextOptions, tmp_path: Path) -> None:
-    """Soft caps, windows, and no rotary embedding; ``convert`` compares the graph with the model."""
-    hf = save_checkpoint(tmp_path / "hf", family, dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("family", "wide"),
+    [
+        pytest.param("gemma2", {}, id="gemma2"),
+        pytest.param("gpt_oss", {"head_dim": 32}, id="gpt_oss"),
+        pytest.param("gpt2", {"n_head": 2}, id="gpt2"),
+    ],
+)
+def test_other_attention_in_16_bits(family: str, wide: dict[str, Any], text: TextOptions, tmp_path: Path) -> None:
+    """Soft caps, sinks, windows, and no rotary embedding; ``convert`` compares the graph with the model."""
+    hf = save_checkpoint(tmp_path / "hf", family, dtype=torch.bfloat16, **wide)
     checkpoint = make_onnx(hf, tmp_path / "onnx", kv_cache_dtype="fp8", texts=text)
     assert open_checkpoint(checkpoint).max_logit_difference is not None
-    found = open_engine(make_engine(checkpoint, tmp_path / "engine", **SIZES)).bit_exact
-    assert found and found.shapes_agree
-    if family == "gemma2":
+    engine = make_engine(checkpoint, tmp_path / "engine", **SIZES)
+    plain = make_onnx(hf, tmp_path / "plain", verify=False)
+    expected = make_engine(plain, tmp_path / "expected", kv_cache_dtype="int8", **SIZES)
+    whole = engine_logits(engine)
+    assert engine_logits(expected).tobytes() == whole.tobytes()
+    assert engine_logits(engine, (7, 2, 20, 11)).tobytes() == whole.tobytes()
+    if family != "gpt2":
         with pytest.raises(BuildError, match=r"is spelled out \(soft-capped scores or sinks\), and TensorRT takes"):
             make_engine(checkpoint, tmp_path / "plan", backend="tensorrt_rtx")
 
