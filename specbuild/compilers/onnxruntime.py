@@ -20,6 +20,7 @@ from specbuild.compilers.cpu_collectives import use_collectives
 from specbuild.compilers.cpu_recurrent import use_recurrent_operators
 from specbuild.compilers.cpu_unused import mark_unused_tokens
 from specbuild.graph import ops as graphs
+from specbuild.graph.attention_layers import join_attention
 from specbuild.graph.causal_mask import drop_causal_masks
 from specbuild.graph.moe_branches import skip_unused_experts
 from specbuild.graph.pad_single_query import pad_single_queries
@@ -91,6 +92,7 @@ def compile_graph(
     harmful = cpu_forms.HARMFUL if _dequantizes(model) else []
     skips_unused = not graph.is_head and not graph.states and mark_unused_tokens(model)
     if not graph.is_head:  # Only the bits of a target are those of texts.
+        join_attention(model)
         pad_single_queries(model)
     has_own = DOMAIN in model.opset_imports
     if has_own:

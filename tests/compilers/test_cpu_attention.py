@@ -64,7 +64,7 @@ def test_soft_caps_and_sinks_have_it_too(
     assert [sum(bool(value and value.name) for value in node.inputs) for node in nodes] == [inputs] * LAYERS
     assert not {"Attention", "TensorScatter"} & {node.op_type for node in graph}
     found = open_engine(engine).bit_exact
-    assert found and found.shapes == ANY_SHAPE
+    assert found and found.shapes_agree
     tolerance = 1e-5 if dtype == torch.float32 else 1e-3
     assert largest_difference(source, engine, dtype, STEPS) < tolerance
 
