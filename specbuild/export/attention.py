@@ -231,7 +231,10 @@ def _plain_attention(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention as MatMul and an fp32 softmax, with optional soft cap (Gemma 2) and sinks [H] (GPT-OSS)."""
+    """Attention as MatMul and an fp32 softmax, with optional soft cap (Gemma 2) and sinks [H] (GPT-OSS).
+
+    Engines for CPUs find it by the pattern in ``graph.attention_layers``.
+    """
     batch, heads, length, width = query.shape
     kv_heads = key.shape[1]
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, length, width)

@@ -57,12 +57,18 @@ class Parts:
             made = weights.cut(value, part, self.rank, self.add)
         elif value in self._inputs and part.axis == -3:
             made = self._cache(value, part)
-        elif value in self.can_gain and (node := value.producer()) is not None and node.op_type in RULES:
+        elif (node := value.producer()) is not None and node.op_type in RULES and self._is_cut_at_its_inputs(node):
             made = RULES[node.op_type](self, node, node.outputs.index(value), part)
         if made is None:
             made = self.slice(value, part.axis, *part.ranges[self.rank])
         self.known[value, part] = made
         return made
+
+    def _is_cut_at_its_inputs(self, node: ir.Node) -> bool:
+        """Whether that saves work, or is as good as cutting its output: of a constant that is repeated (sinks)."""
+        return not self.can_gain.isdisjoint(node.outputs) or (
+            node.op_type == "Expand" and weights.is_constant(node.inputs[0])
+        )
 
     def operand(self, value: ir.Value | None, part: Part) -> ir.Value | None:
         """The part of one of several inputs that are broadcast: whole without the axis, or with one element there."""

@@ -6,15 +6,18 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
 
 from specbuild.compilers.cpu_attention import OPERATOR, fuse_cached_attention
+from specbuild.sharding.shard import shard
 from specrun.engine_dir.config import GRAPH_NAME, open_engine
 from tests.helpers.engines import make_engine, make_onnx
 from tests.helpers.families import save_checkpoint
 from tests.helpers.parity import STEPS, largest_difference
+from tests.helpers.ranks import load, make_checkpoint, shard_difference
 
 LAYERS = 2
 
@@ -67,6 +70,18 @@ def test_soft_caps_and_sinks_have_it_too(
     assert found and found.shapes_agree
     tolerance = 1e-5 if dtype == torch.float32 else 1e-3
     assert largest_difference(source, engine, dtype, STEPS) < tolerance
+
+
+def test_ranks_have_the_sinks_of_their_heads(shared: Path) -> None:
+    checkpoint = make_checkpoint(shared, "gpt_oss")
+    assert shard_difference(checkpoint, 2) < 1e-5
+    _, first, second = ranks = [load(checkpoint) for _ in range(3)]
+    for rank, model in enumerate((first, second)):
+        shard(model, rank, 2)
+    assert [fuse_cached_attention(model, 64) for model in ranks] == [LAYERS] * 3
+    found = [of_type(model, OPERATOR).inputs[8] for model in ranks]
+    expected, *parts = [value.const_value.numpy().reshape(-1) for value in found if value and value.const_value]
+    np.testing.assert_array_equal(np.concatenate(parts), expected)
 
 
 def of_type(graph: ir.Model, operator: str) -> ir.Node:

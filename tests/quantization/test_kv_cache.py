@@ -324,7 +324,7 @@ def test_what_cannot_be_packed(onnx: Path, kv_caches: Path, tmp_path: Path) -> N
     assert not (tmp_path / "engine").exists()
 
 
-@pytest.mark.quick("gpt2")
+@pytest.mark.quick("gpt_oss")
 @pytest.mark.parametrize(
     ("family", "wide"),
     [

@@ -162,8 +162,9 @@ def attention(request: pytest.FixtureRequest, engines: Path, tmp_path_factory: p
     """Engines with our own operator for attention, which reads nothing behind a row's text, and with ONNX Runtime's."""
     if request.param == "own":
         return engines / "target"
-    work = tmp_path_factory.mktemp("soft-capped")
-    return make_engine(make_onnx(save_checkpoint(work / "hf", "gemma2"), work / "onnx", verify=False), work / "engine")
+    work = tmp_path_factory.mktemp("latent")
+    onnx = make_onnx(save_checkpoint(work / "hf", "deepseek_v2"), work / "onnx", verify=False)
+    return make_engine(onnx, work / "engine")
 
 
 @pytest.mark.parametrize("grows", [False, True], ids=["swap", "grow"])
